@@ -1,0 +1,25 @@
+"""Errors meant for the user: one sentence with the cause and the remedy."""
+
+
+class AfdError(Exception):
+    """Base of every error that the command line prints as ``afd: error: ...`` (exit code 2)."""
+
+
+class ConfigError(AfdError):
+    """The configuration or the checkpoint cannot be used as written."""
+
+
+class HandshakeRefused(AfdError):
+    """The control plane refused a member; the message names both values."""
+
+
+class PeerLost(AfdError):
+    """A peer went away and did not come back within its deadline."""
+
+
+class DeadlineExceeded(AfdError):
+    """Something did not happen within its deadline; the message names what was awaited."""
+
+
+class CapacityExceeded(AfdError):
+    """More rows than a slot holds; the message names both numbers and the setting to raise."""
