@@ -1,0 +1,43 @@
+// Textual addresses of a region: where it can be reached, and its secret token.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace afd_comm {
+
+using Token = std::array<uint8_t, 16>;
+
+Token random_token();
+// Comparison time does not depend on the content.
+bool same_token(const uint8_t* a, const uint8_t* b);
+std::string token_text(const Token& token);
+
+// "shm:<machine>:<pid>:<fd>:<bytes>:<token>"
+struct ShmAddress {
+  std::string machine;  // machine_identity() of the owner
+  int pid = 0;
+  int fd = 0;
+  uint64_t bytes = 0;
+  Token token{};
+};
+
+// "tcp:<host>:<port>:<token>"; an IPv6 host stands in brackets
+struct TcpAddress {
+  std::string host;
+  uint16_t port = 0;
+  Token token{};
+};
+
+std::string format(const ShmAddress& address);
+std::string format(const TcpAddress& address);
+
+// The part before the first colon.
+std::string scheme_of(const std::string& address);
+// Throw CommError when the text is not an address of that scheme.
+ShmAddress parse_shm(const std::string& text);
+TcpAddress parse_tcp(const std::string& text);
+
+}  // namespace afd_comm

@@ -1,0 +1,41 @@
+// Link: the sender's side, to one peer's region. One implementation per backend.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "afd_comm/address.h"
+#include "afd_comm/types.h"
+
+namespace afd_comm {
+
+struct LinkOptions {
+  std::string backend = "auto";  // or a name in the registry (link.cc)
+  SlotRange slots;               // what this link claims
+  int64_t timeout_us = 0;        // bound of connecting, and of every post that has to wait
+  Interrupt interrupt = nullptr;
+};
+
+class Link {
+ public:
+  virtual ~Link() = default;
+  virtual const char* backend() const = 0;
+  // Whether post() may wait for the peer, so that a caller lets go of its locks first.
+  virtual bool may_block() const = 0;
+  // Writes the parts into the slot, then the header, then rings its doorbell. The caller's memory
+  // may be reused on return. Thread safe for distinct slots. Never throws.
+  virtual Status post(const Message& message) = 0;
+  // Gives the claim back: the peer sees the writer as gone. Idempotent.
+  virtual void close() = 0;
+};
+
+// Connects by the first usable backend. Throws CommError naming what was tried.
+std::unique_ptr<Link> open_link(const std::vector<std::string>& addresses,
+                                const LinkOptions& options);
+
+// What every backend checks before it touches anything.
+Status check_message(const Message& message, uint32_t slots, uint64_t slot_bytes,
+                     SlotRange claimed);
+
+}  // namespace afd_comm

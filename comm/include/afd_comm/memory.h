@@ -1,0 +1,107 @@
+// Region memory: its layout, its mapping, and the doorbell.
+//
+//   RegionHead | Claim[slots] | SlotControl[slots] | payload[slots], page aligned
+//
+// Control and payload are apart so that payload can later live on a device while flags stay on the
+// host.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "afd_comm/address.h"
+#include "afd_comm/process.h"
+#include "afd_comm/types.h"
+
+namespace afd_comm {
+
+constexpr uint64_t kRegionMagic = 0x4e4f494745524641;  // "AFREGION"
+constexpr uint32_t kRegionVersion = 1;
+constexpr std::size_t kLine = 64;
+
+static_assert(std::atomic<uint64_t>::is_always_lock_free &&
+                  std::atomic<uint32_t>::is_always_lock_free,
+              "atomics in shared memory must be lock free");
+
+struct alignas(kLine) RegionHead {
+  uint64_t magic;
+  uint32_t version;
+  uint32_t slots;
+  uint64_t slot_bytes;
+  ProcessIdentity owner;
+  uint8_t token[16];
+  alignas(kLine) std::atomic<uint32_t> closed;
+  std::atomic<uint64_t> tickets;                  // last claim ticket given out
+  alignas(kLine) std::atomic<uint32_t> arrivals;  // futex word: changes with every doorbell
+  alignas(kLine) std::atomic<uint32_t> sleepers;  // waiters that may be in the kernel
+};
+
+// Who writes a slot. ticket 0: never claimed. owner 0: a connection, watched by its receiver
+// thread.
+struct alignas(kLine) Claim {
+  std::atomic<uint64_t> ticket;
+  std::atomic<ProcessIdentity> owner;
+};
+constexpr uint64_t kTicketGone = uint64_t{1} << 63;  // set in Claim::ticket once the writer is gone
+
+struct alignas(kLine) SlotControl {
+  std::atomic<uint64_t> doorbell;
+  alignas(kLine) Header header;
+};
+static_assert(sizeof(SlotControl) == 2 * kLine, "two cache lines per slot");
+
+// Byte offsets from the start of the region. Pure.
+struct Geometry {
+  uint32_t slots = 0;
+  uint64_t slot_bytes = 0;
+  uint64_t claims = 0;
+  uint64_t controls = 0;
+  uint64_t payload = 0;
+  uint64_t stride = 0;  // from one payload to the next
+  uint64_t total = 0;
+  // Throws CommError for no slots, empty slots, or more than 2^46 bytes.
+  static Geometry of(uint64_t slots, uint64_t slot_bytes);
+};
+
+// A mapping of region memory. Views hand out pointers into it; it must outlive them.
+class Memory {
+ public:
+  // New sealed memory of this process; nothing of it is ever visible under /dev/shm.
+  static Memory create(const Geometry& geometry, const Token& token, const std::string& name);
+  // Maps what `address` names in another process and checks that it is what it says.
+  static Memory open(const ShmAddress& address);
+  Memory(Memory&& other) noexcept;
+  Memory& operator=(Memory&&) = delete;
+  ~Memory();
+
+  const Geometry& geometry() const { return geometry_; }
+  const Fd& fd() const { return fd_; }
+  // The mapping stays. After this the address cannot be opened any more.
+  void close_fd() { fd_.reset(); }
+
+  RegionHead& head() const { return *reinterpret_cast<RegionHead*>(base_); }
+  Claim& claim(uint32_t slot) const {
+    return reinterpret_cast<Claim*>(base_ + geometry_.claims)[slot];
+  }
+  SlotControl& control(uint32_t slot) const {
+    return reinterpret_cast<SlotControl*>(base_ + geometry_.controls)[slot];
+  }
+  uint8_t* payload(uint32_t slot) const {
+    return base_ + geometry_.payload + slot * geometry_.stride;
+  }
+
+  // Publishes header and payload already in the slot, and wakes the receiver if it sleeps.
+  void ring(uint32_t slot, uint64_t flag) const;
+  // Makes waiters look again without a doorbell.
+  void nudge() const;
+  // Sleeps until arrivals differs from `seen`, `timeout_ns` pass or a signal comes (then true).
+  bool sleep(uint32_t seen, uint64_t timeout_ns) const;
+
+ private:
+  Memory(Fd fd, uint8_t* base, const Geometry& geometry);
+  Fd fd_;
+  uint8_t* base_;
+  Geometry geometry_;
+};
+
+}  // namespace afd_comm

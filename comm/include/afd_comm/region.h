@@ -1,0 +1,84 @@
+// Region: memory that the receiver owns and its peers write into.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "afd_comm/claims.h"
+#include "afd_comm/memory.h"
+#include "afd_comm/receiver.h"
+
+namespace afd_comm {
+
+struct RegionOptions {
+  std::string name;
+  std::string tcp_host;   // empty: no TCP
+  uint16_t tcp_port = 0;  // 0: the kernel chooses
+};
+
+// A doorbell someone waits for. `status` is Deadline while it is open.
+struct Awaited {
+  uint32_t slot;
+  uint64_t flag;
+  Status status = Status::Deadline;
+};
+
+enum class WaitFor { All, Any };
+
+class Region {
+ public:
+  // Throws CommError.
+  Region(uint64_t slots, uint64_t slot_bytes, const RegionOptions& options);
+  ~Region();
+  Region(const Region&) = delete;
+  Region& operator=(const Region&) = delete;
+
+  const std::string& name() const { return name_; }
+  uint32_t slots() const { return geometry().slots; }
+  uint64_t slot_bytes() const { return geometry().slot_bytes; }
+  const std::vector<std::string>& addresses() const { return addresses_; }
+  bool closed() const { return closed_.load(std::memory_order_acquire); }
+
+  // Slots below must be < slots().
+  uint8_t* payload(uint32_t slot) const { return memory_.payload(slot); }
+  Header header(uint32_t slot) const { return memory_.control(slot).header; }
+  bool ready(uint32_t slot, uint64_t flag) const {
+    return memory_.control(slot).doorbell.load(std::memory_order_acquire) == flag;
+  }
+  // Whether the slot had a writer and it is gone.
+  bool gone(uint32_t slot) { return watch_.look(memory_, slot); }
+
+  // All: returns once no entry is open. Any: once one is Ok, or every writer is gone.
+  // Also returns at `deadline`, on wake(), on close() (open entries become Closed) and when
+  // `interrupt` (may be null) says so. Returns true only in the last case.
+  bool wait(Awaited* awaited, std::size_t count, WaitFor mode, uint64_t deadline,
+            Interrupt interrupt);
+  // Marks what has arrived; true once the wait is over. Never blocks.
+  bool poll(Awaited* awaited, std::size_t count, WaitFor mode) const;
+
+  void wake();
+  void set_spin_us(int64_t us) {
+    spin_ns_.store(us < 0 ? 0 : us * 1000, std::memory_order_relaxed);
+  }
+  // Peers see the region as gone. The memory itself stays until destruction, so views never dangle.
+  void close();
+
+ private:
+  const Geometry& geometry() const { return memory_.geometry(); }
+  bool mark_gone(Awaited* awaited, std::size_t count, WaitFor mode, bool ask_kernel);
+
+  std::string name_;
+  Token token_;
+  Memory memory_;
+  std::vector<std::string> addresses_;
+  std::vector<std::unique_ptr<Receiver>> receivers_;
+  WriterWatch watch_;
+  pid_t creator_;
+  std::atomic<bool> closed_{false};
+  std::atomic<uint32_t> wakes_{0};
+  std::atomic<int64_t> spin_ns_;
+};
+
+}  // namespace afd_comm

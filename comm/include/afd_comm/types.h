@@ -1,0 +1,83 @@
+// Facts shared by every backend: status, header, message.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace afd_comm {
+
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the wire format is little endian");
+
+// Outcome of a hot-path operation. Errors there are values, never exceptions.
+enum class Status : int32_t {
+  Ok = 0,
+  Deadline = 1,   // not finished in time (or woken early by Region::wake)
+  PeerGone = 2,   // the other process ended, or closed its end
+  BadHeader = 3,  // a slot, flag or frame that cannot be meant
+  Capacity = 4,   // a part lies outside of the slot
+  Closed = 5,     // this end is closed, or a newer link took its slots
+};
+
+// What the receiver knows about a message besides its payload. One cache line in the slot.
+struct Header {
+  int32_t layer = 0;
+  int32_t micro_batch = 0;
+  int32_t rows = 0;
+  int32_t depth = 0;
+  int32_t kind = 0;
+  int32_t dtype = 0;
+  int64_t nbytes = 0;  // sum of the parts
+  int64_t step = 0;
+  int64_t t_posted = 0;  // ns, sender's CLOCK_MONOTONIC at the start of post
+  int64_t t_arrived =
+      0;  // ns, CLOCK_MONOTONIC of the host that wrote the slot, before the doorbell
+  int64_t reserved = 0;
+};
+static_assert(sizeof(Header) == 64, "the header is one cache line");
+
+// One contiguous piece of a message: `nbytes` from `data` go to `offset` in the slot.
+struct Part {
+  uint64_t offset;
+  const void* data;
+  uint64_t nbytes;
+};
+
+constexpr std::size_t kMaxParts = 8;
+
+struct Message {
+  uint32_t slot = 0;
+  uint64_t flag = 0;
+  Header header;
+  Part parts[kMaxParts] = {};
+  std::size_t part_count = 0;
+};
+
+// Slots a link may write. count == 0: no claim; every slot may be written, nobody watches.
+struct SlotRange {
+  uint32_t first = 0;
+  uint32_t count = 0;
+  bool contains(uint32_t slot) const { return slot - first < count; }
+  bool overlaps(const SlotRange& other) const {
+    return uint64_t{first} < uint64_t{other.first} + other.count &&
+           uint64_t{other.first} < uint64_t{first} + count;
+  }
+};
+
+// Flags are compared for equality; 0 is the doorbell of a slot never written, so no message uses
+// it.
+constexpr uint64_t make_flag(uint32_t generation, uint32_t seq) {
+  return (uint64_t{generation} << 32) | seq;
+}
+
+// Called now and then during long waits; true asks the wait to return (e.g. Ctrl-C in Python).
+using Interrupt = bool (*)();
+
+// Set-up failed. The message names the cause and the remedy.
+class CommError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+}  // namespace afd_comm

@@ -1,0 +1,8 @@
+"""Slots and doorbells between processes: the receiver owns memory, senders write into it.
+
+See ``_core.pyi`` for the interface.
+"""
+
+from ._core import MAX_PARTS, CommError, Header, Link, Region, Status, make_flag
+
+__all__ = ["MAX_PARTS", "CommError", "Header", "Link", "Region", "Status", "make_flag"]

@@ -1,0 +1,172 @@
+"""Slots and doorbells between processes.
+
+A receiver owns a ``Region`` of equal slots. A sender opens a ``Link`` to it, writes a message straight into a
+slot and rings that slot's doorbell: a 64-bit flag, stored after payload and header. The receiver waits for
+the exact flag it expects, so a late message of an earlier generation is never taken for a new one. A slot
+holds one message; who may overwrite it when is the protocol of the two sides, as with RDMA writes.
+
+Set-up raises ``CommError``. On the hot path errors are ``Status`` values. Wrong arguments raise the usual
+``IndexError``, ``ValueError`` and ``TypeError``.
+"""
+
+import enum
+
+import numpy as np
+import numpy.typing as npt
+
+MAX_PARTS: int
+"""Most parts of one message (8)."""
+
+class CommError(RuntimeError):
+    """Set-up failed; the message names the cause and the remedy."""
+
+class Status(enum.IntEnum):
+    OK = 0
+    DEADLINE = 1
+    """Not finished in time, or woken early by ``Region.wake``: look at the clock before blaming the peer."""
+    PEER_GONE = 2
+    """The other process ended, or closed its end."""
+    BAD_HEADER = 3
+    """A slot outside of the region or of the link's claim, or flag 0."""
+    CAPACITY = 4
+    """A part lies outside of the slot."""
+    CLOSED = 5
+    """This end is closed, or a newer link has claimed its slots."""
+
+def make_flag(generation: int, seq: int) -> int:
+    """``generation << 32 | seq``, both in [0, 2**32); TypeError outside. 0 is no valid flag."""
+
+class Header:
+    """What came with a message; read only."""
+
+    @property
+    def layer(self) -> int: ...
+    @property
+    def micro_batch(self) -> int: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def depth(self) -> int:
+        """Number of micro-batches of the sender's step."""
+    @property
+    def kind(self) -> int:
+        """The application's tag."""
+    @property
+    def dtype(self) -> int:
+        """The application's tag of the payload type."""
+    @property
+    def nbytes(self) -> int:
+        """Sum of the parts, bytes."""
+    @property
+    def step(self) -> int: ...
+    @property
+    def t_posted(self) -> int:
+        """Start of ``post``; ns, CLOCK_MONOTONIC of the sender's host."""
+    @property
+    def t_arrived(self) -> int:
+        """Just before the doorbell; ns, CLOCK_MONOTONIC of the receiver's host."""
+
+class Region:
+    """Memory of ``slots`` slots of ``slot_bytes`` bytes each that peers write into."""
+
+    def __init__(
+        self,
+        slots: int,
+        slot_bytes: int,
+        *,
+        name: str,
+        tcp_host: str | None = None,
+        tcp_port: int = 0,
+    ) -> None:
+        """Reserve the memory, and with ``tcp_host`` also listen there.
+
+        ``name`` is for messages and for /proc. ``tcp_host`` is one address of this host that peers can reach
+        (not a wildcard); ``tcp_port`` 0 lets the kernel choose. Raises CommError.
+        """
+    @property
+    def name(self) -> str: ...
+    @property
+    def slots(self) -> int: ...
+    @property
+    def slot_bytes(self) -> int: ...
+    @property
+    def addresses(self) -> list[str]:
+        """What a ``Link`` needs, one per backend. They hold the region's secret token: do not log them."""
+    @property
+    def closed(self) -> bool: ...
+    def buffer(self, slot: int) -> npt.NDArray[np.uint8]:
+        """The slot's payload as a writable array of shape [slot_bytes], 64-byte aligned, no copy.
+
+        It keeps the Region object alive and stays valid after ``close``.
+        """
+    def header(self, slot: int) -> Header:
+        """The header of the message last written to the slot."""
+    def ready(self, slot: int, flag: int) -> bool:
+        """Whether the slot's doorbell shows exactly ``flag``."""
+    def gone(self, slot: int) -> bool:
+        """Whether the slot was claimed by a link whose process ended or that was closed. Asks the kernel."""
+    def wait_all(self, slots: list[int], flags: list[int], timeout_us: int) -> list[Status]:
+        """Wait until every ``slots[i]`` shows ``flags[i]``; one status per slot.
+
+        OK; DEADLINE (also for a slot nobody has claimed yet); PEER_GONE within about 100 ms of the writer's
+        death, the other slots being waited for still; CLOSED. The GIL is released. Signal handlers run, and
+        what they raise is raised here. Raises IndexError, ValueError (lengths differ, flag 0).
+        """
+    def wait_any(self, slots: list[int], flags: list[int], timeout_us: int) -> int:
+        """Wait until one ``slots[i]`` shows ``flags[i]`` and return the lowest such i.
+
+        -1 at the deadline, on ``wake`` or ``close``, and as soon as all the slots' writers are gone.
+        """
+    def wake(self) -> None:
+        """Make the waits now in progress return early (DEADLINE, -1). Later waits are not affected."""
+    def set_spin_us(self, us: int) -> None:
+        """How long a wait spins before it sleeps; default 50, on at most two usable CPUs 5."""
+    def close(self) -> None:
+        """End connections and waits; peers get PEER_GONE. Idempotent."""
+
+class Link:
+    """The way to one peer's region. Open from construction to ``close``."""
+
+    def __init__(
+        self,
+        addresses: list[str],
+        *,
+        backend: str = "auto",
+        slots: tuple[int, int] | None = None,
+        timeout_us: int,
+    ) -> None:
+        """Connect to the region with these ``addresses``.
+
+        ``backend`` is "shm", "tcp" or "auto" (shm where both processes share a machine and a PID namespace,
+        else tcp). ``slots`` = (first, count) claims the slots this link writes: an older claim on them ends,
+        posts elsewhere are refused, and the receiver learns PEER_GONE if this process dies. Without it any
+        slot may be written and nobody watches. ``timeout_us`` bounds connecting and, on tcp, each post.
+        Raises CommError.
+        """
+    @property
+    def backend(self) -> str:
+        """The backend in use: "shm" or "tcp"."""
+    def post(
+        self,
+        slot: int,
+        flag: int,
+        layer: int,
+        micro_batch: int,
+        rows: int,
+        depth: int,
+        kind: int,
+        dtype: int,
+        step: int,
+        parts: list[tuple[int, int, int]],
+    ) -> Status:
+        """Write ``parts``, then the header, then the doorbell.
+
+        Each part is (offset in the slot, address, nbytes) of contiguous host memory that stays valid during
+        the call and may be reused after it; at most ``MAX_PARTS``. Nothing is written unless all parts fit.
+
+        OK: handed over (shm: visible; tcp: in the kernel's hands). PEER_GONE: the region's process ended or
+        closed it. DEADLINE (tcp): not sent in time; if it was partly sent, the link is then CLOSED.
+        BAD_HEADER, CAPACITY, CLOSED: see ``Status``. Safe from several threads for distinct slots.
+        """
+    def close(self) -> None:
+        """Give the claim back; the receiver sees PEER_GONE. Idempotent."""

@@ -1,0 +1,118 @@
+#include "afd_comm/address.h"
+
+#include <sys/random.h>
+
+#include <charconv>
+#include <cstring>
+
+#include "afd_comm/types.h"
+
+namespace afd_comm {
+namespace {
+
+[[noreturn]] void malformed(const std::string& text) {
+  throw CommError("'" + text +
+                  "' is not a region address; pass Region.addresses of the peer unchanged");
+}
+
+template <typename T>
+T number(const std::string& text, const std::string& whole) {
+  T value{};
+  const auto end = text.data() + text.size();
+  const auto result = std::from_chars(text.data(), end, value);
+  if (result.ec != std::errc() || result.ptr != end) malformed(whole);
+  return value;
+}
+
+Token token(const std::string& text, const std::string& whole) {
+  Token out{};
+  if (text.size() != 2 * out.size()) malformed(whole);
+  for (size_t i = 0; i < out.size(); ++i) {
+    const char* at = text.data() + 2 * i;
+    const auto result = std::from_chars(at, at + 2, out[i], 16);
+    if (result.ec != std::errc() || result.ptr != at + 2) malformed(whole);
+  }
+  return out;
+}
+
+std::vector<std::string> split(const std::string& text) {
+  std::vector<std::string> fields(1);
+  bool bracket = false;
+  for (const char c : text) {
+    if (c == '[') bracket = true;
+    if (c == ']') bracket = false;
+    if (c == ':' && !bracket) {
+      fields.emplace_back();
+    } else {
+      fields.back() += c;
+    }
+  }
+  return fields;
+}
+
+}  // namespace
+
+Token random_token() {
+  Token out{};
+  if (getrandom(out.data(), out.size(), 0) != static_cast<ssize_t>(out.size()))
+    throw CommError(
+        "the kernel gave no random bytes for a region token; check getrandom(2) is allowed");
+  return out;
+}
+
+bool same_token(const uint8_t* a, const uint8_t* b) {
+  unsigned difference = 0;
+  for (size_t i = 0; i < Token{}.size(); ++i) difference |= static_cast<unsigned>(a[i] ^ b[i]);
+  return difference == 0;
+}
+
+std::string token_text(const Token& value) {
+  static const char digits[] = "0123456789abcdef";
+  std::string out;
+  for (const uint8_t byte : value) {
+    out += digits[byte >> 4];
+    out += digits[byte & 15];
+  }
+  return out;
+}
+
+std::string format(const ShmAddress& a) {
+  return "shm:" + a.machine + ":" + std::to_string(a.pid) + ":" + std::to_string(a.fd) + ":" +
+         std::to_string(a.bytes) + ":" + token_text(a.token);
+}
+
+std::string format(const TcpAddress& a) {
+  const bool v6 = a.host.find(':') != std::string::npos;
+  return "tcp:" + (v6 ? "[" + a.host + "]" : a.host) + ":" + std::to_string(a.port) + ":" +
+         token_text(a.token);
+}
+
+std::string scheme_of(const std::string& address) { return address.substr(0, address.find(':')); }
+
+ShmAddress parse_shm(const std::string& text) {
+  const auto fields = split(text);
+  if (fields.size() != 6 || fields[0] != "shm") malformed(text);
+  ShmAddress out;
+  out.machine = fields[1];
+  out.pid = number<int>(fields[2], text);
+  out.fd = number<int>(fields[3], text);
+  out.bytes = number<uint64_t>(fields[4], text);
+  out.token = token(fields[5], text);
+  if (out.pid <= 0 || out.fd < 0) malformed(text);
+  return out;
+}
+
+TcpAddress parse_tcp(const std::string& text) {
+  const auto fields = split(text);
+  if (fields.size() != 4 || fields[0] != "tcp") malformed(text);
+  TcpAddress out;
+  out.host = fields[1];
+  if (out.host.size() > 2 && out.host.front() == '[' && out.host.back() == ']')
+    out.host = out.host.substr(1, out.host.size() - 2);
+  out.port = number<uint16_t>(fields[2], text);
+  out.token = token(fields[3], text);
+  if (out.host.empty() || out.port == 0) malformed(text);
+  return out;
+}
+
+}  // namespace afd_comm

@@ -1,0 +1,18 @@
+// The backends' constructors. Each throws CommError.
+#pragma once
+
+#include "afd_comm/link.h"
+#include "afd_comm/memory.h"
+#include "afd_comm/receiver.h"
+
+namespace afd_comm {
+
+std::unique_ptr<Link> open_shm_link(const std::string& address, const LinkOptions& options);
+std::unique_ptr<Link> open_tcp_link(const std::string& address, const LinkOptions& options);
+
+// Listens on `host`:`port` (0: the kernel chooses) and writes frames into `memory`, which must
+// outlive it.
+std::unique_ptr<Receiver> open_tcp_receiver(const Memory& memory, const Token& token,
+                                            const std::string& host, uint16_t port);
+
+}  // namespace afd_comm

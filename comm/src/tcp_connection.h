@@ -1,0 +1,55 @@
+// Backend tcp, receiver: one connection, from greeting to hang-up.
+#pragma once
+
+#include <sys/uio.h>
+
+#include "afd_comm/claims.h"
+#include "tcp_wire.h"
+
+namespace afd_comm {
+
+class TcpConnection {
+ public:
+  // `claim_lock_fd`: see take_claim. All references must outlive the connection.
+  TcpConnection(Fd fd, const Memory& memory, const Token& token, int claim_lock_fd);
+  ~TcpConnection();  // its slots' waiters learn that the writer is gone
+  TcpConnection(const TcpConnection&) = delete;
+
+  // Reads what has come, at most one frame or so; false when the connection must be dropped.
+  // Nothing is believed: any byte sequence leads here or to a valid frame.
+  bool on_readable();
+  // Tells a well-behaved sender why it is dropped, if the socket takes it.
+  void say_farewell(Status reason) const;
+
+  int fd() const { return fd_.get(); }
+  bool greeted() const { return phase_ != Phase::Hello; }
+  uint64_t accepted_ns() const { return accepted_ns_; }
+  SlotRange slots() const { return slots_; }
+
+ private:
+  enum class Phase { Hello, Head, Body };
+  // Reads more of a fixed-size struct. Returns 1 when complete, 0 when more must come, -1 on
+  // hang-up.
+  int fill(void* target, std::size_t size);
+  bool accept_hello();
+  bool accept_head();
+  bool read_body();
+  bool deliver();
+
+  Fd fd_;
+  const Memory& memory_;
+  const Token& token_;
+  int claim_lock_fd_;
+  uint64_t accepted_ns_;
+  Phase phase_ = Phase::Hello;
+  SlotRange slots_;
+  uint64_t ticket_ = 0;
+  std::size_t have_ = 0;  // bytes of hello_ or head_ read so far
+  Hello hello_{};
+  FrameHead head_{};
+  iovec pieces_[kMaxParts] = {};  // what is still to be read of the body
+  std::size_t next_piece_ = 0;
+  std::size_t piece_count_ = 0;
+};
+
+}  // namespace afd_comm

@@ -1,0 +1,195 @@
+// Backend tcp, sender: one connection, frames gathered from the caller's memory.
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <mutex>
+
+#include "backends.h"
+#include "socket.h"
+#include "tcp_wire.h"
+
+namespace afd_comm {
+namespace {
+
+std::string place(const TcpAddress& a) { return a.host + ":" + std::to_string(a.port); }
+
+[[noreturn]] void too_late(const TcpAddress& a) {
+  throw CommError("no answer from the region at " + place(a) +
+                  " in time; check that its process is running and no firewall is between");
+}
+
+void await(const Fd& fd, short events, uint64_t deadline, const TcpAddress& a,
+           Interrupt interrupt) {
+  const Poll result = poll_until(fd.get(), events, deadline, interrupt);
+  if (result == Poll::Deadline) too_late(a);
+  if (result == Poll::Interrupted)
+    throw CommError("connecting to " + place(a) + " was interrupted");
+}
+
+Fd connect_until(const TcpAddress& a, uint64_t deadline, Interrupt interrupt) {
+  const SocketAddress to = resolve(a.host, a.port, true);
+  Fd fd(socket(to.storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  if (!fd)
+    throw CommError("cannot open a socket: " + errno_text(errno) + "; raise the open-files limit");
+  int error = connect(fd.get(), to.get(), to.length) == 0 ? 0 : errno;
+  if (error == EINPROGRESS || error == EINTR) {
+    await(fd, POLLOUT, deadline, a, interrupt);
+    socklen_t size = sizeof error;
+    getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error, &size);
+  }
+  if (error != 0)
+    throw CommError("cannot connect to the region at " + place(a) + ": " + errno_text(error) +
+                    "; check that its process is running and connect to the address it gives now");
+  tune(fd.get());
+  return fd;
+}
+
+Welcome greet(const Fd& fd, const TcpAddress& a, SlotRange slots, uint64_t deadline,
+              Interrupt interrupt) {
+  Hello hello{kHelloMagic, kTcpVersion, {}, slots.first, slots.count};
+  std::memcpy(hello.token, a.token.data(), a.token.size());
+  // A fresh socket's buffer always takes these few bytes.
+  if (send(fd.get(), &hello, sizeof hello, MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof hello))
+    throw CommError("cannot greet the region at " + place(a) + ": " + errno_text(errno) +
+                    "; is it shutting down?");
+  Welcome welcome{};
+  for (std::size_t have = 0; have < sizeof welcome;) {
+    await(fd, POLLIN, deadline, a, interrupt);
+    const ssize_t n = recv(fd.get(), reinterpret_cast<char*>(&welcome) + have,
+                           sizeof welcome - have, MSG_DONTWAIT);
+    if (n < 0 && (errno == EAGAIN || errno == EINTR)) continue;
+    if (n <= 0)
+      throw CommError(
+          "the service at " + place(a) +
+          " refused the connection: the address belongs to an earlier region or to something else; "
+          "connect to the address the region's owner gives now");
+    have += static_cast<std::size_t>(n);
+  }
+  if (welcome.magic != kWelcomeMagic)
+    throw CommError("the service at " + place(a) + " is not a region; check the address");
+  if (welcome.version != kTcpVersion)
+    throw CommError("the region at " + place(a) + " speaks protocol version " +
+                    std::to_string(welcome.version) + ", this library " +
+                    std::to_string(kTcpVersion) + "; install the same afd_comm on both sides");
+  if (welcome.status != static_cast<int32_t>(Status::Ok))
+    throw CommError("the region at " + place(a) + " did not give slots " +
+                    std::to_string(slots.first) + " to " +
+                    std::to_string(uint64_t{slots.first} + slots.count - 1) + " (it has " +
+                    std::to_string(welcome.slots) + "); both sides must use the same topology");
+  return welcome;
+}
+
+class TcpLink final : public Link {
+ public:
+  TcpLink(Fd fd, const Welcome& region, const LinkOptions& options)
+      : fd_(std::move(fd)),
+        slots_(region.slots),
+        slot_bytes_(region.slot_bytes),
+        options_(options),
+        creator_(getpid()) {}
+
+  ~TcpLink() override { close(); }
+
+  const char* backend() const override { return "tcp"; }
+  bool may_block() const override { return true; }
+
+  Status post(const Message& m) override {
+    if (closed_.load(std::memory_order_acquire)) return Status::Closed;
+    const Status checked = check_message(m, slots_, slot_bytes_, options_.slots);
+    if (checked != Status::Ok) return checked;
+    const uint64_t posted = now_ns();
+    FrameHead head{};
+    head.magic = kFrameMagic;
+    head.slot = m.slot;
+    head.flag = m.flag;
+    head.part_count = static_cast<uint32_t>(m.part_count);
+    head.header = m.header;
+    head.header.t_posted = static_cast<int64_t>(posted);
+    iovec pieces[1 + kMaxParts];
+    pieces[0] = {&head, sizeof head};
+    for (std::size_t i = 0; i < m.part_count; ++i) {
+      head.parts[i] = {m.parts[i].offset, m.parts[i].nbytes};
+      pieces[1 + i] = {const_cast<void*>(m.parts[i].data), m.parts[i].nbytes};
+    }
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (ended_ == Status::Ok) ended_ = farewell(Status::Ok);
+    if (ended_ != Status::Ok) return ended_;
+    return send_all(pieces, 1 + m.part_count, deadline_after_us(options_.timeout_us));
+  }
+
+  void close() override {
+    if (closed_.exchange(true, std::memory_order_acq_rel)) return;
+    // The descriptor itself stays until destruction: another thread may be about to use it. A
+    // forked child's copy of this object must not end its parent's connection.
+    if (getpid() == creator_) shutdown(fd_.get(), SHUT_RDWR);
+  }
+
+ private:
+  // What the receiver said, if it hung up; else `otherwise`.
+  Status farewell(Status otherwise) const {
+    uint8_t reason = 0;
+    const ssize_t n = recv(fd_.get(), &reason, 1, MSG_DONTWAIT);
+    if (n == 1)
+      return reason == static_cast<uint8_t>(Status::Closed) ? Status::Closed : Status::PeerGone;
+    if (n < 0 && (errno == EAGAIN || errno == EINTR)) return otherwise;
+    return Status::PeerGone;
+  }
+
+  Status send_all(iovec* pieces, std::size_t count, uint64_t deadline) {
+    msghdr message{};
+    message.msg_iov = pieces;
+    message.msg_iovlen = count;
+    bool begun = false;
+    while (message.msg_iovlen != 0) {
+      const ssize_t n = sendmsg(fd_.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+      if (n < 0) {
+        if (errno == EINTR) continue;
+        if (errno != EAGAIN) return ended_ = closed_ ? Status::Closed : farewell(Status::PeerGone);
+        if (poll_until(fd_.get(), POLLOUT, deadline, options_.interrupt) == Poll::Ready) continue;
+        // Half a frame cannot be taken back, and what followed it would be read as its rest.
+        if (begun) {
+          ended_ = Status::Closed;
+          shutdown(fd_.get(), SHUT_RDWR);
+        }
+        return Status::Deadline;
+      }
+      begun = begun || n > 0;
+      std::size_t sent = static_cast<std::size_t>(n);
+      while (message.msg_iovlen != 0 && sent >= message.msg_iov->iov_len) {
+        sent -= message.msg_iov->iov_len;
+        ++message.msg_iov;
+        --message.msg_iovlen;
+      }
+      if (message.msg_iovlen != 0) {
+        message.msg_iov->iov_base = static_cast<char*>(message.msg_iov->iov_base) + sent;
+        message.msg_iov->iov_len -= sent;
+      }
+    }
+    return Status::Ok;
+  }
+
+  Fd fd_;
+  uint32_t slots_;
+  uint64_t slot_bytes_;
+  LinkOptions options_;
+  pid_t creator_;
+  std::atomic<bool> closed_{false};
+  std::mutex mutex_;  // one frame at a time
+  Status ended_ = Status::Ok;
+};
+
+}  // namespace
+
+std::unique_ptr<Link> open_tcp_link(const std::string& address, const LinkOptions& options) {
+  const TcpAddress to = parse_tcp(address);
+  const uint64_t deadline = deadline_after_us(options.timeout_us);
+  Fd fd = connect_until(to, deadline, options.interrupt);
+  const Welcome welcome = greet(fd, to, options.slots, deadline, options.interrupt);
+  return std::make_unique<TcpLink>(std::move(fd), welcome, options);
+}
+
+}  // namespace afd_comm

@@ -1,0 +1,97 @@
+// Waiting for doorbells: a brief spin, then sleep in the kernel.
+#include <algorithm>
+
+#include "afd_comm/region.h"
+
+namespace afd_comm {
+namespace {
+
+// Longest sleep: how soon Ctrl-C and a dead writer are noticed when nothing arrives.
+constexpr uint64_t kSliceNs = 50000000;
+// Asking the kernel after each writer takes time in which doorbells go unseen; short waits skip it.
+constexpr uint64_t kFirstLookNs = 1000000;
+constexpr int kSpinsPerClockRead = 32;
+
+inline void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+class Sleeper {
+ public:
+  explicit Sleeper(std::atomic<uint32_t>& count) : count_(count) {
+    count_.fetch_add(1, std::memory_order_seq_cst);
+  }
+  ~Sleeper() { count_.fetch_sub(1, std::memory_order_relaxed); }
+  Sleeper(const Sleeper&) = delete;
+
+ private:
+  std::atomic<uint32_t>& count_;
+};
+
+}  // namespace
+
+bool Region::poll(Awaited* awaited, std::size_t count, WaitFor mode) const {
+  std::size_t open = 0;
+  bool any = false;
+  for (std::size_t i = 0; i < count; ++i) {
+    Awaited& a = awaited[i];
+    if (a.status != Status::Ok && ready(a.slot, a.flag)) a.status = Status::Ok;
+    if (a.status == Status::Deadline) ++open;
+    if (a.status == Status::Ok) any = true;
+  }
+  return open == 0 || (mode == WaitFor::Any && any);
+}
+
+bool Region::mark_gone(Awaited* awaited, std::size_t count, WaitFor mode, bool ask_kernel) {
+  for (std::size_t i = 0; i < count; ++i) {
+    Awaited& a = awaited[i];
+    if (a.status != Status::Deadline) continue;
+    if (!(ask_kernel ? watch_.look(memory_, a.slot) : WriterWatch::gone(memory_, a.slot))) continue;
+    // It may have rung before it died.
+    a.status = ready(a.slot, a.flag) ? Status::Ok : Status::PeerGone;
+  }
+  return poll(awaited, count, mode);
+}
+
+bool Region::wait(Awaited* awaited, std::size_t count, WaitFor mode, uint64_t deadline,
+                  Interrupt interrupt) {
+  const uint32_t wakes = wakes_.load(std::memory_order_acquire);
+  const uint64_t spin_ns = static_cast<uint64_t>(spin_ns_.load(std::memory_order_relaxed));
+  std::atomic<uint32_t>& arrivals = memory_.head().arrivals;
+  uint64_t now = now_ns();
+  uint64_t next_look = now + kFirstLookNs;
+  while (true) {
+    const uint64_t spin_end = std::min(now + spin_ns, deadline);
+    do {
+      for (int i = 0; i < kSpinsPerClockRead; ++i) {
+        if (poll(awaited, count, mode)) return false;
+        if (spin_ns == 0) break;
+        relax();
+      }
+      now = now_ns();
+    } while (now < spin_end);
+
+    bool signal = false;
+    {
+      const Sleeper sleeper(memory_.head().sleepers);
+      const uint32_t seen = arrivals.load(std::memory_order_seq_cst);
+      if (mark_gone(awaited, count, mode, now >= next_look)) return false;
+      if (now >= next_look) next_look = now + kSliceNs;
+      if (closed()) {
+        for (std::size_t i = 0; i < count; ++i)
+          if (awaited[i].status == Status::Deadline) awaited[i].status = Status::Closed;
+        return false;
+      }
+      if (now >= deadline || wakes_.load(std::memory_order_acquire) != wakes) return false;
+      signal = memory_.sleep(seen, std::min(deadline, next_look) - now);
+    }
+    now = now_ns();
+    if (interrupt != nullptr && (signal || now >= next_look) && interrupt()) return true;
+  }
+}
+
+}  // namespace afd_comm

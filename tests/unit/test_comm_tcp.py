@@ -1,0 +1,224 @@
+"""afd_comm over TCP: hostile and broken connections, stalled peers."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import numpy as np
+import pytest
+from comm_peer import TIMEOUT_US, peer, post
+
+from afd_comm import CommError, Link, Region, Status, make_flag
+
+SLOT_BYTES = 4096
+FLAG = make_flag(1, 1)
+HELLO, WELCOME, FRAME = 0x48444641, 0x57444641, 0x46444641
+
+
+@pytest.fixture
+def region() -> Region:
+    return Region(3, SLOT_BYTES, name="test", tcp_host="127.0.0.1")
+
+
+def tcp_address(region: Region) -> str:
+    return region.addresses[1]
+
+
+def token(region: Region) -> bytes:
+    return bytes.fromhex(tcp_address(region).split(":")[3])
+
+
+def hello(region: Region, first: int = 1, count: int = 1, version: int = 1) -> bytes:
+    return struct.pack("<II16sII", HELLO, version, token(region), first, count)
+
+
+def frame(
+    slot: int = 1,
+    flag: int = FLAG,
+    parts: tuple[tuple[int, int], ...] = ((0, 8),),
+    nbytes: int | None = None,
+    part_count: int | None = None,
+    magic: int = FRAME,
+) -> bytes:
+    """A frame head as the sender builds it: 24 bytes, header of 64 bytes, table of 8 parts."""
+    total = sum(n for _, n in parts) if nbytes is None else nbytes
+    head = struct.pack("<IIQII", magic, slot, flag, part_count or len(parts), 0)
+    header = struct.pack("<6i5q", 0, 0, 0, 0, 0, 0, total, 0, 0, 0, 0)
+    flat = [value for part in parts for value in part]
+    return head + header + struct.pack("<16Q", *flat, *([0] * (16 - len(flat))))
+
+
+@contextmanager
+def raw(region: Region, *data: bytes) -> Iterator[socket.socket]:
+    host, port = tcp_address(region).split(":")[1:3]
+    with socket.create_connection((host, int(port)), timeout=3) as s:
+        for piece in data:
+            s.sendall(piece)
+        yield s
+
+
+def hung_up(s: socket.socket) -> bool:
+    """Read until the region ends the connection; False if it keeps it."""
+    s.settimeout(3)
+    try:
+        while s.recv(4096):
+            pass
+    except ConnectionError:
+        return True
+    except TimeoutError:
+        return False
+    return True
+
+
+def answers(region: Region) -> bool:
+    """Whether a well-behaved sender is served, and only its own slot changes."""
+    link = Link([tcp_address(region)], slots=(0, 1), timeout_us=TIMEOUT_US)
+    seq = random.randrange(2, 2**32)
+    data = np.frombuffer(random.randbytes(SLOT_BYTES), np.uint8)
+    sent = post(link, 0, make_flag(1, seq), data) == Status.OK
+    came = region.wait_all([0], [make_flag(1, seq)], TIMEOUT_US) == [Status.OK]
+    return sent and came and np.array_equal(region.buffer(0), data)
+
+
+def test_hand_made_frame_is_understood(region: Region) -> None:
+    """The reference for the refusals below: the same bytes without a flaw are taken."""
+    with raw(region, hello(region), frame(parts=((0, 4), (10, 4))) + b"abcdefgh") as s:
+        assert region.wait_all([1], [FLAG], TIMEOUT_US) == [Status.OK]
+        assert bytes(region.buffer(1)[:14]) == b"abcd" + bytes(6) + b"efgh"
+        assert struct.unpack("<IIiIQ", s.recv(24)) == (WELCOME, 1, 0, 3, SLOT_BYTES)
+
+
+def test_byte_by_byte(region: Region) -> None:
+    with raw(region) as s:
+        for byte in hello(region) + frame() + b"abcdefgh":
+            s.sendall(bytes([byte]))
+        assert region.wait_all([1], [FLAG], TIMEOUT_US) == [Status.OK]
+        assert bytes(region.buffer(1)[:8]) == b"abcdefgh"
+
+
+BAD_FRAMES = {
+    "magic": frame(magic=1),
+    "slot outside": frame(slot=3),
+    "slot far outside": frame(slot=2**32 - 1),
+    "slot not claimed": frame(slot=2),
+    "flag 0": frame(flag=0),
+    "part too long": frame(parts=((0, SLOT_BYTES + 1),)),
+    "part beyond the end": frame(parts=((SLOT_BYTES - 1, 2),)),
+    "offset overflows": frame(parts=((2**64 - 4, 8),)),
+    "sizes overflow": frame(parts=((0, 2**63), (0, 2**63)), nbytes=0),
+    "sum differs": frame(nbytes=9),
+    "negative sum": frame(nbytes=-8),
+    "too many parts": frame(part_count=9),
+    "very many parts": frame(part_count=2**32 - 1),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FRAMES)
+def test_bad_frame_drops_the_connection(region: Region, name: str) -> None:
+    with raw(region, hello(region), BAD_FRAMES[name]) as s:
+        assert hung_up(s)
+    assert region.wait_all([1], [make_flag(1, 2)], TIMEOUT_US) == [Status.PEER_GONE]
+    assert not region.buffer(1).any() and not region.buffer(2).any()
+    assert not region.ready(1, FLAG)
+    assert answers(region)
+
+
+def test_wrong_token_and_version(region: Region) -> None:
+    host, port = tcp_address(region).split(":")[1:3]
+    with pytest.raises(CommError, match="refused the connection"):
+        Link([f"tcp:{host}:{port}:{'0' * 32}"], timeout_us=TIMEOUT_US)
+    with raw(region, hello(region, version=9)) as s:
+        assert struct.unpack("<II", s.recv(24)[:8]) == (WELCOME, 1)
+        assert hung_up(s)
+
+
+def test_random_bytes_leave_the_region_intact(region: Region) -> None:
+    """3,000 inputs from strangers, and 500 from one who knows the token but sends nonsense."""
+    rng = random.Random(5)
+    link = Link([tcp_address(region)], slots=(0, 1), timeout_us=TIMEOUT_US)
+    data = np.arange(SLOT_BYTES, dtype=np.uint32).astype(np.uint8)
+    assert post(link, 0, FLAG, data) == Status.OK
+    assert region.wait_all([0], [FLAG], TIMEOUT_US) == [Status.OK]
+    for i in range(3000):
+        noise = rng.randbytes(rng.choice((1, 31, 32, 33, 200, 300)))
+        if i % 3 == 0:
+            noise = struct.pack("<II", HELLO, 1) + noise
+        with suppress(ConnectionError), raw(region, noise):
+            pass
+    for i in range(500):
+        mutated = bytearray(frame() + b"abcdefgh")
+        for _ in range(rng.randrange(1, 5)):
+            mutated[rng.randrange(88 if i % 2 else len(mutated))] = rng.randrange(256)
+        with suppress(ConnectionError), raw(region, hello(region), bytes(mutated)):
+            pass
+    assert np.array_equal(region.buffer(0), data) and region.ready(0, FLAG)
+    assert not region.buffer(2).any()
+    assert post(link, 0, make_flag(1, 2), data) == Status.OK  # the good link never noticed
+    assert answers(region)
+
+
+def test_silent_strangers_do_not_lock_others_out(region: Region) -> None:
+    host, port = tcp_address(region).split(":")[1:3]
+    silent = [socket.create_connection((host, int(port)), timeout=3) for _ in range(150)]
+    assert answers(region)
+    assert hung_up(silent[0])
+    for s in silent:
+        s.close()
+
+
+def test_half_a_message_never_rings(region: Region) -> None:
+    with raw(region, hello(region), frame() + b"abcd"):
+        assert region.wait_all([1], [FLAG], 50_000) == [Status.DEADLINE]
+    assert region.wait_all([1], [FLAG], TIMEOUT_US) == [Status.PEER_GONE]
+
+
+def test_stalled_receiver_ends_the_post_in_time() -> None:
+    with peer("own", slots=1, slot_bytes=1 << 24, tcp=True) as owner:
+        addresses = owner.read()
+        link = Link(addresses, backend="tcp", slots=(0, 1), timeout_us=300_000)
+        data = np.zeros(1 << 24, np.uint8)
+        os.kill(owner.process.pid, signal.SIGSTOP)
+        start = time.monotonic()
+        status = Status.OK
+        while status == Status.OK and time.monotonic() - start < 5:
+            status = post(link, 0, FLAG, data)
+        assert status == Status.DEADLINE
+        assert time.monotonic() - start < 2
+        # Half a frame is on its way and cannot be taken back.
+        assert post(link, 0, FLAG, data) == Status.CLOSED
+        start = time.monotonic()
+        with pytest.raises(CommError, match="in time"):
+            Link(addresses, backend="tcp", timeout_us=200_000)
+        assert time.monotonic() - start < 1
+
+
+def test_addresses_that_cannot_work() -> None:
+    with pytest.raises(CommError, match="wildcard"):
+        Region(1, 64, name="w", tcp_host="0.0.0.0")
+    with pytest.raises(CommError, match="cannot listen"):
+        Region(1, 64, name="far", tcp_host="192.0.2.1")
+    with pytest.raises(CommError, match="cannot resolve"):
+        Region(1, 64, name="nowhere", tcp_host="no such host")
+    taken = Region(1, 64, name="taken", tcp_host="127.0.0.1")
+    port = int(tcp_address(taken).split(":")[2])
+    with pytest.raises(CommError, match="free port"):
+        Region(1, 64, name="second", tcp_host="127.0.0.1", tcp_port=port)
+    taken.close()
+    with pytest.raises(CommError, match="cannot connect"):
+        Link(taken.addresses, backend="tcp", timeout_us=TIMEOUT_US)
+
+
+def test_ipv6() -> None:
+    try:
+        region = Region(1, SLOT_BYTES, name="six", tcp_host="::1")
+    except CommError:
+        pytest.skip("no IPv6 loopback here")
+    assert region.addresses[1].startswith("tcp:[::1]:")
+    assert answers(region)
