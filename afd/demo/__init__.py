@@ -1,0 +1,1 @@
+"""Small random checkpoints of every supported family, for tests, demos and benchmarks."""

@@ -1,0 +1,63 @@
+"""Sizes of the random checkpoints. Pure data."""
+
+from dataclasses import dataclass, replace
+
+from afd.errors import ConfigError
+
+FAMILIES = ("qwen3_moe", "deepseek_v2", "deepseek_v3", "step3")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Dimensions of a random checkpoint.
+
+    `intermediate` is the width of one routed expert and of the shared expert;
+    `dense_intermediate` that of dense FFN layers. `dense_last` makes the last layer of Step-3
+    dense too (in the other families the dense layers are the first ones, or none).
+    """
+
+    hidden: int = 256
+    layers: int = 4
+    experts: int = 8
+    top_k: int = 2
+    intermediate: int = 256
+    dense_intermediate: int = 512
+    heads: int = 8
+    kv_heads: int = 2
+    head_dim: int = 32
+    vocab: int = 2048
+    dense_last: bool = False
+
+
+PRESETS: dict[str, Sizes] = {
+    "tiny": Sizes(),
+    "demo": Sizes(hidden=512, layers=6, experts=16, top_k=4, heads=8, head_dim=64),
+    "bench": Sizes(hidden=512, layers=8, experts=16, top_k=4, heads=16, head_dim=64, kv_heads=4),
+}
+
+
+def resolve(family: str, preset: str, **overrides: int | bool | None) -> Sizes:
+    """Sizes of a preset with the given fields replaced (None keeps the preset's value).
+
+    Raises:
+        ConfigError: unknown family or preset, or sizes that contradict each other.
+    """
+    if family not in FAMILIES:
+        raise ConfigError(f"family {family!r} is not known; use one of {', '.join(FAMILIES)}")
+    if preset not in PRESETS:
+        raise ConfigError(f"preset {preset!r} is not known; use one of {', '.join(PRESETS)}")
+    given = {key: value for key, value in overrides.items() if value is not None}
+    sizes = replace(PRESETS[preset], **given)  # type: ignore[arg-type]
+    for key, value in vars(sizes).items():
+        if key != "dense_last" and value < 1:
+            raise ConfigError(f"{key} is {value}; every size must be at least 1")
+    if sizes.top_k > sizes.experts:
+        raise ConfigError(f"top_k {sizes.top_k} is above the number of experts {sizes.experts}")
+    dense = (family != "qwen3_moe") + sizes.dense_last
+    if sizes.layers <= dense:
+        raise ConfigError(f"{family} needs at least {dense + 1} layers, {sizes.layers} were asked")
+    if family == "deepseek_v3" and sizes.experts % 2:
+        raise ConfigError(f"deepseek_v3 routes in 2 groups; {sizes.experts} experts do not divide")
+    if sizes.dense_last and family != "step3":
+        raise ConfigError("dense_last is for step3 only; its config lists the dense layers")
+    return sizes

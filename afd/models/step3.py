@@ -1,0 +1,51 @@
+"""Step-3 (text): stacked routed experts, one shared expert, dense layers by list.
+
+Source: vLLM 0.26 models/step3_text.py and transformers_utils/configs/step3_vl.py.
+"""
+
+from afd.models import fields
+from afd.models.family import Family, MlpNames, MoeModel
+
+
+def parse(config: fields.Config) -> MoeModel:
+    """MoeModel of a step3_text config.json. Raises ConfigError for what is not supported."""
+    num_layers = fields.integer(config, "num_hidden_layers")
+    # vLLM: all layers but the first, where the list is null.
+    listed = fields.layer_list(config, "moe_layers_enum") or tuple(range(1, num_layers))
+    return MoeModel(
+        family=FAMILY.name,
+        architecture=fields.architecture(config),
+        num_layers=num_layers,
+        moe_layers=fields.require_moe_layers(config, listed, num_layers),
+        hidden=fields.integer(config, "hidden_size"),
+        moe_intermediate=fields.integer(config, "moe_intermediate_size"),
+        num_experts=fields.integer(config, "moe_num_experts"),
+        top_k=fields.integer(config, "moe_top_k"),
+        shared_intermediate=fields.integer(config, "share_expert_dim"),
+        routed_scaling=1.0,
+        dtype=fields.dtype(config),
+    )
+
+
+_LAYER = "model.layers.{layer}."
+
+FAMILY = Family(
+    name="step3",
+    vllm_class={
+        "Step3TextForCausalLM": "vllm.model_executor.models.step3_text:Step3TextForCausalLM",
+    },
+    parse=parse,
+    gate="moe.gate",
+    experts="moe.experts",
+    shared=("share_expert",),
+    routed_names=(
+        MlpNames(
+            (_LAYER + "moe.gate_proj.weight", _LAYER + "moe.up_proj.weight"),
+            _LAYER + "moe.down_proj.weight",
+        ),
+    ),
+    shared_names=MlpNames(
+        (_LAYER + "share_expert.gate_proj.weight", _LAYER + "share_expert.up_proj.weight"),
+        _LAYER + "share_expert.down_proj.weight",
+    ),
+)

@@ -1,0 +1,23 @@
+"""Shared fixtures: tiny random checkpoints of every family, made once per test run."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from afd.demo.make_model import make_model
+from afd.demo.sizes import resolve
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """family -> folder of its tiny checkpoint (bfloat16, deterministic)."""
+    made: dict[str, Path] = {}
+
+    def get(family: str) -> Path:
+        if family not in made:
+            made[family] = tmp_path_factory.mktemp(family)
+            make_model(family, made[family], resolve(family, "tiny"))
+        return made[family]
+
+    return get
