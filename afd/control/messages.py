@@ -1,0 +1,210 @@
+"""Everything that travels over the control plane: frozen structs, one tagged union, msgpack.
+
+A member speaks ``Hello``, ``Heartbeat``, ``Bye``; an operator speaks ``Status``, ``SetDepth``,
+``Drain``, ``Shutdown``; the server answers with ``Welcome``, ``Wait``, ``Refused``, ``Unknown``,
+``Beat``, ``Members`` and ``Closing``. Every message is one ZeroMQ frame.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from afd.control.contract import Contract
+from afd.errors import ConfigError
+
+PROTOCOL = 1
+"""Raised whenever a message changes its meaning; members of another protocol are refused."""
+
+State: TypeAlias = Literal["starting", "ready", "draining"]
+STATES: tuple[State, ...] = ("starting", "ready", "draining")
+"""The states of a member, in the only order in which it may pass through them."""
+
+CONTRACT_ROLES = ("attention", "ffn")
+ROLES = (*CONTRACT_ROLES, "gateway")
+
+
+def member_id(role: str, index: int) -> str:
+    """The member's name everywhere: ``member_id("ffn", 1) == "ffn-1"``."""
+    return f"{role}-{index}"
+
+
+class Timing(msgspec.Struct, frozen=True):
+    """How often both sides send a sign of life, and after which silence the other is gone (s)."""
+
+    interval_s: float = 0.5
+    timeout_s: float = 3.0
+
+    def checked(self) -> Timing:
+        """This timing; ConfigError if one lost heartbeat would already count as death."""
+        if self.interval_s <= 0 or self.timeout_s < 2 * self.interval_s:
+            raise ConfigError(
+                f"control heartbeat of {self.interval_s} s with a timeout of {self.timeout_s} s "
+                "would drop members that are alive; set the timeout to at least twice the heartbeat"
+            )
+        return self
+
+
+class Member(msgspec.Struct, frozen=True):
+    """One registered process. ``addresses`` are those of its Region (see afd_comm)."""
+
+    role: str
+    index: int
+    generation: int
+    addresses: tuple[str, ...] = ()
+    api_url: str = ""
+    metrics_url: str = ""
+    pid: int = 0
+    state: State = "starting"
+    host: str = ""
+    pid_space: str = ""  # where `pid` is valid, see hosts.pid_space()
+
+    @property
+    def id(self) -> str:
+        return member_id(self.role, self.index)
+
+
+class Members(msgspec.Struct, frozen=True, tag="members"):
+    """The whole deployment as one immutable snapshot; ``version`` grows with every change.
+
+    ``depth`` is the operator's runtime depth (None: the configured one holds). Members come sorted
+    by role and index.
+    """
+
+    version: int = 0
+    members: tuple[Member, ...] = ()
+    depth: int | None = None
+    draining: bool = False
+
+    def find(self, role: str, index: int) -> Member | None:
+        """The member, or None while it is not registered."""
+        return next((m for m in self.members if m.role == role and m.index == index), None)
+
+    def of(self, role: str, *, state: State | None = None) -> tuple[Member, ...]:
+        """All members of a role (in one state, if given), in the order of their indices."""
+        return tuple(m for m in self.members if m.role == role and state in (None, m.state))
+
+
+# --- member -> server -------------------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """Asks to be a member; repeated until answered, so it must be (and is) idempotent.
+
+    ``generation`` is 0 at the first join. A member that was welcomed before sends its generation,
+    the ``incarnation`` of the server that gave it and its last snapshot: a restarted server
+    rebuilds its registry from them.
+    """
+
+    role: str
+    index: int
+    contract: Contract | None
+    addresses: tuple[str, ...] = ()
+    api_url: str = ""
+    metrics_url: str = ""
+    pid: int = 0
+    host: str = ""
+    pid_space: str = ""
+    state: State = "starting"
+    generation: int = 0
+    incarnation: int = 0
+    known: Members | None = None
+    protocol: int = PROTOCOL
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    """A member's sign of life; carries its state and the version it knows, so that nothing that
+    was lost on the way stays lost for longer than one heartbeat."""
+
+    state: State
+    version: int
+
+
+class Bye(msgspec.Struct, frozen=True, tag="bye"):
+    """The member leaves; it needs no answer."""
+
+
+# --- operator -> server -----------------------------------------------------------------------
+
+
+class Status(msgspec.Struct, frozen=True, tag="status"):
+    """Answered with Members."""
+
+
+class SetDepth(msgspec.Struct, frozen=True, tag="set_depth"):
+    """Sets the runtime depth (None: back to the configured one); answered with Members."""
+
+    depth: int | None
+
+
+class Drain(msgspec.Struct, frozen=True, tag="drain"):
+    """Starts (or calls off) draining the deployment; answered with Members."""
+
+    on: bool = True
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """Ends the deployment: members are told to stop, then the server stops."""
+
+
+# --- server -> member or operator -------------------------------------------------------------
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """The answer to an accepted Hello. ``incarnation`` names this run of the server."""
+
+    generation: int
+    incarnation: int
+    members: Members
+    timing: Timing
+
+
+class Wait(msgspec.Struct, frozen=True, tag="wait"):
+    """Not yet: another process holds the id and it is not known whether it lives. Ask again."""
+
+    reason: str
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """A final no; ``reason`` is for the user and names the cause and the remedy."""
+
+    reason: str
+
+
+class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
+    """The server does not know the sender (it restarted, or it gave it up): say Hello again."""
+
+
+class Beat(msgspec.Struct, frozen=True, tag="beat"):
+    """The server's sign of life."""
+
+
+class Closing(msgspec.Struct, frozen=True, tag="closing"):
+    """The server stops; ``stop_members``: the operator ended the whole deployment."""
+
+    stop_members: bool = False
+
+
+FromMember: TypeAlias = Hello | Heartbeat | Bye
+FromOperator: TypeAlias = Status | SetDepth | Drain | Shutdown
+ToServer: TypeAlias = FromMember | FromOperator
+FromServer: TypeAlias = Welcome | Wait | Refused | Unknown | Beat | Members | Closing
+
+_encoder = msgspec.msgpack.Encoder()
+_to_server: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(ToServer)
+_from_server: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(FromServer)
+
+
+def encode(message: ToServer | FromServer) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_to_server(frame: bytes) -> ToServer:
+    """Raises msgspec.DecodeError (ValidationError is one) on anything that is not a message."""
+    return _to_server.decode(frame)
+
+
+def decode_from_server(frame: bytes) -> FromServer:
+    """Raises msgspec.DecodeError (ValidationError is one) on anything that is not a message."""
+    return _from_server.decode(frame)

@@ -1,0 +1,382 @@
+"""Who is a member: the control plane's state machine, without sockets and with injected clocks.
+
+Feed it what arrives (:meth:`Registry.handle`) and call :meth:`Registry.tick` several times per
+heartbeat; both return what has to be sent. One thread owns it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from afd.control import messages as m
+from afd.control.contract import Contract, compare, describe
+from afd.control.hosts import pid_space, process_alive
+
+MAX_GENERATION = 2**32 - 1  # the upper half of a doorbell flag, see afd_comm.make_flag
+
+# Generations are eighths of seconds since 2025: fine enough that a server restarted at once still
+# counts on from larger numbers, coarse enough to fit 32 bits until 2042.
+_GENERATIONS_PER_S = 8
+_GENERATION_EPOCH_S = 1_735_689_600
+
+_log = logging.getLogger(__name__)
+
+
+def generation_at(wall_s: float) -> int:
+    """The smallest generation that may be given at this time (seconds since 1970); at least 1."""
+    return max(1, int((wall_s - _GENERATION_EPOCH_S) * _GENERATIONS_PER_S))
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """One message for one peer (its ZeroMQ routing id)."""
+
+    peer: bytes
+    message: m.FromServer
+
+
+@dataclass
+class _Entry:
+    """A member as the server sees it. ``peer`` is None while it is only known from another
+    member's snapshot and has not yet spoken to this run of the server."""
+
+    member: m.Member
+    peer: bytes | None
+    contract: Contract | None
+    heard: float  # seconds of the monotonic clock
+
+
+class Registry:
+    """Registers, checks, numbers and forgets members.
+
+    ``clock`` gives monotonic seconds, ``wall_clock`` seconds since 1970. Generations start from the
+    wall clock so that they grow over restarts of the server too; the largest one that any member
+    reports is respected as well. ``expected`` is the deployment's contract if the server knows it.
+    """
+
+    def __init__(
+        self,
+        *,
+        timing: m.Timing,
+        expected: Contract | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+        local_pid_space: str | None = None,
+        alive: Callable[[int], bool] = process_alive,
+    ) -> None:
+        self.timing = timing.checked()
+        self.expected = expected
+        self.stopping = False
+        self.members = m.Members()
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._pid_space = pid_space() if local_pid_space is None else local_pid_space
+        self._alive = alive
+        self._entries: dict[str, _Entry] = {}
+        self._retired: dict[str, int] = {}  # id -> generation of its last forgotten member
+        self._contenders: dict[tuple[str, bytes], float] = {}  # second process for an id -> since
+        self._generation = generation_at(wall_clock())
+        self._started = self._ticked = clock()
+        self.incarnation = time.time_ns()
+
+    # --- what arrives ---------------------------------------------------------------------------
+
+    def handle(self, peer: bytes, message: m.ToServer) -> list[Outgoing]:
+        """Applies one message; returns the answers and broadcasts it causes."""
+        match message:
+            case m.Hello():
+                return self._hello(peer, message)
+            case m.Heartbeat():
+                return self._heartbeat(peer, message)
+            case m.Bye():
+                entry = self._of(peer)
+                return [] if entry is None else self._forget([(entry, "left")])
+            case m.Status():
+                return [Outgoing(peer, self.members)]
+            case m.SetDepth():
+                return self._set_depth(peer, message.depth)
+            case m.Drain():
+                changed = self._change(draining=message.on)
+                return [*changed, Outgoing(peer, self.members)]
+            case m.Shutdown():
+                self.stopping = True
+                return [*self.closing(stop_members=True), Outgoing(peer, self.members)]
+
+    def tick(self) -> list[Outgoing]:
+        """Forgets members that are silent for too long or whose process on this host has died."""
+        now = self._clock()
+        pause, self._ticked = now - self._ticked, now
+        if pause > self.timing.timeout_s / 2:
+            # This process itself stood still (suspended, starved): that is not its members' fault.
+            for entry in self._entries.values():
+                entry.heard = min(now, entry.heard + pause)
+        gone = [
+            (entry, reason)
+            for entry in self._entries.values()
+            if (reason := self._death(entry, now)) is not None
+        ]
+        patience = 2 * self.timing.timeout_s
+        self._contenders = {k: t for k, t in self._contenders.items() if now - t < patience}
+        return self._forget(gone)
+
+    def closing(self, *, stop_members: bool) -> list[Outgoing]:
+        """What to tell the members when the server stops."""
+        return self._broadcast(m.Closing(stop_members=stop_members))
+
+    # --- joining --------------------------------------------------------------------------------
+
+    def _hello(self, peer: bytes, hello: m.Hello) -> list[Outgoing]:
+        name = m.member_id(hello.role, hello.index)
+        entry = self._entries.get(name)
+        if entry is not None and entry.peer == peer:  # our Welcome was lost or is still under way
+            entry.heard = self._clock()
+            return [self._welcome(entry)]
+        objection = self._objection(hello)
+        if objection is not None:
+            _log.warning("%s", objection)
+            return [Outgoing(peer, m.Refused(objection))]
+        self._recover(hello)
+        out: list[Outgoing] = []
+        entry = self._entries.get(name)
+        keep = False  # the generation that the member already has
+        if entry is None:
+            keep = self._recovering() and hello.generation > self._retired.get(name, 0)
+        elif entry.peer is None and entry.member.generation == hello.generation:
+            keep = True
+        elif (reason := self._death(entry, self._clock())) is not None:
+            out += self._forget([(entry, f"{reason}, replaced")])
+        else:
+            return [Outgoing(peer, self._contend(entry, peer))]
+        return [*out, *self._admit(peer, hello, keep=keep)]
+
+    def _objection(self, hello: m.Hello) -> str | None:
+        """Why this member must not join, or None. The text ends with the remedy."""
+        name = m.member_id(hello.role, hello.index)
+        if hello.protocol != m.PROTOCOL:
+            return (
+                f"{name} refused: it speaks control protocol {hello.protocol} but the server "
+                f"speaks {m.PROTOCOL}; install the same version of afd everywhere"
+            )
+        if hello.role not in m.ROLES:
+            return (
+                f"{name} refused: there is no role {hello.role!r}; use one of {', '.join(m.ROLES)}"
+            )
+        if hello.index < 0:
+            return f"{name} refused: index {hello.index} is negative; count from 0"
+        if hello.role not in m.CONTRACT_ROLES:
+            return None
+        if hello.contract is None:
+            return f"{name} refused: it brought no contract; every {hello.role} member needs one"
+        reference = self._reference()
+        if reference is not None:
+            holder, contract = reference
+            mismatches = compare(hello.contract, contract)
+            if mismatches:
+                return f"{name} refused: {describe(mismatches, holder)}"
+        setting = f"{hello.role}_instances"
+        instances = {
+            "attention": hello.contract.attention_instances,
+            "ffn": hello.contract.ffn_instances,
+        }[hello.role]
+        if hello.index >= instances:
+            return (
+                f"{name} refused: index {hello.index} is out of range because {setting} is "
+                f"{instances}; use an --index from 0 to {instances - 1}, or raise {setting} in the "
+                "configuration of every role"
+            )
+        if self.members.draining and hello.generation == 0:
+            return (
+                f"{name} refused: the deployment is draining; "
+                "call off the drain, or start it again once all members have left"
+            )
+        return None
+
+    def _reference(self) -> tuple[str, Contract] | None:
+        """Who holds the contract that others must equal, and the contract.
+
+        All holders have equal ones, so the first of them stands for all; with the last holder the
+        reference is gone too, and a new configuration may begin.
+        """
+        if self.expected is not None:
+            return "the control plane", self.expected
+        holders = [
+            (entry.member.generation, entry.member.id, entry.contract)
+            for entry in self._entries.values()
+            if entry.contract is not None
+        ]
+        if not holders:
+            return None
+        _, holder, contract = min(holders, key=lambda h: h[0])
+        return holder, contract
+
+    def _contend(self, entry: _Entry, peer: bytes) -> m.Wait | m.Refused:
+        """A second process for a registered id: final only once the first has given a sign of life
+        after the second came, because a killed one looks alive until its timeout."""
+        holder = entry.member
+        reason = (
+            f"{holder.id} is already running as pid {holder.pid} on host {holder.host}; "
+            "stop it or use another --index"
+        )
+        key = (holder.id, peer)
+        since = self._contenders.setdefault(key, self._clock())
+        if entry.peer is not None and entry.heard > since:
+            del self._contenders[key]
+            _log.warning("refused a second %s: %s", holder.id, reason)
+            return m.Refused(reason)
+        return m.Wait(reason)
+
+    def _admit(self, peer: bytes, hello: m.Hello, *, keep: bool) -> list[Outgoing]:
+        if keep:
+            generation = hello.generation
+            self._generation = max(self._generation, generation)
+        else:
+            self._generation = max(
+                self._generation + 1, hello.generation + 1, generation_at(self._wall_clock())
+            )
+            generation = self._generation
+        if generation > MAX_GENERATION:
+            reason = f"generation {generation} does not fit 32 bits; set the clock of this host"
+            return [Outgoing(peer, m.Refused(reason))]
+        member = m.Member(
+            role=hello.role,
+            index=hello.index,
+            generation=generation,
+            addresses=hello.addresses,
+            api_url=hello.api_url,
+            metrics_url=hello.metrics_url,
+            pid=hello.pid,
+            state=hello.state,
+            host=hello.host,
+            pid_space=hello.pid_space,
+        )
+        entry = _Entry(member, peer, hello.contract, self._clock())
+        self._entries[member.id] = entry
+        self._contenders.pop((member.id, peer), None)
+        _log.info(
+            "%s joined (generation %d, pid %d on %s)",
+            member.id, generation, member.pid, member.host,
+        )  # fmt: skip
+        out = self._change(depth=self._allowed_depth(hello.contract))
+        others = [o for o in out if o.peer != peer]
+        return [self._welcome(entry), *others]
+
+    def _welcome(self, entry: _Entry) -> Outgoing:
+        assert entry.peer is not None
+        welcome = m.Welcome(entry.member.generation, self.incarnation, self.members, self.timing)
+        return Outgoing(entry.peer, welcome)
+
+    # --- after a restart of the server ----------------------------------------------------------
+
+    def _recovering(self) -> bool:
+        """True shortly after the start, while members of an earlier run may come back."""
+        return self._clock() - self._started <= self.timing.timeout_s
+
+    def _recover(self, hello: m.Hello) -> None:
+        """Takes over what a returning member knows of the deployment.
+
+        Without this, the first one back would be told that it is alone, and the data plane would
+        drop peers that are well. The others have one timeout to speak up themselves.
+        """
+        known = hello.known
+        if known is None or hello.incarnation == self.incarnation or not self._recovering():
+            return
+        for member in known.members:
+            self._generation = max(self._generation, member.generation)
+            if (
+                member.id != m.member_id(hello.role, hello.index)
+                and member.id not in self._entries
+                and member.generation > self._retired.get(member.id, 0)
+            ):
+                self._entries[member.id] = _Entry(member, None, None, self._clock())
+        if known.version > self.members.version:
+            self.members = msgspec.structs.replace(
+                self.members, version=known.version, depth=known.depth, draining=known.draining
+            )
+
+    # --- being a member -------------------------------------------------------------------------
+
+    def _heartbeat(self, peer: bytes, beat: m.Heartbeat) -> list[Outgoing]:
+        entry = self._of(peer)
+        if entry is None:
+            return [Outgoing(peer, m.Unknown())]
+        entry.heard = self._clock()
+        out = [Outgoing(peer, m.Beat())]
+        if m.STATES.index(beat.state) > m.STATES.index(entry.member.state):
+            entry.member = msgspec.structs.replace(entry.member, state=beat.state)
+            _log.info("%s is %s", entry.member.id, beat.state)
+            return [*out, *self._change()]
+        if beat.version != self.members.version:
+            out.append(Outgoing(peer, self.members))
+        return out
+
+    def _death(self, entry: _Entry, now: float) -> str | None:
+        """Why the member counts as dead, or None if it does not."""
+        member = entry.member
+        local = bool(self._pid_space) and member.pid_space == self._pid_space and member.pid > 0
+        if local and not self._alive(member.pid):
+            return f"process {member.pid} died"
+        silence = now - entry.heard
+        if silence > self.timing.timeout_s:
+            return f"silent for {silence:.1f} s"
+        return None
+
+    def _forget(self, gone: list[tuple[_Entry, str]]) -> list[Outgoing]:
+        if not gone:
+            return []
+        for entry, reason in gone:
+            member = entry.member
+            del self._entries[member.id]
+            self._retired[member.id] = member.generation
+            _log.info("%s is gone (generation %d): %s", member.id, member.generation, reason)
+        in_charge = any(e.member.role in m.CONTRACT_ROLES for e in self._entries.values())
+        return self._change(draining=self.members.draining and in_charge)
+
+    # --- operator -------------------------------------------------------------------------------
+
+    def _set_depth(self, peer: bytes, depth: int | None) -> list[Outgoing]:
+        reference = self._reference()
+        largest = reference[1].max_depth if reference is not None else None
+        if depth is not None and (depth < 1 or (largest is not None and depth > largest)):
+            allowed = "at least 1" if largest is None else f"from 1 to {largest} (max_depth)"
+            return [Outgoing(peer, m.Refused(f"depth {depth} refused: it must be {allowed}"))]
+        changed = self._change(depth=depth)
+        return [*changed, Outgoing(peer, self.members)]
+
+    def _allowed_depth(self, contract: Contract | None) -> int | None:
+        """The runtime depth, or None where a new contract has no room for it."""
+        depth = self.members.depth
+        if depth is not None and contract is not None and depth > contract.max_depth:
+            _log.warning("runtime depth %d is above max_depth %d: reset", depth, contract.max_depth)
+            return None
+        return depth
+
+    # --- snapshot -------------------------------------------------------------------------------
+
+    def _of(self, peer: bytes) -> _Entry | None:
+        return next((e for e in self._entries.values() if e.peer == peer), None)
+
+    def _change(
+        self,
+        *,
+        depth: int | msgspec.UnsetType | None = msgspec.UNSET,
+        draining: bool | None = None,
+    ) -> list[Outgoing]:
+        """Makes the next snapshot from the entries and sends it to every member."""
+        last = self.members
+        self.members = m.Members(
+            version=last.version + 1,
+            members=tuple(
+                sorted((e.member for e in self._entries.values()), key=lambda x: (x.role, x.index))
+            ),
+            depth=last.depth if depth is msgspec.UNSET else depth,
+            draining=last.draining if draining is None else draining,
+        )
+        return self._broadcast(self.members)
+
+    def _broadcast(self, message: m.FromServer) -> list[Outgoing]:
+        return [Outgoing(e.peer, message) for e in self._entries.values() if e.peer is not None]

@@ -1,0 +1,164 @@
+"""A member's side of the control protocol, without sockets and with an injected clock."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from afd.control import messages as m
+
+_log = logging.getLogger(__name__)
+
+
+class Session:
+    """What a client knows and what it has to say next. One lock (the client's) guards it.
+
+    ``generation`` is 0 before the first welcome. ``refused`` is set once the server said a final
+    no; ``waiting`` while it said "not yet"; ``stopping`` when the operator ended the deployment.
+    """
+
+    def __init__(
+        self,
+        hello: m.Hello,
+        timing: m.Timing,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._hello = hello
+        self._clock = clock
+        self._heard = self._next = clock()
+        self._incarnation = 0
+        self._said_hello = False
+        self.timing = timing
+        self.state: m.State = hello.state
+        self.members = m.Members()
+        self.generation = 0
+        self.joined = False
+        self.silent = False
+        self.left = False
+        self.stopping = False
+        self.waiting: str | None = None
+        self.refused: str | None = None
+
+    @property
+    def name(self) -> str:
+        return m.member_id(self._hello.role, self._hello.index)
+
+    @property
+    def active(self) -> bool:
+        """True while there is anything to say to the server."""
+        return not self.left and self.refused is None
+
+    def wait_s(self) -> float:
+        """Seconds until :meth:`due` has the next message."""
+        return max(0.0, self._next - self._clock()) if self.active else self.timing.interval_s
+
+    def speak_now(self) -> None:
+        """The next message is due at once: a connection was made, or our state has changed."""
+        self._next = self._clock()
+
+    def due(self) -> m.ToServer | None:
+        """The message to send now, if it is time for one."""
+        if self.left:
+            said_hello, self._said_hello, self.joined = self._said_hello, False, False
+            return m.Bye() if said_hello else None
+        if not self.active or self._clock() < self._next:
+            return None
+        self._next = self._clock() + self.timing.interval_s
+        if self.joined:
+            return m.Heartbeat(self.state, self.members.version)
+        self._said_hello = True
+        if self.generation == 0:
+            return msgspec.structs.replace(self._hello, state=self.state)
+        return msgspec.structs.replace(
+            self._hello,
+            state=self.state,
+            generation=self.generation,
+            incarnation=self._incarnation,
+            known=self.members,
+        )
+
+    def handle(self, message: m.FromServer) -> bool:
+        """Applies a message of the server; True if the snapshot or our standing has changed."""
+        if not self.active:
+            return False
+        self._heard = self._clock()
+        if self.silent:
+            self.silent = False
+            _log.info("%s: the control plane answers again", self.name)
+        match message:
+            case m.Welcome():
+                return self._welcome(message)
+            case m.Members():
+                return self._update(message)
+            case m.Unknown():
+                # Its registry is new (a restart) or it gave us up: introduce ourselves again.
+                self.joined = False
+                self.speak_now()
+                return False
+            case m.Wait():
+                self.waiting = message.reason
+                return False
+            case m.Refused():
+                self.refused = message.reason
+                self.joined = False
+                _log.error("%s", message.reason)
+                return True
+            case m.Closing():
+                self.stopping = self.stopping or message.stop_members
+                _log.info(
+                    "%s: %s",
+                    self.name,
+                    "the operator ended the deployment"
+                    if message.stop_members
+                    else "the control plane stops; going on with the members known last",
+                )
+                return True
+            case m.Beat():
+                return False
+
+    def check_silence(self) -> None:
+        """Logs, once per outage, that the server is silent. The snapshot stays as it is."""
+        silence = self._clock() - self._heard
+        if self.joined and not self.silent and silence > self.timing.timeout_s:
+            self.silent = True
+            _log.warning(
+                "%s: the control plane is silent for %.1f s; going on with the members known last",
+                self.name,
+                silence,
+            )
+
+    def set_state(self, state: m.State) -> None:
+        """Moves forward to a state; ValueError on an unknown one or on a step back."""
+        if state not in m.STATES:
+            raise ValueError(f"member state {state!r} is not one of {', '.join(m.STATES)}")
+        if m.STATES.index(state) < m.STATES.index(self.state):
+            raise ValueError(f"{self.name} is {self.state} and cannot become {state} again")
+        if state != self.state:
+            self.state = state
+            self.speak_now()
+
+    def _welcome(self, welcome: m.Welcome) -> bool:
+        if self.generation not in (0, welcome.generation):
+            _log.warning(
+                "%s was given up by the control plane and is back as generation %d (was %d)",
+                self.name,
+                welcome.generation,
+                self.generation,
+            )
+        changed = not self.joined or self.generation != welcome.generation
+        self.joined = True
+        self.waiting = None
+        self.generation = welcome.generation
+        self._incarnation = welcome.incarnation
+        self.timing = welcome.timing
+        self._next = min(self._next, self._clock() + self.timing.interval_s)
+        return self._update(welcome.members) or changed
+
+    def _update(self, members: m.Members) -> bool:
+        if members == self.members:
+            return False
+        self.members = members
+        return True

@@ -1,0 +1,436 @@
+"""The server's state machine with a fake clock: no sockets, no sleeping."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+from control_support import CONTRACT, FakeClock, contract_with
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from afd.control import messages as m
+from afd.control.contract import Contract
+from afd.control.registry import MAX_GENERATION, Outgoing, Registry, generation_at
+from afd.errors import ConfigError
+
+HERE = "this-host"
+NOW_2026 = 1_780_000_000.0
+
+
+class Deployment:
+    """A registry, the clocks it sees, the processes that live, and what each peer was sent."""
+
+    def __init__(self, *, expected: Contract | None = None, wall: float = NOW_2026) -> None:
+        self.clock = FakeClock()
+        self.wall = FakeClock(wall)
+        self.dead: set[int] = set()
+        self.inbox: dict[bytes, list[m.FromServer]] = {}
+        self.registry = Registry(
+            timing=m.Timing(interval_s=0.5, timeout_s=3.0),
+            expected=expected,
+            clock=self.clock,
+            wall_clock=self.wall,
+            local_pid_space=HERE,
+            alive=lambda pid: pid not in self.dead,
+        )
+
+    def say(self, peer: bytes, message: m.ToServer) -> m.FromServer:
+        """Sends; returns the last answer to this very peer."""
+        self.deliver(self.registry.handle(peer, message))
+        return self.inbox[peer][-1]
+
+    def deliver(self, out: Sequence[Outgoing]) -> None:
+        for outgoing in out:
+            m.decode_from_server(m.encode(outgoing.message))  # everything must survive the wire
+            self.inbox.setdefault(outgoing.peer, []).append(outgoing.message)
+
+    def hello(self, peer: bytes, role: str, index: int, **changes: object) -> m.FromServer:
+        contract = None if role == "gateway" else CONTRACT
+        hello = m.Hello(role, index, contract, pid=100, host="h", pid_space=HERE)
+        return self.say(peer, msgspec.structs.replace(hello, **changes))
+
+    def join(self, peer: bytes, role: str, index: int, **changes: object) -> m.Welcome:
+        answer = self.hello(peer, role, index, **changes)
+        assert isinstance(answer, m.Welcome), answer
+        return answer
+
+    def refuse(self, peer: bytes, role: str, index: int, **changes: object) -> str:
+        answer = self.hello(peer, role, index, **changes)
+        assert isinstance(answer, m.Refused), answer
+        return answer.reason
+
+    def beat(self, *peers: bytes, state: m.State = "starting") -> None:
+        for peer in peers:
+            version = self.registry.members.version
+            self.deliver(self.registry.handle(peer, m.Heartbeat(state, version)))
+
+    def pass_time(self, seconds: float, *, beating: Sequence[bytes] = ()) -> None:
+        """Ticks every 0.25 s, as the server does, while these peers send heartbeats."""
+        for _ in range(round(seconds / 0.25)):
+            self.clock.sleep(0.25)
+            self.wall.sleep(0.25)
+            self.beat(*beating)
+            self.deliver(self.registry.tick())
+
+    @property
+    def ids(self) -> list[str]:
+        return [x.id for x in self.registry.members.members]
+
+
+@pytest.fixture
+def deployment() -> Deployment:
+    return Deployment()
+
+
+def test_join_gives_a_generation_and_tells_the_others(deployment: Deployment) -> None:
+    first = deployment.join(b"a", "attention", 0, addresses=("shm:1",), api_url="http://h:1")
+    second = deployment.join(b"f", "ffn", 0)
+    assert second.generation > first.generation
+    assert deployment.ids == ["attention-0", "ffn-0"]
+    told = deployment.inbox[b"a"][-1]
+    assert told == deployment.registry.members == second.members
+    assert second.members.version == first.members.version + 1
+    member = second.members.find("attention", 0)
+    assert member is not None
+    assert (member.addresses, member.api_url) == (("shm:1",), "http://h:1")
+    assert member.state == "starting"
+
+
+def test_a_repeated_hello_is_answered_alike_and_changes_nothing(deployment: Deployment) -> None:
+    first = deployment.join(b"a", "attention", 0)
+    assert deployment.join(b"a", "attention", 0) == first
+
+
+def test_members_are_sorted_by_role_and_index(deployment: Deployment) -> None:
+    for peer, role, index in ((b"1", "ffn", 1), (b"2", "gateway", 0), (b"3", "ffn", 0)):
+        deployment.join(peer, role, index)
+    assert deployment.ids == ["ffn-0", "ffn-1", "gateway-0"]
+
+
+def test_refusal_names_field_values_and_both_members(deployment: Deployment) -> None:
+    deployment.join(b"a", "attention", 0)
+    reason = deployment.refuse(b"f", "ffn", 1, contract=contract_with(dtype="float32"))
+    assert reason == (
+        "ffn-1 refused: dtype is float32 here but bfloat16 on attention-0; "
+        "start every role from the same configuration file"
+    )
+    assert deployment.ids == ["attention-0"]
+
+
+def test_reference_contract_goes_with_its_last_holder(deployment: Deployment) -> None:
+    other = contract_with(dtype="float32")
+    deployment.join(b"a", "attention", 0)
+    deployment.join(b"f", "ffn", 0)
+    deployment.join(b"g", "gateway", 0)
+    deployment.registry.handle(b"a", m.Bye())
+    assert "bfloat16 on ffn-0" in deployment.refuse(b"x", "attention", 1, contract=other)
+    deployment.registry.handle(b"f", m.Bye())
+    deployment.join(b"x", "attention", 1, contract=other)
+
+
+def test_expected_contract_of_the_server_comes_first() -> None:
+    deployment = Deployment(expected=CONTRACT)
+    reason = deployment.refuse(b"a", "attention", 0, contract=contract_with(hidden=128))
+    assert "hidden is 128 here but 64 on the control plane" in reason
+
+
+@pytest.mark.parametrize("role", ["attention", "ffn"])
+def test_index_out_of_range_names_both_numbers(deployment: Deployment, role: str) -> None:
+    reason = deployment.refuse(b"a", role, 2)
+    assert f"index 2 is out of range because {role}_instances is 2" in reason
+    assert "from 0 to 1" in reason
+
+
+@pytest.mark.parametrize(
+    ("role", "index", "changes", "part"),
+    [
+        ("ffn", -1, {}, "negative"),
+        ("ffn", 0, {"contract": None}, "no contract"),
+        ("router", 0, {}, "no role 'router'"),
+        ("ffn", 0, {"protocol": 99}, "install the same version of afd"),
+    ],
+)
+def test_other_refusals(
+    deployment: Deployment, role: str, index: int, changes: dict[str, object], part: str
+) -> None:
+    assert part in deployment.refuse(b"a", role, index, **changes)
+    assert deployment.ids == []
+
+
+def test_second_process_is_refused_once_the_first_has_given_a_sign(deployment: Deployment) -> None:
+    deployment.join(b"a", "attention", 0, pid=123)
+    assert isinstance(deployment.hello(b"b", "attention", 0, pid=124), m.Wait)
+    deployment.pass_time(0.5, beating=[b"a"])
+    assert deployment.refuse(b"b", "attention", 0, pid=124) == (
+        "attention-0 is already running as pid 123 on host h; stop it or use another --index"
+    )
+    assert deployment.ids == ["attention-0"]
+
+
+def test_second_process_replaces_a_silent_first(deployment: Deployment) -> None:
+    old = deployment.join(b"a", "attention", 0, pid_space="elsewhere")
+    waited = 0.0
+    while isinstance(answer := deployment.hello(b"b", "attention", 0), m.Wait):
+        deployment.pass_time(0.5)
+        waited += 0.5
+        assert waited < 5
+    assert isinstance(answer, m.Welcome)
+    assert answer.generation > old.generation
+    assert waited > 3.0  # not before the timeout
+
+
+def test_second_process_replaces_a_dead_first_at_once(deployment: Deployment) -> None:
+    old = deployment.join(b"a", "ffn", 0, pid=123)
+    deployment.join(b"g", "gateway", 0)
+    deployment.dead.add(123)
+    assert deployment.join(b"b", "ffn", 0, pid=124).generation > old.generation
+    assert isinstance(deployment.say(b"a", m.Heartbeat("ready", 0)), m.Unknown)
+
+
+def test_silent_member_is_removed_and_the_others_are_told(deployment: Deployment) -> None:
+    deployment.join(b"a", "attention", 0)
+    deployment.join(b"f", "ffn", 0)
+    version = deployment.registry.members.version
+    deployment.pass_time(2.75, beating=[b"a"])
+    assert deployment.ids == ["attention-0", "ffn-0"]
+    deployment.pass_time(0.5, beating=[b"a"])
+    assert deployment.ids == ["attention-0"]
+    assert deployment.inbox[b"a"][-1] == deployment.registry.members
+    assert deployment.registry.members.version == version + 1
+
+
+def test_dead_process_of_this_host_is_removed_at_the_next_tick(deployment: Deployment) -> None:
+    deployment.join(b"f", "ffn", 0, pid=123)
+    deployment.join(b"e", "ffn", 1, pid=123, pid_space="another-container")
+    deployment.dead.add(123)
+    deployment.pass_time(0.25)
+    assert deployment.ids == ["ffn-1"]
+
+
+def test_a_pause_of_the_server_does_not_kill_its_members(deployment: Deployment) -> None:
+    deployment.join(b"a", "attention", 0)
+    deployment.pass_time(1.0, beating=[b"a"])
+    deployment.clock.sleep(60)  # the server was suspended
+    deployment.deliver(deployment.registry.tick())
+    assert deployment.ids == ["attention-0"]
+    deployment.pass_time(3.5)  # but silence after that counts
+    assert deployment.ids == []
+
+
+def test_bye_removes_at_once(deployment: Deployment) -> None:
+    deployment.join(b"a", "attention", 0)
+    deployment.join(b"f", "ffn", 0)
+    deployment.deliver(deployment.registry.handle(b"f", m.Bye()))
+    assert deployment.inbox[b"a"][-1] == deployment.registry.members
+    assert deployment.ids == ["attention-0"]
+    assert deployment.registry.handle(b"f", m.Bye()) == []
+
+
+def test_a_member_given_up_comes_back_with_a_larger_generation(deployment: Deployment) -> None:
+    first = deployment.join(b"a", "attention", 0)
+    deployment.pass_time(4)
+    assert isinstance(deployment.say(b"a", m.Heartbeat("ready", 1)), m.Unknown)
+    again = deployment.join(
+        b"a", "attention", 0,
+        generation=first.generation, incarnation=first.incarnation, known=first.members,
+        state="ready",
+    )  # fmt: skip
+    assert again.generation > first.generation
+    member = again.members.find("attention", 0)
+    assert member is not None and member.state == "ready"
+
+
+def test_state_only_moves_forward(deployment: Deployment) -> None:
+    deployment.join(b"a", "attention", 0)
+    seen = []
+    for state in ("starting", "ready", "starting", "draining", "ready"):
+        deployment.beat(b"a", state=state)
+        seen.append(deployment.registry.members.members[0].state)
+    assert seen == ["starting", "ready", "ready", "draining", "draining"]
+
+
+def test_heartbeat_with_an_old_version_brings_the_snapshot(deployment: Deployment) -> None:
+    deployment.join(b"a", "attention", 0)
+    assert deployment.say(b"a", m.Heartbeat("starting", 0)) == deployment.registry.members
+    version = deployment.registry.members.version
+    assert deployment.say(b"a", m.Heartbeat("starting", version)) == m.Beat()
+
+
+# --- operator ---------------------------------------------------------------------------------
+
+
+def test_operator_depth_is_checked_and_broadcast(deployment: Deployment) -> None:
+    deployment.join(b"a", "attention", 0)
+    answer = deployment.say(b"op", m.SetDepth(2))
+    assert isinstance(answer, m.Members) and answer.depth == 2
+    assert deployment.inbox[b"a"][-1] == answer
+    for wrong in (0, 4, -1):
+        refusal = deployment.say(b"op", m.SetDepth(wrong))
+        assert isinstance(refusal, m.Refused)
+        assert str(wrong) in refusal.reason and "from 1 to 3" in refusal.reason
+    reset = deployment.say(b"op", m.SetDepth(None))
+    assert isinstance(reset, m.Members) and reset.depth is None
+    assert deployment.ids == ["attention-0"]  # the operator is no member
+
+
+def test_depth_above_a_new_contract_is_reset(deployment: Deployment) -> None:
+    deployment.say(b"op", m.SetDepth(3))
+    welcome = deployment.join(b"a", "ffn", 0, contract=contract_with(max_depth=2))
+    assert welcome.members.depth is None
+
+
+def test_drain_refuses_newcomers_and_ends_with_the_last_member(deployment: Deployment) -> None:
+    deployment.join(b"a", "attention", 0)
+    deployment.join(b"g", "gateway", 0)
+    answer = deployment.say(b"op", m.Drain())
+    assert isinstance(answer, m.Members) and answer.draining
+    assert "draining" in deployment.refuse(b"f", "ffn", 0)
+    deployment.registry.handle(b"a", m.Bye())
+    assert not deployment.registry.members.draining
+    deployment.join(b"f", "ffn", 0)
+
+
+def test_drain_can_be_called_off(deployment: Deployment) -> None:
+    deployment.join(b"a", "attention", 0)
+    deployment.say(b"op", m.Drain())
+    deployment.say(b"op", m.Drain(on=False))
+    assert not deployment.registry.members.draining
+
+
+def test_shutdown_tells_everybody(deployment: Deployment) -> None:
+    deployment.join(b"a", "attention", 0)
+    assert deployment.say(b"op", m.Shutdown()) == deployment.registry.members
+    assert deployment.inbox[b"a"][-1] == m.Closing(stop_members=True)
+    assert deployment.registry.stopping
+
+
+# --- restart of the server --------------------------------------------------------------------
+
+
+def returning(welcome: m.Welcome, known: m.Members) -> dict[str, object]:
+    return {
+        "generation": welcome.generation,
+        "incarnation": welcome.incarnation,
+        "known": known,
+        "state": "ready",
+    }
+
+
+def test_restarted_server_never_shows_a_smaller_deployment() -> None:
+    before = Deployment()
+    attention = before.join(b"a", "attention", 0)
+    ffn = before.join(b"f", "ffn", 0)
+    before.say(b"op", m.SetDepth(2))
+    known = before.registry.members
+
+    after = Deployment()
+    first = after.join(b"a", "attention", 0, **returning(attention, known))
+    assert first.generation == attention.generation
+    assert [x.id for x in first.members.members] == ["attention-0", "ffn-0"]
+    assert first.members.depth == 2
+    assert first.members.version > known.version
+    second = after.join(b"f", "ffn", 0, **returning(ffn, known))
+    assert second.generation == ffn.generation
+    newcomer = after.join(b"n", "ffn", 1)
+    assert newcomer.generation > ffn.generation
+    after.pass_time(5, beating=[b"a", b"f", b"n"])
+    assert after.ids == ["attention-0", "ffn-0", "ffn-1"]
+
+
+def test_members_that_do_not_return_are_removed_after_the_timeout() -> None:
+    before = Deployment()
+    attention = before.join(b"a", "attention", 0)
+    before.join(b"f", "ffn", 0, pid_space="elsewhere")
+    after = Deployment()
+    after.join(b"a", "attention", 0, **returning(attention, before.registry.members))
+    after.pass_time(2.5, beating=[b"a"])
+    assert after.ids == ["attention-0", "ffn-0"]
+    after.pass_time(1.0, beating=[b"a"])
+    assert after.ids == ["attention-0"]
+
+
+def test_an_old_snapshot_cannot_bring_back_the_dead() -> None:
+    before = Deployment()
+    attention = before.join(b"a", "attention", 0)
+    before.join(b"f", "ffn", 0)
+    known = before.registry.members
+    after = Deployment()
+    after.pass_time(10)  # long after the restart
+    late = after.join(b"a", "attention", 0, **returning(attention, known))
+    assert late.generation > attention.generation
+    assert after.ids == ["attention-0"]
+
+
+@pytest.mark.parametrize("wall", [0.0, NOW_2026, 2_270_000_000.0])
+def test_generations_fit_32_bits_and_grow_over_restarts(wall: float) -> None:
+    before = Deployment(wall=wall)
+    old = before.join(b"a", "attention", 0).generation
+    after = Deployment(wall=wall + (0.3 if wall else 2e9))
+    new = after.join(b"a", "attention", 0).generation
+    assert 0 < old < new <= MAX_GENERATION
+
+
+def test_generation_that_does_not_fit_is_refused() -> None:
+    deployment = Deployment(wall=4e9)
+    assert generation_at(4e9) > MAX_GENERATION
+    assert "clock" in deployment.refuse(b"a", "attention", 0)
+
+
+def test_timing_that_would_drop_the_living_is_refused() -> None:
+    with pytest.raises(ConfigError, match="at least twice"):
+        Registry(timing=m.Timing(interval_s=1.0, timeout_s=1.5))
+
+
+# --- any sequence of events -------------------------------------------------------------------
+
+slots = st.sampled_from([("attention", 0), ("attention", 1), ("ffn", 0), ("gateway", 0)])
+events = st.one_of(
+    st.tuples(st.just("hello"), st.integers(0, 3), slots),
+    st.tuples(st.just("beat"), st.integers(0, 3), st.sampled_from(m.STATES)),
+    st.tuples(st.just("bye"), st.integers(0, 3), st.none()),
+    st.tuples(st.just("wait"), st.sampled_from([0.25, 1.0, 4.0]), st.none()),
+    st.tuples(st.just("kill"), st.integers(0, 3), st.none()),
+    st.tuples(st.just("depth"), st.sampled_from([None, 0, 1, 3, 9]), st.none()),
+    st.tuples(st.just("drain"), st.booleans(), st.none()),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(events, max_size=40))
+def test_invariants_hold_for_any_sequence(steps: list[tuple[str, object, object]]) -> None:
+    deployment = Deployment()
+    last = deployment.registry.members
+    largest = 0
+    for kind, who, what in steps:
+        peer = b"peer-%d" % who if isinstance(who, int) else b""
+        match kind, what:
+            case "hello", (str(role), int(index)):
+                answer = deployment.hello(peer, role, index, pid=500 + int(str(who)))
+                if isinstance(answer, m.Welcome):
+                    member = answer.members.find(role, index)
+                    assert member is not None and member.generation == answer.generation
+            case "beat", _:
+                deployment.deliver(deployment.registry.handle(peer, m.Heartbeat(what, 0)))
+            case "bye", _:
+                deployment.deliver(deployment.registry.handle(peer, m.Bye()))
+            case "wait", _:
+                deployment.pass_time(who)
+            case "kill", _:
+                deployment.dead.add(500 + int(str(who)))
+            case "depth", _:
+                deployment.say(b"op", m.SetDepth(who))
+            case "drain", _:
+                deployment.say(b"op", m.Drain(bool(who)))
+        now = deployment.registry.members
+        assert len(set(deployment.ids)) == len(deployment.ids)
+        assert now.version >= last.version
+        assert now.version > last.version or now == last
+        assert now.depth in (None, 1, 3, 9)
+        for member in now.members:
+            old = last.find(member.role, member.index)
+            if old is None or old.generation != member.generation:
+                assert member.generation > largest  # every newcomer gets a larger one
+        largest = max([largest, *(x.generation for x in now.members)])
+        last = now
