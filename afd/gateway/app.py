@@ -1,0 +1,184 @@
+"""The aiohttp application: routes, errors in OpenAI's shape, health, and the count of requests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import aiohttp
+from aiohttp import hdrs, web
+
+from afd.gateway.errors import GatewayError, error_response
+from afd.gateway.pool import Pool
+from afd.gateway.proxy import Proxy
+from afd.gateway.scrape import CONTENT_TYPE, metrics_page
+from afd.gateway.settings import GatewaySettings
+from afd.gateway.telemetry import Telemetry
+from afd.gateway.upstreams import Provider, View, fleet_problem
+
+log = logging.getLogger("afd.gateway")
+
+FORWARDED = ("/v1/{tail:.*}", "/tokenize", "/detokenize", "/version", "/ping")
+_REQUEST_ID = "X-Request-Id"
+_CLIENT_GONE = 499  # in the metrics only; nobody is left to read it
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Gateway:
+    """State of one running gateway."""
+
+    def __init__(self, settings: GatewaySettings, provider: Provider) -> None:
+        self.settings = settings
+        self.pool = Pool(settings, provider)
+        self.telemetry = Telemetry(settings.instance)
+        self.draining = False
+        self._running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def begin(self) -> None:
+        self._running += 1
+        self._idle.clear()
+
+    def end(self) -> None:
+        self._running -= 1
+        if not self._running:
+            self._idle.set()
+
+    async def wait_idle(self, deadline_s: float) -> bool:
+        """Whether every request finished within ``deadline_s`` seconds."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), deadline_s)
+        except asyncio.TimeoutError:
+            return False
+        return True
+
+
+GATEWAY = web.AppKey("gateway", Gateway)
+
+
+def make_app(settings: GatewaySettings, provider: Provider) -> web.Application:
+    """The application. Run it with ``handler_cancellation`` on, as afd.gateway.server does."""
+    gateway = Gateway(settings, provider)
+    app = web.Application(middlewares=[_count, _shape_errors])
+    app[GATEWAY] = gateway
+    app.cleanup_ctx.append(_run_background)
+    app.router.add_get("/health", _health)
+    if settings.metrics:
+        app.router.add_get("/metrics", _metrics)
+    for path in FORWARDED:
+        app.router.add_route("*", path, _forward)
+    return app
+
+
+_PROXY = web.AppKey("proxy", Proxy)
+_INNER = web.AppKey("inner", aiohttp.ClientSession)
+
+
+async def _run_background(app: web.Application) -> AsyncIterator[None]:
+    gateway = app[GATEWAY]
+    # Two sessions, so that neither probes nor scrapes share a setting made for requests.
+    async with (
+        Proxy.make_session(gateway.settings) as outer,
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True)) as inner,
+    ):
+        app[_PROXY] = Proxy(gateway.settings, gateway.pool, gateway.telemetry, outer)
+        app[_INNER] = inner
+        probing = asyncio.create_task(gateway.pool.probe_forever(inner))
+        try:
+            yield
+        finally:
+            probing.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await probing
+
+
+@web.middleware
+async def _count(request: web.Request, handler: _Handler) -> web.StreamResponse:
+    gateway = request.app[GATEWAY]
+    gateway.begin()
+    code = _CLIENT_GONE
+    try:
+        response = await handler(request)
+        code = response.status
+        return response
+    finally:
+        gateway.end()
+        gateway.telemetry.request(request.method, request.path, code)
+
+
+@web.middleware
+async def _shape_errors(request: web.Request, handler: _Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except GatewayError as error:
+        response = error_response(error)
+        if error.status in (502, 503):
+            log.warning("%s %s: %d %s", request.method, request.path, error.status, error)
+    except web.HTTPNotFound:
+        known = ", ".join(("/v1/*", *FORWARDED[1:], "/health and /metrics"))
+        response = error_response(
+            GatewayError(404, f"no such path: {request.path}; the gateway serves {known}")
+        )
+    except web.HTTPMethodNotAllowed as error:
+        response = error_response(
+            GatewayError(
+                405,
+                f"{request.path} does not allow {request.method}",
+                {hdrs.ALLOW: ",".join(sorted(error.allowed_methods))},
+            )
+        )
+    except ConnectionError:
+        raise  # the client went away while we wrote
+    except Exception:
+        log.exception("%s %s failed", request.method, request.path)
+        response = error_response(GatewayError(500, "the gateway failed; see its log"))
+    if _REQUEST_ID in request.headers:
+        response.headers[_REQUEST_ID] = request.headers[_REQUEST_ID]
+    if request.app[GATEWAY].draining:
+        response.force_close()
+    return response
+
+
+async def _forward(request: web.Request) -> web.StreamResponse:
+    gateway = request.app[GATEWAY]
+    if gateway.draining:  # over a connection that was open before; the port is closed already
+        raise GatewayError(
+            503,
+            "the gateway is shutting down",
+            {"Retry-After": str(gateway.settings.retry_after_s)},
+        )
+    return await request.app[_PROXY].handle(request)
+
+
+async def _health(request: web.Request) -> web.Response:
+    gateway = request.app[GATEWAY]
+    views, expected = gateway.pool.views(), gateway.settings.expected_ids()
+    problem = "the gateway is shutting down" if gateway.draining else None
+    problem = problem or fleet_problem(views, expected)
+    by_id = {view.upstream.id: view for view in views}
+    members = [_member(name, by_id.get(name)) for name in dict.fromkeys([*expected, *by_id])]
+    body = {"status": "unavailable" if problem else "ok", "reason": problem, "members": members}
+    return web.json_response(body, status=503 if problem else 200)
+
+
+def _member(member_id: str, view: View | None) -> dict[str, str | int | None]:
+    if view is None:
+        return {"id": member_id, "state": "absent", "health": None, "generation": None}
+    is_server = view.upstream.role == "attention"
+    return {
+        "id": member_id,
+        "state": view.upstream.state,
+        "health": view.health.condition.value if is_server else None,
+        "generation": view.upstream.generation,
+    }
+
+
+async def _metrics(request: web.Request) -> web.Response:
+    gateway = request.app[GATEWAY]
+    text = await metrics_page(
+        request.app[_INNER], gateway.settings, gateway.telemetry, gateway.pool.views()
+    )
+    return web.Response(body=text.encode(), headers={hdrs.CONTENT_TYPE: CONTENT_TYPE})

@@ -1,0 +1,137 @@
+"""The gateway role: joins the control plane, learns the instances from it, serves until the end.
+
+The port is bound before anything else, and requests are answered from the first moment on (with a
+503 that names what is missing), so that a client never sees a refused connection while we start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Callable
+
+from afd.control.client import ControlClient
+from afd.control.messages import Members
+from afd.errors import HandshakeRefused
+from afd.gateway.server import bind_listener, start_gateway
+from afd.gateway.settings import GatewaySettings
+from afd.gateway.upstreams import Upstream
+
+log = logging.getLogger("afd.gateway")
+
+_ROLES = ("attention", "ffn")
+
+
+def upstreams_of(members: Members) -> tuple[Upstream, ...]:
+    """The members that serve or compute; the gateway itself is one too and is left out."""
+    return tuple(
+        Upstream(
+            id=member.id,
+            api_url=member.api_url if member.role == "attention" else "",
+            metrics_url=member.metrics_url,
+            generation=member.generation,
+            state=member.state,
+        )
+        for member in members.members
+        if member.role in _ROLES
+    )
+
+
+class ControlProvider:
+    """A Provider over the control client's snapshot, converted once per snapshot."""
+
+    def __init__(self, client: ControlClient) -> None:
+        self._client = client
+        self._seen: Members | None = None
+        self._upstreams: tuple[Upstream, ...] = ()
+
+    def __call__(self) -> tuple[Upstream, ...]:
+        members = self._client.members
+        if members is not self._seen:
+            self._upstreams = upstreams_of(members)
+            self._seen = members
+        return self._upstreams
+
+
+def run_gateway(
+    settings: GatewaySettings,
+    connect: Callable[[], ControlClient],
+    *,
+    join_deadline_s: float,
+    on_listening: Callable[[str], None] | None = None,
+    listener: socket.socket | None = None,
+) -> int:
+    """Serve until SIGTERM or SIGINT, drain, and return the exit code 0. A second signal hurries.
+
+    connect: makes the control client; called once the port is ours. on_listening: told the URL.
+    listener: from ``bind_listener``, where the caller has bound the port already.
+    Raises ConfigError (port), HandshakeRefused or DeadlineExceeded (control plane).
+    """
+    listener = listener or bind_listener(settings.host, settings.port)
+    try:
+        asyncio.run(_run(settings, connect, listener, join_deadline_s, on_listening))
+    finally:
+        listener.close()
+    return 0
+
+
+async def _run(
+    settings: GatewaySettings,
+    connect: Callable[[], ControlClient],
+    listener: socket.socket,
+    join_deadline_s: float,
+    on_listening: Callable[[str], None] | None,
+) -> None:
+    loop = asyncio.get_running_loop()
+    stop, hurry = asyncio.Event(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
+    client = connect()
+    try:
+        server = await start_gateway(settings, ControlProvider(client), listener)
+
+        def changed() -> None:
+            server.members_changed()
+            if client.stopping or client.refused:  # the operator, or another gateway in our place
+                stop.set()
+
+        client.on_change(lambda _: _tell(loop, changed))
+        joining = asyncio.create_task(_join(client, server.url, join_deadline_s))
+        stopping = asyncio.create_task(stop.wait())
+        drain_s = 0.0
+        try:
+            if on_listening is not None:
+                on_listening(server.url)
+            await asyncio.wait({joining, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if joining.done():
+                joining.result()  # raises if the control plane would not have us
+                await stop.wait()
+                client.set_state("draining")
+            drain_s = settings.drain_s
+        finally:
+            await server.stop(drain_s, hurry)
+            joining.cancel()
+            stopping.cancel()
+        if client.refused:
+            raise HandshakeRefused(client.refused)
+        client.leave()
+    finally:
+        client.close()
+
+
+async def _join(client: ControlClient, url: str, deadline_s: float) -> None:
+    generation = await asyncio.to_thread(
+        client.join, addresses=(), api_url=url, metrics_url=f"{url}/metrics", deadline_s=deadline_s
+    )
+    client.set_state("ready")
+    log.info("gateway at %s, generation %d", url, generation)
+
+
+def _tell(loop: asyncio.AbstractEventLoop, changed: Callable[[], None]) -> None:
+    """Called on the client's thread. A change after the loop has closed concerns nobody."""
+    try:
+        loop.call_soon_threadsafe(changed)
+    except RuntimeError:
+        log.debug("membership changed after the gateway ended")

@@ -1,0 +1,113 @@
+"""The gateway's own metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from afd.gateway.upstreams import View
+
+GATEWAY_METRICS = (
+    "afd_gateway_requests_total",
+    "afd_gateway_retries_total",
+    "afd_gateway_inflight_requests",
+    "afd_gateway_upstream_up",
+    "afd_peer_up",
+)
+
+_METHODS = frozenset({"GET", "POST", "HEAD", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_PATHS = frozenset(
+    {
+        "/v1/audio/transcriptions",
+        "/v1/audio/translations",
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/embeddings",
+        "/v1/messages",
+        "/v1/models",
+        "/v1/rerank",
+        "/v1/responses",
+        "/v1/score",
+        "/detokenize",
+        "/health",
+        "/metrics",
+        "/ping",
+        "/tokenize",
+        "/version",
+    }
+)
+_PREFIXES = {"/v1/models/": "/v1/models/{model}", "/v1/responses/": "/v1/responses/{id}"}
+
+
+def path_template(path: str) -> str:
+    """A label of bounded cardinality: a known path, one of two templates, or "other"."""
+    if path in _PATHS:
+        return path
+    return next((t for prefix, t in _PREFIXES.items() if path.startswith(prefix)), "other")
+
+
+class Telemetry:
+    """Counters kept here; gauges are read from the pool's views when the page is made.
+
+    Every metric carries the label ``instance`` itself: for requests it is the gateway, for the
+    others the member that the value is about.
+    """
+
+    def __init__(self, instance: str) -> None:
+        self._instance = instance
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "afd_gateway_requests",
+            "Requests answered, by HTTP status (499: the client went away first).",
+            ["instance", "method", "path_template", "code"],
+            registry=self._registry,
+        )
+        self._retries = Counter(
+            "afd_gateway_retries",
+            "Requests sent again after an attention instance failed them.",
+            ["instance"],
+            registry=self._registry,
+        )
+        self._retries.labels(instance)  # present, as zero, before the first one
+
+    def request(self, method: str, path: str, code: int) -> None:
+        known = method if method in _METHODS else "other"
+        self._requests.labels(self._instance, known, path_template(path), str(code)).inc()
+
+    def retry(self) -> None:
+        self._retries.labels(self._instance).inc()
+
+    def text(self, views: Iterable[View], peer_up: dict[str, bool]) -> str:
+        """Prometheus text. peer_up: member id -> whether all of its metrics could be scraped."""
+        registry = CollectorRegistry()
+        registry.register(_Gauges(tuple(views), peer_up))
+        return (generate_latest(self._registry) + generate_latest(registry)).decode()
+
+
+class _Gauges:
+    def __init__(self, views: tuple[View, ...], peer_up: dict[str, bool]) -> None:
+        self._views = [view for view in views if view.upstream.role == "attention"]
+        self._peer_up = peer_up
+
+    def collect(self) -> list[Metric]:
+        inflight = GaugeMetricFamily(
+            "afd_gateway_inflight_requests",
+            "Requests forwarded to an attention instance and not yet finished.",
+            labels=["instance"],
+        )
+        up = GaugeMetricFamily(
+            "afd_gateway_upstream_up",
+            "1 if the gateway sends requests to this attention instance.",
+            labels=["instance"],
+        )
+        for view in self._views:
+            inflight.add_metric([view.upstream.id], view.outstanding)
+            up.add_metric([view.upstream.id], float(view.eligible))
+        peers = GaugeMetricFamily(
+            "afd_peer_up", "1 if the metrics of this member could be scraped.", labels=["instance"]
+        )
+        for member_id, is_up in self._peer_up.items():
+            peers.add_metric([member_id], float(is_up))
+        return [inflight, up, peers]
