@@ -1,0 +1,59 @@
+"""What a deployment file and the checkpoint it names come to: model, contract, slots. No torch."""
+
+from dataclasses import dataclass
+
+from afd.checkpoint import fingerprint
+from afd.config import Deployment
+from afd.control.messages import Contract
+from afd.models import Family, MoeModel, read_model
+from afd.topology import SlotMap, expert_ranges
+from afd.wire.layout import SlotLayout, layouts
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Everything both sides of the wire must agree on before the first message.
+
+    model: shape of the checkpoint, its ``dtype`` being the serving dtype ("bfloat16", ...).
+    a2f / f2a: slot layouts towards and from the FFN.
+    """
+
+    deployment: Deployment
+    family: Family
+    model: MoeModel
+    slots: SlotMap
+    a2f: SlotLayout
+    f2a: SlotLayout
+    contract: Contract
+
+
+def resolve(deployment: Deployment) -> Resolved:
+    """Read the checkpoint's config and headers (no weights) and derive the deployment's facts.
+
+    Raises:
+        ConfigError: the checkpoint cannot be served, or not split as the deployment asks.
+    """
+    family, model = read_model(deployment.model)
+    model = family.serve_as(model, deployment.attention.dtype)
+    dtype = model.dtype
+    experts = expert_ranges(model.num_experts, deployment.ffn.instances)
+    capacity = deployment.attention.max_num_batched_tokens
+    depth = deployment.pipeline.depth
+    a2f, f2a = layouts(deployment.wire.format, dtype, capacity, model.hidden, model.top_k)
+    contract = Contract(
+        model_hash=fingerprint(deployment.model),
+        dtype=dtype,
+        wire=deployment.wire.format,
+        hidden=model.hidden,
+        num_layers=model.num_layers,
+        moe_layers=model.moe_layers,
+        num_experts=model.num_experts,
+        top_k=model.top_k,
+        capacity_rows=capacity,
+        max_depth=depth,
+        attention_instances=deployment.attention.instances,
+        ffn_instances=deployment.ffn.instances,
+        expert_map=experts,
+    )
+    slots = SlotMap(deployment.attention.instances, deployment.ffn.instances, depth)
+    return Resolved(deployment, family, model, slots, a2f, f2a, contract)

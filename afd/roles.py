@@ -1,0 +1,81 @@
+"""What one process of a deployment is told about itself, handed over in a private JSON file.
+
+The supervisor writes one file per role; the role, and the vLLM engine process below an attention
+instance, find it through the environment variable ``AFD_ROLE_FILE``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+from pydantic import ValidationError
+
+from afd.config import Deployment
+from afd.errors import ConfigError
+
+ROLE_FILE_ENV = "AFD_ROLE_FILE"
+Role = Literal["control", "ffn", "attention", "gateway"]
+ROLES: tuple[Role, ...] = ("control", "ffn", "attention", "gateway")
+
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """One role instance.
+
+    role/index: the member id is "attention-0" and so on; index counts from 0.
+    control_address: "tcp://HOST:PORT". keys_file: CURVE keys, or None for a plain local socket.
+    api_port: where an attention instance serves HTTP (the gateway's port for the gateway), else 0.
+    metrics_port: 0 = any free port. cpus: cores to compute on; () = not pinned.
+    """
+
+    role: Role
+    index: int
+    deployment: Deployment
+    control_address: str
+    keys_file: Path | None = None
+    api_port: int = 0
+    metrics_port: int = 0
+    cpus: tuple[int, ...] = ()
+
+    @property
+    def id(self) -> str:
+        return f"{self.role}-{self.index}"
+
+    @property
+    def threads(self) -> int:
+        """Compute threads: ``ffn.threads`` if set, else one per core the role may use."""
+        wanted = self.deployment.ffn.threads
+        if self.role == "ffn" and wanted != "auto":
+            return wanted
+        return len(self.cpus) or len(os.sched_getaffinity(0))
+
+    def save(self, path: Path) -> None:
+        """Write the file, mode 0600: the deployment may carry vLLM arguments such as an API key."""
+        data = {item.name: getattr(self, item.name) for item in fields(self)}
+        data["deployment"] = self.deployment.plain()
+        data["keys_file"] = str(self.keys_file) if self.keys_file else None
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(data, file)
+
+
+def load_role(path: str | Path | None = None) -> RoleSpec:
+    """Read a role file; without ``path`` the one ``AFD_ROLE_FILE`` names. Raises ConfigError."""
+    path = path or os.environ.get(ROLE_FILE_ENV)
+    if not path:
+        raise ConfigError(f"{ROLE_FILE_ENV} is not set; start this role with afd serve or afd ROLE")
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        data["deployment"] = Deployment.from_plain(data["deployment"])
+        data["keys_file"] = Path(data["keys_file"]) if data["keys_file"] else None
+        data["cpus"] = tuple(data["cpus"])
+        return RoleSpec(**data)
+    except (OSError, ValueError, KeyError, TypeError, ValidationError) as err:
+        reason = " ".join(str(err).split())[:200]
+        raise ConfigError(
+            f"role file {path} cannot be used ({reason}); restart the deployment"
+        ) from None

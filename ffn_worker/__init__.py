@@ -1,0 +1,1 @@
+"""An FFN instance: expert weights, MoE backends, and the loop that serves attention instances."""

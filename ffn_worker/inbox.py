@@ -1,0 +1,71 @@
+"""Typed views of an FFN instance's receive slots. All memory is made once, at start-up."""
+
+from dataclasses import dataclass
+
+import torch
+
+from afd.resolve import Resolved
+from afd.wire.codecs_torch import DTYPE_OF_TAG, dequantise_fp8
+from afd.wire.layout import TAG_OF_DTYPE, SlotLayout
+from afd_comm import Header, Region
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Input of one expert call: x model dtype [rows, hidden]; ids int32, weights float32
+    [rows, top_k]. Views of slot memory where that is possible."""
+
+    x: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+
+
+class _SlotView:
+    def __init__(self, memory: torch.Tensor, layout: SlotLayout) -> None:
+        def part(offset: int, dtype: torch.dtype, columns: int) -> torch.Tensor:
+            nbytes = layout.capacity * columns * dtype.itemsize
+            return memory[offset : offset + nbytes].view(dtype).view(layout.capacity, columns)
+
+        self.payload = part(0, DTYPE_OF_TAG[layout.tag], layout.hidden)
+        self.scales = part(layout.scales_offset, torch.float32, layout.scale_columns)
+        self.ids = part(layout.ids_offset, torch.int32, layout.top_k)
+        self.weights = part(layout.weights_offset, torch.float32, layout.top_k)
+
+
+class Inbox:
+    """The slots of all attention instances, as tensors."""
+
+    def __init__(self, region: Region, resolved: Resolved) -> None:
+        self._layout = resolved.a2f
+        self._dtype = DTYPE_OF_TAG[TAG_OF_DTYPE[resolved.model.dtype]]
+        self._views = [
+            _SlotView(torch.from_numpy(region.buffer(slot)), resolved.a2f)
+            for slot in range(resolved.slots.ffn_region_slots)
+        ]
+
+    def problem(self, header: Header) -> str | None:
+        """Why a message cannot be used, or None. Checked before any row of it is touched."""
+        layout = self._layout
+        if not 0 < header.rows <= layout.capacity:
+            return f"{header.rows} rows where 1 to {layout.capacity} fit"
+        if header.dtype != layout.tag:
+            return f"payload tag {header.dtype} where {layout.tag.name} ({layout.tag:d}) was agreed"
+        if header.nbytes != layout.message_bytes(header.rows):
+            wanted = layout.message_bytes(header.rows)
+            return f"{header.nbytes} bytes where {header.rows} rows make {wanted}"
+        return None
+
+    def read(self, slots: list[int], rows: list[int]) -> Rows:
+        """Rows of several slots, one below the other; a single slot is not copied."""
+        xs = [self._decode(slot, n) for slot, n in zip(slots, rows, strict=True)]
+        ids = [self._views[slot].ids[:n] for slot, n in zip(slots, rows, strict=True)]
+        weights = [self._views[slot].weights[:n] for slot, n in zip(slots, rows, strict=True)]
+        if len(slots) == 1:
+            return Rows(xs[0], ids[0], weights[0])
+        return Rows(torch.cat(xs), torch.cat(ids), torch.cat(weights))
+
+    def _decode(self, slot: int, rows: int) -> torch.Tensor:
+        view = self._views[slot]
+        if self._layout.scale_columns:
+            return dequantise_fp8(view.payload[:rows], view.scales[:rows], self._dtype)
+        return view.payload[:rows]

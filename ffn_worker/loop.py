@@ -1,0 +1,212 @@
+"""The loop of an FFN instance: the mirror image of the attention side's layer pipeline.
+
+The FFN is the barrier of a step (design: steps, membership, failure). A step starts when every
+active attention instance has arrived or ``step_wait`` has passed; an instance with nothing to do
+has left the epoch and is not waited for. Inside a step, an instance that is later than ``late`` is
+detached: the others go on, and it is served on its own from where it stands. Since no request state
+lives here, an attention instance may also begin in mid-step, which is what it does after this
+process was restarted.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+
+import torch
+
+from afd.control.client import ControlClient
+from afd.metrics import Direction, RoleMetrics, Stage
+from afd.resolve import Resolved
+from afd.schedule import Position, walk
+from afd.wire.codecs_torch import DTYPE_OF_TAG
+from afd.wire.layout import Kind
+from afd_comm import Header, Region, Status, make_flag
+from ffn_worker.inbox import Inbox
+from ffn_worker.model import FfnModel
+from ffn_worker.peers import Arrival, Peer, PeerTable
+
+logger = logging.getLogger("afd.ffn")
+
+_IDLE_US = 200_000
+"""How long one idle wait lasts before membership and shutdown are looked at, microseconds."""
+_PAUSE_S = 0.005
+
+
+class FfnLoop:
+    """Serves every attention instance of the deployment from one thread."""
+
+    def __init__(
+        self,
+        resolved: Resolved,
+        index: int,
+        region: Region,
+        control: ControlClient,
+        model: FfnModel,
+        metrics: RoleMetrics,
+    ) -> None:
+        self._resolved = resolved
+        self._region = region
+        self._control = control
+        self._model = model
+        self._metrics = metrics
+        self._inbox = Inbox(region, resolved)
+        self._table = PeerTable(resolved, index)
+        self._layers = resolved.model.moe_layers
+        self._back_dtype = DTYPE_OF_TAG[resolved.f2a.tag]
+        self._max_depth = resolved.contract.max_depth
+        self._step_wait_s = resolved.deployment.ffn.step_wait_ms / 1e3
+        self._late_us = int(resolved.deployment.ffn.late_ms * 1e3)
+        self._free_since = time.monotonic()
+        self.stopping = False
+
+    def run(self) -> None:
+        """Serve until ``stopping`` is set."""
+        while not self.stopping:
+            self._table.reconcile(self._control.members, self._control.generation)
+            self._metrics.peers_up = len(self._table.peers)
+            arrivals = self._next_step()
+            if arrivals:
+                self._run_step(arrivals)
+
+    def _next_step(self) -> list[Arrival]:
+        """Instances that take part in the next step; empty when nothing came for a while."""
+        peers = self._table.peers
+        if not self._wait_for_any(peers, _IDLE_US):
+            time.sleep(_PAUSE_S)  # without live peers the wait returns at once
+            return []
+        arrived = self._arrivals(peers)
+        resumed = [a for a in arrived if a.start != self._first]
+        if resumed:
+            return resumed[:1]
+        deadline = time.monotonic() + self._step_wait_s
+        while arrived:
+            here = {a.peer.id for a in arrived}
+            awaited = [p for p in peers if p.active and p.id not in here]
+            left_us = int((deadline - time.monotonic()) * 1e6)
+            if not awaited or left_us <= 0 or not self._wait_for_any(awaited, left_us):
+                break
+            arrived = [a for a in self._arrivals(peers) if a.start == self._first]
+        return arrived
+
+    @property
+    def _first(self) -> Position:
+        return Position(self._layers[0], 0)
+
+    def _wait_for_any(self, peers: Sequence[Peer], timeout_us: int) -> bool:
+        pairs = [(p, mb) for p in peers for mb in range(self._max_depth + 1)]
+        slots = [self._table.slot(p, mb) for p, mb in pairs]
+        flags = [self._table.next_flag(p, mb) for p, mb in pairs]
+        return self._region.wait_any(slots, flags, timeout_us) >= 0
+
+    def _arrivals(self, peers: Sequence[Peer]) -> list[Arrival]:
+        """What has arrived and was not taken yet: each peer's earliest message. Takes leaves."""
+        arrivals = []
+        for peer in peers:
+            control = self._table.slot(peer, self._max_depth)
+            while self._region.ready(control, self._table.next_flag(peer, self._max_depth)):
+                peer.seq[self._max_depth] += 1
+                peer.active = False
+            heads = [
+                self._region.header(self._table.slot(peer, mb))
+                for mb in range(self._max_depth)
+                if self._region.ready(self._table.slot(peer, mb), self._table.next_flag(peer, mb))
+            ]
+            if heads:
+                first = min(heads, key=lambda h: (h.layer, h.micro_batch))
+                start = Position(first.layer, first.micro_batch)
+                arrivals.append(Arrival(peer, start, first.depth))
+        return arrivals
+
+    def _run_step(self, arrivals: list[Arrival]) -> None:
+        """All expert calls of one step, in the order in which the attention side posts them."""
+        members = {a.peer.id: a for a in arrivals}
+        for arrival in arrivals:
+            arrival.peer.active = True
+        self._free_since = time.monotonic()  # idling between steps is no bubble
+        depth = max(a.depth for a in arrivals)
+        for position in walk(self._layers, depth, start=arrivals[0].start):
+            taking_part = [a.peer for a in members.values() if position.micro_batch < a.depth]
+            if not taking_part:
+                if not members:
+                    return
+                continue
+            peers, headers = self._take(taking_part, position)
+            for peer in taking_part:
+                if peer not in peers:
+                    del members[peer.id]
+            if peers:
+                self._call(position, peers, headers)
+        self._metrics.steps[depth] += 1
+
+    def _take(self, peers: list[Peer], position: Position) -> tuple[list[Peer], list[Header]]:
+        """Wait for this position's message of every peer; leave out who is late, gone or wrong."""
+        mb = position.micro_batch
+        slots = [self._table.slot(p, mb) for p in peers]
+        flags = [self._table.next_flag(p, mb) for p in peers]
+        statuses = self._region.wait_all(slots, flags, self._late_us)
+        here, headers = [], []
+        for peer, slot, status in zip(peers, slots, statuses, strict=True):
+            if status != Status.OK:
+                logger.warning(
+                    "%s is %s at %s; going on without it", peer.id, status.name, position
+                )
+                self._metrics.late_peers += 1
+                peer.active = False
+                continue
+            header = self._region.header(slot)
+            peer.seq[mb] += 1
+            problem = self._inbox.problem(header)
+            if problem is None and (header.kind, header.layer) != (Kind.DATA, position.layer):
+                problem = f"layer {header.layer} where layer {position.layer} was due"
+            if problem is not None:
+                logger.error("%s sent %s; dropped until it restarts", peer.id, problem)
+                self._table.drop(peer)
+                continue
+            here.append(peer)
+            headers.append(header)
+        return here, headers
+
+    def _call(self, position: Position, peers: list[Peer], headers: list[Header]) -> None:
+        """One expert call over the rows of all peers, and the answers."""
+        started = time.monotonic()
+        rows = [h.rows for h in headers]
+        slots = [self._table.slot(p, position.micro_batch) for p in peers]
+        batch = self._inbox.read(slots, rows)
+        out = self._model.forward(position.layer, batch.x, batch.ids, batch.weights)
+        out = out.to(self._back_dtype)
+        done = time.monotonic()
+        self._observe(headers, started, done, sum(rows))
+        offset = 0
+        for peer, header in zip(peers, headers, strict=True):
+            part = out[offset : offset + header.rows]
+            offset += header.rows
+            self._answer(peer, position, header, part)
+        self._free_since = time.monotonic()
+
+    def _answer(self, peer: Peer, position: Position, header: Header, part: torch.Tensor) -> None:
+        mb = position.micro_batch
+        slot = self._resolved.slots.to_attention(self._model.index, mb)
+        flag = make_flag(peer.session, peer.seq[mb])
+        status = peer.link.post(
+            slot,
+            flag,
+            position.layer,
+            mb,
+            header.rows,
+            header.depth,
+            Kind.DATA,
+            self._resolved.f2a.tag,
+            header.step,
+            [(0, part.data_ptr(), part.nbytes)],
+        )
+        self._metrics.wire_bytes[Direction.F2A] += part.nbytes
+        if status != Status.OK:
+            logger.warning("answer to %s was not delivered: %s", peer.id, status.name)
+
+    def _observe(self, headers: list[Header], started: float, done: float, rows: int) -> None:
+        metrics = self._metrics
+        metrics.stage(Stage.FFN).observe(done - started)
+        metrics.bubble_seconds += started - self._free_since
+        metrics.rows_per_ffn_call.observe(rows)
+        for header in headers:
+            metrics.stage(Stage.A2F).observe((header.t_arrived - header.t_posted) / 1e9)

@@ -1,0 +1,131 @@
+"""The experts of one FFN instance, ready to compute."""
+
+from collections.abc import Callable
+from os import PathLike
+
+import torch
+import torch.nn.functional as F
+
+from afd.errors import ConfigError
+from afd.models import Family, MoeModel
+from afd.topology import expert_ranges, shared_slice
+from ffn_worker.loader import DTYPES, LayerWeights, Progress, Shard, load_shard
+from ffn_worker.moe import BACKENDS, Linear, choose_backend
+
+SharedExpert = Callable[[torch.Tensor], torch.Tensor]
+
+
+def shard_of(model: MoeModel, instances: int, index: int) -> Shard:
+    """Shard of FFN instance `index` of `instances`: whole routed experts, 1/instances of shared.
+
+    Raises:
+        ConfigError: more instances than routed experts.
+    """
+    shared = None
+    if model.shared_intermediate:
+        shared = shared_slice(model.shared_intermediate, instances, index)
+    return Shard(expert_ranges(model.num_experts, instances)[index], shared)
+
+
+class FfnModel:
+    """MoE layers of one FFN instance; the outputs of all instances add up to the full FFN output.
+
+    Args:
+        model: shape and serving dtype.
+        shard: what this instance holds.
+        layers: weights by global layer number; consumed (emptied), so that repacking them does
+            not hold two copies of everything.
+        backend: a name of `ffn_worker.moe.BACKENDS`, or "auto".
+
+    Raises:
+        ConfigError: the backend is unknown or cannot run here, or a layer is missing.
+    """
+
+    def __init__(
+        self,
+        model: MoeModel,
+        shard: Shard,
+        layers: dict[int, LayerWeights],
+        *,
+        backend: str = "auto",
+        index: int = 0,
+    ) -> None:
+        self.model = model
+        self.shard = shard
+        self.index = index
+        self.dtype = DTYPES[model.dtype]
+        self.weight_bytes = 0
+        self.backend_name = choose_backend(
+            backend, self.dtype, model.hidden, model.moe_intermediate
+        )
+        self._backend = BACKENDS[self.backend_name](shard.experts)
+        self._shared: dict[int, SharedExpert] = {}
+        for layer in model.moe_layers:
+            if layer not in layers:
+                raise ConfigError(f"no weights were loaded for layer {layer}")
+            self._add(layer, layers.pop(layer))
+
+    def _add(self, layer: int, weights: LayerWeights) -> None:
+        tensors = (weights.w13, weights.w2, weights.shared_gate_up, weights.shared_down)
+        self.weight_bytes += sum(t.nbytes for t in tensors if t is not None)
+        self._backend.prepare(layer, weights.w13, weights.w2)
+        if weights.shared_gate_up is not None and weights.shared_down is not None:
+            self._shared[layer] = _shared_expert(
+                self._backend.linear(weights.shared_gate_up),
+                self._backend.linear(weights.shared_down),
+            )
+
+    @torch.inference_mode()
+    def forward(
+        self, layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """This instance's part of the FFN output of one layer.
+
+        routed_scaling * (sum of local routed experts) + local slice of the shared experts, in the
+        order and dtype of vLLM 0.26 (moe_runner.py, `forward`). Summed over instances it is the
+        full output, up to rounding.
+
+        Args:
+            layer: global layer number, one of `model.moe_layers`.
+            x: [rows, hidden] in the serving dtype, contiguous, not modified.
+            topk_ids: [rows, top_k] int32 global expert ids, negative where masked. Masks apply to
+                routed experts only; the shared expert sees every row.
+            topk_weights: [rows, top_k] float32.
+
+        Returns:
+            A new tensor [rows, hidden] in the serving dtype.
+        """
+        out = self._backend.forward(layer, x, topk_ids, topk_weights)
+        if self.model.routed_scaling != 1.0:
+            out *= self.model.routed_scaling
+        if layer in self._shared:
+            out += self._shared[layer](x)
+        return out
+
+
+def _shared_expert(gate_up: Linear, down: Linear) -> SharedExpert:
+    """SiLU-gated MLP, every step in the serving dtype (vLLM 0.26 `DeepseekV2MLP`)."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up(x).chunk(2, dim=-1)
+        return down(F.silu(gate) * up)
+
+    return forward
+
+
+def load_ffn_model(
+    path: str | PathLike[str],
+    family: Family,
+    model: MoeModel,
+    *,
+    instances: int,
+    index: int,
+    backend: str = "auto",
+    threads: int = 4,
+    progress: Progress | None = None,
+) -> FfnModel:
+    """Loads and prepares FFN instance `index` of `instances`. Raises ConfigError (see parts)."""
+    choose_backend(backend, DTYPES[model.dtype], model.hidden, model.moe_intermediate)
+    shard = shard_of(model, instances, index)
+    loaded = load_shard(path, family, model, shard, threads=threads, progress=progress)
+    return FfnModel(model, shard, loaded.layers, backend=backend, index=index)

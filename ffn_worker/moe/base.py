@@ -1,0 +1,73 @@
+"""The contract of a mixture-of-experts backend."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from afd.errors import ConfigError
+
+Linear = Callable[[torch.Tensor], torch.Tensor]
+
+
+class MoeBackend(ABC):
+    """Computes the routed experts [start, end) of every layer.
+
+    Shapes: E_local = end - start, I = width of one expert, H = hidden size, K = experts per token.
+
+    Args:
+        experts: half-open range of global expert ids held by this FFN instance.
+    """
+
+    def __init__(self, experts: tuple[int, int]) -> None:
+        start, end = experts
+        if not 0 <= start < end:
+            raise ConfigError(f"expert range [{start}, {end}) is empty or negative")
+        self.start = start
+        self.end = end
+
+    @staticmethod
+    def unavailable(dtype: torch.dtype, hidden: int, intermediate: int) -> str | None:
+        """Why this backend cannot run here with these shapes, None when it can."""
+        return None
+
+    @abstractmethod
+    def prepare(self, layer: int, w13: torch.Tensor, w2: torch.Tensor) -> None:
+        """Takes over the weights of one layer; may repack them, so do not use them afterwards.
+
+        Args:
+            layer: global layer number.
+            w13: [E_local, 2*I, H] in the serving dtype, I gate rows then I up rows per expert.
+            w2: [E_local, H, I] in the serving dtype.
+        """
+
+    @abstractmethod
+    def forward(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+    ) -> torch.Tensor:
+        """Sum over k of topk_weights[r, k] * expert(topk_ids[r, k])(x[r]), local experts only.
+
+        expert(x) = (silu(x @ gate.T) * (x @ up.T)) @ down.T. Pairs whose id lies outside of
+        [start, end) contribute nothing: other instances hold those experts, and a negative id
+        masks the pair. A row without any local pair is zero.
+
+        Args:
+            x: [rows, H] in the serving dtype, contiguous; rows may be 0. Not modified.
+            topk_ids: [rows, K] int32, global expert ids.
+            topk_weights: [rows, K] float32.
+
+        Returns:
+            A new tensor [rows, H] in the serving dtype.
+        """
+
+    def linear(self, weight: torch.Tensor) -> Linear:
+        """x [rows, in] -> x @ weight.T [rows, out], for weights [out, in] of shared experts.
+
+        Backends override it to use the kernel that vLLM would use on the same machine.
+        """
+        return lambda x: F.linear(x, weight)

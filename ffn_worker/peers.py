@@ -1,0 +1,97 @@
+"""Sessions of an FFN instance with the attention instances it serves."""
+
+import logging
+from dataclasses import dataclass
+
+from afd.control.messages import Member, Members
+from afd.resolve import Resolved
+from afd.schedule import Position
+from afd.topology import session
+from afd_comm import CommError, Link, make_flag
+
+logger = logging.getLogger("afd.ffn")
+
+
+@dataclass
+class Peer:
+    """One attention instance, for one session (see :func:`afd.topology.session`).
+
+    seq: per slot, the sequence number of the last message taken from it; the answer to a message
+    carries the message's own number. active: has taken part and not left the epoch since.
+    """
+
+    id: str
+    index: int
+    session: int
+    link: Link
+    seq: list[int]
+    active: bool = False
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A message that begins a peer's part of a step: where it starts and how deep it runs."""
+
+    peer: Peer
+    start: Position
+    depth: int
+
+
+class PeerTable:
+    """Follows the membership: links to attention instances that come, forgets those that go."""
+
+    def __init__(self, resolved: Resolved, index: int) -> None:
+        self._resolved = resolved
+        self._index = index
+        self._seen = (-1, -1)
+        self._peers: dict[str, Peer] = {}
+
+    @property
+    def peers(self) -> list[Peer]:
+        """In order of their index, so that a batch is laid out the same way every time."""
+        return sorted(self._peers.values(), key=lambda peer: peer.index)
+
+    def reconcile(self, members: Members, generation: int) -> None:
+        """Bring the sessions in line with the membership and with our own generation."""
+        if (members.version, generation) == self._seen:
+            return
+        self._seen = (members.version, generation)
+        wanted = {m.id: m for m in members.of("attention")}
+        for peer in self.peers:
+            member = wanted.get(peer.id)
+            if member is None or session(member.generation, generation) != peer.session:
+                logger.info("%s (session %d) left", peer.id, peer.session)
+                self.drop(peer)
+        for member in wanted.values():
+            if member.id not in self._peers:
+                self._join(member, session(member.generation, generation))
+
+    def drop(self, peer: Peer) -> None:
+        """End a session; the peer may come back with the next membership change."""
+        peer.link.close()
+        self._peers.pop(peer.id, None)
+
+    def slot(self, peer: Peer, micro_batch: int) -> int:
+        return self._resolved.slots.to_ffn(peer.index, micro_batch)
+
+    def next_flag(self, peer: Peer, micro_batch: int) -> int:
+        """Doorbell value of the next message in the peer's slot of this micro-batch."""
+        return make_flag(peer.session, peer.seq[micro_batch] + 1)
+
+    def _join(self, member: Member, number: int) -> None:
+        try:
+            link = Link(
+                list(member.addresses),
+                backend=self._resolved.deployment.transport.backend,
+                slots=self._resolved.slots.attention_claim(self._index),
+                timeout_us=5_000_000,
+            )
+        except CommError as error:
+            # The instance may have died since; the next membership change settles it.
+            logger.warning("cannot reach %s: %s", member.id, error)
+            self._seen = (-1, -1)
+            return
+        slots = self._resolved.contract.max_depth + 1
+        peer = Peer(member.id, member.index, number, link, [0] * slots)
+        self._peers[member.id] = peer
+        logger.info("%s joined (session %d, %s)", peer.id, number, link.backend)
