@@ -1,0 +1,26 @@
+"""Hands vLLM our classes through its own registries; nothing of vLLM is replaced in place."""
+
+import importlib
+
+from vllm import ModelRegistry
+from vllm.model_executor.model_loader import register_model_loader
+
+from afd.models import read_model
+from afd.roles import RoleSpec
+from attention_worker.loader import LOAD_FORMAT, AttentionWeightLoader
+from attention_worker.model import disaggregated
+from attention_worker.routing import register_remote_experts
+
+
+def register_model(role: RoleSpec) -> None:
+    """Register the architecture of the role's checkpoint as its disaggregated counterpart.
+
+    A class object rather than a "module:class" string: vLLM inspects a string in a subprocess of
+    its own, which costs seconds at every start (vllm/model_executor/models/registry.py).
+    """
+    family, model = read_model(role.deployment.model)
+    module, _, name = family.vllm_class[model.architecture].partition(":")
+    base = getattr(importlib.import_module(module), name)
+    register_remote_experts()
+    register_model_loader(LOAD_FORMAT)(AttentionWeightLoader)
+    ModelRegistry.register_model(model.architecture, disaggregated(base, family))

@@ -1,0 +1,297 @@
+"""The remote half of a layer: rows go to every FFN instance, partial sums come back.
+
+The calls block and retry within their deadline: an exception in ``forward`` would end the vLLM
+engine and with it every request's KV cache. An FFN instance keeps no request state, so one that was
+restarted gets the unanswered micro-batches again.
+"""
+
+import logging
+import time
+from dataclasses import dataclass
+
+import torch
+
+from afd.control.client import ControlClient
+from afd.control.messages import Member, Members
+from afd.errors import CapacityExceeded, DeadlineExceeded, PeerLost
+from afd.metrics import Direction, RoleMetrics, Stage
+from afd.resolve import Resolved
+from afd.topology import session
+from afd.wire.codecs_torch import DTYPE_OF_TAG, quantise_fp8
+from afd.wire.layout import TAG_OF_DTYPE, Kind, Tag
+from afd_comm import Link, Region, Status, make_flag
+
+logger = logging.getLogger("afd.attention")
+
+_SLICE_US = 200_000
+"""How long one wait lasts before lost peers are looked for, microseconds."""
+_GONE_PAUSE_S = 0.02
+
+
+@dataclass
+class _Pending:
+    """One micro-batch on its way: kept until answered, so that it can be sent again.
+
+    payload [rows, hidden] of the wire's tag; scales float32 or None; ids int32 and weights float32
+    [rows, top_k].
+    """
+
+    layer: int
+    rows: int
+    payload: torch.Tensor
+    scales: torch.Tensor | None
+    ids: torch.Tensor
+    weights: torch.Tensor
+
+
+class _Ffn:
+    """Session with one FFN instance: its link, and a sequence number per slot."""
+
+    def __init__(self, member: Member, session: int, link: Link, max_depth: int) -> None:
+        self.id = member.id
+        self.session = session
+        self.link = link
+        self.seq = [0] * (max_depth + 1)
+
+
+class RemoteExperts:
+    """Client of all FFN instances of a deployment, for one attention instance.
+
+    Not thread-safe: called from the model's forward only.
+    """
+
+    def __init__(
+        self,
+        resolved: Resolved,
+        index: int,
+        region: Region,
+        control: ControlClient,
+        metrics: RoleMetrics,
+    ) -> None:
+        self._resolved = resolved
+        self._index = index
+        self._region = region
+        self._control = control
+        self._metrics = metrics
+        self._deadline_s = resolved.deployment.deadlines.ffn_s
+        self._dtype = DTYPE_OF_TAG[TAG_OF_DTYPE[resolved.model.dtype]]
+        self._back_dtype = DTYPE_OF_TAG[resolved.f2a.tag]
+        self._ffns: list[_Ffn] = []
+        self._pending: list[_Pending | None] = [None] * resolved.contract.max_depth
+        self._answers = [
+            [self._answer_view(j, mb) for mb in range(resolved.contract.max_depth)]
+            for j in range(resolved.contract.ffn_instances)
+        ]
+        self._depth = 1
+        self._step = 0
+        self._mark = time.monotonic()
+
+    def connect(self, deadline_s: float) -> None:
+        """Wait until every FFN instance is ready and link to it.
+
+        Raises:
+            DeadlineExceeded: names the instances that did not come.
+        """
+        count = self._resolved.contract.ffn_instances
+        names = ", ".join(f"ffn-{j}" for j in range(count))
+
+        def all_ready(members: Members) -> bool:
+            return len(members.of("ffn", state="ready")) == count
+
+        members = self._control.wait_for(all_ready, deadline_s=deadline_s, what=names)
+        self._ffns = [self._link(member) for member in members.of("ffn")]
+        self._metrics.peers_up = count
+
+    def begin_step(self, depth: int) -> None:
+        """Start a step of ``depth`` micro-batches; renew sessions that ended since the last one."""
+        deadline = time.monotonic() + self._deadline_s
+        for j in range(len(self._ffns)):
+            if self._is_lost(j):
+                self._recover(j, deadline)
+        self._depth = depth
+        self._step += 1
+        self._mark = time.monotonic()
+
+    def end_step(self) -> None:
+        self._metrics.steps[self._depth] += 1
+
+    def leave(self) -> None:
+        """Tell the FFN instances that nothing is coming, so that no other instance's step waits."""
+        slot = self._resolved.slots.control_to_ffn(self._index)
+        for ffn in self._ffns:
+            ffn.seq[-1] += 1
+            flag = make_flag(ffn.session, ffn.seq[-1])
+            # A lost message only costs the others one step_wait, so its status is not looked at.
+            ffn.link.post(slot, flag, -1, -1, 0, 0, Kind.LEAVE, 0, self._step, [])
+
+    def send(
+        self,
+        layer: int,
+        micro_batch: int,
+        hidden: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> None:
+        """Post one micro-batch to every FFN instance; does not wait for the answer.
+
+        Args:
+            hidden: model dtype [rows, hidden]. ids: int32 [rows, top_k], global expert ids.
+            weights: float32 [rows, top_k].
+
+        Raises:
+            CapacityExceeded: more rows than a slot holds.
+        """
+        rows = hidden.shape[0]
+        capacity = self._resolved.a2f.capacity
+        if rows > capacity:
+            raise CapacityExceeded(
+                f"a micro-batch of {rows} rows exceeds the slot capacity of {capacity} rows; raise "
+                "attention.max_num_batched_tokens (it sets the capacity) on every role"
+            )
+        payload, scales = hidden.contiguous(), None
+        if self._resolved.a2f.tag == Tag.E4M3FN:
+            payload, scales = quantise_fp8(payload)
+        pending = _Pending(layer, rows, payload, scales, ids, weights)
+        self._pending[micro_batch] = pending
+        now = time.monotonic()
+        self._metrics.stage(Stage.ATTENTION).observe(now - self._mark)
+        self._metrics.slots_in_flight += len(self._ffns)
+        for j, ffn in enumerate(self._ffns):
+            ffn.seq[micro_batch] += 1
+            if self._post(ffn, micro_batch, pending) != Status.OK:
+                self._recover(j, time.monotonic() + self._deadline_s)
+        self._mark = time.monotonic()
+
+    def recv(self, micro_batch: int) -> torch.Tensor:
+        """Sum of all partial results of a posted micro-batch: model dtype [rows, hidden].
+
+        With one FFN instance and the exact wire this is the slot's own memory, valid until the
+        micro-batch is sent again.
+
+        Raises:
+            DeadlineExceeded: an FFN instance neither answered nor came back in ``deadlines.ffn_s``.
+        """
+        pending = self._pending[micro_batch]
+        assert pending is not None, f"micro-batch {micro_batch} was not sent"
+        started = time.monotonic()
+        deadline = started + self._deadline_s
+        missing = list(range(len(self._ffns)))
+        while missing:
+            slots = [self._resolved.slots.to_attention(j, micro_batch) for j in missing]
+            flags = [
+                make_flag(self._ffns[j].session, self._ffns[j].seq[micro_batch]) for j in missing
+            ]
+            statuses = self._region.wait_all(slots, flags, _SLICE_US)
+            waiting = list(zip(missing, statuses, strict=True))
+            missing = [j for j, status in waiting if status != Status.OK]
+            for j in missing:
+                if self._is_lost(j):
+                    self._recover(j, deadline)
+            if Status.PEER_GONE in statuses:
+                # The transport sees a death at once, the control plane a heartbeat later.
+                time.sleep(_GONE_PAUSE_S)
+            if missing and time.monotonic() > deadline:
+                names = ", ".join(self._ffns[j].id for j in missing)
+                raise DeadlineExceeded(
+                    f"{names} did not answer layer {pending.layer} within {self._deadline_s:g} s; "
+                    "look at its log, or raise deadlines.ffn_s if its experts are that slow"
+                )
+        self._mark = time.monotonic()
+        self._metrics.bubble_seconds += self._mark - started
+        self._pending[micro_batch] = None
+        self._metrics.slots_in_flight -= len(self._ffns)
+        for j in range(len(self._ffns)):
+            header = self._region.header(self._resolved.slots.to_attention(j, micro_batch))
+            taken_ns = header.t_arrived - header.t_posted
+            self._metrics.stage(Stage.F2A).observe(taken_ns / 1e9)
+        return self._reduce(micro_batch, pending.rows)
+
+    def close(self) -> None:
+        for ffn in self._ffns:
+            ffn.link.close()
+        self._region.close()
+
+    def _reduce(self, micro_batch: int, rows: int) -> torch.Tensor:
+        parts = [views[micro_batch][:rows] for views in self._answers]
+        if len(parts) == 1:
+            return parts[0].to(self._dtype)
+        total = parts[0].float()
+        for part in parts[1:]:
+            total += part
+        return total.to(self._dtype)
+
+    def _post(self, ffn: _Ffn, micro_batch: int, pending: _Pending) -> Status:
+        layout = self._resolved.a2f
+        parts = [
+            (0, pending.payload.data_ptr(), pending.payload.nbytes),
+            (layout.ids_offset, pending.ids.data_ptr(), pending.ids.nbytes),
+            (layout.weights_offset, pending.weights.data_ptr(), pending.weights.nbytes),
+        ]
+        if pending.scales is not None:
+            parts.append((layout.scales_offset, pending.scales.data_ptr(), pending.scales.nbytes))
+        self._metrics.wire_bytes[Direction.A2F] += layout.message_bytes(pending.rows)
+        return ffn.link.post(
+            self._resolved.slots.to_ffn(self._index, micro_batch),
+            make_flag(ffn.session, ffn.seq[micro_batch]),
+            pending.layer,
+            micro_batch,
+            pending.rows,
+            self._depth,
+            Kind.DATA,
+            layout.tag,
+            self._step,
+            parts,
+        )
+
+    def _session_with(self, member: Member) -> int:
+        return session(self._control.generation, member.generation)
+
+    def _is_lost(self, j: int) -> bool:
+        """Whether the session with FFN instance j ended: it, or this instance, registered anew."""
+        member = self._control.members.find("ffn", j)
+        return member is None or self._session_with(member) != self._ffns[j].session
+
+    def _recover(self, j: int, deadline: float) -> None:
+        """Wait until FFN instance j is back and send it what it has not answered."""
+        old = self._ffns[j]
+        logger.warning("%s is gone; waiting for it to come back", old.id)
+        old.link.close()
+
+        def is_back(members: Members) -> bool:
+            member = members.find("ffn", j)
+            return (
+                member is not None
+                and member.state == "ready"
+                and self._session_with(member) != old.session
+            )
+
+        left_s = max(0.0, deadline - time.monotonic())
+        members = self._control.wait_for(is_back, deadline_s=left_s, what=old.id)
+        member = members.find("ffn", j)
+        assert member is not None
+        fresh = self._link(member)
+        self._ffns[j] = fresh
+        self._metrics.ffn_retries += 1
+        # Also what the old session had answered but nobody has read: its doorbells are void now.
+        waiting = [(p.layer, mb, p) for mb, p in enumerate(self._pending) if p is not None]
+        for _, mb, pending in sorted(waiting, key=lambda item: item[:2]):
+            fresh.seq[mb] += 1
+            if self._post(fresh, mb, pending) != Status.OK:
+                raise PeerLost(f"{old.id} went away again while it was being resumed; see its log")
+        logger.warning("%s is back (session %d); resumed", fresh.id, fresh.session)
+
+    def _link(self, member: Member) -> _Ffn:
+        link = Link(
+            list(member.addresses),
+            backend=self._resolved.deployment.transport.backend,
+            slots=self._resolved.slots.ffn_claim(self._index),
+            timeout_us=5_000_000,
+        )
+        pair = self._session_with(member)
+        return _Ffn(member, pair, link, self._resolved.contract.max_depth)
+
+    def _answer_view(self, ffn: int, micro_batch: int) -> torch.Tensor:
+        layout = self._resolved.f2a
+        memory = self._region.buffer(self._resolved.slots.to_attention(ffn, micro_batch))
+        flat = torch.from_numpy(memory)[: layout.capacity * layout.row_bytes]
+        return flat.view(self._back_dtype).view(layout.capacity, layout.hidden)

@@ -1,0 +1,89 @@
+"""The router stays here, the experts do not: a weightless RoutedExperts and the top-k call."""
+
+import torch
+from torch import nn
+from vllm.model_executor.custom_op import PluggableLayer
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.platforms import current_platform
+
+
+class RemoteExpertsMethod(FusedMoEMethodBase):
+    """Creates no weights. Its ``apply`` is never reached: the layer loop calls the FFN instead."""
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: object,
+    ) -> None:
+        """Nothing: the experts live on the FFN instances."""
+
+    def get_fused_moe_quant_config(self, layer: nn.Module) -> FusedMoEQuantConfig | None:
+        return None
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Nothing to pack."""
+
+
+class RemoteRoutedExperts(RoutedExperts):
+    """vLLM's RoutedExperts with its routing parameters and without its weights."""
+
+    def _get_quant_method(
+        self, prefix: str, quant_config: QuantizationConfig | None, moe_config: FusedMoEConfig
+    ) -> FusedMoEMethodBase:
+        return RemoteExpertsMethod(moe_config)
+
+
+def register_remote_experts() -> None:
+    """Have vLLM build :class:`RemoteRoutedExperts` wherever a model asks for RoutedExperts.
+
+    This is vLLM's out-of-tree hook (vllm/model_executor/custom_op.py: PluggableLayer).
+    """
+    PluggableLayer.register_oot(_decorated_layer_cls=RemoteRoutedExperts, name="RoutedExperts")
+
+
+def route(
+    runner: MoERunner, hidden: torch.Tensor, logits: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Top-k of the router by vLLM's own code for this platform.
+
+    Args:
+        hidden: model dtype [rows, hidden]. logits: [rows, num_experts], the gate's output.
+
+    Returns:
+        weights float32 [rows, top_k] and global expert ids int32 [rows, top_k], both contiguous.
+    """
+    if current_platform.is_cpu():
+        weights, ids = _route_cpu(runner.routed_experts, hidden, logits)
+    else:
+        weights, ids = runner.router.select_experts(hidden_states=hidden, router_logits=logits)
+    return weights.float().contiguous(), ids.int().contiguous()
+
+
+def _route_cpu(
+    experts: RoutedExperts, hidden: torch.Tensor, logits: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # On CPU vLLM 0.26 routes inside the expert kernel's wrapper, not in the router object
+    # (vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py: apply_monolithic).
+    from vllm.model_executor.layers.fused_moe.cpu_fused_moe import select_experts
+
+    return select_experts(
+        hidden_states=hidden,
+        router_logits=logits,
+        top_k=experts.top_k,
+        use_grouped_topk=experts.use_grouped_topk,
+        renormalize=experts.renormalize,
+        topk_group=experts.topk_group,
+        num_expert_group=experts.num_expert_group,
+        custom_routing_function=experts.custom_routing_function,
+        scoring_func=experts.scoring_func,
+        routed_scaling_factor=experts.routed_scaling_factor,
+        e_score_correction_bias=experts.e_score_correction_bias,
+    )

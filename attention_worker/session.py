@@ -1,0 +1,109 @@
+"""Life of an attention instance inside a deployment: join, serve, leave."""
+
+import logging
+import os
+
+from torch import nn
+
+from afd.control.client import ControlClient
+from afd.control.connect import client_for
+from afd.metrics import MetricsServer, RoleMetrics, Weights, serve_metrics
+from afd.resolve import Resolved, resolve
+from afd.roles import RoleSpec, load_role
+from afd_comm import Region
+from attention_worker.remote import RemoteExperts
+
+logger = logging.getLogger("afd.attention")
+
+
+class AttentionSession:
+    """Membership, transport and metrics of this process, made from its role file."""
+
+    def __init__(
+        self,
+        role: RoleSpec,
+        resolved: Resolved,
+        control: ControlClient,
+        remote: RemoteExperts,
+        metrics: RoleMetrics,
+        scraper: MetricsServer | None,
+    ) -> None:
+        self._role = role
+        self._resolved = resolved
+        self._control = control
+        self._metrics = metrics
+        self._scraper = scraper
+        self.remote = remote
+
+    @classmethod
+    def join(cls) -> "AttentionSession":
+        """Register with the control plane; a mismatch with the FFN instances is refused here.
+
+        Raises:
+            HandshakeRefused, DeadlineExceeded: see :class:`afd.control.client.ControlClient`.
+        """
+        role = load_role()
+        deployment = role.deployment
+        resolved = resolve(deployment)
+        metrics = RoleMetrics(
+            "attention",
+            slots=resolved.slots.attention_region_slots,
+            max_depth=resolved.contract.max_depth,
+        )
+        scraper = (
+            serve_metrics(metrics, deployment.transport.host, role.metrics_port)
+            if deployment.metrics.enabled
+            else None
+        )
+        over_tcp = deployment.transport.backend != "shm"
+        region = Region(
+            resolved.slots.attention_region_slots,
+            resolved.f2a.nbytes,
+            name=role.id,
+            tcp_host=deployment.transport.host if over_tcp else None,
+        )
+        control = client_for(role, resolved.contract)
+        generation = control.join(
+            addresses=tuple(region.addresses),
+            api_url=f"http://{deployment.attention.host}:{role.api_port}",
+            metrics_url=scraper.url if scraper else "",
+            deadline_s=deployment.deadlines.start_s,
+        )
+        remote = RemoteExperts(resolved, role.index, region, control, metrics)
+        logger.info("%s joined as generation %d (pid %d)", role.id, generation, os.getpid())
+        return cls(role, resolved, control, remote, metrics, scraper)
+
+    def serve(self, model: nn.Module) -> None:
+        """Attach the loaded model and wait for the FFN instances: vLLM's warm-up calls them."""
+        self._metrics.weights_read_bytes[Weights.ATTENTION] = model.weight_bytes_read
+        self._metrics.weights_held_bytes[Weights.ATTENTION] = model.weight_bytes_held
+        logger.info(
+            "attention weights: read %.1f MB, hold %.1f MB; no expert weights",
+            model.weight_bytes_read / 1e6,
+            model.weight_bytes_held / 1e6,
+        )
+        self.remote.connect(self._resolved.deployment.deadlines.start_s)
+        model.attach(self.remote, self._resolved.model.moe_layers)
+        self._control.set_state("ready")
+
+    @property
+    def max_depth(self) -> int:
+        return self._resolved.contract.max_depth
+
+    @property
+    def depth(self) -> int:
+        """Micro-batches per step: the operator's run-time setting, else the configured one."""
+        wanted = self._control.depth
+        return self.max_depth if wanted is None else min(wanted, self.max_depth)
+
+    @property
+    def min_rows(self) -> int:
+        return self._resolved.deployment.pipeline.min_rows
+
+    def close(self) -> None:
+        """Say goodbye and free the transport; idempotent."""
+        self._control.leave()
+        self._control.close()
+        self.remote.close()
+        if self._scraper:
+            self._scraper.close()

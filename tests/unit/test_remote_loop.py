@@ -1,0 +1,358 @@
+"""Both ends of the wire in one process: RemoteExperts against FfnLoop, without vLLM.
+
+Every answer is compared with the reference experts computed locally on the same rows.
+"""
+
+import threading
+import time
+from dataclasses import dataclass
+
+import msgspec
+import pytest
+import torch
+
+from afd.config import Deployment
+from afd.control.messages import Member, Members
+from afd.errors import CapacityExceeded, DeadlineExceeded
+from afd.metrics import RoleMetrics
+from afd.resolve import Resolved, resolve
+from afd_comm import Region
+from attention_worker.remote import RemoteExperts
+from ffn_worker.loop import FfnLoop
+from ffn_worker.model import load_ffn_model
+
+DEPTH = 3
+
+
+class Registry:
+    """Membership that the test writes by hand."""
+
+    def __init__(self):
+        self.members = Members(0, ())
+
+    def set(self, *members: Member) -> None:
+        ordered = sorted(members, key=lambda m: (m.role, m.index))
+        self.members = Members(self.members.version + 1, tuple(ordered))
+
+
+@dataclass
+class FakeControl:
+    """What a role sees of the registry, in the place of a ControlClient."""
+
+    registry: Registry
+    generation: int
+
+    @property
+    def members(self) -> Members:
+        return self.registry.members
+
+    def wait_for(self, predicate, *, deadline_s, what):
+        end = time.monotonic() + deadline_s
+        while not predicate(self.members):
+            if time.monotonic() > end:
+                raise DeadlineExceeded(f"{what} did not come")
+            time.sleep(0.01)
+        return self.members
+
+
+class Deployed:
+    """x attention clients and y FFN loops on threads."""
+
+    def __init__(self, checkpoint, x, y, **sections):
+        self.deployment = Deployment.from_plain(
+            {
+                "model": str(checkpoint),
+                "served_model_name": "m",
+                "attention": {"instances": x, "dtype": "float32", "max_num_batched_tokens": 64},
+                "ffn": {"instances": y, **sections.pop("ffn", {})},
+                "pipeline": {"depth": DEPTH, "min_rows": 1},
+                "deadlines": {"ffn_s": 10.0},
+                **sections,
+            }
+        )
+        self.resolved: Resolved = resolve(self.deployment)
+        self.registry = Registry()
+        self.generation = 100
+        self.loops, self.threads, self.regions = {}, {}, {}
+        self.members: dict[str, Member] = {}
+        for j in range(y):
+            self.start_ffn(j)
+        self.clients = [self.client(i) for i in range(x)]
+
+    def member(self, role, index, region):
+        self.generation += 1
+        member = Member(
+            role=role,
+            index=index,
+            generation=self.generation,
+            addresses=tuple(region.addresses),
+            api_url="",
+            metrics_url="",
+            pid=0,
+            state="ready",
+        )
+        self.members[member.id] = member
+        self.registry.set(*self.members.values())
+        return member
+
+    def start_ffn(self, j):
+        r = self.resolved
+        region = Region(r.slots.ffn_region_slots, r.a2f.nbytes, name=f"ffn-{j}")
+        member = self.member("ffn", j, region)
+        model = load_ffn_model(
+            r.deployment.model,
+            r.family,
+            r.model,
+            instances=r.contract.ffn_instances,
+            index=j,
+            backend="reference",
+        )
+        metrics = RoleMetrics("ffn")
+        control = FakeControl(self.registry, member.generation)
+        loop = FfnLoop(r, j, region, control, model, metrics)
+        thread = threading.Thread(target=loop.run, daemon=True)
+        self.loops[j], self.threads[j], self.regions[j] = loop, thread, region
+        thread.start()
+
+    def stop_ffn(self, j):
+        self.loops[j].stopping = True
+        self.regions[j].wake()
+        self.threads[j].join(5)
+        for peer in self.loops[j]._table.peers:
+            peer.link.close()
+        self.regions[j].close()
+        del self.members[f"ffn-{j}"]
+        self.registry.set(*self.members.values())
+
+    def client(self, i):
+        r = self.resolved
+        region = Region(r.slots.attention_region_slots, r.f2a.nbytes, name=f"attention-{i}")
+        member = self.member("attention", i, region)
+        control = FakeControl(self.registry, member.generation)
+        client = RemoteExperts(r, i, region, control, RoleMetrics("attention"))
+        client.connect(5.0)
+        return client
+
+    def close(self):
+        for j in list(self.loops):
+            if f"ffn-{j}" in self.members:
+                self.stop_ffn(j)
+        for client in self.clients:
+            client.close()
+
+
+@pytest.fixture
+def deploy(tiny_models):
+    running = []
+
+    def make(family, x, y, **sections):
+        running.append(Deployed(tiny_models(family), x, y, **sections))
+        return running[-1]
+
+    yield make
+    for deployed in running:
+        deployed.close()
+
+
+@pytest.fixture
+def reference(tiny_models):
+    def make(family):
+        deployment = Deployment.from_plain(
+            {
+                "model": str(tiny_models(family)),
+                "served_model_name": "m",
+                "attention": {"dtype": "float32"},
+            }
+        )
+        r = resolve(deployment)
+        return load_ffn_model(
+            deployment.model, r.family, r.model, instances=1, index=0, backend="reference"
+        )
+
+    return make
+
+
+def random_rows(resolved, rows, seed):
+    g = torch.Generator().manual_seed(seed)
+    model = resolved.model
+    x = torch.randn(rows, model.hidden, generator=g)
+    scores = torch.rand(rows, model.num_experts, generator=g)
+    weights, ids = scores.topk(model.top_k, dim=-1)
+    return x, ids.int().contiguous(), weights.contiguous()
+
+
+def run_step(client, resolved, reference, sizes, seed, pause=0.0):
+    """One step through all layers with len(sizes) micro-batches; checks every answer."""
+    client.begin_step(len(sizes))
+    sent = {}
+    for layer in resolved.model.moe_layers:
+        for mb, rows in enumerate(sizes):
+            if mb in sent:
+                check(client, reference, mb, sent.pop(mb))
+            x, ids, weights = random_rows(resolved, rows, hash((seed, layer, mb)) % 2**31)
+            client.send(layer, mb, x, ids, weights)
+            sent[mb] = (layer, x, ids, weights)
+            time.sleep(pause)
+    for mb in list(sent):
+        check(client, reference, mb, sent.pop(mb))
+    client.end_step()
+
+
+def check(client, reference, mb, sent):
+    layer, x, ids, weights = sent
+    expected = reference.forward(layer, x, ids, weights)
+    torch.testing.assert_close(client.recv(mb), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("x,y", [(1, 1), (2, 1), (1, 2), (2, 2), (3, 2)])
+def test_every_topology_answers_what_the_reference_computes(deploy, reference, x, y):
+    deployed = deploy("deepseek_v3", x, y)
+    expected = reference("deepseek_v3")
+    errors = []
+
+    def work(i):
+        try:
+            for step in range(6):
+                sizes = [1 + (i + step + mb) % 5 for mb in range(1 + (step + i) % DEPTH)]
+                run_step(deployed.clients[i], deployed.resolved, expected, sizes, (i, step))
+            deployed.clients[i].leave()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(x)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not errors
+    calls = deployed.loops[0]._metrics.rows_per_ffn_call.snapshot()
+    assert calls.count > 0
+
+
+def test_rows_of_all_attention_instances_share_one_expert_call(deploy, reference):
+    deployed = deploy("qwen3_moe", 2, 1, ffn={"step_wait_ms": 500.0})
+    expected = reference("qwen3_moe")
+    for step in range(3):
+        threads = [
+            threading.Thread(
+                target=run_step, args=(c, deployed.resolved, expected, [4, 4], (i, step))
+            )
+            for i, c in enumerate(deployed.clients)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+    rows = deployed.loops[0]._metrics.rows_per_ffn_call.snapshot()
+    layers = len(deployed.resolved.model.moe_layers)
+    # The first step may start before the second instance has joined; the others are shared.
+    assert rows.total == 3 * 2 * 2 * 4 * layers
+    assert rows.count <= (2 + 2 * 2 + 2) * layers
+
+
+def test_an_idle_instance_does_not_hold_up_the_others(deploy, reference):
+    deployed = deploy("qwen3_moe", 2, 1, ffn={"step_wait_ms": 900.0})
+    expected = reference("qwen3_moe")
+    busy, idle = deployed.clients
+    run_step(idle, deployed.resolved, expected, [2], 1)
+    idle.leave()
+    started = time.monotonic()
+    for step in range(3):
+        run_step(busy, deployed.resolved, expected, [2, 2], step)
+    assert time.monotonic() - started < 0.9
+
+
+def test_a_late_instance_is_detached_and_served_on_its_own(deploy, reference):
+    deployed = deploy("qwen3_moe", 2, 1, ffn={"step_wait_ms": 100.0, "late_ms": 100.0})
+    expected = reference("qwen3_moe")
+    slow = threading.Thread(
+        target=run_step,
+        args=(deployed.clients[0], deployed.resolved, expected, [2, 2], 1),
+        kwargs={"pause": 0.3},
+    )
+    slow.start()
+    time.sleep(0.05)
+    started = time.monotonic()
+    for step in range(5):
+        run_step(deployed.clients[1], deployed.resolved, expected, [3], step)
+    assert time.monotonic() - started < 2.0
+    slow.join(10)
+    assert not slow.is_alive()
+    assert deployed.loops[0]._metrics.late_peers >= 1
+
+
+@pytest.mark.parametrize("y", [1, 2])
+def test_an_ffn_restart_in_mid_step_loses_nothing(deploy, reference, y):
+    deployed = deploy("deepseek_v2", 1, y)
+    expected = reference("deepseek_v2")
+    client = deployed.clients[0]
+    failure = []
+
+    def work():
+        try:
+            for step in range(4):
+                run_step(client, deployed.resolved, expected, [2, 3, 1], step, pause=0.05)
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    time.sleep(0.4)
+    deployed.stop_ffn(y - 1)
+    time.sleep(0.3)
+    deployed.start_ffn(y - 1)
+    thread.join(20)
+    assert not thread.is_alive() and not failure, failure
+    assert client._metrics.ffn_retries == 1
+
+
+@pytest.mark.parametrize("role", ["attention", "ffn"])
+def test_a_member_that_was_given_up_and_taken_back_goes_on(deploy, reference, role):
+    """The control plane may lose sight of a live process; it then has a new generation."""
+    deployed = deploy("qwen3_moe", 1, 1)
+    expected = reference("qwen3_moe")
+    client = deployed.clients[0]
+    for step in range(3):
+        run_step(client, deployed.resolved, expected, [2, 3], step)
+        old = deployed.members[f"{role}-0"]
+        renewed = msgspec.structs.replace(old, generation=old.generation + 1)
+        deployed.members[renewed.id] = renewed
+        control = client._control if role == "attention" else deployed.loops[0]._control
+        control.generation = renewed.generation
+        deployed.registry.set(*deployed.members.values())
+    run_step(client, deployed.resolved, expected, [2, 3], 9)
+    assert client._metrics.ffn_retries == 3
+
+
+def test_an_ffn_that_never_comes_back_is_an_error_that_names_it(deploy, reference):
+    deployed = deploy("qwen3_moe", 1, 1, deadlines={"ffn_s": 0.5})
+    client = deployed.clients[0]
+    run_step(client, deployed.resolved, reference("qwen3_moe"), [2], 0)
+    deployed.stop_ffn(0)
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match="ffn-0"):
+        run_step(client, deployed.resolved, reference("qwen3_moe"), [2], 1)
+    assert time.monotonic() - started < 3.0
+
+
+def test_more_rows_than_capacity_is_an_error_with_a_remedy(deploy):
+    deployed = deploy("qwen3_moe", 1, 1)
+    rows = random_rows(deployed.resolved, 65, 0)
+    deployed.clients[0].begin_step(1)
+    with pytest.raises(CapacityExceeded, match=r"65 rows.*capacity of 64.*max_num_batched_tokens"):
+        deployed.clients[0].send(deployed.resolved.model.moe_layers[0], 0, *rows)
+
+
+def test_fp8_wire_is_close_and_fp8_sized(deploy, reference):
+    deployed = deploy("qwen3_moe", 1, 2, wire={"format": "fp8"})
+    client, resolved = deployed.clients[0], deployed.resolved
+    x, ids, weights = random_rows(resolved, 16, 3)
+    layer = resolved.model.moe_layers[0]
+    client.begin_step(1)
+    client.send(layer, 0, x, ids, weights)
+    got = client.recv(0)
+    want = reference("qwen3_moe").forward(layer, x, ids, weights)
+    error = (got - want).norm() / want.norm()
+    assert 0 < error < 0.05
+    assert client._metrics.wire_bytes[0] == 2 * resolved.a2f.message_bytes(16)
+    assert resolved.a2f.message_bytes(16) < 16 * resolved.model.hidden * 4 / 3
