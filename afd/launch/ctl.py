@@ -1,0 +1,38 @@
+"""`afd ctl`: an operator's view of a running deployment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from afd.control import operator
+from afd.control.keys import CurveKeys
+from afd.control.messages import Members
+
+Action = Literal["status", "depth", "drain"]
+
+
+def run_ctl(action: Action, address: str, keys_file: Path | None, depth: int | None) -> int:
+    """Ask or change, then print the members. Raises ConfigError, DeadlineExceeded."""
+    keys = CurveKeys.load(keys_file) if keys_file else None
+    if action == "depth":
+        members = operator.set_depth(address, keys, depth=depth)
+    elif action == "drain":
+        members = operator.drain(address, keys)
+    else:
+        members = operator.status(address, keys)
+    print(table(members))
+    return 0
+
+
+def table(members: Members) -> str:
+    """One line per member, and what holds for all of them. Pure."""
+    rows = [("MEMBER", "STATE", "GENERATION", "PID", "URL")]
+    rows += [
+        (m.id, m.state, str(m.generation), str(m.pid), m.api_url or m.metrics_url or "-")
+        for m in members.members
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
+    depth = "as configured" if members.depth is None else str(members.depth)
+    return "\n".join([*lines, f"depth: {depth}{', draining' if members.draining else ''}"])

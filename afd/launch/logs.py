@@ -1,0 +1,79 @@
+"""What roles print: to the terminal with the role's name before each line, or to one file each."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections import deque
+from pathlib import Path
+from typing import BinaryIO, TextIO
+
+TAIL_LINES = 15
+_LONGEST_LINE = 64 * 1024
+_COLOURS = {"control": 35, "ffn": 33, "attention": 36, "gateway": 32}  # ANSI foregrounds
+
+
+class RoleLog:
+    """Takes the bytes of one role's stdout and stderr; keeps the last lines for error reports."""
+
+    def __init__(self, name: str, *, out: TextIO, directory: Path | None = None) -> None:
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._partial = b""
+        self._out = out
+        self._prefix = prefix(name, out)
+        self.path = directory / f"{name}.log" if directory else None
+        self._file: BinaryIO | None = self.path.open("ab") if self.path else None
+
+    def feed(self, data: bytes) -> None:
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        for line in lines:
+            self._line(line)
+        if len(self._partial) > _LONGEST_LINE:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write out a last line without its newline."""
+        if self._partial:
+            self._line(self._partial)
+            self._partial = b""
+
+    def tail(self) -> list[str]:
+        """The last lines, oldest first."""
+        return list(self._tail)
+
+    def close(self) -> None:
+        self.flush()
+        if self._file:
+            self._file.close()
+            self._file = None
+
+    def _line(self, line: bytes) -> None:
+        # of a progress bar only its last state: it overwrites itself with carriage returns
+        text = line.rstrip(b"\r").rsplit(b"\r", 1)[-1].decode("utf-8", "replace")
+        self._tail.append(text)
+        if self._file:
+            self._file.write(text.encode() + b"\n")
+            self._file.flush()
+        else:
+            write_line(f"{self._prefix} {text}", self._out)
+
+
+def prefix(name: str, out: TextIO) -> str:
+    """``[attention-0]``, coloured by role where ``out`` is a terminal that wants colours."""
+    text = f"[{name}]"
+    if not out.isatty() or "NO_COLOR" in os.environ:
+        return text
+    return f"\033[{_COLOURS.get(name.rsplit('-', 1)[0], 37)}m{text}\033[0m"
+
+
+def say(message: str, out: TextIO | None = None) -> None:
+    """A line of the supervisor itself."""
+    out = out or sys.stdout
+    write_line(f"{prefix('afd', out)} {message}", out)
+
+
+def write_line(text: str, out: TextIO) -> None:
+    """Print and flush; a reader that went away (`afd serve | head`) does not end the serving."""
+    with contextlib.suppress(BrokenPipeError):
+        print(text, file=out, flush=True)

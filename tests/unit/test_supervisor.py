@@ -1,0 +1,358 @@
+"""The supervisor with small scripts as roles: failures, restarts, order, nothing left behind."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from afd.config import Deployment, Restart
+from afd.errors import ConfigError
+from afd.launch.cpus import cpu_plan, plan_for
+from afd.launch.logs import RoleLog
+from afd.launch.ports import accepts, check_free, free_ports
+from afd.launch.process import Command, describe_exit, group_members
+from afd.launch.restarts import backoff_s
+from afd.launch.supervisor import Stage, Supervisor
+
+# A role that writes its pid to DIR/NAME.pid (one line per start), says it is ready and waits.
+ROLE = """
+import os, signal, subprocess, sys, time
+here, name = sys.argv[1], sys.argv[2]
+def note(what, text):
+    with open(os.path.join(here, name + "." + what), "a") as file:
+        file.write(f"{text}\\n")
+def starts():
+    with open(os.path.join(here, name + ".pid")) as file:
+        return len(file.readlines())
+def on_term(*_):
+    note("end", time.monotonic())
+    sys.exit(0)
+signal.signal(signal.SIGTERM, on_term)
+note("pid", os.getpid())
+"""
+READY = "note('ready', time.monotonic())\n"
+WAIT = "while True: time.sleep(0.05)\n"
+
+
+def role(here: Path, name: str, body: str = READY + WAIT) -> Command:
+    script = here / f"{name}.py"
+    script.write_text(ROLE + textwrap.dedent(body))
+    return Command(name, (sys.executable, "-S", str(script), str(here), name))
+
+
+def lines(here: Path, name: str, what: str) -> list[str]:
+    path = here / f"{name}.{what}"
+    return path.read_text().split() if path.exists() else []
+
+
+def awaited(here: Path):
+    """Ready once every start of the role has written its ready line."""
+
+    def wait(name: str, group: int) -> str | None:
+        ready = len(lines(here, name, "ready")) >= max(1, len(lines(here, name, "pid")))
+        return None if ready else "to say that it is ready"
+
+    return wait
+
+
+class Run:
+    """One supervisor run in this process; ``after`` is called once all roles are ready."""
+
+    def __init__(self, here: Path, *stages: Stage, after=None, start_s=10.0, restarts=3, **kw):
+        self.out = io.StringIO()
+        supervisor = Supervisor(
+            stages,
+            awaited(here),
+            start_s=start_s,
+            restart=Restart(max_restarts=restarts, window_s=30.0),
+            run_dir=here / "run",
+            on_ready=after or (lambda: os.kill(os.getpid(), signal.SIGTERM)),
+            out=self.out,
+            **kw,
+        )
+        self.status = supervisor.run()
+        self.text = self.out.getvalue()
+
+
+def soon(condition, what: str, limit_s: float = 8.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {limit_s} s: {what}"
+        time.sleep(0.02)
+
+
+def alive(pid: str | int) -> bool:
+    try:
+        state = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+def test_roles_start_in_order_and_stop_in_reverse(tmp_path):
+    slow = role(tmp_path, "ffn-0", "time.sleep(0.3)\n" + READY + WAIT)
+    run = Run(
+        tmp_path,
+        Stage((slow,), 5),
+        Stage((role(tmp_path, "attention-0"), role(tmp_path, "attention-1")), 5),
+        Stage((role(tmp_path, "gateway-0"),), 5),
+    )
+    assert run.status == 0
+    names = ("ffn-0", "attention-0", "gateway-0")
+    ready = {name: float(lines(tmp_path, name, "ready")[0]) for name in names}
+    ended = {name: float(lines(tmp_path, name, "end")[0]) for name in names}
+    assert ready["ffn-0"] < ready["attention-0"] < ready["gateway-0"]
+    assert ended["gateway-0"] < ended["attention-0"] < ended["ffn-0"]
+    assert not any(group_members(int(lines(tmp_path, name, "pid")[0])) for name in ready)
+
+
+def test_crash_on_start_shows_the_last_lines_and_stops_the_rest(tmp_path, capsys):
+    crash = role(tmp_path, "ffn-0", "for i in range(40): print('line', i)\nsys.exit(3)\n")
+    run = Run(tmp_path, Stage((role(tmp_path, "control-0"),), 5), Stage((crash,), 5))
+    assert run.status == 1
+    assert "ffn-0 exited with status 3 during start-up" in capsys.readouterr().err
+    assert "last 15 lines of ffn-0" in run.text
+    tail = run.text.split("last 15 lines of ffn-0")[1]
+    assert "    line 39" in tail and "    line 25" in tail and "    line 24" not in tail
+    assert not alive(lines(tmp_path, "control-0", "pid")[0])
+
+
+def test_never_ready_ends_at_the_deadline_and_names_what_is_awaited(tmp_path, capsys):
+    run = Run(tmp_path, Stage((role(tmp_path, "ffn-0", WAIT),), 5), start_s=0.5)
+    assert run.status == 1
+    message = capsys.readouterr().err
+    assert "0.5 s" in message and "ffn-0 to say that it is ready" in message
+    assert not alive(lines(tmp_path, "ffn-0", "pid")[0])
+
+
+def test_program_that_does_not_exist(tmp_path, capsys):
+    run = Run(tmp_path, Stage((Command("ffn-0", ("/nonexistent/program",)),), 5))
+    assert run.status == 1
+    assert "cannot start ffn-0 (/nonexistent/program)" in capsys.readouterr().err
+
+
+def test_a_crash_while_serving_is_restarted(tmp_path):
+    once = READY + "if starts() == 1:\n    time.sleep(0.5)\n    os.abort()\n" + WAIT
+
+    def after() -> None:
+        # the second start writes its ready line; then the supervisor's own loop goes on
+        subprocess.Popen(
+            [sys.executable, "-S", "-c", _TERM_WHEN, str(tmp_path / "ffn-0.ready"), "2"]
+        )
+
+    run = Run(tmp_path, Stage((role(tmp_path, "ffn-0", once),), 5), after=after)
+    assert run.status == 0
+    assert "ffn-0 was killed by SIGABRT; starting it again in 0.5 s" in run.text
+    assert len(lines(tmp_path, "ffn-0", "pid")) == 2
+
+
+# Sends SIGTERM to its parent once file argv[1] has argv[2] lines, and a moment later.
+_TERM_WHEN = """
+import os, signal, sys, time
+path, count = sys.argv[1], int(sys.argv[2])
+while not (os.path.exists(path) and len(open(path).readlines()) >= count): time.sleep(0.02)
+time.sleep(0.3)
+os.kill(os.getppid(), signal.SIGTERM)
+"""
+
+
+def test_too_many_crashes_stop_the_deployment(tmp_path, capsys):
+    body = READY + "time.sleep(0.2)\nsys.exit(7)\n"
+    run = Run(
+        tmp_path,
+        Stage((role(tmp_path, "control-0"),), 5),
+        Stage((role(tmp_path, "ffn-0", body),), 5),
+        after=lambda: None,
+        restarts=1,
+    )
+    assert run.status == 1
+    assert "ffn-0 exited with status 7, more than restart.max_restarts = 1 times" in (
+        capsys.readouterr().err
+    )
+    assert len(lines(tmp_path, "ffn-0", "pid")) == 2
+    assert not alive(lines(tmp_path, "control-0", "pid")[0])
+
+
+def test_a_role_that_ignores_sigterm_is_killed_at_its_deadline(tmp_path):
+    stubborn = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + READY + WAIT
+    began = time.monotonic()
+    run = Run(tmp_path, Stage((role(tmp_path, "ffn-0", stubborn),), 0.5))
+    assert run.status == 0 and time.monotonic() - began < 6
+    assert "ffn-0 did not end within its deadline; killing it" in run.text
+    assert not alive(lines(tmp_path, "ffn-0", "pid")[0])
+
+
+GRANDCHILD = """
+child = subprocess.Popen([sys.executable, "-S", "-c",
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"])
+note("child", child.pid)
+"""
+
+
+def test_a_grandchild_that_ignores_sigterm_does_not_outlive_its_role(tmp_path):
+    run = Run(tmp_path, Stage((role(tmp_path, "attention-0", GRANDCHILD + READY + WAIT),), 0.5))
+    assert run.status == 0
+    assert not alive(lines(tmp_path, "attention-0", "child")[0])
+
+
+def test_a_crashed_leader_takes_its_grandchild_along_before_the_restart(tmp_path, capsys):
+    body = GRANDCHILD + READY + "time.sleep(0.2)\nos.abort()\n"
+    run = Run(
+        tmp_path,
+        Stage((role(tmp_path, "attention-0", body),), 5),
+        after=lambda: None,
+        restarts=0,
+    )
+    assert run.status == 1
+    assert not alive(lines(tmp_path, "attention-0", "child")[0])
+
+
+def test_log_dir_gets_one_file_per_role(tmp_path):
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    body = "print('hello from the role', flush=True)\n" + READY + WAIT
+    run = Run(tmp_path, Stage((role(tmp_path, "ffn-0", body),), 5), log_dir=logs)
+    assert (logs / "ffn-0.log").read_text() == "hello from the role\n"
+    assert "hello from the role" not in run.text
+
+
+SUPERVISE = """
+import sys
+from pathlib import Path
+from afd.config import Restart
+from afd.launch.process import Command
+from afd.launch.supervisor import Stage, Supervisor
+here = Path(sys.argv[1])
+names = sys.argv[2].split(",")
+def awaited(name, group):
+    return None if (here / f"{name}.ready").exists() else "to be ready"
+commands = [Command(n, (sys.executable, "-S", str(here / f"{n}.py"), str(here), n)) for n in names]
+run_dir = here / "run"
+run_dir.mkdir()
+(run_dir / "role.json").write_text("{}")
+sys.exit(Supervisor([Stage((c,), float(sys.argv[3])) for c in commands], awaited, start_s=10,
+    restart=Restart(), run_dir=run_dir, on_ready=lambda: print("all ready", flush=True)).run())
+"""
+
+
+def supervise(here: Path, names: str, stop_s: float) -> subprocess.Popen:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SUPERVISE, str(here), names, str(stop_s)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "all ready" in line:
+            return process
+    raise AssertionError("the supervisor ended before its roles were ready")
+
+
+def test_sigkill_of_the_supervisor_leaves_nothing(tmp_path):
+    stubborn = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + READY + WAIT
+    role(tmp_path, "ffn-0", stubborn)
+    role(tmp_path, "attention-0", GRANDCHILD + READY + WAIT)
+    process = supervise(tmp_path, "ffn-0,attention-0", 5)
+    pids = [lines(tmp_path, name, "pid")[0] for name in ("ffn-0", "attention-0")]
+    pids += lines(tmp_path, "attention-0", "child")
+    assert all(alive(pid) for pid in pids)
+    process.kill()
+    process.wait()
+    soon(lambda: not any(alive(pid) for pid in pids), "roles and grandchild gone")
+    soon(lambda: not (tmp_path / "run").exists(), "run directory removed")
+
+
+def test_second_ctrl_c_hurries(tmp_path):
+    role(tmp_path, "gateway-0", "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + READY + WAIT)
+    process = supervise(tmp_path, "gateway-0", 60)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert process.poll() is None  # it waits for the gateway to drain
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert "stopping" in out
+    assert not alive(lines(tmp_path, "gateway-0", "pid")[0])
+
+
+def test_port_in_use_is_one_clear_error():
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert accepts("127.0.0.1", port)
+        with pytest.raises(ConfigError, match=rf"port {port} is in use .*change gateway\.port"):
+            check_free("127.0.0.1", port, "gateway.port")
+    check_free("127.0.0.1", free_ports(["127.0.0.1"])[0], "gateway.port")
+
+
+def test_unusable_host_names_the_setting():
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1.*change attention\.host"):
+        check_free("192.0.2.1", 8100, "attention.host")
+
+
+@pytest.mark.parametrize(
+    ("cores", "x", "y", "attention", "ffn"),
+    [
+        ([0, 1], 1, 1, [(0,)], [(1,)]),
+        ([0, 1, 2, 3], 1, 1, [(0, 1)], [(2, 3)]),
+        ([4, 5, 6, 7, 8], 1, 1, [(4, 5, 6)], [(7, 8)]),
+        ([0, 1], 2, 1, [(0,), (1,)], [(0,)]),
+        ([3], 1, 1, [(3,)], [(3,)]),
+        ([0, 1, 2, 3], 2, 2, [(0,), (1,)], [(2,), (3,)]),
+    ],
+)
+def test_cpu_plan(cores, x, y, attention, ffn):
+    plan = cpu_plan(cores, x, y)
+    assert list(plan.attention) == attention
+    assert list(plan.ffn) == ffn
+
+
+def test_cpu_plan_uses_every_core_once_when_there_are_enough():
+    for cores in range(2, 40):
+        for x in range(1, 5):
+            for y in range(1, 5):
+                plan = cpu_plan(range(cores), x, y)
+                dealt = [core for cores_of in plan.attention + plan.ffn for core in cores_of]
+                assert len(plan.attention) == x and len(plan.ffn) == y
+                if x + y <= cores:
+                    assert sorted(dealt) == list(range(cores))
+                else:
+                    assert all(len(cores_of) == 1 for cores_of in plan.attention + plan.ffn)
+
+
+def test_core_lists_of_the_file_win():
+    data = {"model": "m", "ffn": {"instances": 2, "cpus": [[5], [6, 7]]}}
+    plan = plan_for(Deployment.from_plain(data), [0, 1, 2])
+    assert plan.ffn == ((5,), (6, 7))
+    assert plan.attention == ((0,),)
+
+
+def test_backoff_doubles_forgives_and_gives_up():
+    assert backoff_s([100.0], 100.0, 3, 60.0) == 0.5
+    assert backoff_s([90.0, 95.0, 100.0], 100.0, 3, 60.0) == 2.0
+    assert backoff_s([10.0, 20.0, 30.0, 100.0], 100.0, 3, 60.0) == 0.5
+    assert backoff_s([97.0, 98.0, 99.0, 100.0], 100.0, 3, 60.0) is None
+    assert backoff_s([100.0], 100.0, 0, 60.0) is None
+    assert backoff_s([100.0] * 50, 100.0, 99, 60.0) == 10.0
+
+
+def test_role_log_prefixes_lines_and_keeps_a_tail(tmp_path):
+    out = io.StringIO()
+    log = RoleLog("ffn-1", out=out)
+    log.feed(b"one\ntw")
+    log.feed(b"o\n10%\r20%\rdone\nlast")
+    log.close()
+    assert out.getvalue() == "[ffn-1] one\n[ffn-1] two\n[ffn-1] done\n[ffn-1] last\n"
+    assert log.tail() == ["one", "two", "done", "last"]
+
+
+def test_exit_descriptions():
+    assert describe_exit(3) == "exited with status 3"
+    assert describe_exit(-9) == "was killed by SIGKILL"
