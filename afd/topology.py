@@ -31,6 +31,11 @@ def shared_slice(intermediate: int, instances: int, index: int) -> tuple[int, in
     return blocks * index // instances * unit, blocks * (index + 1) // instances * unit
 
 
+PINNED_SPIN_US = 50
+"""How long a role with cores of its own spins for a doorbell before it sleeps, microseconds. Longer
+than a stage of a small model, so that a busy pipeline never pays for a futex wake-up."""
+
+
 def session(attention_generation: int, ffn_generation: int) -> int:
     """Number (u32) of the session between one attention and one FFN instance.
 

@@ -10,6 +10,7 @@ from afd.control.connect import client_for
 from afd.metrics import MetricsServer, RoleMetrics, Weights, serve_metrics
 from afd.resolve import Resolved, resolve
 from afd.roles import RoleSpec, load_role
+from afd.topology import PINNED_SPIN_US
 from afd_comm import Region
 from attention_worker.remote import RemoteExperts
 
@@ -62,6 +63,8 @@ class AttentionSession:
             name=role.id,
             tcp_host=deployment.transport.host if over_tcp else None,
         )
+        if role.cpus:
+            region.set_spin_us(PINNED_SPIN_US)
         control = client_for(role, resolved.contract)
         generation = control.join(
             addresses=tuple(region.addresses),

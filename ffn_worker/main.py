@@ -12,6 +12,7 @@ from afd.control.connect import client_for
 from afd.metrics import RoleMetrics, Weights, serve_metrics
 from afd.resolve import Resolved, resolve
 from afd.roles import RoleSpec
+from afd.topology import PINNED_SPIN_US
 from afd_comm import Region
 from ffn_worker.loop import FfnLoop
 from ffn_worker.model import FfnModel, load_ffn_model
@@ -44,6 +45,8 @@ def run_ffn(role: RoleSpec) -> None:
         name=role.id,
         tcp_host=deployment.transport.host if over_tcp else None,
     )
+    if role.cpus:
+        region.set_spin_us(PINNED_SPIN_US)
     control = client_for(role, resolved.contract)
     try:
         generation = control.join(

@@ -7,5 +7,5 @@ proxy       one request: choose, forward, retry, relay
 headers, sse, errors   pieces of HTTP, each pure
 exposition  merging Prometheus texts (pure);  scrape, telemetry  the /metrics page
 app, server the aiohttp application; listening, draining, stopping
-main, role  the process: joins the control plane and serves
+main        the role: joins the control plane and serves
 """

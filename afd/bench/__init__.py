@@ -1,0 +1,1 @@
+"""Benchmarks: `afd bench NAME`. Every module has ``main(argv) -> exit code``."""

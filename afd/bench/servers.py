@@ -1,0 +1,196 @@
+"""Servers under test: a deployment of ours, and the colocated vLLM it is compared with."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import yaml
+
+from afd.control.operator import set_depth
+from afd.errors import AfdError
+from afd.launch.ports import free_ports
+from afd.models import read_model
+
+_POLL_S = 0.25
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running OpenAI endpoint.
+
+    url: base without /v1. model: the served name. log: where its output goes.
+    control: control plane address, "" for colocated vLLM. pid: of the process group's leader.
+    """
+
+    url: str
+    model: str
+    log: Path
+    control: str
+    pid: int
+
+    def set_depth(self, depth: int) -> None:
+        """Micro-batches per step from the next step on (the deployment's depth is the most)."""
+        set_depth(self.control, depth=depth)
+
+    def metrics(self) -> str:
+        """The current Prometheus exposition."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=5) as answer:
+            text: str = answer.read().decode()
+        return text
+
+
+@contextlib.contextmanager
+def disaggregated(config: Mapping[str, object], *, deadline_s: float = 240.0) -> Iterator[Server]:
+    """``afd serve`` with ``config`` (the contents of a deployment file) on free ports.
+
+    Raises:
+        AfdError: it did not become ready; the message ends with the last lines of its log.
+    """
+    with tempfile.TemporaryDirectory(prefix="afd-bench-") as folder:
+        port, control_port = free_ports(["127.0.0.1"] * 2)
+        control = f"tcp://127.0.0.1:{control_port}"
+        merged = dict(config)
+        merged["gateway"] = {"port": port}
+        merged["control"] = {**_section(config, "control"), "address": control}
+        merged["attention"] = {**_section(config, "attention"), "port": 0}
+        merged.setdefault("served_model_name", "model")
+        path = Path(folder, "deployment.yaml")
+        path.write_text(yaml.safe_dump(merged, sort_keys=False))
+        argv = [sys.executable, "-m", "afd.cli", "serve", str(path)]
+        url = f"http://127.0.0.1:{port}"
+        log = Path(folder, "serve.log")
+        with _process(argv, os.environ, log) as process:
+            _await_health(process, url, log, deadline_s)
+            yield Server(url, str(merged["served_model_name"]), log, control, process.pid)
+
+
+@contextlib.contextmanager
+def colocated(
+    model: Path,
+    *,
+    dtype: str,
+    cpus: Sequence[int] = (),
+    max_model_len: int = 2048,
+    max_num_seqs: int = 64,
+    max_num_batched_tokens: int = 1024,
+    kv_cache_gib: float = 1.0,
+    vllm_args: Sequence[str] = (),
+    deadline_s: float = 240.0,
+) -> Iterator[Server]:
+    """Plain vLLM on CPU with the same settings as an attention instance, without our plugin.
+
+    Args:
+        cpus: cores its computing threads are bound to; () leaves the choice to vLLM.
+    """
+    family, _ = read_model(model)
+    (port,) = free_ports(["127.0.0.1"])
+    argv = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        f"--model={model}",
+        "--served-model-name=model",
+        "--host=127.0.0.1",
+        f"--port={port}",
+        f"--dtype={dtype}",
+        f"--max-model-len={max_model_len}",
+        f"--max-num-seqs={max_num_seqs}",
+        f"--max-num-batched-tokens={max_num_batched_tokens}",
+        f"--kv-cache-memory-bytes={int(kv_cache_gib * 2**30)}",
+        "--enforce-eager",
+        "--disable-uvicorn-access-log",
+        "--distributed-executor-backend=uni",
+        *family.cpu_args,
+        *vllm_args,
+    ]
+    environment = {
+        **os.environ,
+        **family.cpu_env,
+        "VLLM_PLUGINS": "",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "TORCHDYNAMO_DISABLE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    if cpus:
+        environment["OMP_NUM_THREADS"] = str(len(cpus))
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cpus))
+    with tempfile.TemporaryDirectory(prefix="afd-bench-") as folder:
+        log = Path(folder, "vllm.log")
+        url = f"http://127.0.0.1:{port}"
+        with _process(argv, environment, log) as process:
+            _await_health(process, url, log, deadline_s)
+            yield Server(url, "model", log, "", process.pid)
+
+
+def _section(config: Mapping[str, object], name: str) -> dict[str, object]:
+    section = config.get(name) or {}
+    assert isinstance(section, Mapping)
+    return dict(section)
+
+
+@contextlib.contextmanager
+def _process(
+    argv: Sequence[str], environment: Mapping[str, str], log: Path
+) -> Iterator[subprocess.Popen[bytes]]:
+    with open(log, "wb") as out:
+        process = _start(argv, environment, out)
+        try:
+            yield process
+        finally:
+            _stop(process)
+
+
+def _start(
+    argv: Sequence[str], environment: Mapping[str, str], out: IO[bytes]
+) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        argv,
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End the whole process group; its leader gets time to do it properly first."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(60)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(10)
+
+
+def _await_health(process: subprocess.Popen[bytes], url: str, log: Path, deadline_s: float) -> None:
+    end = time.monotonic() + deadline_s
+    while True:
+        if process.poll() is not None:
+            raise AfdError(f"the server exited with status {process.returncode}:\n{_tail(log)}")
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=2) as answer:
+                if answer.status == 200:
+                    return
+        except (urllib.error.URLError, OSError):
+            pass  # not up yet
+        if time.monotonic() > end:
+            raise AfdError(f"the server was not healthy within {deadline_s:g} s:\n{_tail(log)}")
+        time.sleep(_POLL_S)
+
+
+def _tail(log: Path, lines: int = 15) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
