@@ -293,8 +293,8 @@ class ControlClient:
         finally:
             with self._changed:
                 last_word = self._session.due()
-            if last_word is not None:
-                channel.send(last_word)
+            if last_word is not None and channel.send(last_word):
+                channel.poll(_BYE_LINGER_S)  # for the answer: closing earlier may lose the word
             channel.close(linger_s=_BYE_LINGER_S)
             with self._changed:
                 os.close(self._wake_read)

@@ -122,7 +122,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
 
 
 class Bye(msgspec.Struct, frozen=True, tag="bye"):
-    """The member leaves; it needs no answer."""
+    """The member leaves; answered with Beat, so that it can close once this has arrived."""
 
 
 # --- operator -> server -----------------------------------------------------------------------

@@ -10,6 +10,8 @@ from afd.control.channel import Channel
 from afd.control.keys import CurveKeys
 from afd.errors import ConfigError, DeadlineExceeded, HandshakeRefused
 
+_RETRY_S = 0.05
+
 
 def status(address: str, keys: CurveKeys | None = None, *, deadline_s: float = 5.0) -> m.Members:
     """The members, the runtime depth and whether the deployment drains."""
@@ -39,14 +41,17 @@ def shutdown(address: str, keys: CurveKeys | None = None, *, deadline_s: float =
 def _ask(
     address: str, keys: CurveKeys | None, question: m.FromOperator, deadline_s: float
 ) -> m.Members:
-    """Sends once per connection until an answer comes: all questions may be repeated."""
+    """Asks once per connection until an answer comes: every question may be repeated."""
     channel = Channel(address, keys, uuid.uuid4().hex.encode("ascii"))
     end = time.monotonic() + deadline_s
+    connected = asked = False
     try:
         while (left := end - time.monotonic()) > 0:
-            received = channel.poll(left)
+            received = channel.poll(min(left, _RETRY_S) if connected and not asked else left)
             if received.connected:
-                channel.send(question)
+                connected, asked = True, False
+            if connected and not asked:
+                asked = channel.send(question)
             for message in received.messages:
                 if isinstance(message, m.Members):
                     return message

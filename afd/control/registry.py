@@ -95,7 +95,8 @@ class Registry:
                 return self._heartbeat(peer, message)
             case m.Bye():
                 entry = self._of(peer)
-                return [] if entry is None else self._forget([(entry, "left")])
+                gone = [] if entry is None else self._forget([(entry, "left")])
+                return [*gone, Outgoing(peer, m.Beat())]
             case m.Status():
                 return [Outgoing(peer, self.members)]
             case m.SetDepth():

@@ -27,6 +27,7 @@ from afd.errors import ConfigError
 
 _MAX_MESSAGE_BYTES = 1 << 20
 _BYE_LINGER_MS = 200
+_SETTLE_S = 0.1
 _BATCH = 256  # messages handled between two ticks, so that a flood cannot stop the tick
 
 _log = logging.getLogger(__name__)
@@ -100,6 +101,7 @@ class ControlServer:
                     next_tick = time.monotonic() + self._tick_s
             if not self.registry.stopping:
                 self._send(self.registry.closing(stop_members=False))
+            self._settle()
         finally:
             self._socket.close(linger=_BYE_LINGER_MS)
             self._release()
@@ -147,6 +149,14 @@ class ControlServer:
                 self._socket.send_multipart(frames, zmq.NOBLOCK)
             except zmq.Again:  # a peer that does not read; its next heartbeat asks for what it lost
                 _log.debug("a member does not read; one message dropped")
+
+    def _settle(self) -> None:
+        """Reads what still comes for a moment, unanswered. A TCP connection that is closed with
+        unread data is reset, and a reset may discard our last words on the other side."""
+        end = time.monotonic() + _SETTLE_S
+        while (left := end - time.monotonic()) > 0:
+            if self._socket.poll(math.ceil(left * 1000)):
+                self._socket.recv_multipart()
 
     def _release(self) -> None:
         if self._authenticator is not None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from afd.config import Deployment
+from afd.control.address import to_connect
 from afd.launch.cpus import plan_for
 from afd.launch.ports import check_free, free_ports
 from afd.launch.process import Command
@@ -45,8 +46,8 @@ def choose_ports(deployment: Deployment) -> Ports:
         address = f"tcp://127.0.0.1:{free[1]}"
     else:
         address = control.address
-        host, _, control_port = address.removeprefix("tcp://").rpartition(":")
-        check_free(host, int(control_port), "control.address")
+        endpoint = to_connect(address)
+        check_free(endpoint.host, endpoint.port, "control.address")
     return Ports(port, tuple(api_ports), address)
 
 

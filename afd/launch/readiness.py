@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 ASK_S = 0.2  # membership is asked for this often
 ANSWER_S = 0.05  # longest wait for an answer, so that the supervisor's loop stays quick
 HEALTH_S = 1.0
+# our own host is never behind the proxy that http_proxy may name
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class Readiness:
@@ -100,7 +102,7 @@ def _gateway_wait(spec: RoleSpec) -> str | None:
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     url = f"http://{f'[{host}]' if ':' in host else host}:{spec.api_port}/health"
     try:
-        with urllib.request.urlopen(url, timeout=HEALTH_S):
+        with _DIRECT.open(url, timeout=HEALTH_S):
             return None
     except urllib.error.HTTPError as err:
         return f"to answer {url} with 200 (it says {err.code})"

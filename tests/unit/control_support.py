@@ -1,14 +1,17 @@
-"""What the control plane's tests share: a contract and a clock that only moves when told to."""
+"""What the control plane's tests share: a contract, a clock that only moves when told to, and a
+registry with fake clocks, processes and peers."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
+from afd.control import messages as m
 from afd.control.contract import Contract
 from afd.control.messages import Timing
+from afd.control.registry import Outgoing, Registry
 
 CONTRACT = Contract(
     model_hash="c0ffee",
@@ -26,7 +29,7 @@ CONTRACT = Contract(
     expert_map=((0, 4), (4, 8)),
 )
 
-FAST = Timing(interval_s=0.05, timeout_s=0.5)
+FAST = Timing(interval_s=0.05, timeout_s=1.0)
 
 
 def contract_with(**changes: object) -> Contract:
@@ -54,3 +57,67 @@ def eventually(condition: Callable[[], object], deadline_s: float) -> float:
         assert took < deadline_s, f"not within {deadline_s} s"
         time.sleep(0.005)
     return time.monotonic() - start
+
+
+HERE = "this-host"
+NOW_2026 = 1_780_000_000.0
+
+
+class Deployment:
+    """A registry, the clocks it sees, the processes that live, and what each peer was sent."""
+
+    def __init__(self, *, expected: Contract | None = None, wall: float = NOW_2026) -> None:
+        self.clock = FakeClock()
+        self.wall = FakeClock(wall)
+        self.dead: set[int] = set()
+        self.inbox: dict[bytes, list[m.FromServer]] = {}
+        self.registry = Registry(
+            timing=m.Timing(interval_s=0.5, timeout_s=3.0),
+            expected=expected,
+            clock=self.clock,
+            wall_clock=self.wall,
+            local_pid_space=HERE,
+            alive=lambda pid: pid not in self.dead,
+        )
+
+    def say(self, peer: bytes, message: m.ToServer) -> m.FromServer:
+        """Sends; returns the last answer to this very peer."""
+        self.deliver(self.registry.handle(peer, message))
+        return self.inbox[peer][-1]
+
+    def deliver(self, out: Sequence[Outgoing]) -> None:
+        for outgoing in out:
+            m.decode_from_server(m.encode(outgoing.message))  # everything must survive the wire
+            self.inbox.setdefault(outgoing.peer, []).append(outgoing.message)
+
+    def hello(self, peer: bytes, role: str, index: int, **changes: object) -> m.FromServer:
+        contract = None if role == "gateway" else CONTRACT
+        hello = m.Hello(role, index, contract, pid=100, host="h", pid_space=HERE)
+        return self.say(peer, msgspec.structs.replace(hello, **changes))
+
+    def join(self, peer: bytes, role: str, index: int, **changes: object) -> m.Welcome:
+        answer = self.hello(peer, role, index, **changes)
+        assert isinstance(answer, m.Welcome), answer
+        return answer
+
+    def refuse(self, peer: bytes, role: str, index: int, **changes: object) -> str:
+        answer = self.hello(peer, role, index, **changes)
+        assert isinstance(answer, m.Refused), answer
+        return answer.reason
+
+    def beat(self, *peers: bytes, state: m.State = "starting") -> None:
+        for peer in peers:
+            version = self.registry.members.version
+            self.deliver(self.registry.handle(peer, m.Heartbeat(state, version)))
+
+    def pass_time(self, seconds: float, *, beating: Sequence[bytes] = ()) -> None:
+        """Ticks every 0.25 s, as the server does, while these peers send heartbeats."""
+        for _ in range(round(seconds / 0.25)):
+            self.clock.sleep(0.25)
+            self.wall.sleep(0.25)
+            self.beat(*beating)
+            self.deliver(self.registry.tick())
+
+    @property
+    def ids(self) -> list[str]:
+        return [x.id for x in self.registry.members.members]

@@ -1,4 +1,4 @@
-"""The gateway as a process: joining, ending, and what it takes from the role file."""
+"""The gateway as a process: joining the control plane, and every way to end."""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ import aiohttp
 import pytest
 from gateway_fakes import QUICK, FakeInstance
 
-from afd.config import Deployment
+from afd.control.client import ControlClient
 from afd.errors import ConfigError, HandshakeRefused
 from afd.gateway.main import run_gateway
-from afd.gateway.role import serve_gateway, settings_of
-from afd.roles import RoleSpec
 
 
 @dataclass(frozen=True)
@@ -169,24 +167,6 @@ def test_the_operator_can_end_it_and_another_gateway_can_displace_it() -> None:
         run_until(displaced)
 
 
-def test_role_file_to_settings() -> None:
-    deployment = Deployment.from_plain(
-        {
-            "model": "model",
-            "attention": {"instances": 2},
-            "ffn": {"instances": 3},
-            "gateway": {"host": "0.0.0.0", "port": 9000},
-            "deadlines": {"drain_s": 4.0},
-            "metrics": {"enabled": False},
-        }
-    )
-    spec = RoleSpec("gateway", 0, deployment, "tcp://127.0.0.1:1", api_port=9001)
-    settings = settings_of(spec)
-    assert (settings.host, settings.port, settings.instance) == ("0.0.0.0", 9001, "gateway-0")
-    assert (settings.attention_instances, settings.ffn_instances) == (2, 3)
-    assert (settings.drain_s, settings.metrics) == (4.0, False)
-
-
 def test_a_taken_port_ends_the_role_before_it_connects() -> None:
 
     def never() -> object:
@@ -200,13 +180,17 @@ def test_a_taken_port_ends_the_role_before_it_connects() -> None:
 
 def test_sigterm_ends_a_gateway_that_still_looks_for_the_control_plane() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # listens, never answers
-        deployment = Deployment.from_plain({"model": "model", "gateway": {"port": 0}})
         address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
         timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM))
         timer.start()
         began = time.monotonic()
         try:
-            assert serve_gateway(RoleSpec("gateway", 0, deployment, address)) == 0
+            code = run_gateway(
+                QUICK,
+                lambda: ControlClient(address, role="gateway", index=0),
+                join_deadline_s=60.0,
+            )
         finally:
             timer.cancel()
+        assert code == 0
         assert time.monotonic() - began < 5.0

@@ -1,0 +1,177 @@
+"""A member's side of the protocol with a fake clock, alone and against the real registry."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from control_support import CONTRACT, FakeClock
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from afd.control import messages as m
+from afd.control.registry import Registry
+from afd.control.session import Session
+
+TIMING = m.Timing(interval_s=0.5, timeout_s=3.0)
+
+
+class Member:
+    """One session whose messages reach a registry (or are lost)."""
+
+    def __init__(self, clock: FakeClock, role: str, index: int) -> None:
+        contract = None if role == "gateway" else CONTRACT
+        hello = m.Hello(role, index, contract, pid=1, host="h")
+        self.session = Session(hello, TIMING, clock)
+        self.peer = f"{role}-{index}".encode()
+
+    def speak(self, registry: Registry | None, members: dict[bytes, Member]) -> None:
+        message = self.session.due()
+        if message is None or registry is None:
+            return
+        for out in registry.handle(self.peer, message):
+            members[out.peer].session.handle(out.message)
+
+
+class World:
+    """Members and, most of the time, a server."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.wall = FakeClock(1_780_000_000.0)
+        self.members = {
+            member.peer: member
+            for member in (
+                Member(self.clock, "attention", 0),
+                Member(self.clock, "ffn", 0),
+                Member(self.clock, "gateway", 0),
+            )
+        }
+        self.registry: Registry | None = self.new_server()
+
+    def new_server(self) -> Registry:
+        return Registry(
+            timing=TIMING, clock=self.clock, wall_clock=self.wall, local_pid_space="elsewhere"
+        )
+
+    def run(self, seconds: float, *, lost: frozenset[bytes] = frozenset()) -> None:
+        for _ in range(round(seconds / 0.25)):
+            self.clock.sleep(0.25)
+            self.wall.sleep(0.25)
+            for member in self.members.values():
+                member.speak(None if member.peer in lost else self.registry, self.members)
+                member.session.check_silence()
+            if self.registry is not None:
+                for out in self.registry.tick():
+                    if out.peer not in lost:
+                        self.members[out.peer].session.handle(out.message)
+
+    def sessions(self) -> list[Session]:
+        return [member.session for member in self.members.values()]
+
+
+def test_all_agree_after_joining() -> None:
+    world = World()
+    world.run(1)
+    assert world.registry is not None
+    for session in world.sessions():
+        assert session.joined and session.generation > 0
+        assert session.members == world.registry.members
+    assert len(world.registry.members.members) == 3
+
+
+def test_state_travels_with_the_next_heartbeat() -> None:
+    world = World()
+    world.run(1)
+    session = world.sessions()[0]
+    session.set_state("ready")
+    assert session.wait_s() == 0
+    world.run(0.25)
+    assert world.sessions()[1].members.of("attention", state="ready")
+    with pytest.raises(ValueError, match="cannot become starting again"):
+        session.set_state("starting")
+    with pytest.raises(ValueError, match="is not one of starting, ready, draining"):
+        session.set_state("asleep")  # type: ignore[arg-type]
+
+
+def test_silence_is_logged_once_and_keeps_the_snapshot(caplog: pytest.LogCaptureFixture) -> None:
+    world = World()
+    world.run(1)
+    before = world.sessions()[0].members
+    world.registry = None
+    with caplog.at_level(logging.INFO):
+        world.run(10)
+        assert all(x.silent and x.members == before for x in world.sessions())
+        assert caplog.text.count("attention-0: the control plane is silent") == 1
+        world.registry = world.new_server()
+        world.run(1)
+    assert caplog.text.count("attention-0: the control plane answers again") == 1
+    assert not any(x.silent for x in world.sessions())
+
+
+def test_generation_grows_when_a_member_was_given_up() -> None:
+    world = World()
+    world.run(1)
+    cut_off, other = world.sessions()[:2]
+    old = cut_off.generation
+    world.run(4, lost=frozenset({b"attention-0"}))
+    assert other.members.find("attention", 0) is None
+    world.run(1.5)
+    assert cut_off.generation > old
+    back = other.members.find("attention", 0)
+    assert back is not None and back.generation == cut_off.generation
+
+
+def test_leaving_says_bye_once_and_only_if_introduced() -> None:
+    world = World()
+    fresh = Member(world.clock, "ffn", 1).session
+    fresh.left = True
+    assert fresh.due() is None
+    world.run(1)
+    session = world.sessions()[0]
+    session.left = True
+    assert session.due() == m.Bye()
+    assert session.due() is None
+    assert not session.handle(m.Unknown())
+
+
+def test_refusal_is_final() -> None:
+    world = World()
+    session = world.sessions()[0]
+    assert session.handle(m.Refused("no; because"))
+    assert session.refused == "no; because" and not session.active
+    world.clock.sleep(10)
+    assert session.due() is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([0.25, 1.0, 2.0, 4.0]),
+            st.frozensets(st.sampled_from([b"attention-0", b"ffn-0", b"gateway-0"])),
+            st.sampled_from(["", "", "crash", "restart"]),
+        ),
+        max_size=8,
+    )
+)
+def test_all_agree_again_after_any_losses(
+    troubles: list[tuple[float, frozenset[bytes], str]],
+) -> None:
+    world = World()
+    generations: dict[str, int] = {}
+    for seconds, lost, server in troubles:
+        if server == "crash":
+            world.registry = None
+        elif server == "restart":
+            world.registry = world.new_server()
+        world.run(seconds, lost=lost)
+        for session in world.sessions():
+            assert session.generation >= generations.get(session.name, 0)
+            generations[session.name] = session.generation
+    world.registry = world.registry or world.new_server()
+    world.run(5)
+    for session in world.sessions():
+        assert session.joined and session.refused is None
+        assert session.members == world.registry.members
+    assert len(world.registry.members.members) == 3
