@@ -84,6 +84,7 @@ class RemoteExperts:
         ]
         self._depth = 1
         self._step = 0
+        self._present = False
         self._mark = time.monotonic()
 
     def connect(self, deadline_s: float) -> None:
@@ -110,6 +111,7 @@ class RemoteExperts:
                 self._recover(j, deadline)
         self._depth = depth
         self._step += 1
+        self._present = True
         self._mark = time.monotonic()
 
     def end_step(self) -> None:
@@ -117,6 +119,9 @@ class RemoteExperts:
 
     def leave(self) -> None:
         """Tell the FFN instances that nothing is coming, so that no other instance's step waits."""
+        if not self._present:  # one leave per stay: the receiver takes them one by one
+            return
+        self._present = False
         slot = self._resolved.slots.control_to_ffn(self._index)
         for ffn in self._ffns:
             ffn.seq[-1] += 1

@@ -8,14 +8,17 @@ import copy
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from vllm.sequence import IntermediateTensors
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import ModelRunnerOutput, SamplerOutput
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from afd.schedule import choose_depth, reads_block_written_in_step
-from attention_worker.session import AttentionSession
+from attention_worker.session import AttentionSession, reported
+from attention_worker.support import check_supported
 
 if TYPE_CHECKING:
     _Base = GPUModelRunner
@@ -32,10 +35,13 @@ class DisaggregatedRunner(_Base):
 
     def load_model(self, load_dummy_weights: bool = False) -> None:
         """Join the deployment, load the attention half, wait for the FFN instances."""
-        self._session = AttentionSession.join()
+        with reported():
+            check_supported(self.vllm_config)
+            self._session = AttentionSession.join()
         self._scheduled: SchedulerOutput | None = None
         super().load_model(load_dummy_weights)
-        self._session.serve(self.model)
+        with reported():
+            self._session.serve(self.model)
         # A private copy: vLLM re-validates the shared VllmConfig later and would refuse a
         # ubatch_size without data parallelism. With it, vLLM creates one attention metadata
         # builder per micro-batch (initialize_metadata_builders).
@@ -121,7 +127,46 @@ class DisaggregatedRunner(_Base):
 
 
 class AfdCpuModelRunner(DisaggregatedRunner, CPUModelRunner):
-    """CPU runner of an attention instance."""
+    """CPU runner of an attention instance.
+
+    A request with a seed draws random numbers in every step, also while its prompt is still read in
+    chunks. vLLM takes those back by the generator's offset, which CPU generators do not have: it
+    raises, and the engine ends (gpu_model_runner.py: _bookkeeping_sync). Here they are taken back
+    by the generator's state, so that a seed gives the same answer however the prompt is cut.
+    """
+
+    def _sample(
+        self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None
+    ) -> SamplerOutput:
+        generators = self.input_batch.generators
+        kept = [(g, g.get_state()) for i, g in generators.items() if self._still_prefilling(i)]
+        output = super()._sample(logits, spec_decode_metadata)
+        for generator, state in kept:
+            generator.set_state(state)
+        return output
+
+    def _bookkeeping_sync(
+        self,
+        scheduler_output: SchedulerOutput,
+        sampler_output: SamplerOutput,
+        logits: torch.Tensor | None,
+        hidden_states: torch.Tensor,
+        num_scheduled_tokens: int,
+    ) -> tuple:
+        generators = self.input_batch.generators
+        self.input_batch.generators = {
+            i: g for i, g in generators.items() if not self._still_prefilling(i)
+        }
+        try:
+            return super()._bookkeeping_sync(
+                scheduler_output, sampler_output, logits, hidden_states, num_scheduled_tokens
+            )
+        finally:
+            self.input_batch.generators = generators
+
+    def _still_prefilling(self, request: int) -> bool:
+        """Whether vLLM throws this step's token of the request (its index in the batch) away."""
+        return bool(self.discard_request_mask.np[request])
 
 
 class AfdGpuModelRunner(DisaggregatedRunner, GPUModelRunner):

@@ -1,12 +1,16 @@
 """Life of an attention instance inside a deployment: join, serve, leave."""
 
+import contextlib
 import logging
 import os
+import sys
+from collections.abc import Iterator
 
 from torch import nn
 
 from afd.control.client import ControlClient
 from afd.control.connect import client_for
+from afd.errors import AfdError
 from afd.metrics import MetricsServer, RoleMetrics, Weights, serve_metrics
 from afd.resolve import Resolved, resolve
 from afd.roles import RoleSpec, load_role
@@ -15,6 +19,16 @@ from afd_comm import Region
 from attention_worker.remote import RemoteExperts
 
 logger = logging.getLogger("afd.attention")
+
+
+@contextlib.contextmanager
+def reported() -> Iterator[None]:
+    """Say what went wrong in one line before vLLM wraps it in its own traceback."""
+    try:
+        yield
+    except AfdError as error:
+        print(f"afd: error: {error}", file=sys.stderr, flush=True)
+        raise
 
 
 class AttentionSession:

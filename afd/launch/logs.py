@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 TAIL_LINES = 15
+ERROR_MARK = "afd: error: "
+"""Before an error sentence for the user, in the output of every role (see afd/cli.py)."""
 _LONGEST_LINE = 64 * 1024
 _COLOURS = {"control": 35, "ffn": 33, "attention": 36, "gateway": 32}  # ANSI foregrounds
 
@@ -20,6 +22,7 @@ class RoleLog:
     def __init__(self, name: str, *, out: TextIO, directory: Path | None = None) -> None:
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._partial = b""
+        self.error: str | None = None  # what the role itself said last was wrong
         self._out = out
         self._prefix = prefix(name, out)
         self.path = directory / f"{name}.log" if directory else None
@@ -52,6 +55,8 @@ class RoleLog:
         # of a progress bar only its last state: it overwrites itself with carriage returns
         text = line.rstrip(b"\r").rsplit(b"\r", 1)[-1].decode("utf-8", "replace")
         self._tail.append(text)
+        if ERROR_MARK in text:
+            self.error = text.partition(ERROR_MARK)[2]
         if self._file:
             self._file.write(text.encode() + b"\n")
             self._file.flush()

@@ -135,10 +135,7 @@ class Supervisor:
                 code = process.exit_code()
                 if code is not None:
                     self._drain_output(process)
-                    self._show_tail(name)
-                    raise _Failed(
-                        f"{name} {describe_exit(code)} during start-up{self._log_hint(name)}"
-                    )
+                    raise _Failed(self._start_failure(name, code))
                 if name in names and (wait := self._awaited(name, process.group)) is not None:
                     waits[name] = wait
             if not waits:
@@ -155,6 +152,14 @@ class Supervisor:
             if now - shown > PROGRESS_S:
                 shown = now
                 self._say(f"{now - began:.0f} s, waiting for {text}")
+
+    def _start_failure(self, name: str, code: int) -> str:
+        """The role's own error sentence, else its last lines and how it ended."""
+        self._logs[name].flush()
+        if (reason := self._logs[name].error) is not None:
+            return f"{name}: {reason}"
+        self._show_tail(name)
+        return f"{name} {describe_exit(code)} during start-up{self._log_hint(name)}"
 
     def _show_tail(self, name: str) -> None:
         self._logs[name].flush()
