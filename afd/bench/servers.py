@@ -85,11 +85,13 @@ def colocated(
     max_num_batched_tokens: int = 1024,
     kv_cache_gib: float = 1.0,
     vllm_args: Sequence[str] = (),
+    compiled: bool = False,
     deadline_s: float = 240.0,
 ) -> Iterator[Server]:
     """Plain vLLM on CPU with the same settings as an attention instance, without our plugin.
 
     Args:
+        compiled: with torch.compile, vLLM's default; False runs eagerly, as attention instances do.
         cpus: cores its computing threads are bound to; () leaves the choice to vLLM.
     """
     family, _ = read_model(model)
@@ -107,9 +109,9 @@ def colocated(
         f"--max-num-seqs={max_num_seqs}",
         f"--max-num-batched-tokens={max_num_batched_tokens}",
         f"--kv-cache-memory-bytes={int(kv_cache_gib * 2**30)}",
-        "--enforce-eager",
         "--disable-uvicorn-access-log",
         "--distributed-executor-backend=uni",
+        *([] if compiled else ["--enforce-eager"]),
         *family.cpu_args,
         *vllm_args,
     ]
@@ -119,7 +121,7 @@ def colocated(
         "VLLM_PLUGINS": "",
         "VLLM_USE_V2_MODEL_RUNNER": "0",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "TORCHDYNAMO_DISABLE": "1",
+        "TORCHDYNAMO_DISABLE": "0" if compiled else "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
