@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     depth.add_argument("depth", type=int, metavar="N")
     actions.add_parser("drain", help="finish running requests").set_defaults(action="drain")
 
-    demo = _add(commands, "demo", _demo, "make a small random model and serve it")
+    demo = _add(commands, "demo", _demo, "serve the small model of this repository")
     demo.add_argument("--port", type=int, metavar="PORT", help="gateway port (default 8000)")
     demo.add_argument("--log-dir", type=Path, metavar="DIR", help="one log file per role in DIR")
     _set(demo)

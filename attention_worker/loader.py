@@ -1,5 +1,6 @@
 """vLLM weight loader that reads every tensor of a checkpoint except the experts'."""
 
+import time
 from collections.abc import Generator
 
 import torch
@@ -31,6 +32,7 @@ class AttentionWeightLoader(DefaultModelLoader):
         self, model_config: ModelConfig, model: nn.Module
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Names and tensors of the attention half, file by file."""
+        self.counter_before_loading_weights = time.perf_counter()  # vLLM logs the time from here
         family, _ = read_model(model_config.model)
         by_file: dict[str, list[str]] = {}
         for name, info in tensor_table(model_config.model).items():

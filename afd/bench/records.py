@@ -45,7 +45,9 @@ class Record:
     def __post_init__(self) -> None:
         for name in ("value", "peer_value", "ratio"):
             if not math.isfinite(self.__dict__[name]):
-                raise ValueError(f"{name} of {self.key} is {self.__dict__[name]}; it must be finite")
+                raise ValueError(
+                    f"{name} of {self.key} is {self.__dict__[name]}; it must be finite"
+                )
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -60,7 +62,9 @@ def read_records(path: Path) -> list[Record]:
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as err:
-        raise AfdError(f"{path} is not JSON ({err}); delete it and run the benchmark again") from None
+        raise AfdError(
+            f"{path} is not JSON ({err}); delete it and run the benchmark again"
+        ) from None
     if not isinstance(entries, list) or any(
         not isinstance(entry, dict) or set(entry) != names for entry in entries
     ):

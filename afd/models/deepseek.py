@@ -51,7 +51,8 @@ FAMILY = Family(
     parse=parse,
     gate="mlp.gate",
     experts="mlp.experts",
-    shared=("mlp.shared_experts",),
+    # vLLM's MoE runner refers to the module a second time, which would keep its memory.
+    shared=("mlp.shared_experts", "mlp.experts._shared_experts"),
     routed_names=(
         MlpNames(
             (_MLP + "experts.{expert}.gate_proj.weight", _MLP + "experts.{expert}.up_proj.weight"),

@@ -14,7 +14,7 @@ from afd.control.keys import CurveKeys
 from afd.control.messages import Member, Members
 from afd.errors import ConfigError
 from afd.launch.ctl import table
-from afd.launch.demo import hints
+from afd.launch.demo import TRAINED, hints
 from afd.launch.plan import Ports, choose_ports, role_specs, stages
 from afd.launch.role import standalone_spec
 from afd.launch.serve import run_directory
@@ -203,11 +203,13 @@ def test_status_table():
 def test_demo_hints_can_be_pasted():
     text = hints("http://127.0.0.1:8000", "demo")
     curl = next(line for line in text.splitlines() if "curl" in line)
-    assert "http://127.0.0.1:8000/v1/completions" in curl
-    assert json.loads(curl.split("-d '")[1].rstrip("'"))["model"] == "demo"
+    assert "http://127.0.0.1:8000/v1/chat/completions" in curl
+    request = json.loads(curl.split("-d '")[1].rstrip("'"))
+    assert request["model"] == "demo" and request["messages"][0]["role"] == "user"
     python = next(line for line in text.splitlines() if "python -c" in line)
     compile(python.split('-c "')[1].rstrip('"'), "hint", "exec")
 
 
 def test_demo_config_names_the_demo():
-    assert load_config(REPO / "configs" / "demo.yaml").served_model_name == "demo"
+    deployment = load_config(REPO / "configs" / "demo.yaml")
+    assert (deployment.served_model_name, deployment.model) == ("demo", TRAINED)

