@@ -15,9 +15,9 @@ from pathlib import Path
 from afd.bench.cases import MAX_LOGPROBS, Case, cases, instances, tiny_model
 from afd.bench.differences import Finding, findings
 from afd.bench.identity_report import report
-from afd.bench.measure import Measured, measure, measure_reference
+from afd.bench.measure import Measured, Workload, measure, measure_reference
 from afd.bench.records import Record, machine, read_records, today, write_records
-from afd.bench.workload import Request, mixed
+from afd.bench.workload import followers, mixed
 from afd.demo.sizes import FAMILIES
 from afd.errors import AfdError
 
@@ -32,10 +32,11 @@ def main(argv: Sequence[str]) -> int:
         instances(topology)
     wanted = list(cases(args.families, args.dtypes, args.topologies, args.wire))
     models = {family: tiny_model(args.models, family) for family in args.families}
-    requests = mixed(args.seed, vocab=MAX_LOGPROBS)
+    vocab = MAX_LOGPROBS
+    workload = Workload(mixed(args.seed, vocab=vocab), followers(args.seed, vocab=vocab))
     started = time.monotonic()
     command = " ".join(["afd bench identity", *argv])
-    found, failed = _run_all(wanted, models, requests, args, command)
+    found, failed = _run_all(wanted, models, workload, args, command)
     print(f"{len(wanted)} cases in {(time.monotonic() - started) / 60:.0f} min\n")
     text = report([r for r in read_records(args.out) if r.bench == "identity"], failed)
     args.out.with_suffix(".md").write_text(text, encoding="utf-8")
@@ -63,7 +64,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
 def _run_all(
     wanted: Sequence[Case],
     models: dict[str, Path],
-    requests: Sequence[Request],
+    workload: Workload,
     args: argparse.Namespace,
     command: str,
 ) -> tuple[list[Finding], dict[Case, str]]:
@@ -78,7 +79,7 @@ def _run_all(
     failed: dict[Case, str] = {}
     with ThreadPoolExecutor(args.parallel) as pool:
         for case in wanted:
-            job = _job(case, models[case.family], requests, args.depths, running)
+            job = _job(case, models[case.family], workload, args.depths, running)
             running[case] = pool.submit(job)
         try:
             for number, case in enumerate(wanted, 1):
@@ -114,16 +115,16 @@ def _findings(case: Case, running: dict[Case, Future[Measured]]) -> list[Finding
 def _job(
     case: Case,
     model: Path,
-    requests: Sequence[Request],
+    workload: Workload,
     depths: Sequence[int],
     running: dict[Case, Future[Measured]],
 ) -> Callable[[], Measured]:
     if case.is_reference:
         float32 = running.get(case.reference_in("float32"))
         wait = float32.result if float32 else None
-        return lambda: measure_reference(case, model, requests, wait)
+        return lambda: measure_reference(case, model, workload, wait)
     reference = running[case.reference]
-    return lambda: measure(case, model, requests, depths, reference.result)
+    return lambda: measure(case, model, workload, depths, reference.result)
 
 
 def _record(finding: Finding, command: str) -> Record:

@@ -29,15 +29,17 @@ def report(records: Sequence[Record], failed: Mapping[Case, str]) -> str:
         "",
         *commands,
         "",
-        "Every case runs the same concurrent greedy workload as colocated vLLM: 32 prompts of 3 to"
-        " 200 tokens that arrive while others decode, 8 of them with a prefix of 96 tokens, on a KV"
-        " cache small enough that requests are preempted (preemptions, and prompt tokens found in"
-        " the prefix cache, are counted per server, over all depths). `again` is colocated vLLM"
-        " against itself with other arrival times; `against-float32` is colocated vLLM in bfloat16"
-        " against itself in float32: what the rounding alone does, and so a yardstick.",
+        "Every case runs the same concurrent greedy workload as colocated vLLM, at most 64 tokens"
+        " per step: 32 prompts of 3 to 200 tokens that arrive while others decode, 8 of them with a"
+        " prefix of 96 tokens; then 44 requests, of which 16 start on a prefix of 192 tokens that"
+        " another one is still writing. The KV cache is small enough that requests are preempted"
+        " (preemptions, and prompt tokens found in the prefix cache, are counted per server, over"
+        " all depths). `again` is colocated vLLM against itself with other arrival times;"
+        " `against-float32` is colocated vLLM in bfloat16 against itself in float32: what the"
+        " rounding alone does, and so a yardstick.",
         "",
-        "- `match`: fraction of requests with all tokens equal; `one by one`: with one request at a"
-        " time.",
+        "- `match`: fraction of requests with all tokens equal; `one by one`: the first 32, one at"
+        " a time.",
         "- `kl`: mean KL divergence over the reference's continuations, teacher-forced, nats per"
         " position, over the 64 likeliest tokens and one bucket for the rest (a lower bound);"
         " `kl (all)`: over the whole vocabulary, on the 4 shortest texts; `top1`: positions with"

@@ -22,6 +22,18 @@ Scores = list[list[Position]]
 
 
 @dataclass(frozen=True)
+class Workload:
+    """Two request sets (afd/bench/workload.py), run one after the other. The first one is also run
+    one by one, and its texts are scored."""
+
+    mixed: tuple[Request, ...]
+    followers: tuple[Request, ...]
+
+    def reordered(self) -> "Workload":
+        return Workload(reordered(self.mixed, seed=1), self.followers)
+
+
+@dataclass(frozen=True)
 class Counters:
     """Totals of a server since its start, over all of its attention instances.
 
@@ -36,9 +48,9 @@ class Counters:
 
 @dataclass(frozen=True)
 class Run:
-    """One pass of the workload, answers in its order.
+    """One pass of the workload: answers in its order, first the mixed set's.
 
-    one_by_one: answers when requests come one at a time. top, whole: distributions over the
+    one_by_one: the mixed set's when requests come one at a time. top, whole: distributions over the
     reference's continuations, by their likeliest tokens and by all. Empty where not taken.
     """
 
@@ -61,7 +73,7 @@ class Measured:
 def measure_reference(
     case: Case,
     model: Path,
-    requests: Sequence[Request],
+    workload: Workload,
     float32: Callable[[], Measured] | None,
 ) -> Measured:
     """Colocated vLLM, twice: the second time arrivals, and the batches of scored texts, differ.
@@ -80,22 +92,22 @@ def measure_reference(
         vllm_args=vllm_args(1),
         deadline_s=START_S,
     ) as server:
-        first = _pass(server, case, requests, "first")
-        again = reordered(requests, seed=1)
+        first = _pass(server, case, workload, "first")
+        again = workload.reordered()
         second = _pass(server, case, again, "second", at_once=True, texts_of=first.answers)
         counters = read_counters(server.metrics())
         scores = None
         if float32 is not None:
-            scores = _scores(server, forced(requests, float32().runs[1].answers))
+            scores = _scores(server, forced(workload, float32().runs[1].answers))
         elif not case.scored:
-            scores = _scores(server, forced(requests, first.answers))
+            scores = _scores(server, forced(workload, first.answers))
         return Measured({1: first, 2: second}, counters, scores)
 
 
 def measure(
     case: Case,
     model: Path,
-    requests: Sequence[Request],
+    workload: Workload,
     depths: Sequence[int],
     reference: Callable[[], Measured],
 ) -> Measured:
@@ -114,7 +126,7 @@ def measure(
             before = read_counters(server.metrics()).steps
             in_full = depth == max(depths)  # what takes long is done once
             salt = f"depth{depth}"
-            runs[depth] = _pass(server, case, requests, salt, texts_of=expected, in_full=in_full)
+            runs[depth] = _pass(server, case, workload, salt, texts_of=expected, in_full=in_full)
             check_depth(before, read_counters(server.metrics()).steps, depth)
         return Measured(runs, read_counters(server.metrics()))
 
@@ -122,7 +134,7 @@ def measure(
 def _pass(
     server: Server,
     case: Case,
-    requests: Sequence[Request],
+    workload: Workload,
     salt: str,
     *,
     at_once: bool = False,
@@ -132,14 +144,16 @@ def _pass(
     """at_once: score all texts together. texts_of: answers whose tokens are scored, this pass's own
     if None. in_full: also one by one, and over the whole vocabulary."""
     url, name = server.url, server.model
-    answers = run(url, name, requests, salt=salt)
+    answers = run(url, name, workload.mixed, salt=salt)
+    answers += run(url, name, workload.followers, salt=salt)
     if not case.scored:
         return Run(answers, [], [], [])
-    texts = forced(requests, texts_of or answers)
+    texts = forced(workload, texts_of or answers)
     if not in_full:
         return Run(answers, [], score(url, name, texts, at_once=at_once), [])
     top, whole = _scores(server, texts, at_once=at_once)
-    return Run(answers, run_sequentially(url, name, requests, salt=f"{salt} alone"), top, whole)
+    alone = run_sequentially(url, name, workload.mixed, salt=f"{salt} alone")
+    return Run(answers, alone, top, whole)
 
 
 def _scores(server: Server, texts: list[Forced], *, at_once: bool = False) -> tuple[Scores, Scores]:
@@ -150,9 +164,9 @@ def _scores(server: Server, texts: list[Forced], *, at_once: bool = False) -> tu
     return top, whole
 
 
-def forced(requests: Sequence[Request], answers: Sequence[Answer]) -> list[Forced]:
-    """Each prompt with its greedy continuation."""
-    pairs = zip(requests, answers, strict=True)
+def forced(workload: Workload, answers: Sequence[Answer]) -> list[Forced]:
+    """Each prompt of the mixed set with its greedy continuation."""
+    pairs = zip(workload.mixed, answers, strict=False)  # the followers' answers come after
     return [Forced(request.prompt, answer.tokens) for request, answer in pairs]
 
 

@@ -1,8 +1,10 @@
 """Request sets that put a server through what serving does to it, and a client that runs them.
 
-A set is a function of its seed: prompts of mixed length, arrivals while others decode, and a group
-with one long prefix, of which some arrive together (prefix-cache hits inside a step) and some later
-(hits across steps). On a small KV cache it also makes the scheduler preempt requests.
+A set is a function of its seed. ``mixed``: prompts of mixed length, arrivals while others decode,
+and a group with one long prefix, of which some arrive together and some later; on a small KV cache
+the scheduler also preempts. ``followers``: requests that start on a prefix which another one is
+still writing, in the same step. Micro-batches get that wrong unless such a step stays unsplit (see
+afd/schedule.py: reads_block_written_in_step): without that veto this set fails.
 """
 
 import asyncio
@@ -20,6 +22,7 @@ _EDGES = (3, 200, 31, 32, 33, 64)  # shortest, longest, and around a KV block of
 _PREFIX = 96
 _TOGETHER, _LATER = 5, 3
 _ANSWER = (12, 40)
+_LEADER = 192
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,28 @@ def mixed(seed: int, *, vocab: int, count: int = 32, spread_s: float = 0.3) -> t
         request(tokens(draw.randint(3, 120)), draw.uniform(0.0, spread_s))
         for _ in range(count - fixed)
     ]
+    return tuple(requests)
+
+
+def followers(seed: int, *, vocab: int, waves: int = 4) -> tuple[Request, ...]:
+    """``waves`` of 11 requests: a long prompt, four that share its prefix and come while it is
+    being prefilled, and six short ones that have just ended, whose places in the batch, before the
+    long prompt's, the four get. For servers that take less than the long prompt per step."""
+    draw = random.Random(seed)
+
+    def tokens(shortest: int, longest: int) -> tuple[int, ...]:
+        length = draw.randint(shortest, longest)
+        return tuple(draw.randrange(FIRST_TOKEN, vocab) for _ in range(length))
+
+    requests: list[Request] = []
+    for wave in range(waves):
+        start_s = 0.15 * wave
+        prefix = tokens(_LEADER, _LEADER)
+        requests += [Request(tokens(3, 8), draw.randint(2, 8), start_s) for _ in range(6)]
+        requests.append(Request(prefix + tokens(3, 3), 10, start_s + 0.01))
+        requests += [
+            Request(prefix + tokens(1, 12), 10, start_s + 0.015 + 0.008 * i) for i in range(4)
+        ]
     return tuple(requests)
 
 

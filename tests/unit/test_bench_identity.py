@@ -10,7 +10,7 @@ from afd.bench import identity
 from afd.bench.cases import KV_BLOCKS, Case, cases, deployment, instances
 from afd.bench.differences import KL_TARGET, findings
 from afd.bench.identity_report import report
-from afd.bench.measure import Counters, Measured, Run, check_depth, read_counters
+from afd.bench.measure import Counters, Measured, Run, Workload, check_depth, read_counters
 from afd.bench.records import Record, read_records
 from afd.bench.workload import Answer
 from afd.config import Deployment
@@ -178,5 +178,7 @@ def test_futures_of_references_are_waited_for_in_running_order() -> None:
     order = list(cases(["step3"], ["float32", "bfloat16"], ["1A1F"], ["exact", "fp8"]))
     running: dict[Case, Future[Measured]] = {}
     for case in order:
-        identity._job(case, Path("unused"), [], [1], running)  # looks its reference up
+        identity._job(
+            case, Path("unused"), Workload((), ()), [1], running
+        )  # looks its reference up
         running[case] = Future()

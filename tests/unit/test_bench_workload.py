@@ -12,6 +12,7 @@ from afd.bench.workload import (
     Answer,
     Request,
     first_difference,
+    followers,
     matching,
     mixed,
     parse_answer,
@@ -51,6 +52,19 @@ def test_a_set_has_what_it_promises(seed: int) -> None:
 def test_a_set_too_small_for_its_fixed_part_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 14"):
         mixed(0, vocab=VOCAB, count=13)
+
+
+def test_followers_share_the_prefix_of_a_prompt_that_came_just_before() -> None:
+    requests = followers(0, vocab=VOCAB, waves=2)
+    assert requests == followers(0, vocab=VOCAB, waves=2)
+    assert len(requests) == 22
+    for wave in (requests[:11], requests[11:]):
+        short, leader, rest = wave[:6], wave[6], wave[7:]
+        assert all(r.arrival_s < leader.arrival_s and r.new_tokens <= 8 for r in short)
+        assert all(r.arrival_s > leader.arrival_s for r in rest)
+        assert {r.prompt[:192] for r in rest} == {leader.prompt[:192]}
+        assert len({r.prompt for r in wave}) == 11
+    assert requests[6].prompt[:192] != requests[17].prompt[:192]
 
 
 def test_reordering_changes_arrivals_only() -> None:
