@@ -1,4 +1,4 @@
-"""`afd demo`: a small random model, made once, and the deployment of configs/demo.yaml."""
+"""`afd demo`: the small trained model of this repository, served as configs/demo.yaml says."""
 
 from __future__ import annotations
 
@@ -15,18 +15,28 @@ from afd.errors import ConfigError
 from afd.launch.logs import say
 from afd.launch.serve import serve
 
-CONFIG = Path(__file__).parents[2] / "configs" / "demo.yaml"
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "configs" / "demo.yaml"
+TRAINED = ROOT / "checkpoints" / "afd-tiny-chat"  # see docs/model.md
 FAMILY = "qwen3_moe"
 PRESET = "demo"
+QUESTION = "Tell me a story about a fox and a lantern."
 
 
 def demo(*, port: int | None, log_dir: Path | None, overrides: Sequence[str]) -> int:
-    """Make the model if it is missing, serve it, and say how to talk to it."""
+    """Serve the trained model and say how to talk to it.
+
+    With `--set model=DIRECTORY` another one is served; where that folder does not exist, a random
+    model is made in it, to try the machinery at another size.
+    """
     if not CONFIG.exists():
         raise ConfigError(f"{CONFIG} is missing; run afd demo from a checkout of the repository")
     settings = [*overrides, *([f"gateway.port={port}"] if port is not None else [])]
     deployment = load_config(CONFIG, settings)
+    trained = deployment.model == TRAINED
     if not (deployment.model / "config.json").exists():
+        if trained:
+            raise ConfigError(f"{TRAINED} is missing; restore it with git checkout -- checkpoints")
         say(f"making a random {FAMILY} model in {deployment.model}")
         make_once(deployment.model)
     check_model(deployment)
@@ -49,15 +59,18 @@ def make_once(directory: Path) -> None:
 
 
 def hints(url: str, model: str) -> str:
-    """How to ask for a completion, by curl and by Python. Pure."""
-    body = f'{{"model": "{model}", "prompt": "Once upon a time", "max_tokens": 32}}'
+    """How to ask a question, by curl and by Python. Pure."""
+    messages = f'[{{"role": "user", "content": "{QUESTION}"}}]'
+    body = f'{{"model": "{model}", "messages": {messages}, "max_tokens": 200}}'
+    python = messages.replace('"', "'")
     return f"""
-  The weights are random: the answers are nonsense, the machinery is real.
+  The model is very small: it knows some words, short stories and sums, and is often wrong.
 
-  curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'
+  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'
 
   python -c "from openai import OpenAI; print(OpenAI(base_url='{url}/v1', api_key='none')\
-.completions.create(model='{model}', prompt='Once upon a time', max_tokens=32).choices[0].text)"
+.chat.completions.create(model='{model}', messages={python}, max_tokens=200)\
+.choices[0].message.content)"
 
   Ctrl-C stops it.
 """

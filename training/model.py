@@ -1,0 +1,193 @@
+"""Qwen3-MoE in plain torch, for training. Parameter names follow the Hugging Face checkpoint.
+
+Every expert computes every row and the router's weights (zero for experts that were not chosen)
+select: exact, without dropped rows or sorting, and for 32 narrow experts faster than a grouped
+product, because one wide matrix product replaces 32 small ones. Source: vLLM 0.26
+models/qwen3_moe.py and Transformers' Qwen3MoeForCausalLM, which compute the same function.
+"""
+
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    vocab: int = 8192
+    hidden: int = 256
+    layers: int = 8
+    heads: int = 8
+    kv_heads: int = 2
+    head_dim: int = 64
+    experts: int = 32
+    top_k: int = 4
+    intermediate: int = 64  # of one expert
+    context: int = 1024
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-6
+
+    def asdict(self) -> dict[str, float]:
+        return asdict(self)
+
+
+class RmsNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (wide * self.weight).to(x.dtype)
+
+
+def rope_tables(config: ModelConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin, each [length, head_dim] float32, halves repeated (the "neox" style)."""
+    half = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32)
+    frequency = config.rope_theta ** (-half / config.head_dim)
+    angle = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequency)
+    angle = torch.cat((angle, angle), -1)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of x [batch, heads, length, head_dim]."""
+    left, right = x.chunk(2, -1)
+    return (x * cos + torch.cat((-right, left), -1) * sin).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        self.c = c
+        self.q_proj = nn.Linear(c.hidden, c.heads * c.head_dim, bias=False)
+        self.k_proj = nn.Linear(c.hidden, c.kv_heads * c.head_dim, bias=False)
+        self.v_proj = nn.Linear(c.hidden, c.kv_heads * c.head_dim, bias=False)
+        self.o_proj = nn.Linear(c.heads * c.head_dim, c.hidden, bias=False)
+        self.q_norm = RmsNorm(c.head_dim, c.norm_eps)
+        self.k_norm = RmsNorm(c.head_dim, c.norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q = self.q_norm(self.q_proj(x).view(batch, length, self.c.heads, -1)).transpose(1, 2)
+        k = self.k_norm(self.k_proj(x).view(batch, length, self.c.kv_heads, -1)).transpose(1, 2)
+        v = self.v_proj(x).view(batch, length, self.c.kv_heads, -1).transpose(1, 2)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+
+
+@dataclass
+class Routing:
+    """What the router did with [rows, experts]: for the auxiliary loss and for statistics."""
+
+    probabilities: Tensor  # float32 softmax over all experts
+    chosen: Tensor  # float32, 1 where the expert is among the top k
+    logits: Tensor  # float32
+
+
+class Moe(nn.Module):
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        self.c = c
+        self.gate = nn.Linear(c.hidden, c.experts, bias=False)
+        self.gate_proj = nn.Parameter(torch.empty(c.experts, c.intermediate, c.hidden))
+        self.up_proj = nn.Parameter(torch.empty(c.experts, c.intermediate, c.hidden))
+        # Stored [experts, intermediate, hidden], transposed on export: one flat product below.
+        self.down_proj = nn.Parameter(torch.empty(c.experts, c.intermediate, c.hidden))
+
+    def route(self, x: Tensor) -> tuple[Tensor, Routing]:
+        """x [rows, hidden] -> weights [rows, experts] float32 (rows sum to 1), and the routing."""
+        with torch.autocast(x.device.type, enabled=False):
+            logits = F.linear(x.float(), self.gate.weight.float())
+        probabilities = logits.softmax(-1)
+        top, ids = probabilities.topk(self.c.top_k, -1)
+        top = top / top.sum(-1, keepdim=True)
+        weights = torch.zeros_like(probabilities).scatter(-1, ids, top)
+        chosen = torch.zeros_like(probabilities).scatter(-1, ids, 1.0)
+        return weights, Routing(probabilities, chosen, logits)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
+        rows = x.reshape(-1, self.c.hidden)
+        weights, routing = self.route(rows)
+        inner = F.silu(F.linear(rows, self.gate_proj.flatten(0, 1))) * F.linear(
+            rows, self.up_proj.flatten(0, 1)
+        )
+        inner = inner.view(-1, self.c.experts, self.c.intermediate) * weights[..., None].to(
+            inner.dtype
+        )
+        out = inner.flatten(1) @ self.down_proj.flatten(0, 1).to(inner.dtype)
+        return out.view_as(x), routing
+
+    def reference(self, x: Tensor) -> Tensor:
+        """The same, expert by expert over the rows that chose it."""
+        rows = x.reshape(-1, self.c.hidden)
+        weights, _ = self.route(rows)
+        out = torch.zeros_like(rows)
+        for e in range(self.c.experts):
+            mine = weights[:, e].nonzero().flatten()
+            part = rows[mine]
+            inner = F.silu(part @ self.gate_proj[e].T) * (part @ self.up_proj[e].T)
+            out[mine] += weights[mine, e, None] * (inner @ self.down_proj[e])
+        return out.view_as(x)
+
+
+class Layer(nn.Module):
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RmsNorm(c.hidden, c.norm_eps)
+        self.self_attn = Attention(c)
+        self.post_attention_layernorm = RmsNorm(c.hidden, c.norm_eps)
+        self.mlp = Moe(c)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Routing]:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        out, routing = self.mlp(self.post_attention_layernorm(x))
+        return x + out, routing
+
+
+class Model(nn.Module):
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        self.c = c
+        self.embed_tokens = nn.Embedding(c.vocab, c.hidden)
+        self.layers = nn.ModuleList(Layer(c) for _ in range(c.layers))
+        self.norm = RmsNorm(c.hidden, c.norm_eps)
+        self.lm_head = nn.Linear(c.hidden, c.vocab, bias=False)
+        self.initialise()
+
+    def initialise(self) -> None:
+        """Normal weights; what writes into the residual stream is smaller by 1/sqrt(2 layers)."""
+        std = 0.02
+        for name, parameter in self.named_parameters():
+            if parameter.ndim > 1:
+                last = name.endswith(("o_proj.weight", "down_proj"))
+                nn.init.normal_(parameter, std=std / (2 * self.c.layers) ** 0.5 if last else std)
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, list[Routing]]:
+        """ids [batch, length] int64 -> logits [batch, length, vocab], and the routing per layer."""
+        cos, sin = rope_tables(self.c, ids.shape[1], ids.device)
+        x = self.embed_tokens(ids)
+        routings = []
+        for layer in self.layers:
+            x, routing = layer(x, cos, sin)
+            routings.append(routing)
+        return self.lm_head(self.norm(x)), routings
+
+
+def auxiliary_losses(routings: list[Routing], top_k: int) -> tuple[Tensor, Tensor]:
+    """(balance, z): means over the layers.
+
+    balance = experts * sum_e load_e * mean probability_e, 1 when even (Switch Transformers,
+    section 2.2, load as a share of rows times k); z = mean squared logsumexp of the router's
+    logits (ST-MoE, section 3), which keeps them in range for bfloat16.
+    """
+    balance = torch.stack([
+        r.chosen.mean(0).div(top_k).mul(r.probabilities.mean(0)).sum() * r.chosen.shape[-1]
+        for r in routings
+    ]).mean()  # fmt: skip
+    z = torch.stack([r.logits.logsumexp(-1).square().mean() for r in routings]).mean()
+    return balance, z
