@@ -146,7 +146,8 @@ def test_page_has_a_row_per_case_with_its_servers_counters() -> None:
         {FLOAT32: "did not\nstart"},
     )
     assert "| step3 bfloat16 1A1F depth1 | 0.500 | 1.000 | 1.2e-03 |  |  | 7 |  |" in page
-    assert "float32: 1 of 1 rows have every token equal." in page
+    assert "- float32 1A1F: 1 of 1 rows have every token equal, the lowest" in page
+    assert "- bfloat16 1A1F: 1 of 2 rows have every token equal, the lowest match is 0.500" in page
     assert "- qwen3_moe float32 1A1F: did not start" in page
 
 

@@ -1,0 +1,93 @@
+"""The deployments under test, and the host that runs them: few, shared, one at a time."""
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+from helpers import HEALTH_S, Running, environment, shared_memory, wait_until
+
+from afd.bench.servers import disaggregated
+
+Models = Callable[[str], Path]
+
+SETTINGS: dict[str, object] = {
+    "dtype": "float32",  # in which tokens must be equal, see docs/
+    "max_model_len": 1024,
+    "max_num_seqs": 32,
+    "kv_cache_gib": 0.25,
+}
+BLOCK = "--block-size=32"  # short prompts then have blocks to share
+
+
+def _openai(model: Path) -> dict[str, object]:
+    """1A1F; steps of at most 64 tokens, so that prompts are read in chunks."""
+    tools = ["--enable-auto-tool-choice", "--tool-call-parser=hermes"]
+    attention = {**SETTINGS, "max_num_batched_tokens": 64, "vllm_args": [BLOCK, *tools]}
+    return {
+        "model": str(model),
+        "attention": attention,
+        "pipeline": {"depth": 3, "min_rows": 1},
+        "deadlines": {"drain_s": 60},
+    }
+
+
+def _pair(model: Path) -> dict[str, object]:
+    """2A2F. A step waits long for an active instance, so that waiting for an idle one shows."""
+    attention = {**SETTINGS, "instances": 2, "max_num_batched_tokens": 128, "vllm_args": [BLOCK]}
+    return {
+        "model": str(model),
+        "attention": attention,
+        "ffn": {"instances": 2, "step_wait_ms": 300, "late_ms": 500},
+        "pipeline": {"depth": 3, "min_rows": 1},
+        "deadlines": {"drain_s": 60},
+    }
+
+
+def _step3(model: Path) -> dict[str, object]:
+    attention = {**SETTINGS, "max_num_batched_tokens": 128, "vllm_args": [BLOCK]}
+    return {"model": str(model), "attention": attention, "pipeline": {"depth": 3, "min_rows": 1}}
+
+
+DEPLOYMENTS: dict[str, tuple[str, Callable[[Path], dict[str, object]]]] = {
+    "openai": ("qwen3_moe", _openai),
+    "pair": ("qwen3_moe", _pair),
+    "step3": ("step3", _step3),
+}
+
+
+class Host:
+    """Runs one deployment at a time; tests in a row that ask for the same one share it.
+
+    A test may break it: what has ended is started anew, and what is recovering is waited for.
+    """
+
+    def __init__(self, folder: Path, models: Models) -> None:
+        self._folder = folder
+        self._models = models
+        self._stack = contextlib.ExitStack()
+        self._name = ""
+        self._starts = 0
+        self.current: Running | None = None
+
+    def serve(self, name: str) -> Running:
+        current = self.current
+        if current is None or self._name != name or not current.is_running():
+            self.close()
+            current = self._start(name)
+        wait_until(current.is_whole, HEALTH_S, f"deployment {name} is whole")
+        return current
+
+    def close(self) -> None:
+        self.current = None
+        self._stack.close()
+
+    def _start(self, name: str) -> Running:
+        family, config = DEPLOYMENTS[name]
+        self._starts += 1
+        folder = self._folder / f"{name}{self._starts}"
+        folder.mkdir()
+        before = shared_memory()
+        with environment(TMPDIR=str(folder), XDG_RUNTIME_DIR=""):
+            server = self._stack.enter_context(disaggregated(config(self._models(family))))
+        self._name, self.current = name, Running(server, folder, before)
+        return self.current

@@ -1,0 +1,129 @@
+"""/health and /metrics of the deployment, before and after work of known size."""
+
+import json
+import urllib.request
+
+import pytest
+from deployments import Host, Models
+from helpers import Running, Scrape, Stream, all_begun, tokens_of, wait_until
+from reference import weights_are_apart
+
+pytestmark = pytest.mark.serve
+
+HIDDEN, TOP_K, MOE_LAYERS, FLOAT32 = 256, 2, 4, 4  # of the tiny Qwen3-MoE
+
+
+@pytest.fixture(scope="module")
+def deployment(host: Host) -> Running:
+    return host.serve("openai")
+
+
+def fetch(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        text: str = answer.read().decode()
+    return text
+
+
+def test_health_names_the_members(deployment: Running) -> None:
+    health = json.loads(fetch(f"{deployment.url}/health"))
+    assert health["status"] == "ok"
+    states = {member["id"]: (member["state"], member["health"]) for member in health["members"]}
+    assert states == {"attention-0": ("ready", "healthy"), "ffn-0": ("ready", None)}
+
+
+def test_vllm_metrics_keep_their_names(deployment: Running) -> None:
+    """Every series of the attention instance is there, with a label more."""
+    own = Scrape(fetch(f"{deployment.member('attention-0').api_url}/metrics"))
+    merged = deployment.metrics()
+    names = {name for name in own.families if name.startswith("vllm:")}
+    assert len(names) > 20
+    for name in names:
+        assert merged.families[name].type == own.families[name].type
+        wanted = {tuple(sorted(s.labels.items())) for s in own.families[name].samples}
+        found = [dict(s.labels) for s in merged.families[name].samples]
+        assert {labels.pop("instance") for labels in found} == {"attention-0"}
+        assert wanted <= {tuple(sorted(labels.items())) for labels in found}
+
+
+def test_numbers_move_by_what_was_asked(deployment: Running) -> None:
+    """60 prompt tokens and 9 generated: 68 rows through the model, in every MoE layer."""
+    before = deployment.metrics()
+    stream = Stream(deployment.url, tokens_of("metrics", 60), 9).start()
+    stream.join(60)
+    assert len(stream.tokens) == 9
+    after = deployment.metrics()
+
+    def moved(name: str, **labels: str) -> float:
+        return sum(after.values(name, **labels)) - sum(before.values(name, **labels))
+
+    rows = (60 + 9 - 1) * MOE_LAYERS
+    assert moved("afd_rows_per_ffn_call_sum", instance="ffn-0") == rows
+    assert moved("afd_wire_bytes_total", direction="a2f") == rows * (
+        HIDDEN * FLOAT32 + TOP_K * (4 + 4)
+    )
+    assert moved("afd_wire_bytes_total", direction="f2a") == rows * HIDDEN * FLOAT32
+    # the prompt's step is three micro-batches deep, each of the others has one row
+    calls = (3 + 8) * MOE_LAYERS
+    for instance, stages in (("attention-0", ("attention", "f2a")), ("ffn-0", ("a2f", "ffn"))):
+        assert moved("afd_steps_total", instance=instance) == 9
+        assert moved("afd_steps_total", instance=instance, depth="3") == 1
+        assert moved("afd_bubble_seconds_total", instance=instance) > 0
+        for stage in stages:
+            assert moved("afd_stage_seconds_count", instance=instance, stage=stage) == calls
+            assert moved("afd_stage_seconds_sum", instance=instance, stage=stage) > 0
+    assert moved("vllm:prompt_tokens_total") == 60
+    assert moved("vllm:generation_tokens_total") == 9
+    assert moved("vllm:request_success_total") == 1
+    assert moved("afd_gateway_requests_total", path_template="/v1/completions") == 1
+
+
+def test_gauges_say_how_the_deployment_is(deployment: Running) -> None:
+    page = deployment.metrics()
+    assert page.total("afd_slots", instance="attention-0") == 3
+    assert page.total("afd_slots", instance="ffn-0") == 3 + 1
+    assert page.total("afd_slots_in_flight") == 0
+    assert page.total("afd_peers_up", instance="attention-0", role="ffn") == 1
+    assert page.total("afd_peers_up", instance="ffn-0", role="attention") == 1
+    assert page.values("afd_peer_up") == [1, 1]
+    assert page.values("afd_gateway_upstream_up") == [1]
+    assert page.values("afd_late_peers_total", instance="ffn-0")
+
+
+def test_each_side_has_its_own_weights_only(deployment: Running, tiny_models: Models) -> None:
+    weights_are_apart(deployment.metrics(), tiny_models("qwen3_moe"), ffn_instances=1)
+
+
+def test_a_client_that_leaves_frees_its_work(deployment: Running) -> None:
+    """Of two streams one is cut: its steps end on both sides, and the other's do not."""
+    before = deployment.metrics()
+    cut = deployment.client().completions.create(
+        model="model",
+        prompt=list(tokens_of("cut", 20)),
+        max_tokens=900,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    chunks = iter(cut)
+    for _ in range(5):
+        next(chunks)
+    stays = Stream(deployment.url, tokens_of("stays", 9), 100).start()
+    all_begun([stays])
+    cut.close()
+    assert len(stays.join(60).tokens) == 100
+
+    def is_still() -> bool:
+        first, second = deployment.metrics(), deployment.metrics()
+        steps = [
+            [page.total("afd_steps_total", instance=i) for i in ("attention-0", "ffn-0")]
+            for page in (first, second)
+        ]
+        return steps[0] == steps[1] and second.total("vllm:num_requests_running") == 0
+
+    wait_until(is_still, 5, "no request runs and no step is made")
+    after = deployment.metrics()
+
+    def moved(name: str, **labels: str) -> float:
+        return sum(after.values(name, **labels)) - sum(before.values(name, **labels))
+
+    assert moved("vllm:generation_tokens_total") < 900, "the cut request went on to its end"
+    assert moved("afd_gateway_requests_total", code="499") == 1

@@ -1,0 +1,117 @@
+"""2A2F: the same tokens as colocated vLLM, and instances that do not hold each other up."""
+
+import os
+import signal
+import statistics
+import time
+
+import pytest
+from deployments import Host
+from helpers import (
+    HEALTH_S,
+    Running,
+    Stream,
+    all_begun,
+    answers,
+    start_streams,
+    tokens_of,
+    tokens_when_whole,
+    wait_until,
+)
+from reference import References, same_tokens
+
+openai = pytest.importorskip("openai", reason="comes with vLLM; ./run test installs it")
+pytestmark = pytest.mark.serve
+
+STEP_WAIT_S, LATE_S = 0.3, 0.5  # of the deployment
+
+
+@pytest.fixture
+def deployment(host: Host) -> Running:
+    return host.serve("pair")
+
+
+def test_tokens_are_those_of_colocated_vllm(deployment: Running, references: References) -> None:
+    before = deployment.metrics()
+    same_tokens(deployment.server, references("qwen3_moe"), "pair")
+    after = deployment.metrics()
+    for instance in ("attention-0", "attention-1", "ffn-0", "ffn-1"):
+        steps = [p.total("afd_steps_total", instance=instance, depth="3") for p in (before, after)]
+        assert steps[1] > steps[0], f"{instance} took part, three micro-batches deep"
+
+
+def test_an_idle_instance_is_not_waited_for(deployment: Running) -> None:
+    """attention-1 has worked and has nothing to do now; were it waited for, each step of
+    attention-0 would take step_wait longer."""
+    busy, idle = (deployment.member(f"attention-{i}").api_url for i in (0, 1))
+    tokens_when_whole([Stream(idle, tokens_of("idle", 9), 8).start()], 60)
+    stream = Stream(busy, tokens_of("busy", 9), 40).start()
+    tokens_when_whole([stream], 60)
+    gaps = [b - a for a, b in zip(stream.times, stream.times[1:], strict=False)]
+    assert statistics.median(gaps) < STEP_WAIT_S / 2
+
+
+def test_a_stopped_instance_holds_the_other_up_for_late_ms_and_comes_back(
+    deployment: Running,
+) -> None:
+    member = deployment.member("attention-1")
+    group = os.getpgid(member.pid)
+    url = deployment.member("attention-0").api_url
+    wanted = tokens_when_whole(start_streams(member.api_url, 2, 300, name="stopped"), 60)
+    stopped = start_streams(member.api_url, 2, 300, name="stopped")
+    free = start_streams(url, 2, 800, name="free")
+    all_begun([*stopped, *free])
+    os.killpg(group, signal.SIGSTOP)
+    try:
+        since = time.monotonic()
+        wait_until(
+            lambda: deployment.members().find("attention", 1) is None,
+            20,
+            "the control plane gives the silent instance up",
+        )
+        seen = [len(stream.tokens) for stream in stopped]
+        # one FFN instance may find out after the other, and this machine is shared
+        longest = max(stream.longest_gap(since) for stream in free)
+        assert longest < 2 * LATE_S + 1.0, f"the other instance stood still for {longest:.1f} s"
+        assert seen == [len(stream.tokens) for stream in stopped]
+    finally:
+        os.killpg(group, signal.SIGCONT)
+    assert tokens_when_whole(stopped, 60) == wanted
+    tokens_when_whole(free, 60)
+    assert deployment.metrics().total("afd_late_peers_total") >= 1
+
+
+def test_a_killed_attention_instance_costs_only_its_own_requests(deployment: Running) -> None:
+    wanted = tokens_when_whole(start_streams(deployment.url, 8, 120), 60)
+    before = deployment.member("attention-1")
+    streams = start_streams(deployment.url, 8, 120)
+    all_begun(streams)
+    assert {stream.instance for stream in streams} == {"attention-0", "attention-1"}
+    os.kill(os.getpgid(before.pid), signal.SIGKILL)  # the leader; the rest is the supervisor's
+    for stream, tokens in zip(streams, wanted, strict=True):
+        stream.join(60)
+        if stream.instance == "attention-0":
+            assert (stream.error, stream.tokens) == (None, tokens)
+        else:  # its text had begun: that it is cut must be said
+            assert isinstance(stream.error, openai.APIError)
+            assert "attention-1 failed while it answered" in str(stream.error)
+            assert stream.tokens == tokens[: len(stream.tokens)]
+    assert answers(f"{deployment.url}/health")
+    fresh = start_streams(deployment.url, 8, 120)
+    assert tokens_when_whole(fresh, 60) == wanted
+    wait_until(deployment.is_whole, HEALTH_S, "attention-1 is back")
+    after = deployment.member("attention-1")
+    assert after.generation > before.generation
+    again = start_streams(deployment.url, 8, 120)
+    assert tokens_when_whole(again, 60) == wanted
+    assert {stream.instance for stream in again} == {"attention-0", "attention-1"}
+
+
+def test_sigterm_lets_requests_finish_and_leaves_nothing(deployment: Running) -> None:
+    ports = deployment.ports()
+    streams = start_streams(deployment.url, 6, 250)
+    all_begun(streams)
+    os.kill(deployment.server.pid, signal.SIGTERM)
+    tokens_when_whole(streams, 60)
+    assert deployment.await_exit(40) == 0
+    deployment.await_nothing_left(ports, 5)
