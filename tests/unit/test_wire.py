@@ -72,7 +72,7 @@ def test_layout_parts_do_not_overlap_and_are_aligned():
 def test_layout_refuses_what_it_cannot_carry():
     with pytest.raises(ConfigError, match="divisible by 128, not 100"):
         layouts("fp8", "bfloat16", 8, 100, 2)
-    with pytest.raises(ConfigError, match="unknown wire.format 'fp9'; use exact or fp8"):
+    with pytest.raises(ConfigError, match=r"unknown wire.format 'fp9'; use exact or fp8"):
         layouts("fp9", "bfloat16", 8, 128, 2)
     with pytest.raises(ConfigError, match="dtype int8"):
         layouts("exact", "int8", 8, 128, 2)
