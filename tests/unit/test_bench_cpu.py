@@ -1,0 +1,40 @@
+"""`afd bench cpu` without servers: stage times from an exposition, the table, the records."""
+
+import argparse
+
+from afd.bench.cpu import COMPILED, EAGER, Cell, _records, table
+from afd.bench.scrape import stage_times
+
+BEFORE = """
+# TYPE afd_stage_seconds histogram
+afd_stage_seconds_sum{instance="attention-0",stage="attention"} 1.0
+afd_stage_seconds_count{instance="attention-0",stage="attention"} 10
+"""
+AFTER = """
+# TYPE afd_stage_seconds histogram
+afd_stage_seconds_sum{instance="attention-0",stage="attention"} 2.0
+afd_stage_seconds_count{instance="attention-0",stage="attention"} 20
+afd_stage_seconds_sum{instance="attention-1",stage="attention"} 3.0
+afd_stage_seconds_count{instance="attention-1",stage="attention"} 10
+# TYPE afd_bubble_seconds counter
+afd_bubble_seconds_total{instance="attention-0",side="attention"} 0.5
+"""
+
+
+def test_stage_times_add_up_over_instances_and_are_differences():
+    times = stage_times(AFTER).since(stage_times(BEFORE))
+    assert times.counts["attention"] == 20
+    assert times.mean_us("attention") == 1e6 * 4.0 / 20
+    assert times.bubble_us("attention") == 1e6 * 0.5 / 20
+    assert times.mean_us("ffn") == 0.0 and times.bubble_us("ffn") == 0.0
+
+
+def test_table_and_records_name_both_peers():
+    stages = stage_times(AFTER).since(stage_times(BEFORE))
+    cell = Cell(32, 3, 900.0, {EAGER: 1000.0, COMPILED: 1200.0}, stages)
+    row = table([cell]).splitlines()[-1]
+    assert row.startswith("| 32 | 3 | 900 | 1000 (0.90) | 1200 (0.75) | 200000 |")
+    eager, compiled = _records(cell, argparse.Namespace(dtype="bfloat16"), "afd bench cpu")
+    assert eager.key != compiled.key
+    assert (eager.peer, eager.ratio) == (EAGER, 0.9)
+    assert (compiled.peer, compiled.ratio) == (COMPILED, 0.75)
