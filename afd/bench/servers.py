@@ -22,6 +22,7 @@ from afd.launch.ports import free_ports
 from afd.models import read_model
 
 _POLL_S = 0.25
+_GRACE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,13 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(60)
+    # What is left of the group ends by itself; killed first, Python's resource tracker could not
+    # remove the semaphores of vLLM's processes from shared memory.
+    end = time.monotonic() + _GRACE_S
     with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < end:
+            os.killpg(process.pid, 0)
+            time.sleep(0.05)
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(10)
 

@@ -28,6 +28,7 @@ POLL_S = 0.1
 PROGRESS_S = 5.0
 KILL_WAIT_S = 5.0
 HURRY_S = 1.0
+BURY_S = 2.0  # for what a dead role leaves behind: Python's resource tracker frees semaphores
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 #: What a started role (name, process group) still has to do, or None once it is ready.
@@ -210,7 +211,7 @@ class Supervisor:
     def _bury(self, process: RoleProcess, code: int, now: float) -> None:
         """A role died while serving: remove what is left of its group and plan its return."""
         name = process.name
-        self._end([process], 0.0)
+        self._end([process], BURY_S)
         self._returning.discard(name)
         deaths = self._deaths.setdefault(name, [])
         deaths.append(now)
