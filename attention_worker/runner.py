@@ -48,6 +48,11 @@ class DisaggregatedRunner(_Base):
         self.parallel_config = copy.copy(self.parallel_config)
         self.parallel_config.ubatch_size = self._session.max_depth
 
+    def profile_run(self) -> None:
+        """vLLM's warm-up, which calls the FFN; then leave, or the others would wait for us."""
+        super().profile_run()
+        self._session.remote.leave()
+
     def close_session(self) -> None:
         """Leave the deployment and free the transport."""
         self._session.close()

@@ -78,7 +78,8 @@ def test_a_stopped_instance_holds_the_other_up_for_late_ms_and_comes_back(
         os.killpg(group, signal.SIGCONT)
     assert tokens_when_whole(stopped, 60) == wanted
     tokens_when_whole(free, 60)
-    assert deployment.metrics().total("afd_late_peers_total") >= 1
+    # Not asserted: afd_late_peers_total. Stopped between two steps, it is late for none
+    # (tests/unit/test_remote_loop.py stops one inside a step).
 
 
 def test_a_killed_attention_instance_costs_only_its_own_requests(deployment: Running) -> None:
