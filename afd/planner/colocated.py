@@ -100,12 +100,15 @@ def crossings(shape: ColocatedShape, ffn: MoeFfn) -> float:
 
 
 def _shard_link(shape: ColocatedShape, tokens: float, ffn: MoeFfn, efficiency: Efficiency) -> float:
-    """Exposed all-gather and reduce-scatter inside an expert shard of several GPUs, seconds."""
+    """Exposed all-gather and reduce-scatter inside an expert shard of several GPUs, seconds.
+
+    Only another micro-batch's arithmetic can hide them: without overlap they are paid in full.
+    """
     gpus = shape.gpus // shape.ep
     rows = tokens * crossings(shape, ffn) / shape.ep
     nbytes = (rows * each for each in wire_bytes(shape.precision, ffn.hidden, 0))
     link = sum(collective_s(part, gpus, shape.accelerator, efficiency) for part in nbytes)
-    return link * (1 - efficiency.hidden_collectives)
+    return link * (1 - efficiency.hidden_collectives) if shape.overlap else link
 
 
 def _layer(

@@ -175,7 +175,8 @@ def ffn_stage(ffn: Ffn, shape: AfdShape, efficiency: Efficiency) -> StageTime:
     """Experts of one layer for one micro-batch, with the collectives inside an FFN instance.
 
     An instance of several GPUs all-gathers the rows that its GPUs received and reduce-scatters the
-    partial sums (Step-3 report section 7.1), mostly hidden behind the experts.
+    partial sums (Step-3 report section 7.1), mostly hidden behind the experts of another
+    micro-batch where there is one.
     """
     pool = shape.ffn
     part = ffn_part(
@@ -194,7 +195,7 @@ def ffn_stage(ffn: Ffn, shape: AfdShape, efficiency: Efficiency) -> StageTime:
         collective_s(shape.tokens * nbytes, pool.gpus, pool.accelerator, efficiency)
         for nbytes in (out, partial)
     )
-    exposed = link * (1 - efficiency.hidden_collectives)
+    exposed = link * (1 - efficiency.hidden_collectives) if shape.depth > 1 else link
     return StageTime((part,), exposed, efficiency.ffn_overhead_s)
 
 

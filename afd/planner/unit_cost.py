@@ -10,11 +10,16 @@ from afd.planner.colocated import colocated_step
 from afd.planner.cost import afd_stages
 from afd.planner.ffn import MoeFfn
 from afd.planner.imbalance import ExpertSpread
+from afd.planner.model import LayerGroup
 from afd.planner.plan import Constraint
+from afd.planner.precision import wire_bytes
 from afd.planner.request import Request
 from afd.planner.shape import AfdShape, ColocatedShape, Pool, Routing
 from afd.planner.stages import AfdStages, Part, StageTime, layer_period
 from afd.planner.units import shape_of
+
+STAGES = ("attention", "ffn", "wire", "rest")
+"""Stages that a file of measured times may hold."""
 
 
 def routing_for(request: Request, rows: float, groups: int) -> Routing:
@@ -47,18 +52,9 @@ def _with_measured(
     measured = request.measured
     if measured is None:
         return stages, ()
-    rows = shape.rows * request.positions
-    own = rows / shape.attention.groups
-    names = tuple(
-        name
-        for name, table in (
-            ("attention", measured.attention),
-            ("ffn", measured.ffn),
-            ("wire", measured.wire),
-            ("rest", measured.rest),
-        )
-        if table is not None
-    )
+    own = shape.tokens / shape.attention.groups
+    tables = (measured.attention, measured.ffn, measured.wire, measured.rest)
+    names = tuple(n for n, table in zip(STAGES, tables, strict=True) if table is not None)
     groups = []
     for group, kind in zip(stages.groups, request.model.groups, strict=True):
         if "attention" in names:
@@ -66,11 +62,24 @@ def _with_measured(
             group = replace(group, attention=_flat("attention", seconds))
         if group.ffn is not None and "ffn" in names:
             held = kind.ffn.experts / shape.ffn.groups if isinstance(kind.ffn, MoeFfn) else None
-            seconds = measured.t_ffn(rows, held).seconds
+            seconds = measured.t_ffn(shape.tokens, held).seconds
             group = replace(group, ffn=_flat("ffn", seconds))
+        if group.ffn is not None and "wire" in names:
+            out, back = (measured.t_wire(size).seconds for size in _messages(request, shape, kind))
+            group = replace(group, to_ffn=out, to_attention=back)
         groups.append(group)
     rest = measured.t_rest(own * shape.depth).seconds if "rest" in names else stages.rest_s
     return AfdStages(tuple(groups), rest), names
+
+
+def _messages(request: Request, shape: AfdShape, group: LayerGroup) -> tuple[float, float]:
+    """Bytes of the largest message between two GPUs (to the FFN, back)."""
+    rows = max(
+        shape.tokens / shape.attention.total_gpus,
+        shape.tokens / shape.ffn.gpus / shape.attention.instances,
+    )
+    out, back = wire_bytes(shape.precision, request.model.hidden, group.ffn.top_k)
+    return rows * out, rows * back
 
 
 def _flat(name: str, seconds: float) -> StageTime:
@@ -96,6 +105,8 @@ def binding_afd(stages: AfdStages, depth: int) -> Constraint:
 
 
 def _attention_bound(stage: StageTime) -> Constraint:
+    if stage.measured:
+        return Constraint.ATTENTION_STAGE
     return {
         "compute": Constraint.ATTENTION_COMPUTE,
         "memory": Constraint.ATTENTION_BANDWIDTH,
@@ -105,6 +116,8 @@ def _attention_bound(stage: StageTime) -> Constraint:
 
 
 def _ffn_bound(stage: StageTime) -> Constraint:
+    if stage.measured:
+        return Constraint.FFN_STAGE
     return {
         "compute": Constraint.FFN_COMPUTE,
         "memory": Constraint.FFN_WEIGHT_READS,
@@ -119,13 +132,23 @@ def binding_colocated(request: Request, shape: ColocatedShape) -> Constraint:
     tokens = shape.rows * request.positions
     routing = routing_for(request, tokens / micro_batches, shape.ep)
     step = colocated_step(request.model, replace(shape, routing=routing), request.efficiency)
-    layer = max(step.layers, key=lambda g: len(g.layers) * g.compute.seconds)
-    *attention, ffn = layer.compute.parts
-    parts = {
+    layer, group = max(
+        zip(step.layers, request.model.groups, strict=True),
+        key=lambda pair: len(pair[0].layers) * pair[0].compute.seconds,
+    )
+    *parts, last = layer.compute.parts
+    attention, ffn = StageTime(tuple(parts)), StageTime((last,))
+    measured, tokens = request.measured, tokens / micro_batches
+    if measured is not None and measured.attention is not None:
+        seconds = measured.t_attention(tokens / shape.dp, shape.context).seconds
+        attention = _flat("attention", seconds)
+    if measured is not None and measured.ffn is not None and isinstance(group.ffn, MoeFfn):
+        ffn = _flat("ffn", measured.t_ffn(tokens, group.ffn.experts / shape.ep).seconds)
+    times = {
         Constraint.NETWORK: layer.exchange_s,
         Constraint.SERVER_LINKS: layer.compute.link_s,
         Constraint.FIXED_TIMES: layer.compute.overhead_s,
-        _attention_bound(StageTime(tuple(attention))): sum(p.seconds for p in attention),
-        _ffn_bound(StageTime((ffn,))): ffn.seconds,
+        _attention_bound(attention): attention.seconds,
+        _ffn_bound(ffn): ffn.seconds,
     }
-    return max(parts, key=lambda name: parts[name])
+    return max(times, key=lambda name: times[name])

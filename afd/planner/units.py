@@ -42,7 +42,7 @@ class AttentionUnits:
 
     reduces: per layer group, reading and adding the answers of the FFN instances, as lines in their
     number, seconds per row (None: the FFN stays here). kv_rows: sequences whose cache one
-    data-parallel group holds.
+    data-parallel group holds. weights_share: of the usable memory that weights take.
     """
 
     accelerator: Accelerator
@@ -52,6 +52,7 @@ class AttentionUnits:
     reduces: tuple[Line | None, ...]
     rest: RestLines
     kv_rows: float
+    weights_share: float
 
 
 def remote(model: ModelSpec, group: LayerGroup) -> bool:
@@ -121,7 +122,10 @@ def attention_units(
         reduces.append(None if own else line_through(*by_instances))
     rest = RestLines.of(model, accelerator, request.precision, tp, efficiency)
     kv_rows = 1 / request.context.average(lambda length: 1 / capacity(length))
-    return AttentionUnits(accelerator, gpus, tp, tuple(groups), tuple(reduces), rest, kv_rows)
+    share = use.weights / use.usable
+    return AttentionUnits(
+        accelerator, gpus, tp, tuple(groups), tuple(reduces), rest, kv_rows, share
+    )
 
 
 def _without_reduce(stage: StageTime) -> StageTime:
