@@ -47,6 +47,15 @@ std::unique_ptr<Link> open_link(const std::vector<std::string>& addresses,
   throw CommError("cannot reach the peer's region: " + reasons);
 }
 
+Times times_of(const Message& m, uint64_t posted) {
+  Times times;
+  times.posted = static_cast<int64_t>(posted);
+  times.echo_posted = m.echo.posted;
+  times.echo_arrived = m.echo.arrived;
+  times.clock = clock_identity();
+  return times;
+}
+
 Status check_message(const Message& m, uint32_t slots, uint64_t slot_bytes, SlotRange claimed) {
   if (m.slot >= slots || m.flag == 0 || m.part_count > kMaxParts) return Status::BadHeader;
   if (claimed.count != 0 && !claimed.contains(m.slot)) return Status::BadHeader;

@@ -2,6 +2,8 @@
 
 #include <unistd.h>
 
+#include <algorithm>
+
 #include "backends.h"
 
 namespace afd_comm {
@@ -19,6 +21,7 @@ Region::Region(uint64_t slots, uint64_t slot_bytes, const RegionOptions& options
     : name_(options.name),
       token_(random_token()),
       memory_(Memory::create(Geometry::of(slots, slot_bytes), token_, options.name)),
+      slot_traces_(new SlotTrace[geometry().slots]),
       creator_(getpid()),
       spin_ns_(usable_cpus() > kFewCpus ? kSpinNs : kSpinNsFewCpus) {
   ShmAddress shm;
@@ -49,6 +52,19 @@ void Region::close() {
   memory_.head().closed.store(1, std::memory_order_release);
   memory_.nudge();
   memory_.close_fd();
+}
+
+void Region::trace(SlotRange range, std::shared_ptr<PeerTrace> trace) {
+  if (uint64_t{range.first} + range.count > slots())
+    throw CommError("slots " + std::to_string(range.first) + " to " +
+                    std::to_string(uint64_t{range.first} + range.count) +
+                    " cannot be traced: region '" + name_ + "' has " + std::to_string(slots()));
+  const std::lock_guard<std::mutex> lock(trace_mutex_);
+  for (uint32_t i = 0; i < range.count; ++i)
+    slot_traces_[range.first + i].trace.store(trace.get(), std::memory_order_release);
+  // A wait may still hold the pointer it replaced, so all of them stay.
+  if (trace != nullptr && std::find(traces_.begin(), traces_.end(), trace) == traces_.end())
+    traces_.push_back(std::move(trace));
 }
 
 void Region::wake() {

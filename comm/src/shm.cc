@@ -16,7 +16,8 @@ constexpr uint64_t kLookNs = 1000000;
 class ShmLink final : public Link {
  public:
   ShmLink(Memory memory, const LinkOptions& options)
-      : memory_(std::move(memory)),
+      : Link(options.trace),
+        memory_(std::move(memory)),
         slots_(options.slots),
         creator_(getpid()),
         receiver_(memory_.head().owner) {
@@ -38,8 +39,9 @@ class ShmLink final : public Link {
     const Geometry& g = memory_.geometry();
     const Status checked = check_message(m, g.slots, g.slot_bytes, slots_);
     if (checked != Status::Ok) return checked;
-    const uint64_t posted = now_ns();
-    if (!receiver_alive(posted)) return Status::PeerGone;
+    const bool trace = traced();
+    const uint64_t posted = trace ? now_ns() : 0;
+    if (!receiver_alive()) return Status::PeerGone;
     if (!owns(m.slot)) return Status::Closed;
     uint8_t* payload = memory_.payload(m.slot);
     for (std::size_t i = 0; i < m.part_count; ++i)
@@ -47,10 +49,13 @@ class ShmLink final : public Link {
         std::memcpy(payload + m.parts[i].offset, m.parts[i].data, m.parts[i].nbytes);
     // A newer writer may have come while this one copied; its doorbell must not be overwritten.
     if (!owns(m.slot)) return Status::Closed;
-    Header& header = memory_.control(m.slot).header;
-    header = m.header;
-    header.t_posted = static_cast<int64_t>(posted);
-    header.t_arrived = static_cast<int64_t>(now_ns());
+    SlotControl& control = memory_.control(m.slot);
+    if (trace) {
+      control.times = times_of(m, posted);
+      control.times.sent = control.times.arrived = static_cast<int64_t>(now_ns());
+    }
+    control.header = m.header;
+    control.header.traced = trace;
     memory_.ring(m.slot, m.flag);
     return Status::Ok;
   }
@@ -66,9 +71,10 @@ class ShmLink final : public Link {
     return slots_.count == 0 || holds_claim(memory_, slot, ticket_);
   }
 
-  bool receiver_alive(uint64_t now) {
+  bool receiver_alive() {
     if (memory_.head().closed.load(std::memory_order_acquire) != 0) return false;
     if (receiver_ended_.load(std::memory_order_relaxed)) return false;
+    const uint64_t now = coarse_now_ns();
     if (now - last_look_.load(std::memory_order_relaxed) < kLookNs) return true;
     last_look_.store(now, std::memory_order_relaxed);
     if (receiver_.alive()) return true;

@@ -127,9 +127,12 @@ bool TcpConnection::deliver() {
     say_farewell(Status::Closed);
     return false;
   }
-  Header& header = memory_.control(head_.slot).header;
-  header = head_.header;
-  header.t_arrived = static_cast<int64_t>(now_ns());
+  SlotControl& control = memory_.control(head_.slot);
+  control.header = head_.header;
+  if (head_.header.traced != 0) {
+    control.times = head_.times;
+    control.times.arrived = static_cast<int64_t>(now_ns());
+  }
   memory_.ring(head_.slot, head_.flag);
   phase_ = Phase::Head;
   return true;

@@ -86,7 +86,8 @@ Welcome greet(const Fd& fd, const TcpAddress& a, SlotRange slots, uint64_t deadl
 class TcpLink final : public Link {
  public:
   TcpLink(Fd fd, const Welcome& region, const LinkOptions& options)
-      : fd_(std::move(fd)),
+      : Link(options.trace),
+        fd_(std::move(fd)),
         slots_(region.slots),
         slot_bytes_(region.slot_bytes),
         options_(options),
@@ -101,14 +102,15 @@ class TcpLink final : public Link {
     if (closed_.load(std::memory_order_acquire)) return Status::Closed;
     const Status checked = check_message(m, slots_, slot_bytes_, options_.slots);
     if (checked != Status::Ok) return checked;
-    const uint64_t posted = now_ns();
+    const bool trace = traced();
+    const uint64_t posted = trace ? now_ns() : 0;
     FrameHead head{};
     head.magic = kFrameMagic;
     head.slot = m.slot;
     head.flag = m.flag;
     head.part_count = static_cast<uint32_t>(m.part_count);
     head.header = m.header;
-    head.header.t_posted = static_cast<int64_t>(posted);
+    head.header.traced = trace;
     iovec pieces[1 + kMaxParts];
     pieces[0] = {&head, sizeof head};
     for (std::size_t i = 0; i < m.part_count; ++i) {
@@ -118,6 +120,10 @@ class TcpLink final : public Link {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (ended_ == Status::Ok) ended_ = farewell(Status::Ok);
     if (ended_ != Status::Ok) return ended_;
+    if (trace) {
+      head.times = times_of(m, posted);
+      head.times.sent = static_cast<int64_t>(now_ns());
+    }
     return send_all(pieces, 1 + m.part_count, deadline_after_us(options_.timeout_us));
   }
 

@@ -34,16 +34,28 @@ class Sleeper {
 
 }  // namespace
 
-bool Region::poll(Awaited* awaited, std::size_t count, WaitFor mode) const {
+bool Region::poll(Awaited* awaited, std::size_t count, WaitFor mode) {
   std::size_t open = 0;
   bool any = false;
   for (std::size_t i = 0; i < count; ++i) {
     Awaited& a = awaited[i];
-    if (a.status != Status::Ok && ready(a.slot, a.flag)) a.status = Status::Ok;
+    if (a.status != Status::Ok && ready(a.slot, a.flag)) {
+      a.status = Status::Ok;
+      PeerTrace* const trace = slot_traces_[a.slot].trace.load(std::memory_order_acquire);
+      if (trace != nullptr) note(a.slot, a.flag, *trace);
+    }
     if (a.status == Status::Deadline) ++open;
     if (a.status == Status::Ok) any = true;
   }
   return open == 0 || (mode == WaitFor::Any && any);
+}
+
+void Region::note(uint32_t slot, uint64_t flag, PeerTrace& trace) {
+  SlotControl& control = memory_.control(slot);
+  if (control.header.traced == 0) return;
+  if (slot_traces_[slot].seen.exchange(flag, std::memory_order_relaxed) == flag) return;
+  control.times.consumed = static_cast<int64_t>(now_ns());
+  trace.note(control.times);
 }
 
 bool Region::mark_gone(Awaited* awaited, std::size_t count, WaitFor mode, bool ask_kernel) {
@@ -51,9 +63,9 @@ bool Region::mark_gone(Awaited* awaited, std::size_t count, WaitFor mode, bool a
     Awaited& a = awaited[i];
     if (a.status != Status::Deadline) continue;
     if (!(ask_kernel ? watch_.look(memory_, a.slot) : WriterWatch::gone(memory_, a.slot))) continue;
-    // It may have rung before it died.
-    a.status = ready(a.slot, a.flag) ? Status::Ok : Status::PeerGone;
+    a.status = Status::PeerGone;
   }
+  // Looks again: a writer may have rung before it died.
   return poll(awaited, count, mode);
 }
 

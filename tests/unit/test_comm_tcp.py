@@ -35,7 +35,7 @@ def token(region: Region) -> bytes:
     return bytes.fromhex(tcp_address(region).split(":")[3])
 
 
-def hello(region: Region, first: int = 1, count: int = 1, version: int = 1) -> bytes:
+def hello(region: Region, first: int = 1, count: int = 1, version: int = 2) -> bytes:
     return struct.pack("<II16sII", HELLO, version, token(region), first, count)
 
 
@@ -47,10 +47,10 @@ def frame(
     part_count: int | None = None,
     magic: int = FRAME,
 ) -> bytes:
-    """A frame head as the sender builds it: 24 bytes, header of 64 bytes, table of 8 parts."""
+    """A frame head as the sender builds it: 24 bytes, header (56), times (64), 8 parts."""
     total = sum(n for _, n in parts) if nbytes is None else nbytes
     head = struct.pack("<IIQII", magic, slot, flag, part_count or len(parts), 0)
-    header = struct.pack("<6i5q", 0, 0, 0, 0, 0, 0, total, 0, 0, 0, 0)
+    header = struct.pack("<6i2q2iq", 0, 0, 0, 0, 0, 0, total, 0, 0, 0, 0) + bytes(64)
     flat = [value for part in parts for value in part]
     return head + header + struct.pack("<16Q", *flat, *([0] * (16 - len(flat))))
 
@@ -92,7 +92,7 @@ def test_hand_made_frame_is_understood(region: Region) -> None:
     with raw(region, hello(region), frame(parts=((0, 4), (10, 4))) + b"abcdefgh") as s:
         assert region.wait_all([1], [FLAG], TIMEOUT_US) == [Status.OK]
         assert bytes(region.buffer(1)[:14]) == b"abcd" + bytes(6) + b"efgh"
-        assert struct.unpack("<IIiIQ", s.recv(24)) == (WELCOME, 1, 0, 3, SLOT_BYTES)
+        assert struct.unpack("<IIiIQ", s.recv(24)) == (WELCOME, 2, 0, 3, SLOT_BYTES)
 
 
 def test_byte_by_byte(region: Region) -> None:
@@ -135,7 +135,7 @@ def test_wrong_token_and_version(region: Region) -> None:
     with pytest.raises(CommError, match="refused the connection"):
         Link([f"tcp:{host}:{port}:{'0' * 32}"], timeout_us=TIMEOUT_US)
     with raw(region, hello(region, version=9)) as s:
-        assert struct.unpack("<II", s.recv(24)[:8]) == (WELCOME, 1)
+        assert struct.unpack("<II", s.recv(24)[:8]) == (WELCOME, 2)
         assert hung_up(s)
 
 
@@ -155,7 +155,7 @@ def test_random_bytes_leave_the_region_intact(region: Region) -> None:
     for i in range(500):
         mutated = bytearray(frame() + b"abcdefgh")
         for _ in range(rng.randrange(1, 5)):
-            mutated[rng.randrange(88 if i % 2 else len(mutated))] = rng.randrange(256)
+            mutated[rng.randrange(144 if i % 2 else len(mutated))] = rng.randrange(256)
         with suppress(ConnectionError), raw(region, hello(region), bytes(mutated)):
             pass
     assert np.array_equal(region.buffer(0), data) and region.ready(0, FLAG)

@@ -1,6 +1,7 @@
 // Link: the sender's side, to one peer's region. One implementation per backend.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <string>
 #include <vector>
@@ -15,10 +16,13 @@ struct LinkOptions {
   SlotRange slots;               // what this link claims
   int64_t timeout_us = 0;        // bound of connecting, and of every post that has to wait
   Interrupt interrupt = nullptr;
+  bool trace = false;  // whether messages carry their Times; see Link::set_trace
 };
 
 class Link {
  public:
+  explicit Link(bool trace) : trace_(trace) {}
+  Link(const Link&) = delete;
   virtual ~Link() = default;
   virtual const char* backend() const = 0;
   // Whether post() may wait for the peer, so that a caller lets go of its locks first.
@@ -28,7 +32,16 @@ class Link {
   virtual Status post(const Message& message) = 0;
   // Gives the claim back: the peer sees the writer as gone. Idempotent.
   virtual void close() = 0;
+
+  bool traced() const { return trace_.load(std::memory_order_relaxed); }
+  void set_trace(bool on) { trace_.store(on, std::memory_order_relaxed); }
+
+ private:
+  std::atomic<bool> trace_;
 };
+
+// The times of a message posted at `posted` ns, but for those that are still to come.
+Times times_of(const Message& message, uint64_t posted);
 
 // Connects by the first usable backend. Throws CommError naming what was tried.
 std::unique_ptr<Link> open_link(const std::vector<std::string>& addresses,

@@ -9,6 +9,7 @@
 #include "afd_comm/claims.h"
 #include "afd_comm/memory.h"
 #include "afd_comm/receiver.h"
+#include "afd_comm/trace.h"
 
 namespace afd_comm {
 
@@ -47,6 +48,14 @@ class Region {
   bool ready(uint32_t slot, uint64_t flag) const {
     return memory_.control(slot).doorbell.load(std::memory_order_acquire) == flag;
   }
+  // What the slot's Times say; zeros for a message without them.
+  Times times(uint32_t slot) const {
+    const SlotControl& control = memory_.control(slot);
+    return control.header.traced != 0 ? control.times : Times{};
+  }
+  // From now on the waits that see a message in these slots stamp it and note it in `trace` (null:
+  // stop). Throws CommError for slots outside of the region.
+  void trace(SlotRange slots, std::shared_ptr<PeerTrace> trace);
   // Whether the slot had a writer and it is gone.
   bool gone(uint32_t slot) { return watch_.look(memory_, slot); }
 
@@ -56,7 +65,7 @@ class Region {
   bool wait(Awaited* awaited, std::size_t count, WaitFor mode, uint64_t deadline,
             Interrupt interrupt);
   // Marks what has arrived; true once the wait is over. Never blocks.
-  bool poll(Awaited* awaited, std::size_t count, WaitFor mode) const;
+  bool poll(Awaited* awaited, std::size_t count, WaitFor mode);
 
   void wake();
   void set_spin_us(int64_t us) {
@@ -67,6 +76,12 @@ class Region {
 
  private:
   const Geometry& geometry() const { return memory_.geometry(); }
+  // What tracing keeps per slot. `seen`: the last flag noted, since several waits may see one.
+  struct SlotTrace {
+    std::atomic<PeerTrace*> trace{nullptr};
+    std::atomic<uint64_t> seen{0};
+  };
+  void note(uint32_t slot, uint64_t flag, PeerTrace& trace);
   bool mark_gone(Awaited* awaited, std::size_t count, WaitFor mode, bool ask_kernel);
 
   std::string name_;
@@ -75,6 +90,9 @@ class Region {
   std::vector<std::string> addresses_;
   std::vector<std::unique_ptr<Receiver>> receivers_;
   WriterWatch watch_;
+  std::unique_ptr<SlotTrace[]> slot_traces_;
+  std::mutex trace_mutex_;
+  std::vector<std::shared_ptr<PeerTrace>> traces_;  // those a slot has ever named
   pid_t creator_;
   std::atomic<bool> closed_{false};
   std::atomic<uint32_t> wakes_{0};

@@ -3,6 +3,26 @@
 See ``_core.pyi`` for the interface.
 """
 
-from ._core import MAX_PARTS, CommError, Header, Link, Region, Status, make_flag
+from ._core import (
+    MAX_PARTS,
+    CommError,
+    Header,
+    Histogram,
+    Link,
+    PeerTrace,
+    Region,
+    Status,
+    make_flag,
+)
 
-__all__ = ["MAX_PARTS", "CommError", "Header", "Link", "Region", "Status", "make_flag"]
+__all__ = [
+    "MAX_PARTS",
+    "CommError",
+    "Header",
+    "Histogram",
+    "Link",
+    "PeerTrace",
+    "Region",
+    "Status",
+    "make_flag",
+]

@@ -1,0 +1,40 @@
+// What the parts of the Python binding share. Types and docstrings are in
+// python/afd_comm/_core.pyi.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "afd_comm/region.h"
+
+namespace afd_comm {
+
+// One per file python_*.cc.
+void bind_link(nanobind::module_& m);
+void bind_region(nanobind::module_& m);
+void bind_trace(nanobind::module_& m);
+
+// The Python type Header: all that came with a message.
+struct Received {
+  Header header;
+  Times times;
+};
+
+inline bool signals_pending() {
+  const nanobind::gil_scoped_acquire gil;
+  return PyErr_CheckSignals() != 0;
+}
+
+// Python runs signal handlers on the main thread only; the others need not touch the GIL while they
+// wait.
+inline Interrupt interrupt() { return syscall(SYS_gettid) == getpid() ? signals_pending : nullptr; }
+
+inline uint64_t as_u64(PyObject* object) {
+  const unsigned long long value = PyLong_AsUnsignedLongLong(object);
+  if (value == static_cast<unsigned long long>(-1) && PyErr_Occurred())
+    throw nanobind::python_error();
+  return value;
+}
+
+}  // namespace afd_comm

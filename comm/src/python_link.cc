@@ -1,0 +1,109 @@
+// Python binding of Link.
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+#include <utility>
+
+#include "afd_comm/link.h"
+#include "python.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace afd_comm {
+namespace {
+
+// Below this a copy is shorter than handing the GIL over and getting it back.
+constexpr uint64_t kCopyWithGil = 64 * 1024;
+
+void read_parts(nb::list parts, Message& message) {
+  message.part_count = parts.size();
+  if (message.part_count > kMaxParts)
+    throw nb::value_error(("a message has at most " + std::to_string(kMaxParts) + " parts; got " +
+                           std::to_string(message.part_count))
+                              .c_str());
+  uint64_t total = 0;
+  for (std::size_t i = 0; i < message.part_count; ++i) {
+    PyObject* item = PyList_GET_ITEM(parts.ptr(), static_cast<Py_ssize_t>(i));
+    if (!PyTuple_Check(item) || PyTuple_GET_SIZE(item) != 3)
+      throw nb::type_error("each part must be a tuple (offset, ptr, nbytes) of ints");
+    Part& part = message.parts[i];
+    part.offset = as_u64(PyTuple_GET_ITEM(item, 0));
+    part.data =
+        reinterpret_cast<const void*>(static_cast<uintptr_t>(as_u64(PyTuple_GET_ITEM(item, 1))));
+    part.nbytes = as_u64(PyTuple_GET_ITEM(item, 2));
+    if (part.data == nullptr && part.nbytes != 0)
+      throw nb::value_error("a part with bytes has a null pointer");
+    total += part.nbytes;  // may wrap; then some part is too large for any slot and is refused
+  }
+  message.header.nbytes = static_cast<int64_t>(total);
+}
+
+Status post(Link& link, uint32_t slot, uint64_t flag, int32_t layer, int32_t micro_batch,
+            int32_t rows, int32_t depth, int32_t kind, int32_t dtype, int64_t step, nb::list parts,
+            const Received* answer_to) {
+  Message message;
+  message.slot = slot;
+  message.flag = flag;
+  message.header.layer = layer;
+  message.header.micro_batch = micro_batch;
+  message.header.rows = rows;
+  message.header.depth = depth;
+  message.header.kind = kind;
+  message.header.dtype = dtype;
+  message.header.step = step;
+  if (answer_to != nullptr) message.echo = Echo{answer_to->times.posted, answer_to->times.arrived};
+  read_parts(parts, message);
+  if (!link.may_block() && static_cast<uint64_t>(message.header.nbytes) <= kCopyWithGil)
+    return link.post(message);
+  Status status;
+  {
+    const nb::gil_scoped_release release;
+    status = link.post(message);
+  }
+  // A signal handler that ran during the wait may have raised.
+  if (PyErr_Occurred() != nullptr) throw nb::python_error();
+  return status;
+}
+
+std::unique_ptr<Link> connect(std::vector<std::string> addresses, std::string backend,
+                              std::optional<std::pair<uint32_t, uint32_t>> slots,
+                              int64_t timeout_us, bool trace) {
+  LinkOptions options;
+  options.backend = std::move(backend);
+  if (slots) options.slots = SlotRange{slots->first, slots->second};
+  if (slots && slots->second == 0)
+    throw nb::value_error("slots=(first, count): count must be at least 1");
+  options.timeout_us = timeout_us;
+  options.trace = trace;
+  // Not interrupt(): the link may later be used on the main thread.
+  options.interrupt = signals_pending;
+  std::unique_ptr<Link> link;
+  try {
+    const nb::gil_scoped_release release;
+    link = open_link(addresses, options);
+  } catch (const CommError&) {
+    if (PyErr_Occurred() != nullptr) throw nb::python_error();
+    throw;
+  }
+  return link;
+}
+
+}  // namespace
+
+void bind_link(nb::module_& m) {
+  nb::class_<Link>(m, "Link")
+      .def(nb::new_(&connect), "addresses"_a, nb::kw_only(), "backend"_a = "auto",
+           "slots"_a = nb::none(), "timeout_us"_a, "trace"_a = false)
+      .def_prop_rw("trace", &Link::traced, &Link::set_trace)
+      .def_prop_ro("backend", &Link::backend)
+      .def("post", &post, "slot"_a, "flag"_a, "layer"_a, "micro_batch"_a, "rows"_a, "depth"_a,
+           "kind"_a, "dtype"_a, "step"_a, "parts"_a, "answer_to"_a = nb::none())
+      .def("close", &Link::close, nb::call_guard<nb::gil_scoped_release>());
+}
+
+}  // namespace afd_comm
