@@ -23,4 +23,5 @@ NB_MODULE(_core, m) {
   bind_trace(m);
   bind_region(m);
   bind_link(m);
+  bind_group(m);
 }

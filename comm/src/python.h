@@ -11,6 +11,7 @@
 namespace afd_comm {
 
 // One per file python_*.cc.
+void bind_group(nanobind::module_& m);
 void bind_link(nanobind::module_& m);
 void bind_region(nanobind::module_& m);
 void bind_trace(nanobind::module_& m);
@@ -29,6 +30,12 @@ inline bool signals_pending() {
 // Python runs signal handlers on the main thread only; the others need not touch the GIL while they
 // wait.
 inline Interrupt interrupt() { return syscall(SYS_gettid) == getpid() ? signals_pending : nullptr; }
+
+// Below this a copy is shorter than handing the GIL over and getting it back.
+constexpr uint64_t kCopyWithGil = 64 * 1024;
+
+// Fills the parts and header.nbytes from a list of (offset, ptr, nbytes).
+void read_parts(nanobind::list parts, Message& message);
 
 inline uint64_t as_u64(PyObject* object) {
   const unsigned long long value = PyLong_AsUnsignedLongLong(object);

@@ -15,11 +15,6 @@ namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace afd_comm {
-namespace {
-
-// Below this a copy is shorter than handing the GIL over and getting it back.
-constexpr uint64_t kCopyWithGil = 64 * 1024;
-
 void read_parts(nb::list parts, Message& message) {
   message.part_count = parts.size();
   if (message.part_count > kMaxParts)
@@ -42,6 +37,8 @@ void read_parts(nb::list parts, Message& message) {
   }
   message.header.nbytes = static_cast<int64_t>(total);
 }
+
+namespace {
 
 Status post(Link& link, uint32_t slot, uint64_t flag, int32_t layer, int32_t micro_batch,
             int32_t rows, int32_t depth, int32_t kind, int32_t dtype, int64_t step, nb::list parts,

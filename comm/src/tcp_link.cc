@@ -5,8 +5,9 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
-#include <mutex>
+#include <thread>
 
 #include "backends.h"
 #include "socket.h"
@@ -99,33 +100,58 @@ class TcpLink final : public Link {
   bool may_block() const override { return true; }
 
   Status post(const Message& m) override {
+    std::optional<Status> status = begin(m);
+    if (status) return *status;
+    const uint64_t deadline = deadline_after_us(options_.timeout_us);
+    while (!status) {
+      if (poll_until(fd_.get(), POLLOUT, deadline, options_.interrupt) != Poll::Ready)
+        return abandon();
+      status = advance();
+    }
+    return *status;
+  }
+
+  std::optional<Status> begin(const Message& m) override {
     if (closed_.load(std::memory_order_acquire)) return Status::Closed;
     const Status checked = check_message(m, slots_, slot_bytes_, options_.slots);
     if (checked != Status::Ok) return checked;
     const bool trace = traced();
     const uint64_t posted = trace ? now_ns() : 0;
-    FrameHead head{};
-    head.magic = kFrameMagic;
-    head.slot = m.slot;
-    head.flag = m.flag;
-    head.part_count = static_cast<uint32_t>(m.part_count);
-    head.header = m.header;
-    head.header.traced = trace;
-    iovec pieces[1 + kMaxParts];
-    pieces[0] = {&head, sizeof head};
-    for (std::size_t i = 0; i < m.part_count; ++i) {
-      head.parts[i] = {m.parts[i].offset, m.parts[i].nbytes};
-      pieces[1 + i] = {const_cast<void*>(m.parts[i].data), m.parts[i].nbytes};
-    }
-    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!take_turn()) return Status::Deadline;
     if (ended_ == Status::Ok) ended_ = farewell(Status::Ok);
-    if (ended_ != Status::Ok) return ended_;
+    if (ended_ != Status::Ok) return finish(ended_);
+    load(m, trace);
     if (trace) {
-      head.times = times_of(m, posted);
-      head.times.sent = static_cast<int64_t>(now_ns());
+      head_.times = times_of(m, posted);
+      head_.times.sent = static_cast<int64_t>(now_ns());
     }
-    return send_all(pieces, 1 + m.part_count, deadline_after_us(options_.timeout_us));
+    return advance();
   }
+
+  std::optional<Status> advance() override {
+    while (unsent_.msg_iovlen != 0) {
+      const ssize_t n = sendmsg(fd_.get(), &unsent_, MSG_NOSIGNAL | MSG_DONTWAIT);
+      if (n < 0) {
+        if (errno == EINTR) continue;
+        if (errno == EAGAIN) return std::nullopt;
+        return finish(ended_ = closed_ ? Status::Closed : farewell(Status::PeerGone));
+      }
+      begun_ = begun_ || n > 0;
+      skip(static_cast<std::size_t>(n));
+    }
+    return finish(Status::Ok);
+  }
+
+  Status abandon() override {
+    // Half a frame cannot be taken back, and what followed it would be read as its rest.
+    if (begun_) {
+      ended_ = Status::Closed;
+      shutdown(fd_.get(), SHUT_RDWR);
+    }
+    return finish(Status::Deadline);
+  }
+
+  int pollable() const override { return fd_.get(); }
 
   void close() override {
     if (closed_.exchange(true, std::memory_order_acq_rel)) return;
@@ -145,37 +171,49 @@ class TcpLink final : public Link {
     return Status::PeerGone;
   }
 
-  Status send_all(iovec* pieces, std::size_t count, uint64_t deadline) {
-    msghdr message{};
-    message.msg_iov = pieces;
-    message.msg_iovlen = count;
-    bool begun = false;
-    while (message.msg_iovlen != 0) {
-      const ssize_t n = sendmsg(fd_.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
-      if (n < 0) {
-        if (errno == EINTR) continue;
-        if (errno != EAGAIN) return ended_ = closed_ ? Status::Closed : farewell(Status::PeerGone);
-        if (poll_until(fd_.get(), POLLOUT, deadline, options_.interrupt) == Poll::Ready) continue;
-        // Half a frame cannot be taken back, and what followed it would be read as its rest.
-        if (begun) {
-          ended_ = Status::Closed;
-          shutdown(fd_.get(), SHUT_RDWR);
-        }
-        return Status::Deadline;
-      }
-      begun = begun || n > 0;
-      std::size_t sent = static_cast<std::size_t>(n);
-      while (message.msg_iovlen != 0 && sent >= message.msg_iov->iov_len) {
-        sent -= message.msg_iov->iov_len;
-        ++message.msg_iov;
-        --message.msg_iovlen;
-      }
-      if (message.msg_iovlen != 0) {
-        message.msg_iov->iov_base = static_cast<char*>(message.msg_iov->iov_base) + sent;
-        message.msg_iov->iov_len -= sent;
-      }
+  void load(const Message& m, bool trace) {
+    head_ = FrameHead{};
+    head_.magic = kFrameMagic;
+    head_.slot = m.slot;
+    head_.flag = m.flag;
+    head_.part_count = static_cast<uint32_t>(m.part_count);
+    head_.header = m.header;
+    head_.header.traced = trace;
+    pieces_[0] = {&head_, sizeof head_};
+    for (std::size_t i = 0; i < m.part_count; ++i) {
+      head_.parts[i] = {m.parts[i].offset, m.parts[i].nbytes};
+      pieces_[1 + i] = {const_cast<void*>(m.parts[i].data), m.parts[i].nbytes};
     }
-    return Status::Ok;
+    unsent_.msg_iov = pieces_;
+    unsent_.msg_iovlen = 1 + m.part_count;
+    begun_ = false;
+  }
+
+  void skip(std::size_t sent) {
+    while (unsent_.msg_iovlen != 0 && sent >= unsent_.msg_iov->iov_len) {
+      sent -= unsent_.msg_iov->iov_len;
+      ++unsent_.msg_iov;
+      --unsent_.msg_iovlen;
+    }
+    if (unsent_.msg_iovlen == 0) return;
+    unsent_.msg_iov->iov_base = static_cast<char*>(unsent_.msg_iov->iov_base) + sent;
+    unsent_.msg_iov->iov_len -= sent;
+  }
+
+  // One frame at a time. Not a mutex: waiting for another thread's frame has a deadline too.
+  bool take_turn() {
+    if (!busy_.exchange(true, std::memory_order_acquire)) return true;
+    const uint64_t deadline = deadline_after_us(options_.timeout_us);
+    while (busy_.exchange(true, std::memory_order_acquire)) {
+      if (now_ns() >= deadline) return false;
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
+    }
+    return true;
+  }
+
+  Status finish(Status status) {
+    busy_.store(false, std::memory_order_release);
+    return status;
   }
 
   Fd fd_;
@@ -184,8 +222,12 @@ class TcpLink final : public Link {
   LinkOptions options_;
   pid_t creator_;
   std::atomic<bool> closed_{false};
-  std::mutex mutex_;  // one frame at a time
+  std::atomic<bool> busy_{false};  // from begin() to its outcome; guards the rest
   Status ended_ = Status::Ok;
+  FrameHead head_{};
+  iovec pieces_[1 + kMaxParts] = {};
+  msghdr unsent_{};     // what the kernel has not taken yet
+  bool begun_ = false;  // whether it has taken any
 };
 
 }  // namespace

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -30,6 +31,14 @@ class Link {
   // Writes the parts into the slot, then the header, then rings its doorbell. The caller's memory
   // may be reused on return. Thread safe for distinct slots. Never throws.
   virtual Status post(const Message& message) = 0;
+  // post() in steps, so that a Group serves many links at once. begin() starts one and returns its
+  // outcome, or nothing while it has to wait for pollable() to become writable; then advance() goes
+  // on, and abandon() gives up. Between begin() and the outcome the thread must use no other
+  // function of the link, and the message's parts must stay as they are.
+  virtual std::optional<Status> begin(const Message& message) { return post(message); }
+  virtual std::optional<Status> advance() { return Status::Ok; }
+  virtual Status abandon() { return Status::Deadline; }
+  virtual int pollable() const { return -1; }
   // Gives the claim back: the peer sees the writer as gone. Idempotent.
   virtual void close() = 0;
 

@@ -6,6 +6,7 @@ See ``_core.pyi`` for the interface.
 from ._core import (
     MAX_PARTS,
     CommError,
+    Group,
     Header,
     Histogram,
     Link,
@@ -18,6 +19,7 @@ from ._core import (
 __all__ = [
     "MAX_PARTS",
     "CommError",
+    "Group",
     "Header",
     "Histogram",
     "Link",

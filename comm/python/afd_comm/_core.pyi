@@ -61,10 +61,64 @@ class Header:
     def step(self) -> int: ...
     @property
     def t_posted(self) -> int:
-        """Start of ``post``; ns, CLOCK_MONOTONIC of the sender's host."""
+        """Start of ``post``; ns, CLOCK_MONOTONIC of the sender's host. All four times are 0 for a message
+        whose link does not trace."""
+    @property
+    def t_sent(self) -> int:
+        """The first byte was handed to the wire (shm: all were copied); ns, clock of the sender's host."""
     @property
     def t_arrived(self) -> int:
-        """Just before the doorbell; ns, CLOCK_MONOTONIC of the receiver's host."""
+        """Complete, just before the doorbell; ns, clock of the receiver's host. Never subtract the sender's
+        times from it: see ``PeerTrace``."""
+    @property
+    def t_consumed(self) -> int:
+        """A wait saw the doorbell; ns, clock of the receiver's host; 0 where the region does not trace."""
+
+class Histogram:
+    """Counts of times in buckets at most 1/16 of their value wide, as of the moment it was taken."""
+
+    @property
+    def count(self) -> int: ...
+    @property
+    def total_ns(self) -> int: ...
+    @property
+    def max_ns(self) -> int: ...
+    def quantile_ns(self, fraction: float) -> int:
+        """The time that ``fraction`` of the counts do not exceed; 0 without counts. ValueError outside [0, 1]."""
+    def cumulative(self, bounds_ns: list[int]) -> list[int]:
+        """How many counts lie in buckets that end at or below each bound. Bounds must not fall."""
+
+class PeerTrace:
+    """Where one peer's messages spend their time, without synchronised clocks; see ``Region.trace``.
+
+    An answer posted with ``answer_to`` echoes two times of the message it answers. With t0 asked and t3
+    answer arrived by this host's clock, t1 arrived and t2 answered by the peer's, the round trip on the wire
+    is (t3 - t0) - (t2 - t1), and the peer's clock is ahead by ((t1 - t0) - (t3 - t2)) / 2, wrong by at most
+    half the round trip (as in NTP, RFC 5905 section 8). The sample with the smallest error bound is used,
+    where the bound grows by 100 us per second of age: two quartz clocks drift apart by less. Answers that
+    were held for more than 100 ms are not used. Between processes of one host the offset is 0, and every
+    time is exact.
+    """
+
+    def __init__(self) -> None: ...
+    @property
+    def inbound(self) -> Histogram:
+        """The peer's ``post`` to arrival here."""
+    @property
+    def outbound(self) -> Histogram:
+        """Our ``post`` to arrival there, learned from answers."""
+    @property
+    def round_trip(self) -> Histogram:
+        """Both ways on the wire, without the time the peer took to answer."""
+    @property
+    def waiting(self) -> Histogram:
+        """Arrived here, but no wait had looked yet."""
+    @property
+    def offset_ns(self) -> int:
+        """How far the peer's clock is ahead of ours; 0 while unknown."""
+    @property
+    def offset_error_ns(self) -> int:
+        """``offset_ns`` and every one-way time are wrong by at most this; -1 while unknown."""
 
 class Region:
     """Memory of ``slots`` slots of ``slot_bytes`` bytes each that peers write into."""
@@ -117,6 +171,12 @@ class Region:
 
         -1 at the deadline, on ``wake`` or ``close``, and as soon as all the slots' writers are gone.
         """
+    def trace(self, slots: tuple[int, int], into: PeerTrace | None) -> None:
+        """Note the messages of ``slots`` = (first, count), all of one peer, in ``into``; None ends it.
+
+        Takes effect for waits that see a message from now on; messages count once, and only if their link
+        traces. Raises CommError for slots outside of the region.
+        """
     def wake(self) -> None:
         """Make the waits now in progress return early (DEADLINE, -1). Later waits are not affected."""
     def set_spin_us(self, us: int) -> None:
@@ -134,6 +194,7 @@ class Link:
         backend: str = "auto",
         slots: tuple[int, int] | None = None,
         timeout_us: int,
+        trace: bool = False,
     ) -> None:
         """Connect to the region with these ``addresses``.
 
@@ -141,8 +202,13 @@ class Link:
         else tcp). ``slots`` = (first, count) claims the slots this link writes: an older claim on them ends,
         posts elsewhere are refused, and the receiver learns PEER_GONE if this process dies. Without it any
         slot may be written and nobody watches. ``timeout_us`` bounds connecting and, on tcp, each post.
-        Raises CommError.
+        ``trace``: see the property. Raises CommError.
         """
+    @property
+    def trace(self) -> bool:
+        """Whether messages carry their times: three clock readings and one cache line. May be set at any time."""
+    @trace.setter
+    def trace(self, on: bool) -> None: ...
     @property
     def backend(self) -> str:
         """The backend in use: "shm" or "tcp"."""
@@ -158,6 +224,7 @@ class Link:
         dtype: int,
         step: int,
         parts: list[tuple[int, int, int]],
+        answer_to: Header | None = None,
     ) -> Status:
         """Write ``parts``, then the header, then the doorbell.
 
@@ -166,7 +233,57 @@ class Link:
 
         OK: handed over (shm: visible; tcp: in the kernel's hands). PEER_GONE: the region's process ended or
         closed it. DEADLINE (tcp): not sent in time; if it was partly sent, the link is then CLOSED.
-        BAD_HEADER, CAPACITY, CLOSED: see ``Status``. Safe from several threads for distinct slots.
+        BAD_HEADER, CAPACITY, CLOSED: see ``Status``. ``answer_to``: header of the message this one answers, for
+        the peer's ``PeerTrace``. Safe from several threads for distinct slots.
         """
     def close(self) -> None:
         """Give the claim back; the receiver sees PEER_GONE. Idempotent."""
+
+class Group:
+    """One message, or one batch of rows, to many peers in one call. One thread at a time may use it."""
+
+    def __init__(self, links: list[Link], *, timeout_us: int) -> None:
+        """Keep the links, in this order, for good; make a new group where one of them is replaced.
+
+        ``timeout_us`` bounds a call, over all links together. Raises CommError for a link named twice.
+        """
+    def __len__(self) -> int: ...
+    def broadcast(
+        self,
+        slot: int,
+        flags: list[int],
+        layer: int,
+        micro_batch: int,
+        rows: int,
+        depth: int,
+        kind: int,
+        dtype: int,
+        step: int,
+        parts: list[tuple[int, int, int]],
+        answer_to: list[Header | None] | None = None,
+    ) -> tuple[Status, ...]:
+        """``Link.post`` to every link whose flag is not 0; one status per link (OK where the flag is 0).
+
+        Each link has its own outcome, and a slow peer does not hold up the others: what does not fit into a
+        socket at once is sent while the others are served. Nothing is allocated unless a post fails. Raises
+        ValueError (a list is not as long as the group).
+        """
+    def scatter(
+        self,
+        slot: int,
+        flags: list[int],
+        layer: int,
+        micro_batch: int,
+        rows: list[int],
+        depth: int,
+        kind: int,
+        dtype: int,
+        step: int,
+        parts: list[tuple[int, int, int]],
+        answer_to: list[Header | None] | None = None,
+    ) -> tuple[Status, ...]:
+        """Like ``broadcast``, but link i gets ``rows[i]`` rows: those after the rows of links 0 to i - 1.
+
+        A part is (offset in the slot, address of row 0, bytes per row), rows contiguous. A link with flag 0
+        skips its rows. Raises ValueError (lengths, rows outside [0, 2**31)).
+        """
