@@ -24,4 +24,5 @@ NB_MODULE(_core, m) {
   bind_region(m);
   bind_link(m);
   bind_group(m);
+  bind_bench(m);
 }

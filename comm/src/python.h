@@ -11,6 +11,7 @@
 namespace afd_comm {
 
 // One per file python_*.cc.
+void bind_bench(nanobind::module_& m);
 void bind_group(nanobind::module_& m);
 void bind_link(nanobind::module_& m);
 void bind_region(nanobind::module_& m);

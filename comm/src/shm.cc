@@ -2,10 +2,10 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <cstring>
 
 #include "afd_comm/claims.h"
 #include "backends.h"
+#include "copy.h"
 
 namespace afd_comm {
 namespace {
@@ -46,7 +46,7 @@ class ShmLink final : public Link {
     uint8_t* payload = memory_.payload(m.slot);
     for (std::size_t i = 0; i < m.part_count; ++i)
       if (m.parts[i].nbytes != 0)
-        std::memcpy(payload + m.parts[i].offset, m.parts[i].data, m.parts[i].nbytes);
+        copy(payload + m.parts[i].offset, m.parts[i].data, m.parts[i].nbytes);
     // A newer writer may have come while this one copied; its doorbell must not be overwritten.
     if (!owns(m.slot)) return Status::Closed;
     SlotControl& control = memory_.control(m.slot);

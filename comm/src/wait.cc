@@ -12,14 +12,6 @@ constexpr uint64_t kSliceNs = 50000000;
 constexpr uint64_t kFirstLookNs = 1000000;
 constexpr int kSpinsPerClockRead = 32;
 
-inline void relax() {
-#if defined(__x86_64__) || defined(__i386__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
 class Sleeper {
  public:
   explicit Sleeper(std::atomic<uint32_t>& count) : count_(count) {

@@ -20,6 +20,15 @@ uint64_t deadline_after_us(int64_t timeout_us);
 int usable_cpus();
 std::string errno_text(int error);
 
+// Tells the core that this is a busy wait.
+inline void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
 class Fd {
  public:
   Fd() = default;

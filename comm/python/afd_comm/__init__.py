@@ -14,6 +14,8 @@ from ._core import (
     Region,
     Status,
     make_flag,
+    memcpy_ping_pong,
+    ping_pong,
 )
 
 __all__ = [
@@ -27,4 +29,6 @@ __all__ = [
     "Region",
     "Status",
     "make_flag",
+    "memcpy_ping_pong",
+    "ping_pong",
 ]

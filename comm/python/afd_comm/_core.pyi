@@ -287,3 +287,29 @@ class Group:
         A part is (offset in the slot, address of row 0, bytes per row), rows contiguous. A link with flag 0
         skips its rows. Raises ValueError (lengths, rows outside [0, 2**31)).
         """
+
+def ping_pong(
+    region: Region,
+    link: Link,
+    data: npt.NDArray[np.uint8],
+    generation: int,
+    starts: bool,
+    times: npt.NDArray[np.int64],
+) -> None:
+    """Benchmark: bounce messages between slot 0 of two regions, without Python in the loop.
+
+    Posts ``data`` [nbytes] in each of ``len(times)`` rounds, with flags of ``generation``. The side that
+    ``starts`` gets the round-trip times, ns; the other's are the times between two messages. The GIL is
+    released. Raises CommError after 10 s without a message.
+    """
+
+def memcpy_ping_pong(
+    shared: npt.NDArray[np.uint8],
+    data: npt.NDArray[np.uint8],
+    starts: bool,
+    times: npt.NDArray[np.int64],
+) -> None:
+    """Benchmark, the limit of shared memory: the same with memcpy and a flag on bare ``shared`` memory.
+
+    ``shared`` [4096 + 2 * n] is zero at first, 64-byte aligned and mapped by both processes; ``data`` [<= n].
+    """
