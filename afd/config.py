@@ -121,6 +121,7 @@ class Wire(_Section):
 class Transport(_Section):
     backend: Literal["auto", "shm", "tcp"] = "auto"
     host: str = "127.0.0.1"  # address at which peers reach this host
+    trace: bool = True  # messages carry their times: afd_wire_seconds, and the wire's stage times
 
 
 class Control(_Section):

@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 from afd.errors import ConfigError
+from afd.wire_metrics import WireTrace, inbound_counts, wire_families
 
 if TYPE_CHECKING:
     from threading import Thread
@@ -36,9 +37,9 @@ class Stage(enum.IntEnum):
     """A stage of one micro-batch in one layer. An integer, so that it indexes a list directly."""
 
     ATTENTION = 0  # attention half: norm, attention, residual, norm, router
-    A2F = 1  # from the attention side's post() until the rows are visible on the FFN side
+    A2F = 1  # from the attention side's post() until the rows have arrived on the FFN side
     FFN = 2  # experts of one layer for one micro-batch of all attention peers
-    F2A = 3  # from the FFN side's post() until the rows are visible on the attention side
+    F2A = 3  # from the FFN side's post() until the rows have arrived on the attention side
 
 
 class Direction(enum.IntEnum):
@@ -56,6 +57,8 @@ _STAGES: dict[Role, tuple[Stage, ...]] = {
     "attention": (Stage.ATTENTION, Stage.F2A),
     "ffn": (Stage.A2F, Stage.FFN),
 }
+# The stage that the receiving side's transport traces.
+_WIRE_STAGE: dict[Role, Stage] = {"attention": Stage.F2A, "ffn": Stage.A2F}
 _SENDS: dict[Role, Direction] = {"attention": Direction.A2F, "ffn": Direction.F2A}
 _PEERS: dict[Role, Role] = {"attention": "ffn", "ffn": "attention"}
 
@@ -110,6 +113,9 @@ class RoleMetrics:
         steps           [depth] steps run with that many micro-batches
         ffn_retries     attention: a step's rows were sent again after an FFN instance was lost
         late_peers      ffn: an attention instance missed its deadline and the step went on
+    Traces:
+        wire_traces     by member id of the peer; filled while the process starts. They are the
+                        role's wire stage, so nothing observes that one.
     Gauges:
         slots, slots_in_flight   slots this process may use, and those posted and not yet answered
         peers_up                 members of the other role that are connected
@@ -130,6 +136,7 @@ class RoleMetrics:
         "weights_held_bytes",
         "weights_read_bytes",
         "wire_bytes",
+        "wire_traces",
     )
 
     def __init__(self, role: Role, *, slots: int = 0, max_depth: int = 3) -> None:
@@ -138,6 +145,7 @@ class RoleMetrics:
         self.rows_per_ffn_call = StageHistogram(ROWS_BOUNDS)
         self.bubble_seconds = 0.0
         self.wire_bytes = [0] * len(Direction)
+        self.wire_traces: dict[str, WireTrace] = {}
         self.steps = [0] * (max_depth + 1)  # index 0 unused: a step has at least one micro-batch
         self.ffn_retries = 0
         self.late_peers = 0
@@ -153,9 +161,16 @@ class RoleMetrics:
 
     def exported_stages(self) -> tuple[tuple[Stage, HistogramSnapshot], ...]:
         """The role's own stages, and any other that has been observed."""
-        taken = ((stage, self._stages[stage].snapshot()) for stage in Stage)
+        taken = ((stage, self._snapshot(stage)) for stage in Stage)
         return tuple(
             (stage, snap) for stage, snap in taken if snap.count or stage in _STAGES[self.role]
+        )
+
+    def _snapshot(self, stage: Stage) -> HistogramSnapshot:
+        if stage is not _WIRE_STAGE[self.role]:
+            return self._stages[stage].snapshot()
+        return HistogramSnapshot(
+            SECONDS_BOUNDS, *inbound_counts(list(self.wire_traces.values()), SECONDS_BOUNDS)
         )
 
 
@@ -186,6 +201,8 @@ class RoleCollector:
             )
             family.add_metric([], _cumulative(rows), rows.total)
             yield family
+        if metrics.wire_traces:
+            yield from wire_families(dict(metrics.wire_traces))
         yield from _counters(metrics)
         yield from _gauges(metrics)
 

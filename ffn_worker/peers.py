@@ -85,6 +85,7 @@ class PeerTable:
                 backend=self._resolved.deployment.transport.backend,
                 slots=self._resolved.slots.attention_claim(self._index),
                 timeout_us=5_000_000,
+                trace=self._resolved.deployment.transport.trace,
             )
         except CommError as error:
             # The instance may have died since; the next membership change settles it.

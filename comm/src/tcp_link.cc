@@ -66,7 +66,8 @@ Welcome greet(const Fd& fd, const TcpAddress& a, SlotRange slots, uint64_t deadl
     if (n <= 0)
       throw CommError(
           "the service at " + place(a) +
-          " refused the connection: the address belongs to an earlier region or to something else; "
+          " refused the connection: its process is ending, or the address belongs to an earlier "
+          "region or to something else; "
           "connect to the address the region's owner gives now");
     have += static_cast<std::size_t>(n);
   }
