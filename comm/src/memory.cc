@@ -14,6 +14,8 @@
 #include <new>
 #include <utility>
 
+#include "headroom.h"
+
 namespace afd_comm {
 namespace {
 
@@ -94,13 +96,18 @@ Memory::~Memory() {
 
 Memory Memory::create(const Geometry& g, const Token& token, const std::string& name) {
   const std::string what = "region '" + name + "'";
+  const Headroom headroom = memory_headroom();
+  if (g.total > headroom.bytes)
+    throw CommError(what + " needs " + std::to_string(g.total) + " bytes but only " +
+                    std::to_string(headroom.bytes) + " are left of " + headroom.limit +
+                    "; free memory, raise the limit, or lower the number or size of slots");
   Fd fd = new_memfd("afd:" + name.substr(0, 200));
   if (!fd)
     throw CommError("cannot create " + what + ": " + errno_text(errno) +
                     "; raise the open-files limit");
   if (ftruncate(fd.get(), static_cast<off_t>(g.total)) != 0)
     throw CommError("cannot size " + what + " to " + std::to_string(g.total) +
-                    " bytes: " + errno_text(errno));
+                    " bytes: " + errno_text(errno) + "; raise the file-size limit (ulimit -f)");
   // Reserve now: running out of memory must be an error here, not a SIGBUS in the middle of a step.
   if (fallocate(fd.get(), 0, 0, static_cast<off_t>(g.total)) != 0 && errno != EOPNOTSUPP)
     throw CommError("cannot reserve " + std::to_string(g.total) + " bytes for " + what + ": " +
