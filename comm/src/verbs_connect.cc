@@ -202,7 +202,18 @@ void VerbsLink::exchange(const TcpAddress& to, uint64_t deadline) {
     Path& path = *paths_[i];
     path.payload_rkey = accept.qps[i].payload_rkey;
     path.records_rkey = accept.qps[i].records_rkey;
-    path.qp->connect(accept.qps[i], path.peer_port, *options_.verbs);
+    std::string why;
+    try {
+      if (accept.qps[i].refused == 0)
+        path.qp->connect(accept.qps[i], path.peer_port, *options_.verbs);
+      else
+        why = "the region says: " + get_reason(accept.reason);
+    } catch (const CommError& error) {
+      why = error.what();
+    }
+    if (why.empty()) continue;
+    path.error = ib::kWcFlushed;  // not to be tested, nor used
+    if (notes_.find(why) == std::string::npos) add_note(notes_, why);
   }
 }
 
@@ -238,6 +249,7 @@ void VerbsLink::test_paths(uint64_t deadline) {
   alive_.store(all_stripes(static_cast<uint32_t>(paths_.size())), std::memory_order_release);
   for (uint32_t i = 0; i < paths_.size(); ++i) {
     Path& path = *paths_[i];
+    if (path.error.load() != 0) continue;
     ib::Sge sge{reinterpret_cast<uintptr_t>(bounce_ + copies_), kTestBytes,
                 sources_[0]->keys[path.nic].lkey()};
     ib::SendWr request{};
@@ -268,8 +280,9 @@ void VerbsLink::test_paths(uint64_t deadline) {
   for (uint32_t i = 0; i < paths_.size(); ++i) {
     Path& path = *paths_[i];
     if (path.tested.load(std::memory_order_acquire)) continue;
+    const bool connected = path.error.load() != ib::kWcFlushed;
     fail_path(i, ib::kWcRetryExceeded);
-    add_note(failures, path.qp->port().name + " cannot reach the peer's " + path.peer_port + " (" +
+    if (connected) add_note(failures, path.qp->port().name + " cannot reach the peer's " + path.peer_port + " (" +
                            verbs.wc_status_str(path.error.load()) + ")");
   }
   if (!failures.empty())

@@ -176,10 +176,16 @@ void VerbsConnection::connect(VerbsAccept& accept) {
   for (uint32_t i = 0; i < connect_.count; ++i) {
     Half& half = *halves_[i];
     for (uint32_t n = 0; n < depth; ++n) half.qp->post_recv(i);
-    half.qp->connect(connect_.qps[i], "port", host_.options);
     accept.qps[i] = half.qp->half();
     accept.qps[i].payload_rkey = host_.payload[half.nic].rkey();
     accept.qps[i].records_rkey = record_keys_[half.nic].rkey();
+    try {
+      half.qp->connect(connect_.qps[i], "port", host_.options);
+    } catch (const CommError& error) {
+      // The other paths may do; the sender decides.
+      accept.qps[i].refused = 1;
+      set_reason(accept.reason, error.what());
+    }
   }
   accept.payload = reinterpret_cast<uintptr_t>(host_.memory.payload(slots_.first));
   accept.records = reinterpret_cast<uintptr_t>(records_);

@@ -77,7 +77,7 @@ struct WireQp {
   uint8_t port;  // VerbsConnect: index into VerbsWelcome::ports
   uint32_t payload_rkey;  // VerbsAccept
   uint32_t records_rkey;  // VerbsAccept
-  uint32_t reserved;
+  uint32_t refused;       // VerbsAccept: this half could not be connected
 };
 static_assert(sizeof(WireQp) == 40, "no padding on the wire");
 
@@ -93,7 +93,7 @@ struct VerbsAccept {
   uint64_t payload;  // address of the first claimed slot's payload
   uint64_t records;  // address of its record; behind the last one there is room for the test packet
   WireQp qps[kMaxVerbsQps];
-  char reason[kReasonBytes];
+  char reason[kReasonBytes];  // of `status`, or of the last half that was refused
 };
 
 struct VerbsFence {
