@@ -58,7 +58,8 @@ void send_frame(const Fd& fd, const Frame& frame, const TcpAddress& to) {
 }  // namespace
 
 VerbsLink::VerbsLink(const TcpAddress& address, const LinkOptions& options)
-    : options_(options),
+    : Link(options.trace),
+      options_(options),
       creator_(getpid()),
       least_stripe_(options.verbs->stripe_bytes),
       wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {

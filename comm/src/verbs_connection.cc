@@ -288,9 +288,12 @@ void VerbsConnection::deliver(Immediate immediate, uint32_t stripes) {
     return complain();
   // A newer writer may have come.
   if (ticket_ != 0 && !holds_claim(host_.memory, slot, ticket_)) return complain();
-  Header& header = host_.memory.control(slot).header;
-  header = record.header;
-  header.t_arrived = static_cast<int64_t>(now_ns());
+  SlotControl& control = host_.memory.control(slot);
+  control.header = record.header;
+  if (record.header.traced != 0) {
+    control.times = record.times;
+    control.times.arrived = static_cast<int64_t>(now_ns());
+  }
   host_.memory.ring(slot, record.flag);
 }
 

@@ -41,7 +41,7 @@ Status VerbsLink::post(const Message& m) {
   if (closed_.load(std::memory_order_acquire)) return Status::Closed;
   const Status checked = check_message(m, region_slots_, slot_bytes_, options_.slots);
   if (checked != Status::Ok) return checked;
-  const uint64_t posted = now_ns();
+  const uint64_t posted = traced() ? now_ns() : 0;
   const uint32_t index = m.slot - first_;
   Outgoing& out = out_[index];
   // Its bounce buffer and record may still be read by a NIC.
@@ -64,13 +64,18 @@ Status VerbsLink::post(const Message& m) {
   if (alive == 0) return outcome() == Status::Ok ? Status::PeerGone : outcome();
   out.plan = plan_stripes(total, alive, m.slot, least_stripe_);
   ++out.number;
+  out.traced = traced();
   Record record{};
   record.head = record.tail = out.number;
   record.slot = m.slot;
   record.flag = m.flag;
   record.header = m.header;
-  record.header.t_posted = static_cast<int64_t>(posted);
+  record.header.traced = out.traced;
   record.stripes = out.plan.count;
+  if (out.traced) {
+    record.times = times_of(m, posted);
+    record.times.sent = static_cast<int64_t>(now_ns());
+  }
   std::memcpy(record_at(index), &record, sizeof record);
   for (uint32_t i = 0; i < out.plan.count; ++i)
     out.path[i].store(static_cast<uint8_t>(out.plan.stripes[i].qp), std::memory_order_relaxed);
@@ -141,7 +146,7 @@ void VerbsLink::send_stripe(uint32_t index, uint32_t stripe, uint32_t to) {
         path.payload_rkey);
   }
   if (stripe == 0)
-    add(record_at(index), sizeof(Record), *sources_[0], remote_records_ + index * kRecordStride,
+    add(record_at(index), out.traced ? sizeof(Record) : kPlainRecordBytes, *sources_[0], remote_records_ + index * kRecordStride,
         path.records_rkey);
   ib::SendWr& last = requests[count - 1];
   last.opcode = ib::kWriteWithImm;

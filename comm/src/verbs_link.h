@@ -82,6 +82,7 @@ class VerbsLink final : public Link, private CompletionSink {
     std::array<std::atomic<uint8_t>, kMaxStripes> path{};
     std::array<std::atomic<uint16_t>, kMaxStripes> requests{};
     uint32_t number = 0;
+    bool traced = false;
     StripePlan plan;
     Part parts[kMaxParts];
     const VerbsSource* sources[kMaxParts] = {};

@@ -119,9 +119,11 @@ struct Record {
   Header header;
   uint32_t stripes;
   uint32_t tail;  // as head
+  Times times;    // sent only where header.traced
 };
-static_assert(sizeof(Record) % 8 == 0, "no padding on the wire");
-constexpr std::size_t kRecordStride = 128;
+static_assert(sizeof(Record) == 24 + sizeof(Header) + sizeof(Times), "no padding on the wire");
+constexpr std::size_t kPlainRecordBytes = sizeof(Record) - sizeof(Times);
+constexpr std::size_t kRecordStride = 192;
 static_assert(sizeof(Record) <= kRecordStride, "one record per stride");
 
 inline void set_reason(char (&out)[kReasonBytes], const std::string& text) {
