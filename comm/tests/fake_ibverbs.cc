@@ -33,6 +33,7 @@ bool port_down[kDevices];
 bool ack_lost[kDevices];  // data arrive, then the sender is told that they did not
 int delay_us = 0;
 int register_errno = 0;
+int device_count = kDevices;
 
 struct FakeDevice {
   std::string name;
@@ -232,9 +233,9 @@ int index_of(const char* name) {
 extern "C" {
 
 ib::Device** ibv_get_device_list(int* count) {
-  *count = kDevices;
+  *count = device_count;
   auto** list = new ib::Device*[kDevices + 1]();
-  for (int i = 0; i < kDevices; ++i) list[i] = reinterpret_cast<ib::Device*>(&devices[i]);
+  for (int i = 0; i < device_count; ++i) list[i] = reinterpret_cast<ib::Device*>(&devices[i]);
   return list;
 }
 void ibv_free_device_list(ib::Device** list) { delete[] list; }
@@ -409,6 +410,7 @@ void fake_refuse_memory(int error) {
   const std::lock_guard<std::mutex> lock(world);
   register_errno = error;
 }
+void fake_devices(int count) { device_count = count; }
 // Queue pairs that exist.
 int fake_queue_pairs() {
   const std::lock_guard<std::mutex> lock(world);
