@@ -132,7 +132,7 @@ def test_what_a_region_cannot_use(fake: FakeVerbs) -> None:
 def test_what_a_link_cannot_use(region: Region, fake: FakeVerbs) -> None:
     with pytest.raises(CommError, match="given no verbs options; name this host's ports"):
         Link(region.addresses, backend="verbs", timeout_us=TIMEOUT_US)
-    with pytest.raises(CommError, match="12 queue pairs; at most|18 queue pairs; at most"):
+    with pytest.raises(CommError, match="18 queue pairs; at most 16"):
         connect(region, fake, qps_per_port=9)
     with pytest.raises(CommError, match=r"refused: slots 2 to 9 were asked for.*has 4"):
         connect(region, fake, slots=(2, 8))
@@ -143,7 +143,6 @@ def test_what_a_link_cannot_use(region: Region, fake: FakeVerbs) -> None:
     fake.port("fake1", up=False)
     with pytest.raises(CommError, match=r"no pair of ports.*fake0:1 is down.*fake1:1 is down"):
         connect(region, fake)
-    assert fake.queue_pairs == 0 or time.sleep(0.3) or fake.queue_pairs == 0
 
 
 # -- stripes

@@ -21,6 +21,7 @@ def make_port(sysfs: Path, device: str, state: str, link: str, gids: list[tuple[
     write(folder / "state", state)
     write(folder / "link_layer", link)
     write(folder / "rate", "100 Gb/sec (4X EDR)")
+    (folder / "gids").mkdir()
     for i, (address, kind) in enumerate(gids):
         write(folder / "gids" / str(i), address)
         write(folder / "gid_attrs/types" / str(i), kind)
