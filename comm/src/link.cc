@@ -13,6 +13,7 @@ struct Backend {
 // In order of preference. A new backend is one file and one line here.
 constexpr Backend kBackends[] = {
     {"shm", open_shm_link},
+    {"verbs", open_verbs_link},
     {"tcp", open_tcp_link},
 };
 
@@ -42,7 +43,7 @@ std::unique_ptr<Link> open_link(const std::vector<std::string>& addresses,
       offered += std::string(offered.empty() ? "" : ", ") + scheme_of(address);
     throw CommError("the peer offers no address for backend '" + options.backend +
                     "' (it offers: " + (offered.empty() ? "none" : offered) +
-                    "); give its Region a tcp_host, or choose a backend it has");
+                    "); give its Region a tcp_host or verbs options, or choose a backend it has");
   }
   throw CommError("cannot reach the peer's region: " + reasons);
 }

@@ -33,6 +33,8 @@ Region::Region(uint64_t slots, uint64_t slot_bytes, const RegionOptions& options
   addresses_.push_back(format(shm));
   if (!options.tcp_host.empty())
     receivers_.push_back(open_tcp_receiver(memory_, token_, options.tcp_host, options.tcp_port));
+  if (options.verbs)
+    receivers_.push_back(open_verbs_receiver(memory_, token_, *options.verbs));
   for (const auto& receiver : receivers_) addresses_.push_back(receiver->address());
 }
 

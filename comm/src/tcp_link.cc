@@ -16,39 +16,6 @@
 namespace afd_comm {
 namespace {
 
-std::string place(const TcpAddress& a) { return a.host + ":" + std::to_string(a.port); }
-
-[[noreturn]] void too_late(const TcpAddress& a) {
-  throw CommError("no answer from the region at " + place(a) +
-                  " in time; check that its process is running and no firewall is between");
-}
-
-void await(const Fd& fd, short events, uint64_t deadline, const TcpAddress& a,
-           Interrupt interrupt) {
-  const Poll result = poll_until(fd.get(), events, deadline, interrupt);
-  if (result == Poll::Deadline) too_late(a);
-  if (result == Poll::Interrupted)
-    throw CommError("connecting to " + place(a) + " was interrupted");
-}
-
-Fd connect_until(const TcpAddress& a, uint64_t deadline, Interrupt interrupt) {
-  const SocketAddress to = resolve(a.host, a.port, true);
-  Fd fd(socket(to.storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
-  if (!fd)
-    throw CommError("cannot open a socket: " + errno_text(errno) + "; raise the open-files limit");
-  int error = connect(fd.get(), to.get(), to.length) == 0 ? 0 : errno;
-  if (error == EINPROGRESS || error == EINTR) {
-    await(fd, POLLOUT, deadline, a, interrupt);
-    socklen_t size = sizeof error;
-    getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error, &size);
-  }
-  if (error != 0)
-    throw CommError("cannot connect to the region at " + place(a) + ": " + errno_text(error) +
-                    "; check that its process is running and connect to the address it gives now");
-  tune(fd.get());
-  return fd;
-}
-
 Welcome greet(const Fd& fd, const TcpAddress& a, SlotRange slots, uint64_t deadline,
               Interrupt interrupt) {
   Hello hello{kHelloMagic, kTcpVersion, {}, slots.first, slots.count};
@@ -58,19 +25,7 @@ Welcome greet(const Fd& fd, const TcpAddress& a, SlotRange slots, uint64_t deadl
     throw CommError("cannot greet the region at " + place(a) + ": " + errno_text(errno) +
                     "; is it shutting down?");
   Welcome welcome{};
-  for (std::size_t have = 0; have < sizeof welcome;) {
-    await(fd, POLLIN, deadline, a, interrupt);
-    const ssize_t n = recv(fd.get(), reinterpret_cast<char*>(&welcome) + have,
-                           sizeof welcome - have, MSG_DONTWAIT);
-    if (n < 0 && (errno == EAGAIN || errno == EINTR)) continue;
-    if (n <= 0)
-      throw CommError(
-          "the service at " + place(a) +
-          " refused the connection: its process is ending, or the address belongs to an earlier "
-          "region or to something else; "
-          "connect to the address the region's owner gives now");
-    have += static_cast<std::size_t>(n);
-  }
+  receive_all(fd, &welcome, sizeof welcome, deadline, a, interrupt);
   if (welcome.magic != kWelcomeMagic)
     throw CommError("the service at " + place(a) + " is not a region; check the address");
   if (welcome.version != kTcpVersion)

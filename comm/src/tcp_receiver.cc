@@ -27,26 +27,6 @@ constexpr std::size_t kMaxUngreeted = 64;
 constexpr uint64_t kGreetNs = 2000000000;
 constexpr int kEvents = 64;
 
-Fd listen_on(const std::string& host, uint16_t port, SocketAddress& bound) {
-  const std::string place = host + ":" + std::to_string(port);
-  bound = resolve(host, port, false);
-  if (is_wildcard(bound))
-    throw CommError(
-        "tcp_host '" + host +
-        "' is a wildcard, which peers cannot connect to; give the address of one interface");
-  Fd fd(socket(bound.storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
-  if (!fd)
-    throw CommError("cannot open a socket: " + errno_text(errno) + "; raise the open-files limit");
-  const int on = 1;
-  setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-  if (bind(fd.get(), bound.get(), bound.length) != 0 || listen(fd.get(), 128) != 0)
-    throw CommError("cannot listen on " + place + ": " + errno_text(errno) +
-                    "; use an address of this host and a free port (0 lets the kernel choose)");
-  bound.length = sizeof bound.storage;
-  getsockname(fd.get(), bound.get(), &bound.length);
-  return fd;
-}
-
 class TcpReceiver final : public Receiver {
  public:
   TcpReceiver(const Memory& memory, const Token& token, const std::string& host, uint16_t port)
@@ -55,7 +35,7 @@ class TcpReceiver final : public Receiver {
         epoll_(epoll_create1(EPOLL_CLOEXEC)),
         stop_(eventfd(0, EFD_CLOEXEC)) {
     SocketAddress bound;
-    listener_ = listen_on(host, port, bound);
+    listener_ = listen_on(host, port, bound, "tcp_host");
     address_.host = host_of(bound);
     address_.port = port_of(bound);
     address_.token = token;

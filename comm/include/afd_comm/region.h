@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -10,6 +11,7 @@
 #include "afd_comm/memory.h"
 #include "afd_comm/receiver.h"
 #include "afd_comm/trace.h"
+#include "afd_comm/verbs.h"
 
 namespace afd_comm {
 
@@ -17,6 +19,7 @@ struct RegionOptions {
   std::string name;
   std::string tcp_host;   // empty: no TCP
   uint16_t tcp_port = 0;  // 0: the kernel chooses
+  std::optional<VerbsOptions> verbs;
 };
 
 // A doorbell someone waits for. `status` is Deadline while it is open.
