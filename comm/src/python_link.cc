@@ -69,7 +69,7 @@ Status post(Link& link, uint32_t slot, uint64_t flag, int32_t layer, int32_t mic
 
 std::unique_ptr<Link> connect(std::vector<std::string> addresses, std::string backend,
                               std::optional<std::pair<uint32_t, uint32_t>> slots,
-                              int64_t timeout_us, bool trace,
+                              int64_t timeout_us, bool trace, int64_t zero_copy_from,
                               std::optional<VerbsOptions> verbs) {
   LinkOptions options;
   options.backend = std::move(backend);
@@ -78,6 +78,7 @@ std::unique_ptr<Link> connect(std::vector<std::string> addresses, std::string ba
     throw nb::value_error("slots=(first, count): count must be at least 1");
   options.timeout_us = timeout_us;
   options.trace = trace;
+  options.zero_copy_from = zero_copy_from;
   options.verbs = std::move(verbs);
   // Not interrupt(): the link may later be used on the main thread.
   options.interrupt = signals_pending;
@@ -113,7 +114,8 @@ Status wait_sent(Link& link, uint32_t slot, int64_t timeout_us) {
 void bind_link(nb::module_& m) {
   nb::class_<Link>(m, "Link")
       .def(nb::new_(&connect), "addresses"_a, nb::kw_only(), "backend"_a = "auto",
-           "slots"_a = nb::none(), "timeout_us"_a, "trace"_a = false, "verbs"_a = nb::none())
+           "slots"_a = nb::none(), "timeout_us"_a, "trace"_a = false, "zero_copy_from"_a = -1,
+           "verbs"_a = nb::none())
       .def_prop_rw("trace", &Link::traced, &Link::set_trace)
       .def_prop_ro("backend", &Link::backend)
       .def_prop_ro("notes", &Link::notes)

@@ -138,9 +138,9 @@ void bind_region(nb::module_& m) {
              std::optional<std::string> tcp_host, uint16_t tcp_port,
              std::optional<VerbsOptions> verbs) {
             const nb::gil_scoped_release release;
-            new (self) Region(slots, slot_bytes,
-                              RegionOptions{std::move(name), tcp_host.value_or(""), tcp_port,
-                                            std::move(verbs)});
+            new (self) Region(
+                slots, slot_bytes,
+                RegionOptions{std::move(name), tcp_host.value_or(""), tcp_port, std::move(verbs)});
           },
           "slots"_a, "slot_bytes"_a, nb::kw_only(), "name"_a, "tcp_host"_a = nb::none(),
           "tcp_port"_a = 0, "verbs"_a = nb::none())

@@ -18,6 +18,7 @@ struct LinkOptions {
   SlotRange slots;               // what this link claims
   int64_t timeout_us = 0;        // bound of connecting, and of every post that has to wait
   Interrupt interrupt = nullptr;
+  int64_t zero_copy_from = -1;  // tcp: least bytes of a part to send in place; -1: where it pays
   bool trace = false;  // whether messages carry their Times; see Link::set_trace
   std::optional<VerbsOptions> verbs;  // backend verbs needs them
 };

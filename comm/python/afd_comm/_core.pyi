@@ -234,6 +234,7 @@ class Link:
         slots: tuple[int, int] | None = None,
         timeout_us: int,
         trace: bool = False,
+        zero_copy_from: int = -1,
         verbs: VerbsOptions | None = None,
     ) -> None:
         """Connect to the region with these ``addresses``.
@@ -243,7 +244,9 @@ class Link:
         else tcp). ``slots`` = (first, count) claims the slots this link writes: an older claim on them ends,
         posts elsewhere are refused, and the receiver learns PEER_GONE if this process dies. Without it any
         slot may be written and nobody watches. ``timeout_us`` bounds connecting and, on tcp, each post.
-        ``trace``: see the property. Raises CommError.
+        ``trace``: see the property. ``zero_copy_from`` (tcp): parts of registered memory of so many bytes and
+        more are sent without a copy into the kernel; -1: from 64 KiB, but not to this host, where the kernel
+        copies in any case. Raises CommError.
         """
     @property
     def trace(self) -> bool:
@@ -259,14 +262,14 @@ class Link:
     def register_memory(self, ptr: int, nbytes: int, device: str = "cpu") -> None:
         """Parts that lie within this memory are sent from there without a copy, by backends that can.
 
-        verbs registers it with its NICs (milliseconds: set-up, not the hot path); shm and tcp do nothing. It
-        must stay valid until the link is gone. ``device``: "cpu", or the accelerator it is on, such as
+        verbs registers it with its NICs (milliseconds: set-up, not the hot path); tcp notes it (see
+        ``zero_copy_from``); shm does nothing. It must stay valid until the link is gone. ``device``: "cpu", or the accelerator it is on, such as
         "cuda:0". Raises CommError, with what to raise where locked memory is limited.
         """
     def wait_sent(self, slot: int, timeout_us: int) -> Status:
         """Wait until registered memory that the slot's last message came from may be changed again.
 
-        OK: at once on shm and tcp, on verbs when the peer's NIC has acknowledged all of it. DEADLINE: still
+        OK: at once on shm, on tcp when the peer's kernel has acknowledged it, on verbs when the peer's NIC has acknowledged all of it. DEADLINE: still
         on its way. PEER_GONE, CLOSED: it will not arrive, and the memory may be changed. Memory that is not
         registered has been copied by ``post`` and needs no wait.
         """
