@@ -28,12 +28,12 @@ SIZES = (8, 14_336, 917_504, 14_680_064)
 # (ours, what it is measured against): the records that are written.
 COMPARED = (
     ("shm", "memcpy"),
-    ("shm", "ZeroMQ"),
+    ("shm", "ZeroMQ, ipc"),
     ("shm", "gloo"),
-    ("shm, from Python", "ZeroMQ"),
+    ("shm, from Python", "ZeroMQ, ipc"),
     ("shm, from Python", "gloo"),
     ("shm, traced", "shm"),
-    ("tcp", "ZeroMQ"),
+    ("tcp", "ZeroMQ, tcp"),
     ("tcp", "gloo"),
     ("tcp, traced", "tcp"),
 )
@@ -99,7 +99,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--turns", type=int, default=8, help="turns per way and size")
     parser.add_argument("--seconds", type=float, default=2.0, help="about, per way and size")
-    parser.add_argument("--only", nargs="+", metavar="WAY", help="such as shm or ZeroMQ")
+    parser.add_argument("--only", nargs="+", metavar="WAY", help="such as shm or gloo")
     parser.add_argument("--out", type=Path, default=Path("docs/results/comm.json"))
     args, args.rest = parser.parse_known_args(argv)
     if args.rest and args.device == "cpu":

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing import shared_memory
 from typing import Protocol
 
@@ -130,16 +131,16 @@ class Ours:
 
 
 class ZeroMq:
-    """PAIR sockets over a Unix socket, without copies in Python; the loop is Python."""
+    """PAIR sockets, without copies in Python; the loop is Python."""
 
-    def __init__(self, side: int, most: int, swap: Swap) -> None:
+    def __init__(self, side: int, most: int, swap: Swap, *, endpoint: str) -> None:
         self._side = side
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVTIMEO, TIMEOUT_US // 1000)
         if side == 0:
-            self._socket.bind(f"ipc://@afd-bench-{os.getpid()}")
+            self._socket.bind(endpoint)
         address = swap(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
         if side == 1:
             self._socket.connect(str(address))
@@ -174,17 +175,14 @@ def open_way(name: str, side: int, most: int, swap: Swap) -> Way:
 _SPIN_US = 100_000
 
 
-def _ours(**options: object) -> Callable[[int, int, Swap], Way]:
-    return lambda side, most, swap: Ours(side, most, swap, **options)  # type: ignore[arg-type]
-
-
 _WAYS: dict[str, Callable[[int, int, Swap], Way]] = {
     "memcpy": Memcpy,
-    "shm": _ours(backend="shm", spin_us=_SPIN_US),
-    "shm, traced": _ours(backend="shm", spin_us=_SPIN_US, trace=True),
-    "shm, from Python": _ours(backend="shm", spin_us=_SPIN_US, python=True),
-    "tcp": _ours(backend="tcp", spin_us=None),
-    "tcp, traced": _ours(backend="tcp", spin_us=None, trace=True),
-    "ZeroMQ": ZeroMq,
+    "shm": partial(Ours, backend="shm", spin_us=_SPIN_US),
+    "shm, traced": partial(Ours, backend="shm", spin_us=_SPIN_US, trace=True),
+    "shm, from Python": partial(Ours, backend="shm", spin_us=_SPIN_US, python=True),
+    "tcp": partial(Ours, backend="tcp", spin_us=None),
+    "tcp, traced": partial(Ours, backend="tcp", spin_us=None, trace=True),
+    "ZeroMQ, ipc": partial(ZeroMq, endpoint=f"ipc://@afd-bench-{os.getpid()}"),
+    "ZeroMQ, tcp": partial(ZeroMq, endpoint="tcp://127.0.0.1:*"),
 }
 NAMES = (*_WAYS, "gloo")

@@ -33,8 +33,7 @@ Region::Region(uint64_t slots, uint64_t slot_bytes, const RegionOptions& options
   addresses_.push_back(format(shm));
   if (!options.tcp_host.empty())
     receivers_.push_back(open_tcp_receiver(memory_, token_, options.tcp_host, options.tcp_port));
-  if (options.verbs)
-    receivers_.push_back(open_verbs_receiver(memory_, token_, *options.verbs));
+  if (options.verbs) receivers_.push_back(open_verbs_receiver(memory_, token_, *options.verbs));
   for (const auto& receiver : receivers_) addresses_.push_back(receiver->address());
 }
 
@@ -53,6 +52,7 @@ void Region::close() {
   for (auto& receiver : receivers_) receiver->stop();
   memory_.head().closed.store(1, std::memory_order_release);
   memory_.nudge();
+  for (auto& receiver : receivers_) receiver->kick();
   memory_.close_fd();
 }
 
@@ -72,6 +72,7 @@ void Region::trace(SlotRange range, std::shared_ptr<PeerTrace> trace) {
 void Region::wake() {
   wakes_.fetch_add(1, std::memory_order_release);
   memory_.nudge();
+  for (auto& receiver : receivers_) receiver->kick();
 }
 
 }  // namespace afd_comm

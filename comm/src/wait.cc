@@ -1,4 +1,6 @@
 // Waiting for doorbells: a brief spin, then sleep in the kernel.
+#include <unistd.h>
+
 #include <algorithm>
 
 #include "afd_comm/region.h"
@@ -22,6 +24,16 @@ class Sleeper {
 
  private:
   std::atomic<uint32_t>& count_;
+};
+
+// Gives a receiver back to its own thread.
+struct Serving {
+  Receiver* receiver = nullptr;
+  Serving() = default;
+  Serving(const Serving&) = delete;
+  ~Serving() {
+    if (receiver != nullptr) receiver->end_serving();
+  }
 };
 
 }  // namespace
@@ -50,6 +62,22 @@ void Region::note(uint32_t slot, uint64_t flag, PeerTrace& trace) {
   trace.note(control.times);
 }
 
+Receiver* Region::begin_serving(const Awaited* awaited, std::size_t count) const {
+  // A forked child shares its parent's sockets, and must leave them to it.
+  if (receivers_.empty() || getpid() != creator_) return nullptr;
+  for (std::size_t i = 0; i < count; ++i) {
+    if (awaited[i].status != Status::Deadline) continue;
+    const Claim& claim = memory_.claim(awaited[i].slot);
+    // A writer on this host rings without a word to the receiver.
+    if (claim.ticket.load(std::memory_order_acquire) == 0 ||
+        claim.owner.load(std::memory_order_relaxed) != 0)
+      return nullptr;
+  }
+  for (const auto& receiver : receivers_)
+    if (receiver->begin_serving()) return receiver.get();
+  return nullptr;
+}
+
 bool Region::mark_gone(Awaited* awaited, std::size_t count, WaitFor mode, bool ask_kernel) {
   for (std::size_t i = 0; i < count; ++i) {
     Awaited& a = awaited[i];
@@ -68,7 +96,9 @@ bool Region::wait(Awaited* awaited, std::size_t count, WaitFor mode, uint64_t de
   std::atomic<uint32_t>& arrivals = memory_.head().arrivals;
   uint64_t now = now_ns();
   uint64_t next_look = now + kFirstLookNs;
+  Serving serving;
   while (true) {
+    if (serving.receiver == nullptr) serving.receiver = begin_serving(awaited, count);
     const uint64_t spin_end = std::min(now + spin_ns, deadline);
     do {
       for (int i = 0; i < kSpinsPerClockRead; ++i) {
@@ -76,6 +106,7 @@ bool Region::wait(Awaited* awaited, std::size_t count, WaitFor mode, uint64_t de
         if (spin_ns == 0) break;
         relax();
       }
+      if (serving.receiver != nullptr) serving.receiver->serve(0, 0);
       now = now_ns();
     } while (now < spin_end);
 
@@ -91,7 +122,9 @@ bool Region::wait(Awaited* awaited, std::size_t count, WaitFor mode, uint64_t de
         return false;
       }
       if (now >= deadline || wakes_.load(std::memory_order_acquire) != wakes) return false;
-      signal = memory_.sleep(seen, std::min(deadline, next_look) - now);
+      const uint64_t rest_ns = std::min(deadline, next_look) - now;
+      signal = serving.receiver != nullptr ? serving.receiver->serve(seen, rest_ns)
+                                           : memory_.sleep(seen, rest_ns);
     }
     now = now_ns();
     if (interrupt != nullptr && (signal || now >= next_look) && interrupt()) return true;

@@ -186,7 +186,7 @@ def test_ipv6() -> None:
 
 
 def test_registered_memory_is_sent_from_where_it_lies() -> None:
-    """Random parts with and without zero copy; memory changes as soon as ``wait_sent`` allows it."""
+    """Random parts with and without zero copy; memory changes once ``wait_sent`` allows it."""
     rng = np.random.default_rng(2)
     nbytes = 3_000_000
     region = Region(2, nbytes, name="in place", tcp_host="127.0.0.1")

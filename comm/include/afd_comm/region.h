@@ -85,6 +85,9 @@ class Region {
     std::atomic<uint64_t> seen{0};
   };
   void note(uint32_t slot, uint64_t flag, PeerTrace& trace);
+  // The receiver that may be served by a wait for these doorbells: one whose connections ring all
+  // of them that are open. Null: there is none, or another waiter serves it.
+  Receiver* begin_serving(const Awaited* awaited, std::size_t count) const;
   bool mark_gone(Awaited* awaited, std::size_t count, WaitFor mode, bool ask_kernel);
 
   std::string name_;
