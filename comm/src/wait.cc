@@ -59,7 +59,7 @@ void Region::note(uint32_t slot, uint64_t flag, PeerTrace& trace) {
   if (control.header.traced == 0) return;
   if (slot_traces_[slot].seen.exchange(flag, std::memory_order_relaxed) == flag) return;
   control.times.consumed = static_cast<int64_t>(now_ns());
-  trace.note(control.times);
+  trace.note(control.header, control.times);
 }
 
 Receiver* Region::begin_serving(const Awaited* awaited, std::size_t count) const {
