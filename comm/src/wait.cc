@@ -116,7 +116,8 @@ bool Region::wait(Awaited* awaited, std::size_t count, WaitFor mode, uint64_t de
       const uint32_t seen = arrivals.load(std::memory_order_seq_cst);
       if (mark_gone(awaited, count, mode, now >= next_look)) return false;
       if (now >= next_look) next_look = now + kSliceNs;
-      if (closed()) {
+      // Not closed(), which comes before the connections have ended.
+      if (memory_.head().closed.load(std::memory_order_acquire) != 0) {
         for (std::size_t i = 0; i < count; ++i)
           if (awaited[i].status == Status::Deadline) awaited[i].status = Status::Closed;
         return false;
