@@ -226,14 +226,13 @@ bool VerbsConnection::answer_fence() {
 }
 
 bool VerbsConnection::needs_drop() {
-  if (broken_.load(std::memory_order_acquire)) return true;
-  if (ticket_ == 0) return false;
-  for (uint32_t slot = slots_.first; slot - slots_.first < slots_.count; ++slot) {
+  const bool broken = broken_.load(std::memory_order_acquire);
+  for (uint32_t slot = slots_.first; ticket_ != 0 && slot - slots_.first < slots_.count; ++slot) {
     if (holds_claim(host_.memory, slot, ticket_)) continue;
     say_farewell(Status::Closed);
     return true;
   }
-  return false;
+  return broken;
 }
 
 void VerbsConnection::complain() {
