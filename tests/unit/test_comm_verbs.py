@@ -299,6 +299,7 @@ def test_no_path_left(region: Region, fake: FakeVerbs) -> None:
     statuses = [link.post(0, make_flag(1, i), 0, 0, 0, 0, 0, 0, 0, parts) for i in range(1, 4)]
     assert statuses[-1] == Status.PEER_GONE and time.monotonic() - started < 2
     assert link.wait_sent(0, TIMEOUT_US) == Status.PEER_GONE
+    assert region.wait_all([0], [make_flag(9, 9)], TIMEOUT_US) == [Status.PEER_GONE]
 
 
 def test_ends_are_noticed_on_both_sides(region: Region, fake: FakeVerbs) -> None:
