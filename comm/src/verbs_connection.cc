@@ -111,7 +111,9 @@ bool VerbsConnection::accept_hello() {
         wire.mtu = port.mtu;
         wire.active = port.active;
       }
-      ticket_ = take_claim(host_.memory, range, 0, host_.claim_lock_fd,
+      // In this process's name: its progress thread rings, so a waiter must sleep on the futex and
+      // not in the service of another backend's connections.
+      ticket_ = take_claim(host_.memory, range, identify_process(getpid()), host_.claim_lock_fd,
                            deadline_after_us(kClaimLockUs));
       slots_ = range;
     } catch (const CommError& error) {

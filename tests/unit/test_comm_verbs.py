@@ -323,6 +323,23 @@ def test_a_message_posted_just_before_close_arrives(region: Region, fake: FakeVe
     assert region.wait_all([2], [make_flag(4, 1)], TIMEOUT_US) == [Status.OK]
 
 
+def test_a_region_with_tcp_too_is_woken_at_once(fake: FakeVerbs) -> None:
+    region = Region(1, 4096, name="both", tcp_host="127.0.0.1", verbs=fake.options())
+    link = connect(region, fake, slots=(0, 1))
+    for seq in range(1, 6):
+        timer = threading.Timer(0.12, lambda seq=seq: link.post(0, seq, 0, 0, 0, 0, 0, 0, 0, []))
+        timer.start()
+        started = time.monotonic()
+        assert region.wait_all([0], [seq], TIMEOUT_US) == [Status.OK]
+        took = time.monotonic() - started
+        timer.join()
+        if took < 0.135:  # a nudge that is missed costs up to 50 ms
+            break
+    else:
+        pytest.fail(f"a doorbell was noticed {took - 0.12:.3f} s late, five times in a row")
+    region.close()
+
+
 def test_slots_taken_by_shm_end_the_verbs_writer(region: Region, fake: FakeVerbs) -> None:
     link = connect(region, fake, slots=(0, 1))
     other = Link(region.addresses, backend="shm", slots=(0, 1), timeout_us=TIMEOUT_US)
