@@ -111,7 +111,9 @@ bool VerbsConnection::accept_hello() {
         wire.mtu = port.mtu;
         wire.active = port.active;
       }
-      ticket_ = take_claim(host_.memory, range, 0, host_.claim_lock_fd,
+      // In this process's name: its progress thread rings, so a waiter must sleep on the futex and
+      // not in the service of another backend's connections.
+      ticket_ = take_claim(host_.memory, range, identify_process(getpid()), host_.claim_lock_fd,
                            deadline_after_us(kClaimLockUs));
       slots_ = range;
     } catch (const CommError& error) {
@@ -226,14 +228,13 @@ bool VerbsConnection::answer_fence() {
 }
 
 bool VerbsConnection::needs_drop() {
-  if (broken_.load(std::memory_order_acquire)) return true;
-  if (ticket_ == 0) return false;
-  for (uint32_t slot = slots_.first; slot - slots_.first < slots_.count; ++slot) {
+  const bool broken = broken_.load(std::memory_order_acquire);
+  for (uint32_t slot = slots_.first; ticket_ != 0 && slot - slots_.first < slots_.count; ++slot) {
     if (holds_claim(host_.memory, slot, ticket_)) continue;
     say_farewell(Status::Closed);
     return true;
   }
-  return false;
+  return broken;
 }
 
 void VerbsConnection::complain() {

@@ -214,6 +214,8 @@ void VerbsLink::end(Status why) {
   alive_.store(0, std::memory_order_release);
   // From here on no NIC reads the caller's memory.
   for (const auto& path : paths_) path->qp->fail();
+  // The receiver learns it, too: without a path its waits would only end at their deadlines.
+  shutdown(fd_.get(), SHUT_RDWR);
   progress_.notify();
 }
 
@@ -241,7 +243,6 @@ void VerbsLink::close() {
     if (!closed_ && wait_acknowledged(out, deadline) != Status::Ok) break;
   if (closed_.exchange(true, std::memory_order_acq_rel)) return;
   end(Status::Closed);
-  shutdown(fd_.get(), SHUT_RDWR);
   wake_control();
 }
 
