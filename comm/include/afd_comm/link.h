@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "afd_comm/accelerator.h"
 #include "afd_comm/address.h"
 #include "afd_comm/types.h"
 
@@ -17,6 +18,7 @@ struct LinkOptions {
   SlotRange slots;               // what this link claims
   int64_t timeout_us = 0;        // bound of connecting, and of every post that has to wait
   Interrupt interrupt = nullptr;
+  Device device;       // where the caller's parts and streams are; not cpu: backend ipc
   bool trace = false;  // whether messages carry their Times; see Link::set_trace
 };
 
@@ -39,6 +41,10 @@ class Link {
   virtual std::optional<Status> advance() { return Status::Ok; }
   virtual Status abandon() { return Status::Deadline; }
   virtual int pollable() const { return -1; }
+  // As post(), but in order behind what `stream` was given, and without waiting: the parts are read
+  // when the stream gets there. Throws CommError for a backend without streams and when the driver
+  // refuses.
+  virtual Status enqueue(Stream stream, const Message& message);
   // Gives the claim back: the peer sees the writer as gone. Idempotent.
   virtual void close() = 0;
 
