@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from afd.bench.records import Record, gpu_names, machine, today, write_records
@@ -26,6 +27,9 @@ TIMEOUT_S = 540
 PEERS = {"copies": "bare copies", "nccl": "NCCL send/recv"}
 
 Cells = dict[tuple[str, str, int, int], dict[str, float]]
+"""(way, mode, up, down) -> fields of comm_gpu_torch.Cell."""
+Besides = list[dict[str, float | str]]
+"""Fields of comm_gpu_torch.Beside."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -48,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def run(rounds: int, ways: Sequence[str]) -> tuple[Cells, list[dict[str, float | str]]]:
+def run(rounds: int, ways: Sequence[str]) -> tuple[Cells, Besides]:
     """Measure in two processes. Raises AfdError when they fail or do not end in time."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -75,7 +79,7 @@ def run(rounds: int, ways: Sequence[str]) -> tuple[Cells, list[dict[str, float |
 
 
 def time_records(cells: Cells, command: str) -> list[Record]:
-    """p50, p99, max and GBps of ours against each peer; ratio = peer's time over ours. Pure but for
+    """p50, mean, p99, max and GBps of ours against each peer; ratio = peer's time over ours. Pure but for
     the machine's description."""
     records = []
     for (way, mode, up, down), ours in cells.items():
@@ -86,7 +90,7 @@ def time_records(cells: Cells, command: str) -> list[Record]:
             if theirs is None:
                 continue
             case = f"ipc {up}/{down}, {mode}, against {words}"
-            for metric in ("p50", "p99", "max"):
+            for metric in ("p50", "mean", "p99", "max"):
                 value, peer_value = ours[metric], theirs[metric]
                 records.append(_record(case, metric, "us", value, words, peer_value, command))
             rate = [(up + down) / (c["p50"] * 1000) for c in (ours, theirs)]
@@ -96,32 +100,28 @@ def time_records(cells: Cells, command: str) -> list[Record]:
     return records
 
 
-def beside_records(besides: list[dict[str, float | str]], command: str) -> list[Record]:
-    """gemm_slowdown: time of a GEMM beside transfers over its time alone; kernels: launched by 50
-    round trips."""
-    by_way = {str(b["way"]): b for b in besides}
+def beside_records(besides: Besides, command: str) -> list[Record]:
+    """gemm_slowdown, round_slowdown: time of one beside the other over its time alone.
+    kernels_per_50_rounds: those that the transfers launch."""
+    by_way = {b["way"]: b for b in besides}
     if not {"ipc", "nccl"} <= set(by_way):
         return []
-    case = f"ipc {PAPER[0]}/{PAPER[1]}, GEMM beside it, against {PEERS['nccl']}"
-    slow = [float(by_way[w]["beside_ms"]) / float(by_way[w]["alone_ms"]) for w in ("ipc", "nccl")]
-    kernels = [float(by_way[w]["kernels"]) for w in ("ipc", "nccl")]
-    ratio = (kernels[1] + 1) / (kernels[0] + 1)
-    return [
-        _record(case, "gemm_slowdown", "x", slow[0], PEERS["nccl"], slow[1], command),
-        Record(
-            "comm",
-            case,
-            "kernels_per_50_rounds",
-            kernels[0],
-            "kernels",
-            PEERS["nccl"],
-            kernels[1],
-            ratio,
-            machine(),
-            command,
-            today(),
-        ),
-    ]
+    words = PEERS["nccl"]
+    case = f"ipc {PAPER[0]}/{PAPER[1]}, graph, beside a GEMM, against {words}"
+    records = []
+    for metric, over, under, unit in (
+        ("gemm_slowdown", "gemm_beside_ms", "gemm_alone_ms", "x"),
+        ("round_slowdown", "round_beside_us", "round_alone_us", "x"),
+    ):
+        ours, theirs = (float(by_way[w][over]) / float(by_way[w][under]) for w in ("ipc", "nccl"))
+        records.append(_record(case, metric, unit, ours, words, theirs, command))
+    # No kernel at all would make the ratio infinite: one is added to both.
+    ours, theirs = (float(by_way[w]["kernels"]) for w in ("ipc", "nccl"))
+    kernels = _record(
+        case, "kernels_per_50_rounds", "kernels", ours + 1, words, theirs + 1, command
+    )
+    records.append(replace(kernels, value=ours, peer_value=theirs))
+    return records
 
 
 def _record(
@@ -140,7 +140,7 @@ def _record(
     return Record("comm", case, metric, *numbers, machine(), command, today())
 
 
-def table(cells: Cells, besides: list[dict[str, float | str]], command: str) -> str:
+def table(cells: Cells, besides: Besides, command: str) -> str:
     """The page beside the records."""
     lines = [
         "# Transport between two GPUs",
@@ -152,27 +152,31 @@ def table(cells: Cells, besides: list[dict[str, float | str]], command: str) -> 
         "nobody. NCCL's zero-SM PutSignal came with 2.29; this machine's NCCL is older, so its",
         "send/recv is what there is to compare with.",
         "",
-        "| bytes up / down | mode | way | rounds | p50 | p99 | max | p99/p50 | p50 copies / p50 |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| bytes up / down | mode | way | rounds | p50 | mean | p99 | max | p99/p50 |"
+        " p50 copies / p50 |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for (way, mode, up, down), c in cells.items():
         limit = cells.get(("copies", mode, up, down))
         ratio = f"{limit['p50'] / c['p50']:.2f}" if limit else ""
         lines.append(
-            f"| {up} / {down} | {mode} | {way} | {c['rounds']} | {c['p50']:.1f} | {c['p99']:.1f} | "
-            f"{c['max']:.1f} | {c['p99'] / c['p50']:.2f} | {ratio} |"
+            f"| {up} / {down} | {mode} | {way} | {c['rounds']} | {c['p50']:.1f} | {c['mean']:.1f} "
+            f"| {c['p99']:.1f} | {c['max']:.1f} | {c['p99'] / c['p50']:.2f} | {ratio} |"
         )
     lines += [
         "",
-        f"A bf16 GEMM (8192 x 8192 x 8192) alone and beside round trips of {PAPER[0]} / {PAPER[1]}",
-        "bytes, and the kernels that 50 round trips launch on one side:",
+        f"A bf16 GEMM (8192 x 8192 x 8192) and round trips of {PAPER[0]} / {PAPER[1]} bytes",
+        "(graph), each alone and beside the other; the kernels that 50 round trips launch on a side:",
         "",
-        "| way | alone, ms | beside, ms | slowdown | kernels |",
-        "|---|---|---|---|---|",
+        "| way | GEMM alone, ms | beside | slowdown | round alone, us | beside | slowdown | kernels"
+        " |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for b in besides:
-        alone, beside = float(b["alone_ms"]), float(b["beside_ms"])
+        gemm = [float(b[name]) for name in ("gemm_alone_ms", "gemm_beside_ms")]
+        trip = [float(b[name]) for name in ("round_alone_us", "round_beside_us")]
         lines.append(
-            f"| {b['way']} | {alone:.3f} | {beside:.3f} | {beside / alone:.3f} | {b['kernels']} |"
+            f"| {b['way']} | {gemm[0]:.3f} | {gemm[1]:.3f} | {gemm[1] / gemm[0]:.3f} "
+            f"| {trip[0]:.1f} | {trip[1]:.1f} | {trip[1] / trip[0]:.2f} | {b['kernels']} |"
         )
     return "\n".join(lines) + "\n"
