@@ -79,8 +79,7 @@ def run(rounds: int, ways: Sequence[str]) -> tuple[Cells, Besides]:
 
 
 def time_records(cells: Cells, command: str) -> list[Record]:
-    """p50, mean, p99, max and GBps of ours against each peer; ratio = peer's time over ours. Pure but for
-    the machine's description."""
+    """p50, mean, p99, max and GBps of ours against each peer; ratio = peer's time over ours."""
     records = []
     for (way, mode, up, down), ours in cells.items():
         if way != "ipc":
@@ -166,7 +165,7 @@ def table(cells: Cells, besides: Besides, command: str) -> str:
     lines += [
         "",
         f"A bf16 GEMM (8192 x 8192 x 8192) and round trips of {PAPER[0]} / {PAPER[1]} bytes",
-        "(graph), each alone and beside the other; the kernels that 50 round trips launch on a side:",
+        "(graph), alone and beside each other; the kernels that 50 round trips launch on a side:",
         "",
         "| way | GEMM alone, ms | beside | slowdown | round alone, us | beside | slowdown | kernels"
         " |",
