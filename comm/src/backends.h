@@ -8,6 +8,7 @@
 
 namespace afd_comm {
 
+std::unique_ptr<Link> open_ipc_link(const std::string& address, const LinkOptions& options);
 std::unique_ptr<Link> open_shm_link(const std::string& address, const LinkOptions& options);
 std::unique_ptr<Link> open_tcp_link(const std::string& address, const LinkOptions& options);
 std::unique_ptr<Link> open_verbs_link(const std::string& address, const LinkOptions& options);

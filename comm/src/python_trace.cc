@@ -58,7 +58,7 @@ struct Snapshot {
 
 nb::list events(const PeerTrace& trace) {
   nb::list out;
-  for (const Event& e : trace.events())
+  for (const TraceEvent& e : trace.events())
     out.append(nb::make_tuple(e.posted, e.sent, e.arrived, e.consumed, e.layer, e.micro_batch,
                               e.rows, e.nbytes));
   return out;

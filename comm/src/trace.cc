@@ -71,7 +71,7 @@ Offset OffsetFilter::now(int64_t at) const {
           error_of(round_trip, minus(at, at_.load(std::memory_order_relaxed)))};
 }
 
-void EventRing::add(const Event& event) {
+void EventRing::add(const TraceEvent& event) {
   int64_t words[kWords];
   std::memcpy(words, &event, sizeof event);
   const uint64_t number = next_.fetch_add(1, std::memory_order_relaxed);
@@ -83,8 +83,8 @@ void EventRing::add(const Event& event) {
   entry.number.store(number + 1, std::memory_order_release);
 }
 
-std::vector<Event> EventRing::events() const {
-  std::vector<Event> out;
+std::vector<TraceEvent> EventRing::events() const {
+  std::vector<TraceEvent> out;
   const uint64_t end = next_.load(std::memory_order_acquire);
   for (uint64_t number = end < kEvents ? 0 : end - kEvents; number < end; ++number) {
     const Entry& entry = entries_[number % kEvents];

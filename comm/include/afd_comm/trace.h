@@ -81,7 +81,7 @@ enum class Path : int {
 constexpr std::size_t kPaths = 4;
 
 // One message as a dump shows it: times in ns by our clock, the peer's being turned into it.
-struct Event {
+struct TraceEvent {
   int64_t posted, sent, arrived, consumed;
   int64_t layer, micro_batch, rows, nbytes;
 };
@@ -90,12 +90,12 @@ struct Event {
 class EventRing {
  public:
   static constexpr std::size_t kEvents = 4096;
-  void add(const Event& event);
+  void add(const TraceEvent& event);
   // Oldest first.
-  std::vector<Event> events() const;
+  std::vector<TraceEvent> events() const;
 
  private:
-  static constexpr std::size_t kWords = sizeof(Event) / sizeof(int64_t);
+  static constexpr std::size_t kWords = sizeof(TraceEvent) / sizeof(int64_t);
   struct Entry {
     std::atomic<uint64_t> number{0};  // 0: being written, or never
     std::array<std::atomic<int64_t>, kWords> words{};
@@ -109,7 +109,7 @@ class PeerTrace {
  public:
   // A message with these times was seen by a wait. The content may be a lie.
   void note(const Header& header, const Times& times);
-  std::vector<Event> events() const { return ring_.events(); }
+  std::vector<TraceEvent> events() const { return ring_.events(); }
   const Histogram& histogram(Path path) const { return paths_[static_cast<std::size_t>(path)]; }
   Offset offset() const;
 
