@@ -15,6 +15,7 @@ namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace afd_comm {
+
 void read_parts(nb::list parts, Message& message) {
   message.part_count = parts.size();
   if (message.part_count > kMaxParts)
@@ -40,9 +41,8 @@ void read_parts(nb::list parts, Message& message) {
 
 namespace {
 
-Status post(Link& link, uint32_t slot, uint64_t flag, int32_t layer, int32_t micro_batch,
-            int32_t rows, int32_t depth, int32_t kind, int32_t dtype, int64_t step, nb::list parts,
-            const Received* answer_to) {
+Message message_of(uint32_t slot, uint64_t flag, int32_t layer, int32_t micro_batch, int32_t rows,
+                   int32_t depth, int32_t kind, int32_t dtype, int64_t step, nb::list parts) {
   Message message;
   message.slot = slot;
   message.flag = flag;
@@ -53,8 +53,24 @@ Status post(Link& link, uint32_t slot, uint64_t flag, int32_t layer, int32_t mic
   message.header.kind = kind;
   message.header.dtype = dtype;
   message.header.step = step;
-  if (answer_to != nullptr) message.echo = Echo{answer_to->times.posted, answer_to->times.arrived};
   read_parts(parts, message);
+  return message;
+}
+
+Status enqueue(Link& link, uint64_t stream, uint32_t slot, uint64_t flag, int32_t layer,
+               int32_t micro_batch, int32_t rows, int32_t depth, int32_t kind, int32_t dtype,
+               int64_t step, nb::list parts) {
+  return link.enqueue(
+      reinterpret_cast<Stream>(static_cast<uintptr_t>(stream)),
+      message_of(slot, flag, layer, micro_batch, rows, depth, kind, dtype, step, parts));
+}
+
+Status post(Link& link, uint32_t slot, uint64_t flag, int32_t layer, int32_t micro_batch,
+            int32_t rows, int32_t depth, int32_t kind, int32_t dtype, int64_t step, nb::list parts,
+            const Received* answer_to) {
+  Message message =
+      message_of(slot, flag, layer, micro_batch, rows, depth, kind, dtype, step, parts);
+  if (answer_to != nullptr) message.echo = Echo{answer_to->times.posted, answer_to->times.arrived};
   if (!link.may_block() && static_cast<uint64_t>(message.header.nbytes) <= kCopyWithGil)
     return link.post(message);
   Status status;
@@ -69,14 +85,15 @@ Status post(Link& link, uint32_t slot, uint64_t flag, int32_t layer, int32_t mic
 
 std::unique_ptr<Link> connect(std::vector<std::string> addresses, std::string backend,
                               std::optional<std::pair<uint32_t, uint32_t>> slots,
-                              int64_t timeout_us, bool trace, int64_t zero_copy_from,
-                              std::optional<VerbsOptions> verbs) {
+                              int64_t timeout_us, std::string device, bool trace,
+                              int64_t zero_copy_from, std::optional<VerbsOptions> verbs) {
   LinkOptions options;
   options.backend = std::move(backend);
   if (slots) options.slots = SlotRange{slots->first, slots->second};
   if (slots && slots->second == 0)
     throw nb::value_error("slots=(first, count): count must be at least 1");
   options.timeout_us = timeout_us;
+  options.device = parse_device(device);
   options.trace = trace;
   options.zero_copy_from = zero_copy_from;
   options.verbs = std::move(verbs);
@@ -96,7 +113,7 @@ std::unique_ptr<Link> connect(std::vector<std::string> addresses, std::string ba
 void register_memory(Link& link, uintptr_t ptr, uint64_t nbytes, const std::string& device) {
   if (ptr == 0 || nbytes == 0) throw nb::value_error("register_memory needs at least one byte");
   const nb::gil_scoped_release release;
-  link.register_memory(reinterpret_cast<void*>(ptr), nbytes, device);
+  link.register_memory(reinterpret_cast<void*>(ptr), nbytes, parse_device(device));
 }
 
 Status wait_sent(Link& link, uint32_t slot, int64_t timeout_us) {
@@ -114,8 +131,8 @@ Status wait_sent(Link& link, uint32_t slot, int64_t timeout_us) {
 void bind_link(nb::module_& m) {
   nb::class_<Link>(m, "Link")
       .def(nb::new_(&connect), "addresses"_a, nb::kw_only(), "backend"_a = "auto",
-           "slots"_a = nb::none(), "timeout_us"_a, "trace"_a = false, "zero_copy_from"_a = -1,
-           "verbs"_a = nb::none())
+           "slots"_a = nb::none(), "timeout_us"_a, "device"_a = "cpu", "trace"_a = false,
+           "zero_copy_from"_a = -1, "verbs"_a = nb::none())
       .def_prop_rw("trace", &Link::traced, &Link::set_trace)
       .def_prop_ro("backend", &Link::backend)
       .def_prop_ro("notes", &Link::notes)
@@ -123,6 +140,8 @@ void bind_link(nb::module_& m) {
       .def("wait_sent", &wait_sent, "slot"_a, "timeout_us"_a)
       .def("post", &post, "slot"_a, "flag"_a, "layer"_a, "micro_batch"_a, "rows"_a, "depth"_a,
            "kind"_a, "dtype"_a, "step"_a, "parts"_a, "answer_to"_a = nb::none())
+      .def("enqueue", &enqueue, "stream"_a, "slot"_a, "flag"_a, "layer"_a, "micro_batch"_a,
+           "rows"_a, "depth"_a, "kind"_a, "dtype"_a, "step"_a, "parts"_a)
       .def("close", &Link::close, nb::call_guard<nb::gil_scoped_release>());
 }
 

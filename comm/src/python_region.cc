@@ -4,11 +4,13 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <optional>
 #include <utility>
 
+#include "afd_comm/guard.h"
 #include "python.h"
 
 namespace nb = nanobind;
@@ -83,8 +85,56 @@ int64_t wait_any(Region& region, nb::list slots, nb::list flags, int64_t timeout
 
 nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>, nb::c_contig> buffer(Region& region, int64_t slot) {
   const uint32_t index = checked_slot(region, slot);
+  if (!region.device().is_cpu())
+    throw CommError("the slots of region '" + region.name() + "' are on " +
+                    device_text(region.device()) + "; use view() and from_dlpack");
   // The array keeps the Region object, and with it the mapping, alive.
   return {region.payload(index), {static_cast<std::size_t>(region.slot_bytes())}, nb::find(region)};
+}
+
+using DeviceArray = nb::ndarray<nb::array_api, uint8_t, nb::ndim<2>, nb::c_contig>;
+
+DeviceArray view(Region& region, int64_t slot, std::size_t count) {
+  const uint32_t index = checked_slot(region, slot);
+  if (count == 0 || index % region.payloads() + count > region.payloads())
+    throw nb::index_error(("the " + std::to_string(count) + " payloads from slot " +
+                           std::to_string(slot) + " on reach beyond region '" + region.name() +
+                           "', which has " + std::to_string(region.payloads()) + " payloads")
+                              .c_str());
+  const bool on_host = region.device().is_cpu();
+  return DeviceArray(region.payload(index), {count, static_cast<std::size_t>(region.slot_stride())},
+                     nb::find(region), {}, nb::dtype<uint8_t>(),
+                     on_host ? nb::device::cpu::value : region.accelerator().dlpack_type(),
+                     region.device().index);
+}
+
+Stream as_stream(uint64_t stream) {
+  return reinterpret_cast<Stream>(static_cast<uintptr_t>(stream));
+}
+
+void enqueue_wait(Region& region, uint64_t stream, nb::list slots, nb::list flags, bool reset) {
+  AwaitedList awaited(region, slots, flags);
+  region.enqueue_wait(as_stream(stream), awaited.data(), awaited.size(), reset);
+}
+
+std::unique_ptr<Guard> guard(Region& region, uint64_t stream, nb::list slots, nb::list flags) {
+  AwaitedList awaited(region, slots, flags);
+  return std::make_unique<Guard>(
+      region, as_stream(stream),
+      std::vector<Awaited>(awaited.data(), awaited.data() + awaited.size()));
+}
+
+nb::list wait_guard(Guard& guard, int64_t timeout_us) {
+  const Interrupt on_signal = interrupt();
+  bool interrupted = false;
+  {
+    const nb::gil_scoped_release release;
+    interrupted = guard.wait(deadline_after_us(timeout_us), on_signal);
+  }
+  if (interrupted) throw nb::python_error();
+  nb::list out;
+  for (const Awaited& awaited : guard.awaited()) out.append(nb::cast(awaited.status));
+  return out;
 }
 
 std::string header_text(const Received& r) {
@@ -131,25 +181,35 @@ void bind_region(nb::module_& m) {
       .def_prop_ro("t_consumed", &field<&Received::times, &Times::consumed>)
       .def("__repr__", &header_text);
 
+  nb::class_<Guard>(m, "Guard")
+      .def_prop_ro("done", &Guard::done)
+      .def("wait", &wait_guard, "timeout_us"_a);
+
   nb::class_<Region>(m, "Region")
       .def(
           "__init__",
           [](Region* self, uint64_t slots, uint64_t slot_bytes, std::string name,
              std::optional<std::string> tcp_host, uint16_t tcp_port,
+             std::optional<uint64_t> payloads, std::string device,
              std::optional<VerbsOptions> verbs) {
             const nb::gil_scoped_release release;
-            new (self) Region(
-                slots, slot_bytes,
-                RegionOptions{std::move(name), tcp_host.value_or(""), tcp_port, std::move(verbs)});
+            new (self) Region(slots, slot_bytes,
+                              RegionOptions{std::move(name), tcp_host.value_or(""), tcp_port,
+                                            payloads.value_or(slots), parse_device(device),
+                                            std::move(verbs)});
           },
           "slots"_a, "slot_bytes"_a, nb::kw_only(), "name"_a, "tcp_host"_a = nb::none(),
-          "tcp_port"_a = 0, "verbs"_a = nb::none())
+          "tcp_port"_a = 0, "payloads"_a = nb::none(), "device"_a = "cpu", "verbs"_a = nb::none())
       .def_prop_ro("name", &Region::name)
       .def_prop_ro("slots", &Region::slots)
       .def_prop_ro("slot_bytes", &Region::slot_bytes)
       .def_prop_ro("addresses", &Region::addresses)
       .def_prop_ro("closed", &Region::closed)
+      .def_prop_ro("payloads", &Region::payloads)
+      .def_prop_ro("slot_stride", &Region::slot_stride)
+      .def_prop_ro("device", [](const Region& r) { return device_text(r.device()); })
       .def("buffer", &buffer, "slot"_a)
+      .def("view", &view, "slot"_a, "count"_a = 1)
       .def("header", &received, "slot"_a)
       .def(
           "ready",
@@ -161,6 +221,11 @@ void bind_region(nb::module_& m) {
           "gone", [](Region& r, int64_t slot) { return r.gone(checked_slot(r, slot)); }, "slot"_a)
       .def("wait_all", &wait_all, "slots"_a, "flags"_a, "timeout_us"_a)
       .def("wait_any", &wait_any, "slots"_a, "flags"_a, "timeout_us"_a)
+      .def(
+          "pin", [](Region& r, const std::string& device) { r.pin(parse_device(device)); },
+          "device"_a)
+      .def("enqueue_wait", &enqueue_wait, "stream"_a, "slots"_a, "flags"_a, "reset"_a = false)
+      .def("guard", &guard, "stream"_a, "slots"_a, "flags"_a, nb::keep_alive<0, 1>())
       .def("trace", &trace, "slots"_a, "into"_a.none())
       .def("wake", &Region::wake)
       .def("set_spin_us", &Region::set_spin_us, "us"_a)

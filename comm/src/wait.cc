@@ -12,6 +12,8 @@ namespace {
 constexpr uint64_t kSliceNs = 50000000;
 // Asking the kernel after each writer takes time in which doorbells go unseen; short waits skip it.
 constexpr uint64_t kFirstLookNs = 1000000;
+// A GPU that rings a doorbell cannot wake anybody, so sleeps are this short where one may.
+constexpr uint64_t kSilentNs = 20000;
 constexpr int kSpinsPerClockRead = 32;
 
 class Sleeper {
@@ -122,9 +124,11 @@ bool Region::wait(Awaited* awaited, std::size_t count, WaitFor mode, uint64_t de
         return false;
       }
       if (now >= deadline || wakes_.load(std::memory_order_acquire) != wakes) return false;
-      const uint64_t rest_ns = std::min(deadline, next_look) - now;
-      signal = serving.receiver != nullptr ? serving.receiver->serve(seen, rest_ns)
-                                           : memory_.sleep(seen, rest_ns);
+      uint64_t until = std::min(deadline, next_look);
+      if (memory_.head().silent.load(std::memory_order_relaxed) != 0)
+        until = std::min(until, now + kSilentNs);
+      signal = serving.receiver != nullptr ? serving.receiver->serve(seen, until - now)
+                                           : memory_.sleep(seen, until - now);
     }
     now = now_ns();
     if (interrupt != nullptr && (signal || now >= next_look) && interrupt()) return true;

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "afd_comm/accelerator.h"
 #include "afd_comm/address.h"
 #include "afd_comm/types.h"
 #include "afd_comm/verbs.h"
@@ -19,6 +20,7 @@ struct LinkOptions {
   int64_t timeout_us = 0;        // bound of connecting, and of every post that has to wait
   Interrupt interrupt = nullptr;
   int64_t zero_copy_from = -1;  // tcp: least bytes of a part to send in place; -1: where it pays
+  Device device;       // where the caller's parts and streams are; not cpu: backend ipc
   bool trace = false;  // whether messages carry their Times; see Link::set_trace
   std::optional<VerbsOptions> verbs;  // backend verbs needs them
 };
@@ -44,15 +46,17 @@ class Link {
   virtual Status abandon() { return Status::Deadline; }
   virtual int pollable() const { return -1; }
   // Parts within this memory are sent from where they lie, by backends that can. It must stay
-  // valid until the link is destroyed. `device`: "cpu", or an accelerator such as "cuda:0".
-  // Throws CommError.
-  virtual void register_memory(void* /*address*/, uint64_t /*nbytes*/,
-                               const std::string& /*device*/) {}
+  // valid until the link is destroyed. Throws CommError.
+  virtual void register_memory(void* /*address*/, uint64_t /*nbytes*/, Device /*device*/) {}
   // Ok once the slot's last message has left the caller's registered memory, which may then be
   // reused. Other backends have copied it: at once.
   virtual Status wait_sent(uint32_t /*slot*/, int64_t /*timeout_us*/) { return Status::Ok; }
   // What works, but not as it was asked for; empty when all is well.
   virtual std::string notes() const { return {}; }
+  // As post(), but in order behind what `stream` was given, and without waiting: the parts are read
+  // when the stream gets there. Throws CommError for a backend without streams and when the driver
+  // refuses.
+  virtual Status enqueue(Stream stream, const Message& message);
   // Gives the claim back: the peer sees the writer as gone. Idempotent.
   virtual void close() = 0;
 
