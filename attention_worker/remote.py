@@ -19,7 +19,7 @@ from afd.resolve import Resolved
 from afd.topology import session
 from afd.wire.codecs_torch import DTYPE_OF_TAG, quantise_fp8
 from afd.wire.layout import TAG_OF_DTYPE, Kind, Tag
-from afd_comm import Group, Header, Link, PeerTrace, Region, Status, make_flag
+from afd_comm import Group, Header, Link, PeerTrace, Region, Status, VerbsOptions, make_flag
 
 logger = logging.getLogger("afd.attention")
 
@@ -296,13 +296,18 @@ class RemoteExperts:
         logger.warning("%s is back (session %d); resumed", fresh.id, fresh.session)
 
     def _link(self, member: Member) -> _Ffn:
+        transport = self._resolved.deployment.transport
+        verbs = transport.verbs_keywords("attention")
         link = Link(
             list(member.addresses),
-            backend=self._resolved.deployment.transport.backend,
+            backend=transport.backend,
             slots=self._resolved.slots.ffn_claim(self._index),
             timeout_us=_POST_TIMEOUT_US,
-            trace=self._resolved.deployment.transport.trace,
+            trace=transport.trace,
+            verbs=VerbsOptions(**verbs) if verbs else None,
         )
+        if link.notes:
+            logger.warning("link to %s: %s", member.id, link.notes)
         return _Ffn(member.id, self._session_with(member), link)
 
     def _start_session(self, j: int) -> None:

@@ -120,6 +120,44 @@ class PeerTrace:
     def offset_error_ns(self) -> int:
         """``offset_ns`` and every one-way time are wrong by at most this; -1 while unknown."""
 
+class VerbsOptions:
+    """How backend verbs (RDMA) is used; read only. Both ends of a link have their own."""
+
+    def __init__(
+        self,
+        *,
+        ports: list[str],
+        host: str = "",
+        port: int = 0,
+        qps_per_port: int = 2,
+        gid_index: int = -1,
+        traffic_class: int = 0,
+        service_level: int = 0,
+        timeout: int = 14,
+        retry: int = 6,
+        spin_us: int = -1,
+        stripe_bytes: int = 65536,
+        library: str = "libibverbs.so.1",
+    ) -> None:
+        """``ports``: 1 to 8 of "device:port" (port 1 may be left out), in rail order: the i-th of one end talks
+        to the i-th of the other, over ``qps_per_port`` connections.
+
+        ``host``, ``port`` (a region's only): where it listens for the handshake, a TCP connection that stays
+        open beside the link. ``gid_index`` -1: the port's first RoCE v2 address. ``traffic_class``,
+        ``service_level``: of the packets. ``timeout``: 4.096 us << timeout until an unacknowledged packet is
+        sent again, ``retry`` (0 to 6) times. ``spin_us``: polling before the progress thread sleeps; -1: 50,
+        on at most two usable CPUs 5. ``stripe_bytes``: payloads of twice this and more use several
+        connections. ``library``: the libibverbs to load. Raises CommError for values out of range; devices
+        are looked at when a region or link is made.
+        """
+
+def plan_stripes(nbytes: int, alive: int, turn: int, least: int) -> list[tuple[int, int, int]]:
+    """How verbs cuts a payload: (connection, offset, length) of each stripe. Pure; for tests.
+
+    ``alive``: bit set of usable connections, of 16. ``turn``: which of them leads. ``least``: bytes below
+    which a stripe is not worth it. Raises ValueError for an empty set.
+    """
+
 class Region:
     """Memory of ``slots`` slots of ``slot_bytes`` bytes each that peers write into."""
 
@@ -131,8 +169,9 @@ class Region:
         name: str,
         tcp_host: str | None = None,
         tcp_port: int = 0,
+        verbs: VerbsOptions | None = None,
     ) -> None:
-        """Reserve the memory, and with ``tcp_host`` also listen there.
+        """Reserve the memory; with ``tcp_host`` also listen there, with ``verbs`` register it for RDMA.
 
         ``name`` is for messages and for /proc. ``tcp_host`` is one address of this host that peers can reach
         (not a wildcard); ``tcp_port`` 0 lets the kernel choose. Raises CommError.
@@ -195,14 +234,19 @@ class Link:
         slots: tuple[int, int] | None = None,
         timeout_us: int,
         trace: bool = False,
+        zero_copy_from: int = -1,
+        verbs: VerbsOptions | None = None,
     ) -> None:
         """Connect to the region with these ``addresses``.
 
-        ``backend`` is "shm", "tcp" or "auto" (shm where both processes share a machine and a PID namespace,
+        ``backend`` is "shm", "verbs", "tcp" or "auto" (shm where both processes share a machine and a PID
+        namespace, else verbs where both ends have ``verbs`` options and a path between their ports works,
         else tcp). ``slots`` = (first, count) claims the slots this link writes: an older claim on them ends,
         posts elsewhere are refused, and the receiver learns PEER_GONE if this process dies. Without it any
         slot may be written and nobody watches. ``timeout_us`` bounds connecting and, on tcp, each post.
-        ``trace``: see the property. Raises CommError.
+        ``trace``: see the property. ``zero_copy_from`` (tcp): parts of registered memory of so many bytes and
+        more are sent without a copy into the kernel; -1: from 64 KiB, but not to this host, where the kernel
+        copies in any case. Raises CommError.
         """
     @property
     def trace(self) -> bool:
@@ -211,7 +255,24 @@ class Link:
     def trace(self, on: bool) -> None: ...
     @property
     def backend(self) -> str:
-        """The backend in use: "shm" or "tcp"."""
+        """The backend in use: "shm", "verbs" or "tcp"."""
+    @property
+    def notes(self) -> str:
+        """What works, but not as it was asked for, such as a port that is down; "" when all is well."""
+    def register_memory(self, ptr: int, nbytes: int, device: str = "cpu") -> None:
+        """Parts that lie within this memory are sent from there without a copy, by backends that can.
+
+        verbs registers it with its NICs (milliseconds: set-up, not the hot path); tcp notes it (see
+        ``zero_copy_from``); shm does nothing. It must stay valid until the link is gone. ``device``: "cpu", or the accelerator it is on, such as
+        "cuda:0". Raises CommError, with what to raise where locked memory is limited.
+        """
+    def wait_sent(self, slot: int, timeout_us: int) -> Status:
+        """Wait until registered memory that the slot's last message came from may be changed again.
+
+        OK: at once on shm, on tcp when the peer's kernel has acknowledged it, on verbs when the peer's NIC has acknowledged all of it. DEADLINE: still
+        on its way. PEER_GONE, CLOSED: it will not arrive, and the memory may be changed. Memory that is not
+        registered has been copied by ``post`` and needs no wait.
+        """
     def post(
         self,
         slot: int,
@@ -229,10 +290,12 @@ class Link:
         """Write ``parts``, then the header, then the doorbell.
 
         Each part is (offset in the slot, address, nbytes) of contiguous host memory that stays valid during
-        the call and may be reused after it; at most ``MAX_PARTS``. Nothing is written unless all parts fit.
+        the call and may be reused after it, unless it is registered (``wait_sent``); at most ``MAX_PARTS``.
+        Nothing is written unless all parts fit.
 
-        OK: handed over (shm: visible; tcp: in the kernel's hands). PEER_GONE: the region's process ended or
-        closed it. DEADLINE (tcp): not sent in time; if it was partly sent, the link is then CLOSED.
+        OK: handed over (shm: visible; tcp: in the kernel's hands; verbs: in the NIC's). PEER_GONE: the
+        region's process ended or closed it (verbs: or no path is left). DEADLINE: tcp: not sent in time, and
+        if it was partly sent, the link is then CLOSED; verbs: the slot's previous message is still on its way.
         BAD_HEADER, CAPACITY, CLOSED: see ``Status``. ``answer_to``: header of the message this one answers, for
         the peer's ``PeerTrace``. Safe from several threads for distinct slots.
         """
