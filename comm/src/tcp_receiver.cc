@@ -29,6 +29,9 @@ constexpr uint64_t kGreetNs = 2000000000;
 constexpr int kEvents = 64;
 // What one connection may have read before the others have their turn.
 constexpr int kReadsPerTurn = 64;
+// A waiter has nothing better to do than to ask again for the rest of a message; going to sleep
+// between its segments would cost a wake-up for each.
+constexpr uint64_t kPatienceNs = 50000;
 
 class TcpReceiver final : public Receiver {
  public:
@@ -76,7 +79,8 @@ class TcpReceiver final : public Receiver {
     for (int i = 0; i < n; ++i) {
       // Strangers and newcomers are the thread's business.
       const auto found = connections_.find(events[i].data.fd);
-      if (found != connections_.end() && found->second->greeted()) serve_connection(found->first);
+      if (found != connections_.end() && found->second->greeted())
+        serve_connection(found->first, kPatienceNs);
     }
     return false;
   }
@@ -138,7 +142,7 @@ class TcpReceiver final : public Receiver {
           if (fd == listener_.get()) {
             accept_all();
           } else {
-            serve_connection(fd);
+            serve_connection(fd, 0);
             served = true;
           }
         }
@@ -171,7 +175,8 @@ class TcpReceiver final : public Receiver {
     }
   }
 
-  void serve_connection(int fd) {
+  // `patience_ns`: how long to keep asking for the rest of a frame that has begun.
+  void serve_connection(int fd, uint64_t patience_ns) {
     const auto found = connections_.find(fd);
     // Dropped while an earlier event of the same batch was handled.
     if (found == connections_.end()) return;
@@ -183,8 +188,17 @@ class TcpReceiver final : public Receiver {
       if (keep) replace_older(connection);
     }
     // Events of greeted connections come once per arrival of bytes, so all of those are read.
-    for (int i = 0; keep && connection.greeted() && connection.may_have_more(); ++i) {
-      if (i == kReadsPerTurn) break;
+    uint64_t give_up = 0;
+    for (int reads = 1; keep && connection.greeted() && reads < kReadsPerTurn;) {
+      if (connection.may_have_more()) {
+        ++reads;
+        give_up = 0;
+      } else {
+        if (patience_ns == 0 || !connection.in_frame()) break;
+        const uint64_t now = now_ns();
+        if (give_up == 0) give_up = now + patience_ns;
+        if (now >= give_up) break;
+      }
       keep = connection.on_readable();
     }
     if (!keep) {
