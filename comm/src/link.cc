@@ -15,7 +15,7 @@ struct Backend {
 constexpr Backend kBackends[] = {
     {"ipc", true, open_ipc_link},
     {"shm", false, open_shm_link},
-    {"verbs", false, open_verbs_link},
+    {"verbs", true, open_verbs_link},
     {"tcp", false, open_tcp_link},
 };
 

@@ -113,7 +113,7 @@ std::unique_ptr<Link> connect(std::vector<std::string> addresses, std::string ba
 void register_memory(Link& link, uintptr_t ptr, uint64_t nbytes, const std::string& device) {
   if (ptr == 0 || nbytes == 0) throw nb::value_error("register_memory needs at least one byte");
   const nb::gil_scoped_release release;
-  link.register_memory(reinterpret_cast<void*>(ptr), nbytes, device);
+  link.register_memory(reinterpret_cast<void*>(ptr), nbytes, parse_device(device));
 }
 
 Status wait_sent(Link& link, uint32_t slot, int64_t timeout_us) {

@@ -130,10 +130,10 @@ class TcpLink final : public Link {
     return finish(Status::Ok);
   }
 
-  void register_memory(void* address, uint64_t nbytes, const std::string& device) override {
+  void register_memory(void* address, uint64_t nbytes, Device device) override {
     // Memory of a device cannot be sent from by a socket, and to this very host the kernel copies
     // in any case: there zero copy would only add its bookkeeping.
-    if (device != "cpu" || (same_host_ && options_.zero_copy_from < 0)) return;
+    if (!device.is_cpu() || (same_host_ && options_.zero_copy_from < 0)) return;
     if (take_turn()) {
       zero_copy_.allow(fd_.get(), address, nbytes);
       finish(Status::Ok);

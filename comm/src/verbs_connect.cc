@@ -117,6 +117,7 @@ VerbsWelcome VerbsLink::greet(const TcpAddress& to, uint64_t deadline) {
   region_slots_ = welcome.slots;
   slot_bytes_ = welcome.slot_bytes;
   stride_ = welcome.stride;
+  payloads_ = std::max(welcome.payloads, 1u);
   if (welcome.port_count == 0 || welcome.port_count > kMaxVerbsPorts)
     throw CommError("the region at " + place(to) + " named no ports; check its configuration");
   const uint32_t count = options_.slots.count != 0 ? options_.slots.count : region_slots_;
@@ -219,11 +220,11 @@ void VerbsLink::exchange(const TcpAddress& to, uint64_t deadline) {
 }
 
 std::shared_ptr<const VerbsSource> VerbsLink::make_source(void* address, uint64_t nbytes,
-                                                          const std::string& device) {
+                                                          Device device) {
   auto source = std::make_shared<VerbsSource>();
   source->begin = static_cast<const uint8_t*>(address);
   source->nbytes = nbytes;
-  source->host = device == "cpu";
+  source->host = device.is_cpu();
   for (const auto& nic : nics_)
     source->keys.emplace_back(nic, address, nbytes, ib::kLocalWrite, device);
   return source;
@@ -239,7 +240,7 @@ void VerbsLink::make_bounce() {
                     " bytes of a link's send buffer: " + errno_text(errno) +
                     "; free memory or claim fewer slots");
   bounce_ = static_cast<uint8_t*>(memory);
-  sources_.push_back(make_source(bounce_, bounce_bytes_, "cpu"));
+  sources_.push_back(make_source(bounce_, bounce_bytes_, Device{}));
   source_lists_.push_back(std::make_unique<const SourceList>());
   current_sources_.store(source_lists_.back().get(), std::memory_order_release);
 }

@@ -21,7 +21,7 @@ constexpr int64_t kDrainUs = 500000;
 constexpr uint32_t kFewReceives = 64;
 constexpr uint32_t kManyReceives = 1024;
 constexpr uint64_t kPage = 4096;
-// wr_id of the receive that is posted to a queue pair after it was closed.
+// wr_id of the last receive that is posted to a queue pair before it is closed.
 constexpr uint64_t kMarker = uint64_t{1} << 32;
 
 }  // namespace
@@ -97,6 +97,7 @@ bool VerbsConnection::accept_hello() {
   welcome.slots = g.slots;
   welcome.slot_bytes = g.slot_bytes;
   welcome.stride = g.stride;
+  welcome.payloads = g.payloads;
   bool accepted = hello_.version == kVerbsVersion;
   if (accepted) try {
       const SlotRange range{hello_.first, hello_.count};
@@ -189,7 +190,7 @@ void VerbsConnection::connect(VerbsAccept& accept) {
       set_reason(accept.reason, error.what());
     }
   }
-  accept.payload = reinterpret_cast<uintptr_t>(host_.memory.payload(slots_.first));
+  accept.payload = reinterpret_cast<uintptr_t>(host_.memory.payload(0));
   accept.records = reinterpret_cast<uintptr_t>(records_);
 }
 
@@ -199,9 +200,10 @@ bool VerbsConnection::close_half(std::size_t index) {
   Half& half = *halves_[index];
   if (half.closed) return true;
   half.closed = true;
-  half.qp->fail();
-  // Receives complete in order, so this one comes back behind all that were used.
+  // Receives complete in order, so this one comes back behind all that were used. Posted before:
+  // soft-RoCE does not look at its queue again once it has flushed it.
   if (!half.qp->post_recv(kMarker | index)) return false;
+  half.qp->fail();
   const uint64_t deadline = deadline_after_us(kDrainUs);
   while (!half.drained.load(std::memory_order_acquire)) {
     if (now_ns() >= deadline) return false;
@@ -247,10 +249,12 @@ void VerbsConnection::complain() {
 void VerbsConnection::on_completion(const ib::Wc& wc) {
   const auto index = static_cast<std::size_t>(static_cast<uint32_t>(wc.wr_id));
   Half& half = *halves_[index];
-  if (wc.wr_id & kMarker) half.drained.store(true, std::memory_order_release);
   // Flushed receives of a closed half; a half that failed by itself is the sender's to report.
-  if (wc.status != ib::kWcSuccess || wc.opcode != ib::kWcRecvWithImm) return;
-  half.qp->post_recv(index);
+  if (wc.status != ib::kWcSuccess || wc.opcode != ib::kWcRecvWithImm) {
+    if (wc.wr_id & kMarker) half.drained.store(true, std::memory_order_release);
+    return;
+  }
+  half.qp->post_recv(wc.wr_id);
   const Immediate immediate = decode(ntohl(wc.imm_data));
   if (immediate.stripe == kProbeStripe) return;
   if (immediate.slot >= incoming_.size() || immediate.stripe >= kMaxStripes) return complain();

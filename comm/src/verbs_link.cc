@@ -55,6 +55,8 @@ Status VerbsLink::post(const Message& m) {
     total += m.parts[i].nbytes;
     out.sources[i] = source_of(m.parts[i]);
     if (out.sources[i] != nullptr || m.parts[i].nbytes == 0) continue;
+    // The CPU does not copy from an accelerator: its memory must be registered.
+    if (!options_.device.is_cpu()) return Status::BadHeader;
     uint8_t* copy = copy_at(index) + m.parts[i].offset;
     std::memcpy(copy, m.parts[i].data, m.parts[i].nbytes);
     out.parts[i].data = copy;
@@ -139,10 +141,11 @@ void VerbsLink::send_stripe(uint32_t index, uint32_t stripe, uint32_t to) {
     if (count != 0) requests[count - 1].next = &request;
     ++count;
   };
+  const uint64_t payload = remote_payload_ + (first_ + index) % payloads_ * stride_;
   for (std::size_t i = 0; i < piece_count; ++i) {
     const Piece& piece = pieces[i];
     add(static_cast<const uint8_t*>(out.parts[piece.part].data) + piece.from, piece.nbytes,
-        *out.sources[piece.part], remote_payload_ + index * stride_ + piece.offset,
+        *out.sources[piece.part], payload + piece.offset,
         path.payload_rkey);
   }
   if (stripe == 0)
@@ -224,7 +227,7 @@ void VerbsLink::wake_control() const {
   static_cast<void>(!write(wake_.get(), &one, sizeof one));
 }
 
-void VerbsLink::register_memory(void* address, uint64_t nbytes, const std::string& device) {
+void VerbsLink::register_memory(void* address, uint64_t nbytes, Device device) {
   if (closed_.load(std::memory_order_acquire) || nbytes == 0) return;
   auto source = make_source(address, nbytes, device);
   const std::lock_guard<std::mutex> lock(registering_);

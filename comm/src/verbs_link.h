@@ -49,7 +49,7 @@ class VerbsLink final : public Link, private CompletionSink {
   bool may_block() const override { return true; }
   Status post(const Message& message) override;
   Status wait_sent(uint32_t slot, int64_t timeout_us) override;
-  void register_memory(void* address, uint64_t nbytes, const std::string& device) override;
+  void register_memory(void* address, uint64_t nbytes, Device device) override;
   std::string notes() const override { return notes_; }
   void close() override;
 
@@ -96,8 +96,7 @@ class VerbsLink final : public Link, private CompletionSink {
   void exchange(const TcpAddress& address, uint64_t deadline);
   void make_bounce();
   void test_paths(uint64_t deadline);
-  std::shared_ptr<const VerbsSource> make_source(void* address, uint64_t nbytes,
-                                                 const std::string& device);
+  std::shared_ptr<const VerbsSource> make_source(void* address, uint64_t nbytes, Device device);
 
   // verbs_link.cc
   void on_completion(const ib::Wc& completion) override;
@@ -126,6 +125,7 @@ class VerbsLink final : public Link, private CompletionSink {
   uint32_t region_slots_ = 0;
   uint64_t slot_bytes_ = 0;
   uint64_t stride_ = 0;
+  uint32_t payloads_ = 1;
   uint64_t least_stripe_ = 0;
   uint64_t most_piece_ = 0;       // bytes of one work request
   uint64_t remote_payload_ = 0;

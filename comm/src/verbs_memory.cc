@@ -17,13 +17,15 @@ std::string locked_memory_limit() {
   return std::to_string(limit.rlim_cur / 1024) + " KiB";
 }
 
-[[noreturn]] void refused(const Nic& nic, uint64_t nbytes, const std::string& device, int error) {
-  const std::string what = "cannot register " + std::to_string(nbytes) + " bytes of " + device +
-                           " memory with " + nic.name() + ": " + errno_text(error);
-  if (device != "cpu")
-    throw CommError(what +
-                    "; GPU memory needs dma-buf export (kernel 5.12, open GPU driver) or the "
-                    "nvidia-peermem module (modprobe nvidia-peermem)");
+[[noreturn]] void refused(const Nic& nic, uint64_t nbytes, Device device, int error,
+                          const std::string& no_dmabuf) {
+  const std::string what = "cannot register " + std::to_string(nbytes) + " bytes of " +
+                           device_text(device) + " memory with " + nic.name() + ": " +
+                           errno_text(error);
+  if (!device.is_cpu())
+    throw CommError(what + " (dma-buf: " + no_dmabuf +
+                    "); it needs dma-buf export (kernel 5.12, a driver that has it) or, for CUDA, "
+                    "nvidia-peermem (modprobe nvidia-peermem)");
   if (error == ENOMEM || error == EPERM || error == EAGAIN)
     throw CommError(what + "; the limit of locked memory is " + locked_memory_limit() +
                     ": raise it with `ulimit -l unlimited` (systemd: LimitMEMLOCK=infinity, "
@@ -34,18 +36,31 @@ std::string locked_memory_limit() {
 }  // namespace
 
 Registration::Registration(std::shared_ptr<Nic> nic, void* address, uint64_t nbytes,
-                           unsigned access, const std::string& device)
+                           unsigned access, Device device)
     : nic_(std::move(nic)) {
   const Verbs& verbs = nic_->verbs();
-  // Relaxed PCIe ordering is safe here, since nobody looks at memory before its completion, and
-  // fast NICs need it for their full rate.
+  const auto at = reinterpret_cast<uintptr_t>(address);
+  std::string no_dmabuf = "the RDMA libraries do not have it";
+  if (!device.is_cpu() && verbs.reg_dmabuf_mr != nullptr) {
+    // The kernel keeps the buffer alive; the descriptor is needed for this call only.
+    try {
+      const Fd buffer = open_accelerator(device)->dmabuf(address, nbytes);
+      mr_ = verbs.reg_dmabuf_mr(nic_->pd(), 0, nbytes, at, buffer.get(), static_cast<int>(access));
+      no_dmabuf = errno_text(errno);
+    } catch (const CommError& error) {
+      no_dmabuf = error.what();
+    }
+    if (mr_ != nullptr) return;
+  }
+  // Host memory; or device memory that nvidia-peermem translates. Relaxed PCIe ordering is safe
+  // here, since nobody looks at memory before its completion, and fast NICs need it for their full
+  // rate.
   if (verbs.reg_mr_iova2 != nullptr) {
-    mr_ = verbs.reg_mr_iova2(nic_->pd(), address, nbytes, reinterpret_cast<uintptr_t>(address),
-                             access | ib::kRelaxedOrdering);
+    mr_ = verbs.reg_mr_iova2(nic_->pd(), address, nbytes, at, access | ib::kRelaxedOrdering);
   } else {
     mr_ = verbs.reg_mr(nic_->pd(), address, nbytes, static_cast<int>(access));
   }
-  if (mr_ == nullptr) refused(*nic_, nbytes, device, errno);
+  if (mr_ == nullptr) refused(*nic_, nbytes, device, errno, no_dmabuf);
 }
 
 Registration::Registration(Registration&& other) noexcept

@@ -4,6 +4,7 @@
 #include <memory>
 #include <string>
 
+#include "afd_comm/accelerator.h"
 #include "afd_comm/verbs.h"
 #include "verbs_progress.h"
 
@@ -73,7 +74,7 @@ class Registration {
  public:
   // Throws CommError naming the limit of locked memory where that is the cause.
   Registration(std::shared_ptr<Nic> nic, void* address, uint64_t nbytes, unsigned access,
-               const std::string& device = "cpu");
+               Device device = {});
   ~Registration();
   Registration(Registration&& other) noexcept;
   Registration& operator=(Registration&&) = delete;

@@ -27,11 +27,12 @@ constexpr int kLookMs = 100;
 
 class VerbsReceiver final : public Receiver {
  public:
-  VerbsReceiver(const Memory& memory, const Token& token, const VerbsOptions& options)
+  VerbsReceiver(const Memory& memory, const Token& token, Device device,
+                const VerbsOptions& options)
       : token_(token),
         wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
         host_{memory, token_, -1, options, {}, {}, {}, {}, wake_.get()} {
-    open_ports();
+    open_ports(device);
     SocketAddress bound;
     listener_ = listen_on(options.host, options.port, bound, "verbs host");
     address_.scheme = "verbs";
@@ -63,7 +64,7 @@ class VerbsReceiver final : public Receiver {
   }
 
  private:
-  void open_ports() {
+  void open_ports(Device device) {
     for (const std::string& text : host_.options.ports) {
       const PortName name = parse_port(text);
       const auto known =
@@ -75,10 +76,10 @@ class VerbsReceiver final : public Receiver {
       // Told now and not to the first sender.
       host_.nics[host_.port_nic.back()]->port(name.number, host_.options.gid_index);
     }
-    const Geometry& g = host_.memory.geometry();
     for (const auto& nic : host_.nics)
-      host_.payload.emplace_back(nic, host_.memory.payload(0), g.slots * g.stride,
-                                 ib::kLocalWrite | ib::kRemoteWrite);
+      host_.payload.emplace_back(nic, host_.memory.payload(0),
+                                 host_.memory.geometry().payload_bytes(),
+                                 ib::kLocalWrite | ib::kRemoteWrite, device);
   }
 
   void start() {
@@ -182,9 +183,9 @@ class VerbsReceiver final : public Receiver {
 }  // namespace
 
 std::unique_ptr<Receiver> open_verbs_receiver(const Memory& memory, const Token& token,
-                                              const VerbsOptions& options) {
+                                              Device device, const VerbsOptions& options) {
   check_options(options);
-  return std::make_unique<VerbsReceiver>(memory, token, options);
+  return std::make_unique<VerbsReceiver>(memory, token, device, options);
 }
 
 }  // namespace afd_comm

@@ -58,9 +58,9 @@ struct VerbsWelcome {
   int32_t status;
   uint32_t slots;
   uint64_t slot_bytes;
-  uint64_t stride;  // from one slot's payload to the next
+  uint64_t stride;  // from one payload to the next
   uint32_t port_count;
-  uint32_t reserved;
+  uint32_t payloads;  // slots that are equal modulo this share one
   WirePort ports[kMaxVerbsPorts];
   char reason[kReasonBytes];  // of a refusal; ends with 0
 };
@@ -90,8 +90,8 @@ struct VerbsConnect {
 struct VerbsAccept {
   uint32_t magic;
   int32_t status;
-  uint64_t payload;  // address of the first claimed slot's payload
-  uint64_t records;  // address of its record; behind the last one there is room for the test packet
+  uint64_t payload;  // address of the first payload
+  uint64_t records;  // address of the first claimed slot's record; behind the last one there is room for the test packet
   WireQp qps[kMaxVerbsQps];
   char reason[kReasonBytes];  // of `status`, or of the last half that was refused
 };

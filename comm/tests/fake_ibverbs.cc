@@ -211,9 +211,8 @@ int post_send(ib::Qp* base, ib::SendWr* wr, ib::SendWr** bad) {
 int post_recv(ib::Qp* base, ib::RecvWr* wr, ib::RecvWr** bad) {
   const std::lock_guard<std::mutex> lock(world);
   auto* qp = static_cast<FakeQp*>(base);
-  if (qp->failed) {
-    qp->complete(qp->recv_queue(), wr->wr_id, ib::kWcFlushed, 0);
-  } else if (qp->receives.size() >= qp->recv_limit) {
+  if (qp->failed) return 0;  // as soft-RoCE: it stays where it is
+  if (qp->receives.size() >= qp->recv_limit) {
     *bad = wr;
     return ENOMEM;
   } else {

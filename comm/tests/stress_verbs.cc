@@ -63,7 +63,7 @@ void failing_ports(const std::string& library, double seconds) {
     threads.emplace_back([&, slot] {
       auto link = open(region, library, SlotRange{slot, 1});
       std::vector<uint8_t> data(kBytes);
-      link->register_memory(data.data(), data.size(), "cpu");
+      link->register_memory(data.data(), data.size(), Device{});
       std::mt19937 random(slot);
       for (uint32_t seq = 1; now_ns() < end; ++seq) {
         const uint64_t flag = make_flag(1, seq);
@@ -82,7 +82,7 @@ void failing_ports(const std::string& library, double seconds) {
           link.reset();
           for (int tries = 0; link == nullptr; ++tries) try {
               link = open(region, library, SlotRange{slot, 1});
-              link->register_memory(data.data(), data.size(), "cpu");
+              link->register_memory(data.data(), data.size(), Device{});
             } catch (const CommError& error) {
               check(tries < 10000, error.what());
               std::this_thread::sleep_for(std::chrono::milliseconds(1));

@@ -188,7 +188,7 @@ void sizes(const std::string& rx, const std::string& tx) {
     await_region(shared);
     const auto link = connect(*shared, tx, SlotRange{0, kSlots});
     std::vector<uint8_t> registered(kMaxBytes), plain(kMaxBytes);
-    link->register_memory(registered.data(), registered.size(), "cpu");
+    link->register_memory(registered.data(), registered.size(), Device{});
     for (uint32_t i = 0; i < list.size(); ++i)
       for (uint32_t way = 0; way < 2; ++way) {
         const uint32_t seq = 2 * i + way + 1;
@@ -230,7 +230,7 @@ bool soak(const std::string& rx, const std::string& tx, double seconds,
     const auto link = connect(*shared, tx, SlotRange{0, kSlots});
     shared->claimed.fetch_add(1);
     std::vector<uint8_t> registered(kSlots * kMaxBytes);
-    link->register_memory(registered.data(), registered.size(), "cpu");
+    link->register_memory(registered.data(), registered.size(), Device{});
     uint32_t seq[kSlots] = {};
     uint64_t posted = 0;
     while (shared->stop.load(std::memory_order_acquire) == 0) {

@@ -46,10 +46,8 @@ class Link {
   virtual Status abandon() { return Status::Deadline; }
   virtual int pollable() const { return -1; }
   // Parts within this memory are sent from where they lie, by backends that can. It must stay
-  // valid until the link is destroyed. `device`: "cpu", or an accelerator such as "cuda:0".
-  // Throws CommError.
-  virtual void register_memory(void* /*address*/, uint64_t /*nbytes*/,
-                               const std::string& /*device*/) {}
+  // valid until the link is destroyed. Throws CommError.
+  virtual void register_memory(void* /*address*/, uint64_t /*nbytes*/, Device /*device*/) {}
   // Ok once the slot's last message has left the caller's registered memory, which may then be
   // reused. Other backends have copied it: at once.
   virtual Status wait_sent(uint32_t /*slot*/, int64_t /*timeout_us*/) { return Status::Ok; }
