@@ -193,10 +193,10 @@ void bind_region(nb::module_& m) {
              std::optional<uint64_t> payloads, std::string device,
              std::optional<VerbsOptions> verbs) {
             const nb::gil_scoped_release release;
-            new (self) Region(slots, slot_bytes,
-                              RegionOptions{std::move(name), tcp_host.value_or(""), tcp_port,
-                                            payloads.value_or(slots), parse_device(device),
-                                            std::move(verbs)});
+            new (self) Region(
+                slots, slot_bytes,
+                RegionOptions{std::move(name), tcp_host.value_or(""), tcp_port,
+                              payloads.value_or(slots), parse_device(device), std::move(verbs)});
           },
           "slots"_a, "slot_bytes"_a, nb::kw_only(), "name"_a, "tcp_host"_a = nb::none(),
           "tcp_port"_a = 0, "payloads"_a = nb::none(), "device"_a = "cpu", "verbs"_a = nb::none())

@@ -127,8 +127,7 @@ bool VerbsConnection::accept_hello() {
 }
 
 bool VerbsConnection::accept_connect() {
-  if (connect_.magic != kVerbsConnectMagic || connect_.count == 0 ||
-      connect_.count > kMaxVerbsQps)
+  if (connect_.magic != kVerbsConnectMagic || connect_.count == 0 || connect_.count > kMaxVerbsQps)
     return false;
   for (uint32_t i = 0; i < connect_.count; ++i)
     if (connect_.qps[i].port >= host_.ports.size()) return false;
@@ -150,8 +149,8 @@ void VerbsConnection::connect(VerbsAccept& accept) {
   const uint32_t slots = slot_count();
   const uint32_t depth = std::clamp(2 * slots, kFewReceives, kManyReceives);
   records_bytes_ = (slots * kRecordStride + kTestBytes + kPage - 1) / kPage * kPage;
-  void* memory = mmap(nullptr, records_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
-                      -1, 0);
+  void* memory =
+      mmap(nullptr, records_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED)
     throw CommError("cannot allocate the records of a connection: " + errno_text(errno) +
                     "; free memory");
@@ -216,8 +215,7 @@ bool VerbsConnection::close_half(std::size_t index) {
 bool VerbsConnection::answer_fence() {
   if (fence_.magic != kVerbsFenceMagic || fence_.qp >= halves_.size()) return false;
   if (!close_half(fence_.qp)) return false;
-  const VerbsReply reply{kVerbsFencedMagic, fence_.qp, 0,
-                         static_cast<uint32_t>(incoming_.size())};
+  const VerbsReply reply{kVerbsFencedMagic, fence_.qp, 0, static_cast<uint32_t>(incoming_.size())};
   std::vector<uint8_t> bytes(sizeof reply + incoming_.size() * sizeof(uint64_t));
   std::memcpy(bytes.data(), &reply, sizeof reply);
   for (std::size_t i = 0; i < incoming_.size(); ++i) {

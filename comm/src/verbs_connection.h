@@ -18,10 +18,10 @@ struct VerbsHost {
   int claim_lock_fd;  // see take_claim
   VerbsOptions options;
   std::vector<std::shared_ptr<Nic>> nics;
-  std::vector<std::size_t> port_nic;   // per port of the options, index into nics
+  std::vector<std::size_t> port_nic;  // per port of the options, index into nics
   std::vector<PortName> ports;
-  std::vector<Registration> payload;   // per NIC, all slots
-  int wake_fd;                         // an eventfd: a connection has something for needs_drop()
+  std::vector<Registration> payload;  // per NIC, all slots
+  int wake_fd;                        // an eventfd: a connection has something for needs_drop()
 };
 
 class VerbsConnection final : private CompletionSink {

@@ -145,12 +145,11 @@ void VerbsLink::send_stripe(uint32_t index, uint32_t stripe, uint32_t to) {
   for (std::size_t i = 0; i < piece_count; ++i) {
     const Piece& piece = pieces[i];
     add(static_cast<const uint8_t*>(out.parts[piece.part].data) + piece.from, piece.nbytes,
-        *out.sources[piece.part], payload + piece.offset,
-        path.payload_rkey);
+        *out.sources[piece.part], payload + piece.offset, path.payload_rkey);
   }
   if (stripe == 0)
-    add(record_at(index), out.traced ? sizeof(Record) : kPlainRecordBytes, *sources_[0], remote_records_ + index * kRecordStride,
-        path.records_rkey);
+    add(record_at(index), out.traced ? sizeof(Record) : kPlainRecordBytes, *sources_[0],
+        remote_records_ + index * kRecordStride, path.records_rkey);
   ib::SendWr& last = requests[count - 1];
   last.opcode = ib::kWriteWithImm;
   last.send_flags |= ib::kSignaled;
@@ -173,8 +172,7 @@ void VerbsLink::on_completion(const ib::Wc& wc) {
   const RequestId id = decode_id(wc.wr_id);
   if (wc.status != ib::kWcSuccess) fail_path(id.path, wc.status);
   if (id.stripe == kProbeStripe) {
-    if (wc.status == ib::kWcSuccess)
-      paths_[id.path]->tested.store(true, std::memory_order_release);
+    if (wc.status == ib::kWcSuccess) paths_[id.path]->tested.store(true, std::memory_order_release);
     progress_.notify();
     return;
   }

@@ -61,16 +61,16 @@ class VerbsLink final : public Link, private CompletionSink {
     std::size_t nic = 0;
     std::unique_ptr<QueuePair> qp;
     std::string peer_port;
-    uint8_t remote_port = 0;             // index into VerbsWelcome::ports
+    uint8_t remote_port = 0;  // index into VerbsWelcome::ports
     uint32_t payload_rkey = 0;
     uint32_t records_rkey = 0;
-    std::atomic<int32_t> room{0};        // send work requests that fit now
-    std::atomic<bool> tested{false};     // the test packet has come through
-    std::atomic<int> error{0};           // first ib::WcStatus that was none
+    std::atomic<int32_t> room{0};     // send work requests that fit now
+    std::atomic<bool> tested{false};  // the test packet has come through
+    std::atomic<int> error{0};        // first ib::WcStatus that was none
     // The control thread's:
-    uint64_t fence_deadline = 0;         // 0: not asked for
+    uint64_t fence_deadline = 0;  // 0: not asked for
     bool fenced = false;
-    std::vector<uint64_t> arrived;       // per slot, when the receiver closed its end
+    std::vector<uint64_t> arrived;  // per slot, when the receiver closed its end
   };
 
   // A slot's message on its way. post() writes it while `open` is empty; after that only `open` and
@@ -127,10 +127,10 @@ class VerbsLink final : public Link, private CompletionSink {
   uint64_t stride_ = 0;
   uint32_t payloads_ = 1;
   uint64_t least_stripe_ = 0;
-  uint64_t most_piece_ = 0;       // bytes of one work request
+  uint64_t most_piece_ = 0;  // bytes of one work request
   uint64_t remote_payload_ = 0;
   uint64_t remote_records_ = 0;
-  uint32_t first_ = 0;            // slot of out_[0]
+  uint32_t first_ = 0;  // slot of out_[0]
 
   // Destroyed in reverse order: paths before the queues they complete on.
   std::vector<std::shared_ptr<Nic>> nics_;

@@ -53,9 +53,7 @@ struct Immediate {
 constexpr uint32_t kMaxImmediateSlots = 1 << 16;
 constexpr uint8_t kProbeStripe = 0xff;  // the test packet of a new connection
 
-constexpr uint32_t encode(Immediate i) {
-  return i.slot << 16 | uint32_t{i.tag} << 8 | i.stripe;
-}
+constexpr uint32_t encode(Immediate i) { return i.slot << 16 | uint32_t{i.tag} << 8 | i.stripe; }
 constexpr Immediate decode(uint32_t bits) {
   return {bits >> 16, static_cast<uint8_t>(bits >> 8), static_cast<uint8_t>(bits)};
 }
