@@ -81,7 +81,8 @@ class VerbsLink final : public Link, private CompletionSink {
     // word, so that a failure noticed late is not taken for one of the path that came after.
     std::array<std::atomic<uint8_t>, kMaxStripes> path{};
     std::array<std::atomic<uint16_t>, kMaxStripes> requests{};
-    uint32_t number = 0;
+    std::atomic<uint32_t> order{0};  // of its last message, in the link
+    uint32_t number = 0;             // of its last message, in the slot
     bool traced = false;
     StripePlan plan;
     Part parts[kMaxParts];
@@ -102,6 +103,7 @@ class VerbsLink final : public Link, private CompletionSink {
   void on_completion(const ib::Wc& completion) override;
   Status outcome() const { return ended_.load(std::memory_order_acquire); }
   Status wait_acknowledged(const Outgoing& out, uint64_t deadline);
+  Status wait_window(uint64_t deadline);
   const VerbsSource* source_of(const Part& part) const;
   void send_stripe(uint32_t index, uint32_t stripe, uint32_t path);
   void lose(Outgoing& out, uint32_t stripe, uint32_t path);
@@ -149,6 +151,8 @@ class VerbsLink final : public Link, private CompletionSink {
   std::vector<std::unique_ptr<const SourceList>> source_lists_;
   std::atomic<const SourceList*> current_sources_{nullptr};
 
+  std::atomic<uint32_t> order_{0};  // of the last message
+  std::atomic<uint32_t> floor_{0};  // all up to here were acknowledged when it was last looked at
   std::atomic<uint32_t> alive_{0};  // bit per path
   std::atomic<Status> ended_{Status::Ok};
   std::atomic<bool> closed_{false};

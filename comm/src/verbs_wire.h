@@ -118,11 +118,13 @@ struct Record {
   uint32_t slot;
   uint64_t flag;
   Header header;
+  uint32_t order;   // number of the message in its link, from 1: doorbells ring in this order
+  uint32_t before;  // order of the slot's previous message, 0: none
   uint32_t stripes;
   uint32_t tail;  // as head
   Times times;    // sent only where header.traced
 };
-static_assert(sizeof(Record) == 24 + sizeof(Header) + sizeof(Times), "no padding on the wire");
+static_assert(sizeof(Record) == 32 + sizeof(Header) + sizeof(Times), "no padding on the wire");
 constexpr std::size_t kPlainRecordBytes = sizeof(Record) - sizeof(Times);
 constexpr std::size_t kRecordStride = 192;
 static_assert(sizeof(Record) <= kRecordStride, "one record per stride");
