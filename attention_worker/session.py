@@ -11,7 +11,8 @@ from torch import nn
 from afd.control.client import ControlClient
 from afd.control.connect import client_for
 from afd.errors import AfdError
-from afd.metrics import MetricsServer, RoleMetrics, Weights, serve_metrics
+from afd.metrics import RoleMetrics, Weights
+from afd.metrics_server import MetricsServer, serve_metrics
 from afd.resolve import Resolved, resolve
 from afd.roles import RoleSpec, load_role
 from afd.topology import PINNED_SPIN_US

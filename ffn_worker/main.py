@@ -9,7 +9,8 @@ from types import FrameType
 import torch
 
 from afd.control.connect import client_for
-from afd.metrics import RoleMetrics, Weights, serve_metrics
+from afd.metrics import RoleMetrics, Weights
+from afd.metrics_server import serve_metrics
 from afd.resolve import Resolved, resolve
 from afd.roles import RoleSpec
 from afd.topology import PINNED_SPIN_US

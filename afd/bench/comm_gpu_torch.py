@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import json
+import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -34,8 +35,9 @@ AHEAD_CYCLES = 8_000_000
 gets ahead and only the GPU is timed."""
 GEMM = 8192
 GEMMS = 20
-BESIDE_ROUNDS = 1500
-"""Rounds run beside the GEMMs: they take longer than these, whichever the way."""
+LONG, SHORT = 30, 6
+"""Graph replays beside the GEMMs: longer than all of them, and much shorter."""
+REPEATS = 3
 TIMEOUT_US = 60_000_000
 
 
@@ -49,18 +51,21 @@ class Cell:
     down: int
     rounds: int
     p50: float
+    mean: float
     p99: float
     max: float
 
 
 @dataclass(frozen=True)
 class Beside:
-    """A GEMM alone and beside rounds of a way: ms each. kernels: those of 50 rounds, by the
-    profiler."""
+    """GEMMs alone and beside rounds of a way, and the rounds likewise: medians, each.
+    kernels: what 50 rounds launch, by the profiler."""
 
     way: str
-    alone_ms: float
-    beside_ms: float
+    gemm_alone_ms: float
+    gemm_beside_ms: float
+    round_alone_us: float
+    round_beside_us: float
     kernels: int
 
 
@@ -210,40 +215,69 @@ def gaps(events: list[torch.cuda.Event]) -> list[float]:
 
 
 def beside(way: Way, rank: int, up: int, down: int) -> Beside | None:
-    """How much slower a large GEMM gets while rounds run, on rank 0."""
+    """What rounds and a large GEMM cost each other on rank 0."""
     captured = capture(way, up, down)
     dist.barrier()
-    replays = BESIDE_ROUNDS // GRAPH_ROUNDS
     if rank == 1:
-        for _ in range(2 * replays + 1):
+        for _ in range(REPEATS * (LONG + 2 * SHORT) + 1):
             captured.replay()
         torch.cuda.synchronize()
         return None
     a, b = (torch.randn(GEMM, GEMM, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     out, stream = torch.empty_like(a), torch.cuda.Stream()
-    times = {}
-    for what in ("warm", "alone", "beside", "alone", "beside"):
-        if what == "beside":
-            for _ in range(replays):
-                captured.replay()
+
+    def times(gemms: int, replays: int) -> tuple[float, float]:
+        """ms per GEMM and us per round, both started together."""
+        begin, end, last = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        torch.cuda.synchronize()
+        torch.cuda._sleep(AHEAD_CYCLES)
+        begin.record()
+        stream.wait_event(begin)
+        # First, because launching a graph takes the host about as long as the GPU.
         with torch.cuda.stream(stream):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            for _ in range(GEMMS):
+            for _ in range(gemms):
                 torch.mm(a, b, out=out)
             end.record()
+        for _ in range(replays):
+            captured.replay()
+        last.record()
         torch.cuda.synchronize()
-        times[what] = min(times.get(what, 1e9), start.elapsed_time(end) / GEMMS)
+        rounds = max(1, replays * GRAPH_ROUNDS)
+        return begin.elapsed_time(end) / max(1, gemms), 1000 * begin.elapsed_time(last) / rounds
+
+    times(5 * GEMMS, 0)  # warms the GPU up
+    cases = {
+        "gemm": (GEMMS, 0),
+        "both": (GEMMS, LONG),
+        "round": (0, SHORT),
+        "short": (GEMMS, SHORT),
+    }
+    found = {name: [times(*case) for _ in range(REPEATS)] for name, case in cases.items()}
+    middle = {
+        name: [statistics.median(column) for column in zip(*rows, strict=True)]
+        for name, rows in found.items()
+    }
+    return Beside(
+        way.name,
+        middle["gemm"][0],
+        middle["both"][0],
+        middle["round"][1],
+        middle["short"][1],
+        kernels_of(captured),
+    )
+
+
+def kernels_of(captured: torch.cuda.CUDAGraph) -> int:
+    """Kernels that one replay launches."""
     cuda = torch.profiler.ProfilerActivity.CUDA
     with torch.profiler.profile(activities=[cuda]) as profile:
         captured.replay()
         torch.cuda.synchronize()
-    kernels = sum(
+    return sum(
         event.device_type == torch.autograd.DeviceType.CUDA
         and not event.name.startswith(("Memcpy", "Context", "Event", "Stream"))
         for event in profile.events()
     )
-    return Beside(way.name, times["alone"], times["beside"], kernels)
 
 
 def measure(rank: int, settings: Settings, out: str) -> None:
@@ -290,7 +324,7 @@ def measure(rank: int, settings: Settings, out: str) -> None:
 def cell(way: str, mode: str, up: int, down: int, times: list[float]) -> Cell:
     ordered = sorted(times)
     p50, p99 = (ordered[int(q * (len(ordered) - 1))] for q in (0.5, 0.99))
-    return Cell(way, mode, up, down, len(ordered), p50, p99, ordered[-1])
+    return Cell(way, mode, up, down, len(ordered), p50, statistics.fmean(ordered), p99, ordered[-1])
 
 
 if __name__ == "__main__":

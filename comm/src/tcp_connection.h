@@ -20,6 +20,8 @@ class TcpConnection {
   bool on_readable();
   // Whether the last on_readable() stopped for another reason than that nothing was left to read.
   bool may_have_more() const { return !drained_; }
+  // Whether a frame has begun to arrive, so that its rest is on the way.
+  bool in_frame() const { return phase_ == Phase::Body || (phase_ == Phase::Head && have_ != 0); }
   // Tells a well-behaved sender why it is dropped, if the socket takes it.
   void say_farewell(Status reason) const;
 

@@ -2,6 +2,7 @@
 // slots.
 #include <fcntl.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
@@ -29,6 +30,11 @@ constexpr uint64_t kGreetNs = 2000000000;
 constexpr int kEvents = 64;
 // What one connection may have read before the others have their turn.
 constexpr int kReadsPerTurn = 64;
+// A waiter has nothing better to do than to ask again for the rest of a message; going to sleep
+// between its segments would cost a wake-up for each.
+constexpr uint64_t kPatienceNs = 50000;
+// How often the thread lets others run, about 1 us each, before it looks for events again.
+constexpr int kYields = 1000;
 
 class TcpReceiver final : public Receiver {
  public:
@@ -65,18 +71,23 @@ class TcpReceiver final : public Receiver {
   bool serve(uint32_t seen, uint64_t timeout_ns) override {
     epoll_event events[kEvents];
     int n = 0;
-    waiting_.store(true, std::memory_order_seq_cst);
-    // Either the ringer sees that somebody waits, or we see that it has rung.
-    if (timeout_ns == 0 || memory_.head().arrivals.load(std::memory_order_seq_cst) == seen)
-      n = epoll_wait(epoll_.get(), events, kEvents,
-                     static_cast<int>((timeout_ns + 999999) / 1000000));
-    waiting_.store(false, std::memory_order_relaxed);
+    if (timeout_ns == 0) {
+      n = epoll_wait(epoll_.get(), events, kEvents, 0);
+    } else {
+      waiting_.store(true, std::memory_order_seq_cst);
+      // Either the ringer sees that somebody waits, or we see that it has rung.
+      if (memory_.head().arrivals.load(std::memory_order_seq_cst) == seen)
+        n = epoll_wait(epoll_.get(), events, kEvents,
+                       static_cast<int>((timeout_ns + 999999) / 1000000));
+      waiting_.store(false, std::memory_order_relaxed);
+    }
     if (n <= 0) return n < 0 && errno == EINTR;
     const std::lock_guard<std::mutex> lock(mutex_);
     for (int i = 0; i < n; ++i) {
       // Strangers and newcomers are the thread's business.
       const auto found = connections_.find(events[i].data.fd);
-      if (found != connections_.end() && found->second->greeted()) serve_connection(found->first);
+      if (found != connections_.end() && found->second->greeted())
+        serve_connection(found->first, kPatienceNs);
     }
     return false;
   }
@@ -128,25 +139,32 @@ class TcpReceiver final : public Receiver {
     int timeout_ms = -1;
     while (true) {
       const int n = epoll_wait(epoll_.get(), events, kEvents, timeout_ms);
-      bool served = false;
+      bool tell = false;
       {
         const std::lock_guard<std::mutex> lock(mutex_);
         for (int i = 0; i < n; ++i) {
           const int fd = events[i].data.fd;
           if (fd == stop_.get()) return;
-          if (fd == kick_.get()) continue;
           if (fd == listener_.get()) {
             accept_all();
           } else {
-            serve_connection(fd);
-            served = true;
+            tell = true;
+            if (fd != kick_.get()) serve_connection(fd, 0);
           }
         }
         if (ungreeted_ != 0) drop_ungreeted(now_ns());
         timeout_ms = ungreeted_ == 0 ? -1 : 250;
       }
-      if (served && waiting_.load(std::memory_order_seq_cst)) kick();
+      if (tell) tell_waiter();
     }
+  }
+
+  // A waiter asleep in serve() learns of what this thread did, or of the kick that it took. Until
+  // the waiter has it, this thread must not wait for events, or it would take this kick, too.
+  void tell_waiter() {
+    if (!waiting_.load(std::memory_order_seq_cst)) return;
+    kick();
+    for (int i = 0; i < kYields && waiting_.load(std::memory_order_relaxed); ++i) sched_yield();
   }
 
   void accept_all() {
@@ -171,7 +189,8 @@ class TcpReceiver final : public Receiver {
     }
   }
 
-  void serve_connection(int fd) {
+  // `patience_ns`: how long to keep asking for the rest of a frame that has begun.
+  void serve_connection(int fd, uint64_t patience_ns) {
     const auto found = connections_.find(fd);
     // Dropped while an earlier event of the same batch was handled.
     if (found == connections_.end()) return;
@@ -182,16 +201,26 @@ class TcpReceiver final : public Receiver {
       --ungreeted_;
       if (keep) replace_older(connection);
     }
-    // Events of greeted connections come once per arrival of bytes, so all of those are read.
-    for (int i = 0; keep && connection.greeted() && connection.may_have_more(); ++i) {
-      if (i == kReadsPerTurn) break;
+    // A greeted connection has one event and is then silent until it is armed again: segments that
+    // come while a waiter reads must not wake the thread. So all of them are read.
+    uint64_t give_up = 0;
+    for (int reads = 1; keep && connection.greeted() && reads < kReadsPerTurn;) {
+      if (connection.may_have_more()) {
+        ++reads;
+        give_up = 0;
+      } else {
+        if (patience_ns == 0 || !connection.in_frame()) break;
+        const uint64_t now = now_ns();
+        if (give_up == 0) give_up = now + patience_ns;
+        if (now >= give_up) break;
+      }
       keep = connection.on_readable();
     }
     if (!keep) {
       drop(fd);
-    } else if (connection.greeted() && (!greeted || connection.may_have_more())) {
-      // Also tells of what has come since; nobody keeps the thread for himself.
-      watch(fd, EPOLLIN | EPOLLET, EPOLL_CTL_MOD);
+    } else if (connection.greeted()) {
+      // Armed again, which also tells of what has come since.
+      watch(fd, EPOLLIN | EPOLLONESHOT, EPOLL_CTL_MOD);
     }
   }
 

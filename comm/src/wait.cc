@@ -61,7 +61,7 @@ void Region::note(uint32_t slot, uint64_t flag, PeerTrace& trace) {
   if (control.header.traced == 0) return;
   if (slot_traces_[slot].seen.exchange(flag, std::memory_order_relaxed) == flag) return;
   control.times.consumed = static_cast<int64_t>(now_ns());
-  trace.note(control.times);
+  trace.note(control.header, control.times);
 }
 
 Receiver* Region::begin_serving(const Awaited* awaited, std::size_t count) const {
@@ -118,7 +118,8 @@ bool Region::wait(Awaited* awaited, std::size_t count, WaitFor mode, uint64_t de
       const uint32_t seen = arrivals.load(std::memory_order_seq_cst);
       if (mark_gone(awaited, count, mode, now >= next_look)) return false;
       if (now >= next_look) next_look = now + kSliceNs;
-      if (closed()) {
+      // Not closed(), which comes before the connections have ended.
+      if (memory_.head().closed.load(std::memory_order_acquire) != 0) {
         for (std::size_t i = 0; i < count; ++i)
           if (awaited[i].status == Status::Deadline) awaited[i].status = Status::Closed;
         return false;

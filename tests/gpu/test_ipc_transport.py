@@ -191,6 +191,31 @@ def test_attention_on_gpu_ffn_on_cpu() -> None:
         assert wrong.item() == 0
 
 
+def test_one_constant_flag_with_reset() -> None:
+    """A graph that uses a slot once: the wait resets the doorbell, so that a replay waits anew."""
+    torch.cuda.set_device(0)
+    region = Region(1, SLOT_BYTES, name="ffn", device="cuda:0")
+    link = Link(region.addresses, slots=(0, 1), timeout_us=TIMEOUT_US, device="cuda:0")
+    memory, data = slots_of(region), torch.empty(SLOT_BYTES, dtype=torch.uint8, device="cuda")
+    out, streams = torch.empty_like(data), [torch.cuda.Stream(), torch.cuda.Stream()]
+    out.copy_(data.fill_(1))
+    sender, receiver = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(sender, stream=streams[0]):
+        send(link, 0, 5, data)
+    with torch.cuda.graph(receiver, stream=streams[1]):
+        region.enqueue_wait(streams[1].cuda_stream, [0], [5], reset=True)
+        out.copy_(memory[0, :SLOT_BYTES])
+    torch.cuda.synchronize()
+    for value in range(200):
+        with torch.cuda.stream(streams[1]):
+            receiver.replay()
+        with torch.cuda.stream(streams[0]):
+            data.fill_(value)
+            sender.replay()
+        torch.cuda.synchronize()
+        assert (out == value).all().item(), value
+
+
 @pytest.mark.multi_gpu
 @pytest.mark.skipif(GPUS < 2, reason="needs two NVIDIA GPUs")
 def test_two_gpus_of_one_process() -> None:

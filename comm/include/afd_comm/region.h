@@ -20,9 +20,9 @@ struct RegionOptions {
   std::string name;
   std::string tcp_host;   // empty: no TCP
   uint16_t tcp_port = 0;  // 0: the kernel chooses
+  std::optional<VerbsOptions> verbs;
   uint64_t payloads = 0;  // see Geometry::of
   Device device;          // where the payloads are
-  std::optional<VerbsOptions> verbs;
 };
 
 // A doorbell someone waits for. `status` is Deadline while it is open.

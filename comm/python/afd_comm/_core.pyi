@@ -113,6 +113,10 @@ class PeerTrace:
     @property
     def waiting(self) -> Histogram:
         """Arrived here, but no wait had looked yet."""
+    def events(self) -> list[tuple[int, int, int, int, int, int, int, int]]:
+        """The last 4096 messages, oldest first: (posted, sent, arrived, consumed, layer, micro_batch, rows,
+        nbytes). Times in ns by this host's CLOCK_MONOTONIC, the peer's being turned into it by ``offset_ns``;
+        messages from before the offset was known are left out."""
     @property
     def offset_ns(self) -> int:
         """How far the peer's clock is ahead of ours; 0 while unknown."""
