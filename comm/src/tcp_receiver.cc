@@ -187,7 +187,8 @@ class TcpReceiver final : public Receiver {
       --ungreeted_;
       if (keep) replace_older(connection);
     }
-    // Events of greeted connections come once per arrival of bytes, so all of those are read.
+    // A greeted connection has one event and is then silent until it is armed again: segments that
+    // come while a waiter reads must not wake the thread. So all of them are read.
     uint64_t give_up = 0;
     for (int reads = 1; keep && connection.greeted() && reads < kReadsPerTurn;) {
       if (connection.may_have_more()) {
@@ -203,9 +204,9 @@ class TcpReceiver final : public Receiver {
     }
     if (!keep) {
       drop(fd);
-    } else if (connection.greeted() && (!greeted || connection.may_have_more())) {
-      // Also tells of what has come since; nobody keeps the thread for himself.
-      watch(fd, EPOLLIN | EPOLLET, EPOLL_CTL_MOD);
+    } else if (connection.greeted()) {
+      // Armed again, which also tells of what has come since.
+      watch(fd, EPOLLIN | EPOLLONESHOT, EPOLL_CTL_MOD);
     }
   }
 
