@@ -403,8 +403,9 @@ class Link:
         change before. The copies run on a copy engine, the doorbell behind them is a stream write; no kernel
         is launched. May be captured in a graph; the rules are with ``Region.enqueue_wait``. Link and region must
         outlive the stream's work and the graphs that captured them, and graphs are void when the peer's region
-        is replaced: they hold its addresses. Into a region on a device no header is written: its streams cannot read one, and ``header`` keeps showing the last
-        ``post``. Messages into host memory have one, without times.
+        is replaced: they hold its addresses. Into a region on a device no header is written: its streams cannot
+        read one, and ``header`` keeps showing the last ``post``. Messages into host memory have one, without
+        times.
 
         OK: enqueued. PEER_GONE, BAD_HEADER, CAPACITY, CLOSED: nothing was enqueued. Raises CommError for
         other backends and when the driver refuses.
