@@ -98,9 +98,7 @@ bool same_token(const uint8_t* a, const uint8_t* b) {
 
 std::string token_text(const Token& value) { return hex(value); }
 
-std::string format(const ShmAddress& a) {
-  return "shm:" + rest(a);
-}
+std::string format(const ShmAddress& a) { return "shm:" + rest(a); }
 
 std::string format(const IpcAddress& a) {
   return "ipc:" + device_text(a.device) + ":" + std::to_string(a.pointer) + ":" + hex(a.handle) +

@@ -17,7 +17,8 @@ std::unique_ptr<Link> open_verbs_link(const std::string& address, const LinkOpti
 // outlive it.
 std::unique_ptr<Receiver> open_tcp_receiver(const Memory& memory, const Token& token,
                                             const std::string& host, uint16_t port);
-// Registers the payloads of `memory`, which lie on `device`, with the NICs of the options' ports and lets peers write into it.
+// Registers the payloads of `memory`, which lie on `device`, with the NICs of the options' ports
+// and lets peers write into it.
 std::unique_ptr<Receiver> open_verbs_receiver(const Memory& memory, const Token& token,
                                               Device device, const VerbsOptions& options);
 

@@ -53,8 +53,8 @@ std::unique_ptr<Link> open_link(const std::vector<std::string>& addresses,
     for (const std::string& address : addresses)
       offered += std::string(offered.empty() ? "" : ", ") + scheme_of(address);
     throw CommError("the peer offers no address for backend '" + options.backend +
-                    "' (it offers: " + (offered.empty() ? "none" : offered) +
-                    ") to a caller on " + device_text(options.device) +
+                    "' (it offers: " + (offered.empty() ? "none" : offered) + ") to a caller on " +
+                    device_text(options.device) +
                     "; give its Region a tcp_host or verbs options, or choose a backend it has");
   }
   throw CommError("cannot reach the peer's region: " + reasons);

@@ -44,8 +44,9 @@ Registration::Registration(std::shared_ptr<Nic> nic, void* address, uint64_t nby
   if (!device.is_cpu() && verbs.reg_dmabuf_mr != nullptr) {
     // The kernel keeps the buffer alive; the descriptor is needed for this call only.
     try {
-      const Fd buffer = open_accelerator(device)->dmabuf(address, nbytes);
-      mr_ = verbs.reg_dmabuf_mr(nic_->pd(), 0, nbytes, at, buffer.get(), static_cast<int>(access));
+      const DmaBuf buffer = open_accelerator(device)->dmabuf(address, nbytes);
+      mr_ = verbs.reg_dmabuf_mr(nic_->pd(), buffer.offset, nbytes, at, buffer.fd.get(),
+                                static_cast<int>(access));
       no_dmabuf = errno_text(errno);
     } catch (const CommError& error) {
       no_dmabuf = error.what();

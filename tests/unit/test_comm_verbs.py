@@ -204,6 +204,31 @@ def test_payloads_of_all_sizes(region: Region, fake: FakeVerbs, delay_us: int) -
         sender.exchange(nbytes, slot=nbytes % 4)
 
 
+def test_doorbells_ring_in_the_order_of_the_posts(region: Region, fake: FakeVerbs) -> None:
+    """Over several connections a small message would overtake a large one."""
+    fake.delay_us(500)
+    link = connect(region, fake)
+    large = np.zeros(2 << 20, np.uint8)
+    for seq in range(1, 21):
+        flag = make_flag(1, seq)
+        parts = [(0, large.ctypes.data, large.nbytes)]
+        assert link.post(seq % 2, flag, 0, 0, 0, 1, 0, 0, 0, parts) == Status.OK
+        for slot in (2, 3):
+            assert link.post(slot, flag, 0, 0, 0, 1, 0, 0, 0, []) == Status.OK
+        assert region.wait_all([3], [flag], TIMEOUT_US) == [Status.OK]
+        assert region.ready(2, flag) and region.ready(seq % 2, flag)
+
+
+def test_a_message_that_was_overwritten_holds_up_nobody(region: Region, fake: FakeVerbs) -> None:
+    fake.delay_us(200)
+    link = connect(region, fake)
+    data = np.zeros(300_000, np.uint8)
+    parts = [(0, data.ctypes.data, data.nbytes)]
+    for seq in range(1, 201):
+        assert link.post(seq % 3, seq, 0, 0, 0, 1, 0, 0, 0, parts[: seq % 2]) == Status.OK
+    assert region.wait_all([0, 1, 2], [198, 199, 200], TIMEOUT_US) == [Status.OK] * 3
+
+
 def test_registered_memory_is_sent_in_place(region: Region, fake: FakeVerbs) -> None:
     fake.delay_us(20_000)
     link = connect(region, fake)

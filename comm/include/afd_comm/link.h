@@ -20,8 +20,8 @@ struct LinkOptions {
   int64_t timeout_us = 0;        // bound of connecting, and of every post that has to wait
   Interrupt interrupt = nullptr;
   int64_t zero_copy_from = -1;  // tcp: least bytes of a part to send in place; -1: where it pays
-  Device device;       // where the caller's parts and streams are; not cpu: backend ipc
-  bool trace = false;  // whether messages carry their Times; see Link::set_trace
+  Device device;                // where the caller's parts and streams are; not cpu: backend ipc
+  bool trace = false;           // whether messages carry their Times; see Link::set_trace
   std::optional<VerbsOptions> verbs;  // backend verbs needs them
 };
 
