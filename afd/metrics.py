@@ -14,12 +14,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
-from afd.errors import ConfigError
+from afd.wire_metrics import WireTrace, inbound_counts, wire_families
 
 if TYPE_CHECKING:
-    from threading import Thread
-    from wsgiref.simple_server import WSGIServer
-
     from prometheus_client.core import Metric
 
 Role = Literal["attention", "ffn"]
@@ -36,9 +33,9 @@ class Stage(enum.IntEnum):
     """A stage of one micro-batch in one layer. An integer, so that it indexes a list directly."""
 
     ATTENTION = 0  # attention half: norm, attention, residual, norm, router
-    A2F = 1  # from the attention side's post() until the rows are visible on the FFN side
+    A2F = 1  # from the attention side's post() until the rows have arrived on the FFN side
     FFN = 2  # experts of one layer for one micro-batch of all attention peers
-    F2A = 3  # from the FFN side's post() until the rows are visible on the attention side
+    F2A = 3  # from the FFN side's post() until the rows have arrived on the attention side
 
 
 class Direction(enum.IntEnum):
@@ -56,6 +53,8 @@ _STAGES: dict[Role, tuple[Stage, ...]] = {
     "attention": (Stage.ATTENTION, Stage.F2A),
     "ffn": (Stage.A2F, Stage.FFN),
 }
+# The stage that the receiving side's transport traces.
+_WIRE_STAGE: dict[Role, Stage] = {"attention": Stage.F2A, "ffn": Stage.A2F}
 _SENDS: dict[Role, Direction] = {"attention": Direction.A2F, "ffn": Direction.F2A}
 _PEERS: dict[Role, Role] = {"attention": "ffn", "ffn": "attention"}
 
@@ -110,6 +109,9 @@ class RoleMetrics:
         steps           [depth] steps run with that many micro-batches
         ffn_retries     attention: a step's rows were sent again after an FFN instance was lost
         late_peers      ffn: an attention instance missed its deadline and the step went on
+    Traces:
+        wire_traces     by member id of the peer; filled while the process starts. They are the
+                        role's wire stage, so nothing observes that one.
     Gauges:
         slots, slots_in_flight   slots this process may use, and those posted and not yet answered
         peers_up                 members of the other role that are connected
@@ -130,6 +132,7 @@ class RoleMetrics:
         "weights_held_bytes",
         "weights_read_bytes",
         "wire_bytes",
+        "wire_traces",
     )
 
     def __init__(self, role: Role, *, slots: int = 0, max_depth: int = 3) -> None:
@@ -138,6 +141,7 @@ class RoleMetrics:
         self.rows_per_ffn_call = StageHistogram(ROWS_BOUNDS)
         self.bubble_seconds = 0.0
         self.wire_bytes = [0] * len(Direction)
+        self.wire_traces: dict[str, WireTrace] = {}
         self.steps = [0] * (max_depth + 1)  # index 0 unused: a step has at least one micro-batch
         self.ffn_retries = 0
         self.late_peers = 0
@@ -153,9 +157,16 @@ class RoleMetrics:
 
     def exported_stages(self) -> tuple[tuple[Stage, HistogramSnapshot], ...]:
         """The role's own stages, and any other that has been observed."""
-        taken = ((stage, self._stages[stage].snapshot()) for stage in Stage)
+        taken = ((stage, self._snapshot(stage)) for stage in Stage)
         return tuple(
             (stage, snap) for stage, snap in taken if snap.count or stage in _STAGES[self.role]
+        )
+
+    def _snapshot(self, stage: Stage) -> HistogramSnapshot:
+        if stage is not _WIRE_STAGE[self.role]:
+            return self._stages[stage].snapshot()
+        return HistogramSnapshot(
+            SECONDS_BOUNDS, *inbound_counts(list(self.wire_traces.values()), SECONDS_BOUNDS)
         )
 
 
@@ -186,6 +197,8 @@ class RoleCollector:
             )
             family.add_metric([], _cumulative(rows), rows.total)
             yield family
+        if metrics.wire_traces:
+            yield from wire_families(dict(metrics.wire_traces))
         yield from _counters(metrics)
         yield from _gauges(metrics)
 
@@ -266,43 +279,3 @@ def _cumulative(snap: HistogramSnapshot) -> list[tuple[str, float]]:
         buckets.append((repr(bound), seen))
     buckets.append(("+Inf", seen + snap.counts[-1]))
     return buckets
-
-
-@dataclass(frozen=True)
-class MetricsServer:
-    """A running scrape endpoint. url ends in /metrics and names the port really bound."""
-
-    url: str
-    _server: WSGIServer
-    _thread: Thread
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(timeout=5.0)
-
-
-def serve_metrics(
-    metrics: RoleMetrics, host: str = "127.0.0.1", port: int = 0, *, advertise: str | None = None
-) -> MetricsServer:
-    """Serve the metrics over HTTP from a daemon thread.
-
-    host: address to listen on. port: 0 = any free one. advertise: the host that goes into the url,
-    needed where host is a wildcard such as 0.0.0.0. Raises ConfigError if the port is taken.
-    """
-    from prometheus_client import CollectorRegistry, start_http_server
-
-    # A registry of our own: vLLM's engine process may share the default one with other metrics,
-    # or run prometheus_client in its multi-process mode, which ignores custom collectors.
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(RoleCollector(metrics))
-    try:
-        server, thread = start_http_server(port, addr=host, registry=registry)
-    except OSError as error:
-        raise ConfigError(
-            f"metrics: cannot listen on port {port} of {host} ({error.strerror or error});"
-            " use port 0 for any free one"
-        ) from None
-    shown = advertise or host
-    shown = f"[{shown}]" if ":" in shown else shown
-    return MetricsServer(f"http://{shown}:{server.server_port}/metrics", server, thread)

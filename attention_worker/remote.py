@@ -19,13 +19,15 @@ from afd.resolve import Resolved
 from afd.topology import session
 from afd.wire.codecs_torch import DTYPE_OF_TAG, quantise_fp8
 from afd.wire.layout import TAG_OF_DTYPE, Kind, Tag
-from afd_comm import Link, Region, Status, make_flag
+from afd_comm import Group, Header, Link, PeerTrace, Region, Status, VerbsOptions, make_flag
 
 logger = logging.getLogger("afd.attention")
 
 _SLICE_US = 200_000
 """How long one wait lasts before lost peers are looked for, microseconds."""
 _GONE_PAUSE_S = 0.02
+_POST_TIMEOUT_US = 5_000_000
+"""How long connecting, or one call to post, may take, microseconds."""
 
 
 @dataclass
@@ -44,14 +46,13 @@ class _Pending:
     weights: torch.Tensor
 
 
+@dataclass(frozen=True)
 class _Ffn:
-    """Session with one FFN instance: its link, and a sequence number per slot."""
+    """Session with one FFN instance."""
 
-    def __init__(self, member: Member, session: int, link: Link, max_depth: int) -> None:
-        self.id = member.id
-        self.session = session
-        self.link = link
-        self.seq = [0] * (max_depth + 1)
+    id: str
+    session: int
+    link: Link
 
 
 class RemoteExperts:
@@ -77,11 +78,18 @@ class RemoteExperts:
         self._dtype = DTYPE_OF_TAG[TAG_OF_DTYPE[resolved.model.dtype]]
         self._back_dtype = DTYPE_OF_TAG[resolved.f2a.tag]
         self._ffns: list[_Ffn] = []
-        self._pending: list[_Pending | None] = [None] * resolved.contract.max_depth
-        self._answers = [
-            [self._answer_view(j, mb) for mb in range(resolved.contract.max_depth)]
-            for j in range(resolved.contract.ffn_instances)
-        ]
+        self._group = Group([], timeout_us=_POST_TIMEOUT_US)
+        depth, count = resolved.contract.max_depth, resolved.contract.ffn_instances
+        self._pending: list[_Pending | None] = [None] * depth
+        self._answers = [[self._answer_view(j, mb) for mb in range(depth)] for j in range(count)]
+        # Last doorbell and last answer per [micro-batch][FFN instance]; the last row: leaving.
+        self._flags = [[0] * count for _ in range(depth + 1)]
+        self._answered: list[list[Header | None]] = [[None] * count for _ in range(depth)]
+        if resolved.deployment.transport.trace:
+            for j in range(count):
+                trace = PeerTrace()
+                region.trace(resolved.slots.attention_claim(j), trace)
+                metrics.wire_traces[f"ffn-{j}"] = trace
         self._depth = 1
         self._step = 0
         self._present = False
@@ -101,6 +109,8 @@ class RemoteExperts:
 
         members = self._control.wait_for(all_ready, deadline_s=deadline_s, what=names)
         self._ffns = [self._link(member) for member in members.of("ffn")]
+        for j in range(count):
+            self._start_session(j)
         self._metrics.peers_up = count
 
     def begin_step(self, depth: int) -> None:
@@ -123,11 +133,9 @@ class RemoteExperts:
             return
         self._present = False
         slot = self._resolved.slots.control_to_ffn(self._index)
-        for ffn in self._ffns:
-            ffn.seq[-1] += 1
-            flag = make_flag(ffn.session, ffn.seq[-1])
-            # A lost message only costs the others one step_wait, so its status is not looked at.
-            ffn.link.post(slot, flag, -1, -1, 0, 0, Kind.LEAVE, 0, self._step, [])
+        flags = self._flags[-1] = [flag + 1 for flag in self._flags[-1]]
+        # A lost message only costs the others one step_wait, so the statuses are not looked at.
+        self._group.broadcast(slot, flags, -1, -1, 0, 0, Kind.LEAVE, 0, self._step, [])
 
     def send(
         self,
@@ -161,9 +169,9 @@ class RemoteExperts:
         now = time.monotonic()
         self._metrics.stage(Stage.ATTENTION).observe(now - self._mark)
         self._metrics.slots_in_flight += len(self._ffns)
-        for j, ffn in enumerate(self._ffns):
-            ffn.seq[micro_batch] += 1
-            if self._post(ffn, micro_batch, pending) != Status.OK:
+        flags = self._flags[micro_batch] = [flag + 1 for flag in self._flags[micro_batch]]
+        for j, status in enumerate(self._post(flags, micro_batch, pending)):
+            if status != Status.OK:
                 self._recover(j, time.monotonic() + self._deadline_s)
         self._mark = time.monotonic()
 
@@ -183,9 +191,7 @@ class RemoteExperts:
         missing = list(range(len(self._ffns)))
         while missing:
             slots = [self._resolved.slots.to_attention(j, micro_batch) for j in missing]
-            flags = [
-                make_flag(self._ffns[j].session, self._ffns[j].seq[micro_batch]) for j in missing
-            ]
+            flags = [self._flags[micro_batch][j] for j in missing]
             statuses = self._region.wait_all(slots, flags, _SLICE_US)
             waiting = list(zip(missing, statuses, strict=True))
             missing = [j for j, status in waiting if status != Status.OK]
@@ -205,10 +211,10 @@ class RemoteExperts:
         self._metrics.bubble_seconds += self._mark - started
         self._pending[micro_batch] = None
         self._metrics.slots_in_flight -= len(self._ffns)
-        for j in range(len(self._ffns)):
-            header = self._region.header(self._resolved.slots.to_attention(j, micro_batch))
-            taken_ns = header.t_arrived - header.t_posted
-            self._metrics.stage(Stage.F2A).observe(taken_ns / 1e9)
+        self._answered[micro_batch] = [
+            self._region.header(self._resolved.slots.to_attention(j, micro_batch))
+            for j in range(len(self._ffns))
+        ]
         return self._reduce(micro_batch, pending.rows)
 
     def close(self) -> None:
@@ -225,7 +231,8 @@ class RemoteExperts:
             total += part
         return total.to(self._dtype)
 
-    def _post(self, ffn: _Ffn, micro_batch: int, pending: _Pending) -> Status:
+    def _post(self, flags: list[int], micro_batch: int, pending: _Pending) -> tuple[Status, ...]:
+        """To every FFN instance whose flag is not 0."""
         layout = self._resolved.a2f
         parts = [
             (0, pending.payload.data_ptr(), pending.payload.nbytes),
@@ -234,10 +241,11 @@ class RemoteExperts:
         ]
         if pending.scales is not None:
             parts.append((layout.scales_offset, pending.scales.data_ptr(), pending.scales.nbytes))
-        self._metrics.wire_bytes[Direction.A2F] += layout.message_bytes(pending.rows)
-        return ffn.link.post(
+        sent = len(flags) - flags.count(0)
+        self._metrics.wire_bytes[Direction.A2F] += sent * layout.message_bytes(pending.rows)
+        return self._group.broadcast(
             self._resolved.slots.to_ffn(self._index, micro_batch),
-            make_flag(ffn.session, ffn.seq[micro_batch]),
+            flags,
             pending.layer,
             micro_batch,
             pending.rows,
@@ -246,6 +254,7 @@ class RemoteExperts:
             layout.tag,
             self._step,
             parts,
+            self._answered[micro_batch],
         )
 
     def _session_with(self, member: Member) -> int:
@@ -274,26 +283,40 @@ class RemoteExperts:
         members = self._control.wait_for(is_back, deadline_s=left_s, what=old.id)
         member = members.find("ffn", j)
         assert member is not None
-        fresh = self._link(member)
-        self._ffns[j] = fresh
+        fresh = self._ffns[j] = self._link(member)
+        self._start_session(j)
         self._metrics.ffn_retries += 1
         # Also what the old session had answered but nobody has read: its doorbells are void now.
         waiting = [(p.layer, mb, p) for mb, p in enumerate(self._pending) if p is not None]
         for _, mb, pending in sorted(waiting, key=lambda item: item[:2]):
-            fresh.seq[mb] += 1
-            if self._post(fresh, mb, pending) != Status.OK:
+            self._flags[mb][j] += 1
+            flags = [flag if k == j else 0 for k, flag in enumerate(self._flags[mb])]
+            if self._post(flags, mb, pending)[j] != Status.OK:
                 raise PeerLost(f"{old.id} went away again while it was being resumed; see its log")
         logger.warning("%s is back (session %d); resumed", fresh.id, fresh.session)
 
     def _link(self, member: Member) -> _Ffn:
+        transport = self._resolved.deployment.transport
+        verbs = transport.verbs_keywords("attention")
         link = Link(
             list(member.addresses),
-            backend=self._resolved.deployment.transport.backend,
+            backend=transport.backend,
             slots=self._resolved.slots.ffn_claim(self._index),
-            timeout_us=5_000_000,
+            timeout_us=_POST_TIMEOUT_US,
+            trace=transport.trace,
+            verbs=VerbsOptions(**verbs) if verbs else None,
         )
-        pair = self._session_with(member)
-        return _Ffn(member, pair, link, self._resolved.contract.max_depth)
+        if link.notes:
+            logger.warning("link to %s: %s", member.id, link.notes)
+        return _Ffn(member.id, self._session_with(member), link)
+
+    def _start_session(self, j: int) -> None:
+        """Sequence numbers of FFN instance j begin anew; nothing it answered before is echoed."""
+        for flags in self._flags:
+            flags[j] = make_flag(self._ffns[j].session, 0)
+        for answered in self._answered:
+            answered[j] = None
+        self._group = Group([ffn.link for ffn in self._ffns], timeout_us=_POST_TIMEOUT_US)
 
     def _answer_view(self, ffn: int, micro_batch: int) -> torch.Tensor:
         layout = self._resolved.f2a

@@ -11,11 +11,12 @@ from torch import nn
 from afd.control.client import ControlClient
 from afd.control.connect import client_for
 from afd.errors import AfdError
-from afd.metrics import MetricsServer, RoleMetrics, Weights, serve_metrics
+from afd.metrics import RoleMetrics, Weights
+from afd.metrics_server import MetricsServer, serve_metrics
 from afd.resolve import Resolved, resolve
 from afd.roles import RoleSpec, load_role
 from afd.topology import PINNED_SPIN_US
-from afd_comm import Region
+from afd_comm import Region, VerbsOptions
 from attention_worker.remote import RemoteExperts
 
 logger = logging.getLogger("afd.attention")
@@ -70,12 +71,13 @@ class AttentionSession:
             if deployment.metrics.enabled
             else None
         )
-        over_tcp = deployment.transport.backend != "shm"
+        verbs = deployment.transport.verbs_keywords("attention")
         region = Region(
             resolved.slots.attention_region_slots,
             resolved.f2a.nbytes,
             name=role.id,
-            tcp_host=deployment.transport.host if over_tcp else None,
+            tcp_host=deployment.transport.tcp_host,
+            verbs=VerbsOptions(**verbs) if verbs else None,
         )
         if role.cpus:
             region.set_spin_us(PINNED_SPIN_US)

@@ -20,7 +20,7 @@ from afd.resolve import Resolved
 from afd.schedule import Position, walk
 from afd.wire.codecs_torch import DTYPE_OF_TAG
 from afd.wire.layout import Kind
-from afd_comm import Header, Region, Status, make_flag
+from afd_comm import Header, PeerTrace, Region, Status, make_flag
 from ffn_worker.inbox import Inbox
 from ffn_worker.model import FfnModel
 from ffn_worker.peers import Arrival, Peer, PeerTable
@@ -51,6 +51,11 @@ class FfnLoop:
         self._metrics = metrics
         self._inbox = Inbox(region, resolved)
         self._table = PeerTable(resolved, index)
+        if resolved.deployment.transport.trace:
+            for i in range(resolved.deployment.attention.instances):
+                trace = PeerTrace()
+                region.trace(resolved.slots.ffn_claim(i), trace)
+                metrics.wire_traces[f"attention-{i}"] = trace
         self._layers = resolved.model.moe_layers
         self._back_dtype = DTYPE_OF_TAG[resolved.f2a.tag]
         self._max_depth = resolved.contract.max_depth
@@ -175,7 +180,7 @@ class FfnLoop:
         out = self._model.forward(position.layer, batch.x, batch.ids, batch.weights)
         out = out.to(self._back_dtype)
         done = time.monotonic()
-        self._observe(headers, started, done, sum(rows))
+        self._observe(started, done, sum(rows))
         offset = 0
         for peer, header in zip(peers, headers, strict=True):
             part = out[offset : offset + header.rows]
@@ -198,15 +203,14 @@ class FfnLoop:
             self._resolved.f2a.tag,
             header.step,
             [(0, part.data_ptr(), part.nbytes)],
+            header,
         )
         self._metrics.wire_bytes[Direction.F2A] += part.nbytes
         if status != Status.OK:
             logger.warning("answer to %s was not delivered: %s", peer.id, status.name)
 
-    def _observe(self, headers: list[Header], started: float, done: float, rows: int) -> None:
+    def _observe(self, started: float, done: float, rows: int) -> None:
         metrics = self._metrics
         metrics.stage(Stage.FFN).observe(done - started)
         metrics.bubble_seconds += started - self._free_since
         metrics.rows_per_ffn_call.observe(rows)
-        for header in headers:
-            metrics.stage(Stage.A2F).observe((header.t_arrived - header.t_posted) / 1e9)

@@ -9,11 +9,12 @@ from types import FrameType
 import torch
 
 from afd.control.connect import client_for
-from afd.metrics import RoleMetrics, Weights, serve_metrics
+from afd.metrics import RoleMetrics, Weights
+from afd.metrics_server import serve_metrics
 from afd.resolve import Resolved, resolve
 from afd.roles import RoleSpec
 from afd.topology import PINNED_SPIN_US
-from afd_comm import Region
+from afd_comm import Region, VerbsOptions
 from ffn_worker.loop import FfnLoop
 from ffn_worker.model import FfnModel, load_ffn_model
 
@@ -38,12 +39,13 @@ def run_ffn(role: RoleSpec) -> None:
     if deployment.metrics.enabled:
         host = deployment.transport.host
         metrics_url = serve_metrics(metrics, host, role.metrics_port).url
-    over_tcp = deployment.transport.backend != "shm"
+    verbs = deployment.transport.verbs_keywords("ffn")
     region = Region(
         resolved.slots.ffn_region_slots,
         resolved.a2f.nbytes,
         name=role.id,
-        tcp_host=deployment.transport.host if over_tcp else None,
+        tcp_host=deployment.transport.tcp_host,
+        verbs=VerbsOptions(**verbs) if verbs else None,
     )
     if role.cpus:
         region.set_spin_us(PINNED_SPIN_US)

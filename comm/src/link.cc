@@ -7,14 +7,26 @@ namespace {
 
 struct Backend {
   const char* name;  // also the scheme of its addresses
+  bool on_devices;   // whether the parts may be device memory
   std::unique_ptr<Link> (*open)(const std::string& address, const LinkOptions& options);
 };
 
 // In order of preference. A new backend is one file and one line here.
 constexpr Backend kBackends[] = {
-    {"shm", open_shm_link},
-    {"tcp", open_tcp_link},
+    {"ipc", true, open_ipc_link},
+    {"shm", false, open_shm_link},
+    {"verbs", true, open_verbs_link},
+    {"tcp", false, open_tcp_link},
 };
+
+bool usable(const Backend& backend, const std::string& scheme, const LinkOptions& options) {
+  if (!options.device.is_cpu() && !backend.on_devices) return false;
+  if (scheme == backend.name) return true;
+  // ipc also writes into the host memory that shm addresses name; for a caller on the host that is
+  // shm's task.
+  return scheme == "shm" && backend.open == open_ipc_link &&
+         (options.backend == backend.name || !options.device.is_cpu());
+}
 
 }  // namespace
 
@@ -27,7 +39,7 @@ std::unique_ptr<Link> open_link(const std::vector<std::string>& addresses,
     if (options.backend != "auto" && options.backend != backend.name) continue;
     matched = true;
     for (const std::string& address : addresses) {
-      if (scheme_of(address) != backend.name) continue;
+      if (!usable(backend, scheme_of(address), options)) continue;
       try {
         return backend.open(address, options);
       } catch (const CommError& error) {
@@ -41,10 +53,25 @@ std::unique_ptr<Link> open_link(const std::vector<std::string>& addresses,
     for (const std::string& address : addresses)
       offered += std::string(offered.empty() ? "" : ", ") + scheme_of(address);
     throw CommError("the peer offers no address for backend '" + options.backend +
-                    "' (it offers: " + (offered.empty() ? "none" : offered) +
-                    "); give its Region a tcp_host, or choose a backend it has");
+                    "' (it offers: " + (offered.empty() ? "none" : offered) + ") to a caller on " +
+                    device_text(options.device) +
+                    "; give its Region a tcp_host or verbs options, or choose a backend it has");
   }
   throw CommError("cannot reach the peer's region: " + reasons);
+}
+
+Status Link::enqueue(Stream, const Message&) {
+  throw CommError("backend " + std::string(backend()) +
+                  " has no streams; open the link with device='cuda:N' or 'hip:N', or use post()");
+}
+
+Times times_of(const Message& m, uint64_t posted) {
+  Times times;
+  times.posted = static_cast<int64_t>(posted);
+  times.echo_posted = m.echo.posted;
+  times.echo_arrived = m.echo.arrived;
+  times.clock = clock_identity();
+  return times;
 }
 
 Status check_message(const Message& m, uint32_t slots, uint64_t slot_bytes, SlotRange claimed) {

@@ -14,6 +14,8 @@
 #include <new>
 #include <utility>
 
+#include "headroom.h"
+
 namespace afd_comm {
 namespace {
 
@@ -60,7 +62,7 @@ Fd new_memfd(const std::string& name) {
 
 }  // namespace
 
-Geometry Geometry::of(uint64_t slots, uint64_t slot_bytes) {
+Geometry Geometry::of(uint64_t slots, uint64_t slot_bytes, uint64_t payloads, bool on_device) {
   if (slots == 0 || slot_bytes == 0)
     throw CommError("a region needs at least one slot of at least one byte; got " +
                     std::to_string(slots) + " slots of " + std::to_string(slot_bytes) + " bytes");
@@ -69,23 +71,33 @@ Geometry Geometry::of(uint64_t slots, uint64_t slot_bytes) {
       slots * round_up(slot_bytes, kLine) > kMaxBytes)
     throw CommError("a region of " + std::to_string(slots) + " slots of " +
                     std::to_string(slot_bytes) + " bytes is too large; lower the slot capacity");
+  if (payloads == 0) payloads = slots;
+  if (slots % payloads != 0)
+    throw CommError("a region of " + std::to_string(slots) + " slots cannot share " +
+                    std::to_string(payloads) + " payloads; their number must divide the slots'");
   Geometry g;
   g.slots = static_cast<uint32_t>(slots);
+  g.payloads = static_cast<uint32_t>(payloads);
+  g.on_device = on_device;
   g.slot_bytes = slot_bytes;
   g.claims = round_up(sizeof(RegionHead), kLine);
   g.controls = g.claims + slots * sizeof(Claim);
   g.payload = round_up(g.controls + slots * sizeof(SlotControl), kPage);
   g.stride = round_up(slot_bytes, kLine);
-  g.total = round_up(g.payload + slots * g.stride, kPage);
+  g.total = round_up(g.payload + (on_device ? 0 : g.payload_bytes()), kPage);
   return g;
 }
 
 Memory::Memory(Fd fd, uint8_t* base, const Geometry& geometry)
-    : fd_(std::move(fd)), base_(base), geometry_(geometry) {}
+    : fd_(std::move(fd)),
+      base_(base),
+      payload_(geometry.on_device ? nullptr : base + geometry.payload),
+      geometry_(geometry) {}
 
 Memory::Memory(Memory&& other) noexcept
     : fd_(std::move(other.fd_)),
       base_(std::exchange(other.base_, nullptr)),
+      payload_(other.payload_),
       geometry_(other.geometry_) {}
 
 Memory::~Memory() {
@@ -94,13 +106,18 @@ Memory::~Memory() {
 
 Memory Memory::create(const Geometry& g, const Token& token, const std::string& name) {
   const std::string what = "region '" + name + "'";
+  const Headroom headroom = memory_headroom();
+  if (g.total > headroom.bytes)
+    throw CommError(what + " needs " + std::to_string(g.total) + " bytes but only " +
+                    std::to_string(headroom.bytes) + " are left of " + headroom.limit +
+                    "; free memory, raise the limit, or lower the number or size of slots");
   Fd fd = new_memfd("afd:" + name.substr(0, 200));
   if (!fd)
     throw CommError("cannot create " + what + ": " + errno_text(errno) +
                     "; raise the open-files limit");
   if (ftruncate(fd.get(), static_cast<off_t>(g.total)) != 0)
     throw CommError("cannot size " + what + " to " + std::to_string(g.total) +
-                    " bytes: " + errno_text(errno));
+                    " bytes: " + errno_text(errno) + "; raise the file-size limit (ulimit -f)");
   // Reserve now: running out of memory must be an error here, not a SIGBUS in the middle of a step.
   if (fallocate(fd.get(), 0, 0, static_cast<off_t>(g.total)) != 0 && errno != EOPNOTSUPP)
     throw CommError("cannot reserve " + std::to_string(g.total) + " bytes for " + what + ": " +
@@ -115,6 +132,8 @@ Memory Memory::create(const Geometry& g, const Token& token, const std::string& 
   head->version = kRegionVersion;
   head->slots = g.slots;
   head->slot_bytes = g.slot_bytes;
+  head->payloads = g.payloads;
+  head->on_device = g.on_device;
   head->owner = identify_process(getpid());
   std::memcpy(head->token, token.data(), token.size());
   for (uint32_t i = 0; i < g.slots; ++i) {
@@ -148,14 +167,15 @@ Memory Memory::open(const ShmAddress& a) {
   if (head == MAP_FAILED) cannot_open(a, errno);
   const bool ours = head->magic == kRegionMagic && same_token(head->token, a.token.data());
   const uint32_t version = head->version;
-  const uint64_t slots = head->slots, slot_bytes = head->slot_bytes;
+  const uint64_t slots = head->slots, slot_bytes = head->slot_bytes, payloads = head->payloads;
+  const bool on_device = head->on_device != 0;
   munmap(head, kPage);
   if (!ours) throw CommError(stranger);
   if (version != kRegionVersion)
     throw CommError("the peer's region has layout version " + std::to_string(version) +
                     ", this library " + std::to_string(kRegionVersion) +
                     "; install the same afd_comm on both sides");
-  const Geometry g = Geometry::of(slots, slot_bytes);
+  const Geometry g = Geometry::of(slots, slot_bytes, payloads, on_device);
   if (g.total != a.bytes) throw CommError(stranger);
   uint8_t* base = map(fd.get(), g.total, "the region of process " + std::to_string(a.pid));
   return Memory(std::move(fd), base, g);

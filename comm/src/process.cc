@@ -13,6 +13,8 @@
 #include <system_error>
 #include <utility>
 
+#include "afd_comm/address.h"
+
 namespace afd_comm {
 namespace {
 
@@ -33,6 +35,27 @@ uint64_t now_ns() {
   timespec t{};
   clock_gettime(CLOCK_MONOTONIC, &t);
   return static_cast<uint64_t>(t.tv_sec) * 1000000000u + static_cast<uint64_t>(t.tv_nsec);
+}
+
+uint64_t coarse_now_ns() {
+  timespec t{};
+  clock_gettime(CLOCK_MONOTONIC_COARSE, &t);
+  return static_cast<uint64_t>(t.tv_sec) * 1000000000u + static_cast<uint64_t>(t.tv_nsec);
+}
+
+uint64_t clock_identity() {
+  static const uint64_t identity = [] {
+    uint64_t hash = 14695981039346656037u;  // FNV-1a
+    struct stat ns {};
+    std::string text = read_small("/proc/sys/kernel/random/boot_id");
+    // Without a boot id nothing proves that two clocks are one: be comparable to nobody.
+    if (text.empty()) text = token_text(random_token());
+    // Kernels before 5.6 have no time namespaces, and so one clock.
+    if (stat("/proc/self/ns/time", &ns) == 0) text += std::to_string(ns.st_ino);
+    for (const char c : text) hash = (hash ^ static_cast<uint8_t>(c)) * 1099511628211u;
+    return hash;
+  }();
+  return identity;
 }
 
 uint64_t deadline_after_us(int64_t timeout_us) {
@@ -71,7 +94,7 @@ std::string machine_identity() {
   std::string out;
   for (const char c : read_small("/proc/sys/kernel/random/boot_id"))
     if (c != '-' && c != '\n') out += c;
-  struct stat ns{};
+  struct stat ns {};
   // Without a boot id or namespace nothing proves that pids mean the same: be nobody's neighbour.
   if (out.empty() || stat("/proc/self/ns/pid", &ns) != 0) return "unknown";
   return out + "." + std::to_string(ns.st_ino);

@@ -2,6 +2,8 @@
 
 #include <unistd.h>
 
+#include <algorithm>
+
 #include "backends.h"
 
 namespace afd_comm {
@@ -12,13 +14,18 @@ namespace {
 constexpr int kFewCpus = 2;
 constexpr int64_t kSpinNs = 50000;
 constexpr int64_t kSpinNsFewCpus = 5000;
+constexpr std::size_t kOps = 64;  // of one call to the driver
 
 }  // namespace
 
 Region::Region(uint64_t slots, uint64_t slot_bytes, const RegionOptions& options)
     : name_(options.name),
       token_(random_token()),
-      memory_(Memory::create(Geometry::of(slots, slot_bytes), token_, options.name)),
+      memory_(Memory::create(
+          Geometry::of(slots, slot_bytes, options.payloads, !options.device.is_cpu()), token_,
+          options.name)),
+      device_(options.device),
+      slot_traces_(new SlotTrace[geometry().slots]),
       creator_(getpid()),
       spin_ns_(usable_cpus() > kFewCpus ? kSpinNs : kSpinNsFewCpus) {
   ShmAddress shm;
@@ -27,9 +34,18 @@ Region::Region(uint64_t slots, uint64_t slot_bytes, const RegionOptions& options
   shm.fd = memory_.fd().get();
   shm.bytes = geometry().total;
   shm.token = token_;
-  addresses_.push_back(format(shm));
+  if (!device_.is_cpu()) {
+    if (!options.tcp_host.empty())
+      throw CommError("region '" + name_ + "' has its slots on " + device_text(device_) +
+                      ", where TCP cannot write; leave tcp_host out, or use device='cpu'");
+    addresses_.push_back(format(place_on_device(shm)));
+  } else {
+    addresses_.push_back(format(shm));
+  }
   if (!options.tcp_host.empty())
     receivers_.push_back(open_tcp_receiver(memory_, token_, options.tcp_host, options.tcp_port));
+  if (options.verbs)
+    receivers_.push_back(open_verbs_receiver(memory_, token_, device_, *options.verbs));
   for (const auto& receiver : receivers_) addresses_.push_back(receiver->address());
 }
 
@@ -40,7 +56,54 @@ Region::~Region() {
     close();
   } else {
     for (auto& receiver : receivers_) static_cast<void>(receiver.release());
+    // Drivers do not survive a fork either.
+    static_cast<void>(device_payload_.release());
+    static_cast<void>(pinned_.release());
   }
+}
+
+IpcAddress Region::place_on_device(const ShmAddress& shm) {
+  std::shared_ptr<Accelerator> accelerator = open_accelerator(device_);
+  pinned_ = std::make_unique<Pinned>(accelerator, memory_.base(), geometry().total);
+  device_payload_ = std::make_unique<DeviceMemory>(accelerator, geometry().payload_bytes());
+  memory_.place_payload(device_payload_->get());
+  IpcAddress address;
+  address.memory = shm;
+  address.device = device_;
+  address.pointer = reinterpret_cast<uint64_t>(device_payload_->get());
+  address.handle = accelerator->share(device_payload_->get());
+  return address;
+}
+
+void Region::pin(Device device) {
+  if (pinned_ != nullptr)
+    throw CommError("region '" + name_ + "' already belongs to " +
+                    device_text(pinned_->accelerator().device()));
+  pinned_ = std::make_unique<Pinned>(open_accelerator(device), memory_.base(), geometry().total);
+}
+
+Accelerator& Region::accelerator() const {
+  if (pinned_ == nullptr)
+    throw CommError("no stream can wait for region '" + name_ +
+                    "', which is in plain host memory; make it with device=, or call pin()");
+  return pinned_->accelerator();
+}
+
+void Region::enqueue_wait(Stream stream, const Awaited* awaited, std::size_t count, bool reset) {
+  Accelerator& device = accelerator();
+  StreamOp ops[kOps];
+  std::size_t filled = 0;
+  const auto add = [&](StreamOp::Kind kind, uint32_t slot, uint64_t value) {
+    if (filled == kOps) {
+      device.run(stream, ops, filled);
+      filled = 0;
+    }
+    ops[filled++] = {kind, pinned_->at(&memory_.control(slot).doorbell), value};
+  };
+  for (std::size_t i = 0; i < count; ++i)
+    add(StreamOp::Kind::WaitEqual, awaited[i].slot, awaited[i].flag);
+  for (std::size_t i = 0; reset && i < count; ++i) add(StreamOp::Kind::Write, awaited[i].slot, 0);
+  if (filled != 0) device.run(stream, ops, filled);
 }
 
 void Region::close() {
@@ -48,12 +111,27 @@ void Region::close() {
   for (auto& receiver : receivers_) receiver->stop();
   memory_.head().closed.store(1, std::memory_order_release);
   memory_.nudge();
+  for (auto& receiver : receivers_) receiver->kick();
   memory_.close_fd();
+}
+
+void Region::trace(SlotRange range, std::shared_ptr<PeerTrace> trace) {
+  if (uint64_t{range.first} + range.count > slots())
+    throw CommError("slots " + std::to_string(range.first) + " to " +
+                    std::to_string(uint64_t{range.first} + range.count) +
+                    " cannot be traced: region '" + name_ + "' has " + std::to_string(slots()));
+  const std::lock_guard<std::mutex> lock(trace_mutex_);
+  for (uint32_t i = 0; i < range.count; ++i)
+    slot_traces_[range.first + i].trace.store(trace.get(), std::memory_order_release);
+  // A wait may still hold the pointer it replaced, so all of them stay.
+  if (trace != nullptr && std::find(traces_.begin(), traces_.end(), trace) == traces_.end())
+    traces_.push_back(std::move(trace));
 }
 
 void Region::wake() {
   wakes_.fetch_add(1, std::memory_order_release);
   memory_.nudge();
+  for (auto& receiver : receivers_) receiver->kick();
 }
 
 }  // namespace afd_comm

@@ -5,48 +5,17 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
-#include <mutex>
+#include <thread>
 
 #include "backends.h"
 #include "socket.h"
 #include "tcp_wire.h"
+#include "zero_copy.h"
 
 namespace afd_comm {
 namespace {
-
-std::string place(const TcpAddress& a) { return a.host + ":" + std::to_string(a.port); }
-
-[[noreturn]] void too_late(const TcpAddress& a) {
-  throw CommError("no answer from the region at " + place(a) +
-                  " in time; check that its process is running and no firewall is between");
-}
-
-void await(const Fd& fd, short events, uint64_t deadline, const TcpAddress& a,
-           Interrupt interrupt) {
-  const Poll result = poll_until(fd.get(), events, deadline, interrupt);
-  if (result == Poll::Deadline) too_late(a);
-  if (result == Poll::Interrupted)
-    throw CommError("connecting to " + place(a) + " was interrupted");
-}
-
-Fd connect_until(const TcpAddress& a, uint64_t deadline, Interrupt interrupt) {
-  const SocketAddress to = resolve(a.host, a.port, true);
-  Fd fd(socket(to.storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
-  if (!fd)
-    throw CommError("cannot open a socket: " + errno_text(errno) + "; raise the open-files limit");
-  int error = connect(fd.get(), to.get(), to.length) == 0 ? 0 : errno;
-  if (error == EINPROGRESS || error == EINTR) {
-    await(fd, POLLOUT, deadline, a, interrupt);
-    socklen_t size = sizeof error;
-    getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error, &size);
-  }
-  if (error != 0)
-    throw CommError("cannot connect to the region at " + place(a) + ": " + errno_text(error) +
-                    "; check that its process is running and connect to the address it gives now");
-  tune(fd.get());
-  return fd;
-}
 
 Welcome greet(const Fd& fd, const TcpAddress& a, SlotRange slots, uint64_t deadline,
               Interrupt interrupt) {
@@ -57,18 +26,7 @@ Welcome greet(const Fd& fd, const TcpAddress& a, SlotRange slots, uint64_t deadl
     throw CommError("cannot greet the region at " + place(a) + ": " + errno_text(errno) +
                     "; is it shutting down?");
   Welcome welcome{};
-  for (std::size_t have = 0; have < sizeof welcome;) {
-    await(fd, POLLIN, deadline, a, interrupt);
-    const ssize_t n = recv(fd.get(), reinterpret_cast<char*>(&welcome) + have,
-                           sizeof welcome - have, MSG_DONTWAIT);
-    if (n < 0 && (errno == EAGAIN || errno == EINTR)) continue;
-    if (n <= 0)
-      throw CommError(
-          "the service at " + place(a) +
-          " refused the connection: the address belongs to an earlier region or to something else; "
-          "connect to the address the region's owner gives now");
-    have += static_cast<std::size_t>(n);
-  }
+  receive_all(fd, &welcome, sizeof welcome, deadline, a, interrupt);
   if (welcome.magic != kWelcomeMagic)
     throw CommError("the service at " + place(a) + " is not a region; check the address");
   if (welcome.version != kTcpVersion)
@@ -83,14 +41,30 @@ Welcome greet(const Fd& fd, const TcpAddress& a, SlotRange slots, uint64_t deadl
   return welcome;
 }
 
+// Sends without a copy wait for the peer's acknowledgement and cost a notification each; a copy of
+// 64 KiB takes about 3 us.
+constexpr uint64_t kZeroCopyFrom = 64 * 1024;
+
+bool ends_on_one_host(int fd) {
+  SocketAddress near, far;
+  near.length = far.length = sizeof near.storage;
+  return getsockname(fd, near.get(), &near.length) == 0 &&
+         getpeername(fd, far.get(), &far.length) == 0 && host_of(near) == host_of(far);
+}
+
 class TcpLink final : public Link {
  public:
   TcpLink(Fd fd, const Welcome& region, const LinkOptions& options)
-      : fd_(std::move(fd)),
+      : Link(options.trace),
+        fd_(std::move(fd)),
         slots_(region.slots),
         slot_bytes_(region.slot_bytes),
         options_(options),
-        creator_(getpid()) {}
+        creator_(getpid()),
+        same_host_(ends_on_one_host(fd_.get())),
+        zero_copy_(options.zero_copy_from < 0 ? kZeroCopyFrom
+                                              : static_cast<uint64_t>(options.zero_copy_from)),
+        marks_(region.slots, 0) {}
 
   ~TcpLink() override { close(); }
 
@@ -98,28 +72,99 @@ class TcpLink final : public Link {
   bool may_block() const override { return true; }
 
   Status post(const Message& m) override {
+    std::optional<Status> status = begin(m);
+    if (status) return *status;
+    const uint64_t deadline = deadline_after_us(options_.timeout_us);
+    while (!status) {
+      if (poll_until(fd_.get(), POLLOUT, deadline, options_.interrupt) != Poll::Ready)
+        return abandon();
+      status = advance();
+    }
+    return *status;
+  }
+
+  std::optional<Status> begin(const Message& m) override {
     if (closed_.load(std::memory_order_acquire)) return Status::Closed;
     const Status checked = check_message(m, slots_, slot_bytes_, options_.slots);
     if (checked != Status::Ok) return checked;
-    const uint64_t posted = now_ns();
-    FrameHead head{};
-    head.magic = kFrameMagic;
-    head.slot = m.slot;
-    head.flag = m.flag;
-    head.part_count = static_cast<uint32_t>(m.part_count);
-    head.header = m.header;
-    head.header.t_posted = static_cast<int64_t>(posted);
-    iovec pieces[1 + kMaxParts];
-    pieces[0] = {&head, sizeof head};
-    for (std::size_t i = 0; i < m.part_count; ++i) {
-      head.parts[i] = {m.parts[i].offset, m.parts[i].nbytes};
-      pieces[1 + i] = {const_cast<void*>(m.parts[i].data), m.parts[i].nbytes};
-    }
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const bool trace = traced();
+    const uint64_t posted = trace ? now_ns() : 0;
+    if (!take_turn()) return Status::Deadline;
     if (ended_ == Status::Ok) ended_ = farewell(Status::Ok);
-    if (ended_ != Status::Ok) return ended_;
-    return send_all(pieces, 1 + m.part_count, deadline_after_us(options_.timeout_us));
+    if (ended_ != Status::Ok) return finish(ended_);
+    load(m, trace);
+    if (trace) {
+      head_.times = times_of(m, posted);
+      head_.times.sent = static_cast<int64_t>(now_ns());
+    }
+    return advance();
   }
+
+  std::optional<Status> advance() override {
+    // What the kernel is done with also makes the socket look ready.
+    zero_copy_.reap(fd_.get());
+    bool refused = false;  // the kernel has no room for another send without a copy
+    while (unsent_.msg_iovlen != 0) {
+      const bool in_place = !refused && in_place_[unsent_.msg_iov - pieces_];
+      msghdr run = unsent_;
+      run.msg_iovlen = 1;
+      while (run.msg_iovlen < unsent_.msg_iovlen &&
+             (refused || in_place_[run.msg_iov + run.msg_iovlen - pieces_] == in_place))
+        ++run.msg_iovlen;
+      const int flags = MSG_NOSIGNAL | MSG_DONTWAIT | (in_place ? MSG_ZEROCOPY : 0) |
+                        (run.msg_iovlen < unsent_.msg_iovlen ? MSG_MORE : 0);
+      const ssize_t n = sendmsg(fd_.get(), &run, flags);
+      if (n < 0) {
+        if (errno == EINTR) continue;
+        if (errno == EAGAIN) return std::nullopt;
+        if (errno == ENOBUFS && in_place) {
+          refused = true;
+          continue;
+        }
+        return finish(ended_ = closed_ ? Status::Closed : farewell(Status::PeerGone));
+      }
+      begun_ = begun_ || n > 0;
+      if (in_place) marks_[head_.slot] = zero_copy_.sent();
+      skip(static_cast<std::size_t>(n));
+    }
+    return finish(Status::Ok);
+  }
+
+  void register_memory(void* address, uint64_t nbytes, Device device) override {
+    // Memory of a device cannot be sent from by a socket, and to this very host the kernel copies
+    // in any case: there zero copy would only add its bookkeeping.
+    if (!device.is_cpu() || (same_host_ && options_.zero_copy_from < 0)) return;
+    if (take_turn()) {
+      zero_copy_.allow(fd_.get(), address, nbytes);
+      finish(Status::Ok);
+    }
+  }
+
+  Status wait_sent(uint32_t slot, int64_t timeout_us) override {
+    if (slot >= slots_) return Status::BadHeader;
+    const uint64_t deadline = deadline_after_us(timeout_us);
+    while (true) {
+      if (!take_turn()) return Status::Deadline;
+      zero_copy_.reap(fd_.get());
+      const bool done = zero_copy_.done(marks_[slot]);
+      finish(Status::Ok);
+      if (done) return Status::Ok;
+      // No event but the error queue's, which is always reported.
+      if (poll_until(fd_.get(), 0, deadline, options_.interrupt) != Poll::Ready)
+        return Status::Deadline;
+    }
+  }
+
+  Status abandon() override {
+    // Half a frame cannot be taken back, and what followed it would be read as its rest.
+    if (begun_) {
+      ended_ = Status::Closed;
+      shutdown(fd_.get(), SHUT_RDWR);
+    }
+    return finish(Status::Deadline);
+  }
+
+  int pollable() const override { return fd_.get(); }
 
   void close() override {
     if (closed_.exchange(true, std::memory_order_acq_rel)) return;
@@ -139,37 +184,52 @@ class TcpLink final : public Link {
     return Status::PeerGone;
   }
 
-  Status send_all(iovec* pieces, std::size_t count, uint64_t deadline) {
-    msghdr message{};
-    message.msg_iov = pieces;
-    message.msg_iovlen = count;
-    bool begun = false;
-    while (message.msg_iovlen != 0) {
-      const ssize_t n = sendmsg(fd_.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
-      if (n < 0) {
-        if (errno == EINTR) continue;
-        if (errno != EAGAIN) return ended_ = closed_ ? Status::Closed : farewell(Status::PeerGone);
-        if (poll_until(fd_.get(), POLLOUT, deadline, options_.interrupt) == Poll::Ready) continue;
-        // Half a frame cannot be taken back, and what followed it would be read as its rest.
-        if (begun) {
-          ended_ = Status::Closed;
-          shutdown(fd_.get(), SHUT_RDWR);
-        }
-        return Status::Deadline;
-      }
-      begun = begun || n > 0;
-      std::size_t sent = static_cast<std::size_t>(n);
-      while (message.msg_iovlen != 0 && sent >= message.msg_iov->iov_len) {
-        sent -= message.msg_iov->iov_len;
-        ++message.msg_iov;
-        --message.msg_iovlen;
-      }
-      if (message.msg_iovlen != 0) {
-        message.msg_iov->iov_base = static_cast<char*>(message.msg_iov->iov_base) + sent;
-        message.msg_iov->iov_len -= sent;
-      }
+  void load(const Message& m, bool trace) {
+    head_ = FrameHead{};
+    head_.magic = kFrameMagic;
+    head_.slot = m.slot;
+    head_.flag = m.flag;
+    head_.part_count = static_cast<uint32_t>(m.part_count);
+    head_.header = m.header;
+    head_.header.traced = trace;
+    pieces_[0] = {&head_, sizeof head_};
+    in_place_[0] = false;
+    const bool zero_copy = options_.zero_copy_from >= 0 || !zero_copy_.copied();
+    for (std::size_t i = 0; i < m.part_count; ++i) {
+      head_.parts[i] = {m.parts[i].offset, m.parts[i].nbytes};
+      in_place_[1 + i] = zero_copy && zero_copy_.wants(m.parts[i].data, m.parts[i].nbytes);
+      pieces_[1 + i] = {const_cast<void*>(m.parts[i].data), m.parts[i].nbytes};
     }
-    return Status::Ok;
+    unsent_.msg_iov = pieces_;
+    unsent_.msg_iovlen = 1 + m.part_count;
+    begun_ = false;
+  }
+
+  void skip(std::size_t sent) {
+    while (unsent_.msg_iovlen != 0 && sent >= unsent_.msg_iov->iov_len) {
+      sent -= unsent_.msg_iov->iov_len;
+      ++unsent_.msg_iov;
+      --unsent_.msg_iovlen;
+    }
+    if (unsent_.msg_iovlen == 0) return;
+    unsent_.msg_iov->iov_base = static_cast<char*>(unsent_.msg_iov->iov_base) + sent;
+    unsent_.msg_iov->iov_len -= sent;
+  }
+
+  // One frame at a time. Not a mutex: waiting for another thread's frame has a deadline too.
+  bool take_turn() {
+    if (!busy_.exchange(true, std::memory_order_acquire)) return true;
+    const uint64_t deadline = deadline_after_us(options_.timeout_us);
+    while (busy_.exchange(true, std::memory_order_acquire)) {
+      if (now_ns() >= deadline) return false;
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
+    }
+    return true;
+  }
+
+  Status finish(Status status) {
+    busy_.store(false, std::memory_order_release);
+    return status;
   }
 
   Fd fd_;
@@ -178,8 +238,16 @@ class TcpLink final : public Link {
   LinkOptions options_;
   pid_t creator_;
   std::atomic<bool> closed_{false};
-  std::mutex mutex_;  // one frame at a time
+  std::atomic<bool> busy_{false};  // from begin() to its outcome; guards the rest
   Status ended_ = Status::Ok;
+  bool same_host_;
+  ZeroCopy zero_copy_;
+  std::vector<uint64_t> marks_;  // per slot: the last send that left from registered memory
+  FrameHead head_{};
+  bool in_place_[1 + kMaxParts] = {};  // which pieces are sent from where they lie
+  iovec pieces_[1 + kMaxParts] = {};
+  msghdr unsent_{};     // what the kernel has not taken yet
+  bool begun_ = false;  // whether it has taken any
 };
 
 }  // namespace

@@ -9,7 +9,7 @@
 
 namespace afd_comm {
 
-constexpr uint32_t kTcpVersion = 1;
+constexpr uint32_t kTcpVersion = 2;
 constexpr uint32_t kHelloMagic = 0x48444641;    // "AFDH"
 constexpr uint32_t kWelcomeMagic = 0x57444641;  // "AFDW"
 constexpr uint32_t kFrameMagic = 0x46444641;    // "AFDF"
@@ -44,8 +44,10 @@ struct FrameHead {
   uint32_t part_count;
   uint32_t reserved;
   Header header;
+  Times times;  // where header.traced; arrived and consumed are the receiver's to fill
   FramePart parts[kMaxParts];  // fixed size: one read gets it all
 };
-static_assert(sizeof(FrameHead) == 24 + sizeof(Header) + kMaxParts * 16, "no padding on the wire");
+static_assert(sizeof(FrameHead) == 24 + sizeof(Header) + sizeof(Times) + kMaxParts * 16,
+              "no padding on the wire");
 
 }  // namespace afd_comm

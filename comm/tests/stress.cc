@@ -1,65 +1,31 @@
 // Stress of the core library, meant to run under a sanitizer (see stress.sh). Ends with 0 or says
 // what broke.
-#include <signal.h>
-#include <sys/socket.h>
-#include <sys/wait.h>
-#include <unistd.h>
+#include "stress.h"
 
-#include <cstdio>
+#include <sys/socket.h>
+
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <random>
 #include <thread>
 
+#include "../src/copy.h"
 #include "../src/socket.h"
 #include "../src/tcp_wire.h"
-#include "afd_comm/link.h"
-#include "afd_comm/region.h"
+#include "afd_comm/group.h"
 
 using namespace afd_comm;
 
 namespace {
-
-constexpr int64_t kTimeoutUs = 10000000;
-constexpr uint64_t kSlotBytes = 100000;
-
-void check(bool ok, const char* what) {
-  if (ok) return;
-  fprintf(stderr, "stress: failed: %s\n", what);
-  _exit(1);
-}
-
-std::unique_ptr<Link> connect(const Region& region, const char* backend, SlotRange slots) {
-  LinkOptions options;
-  options.backend = backend;
-  options.slots = slots;
-  options.timeout_us = kTimeoutUs;
-  return open_link(region.addresses(), options);
-}
-
-Status post(Link& link, uint32_t slot, uint64_t flag, const std::vector<uint8_t>& data) {
-  Message message;
-  message.slot = slot;
-  message.flag = flag;
-  message.header.nbytes = static_cast<int64_t>(data.size());
-  message.parts[0] = Part{0, data.data(), data.size() / 2};
-  message.parts[1] =
-      Part{data.size() / 2, data.data() + data.size() / 2, data.size() - data.size() / 2};
-  message.part_count = 2;
-  return link.post(message);
-}
-
-Status await(Region& region, uint32_t slot, uint64_t flag, int64_t timeout_us) {
-  Awaited awaited{slot, flag, Status::Deadline};
-  region.wait(&awaited, 1, WaitFor::All, deadline_after_us(timeout_us), nullptr);
-  return awaited.status;
-}
 
 // Each slot has its own sender and receiver; the receiver checks every byte and then asks for the
 // next.
 void integrity(const char* backend, uint32_t rounds) {
   constexpr uint32_t slots = 3;
   Region region(slots, kSlotBytes, {"integrity", "127.0.0.1", 0});
+  const auto trace = std::make_shared<PeerTrace>();
+  region.trace(SlotRange{0, slots}, trace);
   std::vector<std::atomic<uint32_t>> wanted(slots);
   std::vector<std::thread> threads;
   for (uint32_t slot = 0; slot < slots; ++slot) {
@@ -83,6 +49,50 @@ void integrity(const char* backend, uint32_t rounds) {
       }
       wanted[slot].store(rounds + 1, std::memory_order_release);
     });
+  }
+  for (auto& thread : threads) thread.join();
+  uint64_t noted = 0;
+  for (const uint64_t n : trace->histogram(Path::Inbound).counts()) noted += n;
+  check(noted == slots * rounds, "messages traced");
+}
+
+// One thread posts to several regions by groups; each receiver checks its rows.
+void groups(uint32_t rounds) {
+  constexpr uint32_t peers = 3, row = 1000;
+  std::vector<std::unique_ptr<Region>> regions;
+  std::vector<std::unique_ptr<Link>> links;
+  std::vector<Link*> pointers;
+  for (uint32_t i = 0; i < peers; ++i) {
+    regions.push_back(
+        std::make_unique<Region>(1, kSlotBytes, RegionOptions{"group", "127.0.0.1", 0}));
+    links.push_back(connect(*regions.back(), i % 2 ? "tcp" : "shm", SlotRange{0, 1}));
+    pointers.push_back(links.back().get());
+  }
+  Group group(pointers, kTimeoutUs, nullptr);
+  std::atomic<uint32_t> done{0};
+  std::vector<std::thread> threads;
+  for (uint32_t i = 0; i < peers; ++i)
+    threads.emplace_back([&, i] {
+      for (uint32_t seq = 1; seq <= rounds; ++seq) {
+        check(await(*regions[i], 0, make_flag(1, seq), kTimeoutUs) == Status::Ok, "scatter");
+        const Header header = regions[i]->header(0);
+        check(header.rows == static_cast<int32_t>(i + 1), "rows");
+        for (uint64_t k = 0; k < static_cast<uint64_t>(header.nbytes); ++k)
+          check(regions[i]->payload(0)[k] == static_cast<uint8_t>(seq + i), "scattered row");
+        done.fetch_add(1);
+      }
+    });
+  std::vector<uint8_t> data(6 * row);
+  for (uint32_t seq = 1; seq <= rounds; ++seq) {
+    const int32_t rows[peers] = {1, 2, 3};
+    for (uint32_t i = 0, at = 0; i < peers; ++i)
+      for (uint32_t k = 0; k < (i + 1) * row; ++k) data[at++] = static_cast<uint8_t>(seq + i);
+    Message message;
+    message.parts[0] = Part{0, data.data(), row};
+    message.part_count = 1;
+    const uint64_t flags[peers] = {make_flag(1, seq), make_flag(1, seq), make_flag(1, seq)};
+    check(group.post(message, Group::PerLink{flags, rows, nullptr}), "group post");
+    while (done.load() < seq * peers) std::this_thread::yield();
   }
   for (auto& thread : threads) thread.join();
 }
@@ -179,34 +189,47 @@ void close_in_use(int rounds) {
   }
 }
 
-// A sender process is killed in the middle of its posts.
-void killed_sender(const char* backend, int rounds) {
-  Region region(1, kSlotBytes, {"killed", "127.0.0.1", 0});
+// Streaming copies of any size and alignment equal memcpy, and touch nothing beside.
+void streaming(int rounds) {
+  std::mt19937 random(4);
+  std::vector<uint8_t> from(5000), to(5200), expected(5200);
+  for (auto& byte : from) byte = static_cast<uint8_t>(random());
   for (int i = 0; i < rounds; ++i) {
-    const pid_t child = fork();
-    if (child == 0) {
-      const auto link = connect(region, backend, SlotRange{0, 1});
-      const std::vector<uint8_t> data(kSlotBytes, 7);
-      for (uint32_t seq = 1;; ++seq)
-        post(*link, 0, make_flag(static_cast<uint32_t>(i) + 1, seq), data);
-    }
-    while (region.header(0).t_arrived == 0) std::this_thread::yield();
-    std::this_thread::sleep_for(std::chrono::milliseconds(10 + i));
-    kill(child, SIGKILL);
-    const uint64_t since = now_ns();
-    check(await(region, 0, make_flag(999, 1), kTimeoutUs) == Status::PeerGone, "gone");
-    check(now_ns() - since < 1000000000, "gone in time");
-    waitpid(child, nullptr, 0);
+    const std::size_t n = random() % 4900, in = random() % 100, out = random() % 200;
+    std::fill(to.begin(), to.end(), static_cast<uint8_t>(i));
+    std::fill(expected.begin(), expected.end(), static_cast<uint8_t>(i));
+    stream_copy(to.data() + out, from.data() + in, n);
+    std::memcpy(expected.data() + out, from.data() + in, n);
+    check(to == expected, "streaming copy");
   }
+}
+
+// Buckets tile the times without gap or overlap, and none is wider than a sixteenth.
+void buckets() {
+  uint64_t lower = 0;
+  for (std::size_t i = 0; i + 1 < Histogram::kBuckets; ++i) {
+    const uint64_t upper = Histogram::upper_bound(i);
+    check(upper > lower && (upper - lower) * 16 <= std::max<uint64_t>(lower, 16), "bucket width");
+    check(Histogram::bucket_of(lower) == i && Histogram::bucket_of(upper - 1) == i, "bucket");
+    lower = upper;
+  }
+  check(Histogram::bucket_of(UINT64_MAX) == Histogram::kBuckets - 1, "last bucket");
 }
 
 }  // namespace
 
-int main() {
+// Usage: stress [KILLS]: how often each kind of process is killed.
+int main(int argc, char** argv) {
+  const int kills = argc > 1 ? atoi(argv[1]) : 100;
+  streaming(2000);
+  buckets();
+  printf("copy and buckets ok\n");
   for (const char* backend : {"shm", "tcp"}) {
     integrity(backend, 150);
     printf("integrity %s ok\n", backend);
   }
+  groups(200);
+  printf("groups ok\n");
   churn(2000);
   printf("churn ok\n");
   hostile(2000);
@@ -215,8 +238,12 @@ int main() {
   printf("close in use ok\n");
 #if !defined(__SANITIZE_THREAD__)
   // ThreadSanitizer does not follow a fork of a process with threads, nor two processes at all.
-  for (const char* backend : {"shm", "tcp"}) killed_sender(backend, 5);
-  printf("killed sender ok\n");
+  for (const char* backend : {"shm", "tcp"}) {
+    killed_sender(backend, kills);
+    killed_receiver(backend, kills);
+  }
+#else
+  static_cast<void>(kills);
 #endif
   return 0;
 }

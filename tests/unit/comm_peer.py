@@ -3,7 +3,7 @@
 It talks JSON lines on stdin and stdout and ends when stdin does. Modes:
 own   {slots, slot_bytes, tcp}
       make a Region, print its addresses
-send  {addresses, backend, slots, flag, value}
+send  {addresses, backend, slots, flag, value[, device]}
       claim slots, post ``value`` bytes to each, print "posted"
 echo  {slots, slot_bytes, tcp, backend, count}
       make a Region, print its addresses, read the peer's, send each message back + 1
@@ -89,6 +89,7 @@ def send(arguments: dict[str, Any]) -> None:
         backend=arguments["backend"],
         slots=(first, count),
         timeout_us=TIMEOUT_US,
+        device=arguments.get("device", "cpu"),
     )
     data = np.full(16, arguments["value"], np.uint8)
     statuses = [post(link, slot, arguments["flag"], data) for slot in range(first, first + count)]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from comm_peer import TIMEOUT_US, peer, post
 
-from afd_comm import MAX_PARTS, CommError, Link, Region, Status, make_flag
+from afd_comm import MAX_PARTS, CommError, Link, PeerTrace, Region, Status, make_flag
 
 SLOT_BYTES = 4096
 FLAG = make_flag(1, 1)
@@ -69,12 +69,14 @@ def test_header_fields_arrive(region: Region, backend: str) -> None:
     link = connect(region, backend)
     before = time.monotonic_ns()
     part = (0, DATA.ctypes.data, DATA.nbytes)
+    link.trace = True
+    region.trace((0, 4), PeerTrace())
     link.post(2, FLAG, 61, 2, -7, 3, 1, 12, 2**40, [part])
     assert settle(region, 2) == Status.OK
     h = region.header(2)
     assert (h.layer, h.micro_batch, h.rows, h.depth, h.kind, h.dtype) == (61, 2, -7, 3, 1, 12)
     assert (h.step, h.nbytes) == (2**40, 64)
-    assert before <= h.t_posted <= h.t_arrived <= time.monotonic_ns()
+    assert before <= h.t_posted <= h.t_sent <= h.t_arrived <= h.t_consumed <= time.monotonic_ns()
     with pytest.raises(AttributeError):
         h.layer = 1  # type: ignore[misc]
 

@@ -8,60 +8,21 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import numpy as np
 import pytest
 from comm_peer import TIMEOUT_US, peer, post
+from comm_wire import FLAG, HELLO, WELCOME, frame, hello, raw, tcp_address
 
 from afd_comm import CommError, Link, Region, Status, make_flag
 
 SLOT_BYTES = 4096
-FLAG = make_flag(1, 1)
-HELLO, WELCOME, FRAME = 0x48444641, 0x57444641, 0x46444641
 
 
 @pytest.fixture
 def region() -> Region:
     return Region(3, SLOT_BYTES, name="test", tcp_host="127.0.0.1")
-
-
-def tcp_address(region: Region) -> str:
-    return region.addresses[1]
-
-
-def token(region: Region) -> bytes:
-    return bytes.fromhex(tcp_address(region).split(":")[3])
-
-
-def hello(region: Region, first: int = 1, count: int = 1, version: int = 1) -> bytes:
-    return struct.pack("<II16sII", HELLO, version, token(region), first, count)
-
-
-def frame(
-    slot: int = 1,
-    flag: int = FLAG,
-    parts: tuple[tuple[int, int], ...] = ((0, 8),),
-    nbytes: int | None = None,
-    part_count: int | None = None,
-    magic: int = FRAME,
-) -> bytes:
-    """A frame head as the sender builds it: 24 bytes, header of 64 bytes, table of 8 parts."""
-    total = sum(n for _, n in parts) if nbytes is None else nbytes
-    head = struct.pack("<IIQII", magic, slot, flag, part_count or len(parts), 0)
-    header = struct.pack("<6i5q", 0, 0, 0, 0, 0, 0, total, 0, 0, 0, 0)
-    flat = [value for part in parts for value in part]
-    return head + header + struct.pack("<16Q", *flat, *([0] * (16 - len(flat))))
-
-
-@contextmanager
-def raw(region: Region, *data: bytes) -> Iterator[socket.socket]:
-    host, port = tcp_address(region).split(":")[1:3]
-    with socket.create_connection((host, int(port)), timeout=3) as s:
-        for piece in data:
-            s.sendall(piece)
-        yield s
 
 
 def hung_up(s: socket.socket) -> bool:
@@ -92,7 +53,7 @@ def test_hand_made_frame_is_understood(region: Region) -> None:
     with raw(region, hello(region), frame(parts=((0, 4), (10, 4))) + b"abcdefgh") as s:
         assert region.wait_all([1], [FLAG], TIMEOUT_US) == [Status.OK]
         assert bytes(region.buffer(1)[:14]) == b"abcd" + bytes(6) + b"efgh"
-        assert struct.unpack("<IIiIQ", s.recv(24)) == (WELCOME, 1, 0, 3, SLOT_BYTES)
+        assert struct.unpack("<IIiIQ", s.recv(24)) == (WELCOME, 2, 0, 3, SLOT_BYTES)
 
 
 def test_byte_by_byte(region: Region) -> None:
@@ -135,7 +96,7 @@ def test_wrong_token_and_version(region: Region) -> None:
     with pytest.raises(CommError, match="refused the connection"):
         Link([f"tcp:{host}:{port}:{'0' * 32}"], timeout_us=TIMEOUT_US)
     with raw(region, hello(region, version=9)) as s:
-        assert struct.unpack("<II", s.recv(24)[:8]) == (WELCOME, 1)
+        assert struct.unpack("<II", s.recv(24)[:8]) == (WELCOME, 2)
         assert hung_up(s)
 
 
@@ -155,7 +116,7 @@ def test_random_bytes_leave_the_region_intact(region: Region) -> None:
     for i in range(500):
         mutated = bytearray(frame() + b"abcdefgh")
         for _ in range(rng.randrange(1, 5)):
-            mutated[rng.randrange(88 if i % 2 else len(mutated))] = rng.randrange(256)
+            mutated[rng.randrange(144 if i % 2 else len(mutated))] = rng.randrange(256)
         with suppress(ConnectionError), raw(region, hello(region), bytes(mutated)):
             pass
     assert np.array_equal(region.buffer(0), data) and region.ready(0, FLAG)
@@ -222,3 +183,51 @@ def test_ipv6() -> None:
         pytest.skip("no IPv6 loopback here")
     assert region.addresses[1].startswith("tcp:[::1]:")
     assert answers(region)
+
+
+def test_registered_memory_is_sent_from_where_it_lies() -> None:
+    """Random parts with and without zero copy; memory changes once ``wait_sent`` allows it."""
+    rng = np.random.default_rng(2)
+    nbytes = 3_000_000
+    region = Region(2, nbytes, name="in place", tcp_host="127.0.0.1")
+    link = Link(
+        region.addresses, backend="tcp", slots=(0, 2), timeout_us=TIMEOUT_US, zero_copy_from=1000
+    )
+    registered = rng.integers(0, 256, nbytes, dtype=np.uint8)
+    link.register_memory(registered.ctypes.data, nbytes)
+    for seq in range(1, 61):
+        start, end = np.sort(rng.integers(0, nbytes + 1, 2))
+        other = rng.integers(0, 256, int(rng.integers(0, 5000)), dtype=np.uint8)
+        where = int(nbytes - other.size)
+        end = max(int(start), min(int(end), where))
+        expected = np.concatenate([registered[start:end], other])
+        parts = [
+            (0, registered.ctypes.data + int(start), int(end - start)),
+            (int(end - start), other.ctypes.data, other.size),
+        ]
+        slot, flag = seq % 2, make_flag(1, seq)
+        assert link.post(slot, flag, 0, 0, 0, 1, 0, 0, 0, parts) == Status.OK
+        assert link.wait_sent(slot, TIMEOUT_US) == Status.OK
+        registered[start:end] += 1
+        assert region.wait_all([slot], [flag], TIMEOUT_US) == [Status.OK]
+        assert np.array_equal(region.buffer(slot)[: expected.size], expected)
+    assert link.wait_sent(2, 0) == Status.BAD_HEADER
+
+
+def test_memory_sent_to_a_killed_peer_is_given_back() -> None:
+    with peer("own", slots=1, slot_bytes=1 << 20, tcp=True) as owner:
+        link = Link(
+            owner.read(), backend="tcp", slots=(0, 1), timeout_us=TIMEOUT_US, zero_copy_from=1
+        )
+        data = np.zeros(1 << 20, np.uint8)
+        link.register_memory(data.ctypes.data, data.nbytes)
+        assert post(link, 0, FLAG, data) == Status.OK
+        assert link.wait_sent(0, TIMEOUT_US) == Status.OK
+        assert link.wait_sent(0, 0) == Status.OK
+        owner.kill()
+        status = Status.OK
+        end = time.monotonic() + 2
+        while status == Status.OK and time.monotonic() < end:
+            status = post(link, 0, FLAG, data)
+        assert status == Status.PEER_GONE
+        assert link.wait_sent(0, TIMEOUT_US) == Status.OK  # the kernel let go of it

@@ -151,6 +151,39 @@ def test_mistakes_are_one_sentence_with_a_remedy(write, text, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "verbs,message",
+    [
+        ("{}", "transport.backend verbs needs verbs.ports, the RDMA ports to use"),
+        ("{ports: [mlx5_0:0]}", "transport.verbs.ports in demo.yaml is"),
+        ("{ports: mlx5_0}", "a list of at most 8 RDMA ports, such as [mlx5_0:1, mlx5_1:1]"),
+        ("{ports: [a], retry: 7}", "transport.verbs.retry in demo.yaml is 7"),
+        ("{ports: [a], gid_index: first}", "auto (the first RoCE v2 address)"),
+        ("{ports: [a], qp_per_port: 2}", "did you mean qps_per_port?"),
+    ],
+)
+def test_mistakes_about_rdma(write, verbs, message):
+    with pytest.raises(ConfigError) as refused:
+        load_config(write(f"model: m\ntransport: {{backend: verbs, verbs: {verbs}}}\n"))
+    assert message in str(refused.value)
+
+
+def test_who_uses_which_rdma_ports(write):
+    verbs = "{ports: [a0], ffn_ports: ['f0:1', f1], gid_index: 3}"
+    text = f"model: m\ntransport: {{host: 10.0.0.1, verbs: {verbs}}}\n"
+    transport = load_config(write(text)).transport
+    assert transport.tcp_host == "10.0.0.1"
+    options = transport.verbs_keywords("ffn")
+    assert options["ports"] == ["f0:1", "f1"] and options["gid_index"] == 3
+    assert options["host"] == "10.0.0.1"
+    assert transport.verbs_keywords("attention")["ports"] == ["a0"]
+    for backend in ("shm", "tcp"):
+        other = load_config(write(text), [f"transport.backend={backend}"]).transport
+        assert other.verbs_keywords("ffn") is None
+        assert (other.tcp_host is None) == (backend == "shm")
+    assert load_config(write("model: m\n")).transport.verbs_keywords("ffn") is None
+
+
 def test_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"no such file: .*absent\.yaml"):
         load_config(tmp_path / "absent.yaml")

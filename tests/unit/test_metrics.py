@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from fake_trace import FakeTrace
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -27,8 +28,8 @@ from afd.metrics import (
     Stage,
     StageHistogram,
     Weights,
-    serve_metrics,
 )
+from afd.metrics_server import serve_metrics
 
 ROOT = Path(__file__).parents[2]
 DASHBOARDS = sorted((ROOT / "deploy" / "grafana").glob("*.json"))
@@ -73,7 +74,10 @@ def samples(metrics: RoleMetrics) -> dict[tuple[str, tuple[tuple[str, str], ...]
 
 def exported_names() -> set[str]:
     """Sample names of everything a deployment of ours exports, gateway included."""
-    roles = {name for role in ("attention", "ffn") for name, _ in samples(RoleMetrics(role))}
+    made = [RoleMetrics("attention"), RoleMetrics("ffn")]
+    for metrics in made:
+        metrics.wire_traces["peer-0"] = FakeTrace()
+    roles = {name for metrics in made for name, _ in samples(metrics)}
     return roles | set(GATEWAY_METRICS)
 
 

@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "afd_comm/accelerator.h"
+
 namespace afd_comm {
 
 using Token = std::array<uint8_t, 16>;
@@ -24,20 +26,31 @@ struct ShmAddress {
   Token token{};
 };
 
-// "tcp:<host>:<port>:<token>"; an IPv6 host stands in brackets
+// "<scheme>:<host>:<port>:<token>", scheme tcp or verbs; an IPv6 host stands in brackets
 struct TcpAddress {
+  std::string scheme = "tcp";
   std::string host;
   uint16_t port = 0;
   Token token{};
 };
 
+// "ipc:<device>:<number>:<pointer>:<handle>:" and what follows "shm:"; slots in device memory
+struct IpcAddress {
+  ShmAddress memory;  // of doorbells and headers
+  Device device;
+  uint64_t pointer = 0;  // of the slots, in the owner's address space
+  MemoryHandle handle{};
+};
+
 std::string format(const ShmAddress& address);
+std::string format(const IpcAddress& address);
 std::string format(const TcpAddress& address);
 
 // The part before the first colon.
 std::string scheme_of(const std::string& address);
 // Throw CommError when the text is not an address of that scheme.
 ShmAddress parse_shm(const std::string& text);
-TcpAddress parse_tcp(const std::string& text);
+TcpAddress parse_tcp(const std::string& text, const std::string& scheme = "tcp");
+IpcAddress parse_ipc(const std::string& text);
 
 }  // namespace afd_comm

@@ -2,8 +2,9 @@
 //
 //   RegionHead | Claim[slots] | SlotControl[slots] | payload[slots], page aligned
 //
-// Control and payload are apart so that payload can later live on a device while flags stay on the
-// host.
+// With a payload on a device the last part is missing: the device's allocation takes its place,
+// while doorbells stay on the host, where peers of every kind and a stuck stream's owner reach
+// them.
 #pragma once
 
 #include <atomic>
@@ -16,7 +17,7 @@
 namespace afd_comm {
 
 constexpr uint64_t kRegionMagic = 0x4e4f494745524641;  // "AFREGION"
-constexpr uint32_t kRegionVersion = 1;
+constexpr uint32_t kRegionVersion = 3;
 constexpr std::size_t kLine = 64;
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free &&
@@ -28,10 +29,13 @@ struct alignas(kLine) RegionHead {
   uint32_t version;
   uint32_t slots;
   uint64_t slot_bytes;
+  uint32_t payloads;
+  uint32_t on_device;
   ProcessIdentity owner;
   uint8_t token[16];
   alignas(kLine) std::atomic<uint32_t> closed;
-  std::atomic<uint64_t> tickets;                  // last claim ticket given out
+  std::atomic<uint32_t> silent;   // 1: some doorbells come from GPUs, without a wake
+  std::atomic<uint64_t> tickets;  // last claim ticket given out
   alignas(kLine) std::atomic<uint32_t> arrivals;  // futex word: changes with every doorbell
   alignas(kLine) std::atomic<uint32_t> sleepers;  // waiters that may be in the kernel
 };
@@ -44,9 +48,12 @@ struct alignas(kLine) Claim {
 };
 constexpr uint64_t kTicketGone = uint64_t{1} << 63;  // set in Claim::ticket once the writer is gone
 
+// The header rides in the doorbell's line: one line fewer to move between cores per message. The
+// times are touched only while tracing.
 struct alignas(kLine) SlotControl {
   std::atomic<uint64_t> doorbell;
-  alignas(kLine) Header header;
+  Header header;
+  alignas(kLine) Times times;
 };
 static_assert(sizeof(SlotControl) == 2 * kLine, "two cache lines per slot");
 
@@ -54,13 +61,19 @@ static_assert(sizeof(SlotControl) == 2 * kLine, "two cache lines per slot");
 struct Geometry {
   uint32_t slots = 0;
   uint64_t slot_bytes = 0;
+  uint32_t payloads = 0;   // slots that are equal modulo this share a payload
+  bool on_device = false;  // the payloads are elsewhere
   uint64_t claims = 0;
   uint64_t controls = 0;
   uint64_t payload = 0;
   uint64_t stride = 0;  // from one payload to the next
   uint64_t total = 0;
   // Throws CommError for no slots, empty slots, or more than 2^46 bytes.
-  static Geometry of(uint64_t slots, uint64_t slot_bytes);
+  // payloads 0: one per slot; else it must divide `slots`.
+  static Geometry of(uint64_t slots, uint64_t slot_bytes, uint64_t payloads = 0,
+                     bool on_device = false);
+  uint64_t payload_offset(uint32_t slot) const { return slot % payloads * stride; }
+  uint64_t payload_bytes() const { return payloads * stride; }
 };
 
 // A mapping of region memory. Views hand out pointers into it; it must outlive them.
@@ -86,9 +99,10 @@ class Memory {
   SlotControl& control(uint32_t slot) const {
     return reinterpret_cast<SlotControl*>(base_ + geometry_.controls)[slot];
   }
-  uint8_t* payload(uint32_t slot) const {
-    return base_ + geometry_.payload + slot * geometry_.stride;
-  }
+  uint8_t* payload(uint32_t slot) const { return payload_ + geometry_.payload_offset(slot); }
+  // Where the payloads are that Geometry::on_device says are elsewhere.
+  void place_payload(void* where) { payload_ = static_cast<uint8_t*>(where); }
+  uint8_t* base() const { return base_; }
 
   // Publishes header and payload already in the slot, and wakes the receiver if it sleeps.
   void ring(uint32_t slot, uint64_t flag) const;
@@ -101,6 +115,7 @@ class Memory {
   Memory(Fd fd, uint8_t* base, const Geometry& geometry);
   Fd fd_;
   uint8_t* base_;
+  uint8_t* payload_;
   Geometry geometry_;
 };
 

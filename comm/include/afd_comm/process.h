@@ -10,11 +10,24 @@ namespace afd_comm {
 
 // CLOCK_MONOTONIC in ns.
 uint64_t now_ns();
+// As now_ns(), but only as fine as a timer tick (1 to 4 ms) and cheaper.
+uint64_t coarse_now_ns();
+// Equal in two processes exactly when their now_ns() can be compared: boot id + time namespace.
+uint64_t clock_identity();
 // A point `timeout_us` from now in now_ns() units; a negative timeout means now.
 uint64_t deadline_after_us(int64_t timeout_us);
 // CPUs this process may run on.
 int usable_cpus();
 std::string errno_text(int error);
+
+// Tells the core that this is a busy wait.
+inline void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
 
 class Fd {
  public:

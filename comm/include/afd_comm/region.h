@@ -3,12 +3,16 @@
 
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "afd_comm/accelerator.h"
 #include "afd_comm/claims.h"
 #include "afd_comm/memory.h"
 #include "afd_comm/receiver.h"
+#include "afd_comm/trace.h"
+#include "afd_comm/verbs.h"
 
 namespace afd_comm {
 
@@ -16,6 +20,9 @@ struct RegionOptions {
   std::string name;
   std::string tcp_host;   // empty: no TCP
   uint16_t tcp_port = 0;  // 0: the kernel chooses
+  std::optional<VerbsOptions> verbs;
+  uint64_t payloads = 0;  // see Geometry::of
+  Device device;          // where the payloads are
 };
 
 // A doorbell someone waits for. `status` is Deadline while it is open.
@@ -38,8 +45,14 @@ class Region {
   const std::string& name() const { return name_; }
   uint32_t slots() const { return geometry().slots; }
   uint64_t slot_bytes() const { return geometry().slot_bytes; }
+  // From one payload to the next; see Geometry for their number.
+  uint64_t slot_stride() const { return geometry().stride; }
+  uint32_t payloads() const { return geometry().payloads; }
   const std::vector<std::string>& addresses() const { return addresses_; }
   bool closed() const { return closed_.load(std::memory_order_acquire); }
+
+  // Where the payloads are.
+  Device device() const { return device_; }
 
   // Slots below must be < slots().
   uint8_t* payload(uint32_t slot) const { return memory_.payload(slot); }
@@ -47,6 +60,14 @@ class Region {
   bool ready(uint32_t slot, uint64_t flag) const {
     return memory_.control(slot).doorbell.load(std::memory_order_acquire) == flag;
   }
+  // What the slot's Times say; zeros for a message without them.
+  Times times(uint32_t slot) const {
+    const SlotControl& control = memory_.control(slot);
+    return control.header.traced != 0 ? control.times : Times{};
+  }
+  // From now on the waits that see a message in these slots stamp it and note it in `trace` (null:
+  // stop). Throws CommError for slots outside of the region.
+  void trace(SlotRange slots, std::shared_ptr<PeerTrace> trace);
   // Whether the slot had a writer and it is gone.
   bool gone(uint32_t slot) { return watch_.look(memory_, slot); }
 
@@ -56,7 +77,20 @@ class Region {
   bool wait(Awaited* awaited, std::size_t count, WaitFor mode, uint64_t deadline,
             Interrupt interrupt);
   // Marks what has arrived; true once the wait is over. Never blocks.
-  bool poll(Awaited* awaited, std::size_t count, WaitFor mode) const;
+  bool poll(Awaited* awaited, std::size_t count, WaitFor mode);
+
+  // For a region in host memory whose consumer is a GPU: its streams may from now on wait for
+  // doorbells and copy from the slots. Regions on a device are so from the start. Throws CommError.
+  void pin(Device device);
+  // The device whose streams may wait here. Throws CommError when there is none.
+  Accelerator& accelerator() const;
+  // The stream goes on once every doorbell shows its flag; with `reset` it then sets them to 0.
+  // Throws CommError.
+  void enqueue_wait(Stream stream, const Awaited* awaited, std::size_t count, bool reset);
+  // What a Guard does to a doorbell that no writer will ring.
+  void set_doorbell(uint32_t slot, uint64_t value) {
+    memory_.control(slot).doorbell.store(value, std::memory_order_release);
+  }
 
   void wake();
   void set_spin_us(int64_t us) {
@@ -67,14 +101,30 @@ class Region {
 
  private:
   const Geometry& geometry() const { return memory_.geometry(); }
+  // What tracing keeps per slot. `seen`: the last flag noted, since several waits may see one.
+  struct SlotTrace {
+    std::atomic<PeerTrace*> trace{nullptr};
+    std::atomic<uint64_t> seen{0};
+  };
+  IpcAddress place_on_device(const ShmAddress& shm);
+  void note(uint32_t slot, uint64_t flag, PeerTrace& trace);
+  // The receiver that may be served by a wait for these doorbells: one whose connections ring all
+  // of them that are open. Null: there is none, or another waiter serves it.
+  Receiver* begin_serving(const Awaited* awaited, std::size_t count) const;
   bool mark_gone(Awaited* awaited, std::size_t count, WaitFor mode, bool ask_kernel);
 
   std::string name_;
   Token token_;
   Memory memory_;
+  Device device_;
+  std::unique_ptr<DeviceMemory> device_payload_;  // null: the payload is in memory_
+  std::unique_ptr<Pinned> pinned_;                // memory_, for accelerator()
   std::vector<std::string> addresses_;
   std::vector<std::unique_ptr<Receiver>> receivers_;
   WriterWatch watch_;
+  std::unique_ptr<SlotTrace[]> slot_traces_;
+  std::mutex trace_mutex_;
+  std::vector<std::shared_ptr<PeerTrace>> traces_;  // those a slot has ever named
   pid_t creator_;
   std::atomic<bool> closed_{false};
   std::atomic<uint32_t> wakes_{0};

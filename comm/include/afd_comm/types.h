@@ -20,7 +20,7 @@ enum class Status : int32_t {
   Closed = 5,     // this end is closed, or a newer link took its slots
 };
 
-// What the receiver knows about a message besides its payload. One cache line in the slot.
+// What the receiver knows about a message besides its payload.
 struct Header {
   int32_t layer = 0;
   int32_t micro_batch = 0;
@@ -30,12 +30,30 @@ struct Header {
   int32_t dtype = 0;
   int64_t nbytes = 0;  // sum of the parts
   int64_t step = 0;
-  int64_t t_posted = 0;  // ns, sender's CLOCK_MONOTONIC at the start of post
-  int64_t t_arrived =
-      0;  // ns, CLOCK_MONOTONIC of the host that wrote the slot, before the doorbell
+  int32_t traced = 0;  // not 0: the slot's Times belong to this message
+  int32_t reserved = 0;
+  int64_t reserved2 = 0;
+};
+static_assert(sizeof(Header) == 56, "doorbell and header share a cache line");
+
+// A message's path in ns, each by CLOCK_MONOTONIC of the host it happened on. See trace.h.
+struct Times {
+  int64_t posted = 0;        // post() was called
+  int64_t sent = 0;          // its first byte was handed to the wire (shm: all of it was copied)
+  int64_t arrived = 0;       // complete at the receiver, just before the doorbell
+  int64_t consumed = 0;      // a wait saw the doorbell
+  int64_t echo_posted = 0;   // posted of the message this one answers, 0: none
+  int64_t echo_arrived = 0;  // arrived of the message this one answers
+  uint64_t clock = 0;        // sender's clock_identity()
   int64_t reserved = 0;
 };
-static_assert(sizeof(Header) == 64, "the header is one cache line");
+static_assert(sizeof(Times) == 64, "times are one cache line");
+
+// What an answer says about the message it answers; both 0 where that one was not traced.
+struct Echo {
+  int64_t posted = 0;
+  int64_t arrived = 0;
+};
 
 // One contiguous piece of a message: `nbytes` from `data` go to `offset` in the slot.
 struct Part {
@@ -50,6 +68,7 @@ struct Message {
   uint32_t slot = 0;
   uint64_t flag = 0;
   Header header;
+  Echo echo;
   Part parts[kMaxParts] = {};
   std::size_t part_count = 0;
 };

@@ -1,0 +1,134 @@
+// Accelerator: all that the transport asks of a device. One implementation per kind of device;
+// their libraries are loaded when first used, so one build serves every host.
+//
+// Nothing here launches a kernel on CUDA: copies run on copy engines, stream operations on the
+// device's front end. What HIP does instead is said in accelerator_hip.cc.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "afd_comm/process.h"
+
+namespace afd_comm {
+
+enum class DeviceKind { Cpu, Cuda, Hip };
+
+struct Device {
+  DeviceKind kind = DeviceKind::Cpu;
+  int index = 0;
+  bool is_cpu() const { return kind == DeviceKind::Cpu; }
+};
+
+// "cpu", "cuda:N" or "hip:N". Throws CommError for anything else.
+Device parse_device(const std::string& text);
+std::string device_text(Device device);
+
+// The framework's own stream (CUstream, hipStream_t), as an address.
+using Stream = void*;
+using Event = void*;
+
+// What another process needs to map a device allocation.
+using MemoryHandle = std::array<uint8_t, 64>;
+
+// Device memory as a file descriptor, and where in it the memory begins.
+struct DmaBuf {
+  Fd fd;
+  uint64_t offset = 0;
+};
+
+// One operation of a stream on a word that it can reach.
+struct StreamOp {
+  enum class Kind {
+    Write,        // after all that the stream was given before, visible to every device
+    WaitEqual,    // the stream goes on once the word is `value`
+    WaitAtLeast,  // once the word minus `value` is not negative
+  };
+  Kind kind;
+  void* address;  // as allocate, pin or import gave it
+  uint64_t value;
+  bool narrow = false;  // a word of 4 bytes instead of 8
+};
+
+enum class CopyPath {
+  Devices,  // both ends are device memory
+  Any,      // the driver looks at the addresses
+};
+
+// Every call throws CommError, but for those that release something: they cannot fail usefully.
+// Thread safe. The calling thread's current device is left as it was, and a capture that another
+// thread has under way is not disturbed.
+class Accelerator {
+ public:
+  virtual ~Accelerator() = default;
+  virtual Device device() const = 0;
+  // DLDeviceType of allocate()'s memory (DLPack).
+  virtual int dlpack_type() const = 0;
+
+  // Zeroed device memory in an allocation of its own, so that sharing it shares nothing else.
+  virtual void* allocate(std::size_t bytes) = 0;
+  virtual void free(void* memory) noexcept = 0;
+  // Page-locks host memory and returns the address by which streams reach it.
+  virtual void* pin(void* host, std::size_t bytes) = 0;
+  virtual void unpin(void* host) noexcept = 0;
+  // For another process of this host ...
+  virtual MemoryHandle share(void* memory) = 0;
+  // ... which maps it here. Not in the process that shared it: see reach().
+  virtual void* import(const MemoryHandle& handle) = 0;
+  virtual void drop(void* imported) noexcept = 0;
+  // Lets this device address the memory that `peer` allocated in this process.
+  virtual void reach(int peer) = 0;
+  // For the RDMA driver. The memory may begin anywhere in an allocation.
+  virtual DmaBuf dmabuf(void* memory, std::size_t bytes) = 0;
+
+  virtual Stream make_stream() = 0;
+  virtual void destroy_stream(Stream stream) noexcept = 0;
+  virtual void copy(Stream stream, void* to, const void* from, std::size_t bytes,
+                    CopyPath path) = 0;
+  // In order.
+  virtual void run(Stream stream, const StreamOp* ops, std::size_t count) = 0;
+
+  virtual Event make_event(bool timed) = 0;
+  virtual void destroy_event(Event event) noexcept = 0;
+  virtual void record(Event event, Stream stream) = 0;
+  virtual bool done(Event event) = 0;
+  virtual float elapsed_ms(Event from, Event to) = 0;
+};
+
+// One per device and process.
+std::shared_ptr<Accelerator> open_accelerator(Device device);
+
+// An allocation of a device.
+class DeviceMemory {
+ public:
+  DeviceMemory(std::shared_ptr<Accelerator> accelerator, std::size_t bytes);
+  DeviceMemory(const DeviceMemory&) = delete;
+  ~DeviceMemory();
+  Accelerator& accelerator() const { return *accelerator_; }
+  void* get() const { return memory_; }
+
+ private:
+  std::shared_ptr<Accelerator> accelerator_;
+  void* memory_;
+};
+
+// Host memory that a device may reach, for as long as this lives.
+class Pinned {
+ public:
+  Pinned(std::shared_ptr<Accelerator> accelerator, void* host, std::size_t bytes);
+  Pinned(const Pinned&) = delete;
+  ~Pinned();
+  Accelerator& accelerator() const { return *accelerator_; }
+  // Where streams find the byte of host memory at `host`.
+  void* at(const void* host) const { return device_ + (static_cast<const uint8_t*>(host) - host_); }
+
+ private:
+  std::shared_ptr<Accelerator> accelerator_;
+  uint8_t* host_;
+  uint8_t* device_;
+};
+
+}  // namespace afd_comm

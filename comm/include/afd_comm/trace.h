@@ -1,0 +1,124 @@
+// Trace: where a peer's messages spend their time, without synchronised clocks.
+//
+// A message carries Times. An answer also echoes two times of the message it answers, which gives
+// the side that asked four of them, as in NTP (RFC 5905, section 8):
+//
+//   t0 asked (here)   t1 arrived (there)   t2 answered (there)   t3 arrived (here)
+//   round trip on the wire = (t3 - t0) - (t2 - t1)             differences of one clock each
+//   offset there - here    = ((t1 - t0) - (t3 - t2)) / 2       wrong by at most round trip / 2
+//
+// The offset of the quickest recent round trip is used to turn t1 - t0 and t3 - t2 into one-way
+// times; the allowed age of a sample is what kDrift says. Processes that share a clock (see
+// clock_identity) need no estimate: their offset is 0 and their one-way times are exact.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "afd_comm/types.h"
+
+namespace afd_comm {
+
+// How fast two quartz clocks may drift apart: 100 parts per million.
+constexpr double kDrift = 1e-4;
+// An answer that was held longer says nothing of the wire: drift alone may make 10 us of it.
+constexpr int64_t kMaxHoldNs = 100000000;
+
+// Counts of times in ns, in buckets at most 1/16 of their value wide. Never blocks, and any number
+// of threads may record.
+class Histogram {
+ public:
+  static constexpr int kSubBits = 4;
+  static constexpr int kTopBit = 36;  // longer times (69 s) count in the last bucket
+  static constexpr std::size_t kBuckets = ((kTopBit - kSubBits + 2) << kSubBits);
+  using Counts = std::array<uint64_t, kBuckets>;
+
+  static std::size_t bucket_of(uint64_t ns);
+  // The first ns that is beyond the bucket.
+  static uint64_t upper_bound(std::size_t bucket);
+
+  // A negative time (an estimated offset is off by that much) counts as 0.
+  void record(int64_t ns);
+  Counts counts() const;
+  uint64_t total_ns() const { return total_.load(std::memory_order_relaxed); }
+  uint64_t max_ns() const { return max_.load(std::memory_order_relaxed); }
+
+ private:
+  std::array<std::atomic<uint64_t>, kBuckets> counts_{};
+  std::atomic<uint64_t> total_{0};
+  std::atomic<uint64_t> max_{0};
+};
+
+// How far the peer's clock is ahead of ours.
+struct Offset {
+  int64_t ns = 0;
+  int64_t error_ns = -1;  // |ns - truth| is at most this when it was taken; -1: not known yet
+};
+
+// Keeps the sample with the smallest error bound, which grows with its age.
+class OffsetFilter {
+ public:
+  // `at`: our clock, ns. A sample that comes while another thread adds one is dropped.
+  void add(int64_t round_trip, int64_t offset, int64_t at);
+  Offset now(int64_t at) const;
+
+ private:
+  std::atomic_flag busy_ = ATOMIC_FLAG_INIT;
+  std::atomic<int64_t> offset_{0};
+  std::atomic<int64_t> round_trip_{-1};
+  std::atomic<int64_t> at_{0};
+};
+
+enum class Path : int {
+  Inbound = 0,    // peer's post to arrival here
+  Outbound = 1,   // our post to arrival there, learned from the answer
+  RoundTrip = 2,  // both of them, without what the peer did in between
+  Waiting = 3,    // arrived here, but no wait had looked yet
+};
+constexpr std::size_t kPaths = 4;
+
+// One message as a dump shows it: times in ns by our clock, the peer's being turned into it.
+struct TraceEvent {
+  int64_t posted, sent, arrived, consumed;
+  int64_t layer, micro_batch, rows, nbytes;
+};
+
+// The last messages of one peer. Never blocks; a reader leaves out what is overwritten meanwhile.
+class EventRing {
+ public:
+  static constexpr std::size_t kEvents = 4096;
+  void add(const TraceEvent& event);
+  // Oldest first.
+  std::vector<TraceEvent> events() const;
+
+ private:
+  static constexpr std::size_t kWords = sizeof(TraceEvent) / sizeof(int64_t);
+  struct Entry {
+    std::atomic<uint64_t> number{0};  // 0: being written, or never
+    std::array<std::atomic<int64_t>, kWords> words{};
+  };
+  std::atomic<uint64_t> next_{0};
+  std::array<Entry, kEvents> entries_{};
+};
+
+// All that one peer's messages told.
+class PeerTrace {
+ public:
+  // A message with these times was seen by a wait. The content may be a lie.
+  void note(const Header& header, const Times& times);
+  std::vector<TraceEvent> events() const { return ring_.events(); }
+  const Histogram& histogram(Path path) const { return paths_[static_cast<std::size_t>(path)]; }
+  Offset offset() const;
+
+ private:
+  void record(Path path, int64_t ns) { paths_[static_cast<std::size_t>(path)].record(ns); }
+  std::array<Histogram, kPaths> paths_;
+  OffsetFilter filter_;
+  EventRing ring_;
+  std::atomic<bool> same_clock_{false};
+};
+
+}  // namespace afd_comm

@@ -1,0 +1,164 @@
+// Backend ipc: between the processes of one host, where the sender is on a GPU.
+//
+// The payload goes by the sender's copy engine, into the receiver's device memory (mapped through a
+// CUDA or HIP IPC handle) or into its page-locked host memory. Behind it, on the same stream, a
+// stream write rings the doorbell, which is in host memory either way. On CUDA no kernel runs.
+#include <time.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <utility>
+
+#include "mapped_link.h"
+
+namespace afd_comm {
+namespace {
+
+constexpr uint64_t kPollNs = 5000;
+
+// The receiver's slots as this process's device reaches them.
+class Slots {
+ public:
+  // In the receiver's host memory.
+  Slots() = default;
+  // In its device memory.
+  Slots(Accelerator& accelerator, const IpcAddress& address) : accelerator_(&accelerator) {
+    if (address.memory.pid == getpid()) {
+      // A process cannot import from itself, and need not.
+      accelerator.reach(address.device.index);
+      memory_ = reinterpret_cast<void*>(address.pointer);
+      return;
+    }
+    memory_ = accelerator.import(address.handle);
+    imported_ = true;
+  }
+  Slots(Slots&& other) noexcept
+      : accelerator_(other.accelerator_),
+        memory_(other.memory_),
+        imported_(std::exchange(other.imported_, false)) {}
+  ~Slots() {
+    if (imported_) accelerator_->drop(memory_);
+  }
+  void* get() const { return memory_; }
+
+ private:
+  Accelerator* accelerator_ = nullptr;
+  void* memory_ = nullptr;
+  bool imported_ = false;
+};
+
+class IpcLink final : public MappedLink {
+ public:
+  IpcLink(Memory memory, Slots slots, std::shared_ptr<Accelerator> accelerator,
+          const LinkOptions& options)
+      : MappedLink(std::move(memory), options),
+        accelerator_(std::move(accelerator)),
+        slots_(std::move(slots)),
+        pinned_(accelerator_, memory_.base(), memory_.geometry().total),
+        stream_(accelerator_->make_stream()),
+        posted_(accelerator_->make_event(false)),
+        timeout_us_(options.timeout_us) {
+    if (on_host()) memory_.head().silent.store(1, std::memory_order_relaxed);
+  }
+
+  ~IpcLink() override {
+    accelerator_->destroy_event(posted_);
+    accelerator_->destroy_stream(stream_);
+  }
+
+  const char* backend() const override { return "ipc"; }
+  bool may_block() const override { return true; }
+
+  Status enqueue(Stream stream, const Message& m) override {
+    const Status checked = check(m);
+    if (checked != Status::Ok) return checked;
+    copy_parts(stream, m, on_host() ? CopyPath::Any : CopyPath::Devices);
+    const SlotControl& control = memory_.control(m.slot);
+    StreamOp ops[kHeaderWords + 1];
+    std::size_t count = 0;
+    if (on_host()) {
+      // A consumer on the CPU reads the header; one on a GPU cannot, and each word costs 1.5 us.
+      uint64_t words[kHeaderWords];
+      std::memcpy(words, &m.header, sizeof words);
+      const auto* header = reinterpret_cast<const uint64_t*>(&control.header);
+      for (std::size_t i = 0; i < kHeaderWords; ++i)
+        ops[count++] = {StreamOp::Kind::Write, pinned_.at(header + i), words[i]};
+    }
+    ops[count++] = {StreamOp::Kind::Write, pinned_.at(&control.doorbell), m.flag};
+    accelerator_->run(stream, ops, count);
+    return Status::Ok;
+  }
+
+  // As enqueue() on a stream of our own, but for header and doorbell, which the CPU writes.
+  Status post(const Message& m) override {
+    const bool trace = traced();
+    const uint64_t posted = trace ? now_ns() : 0;
+    const Status checked = check(m);
+    if (checked != Status::Ok) return checked;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      copy_parts(stream_, m, CopyPath::Any);
+      accelerator_->record(posted_, stream_);
+      const uint64_t deadline = deadline_after_us(timeout_us_);
+      while (!accelerator_->done(posted_)) {
+        if (now_ns() >= deadline) return Status::Deadline;
+        const timespec pause{0, kPollNs};
+        nanosleep(&pause, nullptr);
+      }
+    }
+    if (!owns(m.slot)) return Status::Closed;
+    SlotControl& control = memory_.control(m.slot);
+    if (trace) {
+      control.times = times_of(m, posted);
+      control.times.sent = control.times.arrived = static_cast<int64_t>(now_ns());
+    }
+    control.header = m.header;
+    control.header.traced = trace;
+    memory_.ring(m.slot, m.flag);
+    return Status::Ok;
+  }
+
+ private:
+  // All but the reserved last word.
+  static constexpr std::size_t kHeaderWords = sizeof(Header) / sizeof(uint64_t) - 1;
+
+  bool on_host() const { return !memory_.geometry().on_device; }
+
+  void copy_parts(Stream stream, const Message& m, CopyPath path) const {
+    uint8_t* const slot =
+        on_host() ? static_cast<uint8_t*>(pinned_.at(memory_.payload(m.slot)))
+                  : static_cast<uint8_t*>(slots_.get()) + memory_.geometry().payload_offset(m.slot);
+    for (std::size_t i = 0; i < m.part_count; ++i) {
+      const Part& part = m.parts[i];
+      if (part.nbytes != 0)
+        accelerator_->copy(stream, slot + part.offset, part.data, part.nbytes, path);
+    }
+  }
+
+  std::shared_ptr<Accelerator> accelerator_;
+  Slots slots_;
+  Pinned pinned_;
+  Stream stream_;
+  Event posted_;
+  int64_t timeout_us_;
+  std::mutex mutex_;  // stream_ and posted_ serve one post at a time
+};
+
+}  // namespace
+
+std::unique_ptr<Link> open_ipc_link(const std::string& address, const LinkOptions& options) {
+  std::shared_ptr<Accelerator> accelerator = open_accelerator(options.device);
+  if (scheme_of(address) == "shm")
+    return std::make_unique<IpcLink>(Memory::open(parse_shm(address)), Slots(), accelerator,
+                                     options);
+  const IpcAddress to = parse_ipc(address);
+  if (to.device.kind != options.device.kind)
+    throw CommError("the region's slots are on " + device_text(to.device) +
+                    " and cannot be written from " + device_text(options.device) +
+                    "; open the link with the device its caller runs on, of the same kind, or make "
+                    "the region with device='cpu' and pin it");
+  return std::make_unique<IpcLink>(Memory::open(to.memory), Slots(*accelerator, to), accelerator,
+                                   options);
+}
+
+}  // namespace afd_comm

@@ -1,0 +1,55 @@
+#include "mapped_link.h"
+
+#include <unistd.h>
+
+#include <utility>
+
+namespace afd_comm {
+namespace {
+
+// How often a post asks the kernel whether the receiver lives: rare enough to cost nothing.
+constexpr uint64_t kLookNs = 1000000;
+
+}  // namespace
+
+MappedLink::MappedLink(Memory memory, const LinkOptions& options)
+    : Link(options.trace),
+      memory_(std::move(memory)),
+      slots_(options.slots),
+      creator_(getpid()),
+      receiver_(memory_.head().owner) {
+  if (!receiver_.alive() || memory_.head().closed.load(std::memory_order_acquire) != 0)
+    throw CommError(
+        "the region's process has ended or closed it; restart it and connect to its new address");
+  const uint64_t deadline = deadline_after_us(options.timeout_us);
+  ticket_ = take_claim(memory_, slots_, identify_process(creator_), memory_.fd().get(), deadline);
+  memory_.close_fd();
+}
+
+void MappedLink::close() {
+  if (closed_.exchange(true, std::memory_order_acq_rel)) return;
+  // A forked child's copy of this object must not end its parent's claim.
+  if (getpid() == creator_ && slots_.count != 0) end_claim(memory_, slots_, ticket_);
+}
+
+Status MappedLink::check(const Message& m) {
+  if (closed_.load(std::memory_order_acquire)) return Status::Closed;
+  const Geometry& g = memory_.geometry();
+  const Status checked = check_message(m, g.slots, g.slot_bytes, slots_);
+  if (checked != Status::Ok) return checked;
+  if (!receiver_alive()) return Status::PeerGone;
+  return owns(m.slot) ? Status::Ok : Status::Closed;
+}
+
+bool MappedLink::receiver_alive() {
+  if (memory_.head().closed.load(std::memory_order_acquire) != 0) return false;
+  if (receiver_ended_.load(std::memory_order_relaxed)) return false;
+  const uint64_t now = coarse_now_ns();
+  if (now - last_look_.load(std::memory_order_relaxed) < kLookNs) return true;
+  last_look_.store(now, std::memory_order_relaxed);
+  if (receiver_.alive()) return true;
+  receiver_ended_.store(true, std::memory_order_relaxed);
+  return false;
+}
+
+}  // namespace afd_comm

@@ -1,0 +1,40 @@
+// What links have in common that map the receiver's region: whose slots, is it alive, who owns it.
+#pragma once
+
+#include <atomic>
+
+#include "afd_comm/claims.h"
+#include "backends.h"
+
+namespace afd_comm {
+
+class MappedLink : public Link {
+ public:
+  // Claims options.slots. Throws CommError.
+  MappedLink(Memory memory, const LinkOptions& options);
+  ~MappedLink() override { close(); }
+  void close() override;
+
+ protected:
+  // Ok, or why the message must not be written.
+  Status check(const Message& message);
+  // A newer writer may come at any time; its doorbell must not be overwritten.
+  bool owns(uint32_t slot) const {
+    return slots_.count == 0 || holds_claim(memory_, slot, ticket_);
+  }
+
+  Memory memory_;
+
+ private:
+  bool receiver_alive();
+
+  SlotRange slots_;
+  uint64_t ticket_ = 0;
+  pid_t creator_;
+  ProcessWatch receiver_;
+  std::atomic<bool> closed_{false};
+  std::atomic<bool> receiver_ended_{false};
+  std::atomic<uint64_t> last_look_{0};
+};
+
+}  // namespace afd_comm

@@ -1,0 +1,148 @@
+// Python binding of Link.
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+#include <utility>
+
+#include "afd_comm/link.h"
+#include "python.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace afd_comm {
+
+void read_parts(nb::list parts, Message& message) {
+  message.part_count = parts.size();
+  if (message.part_count > kMaxParts)
+    throw nb::value_error(("a message has at most " + std::to_string(kMaxParts) + " parts; got " +
+                           std::to_string(message.part_count))
+                              .c_str());
+  uint64_t total = 0;
+  for (std::size_t i = 0; i < message.part_count; ++i) {
+    PyObject* item = PyList_GET_ITEM(parts.ptr(), static_cast<Py_ssize_t>(i));
+    if (!PyTuple_Check(item) || PyTuple_GET_SIZE(item) != 3)
+      throw nb::type_error("each part must be a tuple (offset, ptr, nbytes) of ints");
+    Part& part = message.parts[i];
+    part.offset = as_u64(PyTuple_GET_ITEM(item, 0));
+    part.data =
+        reinterpret_cast<const void*>(static_cast<uintptr_t>(as_u64(PyTuple_GET_ITEM(item, 1))));
+    part.nbytes = as_u64(PyTuple_GET_ITEM(item, 2));
+    if (part.data == nullptr && part.nbytes != 0)
+      throw nb::value_error("a part with bytes has a null pointer");
+    total += part.nbytes;  // may wrap; then some part is too large for any slot and is refused
+  }
+  message.header.nbytes = static_cast<int64_t>(total);
+}
+
+namespace {
+
+Message message_of(uint32_t slot, uint64_t flag, int32_t layer, int32_t micro_batch, int32_t rows,
+                   int32_t depth, int32_t kind, int32_t dtype, int64_t step, nb::list parts) {
+  Message message;
+  message.slot = slot;
+  message.flag = flag;
+  message.header.layer = layer;
+  message.header.micro_batch = micro_batch;
+  message.header.rows = rows;
+  message.header.depth = depth;
+  message.header.kind = kind;
+  message.header.dtype = dtype;
+  message.header.step = step;
+  read_parts(parts, message);
+  return message;
+}
+
+Status enqueue(Link& link, uint64_t stream, uint32_t slot, uint64_t flag, int32_t layer,
+               int32_t micro_batch, int32_t rows, int32_t depth, int32_t kind, int32_t dtype,
+               int64_t step, nb::list parts) {
+  return link.enqueue(
+      reinterpret_cast<Stream>(static_cast<uintptr_t>(stream)),
+      message_of(slot, flag, layer, micro_batch, rows, depth, kind, dtype, step, parts));
+}
+
+Status post(Link& link, uint32_t slot, uint64_t flag, int32_t layer, int32_t micro_batch,
+            int32_t rows, int32_t depth, int32_t kind, int32_t dtype, int64_t step, nb::list parts,
+            const Received* answer_to) {
+  Message message =
+      message_of(slot, flag, layer, micro_batch, rows, depth, kind, dtype, step, parts);
+  if (answer_to != nullptr) message.echo = Echo{answer_to->times.posted, answer_to->times.arrived};
+  if (!link.may_block() && static_cast<uint64_t>(message.header.nbytes) <= kCopyWithGil)
+    return link.post(message);
+  Status status;
+  {
+    const nb::gil_scoped_release release;
+    status = link.post(message);
+  }
+  // A signal handler that ran during the wait may have raised.
+  if (PyErr_Occurred() != nullptr) throw nb::python_error();
+  return status;
+}
+
+std::unique_ptr<Link> connect(std::vector<std::string> addresses, std::string backend,
+                              std::optional<std::pair<uint32_t, uint32_t>> slots,
+                              int64_t timeout_us, std::string device, bool trace,
+                              int64_t zero_copy_from, std::optional<VerbsOptions> verbs) {
+  LinkOptions options;
+  options.backend = std::move(backend);
+  if (slots) options.slots = SlotRange{slots->first, slots->second};
+  if (slots && slots->second == 0)
+    throw nb::value_error("slots=(first, count): count must be at least 1");
+  options.timeout_us = timeout_us;
+  options.device = parse_device(device);
+  options.trace = trace;
+  options.zero_copy_from = zero_copy_from;
+  options.verbs = std::move(verbs);
+  // Not interrupt(): the link may later be used on the main thread.
+  options.interrupt = signals_pending;
+  std::unique_ptr<Link> link;
+  try {
+    const nb::gil_scoped_release release;
+    link = open_link(addresses, options);
+  } catch (const CommError&) {
+    if (PyErr_Occurred() != nullptr) throw nb::python_error();
+    throw;
+  }
+  return link;
+}
+
+void register_memory(Link& link, uintptr_t ptr, uint64_t nbytes, const std::string& device) {
+  if (ptr == 0 || nbytes == 0) throw nb::value_error("register_memory needs at least one byte");
+  const nb::gil_scoped_release release;
+  link.register_memory(reinterpret_cast<void*>(ptr), nbytes, parse_device(device));
+}
+
+Status wait_sent(Link& link, uint32_t slot, int64_t timeout_us) {
+  Status status;
+  {
+    const nb::gil_scoped_release release;
+    status = link.wait_sent(slot, timeout_us);
+  }
+  if (PyErr_Occurred() != nullptr) throw nb::python_error();
+  return status;
+}
+
+}  // namespace
+
+void bind_link(nb::module_& m) {
+  nb::class_<Link>(m, "Link")
+      .def(nb::new_(&connect), "addresses"_a, nb::kw_only(), "backend"_a = "auto",
+           "slots"_a = nb::none(), "timeout_us"_a, "device"_a = "cpu", "trace"_a = false,
+           "zero_copy_from"_a = -1, "verbs"_a = nb::none())
+      .def_prop_rw("trace", &Link::traced, &Link::set_trace)
+      .def_prop_ro("backend", &Link::backend)
+      .def_prop_ro("notes", &Link::notes)
+      .def("register_memory", &register_memory, "ptr"_a, "nbytes"_a, "device"_a = "cpu")
+      .def("wait_sent", &wait_sent, "slot"_a, "timeout_us"_a)
+      .def("post", &post, "slot"_a, "flag"_a, "layer"_a, "micro_batch"_a, "rows"_a, "depth"_a,
+           "kind"_a, "dtype"_a, "step"_a, "parts"_a, "answer_to"_a = nb::none())
+      .def("enqueue", &enqueue, "stream"_a, "slot"_a, "flag"_a, "layer"_a, "micro_batch"_a,
+           "rows"_a, "depth"_a, "kind"_a, "dtype"_a, "step"_a, "parts"_a)
+      .def("close", &Link::close, nb::call_guard<nb::gil_scoped_release>());
+}
+
+}  // namespace afd_comm

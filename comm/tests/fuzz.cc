@@ -1,0 +1,125 @@
+// Fuzz target: everything that reads bytes of a stranger. Built with libFuzzer (clang), or with
+// fuzz_replay.cc where there is no clang; see fuzz.sh.
+//
+// Input: byte 0 chooses the reader; for the tcp connection, byte 1 chooses how the rest is cut into
+// pieces, and bit 7 of byte 0 whether a greeting with the right token goes before it.
+#include <fcntl.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+
+#include "../src/tcp_connection.h"
+#include "afd_comm/trace.h"
+
+using namespace afd_comm;
+
+namespace {
+
+constexpr uint32_t kSlots = 3;
+constexpr uint64_t kSlotBytes = 192;
+constexpr uint32_t kClaimed = 1;
+
+void require(bool ok, const char* what) {
+  if (ok) return;
+  fprintf(stderr, "fuzz: broken promise: %s\n", what);
+  abort();
+}
+
+struct Target {
+  Token token = random_token();
+  Memory memory = Memory::create(Geometry::of(kSlots, kSlotBytes), token, "fuzz");
+  Fd lock{open(("/proc/self/fd/" + std::to_string(memory.fd().get())).c_str(), O_RDWR | O_CLOEXEC)};
+  PeerTrace trace;
+};
+
+void tcp(Target& target, bool greet, const uint8_t* data, std::size_t size) {
+  if (size == 0) return;
+  const std::size_t piece = data[0] == 0 ? size : data[0];
+  ++data;
+  --size;
+  int ends[2];
+  require(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends) == 0, "a socket pair");
+  const Fd peer(ends[1]);
+  {
+    TcpConnection connection(Fd(ends[0]), target.memory, target.token, target.lock.get());
+    bool open = true;
+    if (greet) {
+      Hello hello{kHelloMagic, kTcpVersion, {}, kClaimed, 1};
+      std::memcpy(hello.token, target.token.data(), target.token.size());
+      require(write(peer.get(), &hello, sizeof hello) == sizeof hello, "a greeting");
+      open = connection.on_readable();
+      require(open && connection.greeted(), "the right token is let in");
+    }
+    while (open && size != 0) {
+      const ssize_t n = write(peer.get(), data, std::min(piece, size));
+      require(n > 0, "room in the socket");
+      data += n;
+      size -= static_cast<std::size_t>(n);
+      // Until the socket is empty, as the receiver's epoll does it.
+      uint8_t byte;
+      while (open && recv(connection.fd(), &byte, 1, MSG_PEEK | MSG_DONTWAIT) > 0)
+        open = connection.on_readable();
+    }
+    // Nobody without the token claims; with it, only the claimed slot is written.
+    require(connection.greeted() || connection.slots().count == 0, "no claim without a greeting");
+  }
+  for (uint32_t slot = 0; slot < kSlots; ++slot) {
+    const SlotControl& control = target.memory.control(slot);
+    if (slot != kClaimed) {
+      require(control.doorbell.load() == 0, "the doorbell of a slot that was not claimed");
+      for (uint64_t i = 0; i < kSlotBytes; ++i)
+        require(target.memory.payload(slot)[i] == 0, "the payload of a slot that was not claimed");
+    } else if (control.doorbell.load() != 0) {
+      require(control.header.nbytes >= 0 &&
+                  control.header.nbytes <= static_cast<int64_t>(kMaxParts * kSlotBytes),
+              "the size of a message");
+    }
+  }
+}
+
+void addresses(const uint8_t* data, std::size_t size) {
+  const std::string text(reinterpret_cast<const char*>(data), size);
+  try {
+    // What is understood survives a round trip.
+    const ShmAddress shm = parse_shm(text);
+    require(format(parse_shm(format(shm))) == format(shm), "shm address");
+  } catch (const CommError&) {
+  }
+  try {
+    const TcpAddress tcp_address = parse_tcp(text);
+    require(format(parse_tcp(format(tcp_address))) == format(tcp_address), "tcp address");
+  } catch (const CommError&) {
+  }
+}
+
+void times(Target& target, const uint8_t* data, std::size_t size) {
+  Times t;
+  for (; size >= sizeof t; data += sizeof t, size -= sizeof t) {
+    std::memcpy(&t, data, sizeof t);
+    target.trace.note(Header{}, t);
+    static_cast<void>(target.trace.offset());
+  }
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, std::size_t size) {
+  static Target target;
+  if (size == 0) return 0;
+  switch (data[0] & 7) {
+    case 0:
+      addresses(data + 1, size - 1);
+      break;
+    case 1:
+      times(target, data + 1, size - 1);
+      break;
+    default:
+      tcp(target, (data[0] & 0x80) != 0, data + 1, size - 1);
+  }
+  return 0;
+}

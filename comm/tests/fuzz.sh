@@ -1,0 +1,21 @@
+#!/bin/sh
+# Fuzzes what reads bytes of strangers, under address and undefined-behaviour sanitizers.
+# Coverage-guided by libFuzzer with clang; without it, random damage to the corpus.
+# Usage: comm/tests/fuzz.sh [RUNS] [BUILD_DIR]     (1,000,000 inputs unless told; CI: 50000)
+set -eu
+source_dir=$(cd "$(dirname "$0")/.." && pwd)
+runs=${1:-1000000}
+build_dir=${2:-$source_dir/build/fuzz}
+clang=$(command -v clang++ || command -v clang++-19 || command -v clang++-14 || true)
+cmake -S "$source_dir" -B "$build_dir" ${clang:+-DCMAKE_CXX_COMPILER="$clang"} -DAFD_PYTHON=OFF \
+  -DAFD_FUZZ=ON -DAFD_SANITIZE=address -DCMAKE_BUILD_TYPE=RelWithDebInfo >/dev/null
+cmake --build "$build_dir" --target fuzz >/dev/null
+export UBSAN_OPTIONS=halt_on_error=1
+corpus=$source_dir/tests/corpus
+if [ -n "$clang" ]; then
+  mkdir -p "$build_dir/corpus" # what libFuzzer finds; the committed inputs are only read
+  exec "$build_dir/fuzz" -runs="$runs" -max_len=2048 -timeout=5 -seed=1 -print_final_stats=1 \
+    -use_value_profile=1 -verbosity=0 "$build_dir/corpus" "$corpus"
+fi
+echo "no clang: inputs are not guided by coverage"
+exec "$build_dir/fuzz" "$corpus" "$runs"
