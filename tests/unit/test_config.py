@@ -77,7 +77,7 @@ def test_deployment_cannot_be_changed(write):
         ("model: m\ndepth: 3", "unknown key depth in demo.yaml; did you mean pipeline.depth?"),
         (
             "model: m\nwire: {zzz: 1}",
-            "unknown key wire.zzz in demo.yaml; valid keys here are format",
+            "unknown key wire.zzz in demo.yaml; valid keys here are format, fp8",
         ),
         ("ffn: {instances: 1}", "model is missing in demo.yaml; add the line model: VALUE"),
         (
