@@ -94,7 +94,7 @@ def test_deployment_cannot_be_changed(write):
         ),
         (
             "model: m\nwire: {format: fp4}",
-            'wire.format in demo.yaml is "fp4"; it must be exact or fp8',
+            'wire.format in demo.yaml is "fp4"; it must be exact, fp8 or mxfp4',
         ),
         (
             "model: m\nmetrics: {enabled: 3}",
