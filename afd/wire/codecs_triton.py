@@ -1,8 +1,7 @@
 """Wire codecs as Triton kernels, for CUDA and ROCm. Byte for byte those of :mod:`afd.wire.codecs`.
 
-Kernels only: :mod:`afd.wire.codecs_gpu_torch` launches them. Every quotient is `tl.div_rn` and every
-product that feeds a sum passes through a conversion, so that no compiler contracts or approximates
-it and all targets give the same bits.
+Kernels only: :mod:`afd.wire.codecs_gpu_torch` launches them. Every quotient is `tl.div_rn`,
+because a plain one is approximate on some targets.
 """
 
 import triton

@@ -88,10 +88,7 @@ def decode_atom(data_ptr, BITS: tl.constexpr, FP4: tl.constexpr):
         if BITS == 6:
             top = tl.load(_halves(data_ptr, 1024, tl.uint16) + thread).to(tl.uint32)
             code |= ((top[:, None] >> (2 * i).to(tl.uint32)[None, :]) & 3) << 4
-    if FP4:
-        value = e2m1_value(code)
-    else:
-        value = (code.to(tl.int32) - bias).to(tl.float32)
+    value = e2m1_value(code) if FP4 else (code.to(tl.int32) - bias).to(tl.float32)
     place = tl.arange(0, 32)[:, None] * 2 + tl.arange(0, 2)[None, :]
     scale = tl.load(_halves(data_ptr, 256 * BITS, tl.float16) + place).to(tl.float32)
     value = tl.reshape(value, (32, 8, 4, 2)) * scale[:, None, None, :]
