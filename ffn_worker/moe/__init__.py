@@ -3,6 +3,7 @@
 import torch
 
 from afd.errors import ConfigError
+from ffn_worker.moe.aiter import AiterBackend
 from ffn_worker.moe.base import Linear, MoeBackend
 from ffn_worker.moe.reference import ReferenceBackend
 from ffn_worker.moe.torch_grouped import TorchBackend
@@ -14,6 +15,7 @@ BACKENDS: dict[str, type[MoeBackend]] = {
     "reference": ReferenceBackend,
     "torch": TorchBackend,
     "vllm_cpu": VllmCpuBackend,
+    "aiter": AiterBackend,
 }
 AUTO_ORDER = ("vllm_cpu", "torch")
 
