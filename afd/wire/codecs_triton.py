@@ -15,6 +15,31 @@ def _finite_amax(x, axis: tl.constexpr):
 
 
 @triton.jit
+def fp8_block(x, FP8_MAX: tl.constexpr):
+    """(x / scale, scale) of float32 x [..., n]: one scale per last axis. The caller converts."""
+    bits = _finite_amax(x, len(x.shape) - 1)
+    amax = bits.to(tl.float32, bitcast=True)
+    scale = tl.div_rn(amax, tl.full(amax.shape, FP8_MAX, tl.float32))
+    scale = tl.where(scale == 0.0, 1.0, scale)
+    scale = tl.where(bits < 0x7F800000, scale, float("nan"))
+    y = tl.div_rn(x, tl.broadcast_to(tl.expand_dims(scale, len(x.shape) - 1), x.shape))
+    return tl.clamp(y, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL), scale
+
+
+@triton.jit
+def mxfp4_block(x):
+    """(packed e2m1 uint8 [n, 16], E8M0 uint8 [n]) of float32 x [n, 32]."""
+    # For a normal number the exponent field is floor(log2) + 127; a denormal's scale is 2^-127.
+    field = _finite_amax(x, 1) >> 23
+    scale = tl.where(field == 255, 255, tl.maximum(field - 2, 0))
+    inverse = ((254 - scale) << 23).to(tl.float32, bitcast=True)
+    code = e2m1_code(x * inverse[:, None])
+    code = tl.where(field[:, None] == 255, 0, code)
+    low, high = tl.split(tl.reshape(code, (x.shape[0], 16, 2)))
+    return low | (high << 4), scale.to(tl.uint8)
+
+
+@triton.jit
 def quantise_fp8_kernel(
     x_ptr,
     codes_ptr,
@@ -34,13 +59,7 @@ def quantise_fp8_kernel(
     column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = column < hidden
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    bits = _finite_amax(x, 1)
-    amax = bits.to(tl.float32, bitcast=True)
-    scale = tl.div_rn(amax, tl.full(amax.shape, FP8_MAX, tl.float32))
-    scale = tl.where(scale == 0.0, 1.0, scale)
-    scale = tl.where(bits < 0x7F800000, scale, float("nan"))
-    y = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
-    y = tl.clamp(y, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
+    y, scale = fp8_block(x, FP8_MAX)
     tl.store(codes_ptr + row * hidden + column, y.to(codes_ptr.dtype.element_ty), mask=inside)
     groups = hidden // GROUP
     tl.store(scales_ptr + row * groups + group, scale, mask=group < groups)
@@ -103,18 +122,11 @@ def quantise_mxfp4_kernel(x_ptr, codes_ptr, scales_ptr, hidden, x_stride, GROUPS
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     column = group[:, None] * 32 + tl.arange(0, 32)[None, :]
     x = tl.load(x_ptr + row * x_stride + column, mask=column < hidden, other=0.0).to(tl.float32)
-    # For a normal number the exponent field is floor(log2) + 127; a denormal's scale is 2^-127.
-    field = _finite_amax(x, 1) >> 23
-    scale = tl.where(field == 255, 255, tl.maximum(field - 2, 0))
-    inverse = ((254 - scale) << 23).to(tl.float32, bitcast=True)
-    code = e2m1_code(x * inverse[:, None])
-    code = tl.where(field[:, None] == 255, 0, code)
-    low, high = tl.split(tl.reshape(code, (GROUPS, 16, 2)))
-    packed = low | (high << 4)
+    packed, scale = mxfp4_block(x)
     byte = group[:, None] * 16 + tl.arange(0, 16)[None, :]
     tl.store(codes_ptr + row * (hidden // 2) + byte, packed, mask=byte < hidden // 2)
     groups = hidden // 32
-    tl.store(scales_ptr + row * groups + group, scale.to(tl.uint8), mask=group < groups)
+    tl.store(scales_ptr + row * groups + group, scale, mask=group < groups)
 
 
 @triton.jit

@@ -11,6 +11,7 @@ from triton.runtime.jit import JITFunction
 from afd.wire import codecs_triton as wire
 from ffn_worker.allreduce import formats_triton as reduce
 from ffn_worker.allreduce.formats import FORMATS
+from ffn_worker.kernels import moe
 
 TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
@@ -134,5 +135,76 @@ def reduce_builds() -> Iterator[Build]:
         )
 
 
+_GEMM_TYPES = {
+    "a_ptr": "*bf16", "a_scale_ptr": "*fp32", "b_ptr": "*bf16", "b_scale_ptr": "*fp32",
+    "c_ptr": "*bf16", "c_scale_ptr": "*fp32", "pairs_ptr": "*i32", "experts_ptr": "*i32",
+    "used_ptr": "*i32", "N": "i32", "K": "i32", "pairs": "i32", "rows_per": "i32",
+}  # fmt: skip
+_MFMA_FP8 = {
+    "gfx942": (r"v_mfma_f32_\d+x\d+x\d+_fp8_fp8",),
+    "gfx950": (r"v_mfma_f32_\d+x\d+x\d+_f8f6f4",),
+    "sm_90": (r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.f32\.e4m3\.e4m3|mma\.sync.*e4m3",),
+}
+_MFMA_BF16 = {
+    "gfx942": (r"v_mfma_f32_\d+x\d+x\d+_bf16",),
+    "gfx950": (r"v_mfma_f32_\d+x\d+x\d+_bf16",),
+    "sm_90": (r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k16\.f32\.bf16\.bf16|mma\.sync.*bf16",),
+}
+# gfx942 and Hopper have no FP4: Triton converts and multiplies in bfloat16.
+_MFMA_MX = {**_MFMA_BF16, "gfx950": (r"v_mfma_scale_f32_\d+x\d+x\d+_f8f6f4",)}
+
+
+def moe_builds(target: str) -> Iterator[Build]:
+    """Gate-up and down products in every pair of formats, and the weighted sum."""
+    fp8 = NATIVE_FP8[target]
+    pointers = {"plain": ("*bf16", "*fp32"), "fp8": (f"*{fp8}", "*fp32"), "mxfp4": ("*u8", "*u8")}
+    cases = [
+        ("plain", "plain", _MFMA_BF16, 64),
+        ("fp8", "fp8", _MFMA_FP8, 128),
+        ("mxfp4", "mxfp4", _MFMA_MX, 128),
+        ("plain", "mxfp4", _MFMA_BF16, 64),
+    ]
+    for a, b, wanted, step in cases:
+        for gated in (True, False):
+            out = a if gated else "plain"
+            types = dict(_GEMM_TYPES)
+            for letter, form in (("a", a), ("b", b), ("c", out)):
+                types[f"{letter}_ptr"], types[f"{letter}_scale_ptr"] = pointers[form]
+            yield Build(
+                f"{'gate_up' if gated else 'down'}[{a},{b}]",
+                moe.grouped_gemm_kernel,
+                types,
+                {
+                    "A": a,
+                    "B": b,
+                    "C": out,
+                    "GATED": gated,
+                    "FP8_MAX": FP8_MAX[fp8],
+                    "BM": 64,
+                    "BN": 128,
+                    "BK": step,
+                    "GROUP_M": 8,
+                },
+                aligned=("N", "K"),
+                warps=8,
+                wanted=wanted,
+            )
+    yield Build(
+        "combine",
+        moe.combine_kernel,
+        {
+            "y_ptr": "*bf16",
+            "ids_ptr": "*i32",
+            "weights_ptr": "*fp32",
+            "out_ptr": "*bf16",
+            "hidden": "i32",
+            "first_expert": "i32",
+            "last_expert": "i32",
+        },
+        {"TOP_K": 8, "BLOCK": 1024},
+        aligned=("hidden",),
+    )
+
+
 def builds(target: str) -> list[Build]:
-    return [*codec_builds(target), *reduce_builds()]
+    return [*codec_builds(target), *reduce_builds(), *moe_builds(target)]

@@ -6,7 +6,8 @@ import pytest
 
 pytest.importorskip("tinygrad", reason="tinygrad is not installed; pip install 'afd[amd]'")
 
-from emulator import Kernel, Memory
+from emulator.state import MemoryFault
+from kernel_run import Runner
 
 from afd.wire import codecs
 from afd.wire.layout import Tag
@@ -15,22 +16,6 @@ from ffn_worker.allreduce import formats
 ARCHS = ["gfx942", "gfx950"]
 FP8 = {"fp8e4nv": Tag.E4M3FN, "fp8e4b8": Tag.E4M3FNUZ}
 FORMATS = list(formats.FORMATS.values())
-
-
-class Runner:
-    """Runs kernels of one architecture: inputs are copied in, the outputs returned."""
-
-    def __init__(self, compiled, arch: str) -> None:
-        self.compiled, self.arch = compiled(arch), arch
-
-    def __call__(self, build: str, inputs: list, outputs: list, scalars: list, grid: tuple) -> list:
-        facts = self.compiled.index[build]
-        kernel = Kernel(self.compiled.code(build), facts["kernel"], self.arch, facts["shared"])
-        memory = Memory()
-        addresses = [memory.put(a) for a in (*inputs, *outputs)]
-        arguments = [("q", a) for a in addresses] + scalars
-        kernel.run(memory, arguments, grid, facts["warps"])
-        return [memory.get(a, o) for a, o in zip(addresses[len(inputs) :], outputs, strict=True)]
 
 
 @pytest.fixture(params=ARCHS)
@@ -150,13 +135,11 @@ def test_the_wrong_fp8_kind_is_noticed(compiled):
     """CDNA4 code run as if on CDNA3, whose FP8 instructions mean another format."""
     x = rows(3, 512, broken=False)
     want, _ = codecs.quantise_fp8(x.astype(np.float32), Tag.E4M3FN)
-    facts = compiled("gfx950").index["quantise_fp8[fp8e4nv]"]
-    code = compiled("gfx950").code("quantise_fp8[fp8e4nv]")
-    kernel, memory = Kernel(code, facts["kernel"], "gfx942", facts["shared"]), Memory()
-    addresses = [memory.put(a) for a in (x, np.zeros_like(want), np.zeros((3, 4), np.float32))]
-    arguments = [("q", a) for a in addresses] + [("i", 512), ("i", 512)]
-    kernel.run(memory, arguments, (3, 1), facts["warps"])
-    assert (memory.get(addresses[1], want) != want).mean() > 0.5
+    runner = Runner(compiled, "gfx950", runs_as="gfx942")
+    outputs = [np.zeros_like(want), np.zeros((3, 4), np.float32)]
+    scalars = [("i", 512), ("i", 512)]
+    got, _ = runner("quantise_fp8[fp8e4nv]", [x], outputs, scalars, (3, 1))
+    assert (got != want).mean() > 0.5
 
 
 def test_the_wrong_format_is_noticed(runner):
@@ -168,8 +151,6 @@ def test_the_wrong_format_is_noticed(runner):
 
 
 def test_an_access_beyond_a_buffer_is_an_error(runner):
-    from emulator.state import MemoryFault
-
     x = partials()[0]
     outputs = [np.zeros((1, formats.INT4.atom_bytes), np.uint8)]  # one atom; the kernel writes two
     with pytest.raises(MemoryFault, match="outside of every buffer"):
@@ -182,10 +163,9 @@ def test_changed_machine_code_is_noticed(compiled):
     rounder = np.float32(12582912).tobytes()
     assert rounder in code
     changed = code.replace(rounder, np.float32(12582911).tobytes())
-    facts = compiled("gfx950").index["encode[int4]"]
-    x, memory = partials()[0], Memory()
+    x = partials()[0]
     want = formats.encode(x, formats.INT4)
-    kernel = Kernel(changed, facts["kernel"], "gfx950", facts["shared"])
-    addresses = [memory.put(x), memory.put(np.zeros_like(want))]
-    kernel.run(memory, [("q", a) for a in addresses] + [("i", 4096)], (2,), facts["warps"])
-    assert (memory.get(addresses[1], want) != want).mean() > 0.5
+    arrays, scalars = [x, np.zeros_like(want)], [("i", 4096)]
+    runner = Runner(compiled, "gfx950")
+    (got,) = runner.in_order("encode[int4]", arrays, [1], scalars, (2,), code=changed)
+    assert (got != want).mean() > 0.5

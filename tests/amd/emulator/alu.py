@@ -198,6 +198,7 @@ for _t in ("f32", "f16"):
     _add(f"V_LOG_{_t.upper()}", _t, _t, _exact(np.log2))
     _add(f"V_RNDNE_{_t.upper()}", _t, _t, np.rint)
     _add(f"V_FLOOR_{_t.upper()}", _t, _t, np.floor)
+    _add(f"V_TRUNC_{_t.upper()}", _t, _t, np.trunc)
     _add(
         f"V_LDEXP_{_t.upper()}", _t, f"{_t} i32", lambda x, e, t=TYPES[_t]: np.ldexp(x, e).astype(t)
     )
@@ -260,6 +261,18 @@ _add("V_MUL_LO_U32 V_MUL_LO_I32", "u32", "u32 u32", np.multiply)
 _add("V_MUL_LO_U16", "u16", "u16 u16", np.multiply)
 _add("V_MUL_HI_U32", "u32", "u32 u32", lambda a, b: _mul_high(a, b, np.uint64))
 _add("V_MUL_HI_I32", "i32", "i32 i32", lambda a, b: _mul_high(a, b, np.int64))
+_add(
+    "V_MAD_U64_U32",
+    "u64",
+    "u32 u32 u64",
+    lambda a, b, c: a.astype(np.uint64) * b.astype(np.uint64) + c,
+)
+_add(
+    "V_MAD_I64_I32",
+    "i64",
+    "i32 i32 i64",
+    lambda a, b, c: a.astype(np.int64) * b.astype(np.int64) + c,
+)
 _add(
     "V_MUL_U32_U24",
     "u32",

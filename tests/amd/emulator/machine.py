@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from tinygrad.renderer.amd import decode_inst
@@ -17,7 +18,7 @@ from emulator.vector import vector
 
 __all__ = ["Kernel", "Memory", "MemoryFault", "Unsupported"]
 
-Argument = npt.NDArray | int | tuple[str, int | float]
+Argument = tuple[str, int | float]
 _MAX_STEPS = 2_000_000
 """Instructions one wave may execute: a kernel that loops for ever is an error, not a hang."""
 _VOP3PX2 = 0xD3AC
@@ -50,7 +51,8 @@ class Kernel:
 
     def __init__(self, code: bytes, name: str, arch: str, lds: int = 0) -> None:
         self._arch = arch
-        self._image, symbols = _load(code)
+        self._image, symbols, kernels = _load(code)
+        self._arguments = next(k[".args"] for k in kernels if k[".name"] == name)
         at = symbols[f"{name}.kd"]
         fixed, _, kernarg = struct.unpack_from("<III", self._image, at)
         (offset,) = struct.unpack_from("<q", self._image, at + 16)
@@ -76,20 +78,28 @@ class Kernel:
             MemoryFault: an access outside of every buffer.
             TimeoutError: a wave does not end.
         """
-        block = memory.put(np.frombuffer(self._pack(arguments), np.uint8))
         sizes = (*grid, 1, 1)[:3]
+        block = memory.put(np.frombuffer(self._pack(arguments, sizes), np.uint8))
         with np.errstate(all="ignore"):
             for z in range(sizes[2]):
                 for y in range(sizes[1]):
                     for x in range(sizes[0]):
                         self._workgroup(memory, block, (x, y, z), warps)
 
-    def _pack(self, arguments: Sequence[Argument]) -> bytes:
-        out = b""
-        for kind, value in arguments:
+    def _pack(self, arguments: Sequence[Argument], grid: Sequence[int]) -> bytes:
+        """The block of kernel arguments: ours, then the sizes of the grid where they are asked."""
+        out = bytearray(self._descriptor.kernarg + 256)
+        known = [a for a in self._arguments if not a[".value_kind"].startswith("hidden_")]
+        for (kind, value), place in zip(arguments, known, strict=False):
             form = {"q": "<Q", "i": "<i", "l": "<q", "f": "<f"}[kind]
-            out += b"\0" * (-len(out) % struct.calcsize(form)) + struct.pack(form, value)
-        return out.ljust(max(self._descriptor.kernarg, len(out)) + 256, b"\0")
+            if struct.calcsize(form) != place[".size"]:
+                raise ValueError(f"{place['.size']} bytes are expected where ({kind}, {value}) is")
+            struct.pack_into(form, out, place[".offset"], value)
+        for place in self._arguments:
+            if place[".value_kind"].startswith("hidden_block_count_"):
+                axis = "xyz".index(place[".value_kind"][-1])
+                struct.pack_into("<I", out, place[".offset"], grid[axis])
+        return bytes(out)
 
     def _workgroup(
         self, memory: Memory, block: int, place: tuple[int, int, int], warps: int
@@ -153,13 +163,13 @@ class Kernel:
         return step, instruction.size()
 
 
-def _load(code: bytes) -> tuple[bytes, dict[str, int]]:
-    """Memory image and symbols of a code object that needs no relocation."""
+def _load(code: bytes) -> tuple[bytes, dict[str, int], list[dict[str, Any]]]:
+    """Memory image, symbols and kernel descriptions of a code object without relocations."""
     if code[:4] != b"\x7fELF":
         raise ValueError("not an ELF file")
     segments_at, sections_at = struct.unpack_from("<QQ", code, 32)
     segment_size, segments, section_size, sections = struct.unpack_from("<HHHH", code, 54)
-    image = bytearray()
+    image, kernels = bytearray(), []
     for i in range(segments):
         kind, _, offset, address, _, size, total = struct.unpack_from(
             "<IIQQQQQ", code, segments_at + i * segment_size
@@ -167,11 +177,15 @@ def _load(code: bytes) -> tuple[bytes, dict[str, int]]:
         if kind == 1:
             image.extend(b"\0" * max(0, address + total - len(image)))
             image[address : address + size] = code[offset : offset + size]
-    symbols = {}
+        elif kind == 4:
+            name_size, data_size, _ = struct.unpack_from("<III", code, offset)
+            start = offset + 12 + -(-name_size // 4) * 4
+            kernels = msgspec.msgpack.decode(code[start : start + data_size])["amdhsa.kernels"]
     headers = [
         struct.unpack_from("<IIQQQQIIQQ", code, sections_at + i * section_size)
         for i in range(sections)
     ]
+    symbols = {}
     for _, kind, _, _, offset, size, link, _, _, entry in headers:
         if kind != 2:
             continue
@@ -180,4 +194,4 @@ def _load(code: bytes) -> tuple[bytes, dict[str, int]]:
             name, _, _, _, value, _ = struct.unpack_from("<IBBHQQ", code, offset + j * entry)
             end = code.index(b"\0", names + name)
             symbols[code[names + name : end].decode()] = value
-    return bytes(image) + b"\0" * 64, symbols
+    return bytes(image) + b"\0" * 64, symbols, kernels
