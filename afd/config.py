@@ -85,7 +85,7 @@ class Ffn(_Section):
 
     instances: int = Field(default=1, ge=1)
     device: Device = "cpu"
-    backend: Literal["auto", "torch", "reference", "vllm_cpu", "aiter"] = "auto"
+    backend: Literal["auto", "torch", "reference", "vllm_cpu", "aiter", "triton"] = "auto"
     threads: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         default="auto",
         description="auto (one per core of the instance) or a whole number of at least 1",

@@ -6,10 +6,30 @@ gfx950). Writes FOLDER/NAME.s or .ptx, FOLDER/NAME.bin and FOLDER/index.json.
 
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 from kernel_builds import Build, builds
+from triton.backends.nvidia.compiler import get_ptxas
+
+
+def _amd_spills(text: str) -> dict[str, int]:
+    """Registers that went to memory, and bytes of scratch memory, from the kernel's metadata."""
+    names = "vgpr_spill_count|sgpr_spill_count|private_segment_fixed_size"
+    return {name: int(n) for name, n in re.findall(rf"\.({names}):\s*(\d+)", text)}
+
+
+def _nvidia_spills(text: str, folder: Path) -> dict[str, int]:
+    """The same from the report of the ptxas that comes with Triton."""
+    source = folder / "report.ptx"
+    source.write_text(text)
+    command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(source)]
+    command += ["-o", str(folder / "report.cubin")]
+    report = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stderr
+    return {
+        f"spill_{w}": int(n) for n, w in re.findall(r"(\d+) bytes spill (stores|loads)", report)
+    }
 
 
 def facts(build: Build, target: str, folder: Path) -> dict[str, object]:
@@ -20,17 +40,11 @@ def facts(build: Build, target: str, folder: Path) -> dict[str, object]:
     code = compiled.asm["hsaco" if amd else "cubin"]
     (folder / f"{build.name}.{'s' if amd else 'ptx'}").write_text(text)
     (folder / f"{build.name}.bin").write_bytes(code)
-    spills = {
-        name: int(count)
-        for name, count in re.findall(r"\.(vgpr_spill_count|sgpr_spill_count):\s*(\d+)", text)
-    }
-    scratch = re.search(r"\.private_segment_fixed_size:\s*(\d+)", text)
     return {
         "kernel": build.kernel.fn.__name__,
         "shared": compiled.metadata.shared,
         "warps": build.warps,
-        "spills": spills,
-        "scratch": int(scratch[1]) if scratch else 0,
+        "spills": _amd_spills(text) if amd else _nvidia_spills(text, folder),
         "missing": [p for p in build.wanted.get(target, ()) if not re.search(p, text)],
     }
 

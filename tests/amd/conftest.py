@@ -46,8 +46,8 @@ class Compiler:
             out = self._folder / target
             # With fused multiply-add allowed, the harder case for equal bytes.
             environment = {
-                **os.environ,
                 "TRITON_CACHE_DIR": str(self._folder / "cache"),
+                **os.environ,
                 "TRITON_DEFAULT_FP_FUSION": "1",
             }
             command = [sys.executable, str(HERE / "compile_kernels.py"), target, str(out)]

@@ -15,7 +15,7 @@ CASES = [pytest.param(t, b, id=f"{t}-{b.name}") for t in TARGETS for b in builds
 def test_instructions_and_registers(compiled, target: str, build: Build) -> None:
     facts = compiled(target).index[build.name]
     assert facts["missing"] == []
-    assert not any(facts["spills"].values()) and facts["scratch"] == 0
+    assert len(facts["spills"]) >= 2 and not any(facts["spills"].values())
 
 
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])

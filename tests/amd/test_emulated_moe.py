@@ -11,7 +11,7 @@ from kernel_run import Runner
 from afd.wire import codecs
 from afd.wire.layout import Tag
 
-ROWS, TOP_K, EXPERTS, HIDDEN, WIDTH, BLOCK = 9, 2, 3, 256, 128, 64
+ROWS, TOP_K, EXPERTS, HIDDEN, WIDTH = 9, 2, 3, 256, 128
 PAIRS = ROWS * TOP_K
 FP8 = {"gfx942": Tag.E4M3FNUZ, "gfx950": Tag.E4M3FN}
 
@@ -45,24 +45,19 @@ def quantised_weight(w: np.ndarray, kind: str, tag: Tag) -> tuple[np.ndarray, ..
 class Batch:
     """Pairs of nine rows, sorted by expert and padded; expert 2 gets none."""
 
-    def __init__(self) -> None:
+    def __init__(self, block: int) -> None:
         rng = np.random.default_rng(5)
         self.ids = rng.integers(0, 2, (ROWS, TOP_K)).astype(np.int32)
         flat = self.ids.reshape(-1)
         runs = [np.flatnonzero(flat == e) for e in range(2)]
-        padded = [np.pad(r, (0, -len(r) % BLOCK), constant_values=PAIRS) for r in runs]
-        spare = np.full(BLOCK, PAIRS)  # a block beyond those in use
+        padded = [np.pad(r, (0, -len(r) % block), constant_values=PAIRS) for r in runs]
+        spare = np.full(block, PAIRS)  # a block beyond those in use
         self.pairs = np.concatenate([*padded, spare]).astype(np.int32)
         self.experts = np.array([0, 1, 2], np.int32)
-        self.used = np.array([2 * BLOCK], np.int32)
+        self.used = np.array([2 * block], np.int32)
         self.x = rng.standard_normal((ROWS, HIDDEN))
         self.w13 = rng.standard_normal((EXPERTS, 2 * WIDTH, HIDDEN)) / HIDDEN**0.5
         self.w2 = rng.standard_normal((EXPERTS, HIDDEN, WIDTH)) / WIDTH**0.5
-
-
-@pytest.fixture(scope="module")
-def batch() -> Batch:
-    return Batch()
 
 
 def launch(runner, name, batch, a, b, c, c_scale, n, k, rows_per):
@@ -85,19 +80,25 @@ def close(got: np.ndarray, want: np.ndarray, bound: float) -> None:
     assert error <= bound, error
 
 
-CASES = [("plain", "plain"), ("fp8", "fp8"), ("mxfp4", "mxfp4"), ("plain", "mxfp4")]
+CASES = [
+    ("plain", "plain", 64),
+    ("fp8", "fp8", 64),
+    ("mxfp4", "mxfp4", 64),
+    ("plain", "mxfp4", 64),
+    ("fp8", "fp8", 16),
+]
 # One rounding of the result, relative to its largest value; FP8 and MXFP4 results are coarse.
 ACTIVATION_BOUND = {"plain": 2**-8, "fp8": 2**-4, "mxfp4": 0.26}
 
 
-@pytest.mark.parametrize(("a", "b"), CASES, ids=lambda v: v)
+@pytest.mark.parametrize(("a", "b", "block"), CASES)
 @pytest.mark.parametrize("arch", FP8)
-def test_gate_up(compiled, batch, arch, a, b):
-    runner, tag = Runner(compiled, arch), FP8[arch]
+def test_gate_up(compiled, arch, a, b, block):
+    runner, tag, batch = Runner(compiled, arch), FP8[arch], Batch(block)
     x, w13 = quantised(batch.x, a, tag), quantised_weight(batch.w13, b, tag)
     out, scale, _ = quantised(np.zeros((PAIRS, WIDTH)), a, tag)
     got, got_scale = launch(
-        runner, f"gate_up[{a},{b}]", batch, x, w13, out, scale, WIDTH, HIDDEN, TOP_K
+        runner, f"gate_up[{a},{b},{block}]", batch, x, w13, out, scale, WIDTH, HIDDEN, TOP_K
     )
     want = silu_product(x[2], w13[2], batch.ids)
     if a == "fp8":
@@ -112,15 +113,15 @@ def test_gate_up(compiled, batch, arch, a, b):
         assert np.isclose(got_scale.astype(float), want_scale, rtol=1e-5).mean() > 0.98
 
 
-@pytest.mark.parametrize(("a", "b"), CASES, ids=lambda v: v)
+@pytest.mark.parametrize(("a", "b", "block"), CASES)
 @pytest.mark.parametrize("arch", FP8)
-def test_down(compiled, batch, arch, a, b):
-    runner, tag = Runner(compiled, arch), FP8[arch]
+def test_down(compiled, arch, a, b, block):
+    runner, tag, batch = Runner(compiled, arch), FP8[arch], Batch(block)
     rng = np.random.default_rng(6)
     act = quantised(rng.standard_normal((PAIRS, WIDTH)), a, tag)
     w2 = quantised_weight(batch.w2, b, tag)
     out, scale, _ = quantised(np.zeros((PAIRS, HIDDEN)), "plain", tag)
-    got, _ = launch(runner, f"down[{a},{b}]", batch, act, w2, out, scale, HIDDEN, WIDTH, 1)
+    got, _ = launch(runner, f"down[{a},{b},{block}]", batch, act, w2, out, scale, HIDDEN, WIDTH, 1)
     want = np.einsum("pk,pnk->pn", act[2], w2[2][batch.ids.reshape(-1)])
     close(got, want, 2**-8)
 
@@ -144,29 +145,38 @@ def test_combine(compiled, arch):
     assert (got[1].astype(np.float32) == 0).all()
 
 
-def test_another_expert_is_noticed(compiled, batch):
+def test_another_expert_is_noticed(compiled):
     """Negative control: blocks given to the wrong expert."""
-    runner, tag = Runner(compiled, "gfx950"), Tag.E4M3FN
+    runner, tag, batch = Runner(compiled, "gfx950"), Tag.E4M3FN, Batch(64)
     act = quantised(np.random.default_rng(6).standard_normal((PAIRS, WIDTH)), "plain", tag)
     w2 = quantised_weight(batch.w2, "plain", tag)
     out, scale, _ = quantised(np.zeros((PAIRS, HIDDEN)), "plain", tag)
-    wrong = Batch()
+    wrong = Batch(64)
     wrong.experts = np.array([1, 0, 2], np.int32)
-    got, _ = launch(runner, "down[plain,plain]", wrong, act, w2, out, scale, HIDDEN, WIDTH, 1)
+    got, _ = launch(runner, "down[plain,plain,64]", wrong, act, w2, out, scale, HIDDEN, WIDTH, 1)
     want = np.einsum("pk,pnk->pn", act[2], w2[2][batch.ids.reshape(-1)])
     a, b = got.astype(np.float64).ravel(), want.ravel()
     assert a @ b / np.linalg.norm(a) / np.linalg.norm(b) < 0.2
 
 
-def test_unused_blocks_are_not_computed(compiled, batch):
+def test_unused_blocks_are_not_computed(compiled):
     """Rows of nobody stay what they were: the spare block would have written pair PAIRS."""
-    runner, tag = Runner(compiled, "gfx950"), Tag.E4M3FN
+    runner, tag, batch = Runner(compiled, "gfx950"), Tag.E4M3FN, Batch(64)
     act = quantised(np.zeros((PAIRS, WIDTH)), "plain", tag)
     w2 = quantised_weight(batch.w2, "plain", tag)
-    none = Batch()
+    none = Batch(64)
     none.used = np.array([0], np.int32)
     out = np.full((PAIRS, HIDDEN), 7, ml_dtypes.bfloat16)
     got, _ = launch(
-        runner, "down[plain,plain]", none, act, w2, out, np.zeros(1, np.float32), HIDDEN, WIDTH, 1
+        runner,
+        "down[plain,plain,64]",
+        none,
+        act,
+        w2,
+        out,
+        np.zeros(1, np.float32),
+        HIDDEN,
+        WIDTH,
+        1,
     )
     assert (got.astype(np.float32) == 7).all()

@@ -142,7 +142,8 @@ def _buffer(name: str, f: dict[str, int]) -> Step | None:
 
 
 def _lds_at(w: Wave, address: Array, size: int) -> Array:
-    index = address[:, None] + np.arange(size)
+    # Base and offset are added in 32 bits: a base below zero with an offset above is in range.
+    index = (address & 0xFFFFFFFF)[:, None] + np.arange(size)
     if index.size and (index.min() < 0 or index.max() >= w.lds.size):
         raise MemoryFault(
             f"LDS access at {int(index.max())}, only {w.lds.size} bytes are allocated"
