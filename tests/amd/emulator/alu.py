@@ -188,6 +188,8 @@ for _t in ("f32", "f16", "u32", "i32", "u16", "i16"):
     _add(f"V_MAX3_{_T}", _t, f"{_two} {_t}", lambda a, b, c, f=_high: f(f(a, b), c))
     _add(f"V_MIN3_{_T}", _t, f"{_two} {_t}", lambda a, b, c, f=_low: f(f(a, b), c))
     _add(f"V_MED3_{_T}", _t, f"{_two} {_t}", _med3_float if _t[0] == "f" else _med3)
+_add("V_MINIMUM3_F32", "f32", "f32 f32 f32", lambda a, b, c: np.minimum(np.minimum(a, b), c))
+_add("V_MAXIMUM3_F32", "f32", "f32 f32 f32", lambda a, b, c: np.maximum(np.maximum(a, b), c))
 for _t in ("f32", "f16"):
     _add(f"V_MUL_{_t.upper()}", _t, f"{_t} {_t}", np.multiply)
     _exact = lambda f, t=TYPES[_t]: lambda x: f(x.astype(np.float64)).astype(t)  # noqa: E731

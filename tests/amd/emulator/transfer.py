@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from emulator.operands import Array, fields_of, read_scalar
@@ -111,9 +112,10 @@ def _buffer(name: str, f: dict[str, int]) -> Step | None:
     found = _parse(name, "BUFFER")
     if name in ("BUFFER_WBL2", "BUFFER_INV"):
         return lambda w: None
-    if found is None or f["idxen"]:
+    atomic = _ATOMICS.get(name.removeprefix("BUFFER_ATOMIC_"))
+    if f["idxen"] or (found is None and (atomic is None or f["sc0"])):
         return None
-    load, kind, size = found
+    load, kind, size = found or (False, "DWORD", 4)
     resource, soffset = 4 * f["srsrc"], read_scalar(f["soffset"], 0)
     base = 256 * f["acc"]
 
@@ -135,10 +137,28 @@ def _buffer(name: str, f: dict[str, int]) -> Step | None:
                 _lds_direct(w, lanes, data, f["offset"])
             else:
                 _put(w, base + f["vdata"], lanes, data, kind)
+        elif atomic is not None:
+            _atomic(w, address, w.v[base + f["vdata"], lanes[inside]], atomic)
         elif inside.any():
             w.memory.store(address, _take(w, base + f["vdata"], lanes[inside], size, kind))
 
     return step
+
+
+_ATOMICS = {
+    "PK_ADD_BF16": ml_dtypes.bfloat16,
+    "PK_ADD_F16": np.float16,
+    "ADD_F32": np.float32,
+    "ADD": np.uint32,
+}
+
+
+def _atomic(w: Wave, addresses: Array, values: Array, dtype: type) -> None:
+    """Adds 32-bit ``values`` to memory lane by lane, as one or two numbers of ``dtype``."""
+    for address, value in zip(addresses, values, strict=True):
+        at = np.array([address])
+        total = w.memory.load(at, 4).view(dtype) + np.array([[value]], np.uint32).view(dtype)
+        w.memory.store(at, total.astype(dtype).view(np.uint8))
 
 
 def _lds_at(w: Wave, address: Array, size: int) -> Array:
