@@ -1,1 +1,1 @@
-"""Triton kernels of the FFN side, for CUDA and ROCm. Only these files import triton."""
+"""Triton kernels of the experts, for CUDA and ROCm."""

@@ -32,6 +32,7 @@ def test_defaults_are_those_of_the_documentation(write, tmp_path):
     assert deployment.ffn.step_wait_ms == 10.0 and deployment.ffn.late_ms == 1000.0
     assert (deployment.pipeline.depth, deployment.pipeline.min_rows) == (3, 4)
     assert deployment.wire.format == "exact" and deployment.transport.backend == "auto"
+    assert deployment.wire.name == "exact"
     assert deployment.control.address == "auto" and deployment.control.keys is None
     assert (deployment.gateway.host, deployment.gateway.port) == ("127.0.0.1", 8000)
     assert deployment.deadlines.ffn_s == 60.0 and deployment.restart.max_restarts == 3

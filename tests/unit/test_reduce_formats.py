@@ -54,7 +54,7 @@ def adversarial(seed: int) -> np.ndarray:
         (INT4, 1152, 4.5, "6452cd10ff6b7363"),
         (FP4, 1152, 4.5, "41952856d0f3e9e5"),
     ],
-    ids=lambda v: getattr(v, "name", None),
+    ids=[f.name for f in ALL],
 )
 def test_wire_bytes_are_fixed(fmt, nbytes, bits, digest):
     """INT4 and INT6: recorded from a second implementation that was compared, byte for byte, with
