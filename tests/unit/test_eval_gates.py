@@ -46,7 +46,9 @@ def test_targets_are_every_combination() -> None:
         "exact sum 1A2F float32",
         "fp8 sum 1A2F float32",
     ]
-    with pytest.raises(ConfigError, match="wire format 'fp9' is not known; use exact or fp8 or mxfp4"):
+    with pytest.raises(
+        ConfigError, match="wire format 'fp9' is not known; use exact or fp8 or mxfp4"
+    ):
         list(targets(1, (1,), "float32", ("fp9",)))
     with pytest.raises(ConfigError, match="reduce format 'avg' is not known; use sum"):
         list(targets(1, (1,), "float32", WIRES, ("avg",)))

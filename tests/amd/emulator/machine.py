@@ -64,6 +64,15 @@ class Kernel:
         self._steps: dict[int, tuple[Callable[[Wave], Any], int]] = {}
         self.executed: dict[str, int] = {}
 
+    @property
+    def argument_sizes(self) -> list[int]:
+        """Bytes of each argument that the caller gives, in order."""
+        return [a[".size"] for a in self._given]
+
+    @property
+    def _given(self) -> list[dict[str, Any]]:
+        return [a for a in self._arguments if not a[".value_kind"].startswith("hidden_")]
+
     def run(
         self, memory: Memory, arguments: Sequence[Argument], grid: Sequence[int], warps: int
     ) -> None:
@@ -89,8 +98,7 @@ class Kernel:
     def _pack(self, arguments: Sequence[Argument], grid: Sequence[int]) -> bytes:
         """The block of kernel arguments: ours, then the sizes of the grid where they are asked."""
         out = bytearray(self._descriptor.kernarg + 256)
-        known = [a for a in self._arguments if not a[".value_kind"].startswith("hidden_")]
-        for (kind, value), place in zip(arguments, known, strict=False):
+        for (kind, value), place in zip(arguments, self._given, strict=False):
             form = {"q": "<Q", "i": "<i", "l": "<q", "f": "<f"}[kind]
             if struct.calcsize(form) != place[".size"]:
                 raise ValueError(f"{place['.size']} bytes are expected where ({kind}, {value}) is")
