@@ -85,7 +85,7 @@ class Ffn(_Section):
 
     instances: int = Field(default=1, ge=1)
     device: Device = "cpu"
-    backend: Literal["auto", "torch", "reference", "vllm_cpu"] = "auto"
+    backend: Literal["auto", "torch", "reference", "vllm_cpu", "aiter", "triton"] = "auto"
     threads: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         default="auto",
         description="auto (one per core of the instance) or a whole number of at least 1",
@@ -117,7 +117,13 @@ class Pipeline(_Section):
 
 
 class Wire(_Section):
-    format: Literal["exact", "fp8"] = "exact"
+    format: Literal["exact", "fp8", "mxfp4"] = "exact"
+    fp8: Literal["e4m3fn", "e4m3fnuz"] = "e4m3fn"  # e4m3fnuz where an FFN runs on MI300 (gfx942)
+
+    @property
+    def name(self) -> str:
+        """What both sides must agree on, in one word or two."""
+        return self.format if self.fp8 == "e4m3fn" else f"{self.format} {self.fp8}"
 
 
 class VerbsKeywords(TypedDict):

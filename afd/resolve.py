@@ -39,11 +39,12 @@ def resolve(deployment: Deployment) -> Resolved:
     experts = expert_ranges(model.num_experts, deployment.ffn.instances)
     capacity = deployment.attention.max_num_batched_tokens
     depth = deployment.pipeline.depth
-    a2f, f2a = layouts(deployment.wire.format, dtype, capacity, model.hidden, model.top_k)
+    wire = deployment.wire
+    a2f, f2a = layouts(wire.format, dtype, capacity, model.hidden, model.top_k, wire.fp8)
     contract = Contract(
         model_hash=fingerprint(deployment.model),
         dtype=dtype,
-        wire=deployment.wire.format,
+        wire=wire.name,
         hidden=model.hidden,
         num_layers=model.num_layers,
         moe_layers=model.moe_layers,

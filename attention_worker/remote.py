@@ -17,8 +17,9 @@ from afd.errors import CapacityExceeded, DeadlineExceeded, PeerLost
 from afd.metrics import Direction, RoleMetrics, Stage
 from afd.resolve import Resolved
 from afd.topology import session
-from afd.wire.codecs_torch import DTYPE_OF_TAG, quantise_fp8
-from afd.wire.layout import TAG_OF_DTYPE, Kind, Tag
+from afd.wire.codecs_torch import DTYPE_OF_TAG, encode
+from afd.wire.layout import TAG_OF_DTYPE, Kind
+from afd.wire.slot_torch import SlotView
 from afd_comm import Group, Header, Link, PeerTrace, Region, Status, VerbsOptions, make_flag
 
 logger = logging.getLogger("afd.attention")
@@ -34,8 +35,8 @@ _POST_TIMEOUT_US = 5_000_000
 class _Pending:
     """One micro-batch on its way: kept until answered, so that it can be sent again.
 
-    payload [rows, hidden] of the wire's tag; scales float32 or None; ids int32 and weights float32
-    [rows, top_k].
+    payload and scales (None: the tag has none) as the wire's tag stores them; ids int32 and weights
+    float32 [rows, top_k].
     """
 
     layer: int
@@ -76,7 +77,6 @@ class RemoteExperts:
         self._metrics = metrics
         self._deadline_s = resolved.deployment.deadlines.ffn_s
         self._dtype = DTYPE_OF_TAG[TAG_OF_DTYPE[resolved.model.dtype]]
-        self._back_dtype = DTYPE_OF_TAG[resolved.f2a.tag]
         self._ffns: list[_Ffn] = []
         self._group = Group([], timeout_us=_POST_TIMEOUT_US)
         depth, count = resolved.contract.max_depth, resolved.contract.ffn_instances
@@ -161,9 +161,7 @@ class RemoteExperts:
                 f"a micro-batch of {rows} rows exceeds the slot capacity of {capacity} rows; raise "
                 "attention.max_num_batched_tokens (it sets the capacity) on every role"
             )
-        payload, scales = hidden.contiguous(), None
-        if self._resolved.a2f.tag == Tag.E4M3FN:
-            payload, scales = quantise_fp8(payload)
+        payload, scales = encode(hidden, self._resolved.a2f.tag)
         pending = _Pending(layer, rows, payload, scales, ids, weights)
         self._pending[micro_batch] = pending
         now = time.monotonic()
@@ -223,12 +221,12 @@ class RemoteExperts:
         self._region.close()
 
     def _reduce(self, micro_batch: int, rows: int) -> torch.Tensor:
-        parts = [views[micro_batch][:rows] for views in self._answers]
-        if len(parts) == 1:
-            return parts[0].to(self._dtype)
-        total = parts[0].float()
-        for part in parts[1:]:
-            total += part
+        views = [of_ffn[micro_batch] for of_ffn in self._answers]
+        if len(views) == 1:
+            return views[0].decode(rows, self._dtype)
+        total = views[0].decode(rows, torch.float32)
+        for view in views[1:]:
+            total += view.decode(rows, torch.float32)
         return total.to(self._dtype)
 
     def _post(self, flags: list[int], micro_batch: int, pending: _Pending) -> tuple[Status, ...]:
@@ -318,8 +316,6 @@ class RemoteExperts:
             answered[j] = None
         self._group = Group([ffn.link for ffn in self._ffns], timeout_us=_POST_TIMEOUT_US)
 
-    def _answer_view(self, ffn: int, micro_batch: int) -> torch.Tensor:
-        layout = self._resolved.f2a
+    def _answer_view(self, ffn: int, micro_batch: int) -> SlotView:
         memory = self._region.buffer(self._resolved.slots.to_attention(ffn, micro_batch))
-        flat = torch.from_numpy(memory)[: layout.capacity * layout.row_bytes]
-        return flat.view(self._back_dtype).view(layout.capacity, layout.hidden)
+        return SlotView(torch.from_numpy(memory), self._resolved.f2a)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from afd.errors import ConfigError
-from afd.wire.layout import SCALE_BLOCK, layouts
+from afd.wire.layout import layouts
 
 DTYPE_BYTES = {
     "float32": 4.0,
@@ -15,9 +15,7 @@ DTYPE_BYTES = {
 }
 
 WIRE_FORMATS = ("exact", "fp8", "mxfp4")
-"""Formats that can be modelled. ``afd serve`` carries those of afd/wire/layout.py."""
-
-_MX_BLOCK = 32
+"""Formats that can be modelled: those of afd/wire/layout.py."""
 
 
 def dtype_bytes(dtype: str) -> float:
@@ -76,20 +74,12 @@ and MXFP4 expert weights."""
 def wire_bytes(precision: Precision, hidden: int, top_k: int) -> tuple[float, float]:
     """Bytes on the wire per row and FFN instance, without headers: (to the FFN, back).
 
-    ``exact`` and ``fp8`` are the protocol's own layout (afd/wire/layout.py). ``mxfp4`` sends MXFP4
-    and returns FP8 with one float32 scale per 128 columns, AMD MoRI's FP4 dispatch + FP8 combine:
-    11,200 bytes per round trip at hidden 7168 without ids and weights.
+    The protocol's own layout (afd/wire/layout.py). ``mxfp4`` with FP8 on the way back is what AMD's
+    MoRI calls FP4 dispatch + FP8 combine: 11,200 bytes per round trip at hidden 7168, without ids
+    and weights.
 
     Raises:
         ConfigError: the hidden size does not divide into the format's blocks.
     """
-    if precision.wire != "mxfp4":
-        to_ffn, back = layouts(precision.wire, precision.activations, 1, hidden, top_k)
-        return float(to_ffn.message_bytes(1)), float(back.message_bytes(1))
-    if hidden % SCALE_BLOCK:
-        raise ConfigError(
-            f"wire format mxfp4 needs a hidden size divisible by {SCALE_BLOCK}, not {hidden}; "
-            "use exact"
-        )
-    routing = 8 * top_k
-    return hidden / 2 + hidden / _MX_BLOCK + routing, hidden + 4 * hidden / SCALE_BLOCK
+    to_ffn, back = layouts(precision.wire, precision.activations, 1, hidden, top_k)
+    return float(to_ffn.message_bytes(1)), float(back.message_bytes(1))

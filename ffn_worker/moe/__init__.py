@@ -3,9 +3,11 @@
 import torch
 
 from afd.errors import ConfigError
+from ffn_worker.moe.aiter import AiterBackend
 from ffn_worker.moe.base import Linear, MoeBackend
 from ffn_worker.moe.reference import ReferenceBackend
 from ffn_worker.moe.torch_grouped import TorchBackend
+from ffn_worker.moe.triton import TritonBackend
 from ffn_worker.moe.vllm_cpu import VllmCpuBackend
 
 __all__ = ["AUTO_ORDER", "BACKENDS", "Linear", "MoeBackend", "choose_backend"]
@@ -14,6 +16,8 @@ BACKENDS: dict[str, type[MoeBackend]] = {
     "reference": ReferenceBackend,
     "torch": TorchBackend,
     "vllm_cpu": VllmCpuBackend,
+    "aiter": AiterBackend,
+    "triton": TritonBackend,
 }
 AUTO_ORDER = ("vllm_cpu", "torch")
 

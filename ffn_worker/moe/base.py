@@ -18,14 +18,16 @@ class MoeBackend(ABC):
 
     Args:
         experts: half-open range of global expert ids held by this FFN instance.
+        num_experts: routed experts of the model; None: up to the end of the range.
     """
 
-    def __init__(self, experts: tuple[int, int]) -> None:
+    def __init__(self, experts: tuple[int, int], num_experts: int | None = None) -> None:
         start, end = experts
         if not 0 <= start < end:
             raise ConfigError(f"expert range [{start}, {end}) is empty or negative")
         self.start = start
         self.end = end
+        self.num_experts = end if num_experts is None else num_experts
 
     @staticmethod
     def unavailable(dtype: torch.dtype, hidden: int, intermediate: int) -> str | None:

@@ -32,6 +32,7 @@ def test_defaults_are_those_of_the_documentation(write, tmp_path):
     assert deployment.ffn.step_wait_ms == 10.0 and deployment.ffn.late_ms == 1000.0
     assert (deployment.pipeline.depth, deployment.pipeline.min_rows) == (3, 4)
     assert deployment.wire.format == "exact" and deployment.transport.backend == "auto"
+    assert deployment.wire.name == "exact"
     assert deployment.control.address == "auto" and deployment.control.keys is None
     assert (deployment.gateway.host, deployment.gateway.port) == ("127.0.0.1", 8000)
     assert deployment.deadlines.ffn_s == 60.0 and deployment.restart.max_restarts == 3
@@ -77,7 +78,7 @@ def test_deployment_cannot_be_changed(write):
         ("model: m\ndepth: 3", "unknown key depth in demo.yaml; did you mean pipeline.depth?"),
         (
             "model: m\nwire: {zzz: 1}",
-            "unknown key wire.zzz in demo.yaml; valid keys here are format",
+            "unknown key wire.zzz in demo.yaml; valid keys here are format, fp8",
         ),
         ("ffn: {instances: 1}", "model is missing in demo.yaml; add the line model: VALUE"),
         (
@@ -94,7 +95,7 @@ def test_deployment_cannot_be_changed(write):
         ),
         (
             "model: m\nwire: {format: fp4}",
-            'wire.format in demo.yaml is "fp4"; it must be exact or fp8',
+            'wire.format in demo.yaml is "fp4"; it must be exact, fp8 or mxfp4',
         ),
         (
             "model: m\nmetrics: {enabled: 3}",
