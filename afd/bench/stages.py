@@ -4,7 +4,7 @@ Starts the deployment, then for every context length and batch size holds that m
 decode and reads the counters of all roles at the two ends of a window, so that each point is a mean
 over steady decode steps and contains no prefill. Prompts of one token more than a power of two or
 so are then sent one by one for the time of a prefill step. The file that it writes is read by
-`afd plan --measured` and `afd simulate` (format: afd/planner/measured.py).
+`afd plan --measured` and `afd simulate` (format: afd/planner/cost/measured.py).
 
 Runs at depth 1 unless told otherwise: stage times go by the rows of a micro-batch, and at depth 1
 the two sides do not run at the same time. Throughput at other depths is then a prediction.
@@ -28,7 +28,7 @@ from afd.bench.scrape import StageTimes, stage_times
 from afd.bench.servers import Server, disaggregated
 from afd.config import load_config
 from afd.errors import AfdError, DeadlineExceeded
-from afd.planner.measured import FORMAT, parse_measured
+from afd.planner.cost.measured import FORMAT, parse_measured
 
 _VOCAB = 2000
 _POLL_S = 0.2

@@ -7,7 +7,7 @@ import yaml
 from deployments import Models
 
 from afd.bench.stages import main
-from afd.planner.measured import load_measured
+from afd.planner.cost.measured import load_measured
 from afd.planner.simulate.engine import simulate
 from afd.planner.simulate.spec import parse_spec
 

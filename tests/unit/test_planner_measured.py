@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from afd.bench.stages import points, totals, window
 from afd.errors import AfdError, ConfigError
-from afd.planner.interpolate import Curve, Surface
-from afd.planner.measured import FORMAT, load_measured, parse_measured
+from afd.planner.cost.interpolate import Curve, Surface
+from afd.planner.cost.measured import FORMAT, load_measured, parse_measured
 
 DATA = {
     "format": FORMAT,

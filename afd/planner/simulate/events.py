@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from afd.planner.interpolate import Array
+from afd.planner.cost.interpolate import Array
 from afd.planner.simulate.step import StepInput
 
 Call = tuple[int, int]  # layer, micro-batch

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from afd.planner.interpolate import Array
+from afd.planner.cost.interpolate import Array
 from afd.planner.simulate.batching import Work
 from afd.planner.simulate.spec import Spec, Wire
 from afd.planner.simulate.step import Outage, StepInput

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from afd.planner.interpolate import Array
+from afd.planner.cost.interpolate import Array
 
 
 def drained(first: Array, each: Array, free: float) -> float:

@@ -11,7 +11,7 @@ import heapq
 
 import numpy as np
 
-from afd.planner.interpolate import Array
+from afd.planner.cost.interpolate import Array
 from afd.planner.simulate.batching import Batches
 from afd.planner.simulate.failures import Window, attention_windows, ffn_windows, outages
 from afd.planner.simulate.inputs import Sources, rest_times, step_input

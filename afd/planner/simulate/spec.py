@@ -45,7 +45,7 @@ class Linear(_Section):
 
 
 class Times(_Section):
-    """Stage times: stated ones, or a file of measured ones (afd/planner/measured.py), or both;
+    """Stage times: stated ones, or a file of measured ones (afd/planner/cost/measured.py), or both;
     where both have a stage, the stated one counts."""
 
     attention: Linear | None = None

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from afd.planner.interpolate import Array
+from afd.planner.cost.interpolate import Array
 from afd.planner.simulate.links import Receivers, drained, drained_each
 
 Index = NDArray[np.intp]

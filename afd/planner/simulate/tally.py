@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from afd.planner.interpolate import Array
+from afd.planner.cost.interpolate import Array
 from afd.planner.simulate.result import (
     FailureImpact,
     Quantiles,

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from afd.errors import ConfigError
-from afd.planner.interpolate import Array
-from afd.planner.measured import MeasuredTimes, load_measured
+from afd.planner.cost.interpolate import Array
+from afd.planner.cost.measured import MeasuredTimes, load_measured
 from afd.planner.simulate.spec import Imbalance, Jitter, Linear, Spec
 from afd.topology import expert_ranges
 

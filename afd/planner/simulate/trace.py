@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from afd.planner.interpolate import Array
+from afd.planner.cost.interpolate import Array
 from afd.planner.simulate.result import TracedStep
 
 Stage = Literal["attention", "a2f", "ffn", "f2a"]

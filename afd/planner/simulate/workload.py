@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from afd.errors import ConfigError
-from afd.planner.interpolate import Array
+from afd.planner.cost.interpolate import Array
 from afd.planner.simulate.spec import Arrivals, Lengths, Requests
 
 Counts = NDArray[np.int64]
