@@ -144,6 +144,16 @@ ib::Mr* ibv_reg_mr(ib::Pd* pd, void* addr, std::size_t length, int access) {
   regions[mr->rkey] = mr;
   return mr;
 }
+// The device's memory is the process's own in the fake drivers, so its address will do.
+ib::Mr* ibv_reg_dmabuf_mr(ib::Pd* pd, uint64_t, std::size_t length, uint64_t iova, int fd,
+                          int access) {
+  if (fd < 0) {
+    errno = EBADF;
+    return nullptr;
+  }
+  ++dmabufs;
+  return ibv_reg_mr(pd, reinterpret_cast<void*>(iova), length, access);
+}
 int ibv_dereg_mr(ib::Mr* mr) {
   const std::lock_guard<std::mutex> lock(world);
   regions.erase(mr->rkey);
@@ -253,6 +263,8 @@ void fake_refuse_memory(int error) {
   const std::lock_guard<std::mutex> lock(world);
   register_errno = error;
 }
+// Registrations of dma-bufs so far.
+int fake_dmabufs() { return dmabufs; }
 void fake_devices(int count) { device_count = count; }
 // Queue pairs that exist.
 int fake_queue_pairs() {

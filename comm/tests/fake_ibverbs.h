@@ -29,6 +29,7 @@ bool port_down[kDevices];
 bool ack_lost[kDevices];  // data arrive, then the sender is told that they did not
 int delay_us = 0;
 int register_errno = 0;
+int dmabufs = 0;
 int device_count = kDevices;
 
 struct FakeDevice {

@@ -126,7 +126,7 @@ def test_a_port_goes_down_in_mid_run(cases: dict[str, Case], name: str) -> None:
 
 
 def test_a_link_starts_while_a_port_is_down(cases: dict[str, Case]) -> None:
-    passed(cases, "restart_on_one_port", "notes: ", "rxf1:1 is down", "all there once")
+    passed(cases, "restart_on_one_port", "notes: port rxa1:1 is down", "all there once")
 
 
 def test_refused_registration(cases: dict[str, Case]) -> None:
