@@ -62,5 +62,5 @@ class Compiler:
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
-    pytest.importorskip("triton", reason="triton is not installed; pip install 'afd[amd]'")
+    pytest.importorskip("triton", reason="triton is not installed here; ./run test-amd")
     return Compiler(tmp_path_factory.mktemp("kernels"))

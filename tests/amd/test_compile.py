@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-pytest.importorskip("triton", reason="triton is not installed; pip install 'afd[amd]'")
+pytest.importorskip("triton", reason="triton is not installed here; ./run test-amd")
 
 from kernel_builds import TARGETS, Build, builds
 

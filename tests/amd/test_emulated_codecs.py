@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-pytest.importorskip("tinygrad", reason="tinygrad is not installed; pip install 'afd[amd]'")
+pytest.importorskip("tinygrad", reason="tinygrad is not installed here; ./run test-amd")
 
 from emulator.state import MemoryFault
 from kernel_run import Runner

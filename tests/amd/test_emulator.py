@@ -5,7 +5,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-pytest.importorskip("tinygrad", reason="tinygrad is not installed; pip install 'afd[amd]'")
+pytest.importorskip("tinygrad", reason="tinygrad is not installed here; ./run test-amd")
 
 from emulator.alu import (
     OPERATIONS,
