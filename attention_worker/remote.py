@@ -7,19 +7,22 @@ restarted gets the unanswered micro-batches again.
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from afd.control.client import ControlClient
 from afd.control.messages import Member, Members
-from afd.errors import CapacityExceeded, DeadlineExceeded, PeerLost
+from afd.errors import DeadlineExceeded, PeerLost
 from afd.metrics import Direction, RoleMetrics, Stage
 from afd.resolve import Resolved
 from afd.topology import session
-from afd.wire.codecs_torch import DTYPE_OF_TAG, quantise_fp8
-from afd.wire.layout import TAG_OF_DTYPE, Kind, Tag
+from afd.wire.codecs_torch import DTYPE_OF_TAG
+from afd.wire.layout import TAG_OF_DTYPE, Kind
+from afd.wire.streams_torch import settle, slot_bytes
 from afd_comm import Group, Header, Link, PeerTrace, Region, Status, make_flag
+from attention_worker.outgoing import Outgoing, encode
 
 logger = logging.getLogger("afd.attention")
 
@@ -30,24 +33,8 @@ _POST_TIMEOUT_US = 5_000_000
 """How long connecting, or one call to post, may take, microseconds."""
 
 
-@dataclass
-class _Pending:
-    """One micro-batch on its way: kept until answered, so that it can be sent again.
-
-    payload [rows, hidden] of the wire's tag; scales float32 or None; ids int32 and weights float32
-    [rows, top_k].
-    """
-
-    layer: int
-    rows: int
-    payload: torch.Tensor
-    scales: torch.Tensor | None
-    ids: torch.Tensor
-    weights: torch.Tensor
-
-
 @dataclass(frozen=True)
-class _Ffn:
+class Ffn:
     """Session with one FFN instance."""
 
     id: str
@@ -77,10 +64,10 @@ class RemoteExperts:
         self._deadline_s = resolved.deployment.deadlines.ffn_s
         self._dtype = DTYPE_OF_TAG[TAG_OF_DTYPE[resolved.model.dtype]]
         self._back_dtype = DTYPE_OF_TAG[resolved.f2a.tag]
-        self._ffns: list[_Ffn] = []
+        self._ffns: list[Ffn] = []
         self._group = Group([], timeout_us=_POST_TIMEOUT_US)
         depth, count = resolved.contract.max_depth, resolved.contract.ffn_instances
-        self._pending: list[_Pending | None] = [None] * depth
+        self._pending: list[Outgoing | None] = [None] * depth
         self._answers = [[self._answer_view(j, mb) for mb in range(depth)] for j in range(count)]
         # Last doorbell and last answer per [micro-batch][FFN instance]; the last row: leaving.
         self._flags = [[0] * count for _ in range(depth + 1)]
@@ -127,15 +114,20 @@ class RemoteExperts:
     def end_step(self) -> None:
         self._metrics.steps[self._depth] += 1
 
+    def announce(self, rows: int) -> None:
+        """Tell the FFN instances that a step of ``rows`` rows follows whose doorbells our streams
+        ring, at the depth given to :meth:`begin_step`."""
+        resolved, count = self._resolved, len(self._ffns)
+        nbytes = len(resolved.model.moe_layers) * resolved.a2f.message_bytes(rows)
+        self._metrics.wire_bytes[Direction.A2F] += count * nbytes
+        self._tell(Kind.STEP, rows)
+
     def leave(self) -> None:
         """Tell the FFN instances that nothing is coming, so that no other instance's step waits."""
         if not self._present:  # one leave per stay: the receiver takes them one by one
             return
         self._present = False
-        slot = self._resolved.slots.control_to_ffn(self._index)
-        flags = self._flags[-1] = [flag + 1 for flag in self._flags[-1]]
-        # A lost message only costs the others one step_wait, so the statuses are not looked at.
-        self._group.broadcast(slot, flags, -1, -1, 0, 0, Kind.LEAVE, 0, self._step, [])
+        self._tell(Kind.LEAVE, 0)
 
     def send(
         self,
@@ -154,17 +146,7 @@ class RemoteExperts:
         Raises:
             CapacityExceeded: more rows than a slot holds.
         """
-        rows = hidden.shape[0]
-        capacity = self._resolved.a2f.capacity
-        if rows > capacity:
-            raise CapacityExceeded(
-                f"a micro-batch of {rows} rows exceeds the slot capacity of {capacity} rows; raise "
-                "attention.max_num_batched_tokens (it sets the capacity) on every role"
-            )
-        payload, scales = hidden.contiguous(), None
-        if self._resolved.a2f.tag == Tag.E4M3FN:
-            payload, scales = quantise_fp8(payload)
-        pending = _Pending(layer, rows, payload, scales, ids, weights)
+        pending = encode(self._resolved.a2f, layer, hidden, ids, weights)
         self._pending[micro_batch] = pending
         now = time.monotonic()
         self._metrics.stage(Stage.ATTENTION).observe(now - self._mark)
@@ -217,6 +199,21 @@ class RemoteExperts:
         ]
         return self._reduce(micro_batch, pending.rows)
 
+    @property
+    def peers(self) -> tuple[Ffn, ...]:
+        """Sessions with all FFN instances, by index; replaced where one is renewed."""
+        return tuple(self._ffns)
+
+    def renew(self, lost: Sequence[int]) -> None:
+        """Wait until the FFN instances of these indices, which died in a step, are back.
+
+        Raises:
+            DeadlineExceeded: one did not come back in ``deadlines.ffn_s``.
+        """
+        deadline = time.monotonic() + self._deadline_s
+        for j in lost:
+            self._recover(j, deadline)
+
     def close(self) -> None:
         for ffn in self._ffns:
             ffn.link.close()
@@ -231,16 +228,10 @@ class RemoteExperts:
             total += part
         return total.to(self._dtype)
 
-    def _post(self, flags: list[int], micro_batch: int, pending: _Pending) -> tuple[Status, ...]:
+    def _post(self, flags: list[int], micro_batch: int, pending: Outgoing) -> tuple[Status, ...]:
         """To every FFN instance whose flag is not 0."""
         layout = self._resolved.a2f
-        parts = [
-            (0, pending.payload.data_ptr(), pending.payload.nbytes),
-            (layout.ids_offset, pending.ids.data_ptr(), pending.ids.nbytes),
-            (layout.weights_offset, pending.weights.data_ptr(), pending.weights.nbytes),
-        ]
-        if pending.scales is not None:
-            parts.append((layout.scales_offset, pending.scales.data_ptr(), pending.scales.nbytes))
+        settle(pending.payload.device)
         sent = len(flags) - flags.count(0)
         self._metrics.wire_bytes[Direction.A2F] += sent * layout.message_bytes(pending.rows)
         return self._group.broadcast(
@@ -253,9 +244,16 @@ class RemoteExperts:
             Kind.DATA,
             layout.tag,
             self._step,
-            parts,
+            pending.parts(layout),
             self._answered[micro_batch],
         )
+
+    def _tell(self, kind: Kind, rows: int) -> None:
+        slot = self._resolved.slots.control_to_ffn(self._index)
+        flags = self._flags[-1] = [flag + 1 for flag in self._flags[-1]]
+        # Who does not get it is gone, and found out by the next wait; a lost leave only costs the
+        # others one step_wait. So the statuses are not looked at.
+        self._group.broadcast(slot, flags, -1, -1, rows, self._depth, kind, 0, self._step, [])
 
     def _session_with(self, member: Member) -> int:
         return session(self._control.generation, member.generation)
@@ -295,15 +293,16 @@ class RemoteExperts:
                 raise PeerLost(f"{old.id} went away again while it was being resumed; see its log")
         logger.warning("%s is back (session %d); resumed", fresh.id, fresh.session)
 
-    def _link(self, member: Member) -> _Ffn:
+    def _link(self, member: Member) -> Ffn:
         link = Link(
             list(member.addresses),
             backend=self._resolved.deployment.transport.backend,
             slots=self._resolved.slots.ffn_claim(self._index),
             timeout_us=_POST_TIMEOUT_US,
+            device=self._region.device,
             trace=self._resolved.deployment.transport.trace,
         )
-        return _Ffn(member.id, self._session_with(member), link)
+        return Ffn(member.id, self._session_with(member), link)
 
     def _start_session(self, j: int) -> None:
         """Sequence numbers of FFN instance j begin anew; nothing it answered before is echoed."""
@@ -315,6 +314,6 @@ class RemoteExperts:
 
     def _answer_view(self, ffn: int, micro_batch: int) -> torch.Tensor:
         layout = self._resolved.f2a
-        memory = self._region.buffer(self._resolved.slots.to_attention(ffn, micro_batch))
-        flat = torch.from_numpy(memory)[: layout.capacity * layout.row_bytes]
+        memory = slot_bytes(self._region, self._resolved.slots.to_attention(ffn, micro_batch))
+        flat = memory[: layout.capacity * layout.row_bytes]
         return flat.view(self._back_dtype).view(layout.capacity, layout.hidden)

@@ -5,10 +5,13 @@ Everything hooks in by method override; vLLM keeps scheduling, KV cache, metadat
 """
 
 import copy
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import BatchDescriptor
 from vllm.sequence import IntermediateTensors
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput, SamplerOutput
@@ -16,7 +19,7 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from afd.schedule import choose_depth, reads_block_written_in_step
+from afd.schedule import choose_depth, padded_depth, reads_block_written_in_step
 from attention_worker.session import AttentionSession, reported
 from attention_worker.support import check_supported
 
@@ -39,9 +42,10 @@ class DisaggregatedRunner(_Base):
             check_supported(self.vllm_config)
             self._session = AttentionSession.join()
         self._scheduled: SchedulerOutput | None = None
+        self._capture_depth: int | None = None
         super().load_model(load_dummy_weights)
         with reported():
-            self._session.serve(self.model)
+            self._session.serve(self.get_model())
         # A private copy: vLLM re-validates the shared VllmConfig later and would refuse a
         # ubatch_size without data parallelism. With it, vLLM creates one attention metadata
         # builder per micro-batch (initialize_metadata_builders).
@@ -51,6 +55,10 @@ class DisaggregatedRunner(_Base):
     def profile_run(self) -> None:
         """vLLM's warm-up, which calls the FFN; then leave, or the others would wait for us."""
         super().profile_run()
+        self.leave_epoch()
+
+    def leave_epoch(self) -> None:
+        """Nothing is coming: no other instance's step has to wait for this one."""
         self._session.remote.leave()
 
     def close_session(self) -> None:
@@ -64,7 +72,7 @@ class DisaggregatedRunner(_Base):
     ) -> ModelRunnerOutput | IntermediateTensors | None:
         """One engine step. One without tokens follows the last request's end: leave the epoch."""
         if scheduler_output.total_num_scheduled_tokens == 0:
-            self._session.remote.leave()
+            self.leave_epoch()
         self._scheduled = scheduler_output
         try:
             return super().execute_model(scheduler_output, intermediate_tensors)
@@ -99,15 +107,19 @@ class DisaggregatedRunner(_Base):
             force_num_active_loras,
             num_encoder_reqs,
         )
-        if self._scheduled is None:  # a dummy or profiling run: unsplit, builders still to be made
+        if self._scheduled is not None:
+            depth = choose_depth(
+                num_tokens,
+                num_reqs,
+                self._session.depth,
+                self._session.min_rows,
+                splittable=not self._prefix_hazard(self._scheduled),
+            )
+            depth = padded_depth(depth, num_tokens, descriptor.num_tokens)
+        elif self._capture_depth is not None:
+            depth = self._capture_depth
+        else:  # another dummy or profiling run: unsplit, builders still to be made
             return mode, descriptor, False, across_dp, stats
-        depth = choose_depth(
-            num_tokens,
-            num_reqs,
-            self._session.depth,
-            self._session.min_rows,
-            splittable=not self._prefix_hazard(self._scheduled),
-        )
         self.parallel_config.ubatch_size = depth
         return mode, descriptor, depth > 1, across_dp, stats
 
@@ -176,3 +188,38 @@ class AfdCpuModelRunner(DisaggregatedRunner, CPUModelRunner):
 
 class AfdGpuModelRunner(DisaggregatedRunner, GPUModelRunner):
     """CUDA or ROCm runner of an attention instance."""
+
+    def load_model(self, load_dummy_weights: bool = False) -> None:
+        super().load_model(load_dummy_weights)
+        # Dummy runs, and so captures, read the number of micro-batches from here.
+        self.vllm_config = copy.copy(self.vllm_config)
+        self.vllm_config.parallel_config = self.parallel_config
+        if self.compilation_config.cudagraph_mode.has_full_cudagraphs():
+            self.model = self._session.graphs(self.get_model(), self.vllm_config)
+
+    def _warmup_and_capture(
+        self,
+        desc: BatchDescriptor,
+        cudagraph_runtime_mode: CUDAGraphMode,
+        profile_seq_lens: int | None = None,
+        allow_microbatching: bool = False,
+        num_warmups: int | None = None,
+        profiler: AbstractContextManager[object] | None = None,
+    ) -> None:
+        """Every shape at each depth that its steps may run at."""
+        try:
+            for depth in range(1, self._session.max_depth + 1):
+                if depth > 1 and desc.num_tokens // depth < self._session.min_rows:
+                    break
+                self._capture_depth = depth
+                super()._warmup_and_capture(
+                    desc,
+                    cudagraph_runtime_mode,
+                    profile_seq_lens,
+                    allow_microbatching,
+                    num_warmups,
+                    profiler,
+                )
+        finally:
+            self._capture_depth = None
+            self.parallel_config.ubatch_size = self._session.max_depth

@@ -7,16 +7,20 @@ import sys
 from collections.abc import Iterator
 
 from torch import nn
+from vllm.config import VllmConfig
 
 from afd.control.client import ControlClient
 from afd.control.connect import client_for
 from afd.errors import AfdError
 from afd.metrics import MetricsServer, RoleMetrics, Weights, serve_metrics
-from afd.resolve import Resolved, resolve
+from afd.resolve import Resolved, region_options, resolve
 from afd.roles import RoleSpec, load_role
 from afd.topology import PINNED_SPIN_US
+from afd.wire.streams_torch import make_streams, torch_device
 from afd_comm import Region
+from attention_worker.graphs import StepGraphs
 from attention_worker.remote import RemoteExperts
+from attention_worker.stream import StreamExperts
 
 logger = logging.getLogger("afd.attention")
 
@@ -39,6 +43,7 @@ class AttentionSession:
         role: RoleSpec,
         resolved: Resolved,
         control: ControlClient,
+        region: Region,
         remote: RemoteExperts,
         metrics: RoleMetrics,
         scraper: MetricsServer | None,
@@ -46,6 +51,7 @@ class AttentionSession:
         self._role = role
         self._resolved = resolved
         self._control = control
+        self._region = region
         self._metrics = metrics
         self._scraper = scraper
         self.remote = remote
@@ -70,12 +76,11 @@ class AttentionSession:
             if deployment.metrics.enabled
             else None
         )
-        over_tcp = deployment.transport.backend != "shm"
         region = Region(
             resolved.slots.attention_region_slots,
             resolved.f2a.nbytes,
             name=role.id,
-            tcp_host=deployment.transport.host if over_tcp else None,
+            **region_options(deployment, deployment.attention.device),
         )
         if role.cpus:
             region.set_spin_us(PINNED_SPIN_US)
@@ -88,7 +93,7 @@ class AttentionSession:
         )
         remote = RemoteExperts(resolved, role.index, region, control, metrics)
         logger.info("%s joined as generation %d (pid %d)", role.id, generation, os.getpid())
-        return cls(role, resolved, control, remote, metrics, scraper)
+        return cls(role, resolved, control, region, remote, metrics, scraper)
 
     def serve(self, model: nn.Module) -> None:
         """Attach the loaded model and wait for the FFN instances: vLLM's warm-up calls them."""
@@ -102,6 +107,20 @@ class AttentionSession:
         self.remote.connect(self._resolved.deployment.deadlines.start_s)
         model.attach(self.remote, self._resolved.model.moe_layers)
         self._control.set_state("ready")
+
+    def graphs(self, model: nn.Module, config: VllmConfig) -> StepGraphs:
+        """The attached model, with its decode steps replayed as graphs."""
+        device = torch_device(self._resolved.deployment.attention.device)
+        streams = make_streams(device)
+        return StepGraphs(
+            model,
+            config,
+            self.remote,
+            StreamExperts(self._resolved, self._role.index, self._region, streams),
+            self._region,
+            streams,
+            self._resolved.deployment.deadlines.ffn_s,
+        )
 
     @property
     def max_depth(self) -> int:

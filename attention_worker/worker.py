@@ -2,6 +2,7 @@
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.worker_base import CompilationTimes
 
 from attention_worker.runner import AfdCpuModelRunner, AfdGpuModelRunner
 
@@ -28,6 +29,12 @@ class AfdGpuWorker(Worker):
     def init_device(self) -> None:
         super().init_device()
         self.model_runner.__class__ = AfdGpuModelRunner
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """vLLM's warm-up and captures call the FFN; the others must not wait for us after it."""
+        times = super().compile_or_warm_up_model()
+        self.model_runner.leave_epoch()
+        return times
 
     def shutdown(self) -> None:
         self.model_runner.close_session()

@@ -7,6 +7,7 @@ import torch
 from afd.resolve import Resolved
 from afd.wire.codecs_torch import DTYPE_OF_TAG, dequantise_fp8
 from afd.wire.layout import TAG_OF_DTYPE, SlotLayout
+from afd.wire.streams_torch import slot_bytes
 from afd_comm import Header, Region
 
 
@@ -39,7 +40,7 @@ class Inbox:
         self._layout = resolved.a2f
         self._dtype = DTYPE_OF_TAG[TAG_OF_DTYPE[resolved.model.dtype]]
         self._views = [
-            _SlotView(torch.from_numpy(region.buffer(slot)), resolved.a2f)
+            _SlotView(slot_bytes(region, slot), resolved.a2f)
             for slot in range(resolved.slots.ffn_region_slots)
         ]
 

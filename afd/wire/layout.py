@@ -25,7 +25,8 @@ class Kind(enum.IntEnum):
     """What a message means to the FFN loop."""
 
     DATA = 0
-    LEAVE = 1
+    LEAVE = 1  # on the control slot: nothing is coming until further notice
+    STEP = 2  # on the control slot: a step of `rows` rows follows whose doorbells streams ring
 
 
 TAG_BYTES = {Tag.FLOAT32: 4, Tag.BFLOAT16: 2, Tag.FLOAT16: 2, Tag.E4M3FN: 1, Tag.E4M3FNUZ: 1}

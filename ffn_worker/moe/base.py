@@ -1,5 +1,7 @@
 """The contract of a mixture-of-experts backend."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
@@ -26,6 +28,16 @@ class MoeBackend(ABC):
             raise ConfigError(f"expert range [{start}, {end}) is empty or negative")
         self.start = start
         self.end = end
+
+    capturable = False
+    """Whether ``forward`` may be captured in a CUDA graph."""
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    """Device types it runs on, as torch names them."""
+
+    @classmethod
+    def for_model(cls, experts: tuple[int, int], num_experts: int) -> MoeBackend:
+        """The backend for a model of ``num_experts`` routed experts, which few need to know."""
+        return cls(experts)
 
     @staticmethod
     def unavailable(dtype: torch.dtype, hidden: int, intermediate: int) -> str | None:
