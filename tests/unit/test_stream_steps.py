@@ -1,7 +1,7 @@
 """Steps whose doorbells streams ring: StreamExperts against StreamSteps.
 
-On the reference accelerator of afd_comm, where a stream is the calling thread. The same calls run on
-a GPU inside of a graph capture; every answer is compared with the reference experts.
+On the reference accelerator of afd_comm, where a stream is the calling thread. The same calls run
+on a GPU inside of a graph capture; every answer is compared with the reference experts.
 """
 
 import threading
