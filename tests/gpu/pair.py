@@ -4,18 +4,15 @@ Its layers only add: layer l takes the answer of the layer before and its own in
 routing. So what a step computes can be compared with the same experts on one GPU.
 """
 
-import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import torch
 
 from afd.config import Deployment
 from afd.control.connect import client_for
-from afd.errors import AfdError
 from afd.launch.ports import free_ports
 from afd.metrics import RoleMetrics
 from afd.resolve import region_options, resolve
@@ -151,12 +148,11 @@ class Step:
         experts.end_step()
 
     def expected(self, model: FfnModel) -> torch.Tensor:
-        hidden = self.x
+        """What the run computes, layer by layer on one GPU: bfloat16 [rows, hidden]."""
+        answer = torch.zeros_like(self.x)
         for n, layer in enumerate(self.layers):
-            if n:
-                hidden = out + self.x
-            out = model.forward(layer, hidden, self.ids[n], self.weights[n])
-        return out
+            answer = model.forward(layer, answer + self.x, self.ids[n], self.weights[n])
+        return answer
 
     def error(self, model: FfnModel) -> float:
         """Relative error of the last run, by the Euclidean norm."""
@@ -187,18 +183,3 @@ class Graph:
         self._graph.replay()
         guard = pair.region.guard(pair.streams.compute, self.waits.slots, self.waits.flags)
         return guard.wait(int(timeout_s * 1e6))
-
-
-def show_gpus(order: str = "0,1") -> None:
-    """This process is attention-0; must run before CUDA is first used."""
-    if torch.cuda.is_initialized():
-        raise AfdError("CUDA is in use already; run this in a process of its own")
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", order)
-
-
-def wait_until(condition, seconds: float, what: str) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            raise AssertionError(f"{what} did not happen within {seconds:g} s")
-        time.sleep(0.02)
