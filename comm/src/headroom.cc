@@ -1,9 +1,13 @@
 #include "headroom.h"
 
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <algorithm>
-#include <fstream>
+#include <cstdlib>
 #include <optional>
-#include <sstream>
+
+#include "afd_comm/process.h"
 
 namespace afd_comm {
 namespace {
@@ -17,22 +21,32 @@ struct CgroupFiles {
 constexpr CgroupFiles kV1{"memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"};
 constexpr CgroupFiles kV2{"memory.max", "memory.current", "inactive_file"};
 
+std::string text_of(const std::string& path) {
+  const Fd fd(open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  std::string text(1 << 16, '\0');  // memory.stat and /proc/meminfo are some thousand bytes
+  const ssize_t n = fd ? read(fd.get(), text.data(), text.size()) : -1;
+  text.resize(n > 0 ? static_cast<std::size_t>(n) : 0);
+  return text;
+}
+
+// Not by streams: beside PyTorch's wheel for CUDA they were seen to read every number as 0.
+std::optional<uint64_t> leading_number(const char* text) {
+  char* end = nullptr;
+  const uint64_t value = std::strtoull(text, &end, 10);
+  if (end == text) return std::nullopt;
+  return value;
+}
+
 // A file that is missing or says "max" sets no limit.
 std::optional<uint64_t> number_in(const std::string& path) {
-  uint64_t value = 0;
-  if (std::ifstream(path) >> value) return value;
-  return std::nullopt;
+  return leading_number(text_of(path).c_str());
 }
 
 std::optional<uint64_t> value_of(const std::string& path, const std::string& key) {
-  std::ifstream file(path);
-  for (std::string line; std::getline(file, line);) {
-    std::istringstream words(line);
-    std::string word;
-    uint64_t value = 0;
-    if (words >> word >> value && word == key) return value;
-  }
-  return std::nullopt;
+  const std::string text = "\n" + text_of(path);
+  const std::size_t found = text.find("\n" + key + " ");
+  if (found == std::string::npos) return std::nullopt;
+  return leading_number(text.c_str() + found + key.size() + 1);
 }
 
 void lower(Headroom& headroom, uint64_t bytes, const std::string& limit) {
@@ -64,8 +78,11 @@ Headroom memory_headroom() {
   Headroom headroom;
   const auto available = value_of("/proc/meminfo", "MemAvailable:");
   if (available) lower(headroom, *available * 1024, "the host's memory");
-  std::ifstream groups("/proc/self/cgroup");
-  for (std::string line; std::getline(groups, line);) {
+  const std::string groups = text_of("/proc/self/cgroup");
+  for (std::size_t start = 0; start < groups.size();) {
+    const std::size_t end = std::min(groups.find('\n', start), groups.size());
+    const std::string line = groups.substr(start, end - start);
+    start = end + 1;
     const std::size_t first = line.find(':'), second = line.find(':', first + 1);
     if (second == std::string::npos) continue;
     const std::string controller = line.substr(first + 1, second - first - 1);

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from comm_peer import peer
 
-from afd_comm import CommError, Link, Region, Status, make_flag
+from afd_comm import CommError, Guard, Link, Region, Status, make_flag
 
 TIMEOUT_US = 5_000_000
 LIBRARY = {"cuda": "libcuda.so.1", "hip": "libamdhip64.so"}
@@ -192,13 +192,25 @@ def post_blocks_until_copied(gpu: Gpu) -> None:
 def wedged_peer(gpu: Gpu) -> None:
     """A stream with several waits on slots that never ring is free again at its deadline."""
     region = Region(3, SLOT_BYTES, name="ffn", device=gpu.device)
-    link = Link(region.addresses, slots=(0, 1), timeout_us=TIMEOUT_US, device=gpu.peer)
-    stream, flags = gpu.stream(), [make_flag(1, seq) for seq in range(1, 13)]
+    link = Link(region.addresses, slots=(0, 3), timeout_us=TIMEOUT_US, device=gpu.peer)
+    stream, there, flags = gpu.stream(), gpu.stream(), [make_flag(1, seq) for seq in range(1, 13)]
     slots = [seq % 3 for seq in range(12)]
+
+    def step() -> Guard:
+        for slot, flag in zip(slots, flags, strict=True):
+            region.enqueue_wait(stream, [slot], [flag])
+        return region.guard(stream, slots, flags)
+
+    guard = step()
     for slot, flag in zip(slots, flags, strict=True):
-        region.enqueue_wait(stream, [slot], [flag])
-    guard = region.guard(stream, slots, flags)
-    assert enqueue(link, gpu.stream(), 0, flags[0]) == Status.OK
+        assert enqueue(link, there, slot, flag) == Status.OK
+        while not region.ready(slot, flag):  # one slot's messages must not overtake each other
+            time.sleep(0.0001)
+        time.sleep(0.001)
+    assert guard.wait(TIMEOUT_US) == [Status.OK] * 12
+    # The same flags again, as in a replay: the doorbells still show the last ones.
+    guard = step()
+    assert enqueue(link, there, 0, flags[0]) == Status.OK
     start = time.monotonic()
     assert not guard.done
     assert guard.wait(100_000) == [Status.DEADLINE] * 12

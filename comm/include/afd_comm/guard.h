@@ -25,7 +25,8 @@ class Guard {
 
   bool done() const;
   // Until the stream is through. Slots whose writer is gone are released at once, at `deadline` all
-  // that are still due; the entries of `awaited()` say Ok, PeerGone or Deadline from then on.
+  // of them: who was late is for the caller to find out. The entries of `awaited()` say Ok, PeerGone
+  // or Deadline from then on.
   // Returns true when `interrupt` said so. Throws CommError when the stream is stuck even so.
   bool wait(uint64_t deadline, Interrupt interrupt);
   const std::vector<Awaited>& awaited() const { return awaited_; }
@@ -38,7 +39,6 @@ class Guard {
     std::size_t next = 0;
     Status status = Status::Ok;
   };
-  bool arrived(const Due& due) const;
   void release(Due& due, Status status);
   void ring_released();
   void finish();

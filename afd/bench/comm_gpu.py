@@ -1,0 +1,181 @@
+"""`afd bench comm --device cuda`: round trips between two GPUs of this host.
+
+Ours (backend ipc) beside two bare copies of the same bytes, which nothing that moves them can beat
+by much, and beside NCCL send/recv; eagerly enqueued and captured in a graph. The first case is the
+paper's traffic of one attention GPU in 2A2F: 128 rows of 7168, FP8 up and BF16 down. Then what each
+way costs a large GEMM that runs beside it, and how many kernels its transfers launch.
+"""
+
+import argparse
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from afd.bench.records import Record, gpu_names, machine, today, write_records
+from afd.errors import AfdError
+
+PAPER = (917_504, 1_835_008)
+SIZES = (PAPER, (64, 64), (14_336, 14_336), (917_504, 917_504), (14_700_000, 14_700_000))
+ROUNDS = 100_000
+OTHER_ROUNDS = 5_000
+TIMEOUT_S = 540
+PEERS = {"copies": "bare copies", "nccl": "NCCL send/recv"}
+
+Cells = dict[tuple[str, str, int, int], dict[str, float]]
+"""(way, mode, up, down) -> fields of comm_gpu_torch.Cell."""
+Besides = list[dict[str, float | str]]
+"""Fields of comm_gpu_torch.Beside."""
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="afd bench comm --device cuda", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of the first case")
+    parser.add_argument("--ways", default="ipc,copies,nccl", metavar="NAME,...")
+    parser.add_argument("--out", type=Path, default=Path("docs/results/comm_gpu.json"))
+    args = parser.parse_args(argv)
+    if len(gpu_names()) < 2:
+        raise AfdError("the GPU bench needs two NVIDIA GPUs on one host; use --device cpu")
+    if args.rounds < 100:
+        raise AfdError(f"--rounds {args.rounds} is too few for a 99th percentile; use 100 or more")
+    cells, besides = run(args.rounds, args.ways.split(","))
+    command = f"afd bench comm --device cuda --rounds {args.rounds}"
+    records = [*time_records(cells, command), *beside_records(besides, command)]
+    write_records(args.out, records)
+    text = table(cells, besides, command)
+    args.out.with_suffix(".md").write_text(text, encoding="utf-8")
+    print(text)
+    return 0
+
+
+def run(rounds: int, ways: Sequence[str]) -> tuple[Cells, Besides]:
+    """Measure in two processes. Raises AfdError when they fail or do not end in time."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    settings = {
+        "sizes": SIZES,
+        "rounds": [rounds] + [min(rounds, OTHER_ROUNDS)] * (len(SIZES) - 1),
+        "devices": (0, 1),
+        "ways": ways,
+        "beside": PAPER,
+        "port": port,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "cells.json"
+        worker = [sys.executable, "-m", "afd.bench.comm_gpu_torch", json.dumps(settings), str(out)]
+        try:
+            done = subprocess.run(worker, timeout=TIMEOUT_S, check=False)
+        except subprocess.TimeoutExpired:
+            raise AfdError(f"the GPU bench took over {TIMEOUT_S} s; lower --rounds") from None
+        if done.returncode != 0:
+            raise AfdError("a process of the GPU bench failed; its message is above")
+        cells, besides = json.loads(out.read_text(encoding="utf-8"))
+    return {(c["way"], c["mode"], c["up"], c["down"]): c for c in cells}, besides
+
+
+def time_records(cells: Cells, command: str) -> list[Record]:
+    """p50, mean, p99, max and GBps of ours against each peer; ratio = peer's time over ours."""
+    records = []
+    for (way, mode, up, down), ours in cells.items():
+        if way != "ipc":
+            continue
+        for peer, words in PEERS.items():
+            theirs = cells.get((peer, mode, up, down))
+            if theirs is None:
+                continue
+            case = f"ipc {up}/{down}, {mode}, against {words}"
+            for metric in ("p50", "mean", "p99", "max"):
+                value, peer_value = ours[metric], theirs[metric]
+                records.append(_record(case, metric, "us", value, words, peer_value, command))
+            rate = [(up + down) / (c["p50"] * 1000) for c in (ours, theirs)]
+            records.append(
+                _record(case, "GBps", "GB/s", rate[0], words, rate[1], command, more_is_better=True)
+            )
+    return records
+
+
+def beside_records(besides: Besides, command: str) -> list[Record]:
+    """gemm_slowdown, round_slowdown: time of one beside the other over its time alone.
+    kernels_per_50_rounds: those that the transfers launch."""
+    by_way = {b["way"]: b for b in besides}
+    if not {"ipc", "nccl"} <= set(by_way):
+        return []
+    words = PEERS["nccl"]
+    case = f"ipc {PAPER[0]}/{PAPER[1]}, graph, beside a GEMM, against {words}"
+    records = []
+    for metric, over, under, unit in (
+        ("gemm_slowdown", "gemm_beside_ms", "gemm_alone_ms", "x"),
+        ("round_slowdown", "round_beside_us", "round_alone_us", "x"),
+    ):
+        ours, theirs = (float(by_way[w][over]) / float(by_way[w][under]) for w in ("ipc", "nccl"))
+        records.append(_record(case, metric, unit, ours, words, theirs, command))
+    # No kernel at all would make the ratio infinite: one is added to both.
+    ours, theirs = (float(by_way[w]["kernels"]) for w in ("ipc", "nccl"))
+    kernels = _record(
+        case, "kernels_per_50_rounds", "kernels", ours + 1, words, theirs + 1, command
+    )
+    records.append(replace(kernels, value=ours, peer_value=theirs))
+    return records
+
+
+def _record(
+    case: str,
+    metric: str,
+    unit: str,
+    value: float,
+    peer: str,
+    peer_value: float,
+    command: str,
+    *,
+    more_is_better: bool = False,
+) -> Record:
+    ratio = value / peer_value if more_is_better else peer_value / value
+    numbers = (round(value, 3), unit, peer, round(peer_value, 3), round(ratio, 3))
+    return Record("comm", case, metric, *numbers, machine(), command, today())
+
+
+def table(cells: Cells, besides: Besides, command: str) -> str:
+    """The page beside the records."""
+    lines = [
+        "# Transport between two GPUs",
+        "",
+        f"{machine()}. {today()}, `{command}`.",
+        "",
+        "Round trips, us: one message up and one down, each behind the other on a stream, timed by",
+        "events on the GPU. *copies* are two bare copies of the same bytes by one side that tells",
+        "nobody. NCCL's zero-SM PutSignal came with 2.29; this machine's NCCL is older, so its",
+        "send/recv is what there is to compare with.",
+        "",
+        "| bytes up / down | mode | way | rounds | p50 | mean | p99 | max | p99/p50 |"
+        " p50 copies / p50 |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for (way, mode, up, down), c in cells.items():
+        limit = cells.get(("copies", mode, up, down))
+        ratio = f"{limit['p50'] / c['p50']:.2f}" if limit else ""
+        lines.append(
+            f"| {up} / {down} | {mode} | {way} | {c['rounds']} | {c['p50']:.1f} | {c['mean']:.1f} "
+            f"| {c['p99']:.1f} | {c['max']:.1f} | {c['p99'] / c['p50']:.2f} | {ratio} |"
+        )
+    lines += [
+        "",
+        f"A bf16 GEMM (8192 x 8192 x 8192) and round trips of {PAPER[0]} / {PAPER[1]} bytes",
+        "(graph), alone and beside each other; the kernels that 50 round trips launch on a side:",
+        "",
+        "| way | GEMM alone, ms | beside | slowdown | round alone, us | beside | slowdown | kernels"
+        " |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for b in besides:
+        gemm = [float(b[name]) for name in ("gemm_alone_ms", "gemm_beside_ms")]
+        trip = [float(b[name]) for name in ("round_alone_us", "round_beside_us")]
+        lines.append(
+            f"| {b['way']} | {gemm[0]:.3f} | {gemm[1]:.3f} | {gemm[1] / gemm[0]:.3f} "
+            f"| {trip[0]:.1f} | {trip[1]:.1f} | {trip[1] / trip[0]:.2f} | {b['kernels']} |"
+        )
+    return "\n".join(lines) + "\n"

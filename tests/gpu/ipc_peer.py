@@ -1,0 +1,133 @@
+"""The FFN side of the GPU transport tests: ``python ipc_peer.py MODE JSON``.
+
+It prints its Region's addresses, reads the other side's from stdin, and then answers every message
+with its payload + 1 (uint8). It ends when stdin does. Modes:
+echo  {device, slots, slot_bytes, sizes}: eagerly; message i is of sizes[i] bytes in slot i % slots
+graph {device, slots, slot_bytes, positions, replays}: full slots; ``replays`` times one captured
+      graph of ``positions`` messages, position p in slot p % slots
+cpu   {slots, slot_bytes, sizes}: as echo, on the CPU, over a Region in host memory
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from afd_comm import Link, Region, Status, make_flag
+
+TIMEOUT_US = 20_000_000
+
+
+def slots_of(region: Region) -> torch.Tensor:
+    """uint8 [slots, stride], where the region's slots are."""
+    return torch.from_dlpack(region.view(0, region.slots))
+
+
+def send(link: Link, slot: int, flag: int, data: torch.Tensor) -> None:
+    """Enqueue one contiguous uint8 tensor on the current stream."""
+    stream = torch.cuda.current_stream().cuda_stream
+    parts = [(0, data.data_ptr(), data.nbytes)]
+    status = link.enqueue(stream, slot, flag, 0, 0, data.nbytes, 1, 0, 0, 0, parts)
+    assert status == Status.OK, status
+
+
+def wait(region: Region, slots: list[int], flags: list[int]) -> None:
+    region.enqueue_wait(torch.cuda.current_stream().cuda_stream, slots, flags)
+
+
+class Peer:
+    """A running ipc_peer process."""
+
+    def __init__(self, mode: str, **arguments: Any) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__)), mode, json.dumps(arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def read(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the peer process ended; its traceback is above"
+        return json.loads(line)
+
+    def write(self, value: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(value) + "\n")
+        self.process.stdin.flush()
+
+
+@contextmanager
+def peer(mode: str, **arguments: Any) -> Iterator[Peer]:
+    """Start a peer; it is killed and reaped at the end of the block."""
+    running = Peer(mode, **arguments)
+    try:
+        yield running
+    finally:
+        running.process.kill()
+        running.process.communicate()
+
+
+def _open(arguments: dict[str, Any], device: str) -> tuple[Region, Link]:
+    count = arguments["slots"]
+    region = Region(count, arguments["slot_bytes"], name="ffn", device=device)
+    print(json.dumps(region.addresses), flush=True)
+    addresses = json.loads(sys.stdin.readline())
+    link = Link(addresses, slots=(0, count), timeout_us=TIMEOUT_US, device=device)
+    return region, link
+
+
+def echo(arguments: dict[str, Any]) -> None:
+    region, link = _open(arguments, arguments["device"])
+    answers, memory = slots_of(region).clone(), slots_of(region)
+    for i, size in enumerate(arguments["sizes"]):
+        slot, flag = i % region.slots, make_flag(1, i + 1)
+        wait(region, [slot], [flag])
+        torch.add(memory[slot, :size], 1, out=answers[slot, :size])
+        send(link, slot, flag, answers[slot, :size])
+
+
+def graph(arguments: dict[str, Any]) -> None:
+    region, link = _open(arguments, arguments["device"])
+    answers, memory = slots_of(region).clone(), slots_of(region)
+    torch.add(memory, 1, out=answers)  # loads the kernel: with a wait pending it could not be
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        for p in range(arguments["positions"]):
+            slot, flag = p % region.slots, make_flag(1, p + 1)
+            wait(region, [slot], [flag])
+            torch.add(memory[slot], 1, out=answers[slot])
+            send(link, slot, flag, answers[slot])
+    print(json.dumps("captured"), flush=True)
+    for _ in range(arguments["replays"]):
+        captured.replay()
+
+
+def cpu(arguments: dict[str, Any]) -> None:
+    region, link = _open(arguments, "cpu")
+    for i, size in enumerate(arguments["sizes"]):
+        slot, flag = i % region.slots, make_flag(1, i + 1)
+        assert region.wait_all([slot], [flag], TIMEOUT_US) == [Status.OK]
+        assert region.header(slot).rows == size
+        answer = region.buffer(slot)[:size] + np.uint8(1)
+        parts = [(0, answer.ctypes.data, answer.nbytes)]
+        assert link.post(slot, flag, 0, 0, size, 1, 0, 0, 0, parts) == Status.OK
+
+
+if __name__ == "__main__":
+    settings = json.loads(sys.argv[2])
+    if "device" in settings:
+        torch.cuda.set_device(settings["device"])
+    {"echo": echo, "graph": graph, "cpu": cpu}[sys.argv[1]](settings)
+    if "device" in settings:
+        torch.cuda.synchronize()
+    sys.stdin.read()
