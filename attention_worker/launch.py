@@ -8,8 +8,8 @@ from afd.models import read_model
 from afd.roles import RoleSpec
 
 _WORKERS = {
-    "cpu": "attention_worker.worker.AfdCpuWorker",
-    "cuda": "attention_worker.worker.AfdGpuWorker",
+    "cpu": "attention_worker.cpu.AfdCpuWorker",
+    "cuda": "attention_worker.gpu.AfdGpuWorker",
 }
 
 

@@ -5,25 +5,20 @@ Everything hooks in by method override; vLLM keeps scheduling, KV cache, metadat
 """
 
 import copy
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from vllm.config import CUDAGraphMode
-from vllm.forward_context import BatchDescriptor
 from vllm.sequence import IntermediateTensors
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import ModelRunnerOutput, SamplerOutput
-from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
-from vllm.v1.worker.cpu_model_runner import CPUModelRunner
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.outputs import ModelRunnerOutput
 
 from afd.schedule import choose_depth, padded_depth, reads_block_written_in_step
 from attention_worker.session import AttentionSession, reported
 from attention_worker.support import check_supported
 
 if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
     _Base = GPUModelRunner
 else:
     _Base = object
@@ -141,85 +136,3 @@ class DisaggregatedRunner(_Base):
                 if req_id in starting:
                     prefixes.append(blocks[: computed // size])
         return reads_block_written_in_step(prefixes, written)
-
-
-class AfdCpuModelRunner(DisaggregatedRunner, CPUModelRunner):
-    """CPU runner of an attention instance.
-
-    A request with a seed draws random numbers in every step, also while its prompt is still read in
-    chunks. vLLM takes those back by the generator's offset, which CPU generators do not have: it
-    raises, and the engine ends (gpu_model_runner.py: _bookkeeping_sync). Here they are taken back
-    by the generator's state, so that a seed gives the same answer however the prompt is cut.
-    """
-
-    def _sample(
-        self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None
-    ) -> SamplerOutput:
-        generators = self.input_batch.generators
-        kept = [(g, g.get_state()) for i, g in generators.items() if self._still_prefilling(i)]
-        output = super()._sample(logits, spec_decode_metadata)
-        for generator, state in kept:
-            generator.set_state(state)
-        return output
-
-    def _bookkeeping_sync(
-        self,
-        scheduler_output: SchedulerOutput,
-        sampler_output: SamplerOutput,
-        logits: torch.Tensor | None,
-        hidden_states: torch.Tensor,
-        num_scheduled_tokens: int,
-    ) -> tuple:
-        generators = self.input_batch.generators
-        self.input_batch.generators = {
-            i: g for i, g in generators.items() if not self._still_prefilling(i)
-        }
-        try:
-            return super()._bookkeeping_sync(
-                scheduler_output, sampler_output, logits, hidden_states, num_scheduled_tokens
-            )
-        finally:
-            self.input_batch.generators = generators
-
-    def _still_prefilling(self, request: int) -> bool:
-        """Whether vLLM throws this step's token of the request (its index in the batch) away."""
-        return bool(self.discard_request_mask.np[request])
-
-
-class AfdGpuModelRunner(DisaggregatedRunner, GPUModelRunner):
-    """CUDA or ROCm runner of an attention instance."""
-
-    def load_model(self, load_dummy_weights: bool = False) -> None:
-        super().load_model(load_dummy_weights)
-        # Dummy runs, and so captures, read the number of micro-batches from here.
-        self.vllm_config = copy.copy(self.vllm_config)
-        self.vllm_config.parallel_config = self.parallel_config
-        if self.compilation_config.cudagraph_mode.has_full_cudagraphs():
-            self.model = self._session.graphs(self.get_model(), self.vllm_config)
-
-    def _warmup_and_capture(
-        self,
-        desc: BatchDescriptor,
-        cudagraph_runtime_mode: CUDAGraphMode,
-        profile_seq_lens: int | None = None,
-        allow_microbatching: bool = False,
-        num_warmups: int | None = None,
-        profiler: AbstractContextManager[object] | None = None,
-    ) -> None:
-        """Every shape at each depth that its steps may run at."""
-        try:
-            for depth in range(1, self._session.max_depth + 1):
-                if depth > 1 and desc.num_tokens // depth < self._session.min_rows:
-                    break
-                self._capture_depth = depth
-                super()._warmup_and_capture(
-                    desc,
-                    cudagraph_runtime_mode,
-                    profile_seq_lens,
-                    allow_microbatching,
-                    num_warmups,
-                    profiler,
-                )
-        finally:
-            self._capture_depth = None
-            self.parallel_config.ubatch_size = self._session.max_depth
