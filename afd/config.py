@@ -225,6 +225,14 @@ class Deployment(_Section):
             )
         return self
 
+    @property
+    def replays(self) -> bool:
+        """Whether decode steps are replayed as graphs. Not with several instances on both sides:
+        two FFN instances could start a step with different members, and only a step that the host
+        drives finds out of that (ffn.late_ms)."""
+        several = self.attention.instances > 1 and self.ffn.instances > 1
+        return self.pipeline.graphs and self.attention.device != "cpu" and not several
+
     def plain(self) -> dict[str, Any]:
         """JSON-ready data from which ``from_plain`` makes an equal deployment."""
         return self.model_dump(mode="json")

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
@@ -22,6 +23,21 @@ class AfdGpuModelRunner(DisaggregatedRunner, GPUModelRunner):
         self.vllm_config.parallel_config = self.parallel_config
         if self.compilation_config.cudagraph_mode.has_full_cudagraphs():
             self.model = self._session.graphs(self.get_model(), self.vllm_config)
+
+    def initialize_metadata_builders(
+        self, kv_cache_config: KVCacheConfig, kernel_block_sizes: list[int]
+    ) -> None:
+        """vLLM's builders, one per micro-batch, without a shortcut that mixes micro-batches up.
+
+        Where KV-cache groups share a spec, vLLM 0.26 builds metadata once and exchanges the block
+        table (gpu_model_runner.py: cached_attn_metadata). Its key does not name the micro-batch, so
+        the second one would get the query lengths of the first.
+        """
+        super().initialize_metadata_builders(kv_cache_config, kernel_block_sizes)
+        for group in self.attn_groups:
+            for attention in group:
+                for builder in attention.metadata_builders:
+                    builder.supports_update_block_table = False
 
     def _warmup_and_capture(
         self,

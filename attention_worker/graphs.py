@@ -16,6 +16,7 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import BatchDescriptor, ForwardContext, get_forward_context
 
 from afd.errors import DeadlineExceeded
+from afd.metrics import RoleMetrics
 from afd.wire.streams_torch import Streams
 from afd_comm import Region
 from attention_worker.remote import Ffn, RemoteExperts
@@ -44,6 +45,7 @@ class StepGraphs(CUDAGraphWrapper):
         stream: StreamExperts,
         region: Region,
         streams: Streams,
+        metrics: RoleMetrics,
         deadline_s: float,
     ) -> None:
         super().__init__(model, vllm_config, runtime_mode=CUDAGraphMode.FULL)
@@ -52,6 +54,9 @@ class StepGraphs(CUDAGraphWrapper):
         self._region = region
         self._streams = streams
         self._deadline_s = deadline_s
+        self._metrics = metrics
+        self._began = torch.cuda.Event(enable_timing=True)
+        self._ended = torch.cuda.Event(enable_timing=True)
         self._peers: tuple[Ffn, ...] = ()
         self._entries: dict[int, dict[BatchDescriptor, CUDAGraphEntry]] = {}
         self._steps: dict[tuple[int, BatchDescriptor], _Step] = {}
@@ -83,9 +88,13 @@ class StepGraphs(CUDAGraphWrapper):
                 step = self._capture(context, args, kwargs)
                 self._steps[depth, descriptor] = step
             self._host.announce(descriptor.num_tokens)
+            self._began.record()
             output = super().__call__(*args, **kwargs)
+            self._ended.record()
             if self._through(step.waits):
                 self._host.end_step()
+                self._metrics.graph_steps[depth] += 1
+                self._metrics.graph_seconds[depth] += self._began.elapsed_time(self._ended) / 1e3
                 return output
 
     def _drop_graphs_of_ended_sessions(self) -> None:

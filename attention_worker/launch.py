@@ -53,7 +53,7 @@ def attention_command(
     if attention.device != "cpu":
         argv.append("--disable-cascade-attn")  # one attention call per micro-batch
         extra |= role.gpu_environment(environment)
-    if attention.device != "cpu" and deployment.pipeline.graphs:
+    if deployment.replays:
         # Our layer loop replaces the model's own, so there is nothing for torch.compile; decode
         # steps are captured whole, transport included (attention_worker/graphs.py).
         argv.append('--compilation-config={"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY"}')

@@ -119,6 +119,7 @@ class AttentionSession:
             StreamExperts(self._resolved, self._role.index, self._region, streams),
             self._region,
             streams,
+            self._metrics,
             self._resolved.deployment.deadlines.ffn_s,
         )
 

@@ -5,14 +5,21 @@ eager and with graphs, with either wire, at each depth, and compares greedy toke
 distributions. vLLM's kernels choose their tiles by the number of rows, so in bfloat16 a step cut
 into micro-batches rounds differently: the yardstick is colocated vLLM against itself with other
 arrivals. All servers run at once; nothing is timed.
+
+``decode`` keeps a fixed number of requests decoding on one deployment and prints, per depth, the
+time of a step on the device and from step to step.
 """
 
 import argparse
+import asyncio
+import random
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from afd.bench.agreement import Agreement, compare, score
 from afd.bench.cases import MAX_LOGPROBS, SETTINGS, tiny_model
@@ -20,7 +27,16 @@ from afd.bench.measure import Scores, check_depth, forced, read_counters
 from afd.bench.measure import Workload as RequestSets
 from afd.bench.records import Record, machine, today, write_records
 from afd.bench.servers import Server, colocated, disaggregated
-from afd.bench.workload import Answer, followers, matching, mixed, run
+from afd.bench.workload import (
+    FIRST_TOKEN,
+    Answer,
+    followers,
+    matching,
+    mixed,
+    open_session,
+    post_completion,
+    run,
+)
 from afd.errors import AfdError
 
 START_S = 400.0
@@ -56,6 +72,8 @@ def main(argv: Sequence[str]) -> int:
     """Exit status: 0, or 1 if a deployment failed."""
     args = _arguments(argv)
     model = args.model or tiny_model(args.models, "qwen3_moe")
+    if args.what == "decode":
+        return decode(model, args)
     variants = [Variant(wire, graphs) for wire in args.wire for graphs in args.graphs]
     found, failed = identity(model, variants, args.depths, args.vllm_args, args.seed)
     for one in found:
@@ -75,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="afd bench gpu", description=__doc__)
-    parser.add_argument("what", choices=("identity",))
+    parser.add_argument("what", choices=("identity", "decode"))
     parser.add_argument("--model", type=Path, help="checkpoint; default: the tiny Qwen3-MoE")
     parser.add_argument(
         "--models", type=Path, default=Path("models"), help="tiny models, made if missing"
@@ -88,6 +106,9 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--vllm-args", nargs="*", default=[], help="for every vLLM, ours and theirs"
     )
+    parser.add_argument("--batch", type=int, default=192, help="decode: requests at a time")
+    parser.add_argument("--prompt", type=int, default=64, help="decode: tokens of a prompt")
+    parser.add_argument("--tokens", type=int, default=400, help="decode: tokens of an answer")
     parser.add_argument("--seed", type=int, default=1, help="of the prompts and arrivals")
     parser.add_argument("--out", type=Path, help="result records, as JSON")
     return parser.parse_args(argv)
@@ -169,6 +190,99 @@ def _variant(
             name = f"{variant.name} depth {depth}"
             found.append(Compared(name, matching(ours, answers), compare(scores, theirs)))
         return found
+
+
+def decode(model: Path, args: argparse.Namespace) -> int:
+    """Step times at each depth, one wire after the other. Prints a table."""
+    for wire in args.wire:
+        config = deployment(model, Variant(wire, graphs=True), max(args.depths), args.vllm_args)
+        attention = dict(config["attention"])
+        attention |= {
+            "max_model_len": args.prompt + args.tokens + 16,
+            "max_num_seqs": args.batch,
+            "max_num_batched_tokens": max(1024, args.batch),
+            "kv_cache_gib": 8.0,
+        }
+        config["attention"] = attention
+        with disaggregated(config, deadline_s=START_S) as server:
+            for depth in args.depths:
+                server.set_depth(depth)
+                time.sleep(_SETTLE_S)
+                timing = steady_decode(server, args.batch, args.prompt, args.tokens, depth)
+                print(
+                    f"1A1F {wire} depth {depth}: batch {args.batch}, step on the device"
+                    f" {timing.device_s * 1e3:.3f} ms, from step to step {timing.step_s * 1e3:.3f}"
+                    f" ms, {timing.steps} steps",
+                    flush=True,
+                )
+    return 0
+
+
+@dataclass(frozen=True)
+class StepTiming:
+    """Means over ``steps`` steps: on the device, and from one step to the next."""
+
+    device_s: float
+    step_s: float
+    steps: int
+
+
+def steady_decode(server: Server, batch: int, prompt: int, tokens: int, depth: int) -> StepTiming:
+    """``batch`` requests decode together; measured in the middle, when all of them run.
+
+    Raises:
+        AfdError: a request failed, or no step was replayed at this depth.
+    """
+    draw = random.Random(depth)
+    bodies = [
+        {
+            "model": server.model,
+            "prompt": [draw.randrange(FIRST_TOKEN, MAX_LOGPROBS) for _ in range(prompt)],
+            "max_tokens": tokens,
+            "ignore_eos": True,
+        }
+        for _ in range(batch)
+    ]
+
+    async def run_all() -> None:
+        async with open_session() as session:
+            await asyncio.gather(*(post_completion(session, server.url, b) for b in bodies))
+
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(asyncio.run, run_all())
+        while sample_sum(server.metrics(), "vllm:num_requests_running") < batch:
+            if job.done():
+                job.result()
+                raise AfdError(f"{batch} requests never ran together; raise --tokens")
+            time.sleep(0.02)
+        time.sleep(0.2)
+        first, then = _read(server, depth)
+        while not job.done() and _read(server, depth)[0][0] - first[0] < tokens // 2:
+            time.sleep(0.05)
+        last, now = _read(server, depth)
+        job.result()
+    steps = int(last[0] - first[0])
+    if steps == 0:
+        raise AfdError(f"no step was replayed at depth {depth}; see the log of attention-0")
+    return StepTiming((last[1] - first[1]) / steps, (now - then) / steps, steps)
+
+
+def _read(server: Server, depth: int) -> tuple[tuple[float, float], float]:
+    """((replayed steps, their seconds), the moment)."""
+    text = server.metrics()
+    moment = time.monotonic()
+    steps = sample_sum(text, "afd_graph_steps_total", depth)
+    return (steps, sample_sum(text, "afd_graph_step_seconds_total", depth)), moment
+
+
+def sample_sum(exposition: str, name: str, depth: int | None = None) -> float:
+    """Sum of a metric's samples, of one depth if it is given."""
+    total = 0.0
+    for family in text_string_to_metric_families(exposition):
+        for sample in family.samples:
+            if sample.name == name and sample.labels.get("depth") in (None, str(depth)):
+                total += sample.value
+    return total
 
 
 def deployment(
