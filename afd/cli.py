@@ -75,6 +75,11 @@ def _parser() -> argparse.ArgumentParser:
     depth.add_argument("depth", type=int, metavar="N")
     actions.add_parser("drain", help="finish running requests").set_defaults(action="drain")
 
+    trace = _add(commands, "trace", _trace, "write the last messages of a running deployment")
+    trace.add_argument("--control", metavar="ADDR", required=True, help="tcp://HOST:PORT")
+    trace.add_argument("--keys", type=Path, metavar="FILE", help="key file, if it has one")
+    trace.add_argument("-o", "--out", type=Path, metavar="FILE", default=Path("afd-trace.json"))
+
     demo = _add(commands, "demo", _demo, "serve the small model of this repository")
     demo.add_argument("--port", type=int, metavar="PORT", help="gateway port (default 8000)")
     demo.add_argument("--log-dir", type=Path, metavar="DIR", help="one log file per role in DIR")
@@ -170,6 +175,12 @@ def _ctl(args: argparse.Namespace) -> int:
     from afd.launch.ctl import run_ctl
 
     return run_ctl(args.action, args.control, args.keys, args.depth if "depth" in args else None)
+
+
+def _trace(args: argparse.Namespace) -> int:
+    from afd.trace import run_trace
+
+    return run_trace(args.control, args.keys, args.out)
 
 
 def _demo(args: argparse.Namespace) -> int:

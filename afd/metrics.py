@@ -14,13 +14,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
-from afd.errors import ConfigError
 from afd.wire_metrics import WireTrace, inbound_counts, wire_families
 
 if TYPE_CHECKING:
-    from threading import Thread
-    from wsgiref.simple_server import WSGIServer
-
     from prometheus_client.core import Metric
 
 Role = Literal["attention", "ffn"]
@@ -307,43 +303,3 @@ def _cumulative(snap: HistogramSnapshot) -> list[tuple[str, float]]:
         buckets.append((repr(bound), seen))
     buckets.append(("+Inf", seen + snap.counts[-1]))
     return buckets
-
-
-@dataclass(frozen=True)
-class MetricsServer:
-    """A running scrape endpoint. url ends in /metrics and names the port really bound."""
-
-    url: str
-    _server: WSGIServer
-    _thread: Thread
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(timeout=5.0)
-
-
-def serve_metrics(
-    metrics: RoleMetrics, host: str = "127.0.0.1", port: int = 0, *, advertise: str | None = None
-) -> MetricsServer:
-    """Serve the metrics over HTTP from a daemon thread.
-
-    host: address to listen on. port: 0 = any free one. advertise: the host that goes into the url,
-    needed where host is a wildcard such as 0.0.0.0. Raises ConfigError if the port is taken.
-    """
-    from prometheus_client import CollectorRegistry, start_http_server
-
-    # A registry of our own: vLLM's engine process may share the default one with other metrics,
-    # or run prometheus_client in its multi-process mode, which ignores custom collectors.
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(RoleCollector(metrics))
-    try:
-        server, thread = start_http_server(port, addr=host, registry=registry)
-    except OSError as error:
-        raise ConfigError(
-            f"metrics: cannot listen on port {port} of {host} ({error.strerror or error});"
-            " use port 0 for any free one"
-        ) from None
-    shown = advertise or host
-    shown = f"[{shown}]" if ":" in shown else shown
-    return MetricsServer(f"http://{shown}:{server.server_port}/metrics", server, thread)

@@ -25,8 +25,7 @@ def region_options(deployment: Deployment, device: str) -> RegionOptions:
     """
     if device != "cpu":
         return {"device": f"{device}:0", "tcp_host": None}
-    transport = deployment.transport
-    return {"device": "cpu", "tcp_host": None if transport.backend == "shm" else transport.host}
+    return {"device": "cpu", "tcp_host": deployment.transport.tcp_host}
 
 
 @dataclass(frozen=True)

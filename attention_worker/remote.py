@@ -21,7 +21,7 @@ from afd.topology import session
 from afd.wire.codecs_torch import DTYPE_OF_TAG
 from afd.wire.layout import TAG_OF_DTYPE, Kind
 from afd.wire.streams_torch import settle, slot_bytes
-from afd_comm import Group, Header, Link, PeerTrace, Region, Status, make_flag
+from afd_comm import Group, Header, Link, PeerTrace, Region, Status, VerbsOptions, make_flag
 from attention_worker.outgoing import Outgoing, encode
 
 logger = logging.getLogger("afd.attention")
@@ -294,14 +294,19 @@ class RemoteExperts:
         logger.warning("%s is back (session %d); resumed", fresh.id, fresh.session)
 
     def _link(self, member: Member) -> Ffn:
+        transport = self._resolved.deployment.transport
+        verbs = transport.verbs_keywords("attention")
         link = Link(
             list(member.addresses),
-            backend=self._resolved.deployment.transport.backend,
+            backend=transport.backend,
             slots=self._resolved.slots.ffn_claim(self._index),
             timeout_us=_POST_TIMEOUT_US,
             device=self._region.device,
-            trace=self._resolved.deployment.transport.trace,
+            trace=transport.trace,
+            verbs=VerbsOptions(**verbs) if verbs else None,
         )
+        if link.notes:
+            logger.warning("link to %s: %s", member.id, link.notes)
         return Ffn(member.id, self._session_with(member), link)
 
     def _start_session(self, j: int) -> None:

@@ -12,12 +12,13 @@ from vllm.config import VllmConfig
 from afd.control.client import ControlClient
 from afd.control.connect import client_for
 from afd.errors import AfdError
-from afd.metrics import MetricsServer, RoleMetrics, Weights, serve_metrics
+from afd.metrics import RoleMetrics, Weights
+from afd.metrics_server import MetricsServer, serve_metrics
 from afd.resolve import Resolved, region_options, resolve
 from afd.roles import RoleSpec, load_role
 from afd.topology import PINNED_SPIN_US
 from afd.wire.streams_torch import make_streams, torch_device
-from afd_comm import Region
+from afd_comm import Region, VerbsOptions
 from attention_worker.graphs import StepGraphs
 from attention_worker.remote import RemoteExperts
 from attention_worker.stream import StreamExperts
@@ -76,11 +77,13 @@ class AttentionSession:
             if deployment.metrics.enabled
             else None
         )
+        verbs = deployment.transport.verbs_keywords("attention")
         region = Region(
             resolved.slots.attention_region_slots,
             resolved.f2a.nbytes,
             name=role.id,
             **region_options(deployment, deployment.attention.device),
+            verbs=VerbsOptions(**verbs) if verbs else None,
         )
         if role.cpus:
             region.set_spin_us(PINNED_SPIN_US)

@@ -9,12 +9,13 @@ from types import FrameType
 import torch
 
 from afd.control.connect import client_for
-from afd.metrics import RoleMetrics, Weights, serve_metrics
+from afd.metrics import RoleMetrics, Weights
+from afd.metrics_server import serve_metrics
 from afd.resolve import Resolved, region_options, resolve
 from afd.roles import RoleSpec
 from afd.topology import PINNED_SPIN_US
 from afd.wire.streams_torch import torch_device
-from afd_comm import Region
+from afd_comm import Region, VerbsOptions
 from ffn_worker.loop import FfnLoop
 from ffn_worker.model import FfnModel, load_ffn_model
 
@@ -44,11 +45,13 @@ def run_ffn(role: RoleSpec) -> None:
     if device.type != "cpu":
         torch.cuda.set_device(device)
         torch.cuda.set_stream(torch.cuda.Stream(device))  # the default one cannot be captured
+    verbs = deployment.transport.verbs_keywords("ffn")
     region = Region(
         resolved.slots.ffn_region_slots,
         resolved.a2f.nbytes,
         name=role.id,
         **region_options(deployment, deployment.ffn.device),
+        verbs=VerbsOptions(**verbs) if verbs else None,
     )
     if role.cpus:
         region.set_spin_us(PINNED_SPIN_US)

@@ -9,7 +9,7 @@ from afd.control.messages import Member, Members
 from afd.resolve import Resolved
 from afd.schedule import Position
 from afd.topology import session
-from afd_comm import CommError, Link, make_flag
+from afd_comm import CommError, Link, VerbsOptions, make_flag
 
 logger = logging.getLogger("afd.ffn")
 
@@ -101,14 +101,17 @@ class PeerTable:
         return {peer.session for peer in self._peers.values()}
 
     def _join(self, member: Member, number: int) -> None:
+        transport = self._resolved.deployment.transport
+        verbs = transport.verbs_keywords("ffn")
         try:
             link = Link(
                 list(member.addresses),
-                backend=self._resolved.deployment.transport.backend,
+                backend=transport.backend,
                 slots=self._resolved.slots.attention_claim(self._index),
                 timeout_us=5_000_000,
                 device=self._device,
-                trace=self._resolved.deployment.transport.trace,
+                trace=transport.trace,
+                verbs=VerbsOptions(**verbs) if verbs else None,
             )
         except CommError as error:
             # The instance may have died since; the next membership change settles it.
@@ -119,3 +122,5 @@ class PeerTable:
         peer = Peer(member.id, member.index, number, link, [0] * slots)
         self._peers[member.id] = peer
         logger.info("%s joined (session %d, %s)", peer.id, number, link.backend)
+        if link.notes:
+            logger.warning("link to %s: %s", peer.id, link.notes)

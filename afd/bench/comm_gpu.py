@@ -8,6 +8,7 @@ way costs a large GEMM that runs beside it, and how many kernels its transfers l
 
 import argparse
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -36,15 +37,24 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="afd bench comm --device cuda", description=__doc__)
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="of the first case")
     parser.add_argument("--ways", default="ipc,copies,nccl", metavar="NAME,...")
+    parser.add_argument(
+        "--connections",
+        type=int,
+        help="CUDA_DEVICE_MAX_CONNECTIONS of both processes (CUDA's default: 8)",
+    )
     parser.add_argument("--out", type=Path, default=Path("docs/results/comm_gpu.json"))
     args = parser.parse_args(argv)
     if len(gpu_names()) < 2:
         raise AfdError("the GPU bench needs two NVIDIA GPUs on one host; use --device cpu")
     if args.rounds < 100:
         raise AfdError(f"--rounds {args.rounds} is too few for a 99th percentile; use 100 or more")
-    cells, besides = run(args.rounds, args.ways.split(","))
+    cells, besides = run(args.rounds, args.ways.split(","), args.connections)
     command = f"afd bench comm --device cuda --rounds {args.rounds}"
-    records = [*time_records(cells, command), *beside_records(besides, command)]
+    where = ""
+    if args.connections is not None:
+        command += f" --connections {args.connections}"
+        where = f", CUDA_DEVICE_MAX_CONNECTIONS={args.connections}"
+    records = [*time_records(cells, where, command), *beside_records(besides, where, command)]
     write_records(args.out, records)
     text = table(cells, besides, command)
     args.out.with_suffix(".md").write_text(text, encoding="utf-8")
@@ -52,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def run(rounds: int, ways: Sequence[str]) -> tuple[Cells, Besides]:
+def run(rounds: int, ways: Sequence[str], connections: int | None) -> tuple[Cells, Besides]:
     """Measure in two processes. Raises AfdError when they fail or do not end in time."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -65,11 +75,14 @@ def run(rounds: int, ways: Sequence[str]) -> tuple[Cells, Besides]:
         "beside": PAPER,
         "port": port,
     }
+    environment = dict(os.environ)
+    if connections is not None:
+        environment["CUDA_DEVICE_MAX_CONNECTIONS"] = str(connections)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "cells.json"
         worker = [sys.executable, "-m", "afd.bench.comm_gpu_torch", json.dumps(settings), str(out)]
         try:
-            done = subprocess.run(worker, timeout=TIMEOUT_S, check=False)
+            done = subprocess.run(worker, env=environment, timeout=TIMEOUT_S, check=False)
         except subprocess.TimeoutExpired:
             raise AfdError(f"the GPU bench took over {TIMEOUT_S} s; lower --rounds") from None
         if done.returncode != 0:
@@ -78,8 +91,10 @@ def run(rounds: int, ways: Sequence[str]) -> tuple[Cells, Besides]:
     return {(c["way"], c["mode"], c["up"], c["down"]): c for c in cells}, besides
 
 
-def time_records(cells: Cells, command: str) -> list[Record]:
-    """p50, mean, p99, max and GBps of ours against each peer; ratio = peer's time over ours."""
+def time_records(cells: Cells, where: str, command: str) -> list[Record]:
+    """p50, mean, p99, max and GBps of ours against each peer; ratio = peer's time over ours.
+
+    where: what is special about the run, for the case's name."""
     records = []
     for (way, mode, up, down), ours in cells.items():
         if way != "ipc":
@@ -88,7 +103,7 @@ def time_records(cells: Cells, command: str) -> list[Record]:
             theirs = cells.get((peer, mode, up, down))
             if theirs is None:
                 continue
-            case = f"ipc {up}/{down}, {mode}, against {words}"
+            case = f"ipc {up}/{down}, {mode}{where}, against {words}"
             for metric in ("p50", "mean", "p99", "max"):
                 value, peer_value = ours[metric], theirs[metric]
                 records.append(_record(case, metric, "us", value, words, peer_value, command))
@@ -99,14 +114,14 @@ def time_records(cells: Cells, command: str) -> list[Record]:
     return records
 
 
-def beside_records(besides: Besides, command: str) -> list[Record]:
+def beside_records(besides: Besides, where: str, command: str) -> list[Record]:
     """gemm_slowdown, round_slowdown: time of one beside the other over its time alone.
     kernels_per_50_rounds: those that the transfers launch."""
     by_way = {b["way"]: b for b in besides}
     if not {"ipc", "nccl"} <= set(by_way):
         return []
     words = PEERS["nccl"]
-    case = f"ipc {PAPER[0]}/{PAPER[1]}, graph, beside a GEMM, against {words}"
+    case = f"ipc {PAPER[0]}/{PAPER[1]}, graph{where}, beside a GEMM, against {words}"
     records = []
     for metric, over, under, unit in (
         ("gemm_slowdown", "gemm_beside_ms", "gemm_alone_ms", "x"),

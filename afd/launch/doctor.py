@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes.util
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import psutil
+
+from afd.launch import rdma
 
 PROBE_S = 120
 
@@ -29,8 +31,7 @@ class Finding:
 def doctor() -> int:
     """Print every finding; returns 1 if one is bad."""
     findings = []
-    for check in CHECKS:
-        finding = check()
+    for finding in itertools.chain((check() for check in CHECKS), _rdma()):
         print(f"{finding.level:4}  {finding.what:16} {finding.text}", flush=True)
         findings.append(finding)
     return 1 if any(finding.level == "bad" for finding in findings) else 0
@@ -120,11 +121,8 @@ def _plugin() -> Finding:
     return Finding("bad", "vllm plugin", text)
 
 
-def _ibverbs() -> Finding:
-    library = ctypes.util.find_library("ibverbs")
-    if not library:
-        return Finding("note", "libibverbs", "absent; RDMA needs it, shm and tcp do not")
-    return Finding("ok", "libibverbs", library)
+def _rdma() -> Iterator[Finding]:
+    return (Finding(*facts) for facts in rdma.look())
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (
@@ -136,5 +134,4 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     _torch,
     _vllm,
     _plugin,
-    _ibverbs,
 )

@@ -48,16 +48,14 @@ class Cpu final : public Accelerator {
     void* const memory = ::operator new(bytes, std::align_val_t(kAlign));
     return std::memset(memory, 0, bytes);
   }
-  void free(void* memory) noexcept override {
-    ::operator delete(memory, std::align_val_t(kAlign));
-  }
+  void free(void* memory) noexcept override { ::operator delete(memory, std::align_val_t(kAlign)); }
   void* pin(void* host, std::size_t) override { return host; }
   void unpin(void*) noexcept override {}
   MemoryHandle share(void*) override { not_here(); }
   void* import(const MemoryHandle&) override { not_here(); }
   void drop(void*) noexcept override {}
   void reach(int) override {}
-  Fd dmabuf(void*, std::size_t) override { not_here(); }
+  DmaBuf dmabuf(void*, std::size_t) override { not_here(); }
 
   Stream make_stream() override { return nullptr; }
   void destroy_stream(Stream) noexcept override {}
@@ -91,8 +89,9 @@ class Cpu final : public Accelerator {
     const uint64_t end = now_ns() + kWaitNs;
     while (!satisfied(op)) {
       if (now_ns() >= end)
-        throw CommError("no message came for 10 s to a wait enqueued on the cpu; use wait_all, "
-                        "which has a deadline");
+        throw CommError(
+            "no message came for 10 s to a wait enqueued on the cpu; use wait_all, "
+            "which has a deadline");
       const timespec pause{0, 20000};
       nanosleep(&pause, nullptr);
     }

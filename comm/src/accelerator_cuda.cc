@@ -1,5 +1,5 @@
-// CUDA by its driver API. Declared here as NVIDIA's cuda.h (CUDA 12) has it, so that the build needs
-// no toolkit; tests/gpu compiles a check of these declarations against the real header.
+// CUDA by its driver API. Declared here as NVIDIA's cuda.h (CUDA 12) has it, so that the build
+// needs no toolkit; tests/gpu compiles a check of these declarations against the real header.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -14,6 +14,7 @@ namespace {
 constexpr int kDlCuda = 2;
 // Memory of cuMemAlloc is cut from blocks of this size, and sharing shares whole blocks.
 constexpr std::size_t kBlock = std::size_t{2} << 20;
+constexpr CUdeviceptr kPage = 4096;
 constexpr std::size_t kMaxBatch = 256;  // operations of one cuStreamBatchMemOp
 constexpr const char* kRemedy = "install NVIDIA's driver, version 525 (CUDA 12.0) or newer";
 
@@ -155,10 +156,11 @@ class Cuda final : public Accelerator {
     abi::IpcHandle raw{};
     std::memcpy(&raw, handle.data(), sizeof raw);
     CUdeviceptr memory = 0;
-    check(api().cuIpcOpenMemHandle_v2(&memory, raw, abi::kIpcLazyPeerAccess),
-          "map the peer's device memory",
-          "both processes must see both GPUs (CUDA_VISIBLE_DEVICES, docker --gpus, --ipc=host), and "
-          "the GPUs must reach each other (nvidia-smi topo -p2p r)");
+    check(
+        api().cuIpcOpenMemHandle_v2(&memory, raw, abi::kIpcLazyPeerAccess),
+        "map the peer's device memory",
+        "both processes must see both GPUs (CUDA_VISIBLE_DEVICES, docker --gpus, --ipc=host), and "
+        "the GPUs must reach each other (nvidia-smi topo -p2p r)");
     return pointer(memory);
   }
 
@@ -179,15 +181,17 @@ class Cuda final : public Accelerator {
       check(result, "reach the peer GPU", "see nvidia-smi topo -p2p r");
   }
 
-  Fd dmabuf(void* memory, std::size_t bytes) override {
+  DmaBuf dmabuf(void* memory, std::size_t bytes) override {
     const Scope scope(context_);
+    // The driver exports whole pages of the host.
+    const CUdeviceptr first = address(memory) / kPage * kPage;
+    const CUdeviceptr end = (address(memory) + bytes + kPage - 1) / kPage * kPage;
     int fd = -1;
-    check(api().cuMemGetHandleForAddressRange(&fd, address(memory), (bytes + kBlock - 1) / kBlock * kBlock,
-                                              abi::kDmaBufFd, 0),
+    check(api().cuMemGetHandleForAddressRange(&fd, first, end - first, abi::kDmaBufFd, 0),
           "export device memory as a dma-buf",
           "use the open kernel modules of NVIDIA's driver and Linux 5.12 or newer, or load "
           "nvidia-peermem");
-    return Fd(fd);
+    return {Fd(fd), address(memory) - first};
   }
 
   Stream make_stream() override {
@@ -214,8 +218,8 @@ class Cuda final : public Accelerator {
     while (count != 0) {
       const std::size_t now = std::min(count, kMaxBatch);
       for (std::size_t i = 0; i < now; ++i) batch[i] = mem_op(ops[i]);
-      check(api().cuStreamBatchMemOp_v2(static_cast<CUstream>(stream),
-                                        static_cast<unsigned>(now), batch, 0),
+      check(api().cuStreamBatchMemOp_v2(static_cast<CUstream>(stream), static_cast<unsigned>(now),
+                                        batch, 0),
             "enqueue a stream operation", "check that the stream belongs to this device");
       ops += now;
       count -= now;

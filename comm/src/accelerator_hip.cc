@@ -147,10 +147,11 @@ class Hip final : public Accelerator {
     abi::IpcHandle raw{};
     std::memcpy(&raw, from.data(), sizeof raw);
     void* memory = nullptr;
-    check(api().hipIpcOpenMemHandle(&memory, raw, abi::kIpcLazyPeerAccess),
-          "map the peer's device memory",
-          "both processes must see both GPUs (HIP_VISIBLE_DEVICES, docker --ipc=host), and the GPUs "
-          "must reach each other (rocm-smi --showtopoaccess)");
+    check(
+        api().hipIpcOpenMemHandle(&memory, raw, abi::kIpcLazyPeerAccess),
+        "map the peer's device memory",
+        "both processes must see both GPUs (HIP_VISIBLE_DEVICES, docker --ipc=host), and the GPUs "
+        "must reach each other (rocm-smi --showtopoaccess)");
     return memory;
   }
 
@@ -166,17 +167,17 @@ class Hip final : public Accelerator {
       check(result, "reach the peer GPU", "see rocm-smi --showtopoaccess");
   }
 
-  Fd dmabuf(void* memory, std::size_t bytes) override {
+  DmaBuf dmabuf(void* memory, std::size_t bytes) override {
     static const DriverLibrary hsa("libhsa-runtime64.so.1", kRemedy);
     decltype(&abi::hsa_amd_portable_export_dmabuf) portable_export = nullptr;
     hsa.find(portable_export, "hsa_amd_portable_export_dmabuf");
     int fd = -1;
     uint64_t offset = 0;
-    const std::size_t whole = (bytes + kBlock - 1) / kBlock * kBlock;
-    if (portable_export(memory, whole, &fd, &offset) != 0 || offset != 0)
-      throw CommError("ROCm cannot export device memory as a dma-buf; use Linux 5.12 or newer with "
-                      "CONFIG_DMABUF_MOVE_NOTIFY and CONFIG_PCI_P2PDMA, or load ib_peer_mem");
-    return Fd(fd);
+    if (portable_export(memory, bytes, &fd, &offset) != 0)
+      throw CommError(
+          "ROCm cannot export device memory as a dma-buf; use Linux 5.12 or newer with "
+          "CONFIG_DMABUF_MOVE_NOTIFY and CONFIG_PCI_P2PDMA, or load ib_peer_mem");
+    return {Fd(fd), offset};
   }
 
   Stream make_stream() override {

@@ -98,9 +98,7 @@ bool same_token(const uint8_t* a, const uint8_t* b) {
 
 std::string token_text(const Token& value) { return hex(value); }
 
-std::string format(const ShmAddress& a) {
-  return "shm:" + rest(a);
-}
+std::string format(const ShmAddress& a) { return "shm:" + rest(a); }
 
 std::string format(const IpcAddress& a) {
   return "ipc:" + device_text(a.device) + ":" + std::to_string(a.pointer) + ":" + hex(a.handle) +
@@ -109,7 +107,7 @@ std::string format(const IpcAddress& a) {
 
 std::string format(const TcpAddress& a) {
   const bool v6 = a.host.find(':') != std::string::npos;
-  return "tcp:" + (v6 ? "[" + a.host + "]" : a.host) + ":" + std::to_string(a.port) + ":" +
+  return a.scheme + ":" + (v6 ? "[" + a.host + "]" : a.host) + ":" + std::to_string(a.port) + ":" +
          token_text(a.token);
 }
 
@@ -132,10 +130,11 @@ IpcAddress parse_ipc(const std::string& text) {
   return out;
 }
 
-TcpAddress parse_tcp(const std::string& text) {
+TcpAddress parse_tcp(const std::string& text, const std::string& scheme) {
   const auto fields = split(text);
-  if (fields.size() != 4 || fields[0] != "tcp") malformed(text);
+  if (fields.size() != 4 || fields[0] != scheme) malformed(text);
   TcpAddress out;
+  out.scheme = scheme;
   out.host = fields[1];
   if (out.host.size() > 2 && out.host.front() == '[' && out.host.back() == ']')
     out.host = out.host.substr(1, out.host.size() - 2);

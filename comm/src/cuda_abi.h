@@ -26,10 +26,10 @@ constexpr int kWideMemOps = 122;
 constexpr unsigned kRegisterPortable = 1;
 constexpr unsigned kRegisterMapped = 2;
 constexpr unsigned kIpcLazyPeerAccess = 1;
-constexpr int kDmaBufFd = 1;             // CUmemRangeHandleType
+constexpr int kDmaBufFd = 1;  // CUmemRangeHandleType
 constexpr unsigned kStreamNonBlocking = 1;
 constexpr unsigned kEventNoTiming = 2;
-constexpr int kCaptureRelaxed = 2;       // CUstreamCaptureMode
+constexpr int kCaptureRelaxed = 2;  // CUstreamCaptureMode
 // CUstreamBatchMemOpType
 constexpr int kWaitValue32 = 1;
 constexpr int kWriteValue32 = 2;

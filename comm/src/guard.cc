@@ -27,7 +27,8 @@ Guard::Guard(Region& region, Stream stream, std::vector<Awaited> awaited)
     : region_(region), awaited_(std::move(awaited)) {
   for (Awaited& a : awaited_) {
     a.status = Status::Ok;
-    auto due = std::find_if(due_.begin(), due_.end(), [&](const Due& d) { return d.slot == a.slot; });
+    auto due =
+        std::find_if(due_.begin(), due_.end(), [&](const Due& d) { return d.slot == a.slot; });
     if (due == due_.end()) due = due_.insert(due_.end(), Due{a.slot, {}});
     if (std::find(due->flags.begin(), due->flags.end(), a.flag) == due->flags.end())
       due->flags.push_back(a.flag);

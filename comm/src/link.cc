@@ -15,6 +15,7 @@ struct Backend {
 constexpr Backend kBackends[] = {
     {"ipc", true, open_ipc_link},
     {"shm", false, open_shm_link},
+    {"verbs", true, open_verbs_link},
     {"tcp", false, open_tcp_link},
 };
 
@@ -52,9 +53,9 @@ std::unique_ptr<Link> open_link(const std::vector<std::string>& addresses,
     for (const std::string& address : addresses)
       offered += std::string(offered.empty() ? "" : ", ") + scheme_of(address);
     throw CommError("the peer offers no address for backend '" + options.backend +
-                    "' (it offers: " + (offered.empty() ? "none" : offered) +
-                    ") to a caller on " + device_text(options.device) +
-                    "; give its Region a tcp_host, or choose a backend it has");
+                    "' (it offers: " + (offered.empty() ? "none" : offered) + ") to a caller on " +
+                    device_text(options.device) +
+                    "; give its Region a tcp_host or verbs options, or choose a backend it has");
   }
   throw CommError("cannot reach the peer's region: " + reasons);
 }

@@ -21,6 +21,7 @@ NB_MODULE(_core, m) {
       .value("CLOSED", Status::Closed);
 
   bind_trace(m);
+  bind_verbs(m);
   bind_region(m);
   bind_link(m);
   bind_group(m);

@@ -87,7 +87,8 @@ Status post(Link& link, uint32_t slot, uint64_t flag, int32_t layer, int32_t mic
 
 std::unique_ptr<Link> connect(std::vector<std::string> addresses, std::string backend,
                               std::optional<std::pair<uint32_t, uint32_t>> slots,
-                              int64_t timeout_us, std::string device, bool trace) {
+                              int64_t timeout_us, std::string device, bool trace,
+                              int64_t zero_copy_from, std::optional<VerbsOptions> verbs) {
   LinkOptions options;
   options.backend = std::move(backend);
   if (slots) options.slots = SlotRange{slots->first, slots->second};
@@ -96,6 +97,8 @@ std::unique_ptr<Link> connect(std::vector<std::string> addresses, std::string ba
   options.timeout_us = timeout_us;
   options.device = parse_device(device);
   options.trace = trace;
+  options.zero_copy_from = zero_copy_from;
+  options.verbs = std::move(verbs);
   // Not interrupt(): the link may later be used on the main thread.
   options.interrupt = signals_pending;
   std::unique_ptr<Link> link;
@@ -109,14 +112,34 @@ std::unique_ptr<Link> connect(std::vector<std::string> addresses, std::string ba
   return link;
 }
 
+void register_memory(Link& link, uintptr_t ptr, uint64_t nbytes, const std::string& device) {
+  if (ptr == 0 || nbytes == 0) throw nb::value_error("register_memory needs at least one byte");
+  const nb::gil_scoped_release release;
+  link.register_memory(reinterpret_cast<void*>(ptr), nbytes, parse_device(device));
+}
+
+Status wait_sent(Link& link, uint32_t slot, int64_t timeout_us) {
+  Status status;
+  {
+    const nb::gil_scoped_release release;
+    status = link.wait_sent(slot, timeout_us);
+  }
+  if (PyErr_Occurred() != nullptr) throw nb::python_error();
+  return status;
+}
+
 }  // namespace
 
 void bind_link(nb::module_& m) {
   nb::class_<Link>(m, "Link")
       .def(nb::new_(&connect), "addresses"_a, nb::kw_only(), "backend"_a = "auto",
-           "slots"_a = nb::none(), "timeout_us"_a, "device"_a = "cpu", "trace"_a = false)
+           "slots"_a = nb::none(), "timeout_us"_a, "device"_a = "cpu", "trace"_a = false,
+           "zero_copy_from"_a = -1, "verbs"_a = nb::none())
       .def_prop_rw("trace", &Link::traced, &Link::set_trace)
       .def_prop_ro("backend", &Link::backend)
+      .def_prop_ro("notes", &Link::notes)
+      .def("register_memory", &register_memory, "ptr"_a, "nbytes"_a, "device"_a = "cpu")
+      .def("wait_sent", &wait_sent, "slot"_a, "timeout_us"_a)
       .def("post", &post, "slot"_a, "flag"_a, "layer"_a, "micro_batch"_a, "rows"_a, "depth"_a,
            "kind"_a, "dtype"_a, "step"_a, "parts"_a, "answer_to"_a = nb::none())
       .def("enqueue", &enqueue, "stream"_a, "slot"_a, "flag"_a, "layer"_a, "micro_batch"_a,

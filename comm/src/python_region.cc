@@ -192,14 +192,16 @@ void bind_region(nb::module_& m) {
           "__init__",
           [](Region* self, uint64_t slots, uint64_t slot_bytes, std::string name,
              std::optional<std::string> tcp_host, uint16_t tcp_port,
-             std::optional<uint64_t> payloads, std::string device) {
+             std::optional<VerbsOptions> verbs, std::optional<uint64_t> payloads,
+             std::string device) {
             const nb::gil_scoped_release release;
-            new (self) Region(slots, slot_bytes,
-                              RegionOptions{std::move(name), tcp_host.value_or(""), tcp_port,
-                                            payloads.value_or(slots), parse_device(device)});
+            new (self) Region(
+                slots, slot_bytes,
+                RegionOptions{std::move(name), tcp_host.value_or(""), tcp_port, std::move(verbs),
+                              payloads.value_or(slots), parse_device(device)});
           },
           "slots"_a, "slot_bytes"_a, nb::kw_only(), "name"_a, "tcp_host"_a = nb::none(),
-          "tcp_port"_a = 0, "payloads"_a = nb::none(), "device"_a = "cpu")
+          "tcp_port"_a = 0, "verbs"_a = nb::none(), "payloads"_a = nb::none(), "device"_a = "cpu")
       .def_prop_ro("name", &Region::name)
       .def_prop_ro("slots", &Region::slots)
       .def_prop_ro("slot_bytes", &Region::slot_bytes)

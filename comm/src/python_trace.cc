@@ -56,6 +56,14 @@ struct Snapshot {
   uint64_t count = 0;
 };
 
+nb::list events(const PeerTrace& trace) {
+  nb::list out;
+  for (const TraceEvent& e : trace.events())
+    out.append(nb::make_tuple(e.posted, e.sent, e.arrived, e.consumed, e.layer, e.micro_batch,
+                              e.rows, e.nbytes));
+  return out;
+}
+
 }  // namespace
 
 void bind_trace(nb::module_& m) {
@@ -75,6 +83,7 @@ void bind_trace(nb::module_& m) {
       .def_prop_ro("outbound", taken(Path::Outbound))
       .def_prop_ro("round_trip", taken(Path::RoundTrip))
       .def_prop_ro("waiting", taken(Path::Waiting))
+      .def("events", &events)
       .def_prop_ro("offset_ns", [](const PeerTrace& trace) { return trace.offset().ns; })
       .def_prop_ro("offset_error_ns",
                    [](const PeerTrace& trace) { return trace.offset().error_ns; });

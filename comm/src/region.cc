@@ -39,11 +39,13 @@ Region::Region(uint64_t slots, uint64_t slot_bytes, const RegionOptions& options
       throw CommError("region '" + name_ + "' has its slots on " + device_text(device_) +
                       ", where TCP cannot write; leave tcp_host out, or use device='cpu'");
     addresses_.push_back(format(place_on_device(shm)));
-    return;
+  } else {
+    addresses_.push_back(format(shm));
   }
-  addresses_.push_back(format(shm));
   if (!options.tcp_host.empty())
     receivers_.push_back(open_tcp_receiver(memory_, token_, options.tcp_host, options.tcp_port));
+  if (options.verbs)
+    receivers_.push_back(open_verbs_receiver(memory_, token_, device_, *options.verbs));
   for (const auto& receiver : receivers_) addresses_.push_back(receiver->address());
 }
 
@@ -109,6 +111,7 @@ void Region::close() {
   for (auto& receiver : receivers_) receiver->stop();
   memory_.head().closed.store(1, std::memory_order_release);
   memory_.nudge();
+  for (auto& receiver : receivers_) receiver->kick();
   memory_.close_fd();
 }
 
@@ -128,6 +131,7 @@ void Region::trace(SlotRange range, std::shared_ptr<PeerTrace> trace) {
 void Region::wake() {
   wakes_.fetch_add(1, std::memory_order_release);
   memory_.nudge();
+  for (auto& receiver : receivers_) receiver->kick();
 }
 
 }  // namespace afd_comm

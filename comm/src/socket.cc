@@ -19,6 +19,19 @@ void set_option(int fd, int level, int option, int value) {
   static_cast<void>(setsockopt(fd, level, option, &value, sizeof value));
 }
 
+[[noreturn]] void too_late(const TcpAddress& a) {
+  throw CommError("no answer from the region at " + place(a) +
+                  " in time; check that its process is running and no firewall is between");
+}
+
+void await(const Fd& fd, short events, uint64_t deadline, const TcpAddress& a,
+           Interrupt interrupt) {
+  const Poll result = poll_until(fd.get(), events, deadline, interrupt);
+  if (result == Poll::Deadline) too_late(a);
+  if (result == Poll::Interrupted)
+    throw CommError("connecting to " + place(a) + " was interrupted");
+}
+
 }  // namespace
 
 SocketAddress resolve(const std::string& host, uint16_t port, bool numeric) {
@@ -78,6 +91,62 @@ Poll poll_until(int fd, short events, uint64_t deadline, Interrupt interrupt) {
     if (n < 0 && errno != EINTR) return Poll::Ready;  // the next call on the socket tells why
     if (interrupt != nullptr && interrupt()) return Poll::Interrupted;
     if (left == 0) return Poll::Deadline;
+  }
+}
+
+Fd listen_on(const std::string& host, uint16_t port, SocketAddress& bound, const char* option) {
+  const std::string where = host + ":" + std::to_string(port);
+  bound = resolve(host, port, false);
+  if (is_wildcard(bound))
+    throw CommError(
+        std::string(option) + " '" + host +
+        "' is a wildcard, which peers cannot connect to; give the address of one interface");
+  Fd fd(socket(bound.storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  if (!fd)
+    throw CommError("cannot open a socket: " + errno_text(errno) + "; raise the open-files limit");
+  const int on = 1;
+  setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+  if (bind(fd.get(), bound.get(), bound.length) != 0 || listen(fd.get(), 128) != 0)
+    throw CommError("cannot listen on " + where + ": " + errno_text(errno) +
+                    "; use an address of this host and a free port (0 lets the kernel choose)");
+  bound.length = sizeof bound.storage;
+  getsockname(fd.get(), bound.get(), &bound.length);
+  return fd;
+}
+
+std::string place(const TcpAddress& a) { return a.host + ":" + std::to_string(a.port); }
+
+Fd connect_until(const TcpAddress& a, uint64_t deadline, Interrupt interrupt) {
+  const SocketAddress to = resolve(a.host, a.port, true);
+  Fd fd(socket(to.storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  if (!fd)
+    throw CommError("cannot open a socket: " + errno_text(errno) + "; raise the open-files limit");
+  int error = connect(fd.get(), to.get(), to.length) == 0 ? 0 : errno;
+  if (error == EINPROGRESS || error == EINTR) {
+    await(fd, POLLOUT, deadline, a, interrupt);
+    socklen_t size = sizeof error;
+    getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error, &size);
+  }
+  if (error != 0)
+    throw CommError("cannot connect to the region at " + place(a) + ": " + errno_text(error) +
+                    "; check that its process is running and connect to the address it gives now");
+  tune(fd.get());
+  return fd;
+}
+
+void receive_all(const Fd& fd, void* out, std::size_t size, uint64_t deadline,
+                 const TcpAddress& from, Interrupt interrupt) {
+  for (std::size_t have = 0; have < size;) {
+    await(fd, POLLIN, deadline, from, interrupt);
+    const ssize_t n = recv(fd.get(), static_cast<char*>(out) + have, size - have, MSG_DONTWAIT);
+    if (n < 0 && (errno == EAGAIN || errno == EINTR)) continue;
+    if (n <= 0)
+      throw CommError(
+          "the service at " + place(from) +
+          " refused the connection: its process is ending, or the address belongs to an earlier "
+          "region or to something else; "
+          "connect to the address the region's owner gives now");
+    have += static_cast<std::size_t>(n);
   }
 }
 

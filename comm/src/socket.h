@@ -6,6 +6,7 @@
 
 #include <string>
 
+#include "afd_comm/address.h"
 #include "afd_comm/process.h"
 #include "afd_comm/types.h"
 
@@ -30,5 +31,17 @@ void tune(int fd);
 enum class Poll { Ready, Deadline, Interrupted };
 // Waits for poll(2) `events`, in slices so that `interrupt` (may be null) is asked now and then.
 Poll poll_until(int fd, short events, uint64_t deadline, Interrupt interrupt);
+
+// Listens without blocking on one address of this host; `option` is what the user calls the host.
+// `bound` becomes the address with its port. Throws CommError.
+Fd listen_on(const std::string& host, uint16_t port, SocketAddress& bound, const char* option);
+
+// "host:port", without the token.
+std::string place(const TcpAddress& address);
+// Non-blocking and tuned. Throws CommError.
+Fd connect_until(const TcpAddress& address, uint64_t deadline, Interrupt interrupt);
+// Reads exactly `size` bytes of the region's answer. Throws CommError.
+void receive_all(const Fd& fd, void* out, std::size_t size, uint64_t deadline,
+                 const TcpAddress& from, Interrupt interrupt);
 
 }  // namespace afd_comm

@@ -31,6 +31,7 @@ void TcpConnection::say_farewell(Status reason) const {
 }
 
 bool TcpConnection::on_readable() {
+  drained_ = false;
   if (phase_ == Phase::Hello) {
     const int filled = fill(&hello_, sizeof hello_);
     return filled > 0 ? accept_hello() : filled == 0;
@@ -45,7 +46,10 @@ bool TcpConnection::on_readable() {
 
 int TcpConnection::fill(void* target, std::size_t size) {
   const ssize_t n = recv(fd_.get(), static_cast<char*>(target) + have_, size - have_, MSG_DONTWAIT);
-  if (n < 0) return errno == EAGAIN || errno == EINTR ? 0 : -1;
+  if (n < 0) {
+    drained_ = errno == EAGAIN;
+    return errno == EAGAIN || errno == EINTR ? 0 : -1;
+  }
   if (n == 0) return -1;
   have_ += static_cast<std::size_t>(n);
   if (have_ < size) return 0;
@@ -107,7 +111,10 @@ bool TcpConnection::read_body() {
   if (next_piece_ != piece_count_) {
     const ssize_t n =
         readv(fd_.get(), pieces_ + next_piece_, static_cast<int>(piece_count_ - next_piece_));
-    if (n < 0) return errno == EAGAIN || errno == EINTR;
+    if (n < 0) {
+      drained_ = errno == EAGAIN;
+      return errno == EAGAIN || errno == EINTR;
+    }
     if (n == 0) return false;
     std::size_t got = static_cast<std::size_t>(n);
     while (next_piece_ != piece_count_ && got >= pieces_[next_piece_].iov_len)

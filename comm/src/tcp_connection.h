@@ -18,6 +18,10 @@ class TcpConnection {
   // Reads what has come, at most one frame or so; false when the connection must be dropped.
   // Nothing is believed: any byte sequence leads here or to a valid frame.
   bool on_readable();
+  // Whether the last on_readable() stopped for another reason than that nothing was left to read.
+  bool may_have_more() const { return !drained_; }
+  // Whether a frame has begun to arrive, so that its rest is on the way.
+  bool in_frame() const { return phase_ == Phase::Body || (phase_ == Phase::Head && have_ != 0); }
   // Tells a well-behaved sender why it is dropped, if the socket takes it.
   void say_farewell(Status reason) const;
 
@@ -44,6 +48,7 @@ class TcpConnection {
   Phase phase_ = Phase::Hello;
   SlotRange slots_;
   uint64_t ticket_ = 0;
+  bool drained_ = false;
   std::size_t have_ = 0;  // bytes of hello_ or head_ read so far
   Hello hello_{};
   FrameHead head_{};

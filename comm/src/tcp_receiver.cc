@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <mutex>
 #include <thread>
 #include <unordered_map>
 
@@ -26,26 +27,11 @@ constexpr std::size_t kMaxConnections = 1024;
 constexpr std::size_t kMaxUngreeted = 64;
 constexpr uint64_t kGreetNs = 2000000000;
 constexpr int kEvents = 64;
-
-Fd listen_on(const std::string& host, uint16_t port, SocketAddress& bound) {
-  const std::string place = host + ":" + std::to_string(port);
-  bound = resolve(host, port, false);
-  if (is_wildcard(bound))
-    throw CommError(
-        "tcp_host '" + host +
-        "' is a wildcard, which peers cannot connect to; give the address of one interface");
-  Fd fd(socket(bound.storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
-  if (!fd)
-    throw CommError("cannot open a socket: " + errno_text(errno) + "; raise the open-files limit");
-  const int on = 1;
-  setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-  if (bind(fd.get(), bound.get(), bound.length) != 0 || listen(fd.get(), 128) != 0)
-    throw CommError("cannot listen on " + place + ": " + errno_text(errno) +
-                    "; use an address of this host and a free port (0 lets the kernel choose)");
-  bound.length = sizeof bound.storage;
-  getsockname(fd.get(), bound.get(), &bound.length);
-  return fd;
-}
+// What one connection may have read before the others have their turn.
+constexpr int kReadsPerTurn = 64;
+// A waiter has nothing better to do than to ask again for the rest of a message; going to sleep
+// between its segments would cost a wake-up for each.
+constexpr uint64_t kPatienceNs = 50000;
 
 class TcpReceiver final : public Receiver {
  public:
@@ -53,20 +39,22 @@ class TcpReceiver final : public Receiver {
       : memory_(memory),
         token_(token),
         epoll_(epoll_create1(EPOLL_CLOEXEC)),
-        stop_(eventfd(0, EFD_CLOEXEC)) {
+        stop_(eventfd(0, EFD_CLOEXEC)),
+        kick_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
     SocketAddress bound;
-    listener_ = listen_on(host, port, bound);
+    listener_ = listen_on(host, port, bound, "tcp_host");
     address_.host = host_of(bound);
     address_.port = port_of(bound);
     address_.token = token;
     // Its own open file description, so that the lock also excludes links of this very process.
     const std::string self = "/proc/self/fd/" + std::to_string(memory.fd().get());
     claim_lock_ = Fd(open(self.c_str(), O_RDWR | O_CLOEXEC));
-    if (!epoll_ || !stop_ || !claim_lock_)
+    if (!epoll_ || !stop_ || !kick_ || !claim_lock_)
       throw CommError("cannot open the descriptors of a tcp receiver: " + errno_text(errno) +
                       "; raise the open-files limit");
     watch(listener_.get());
     watch(stop_.get());
+    watch(kick_.get(), EPOLLIN | EPOLLET);
     start();
   }
 
@@ -74,12 +62,41 @@ class TcpReceiver final : public Receiver {
 
   std::string address() const override { return format(address_); }
 
+  bool begin_serving() override { return !serving_.exchange(true, std::memory_order_acquire); }
+  void end_serving() override { serving_.store(false, std::memory_order_release); }
+
+  bool serve(uint32_t seen, uint64_t timeout_ns) override {
+    epoll_event events[kEvents];
+    int n = 0;
+    waiting_.store(true, std::memory_order_seq_cst);
+    // Either the ringer sees that somebody waits, or we see that it has rung.
+    if (timeout_ns == 0 || memory_.head().arrivals.load(std::memory_order_seq_cst) == seen)
+      n = epoll_wait(epoll_.get(), events, kEvents,
+                     static_cast<int>((timeout_ns + 999999) / 1000000));
+    waiting_.store(false, std::memory_order_relaxed);
+    if (n <= 0) return n < 0 && errno == EINTR;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (int i = 0; i < n; ++i) {
+      // Strangers and newcomers are the thread's business.
+      const auto found = connections_.find(events[i].data.fd);
+      if (found != connections_.end() && found->second->greeted())
+        serve_connection(found->first, kPatienceNs);
+    }
+    return false;
+  }
+
+  void kick() override {
+    const uint64_t one = 1;
+    static_cast<void>(!write(kick_.get(), &one, sizeof one));
+  }
+
   void stop() override {
     if (!thread_.joinable()) return;
     const uint64_t one = 1;
     while (write(stop_.get(), &one, sizeof one) < 0 && errno == EINTR) {
     }
     thread_.join();
+    const std::lock_guard<std::mutex> lock(mutex_);
     connections_.clear();
     listener_.reset();
   }
@@ -101,27 +118,38 @@ class TcpReceiver final : public Receiver {
     pthread_setname_np(thread_.native_handle(), "afd-tcp");
   }
 
-  void watch(int fd) const {
+  void watch(int fd, uint32_t wanted = EPOLLIN, int operation = EPOLL_CTL_ADD) const {
     epoll_event event{};
-    event.events = EPOLLIN;
+    event.events = wanted;
     event.data.fd = fd;
-    epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event);
+    epoll_ctl(epoll_.get(), operation, fd, &event);
   }
 
+  // The receiver's own thread. A waiter that serves waits on the same epoll: an event of a greeted
+  // connection wakes one of the two, and Linux prefers the one that came last.
   void run() {
     epoll_event events[kEvents];
+    int timeout_ms = -1;
     while (true) {
-      const int n = epoll_wait(epoll_.get(), events, kEvents, ungreeted_ == 0 ? -1 : 250);
-      for (int i = 0; i < n; ++i) {
-        const int fd = events[i].data.fd;
-        if (fd == stop_.get()) return;
-        if (fd == listener_.get()) {
-          accept_all();
-        } else {
-          serve(fd);
+      const int n = epoll_wait(epoll_.get(), events, kEvents, timeout_ms);
+      bool served = false;
+      {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        for (int i = 0; i < n; ++i) {
+          const int fd = events[i].data.fd;
+          if (fd == stop_.get()) return;
+          if (fd == kick_.get()) continue;
+          if (fd == listener_.get()) {
+            accept_all();
+          } else {
+            serve_connection(fd, 0);
+            served = true;
+          }
         }
+        if (ungreeted_ != 0) drop_ungreeted(now_ns());
+        timeout_ms = ungreeted_ == 0 ? -1 : 250;
       }
-      if (ungreeted_ != 0) drop_ungreeted(now_ns());
+      if (served && waiting_.load(std::memory_order_seq_cst)) kick();
     }
   }
 
@@ -147,18 +175,39 @@ class TcpReceiver final : public Receiver {
     }
   }
 
-  void serve(int fd) {
+  // `patience_ns`: how long to keep asking for the rest of a frame that has begun.
+  void serve_connection(int fd, uint64_t patience_ns) {
     const auto found = connections_.find(fd);
     // Dropped while an earlier event of the same batch was handled.
     if (found == connections_.end()) return;
     TcpConnection& connection = *found->second;
     const bool greeted = connection.greeted();
-    const bool keep = connection.on_readable();
+    bool keep = connection.on_readable();
     if (!greeted && connection.greeted()) {
       --ungreeted_;
       if (keep) replace_older(connection);
     }
-    if (!keep) drop(fd);
+    // A greeted connection has one event and is then silent until it is armed again: segments that
+    // come while a waiter reads must not wake the thread. So all of them are read.
+    uint64_t give_up = 0;
+    for (int reads = 1; keep && connection.greeted() && reads < kReadsPerTurn;) {
+      if (connection.may_have_more()) {
+        ++reads;
+        give_up = 0;
+      } else {
+        if (patience_ns == 0 || !connection.in_frame()) break;
+        const uint64_t now = now_ns();
+        if (give_up == 0) give_up = now + patience_ns;
+        if (now >= give_up) break;
+      }
+      keep = connection.on_readable();
+    }
+    if (!keep) {
+      drop(fd);
+    } else if (connection.greeted()) {
+      // Armed again, which also tells of what has come since.
+      watch(fd, EPOLLIN | EPOLLONESHOT, EPOLL_CTL_MOD);
+    }
   }
 
   void drop(int fd) {
@@ -197,9 +246,13 @@ class TcpReceiver final : public Receiver {
   Token token_;
   Fd epoll_;
   Fd stop_;
+  Fd kick_;
   Fd listener_;
   Fd claim_lock_;
   TcpAddress address_;
+  std::atomic<bool> serving_{false};  // a waiter does the work
+  std::atomic<bool> waiting_{false};  // and may be asleep in epoll_wait
+  std::mutex mutex_;  // guards the rest; held while bytes are read, never while waiting
   std::unordered_map<int, std::unique_ptr<TcpConnection>> connections_;
   std::size_t ungreeted_ = 0;
   std::thread thread_;

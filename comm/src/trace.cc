@@ -1,5 +1,7 @@
 #include "afd_comm/trace.h"
 
+#include <cstring>
+
 #include "afd_comm/process.h"
 
 namespace afd_comm {
@@ -69,7 +71,35 @@ Offset OffsetFilter::now(int64_t at) const {
           error_of(round_trip, minus(at, at_.load(std::memory_order_relaxed)))};
 }
 
-void PeerTrace::note(const Times& t) {
+void EventRing::add(const TraceEvent& event) {
+  int64_t words[kWords];
+  std::memcpy(words, &event, sizeof event);
+  const uint64_t number = next_.fetch_add(1, std::memory_order_relaxed);
+  Entry& entry = entries_[number % kEvents];
+  entry.number.store(0, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_release);
+  for (std::size_t i = 0; i < kWords; ++i)
+    entry.words[i].store(words[i], std::memory_order_relaxed);
+  entry.number.store(number + 1, std::memory_order_release);
+}
+
+std::vector<TraceEvent> EventRing::events() const {
+  std::vector<TraceEvent> out;
+  const uint64_t end = next_.load(std::memory_order_acquire);
+  for (uint64_t number = end < kEvents ? 0 : end - kEvents; number < end; ++number) {
+    const Entry& entry = entries_[number % kEvents];
+    if (entry.number.load(std::memory_order_acquire) != number + 1) continue;
+    int64_t words[kWords];
+    for (std::size_t i = 0; i < kWords; ++i)
+      words[i] = entry.words[i].load(std::memory_order_relaxed);
+    std::atomic_thread_fence(std::memory_order_acquire);
+    if (entry.number.load(std::memory_order_relaxed) != number + 1) continue;
+    std::memcpy(&out.emplace_back(), words, sizeof words);
+  }
+  return out;
+}
+
+void PeerTrace::note(const Header& h, const Times& t) {
   record(Path::Waiting, minus(t.consumed, t.arrived));
   const bool same_clock = t.clock == clock_identity();
   same_clock_.store(same_clock, std::memory_order_relaxed);
@@ -90,6 +120,8 @@ void PeerTrace::note(const Times& t) {
   if (offset.error_ns < 0) return;
   record(Path::Inbound, plus(back, offset.ns));
   if (answers) record(Path::Outbound, minus(there, offset.ns));
+  ring_.add({minus(t.posted, offset.ns), minus(t.sent, offset.ns), t.arrived, t.consumed, h.layer,
+             h.micro_batch, h.rows, h.nbytes});
 }
 
 Offset PeerTrace::offset() const {

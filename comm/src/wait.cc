@@ -1,4 +1,6 @@
 // Waiting for doorbells: a brief spin, then sleep in the kernel.
+#include <unistd.h>
+
 #include <algorithm>
 
 #include "afd_comm/region.h"
@@ -26,6 +28,16 @@ class Sleeper {
   std::atomic<uint32_t>& count_;
 };
 
+// Gives a receiver back to its own thread.
+struct Serving {
+  Receiver* receiver = nullptr;
+  Serving() = default;
+  Serving(const Serving&) = delete;
+  ~Serving() {
+    if (receiver != nullptr) receiver->end_serving();
+  }
+};
+
 }  // namespace
 
 bool Region::poll(Awaited* awaited, std::size_t count, WaitFor mode) {
@@ -49,7 +61,23 @@ void Region::note(uint32_t slot, uint64_t flag, PeerTrace& trace) {
   if (control.header.traced == 0) return;
   if (slot_traces_[slot].seen.exchange(flag, std::memory_order_relaxed) == flag) return;
   control.times.consumed = static_cast<int64_t>(now_ns());
-  trace.note(control.times);
+  trace.note(control.header, control.times);
+}
+
+Receiver* Region::begin_serving(const Awaited* awaited, std::size_t count) const {
+  // A forked child shares its parent's sockets, and must leave them to it.
+  if (receivers_.empty() || getpid() != creator_) return nullptr;
+  for (std::size_t i = 0; i < count; ++i) {
+    if (awaited[i].status != Status::Deadline) continue;
+    const Claim& claim = memory_.claim(awaited[i].slot);
+    // A writer on this host rings without a word to the receiver.
+    if (claim.ticket.load(std::memory_order_acquire) == 0 ||
+        claim.owner.load(std::memory_order_relaxed) != 0)
+      return nullptr;
+  }
+  for (const auto& receiver : receivers_)
+    if (receiver->begin_serving()) return receiver.get();
+  return nullptr;
 }
 
 bool Region::mark_gone(Awaited* awaited, std::size_t count, WaitFor mode, bool ask_kernel) {
@@ -70,7 +98,9 @@ bool Region::wait(Awaited* awaited, std::size_t count, WaitFor mode, uint64_t de
   std::atomic<uint32_t>& arrivals = memory_.head().arrivals;
   uint64_t now = now_ns();
   uint64_t next_look = now + kFirstLookNs;
+  Serving serving;
   while (true) {
+    if (serving.receiver == nullptr) serving.receiver = begin_serving(awaited, count);
     const uint64_t spin_end = std::min(now + spin_ns, deadline);
     do {
       for (int i = 0; i < kSpinsPerClockRead; ++i) {
@@ -78,6 +108,7 @@ bool Region::wait(Awaited* awaited, std::size_t count, WaitFor mode, uint64_t de
         if (spin_ns == 0) break;
         relax();
       }
+      if (serving.receiver != nullptr) serving.receiver->serve(0, 0);
       now = now_ns();
     } while (now < spin_end);
 
@@ -87,7 +118,8 @@ bool Region::wait(Awaited* awaited, std::size_t count, WaitFor mode, uint64_t de
       const uint32_t seen = arrivals.load(std::memory_order_seq_cst);
       if (mark_gone(awaited, count, mode, now >= next_look)) return false;
       if (now >= next_look) next_look = now + kSliceNs;
-      if (closed()) {
+      // Not closed(), which comes before the connections have ended.
+      if (memory_.head().closed.load(std::memory_order_acquire) != 0) {
         for (std::size_t i = 0; i < count; ++i)
           if (awaited[i].status == Status::Deadline) awaited[i].status = Status::Closed;
         return false;
@@ -96,7 +128,8 @@ bool Region::wait(Awaited* awaited, std::size_t count, WaitFor mode, uint64_t de
       uint64_t until = std::min(deadline, next_look);
       if (memory_.head().silent.load(std::memory_order_relaxed) != 0)
         until = std::min(until, now + kSilentNs);
-      signal = memory_.sleep(seen, until - now);
+      signal = serving.receiver != nullptr ? serving.receiver->serve(seen, until - now)
+                                           : memory_.sleep(seen, until - now);
     }
     now = now_ns();
     if (interrupt != nullptr && (signal || now >= next_look) && interrupt()) return true;

@@ -101,7 +101,7 @@ void times(Target& target, const uint8_t* data, std::size_t size) {
   Times t;
   for (; size >= sizeof t; data += sizeof t, size -= sizeof t) {
     std::memcpy(&t, data, sizeof t);
-    target.trace.note(t);
+    target.trace.note(Header{}, t);
     static_cast<void>(target.trace.offset());
   }
 }

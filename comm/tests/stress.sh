@@ -10,7 +10,8 @@ for sanitizer in "" address thread; do
   dir=$build_dir/${sanitizer:-plain}
   cmake -S "$source_dir" -B "$dir" -DAFD_PYTHON=OFF -DAFD_STRESS=ON \
     -DAFD_SANITIZE="$sanitizer" -DCMAKE_BUILD_TYPE=RelWithDebInfo >/dev/null
-  cmake --build "$dir" --target stress -j 2 >/dev/null
+  cmake --build "$dir" --target stress stress_verbs fake_ibverbs -j 2 >/dev/null
   echo "== ${sanitizer:-plain}"
   "$dir/stress" "$kills"
+  "$dir/stress_verbs" "$dir/libfake_ibverbs.so"
 done

@@ -86,7 +86,11 @@ def _open(arguments: dict[str, Any], device: str) -> tuple[Region, Link]:
     return region, link
 
 
-def echo(arguments: dict[str, Any]) -> None:
+Ends = tuple[Region, Link]
+"""What a mode leaves open: to close it would tell the other side that we are gone."""
+
+
+def echo(arguments: dict[str, Any]) -> Ends:
     region, link = _open(arguments, arguments["device"])
     answers, memory = slots_of(region).clone(), slots_of(region)
     for i, size in enumerate(arguments["sizes"]):
@@ -94,9 +98,10 @@ def echo(arguments: dict[str, Any]) -> None:
         wait(region, [slot], [flag])
         torch.add(memory[slot, :size], 1, out=answers[slot, :size])
         send(link, slot, flag, answers[slot, :size])
+    return region, link
 
 
-def graph(arguments: dict[str, Any]) -> None:
+def graph(arguments: dict[str, Any]) -> Ends:
     region, link = _open(arguments, arguments["device"])
     answers, memory = slots_of(region).clone(), slots_of(region)
     torch.add(memory, 1, out=answers)  # loads the kernel: with a wait pending it could not be
@@ -110,9 +115,10 @@ def graph(arguments: dict[str, Any]) -> None:
     print(json.dumps("captured"), flush=True)
     for _ in range(arguments["replays"]):
         captured.replay()
+    return region, link
 
 
-def cpu(arguments: dict[str, Any]) -> None:
+def cpu(arguments: dict[str, Any]) -> Ends:
     region, link = _open(arguments, "cpu")
     for i, size in enumerate(arguments["sizes"]):
         slot, flag = i % region.slots, make_flag(1, i + 1)
@@ -121,13 +127,15 @@ def cpu(arguments: dict[str, Any]) -> None:
         answer = region.buffer(slot)[:size] + np.uint8(1)
         parts = [(0, answer.ctypes.data, answer.nbytes)]
         assert link.post(slot, flag, 0, 0, size, 1, 0, 0, 0, parts) == Status.OK
+    return region, link
 
 
 if __name__ == "__main__":
     settings = json.loads(sys.argv[2])
     if "device" in settings:
         torch.cuda.set_device(settings["device"])
-    {"echo": echo, "graph": graph, "cpu": cpu}[sys.argv[1]](settings)
+    held = {"echo": echo, "graph": graph, "cpu": cpu}[sys.argv[1]](settings)
     if "device" in settings:
         torch.cuda.synchronize()
     sys.stdin.read()
+    del held

@@ -192,7 +192,7 @@ def test_attention_on_gpu_ffn_on_cpu() -> None:
 
 
 def test_one_constant_flag_with_reset() -> None:
-    """A graph that uses a slot once: the wait sets the doorbell back, so that a replay waits anew."""
+    """A graph that uses a slot once: the wait resets the doorbell, so that a replay waits anew."""
     torch.cuda.set_device(0)
     region = Region(1, SLOT_BYTES, name="ffn", device="cuda:0")
     link = Link(region.addresses, slots=(0, 1), timeout_us=TIMEOUT_US, device="cuda:0")

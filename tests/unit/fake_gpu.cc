@@ -1,6 +1,6 @@
 // A stand-in for libcuda.so.1 (-DFAKE_CUDA) or libamdhip64.so (-DFAKE_HIP), for the tests of the
-// transport's host code. "Device memory" is a memfd, so that other processes can map it; a stream is
-// a thread that does what it was given in order. Calls go to the file that FAKE_GPU_LOG names.
+// transport's host code. "Device memory" is a memfd, so that other processes can map it; a stream
+// is a thread that does what it was given in order. Calls go to the file that FAKE_GPU_LOG names.
 // Nothing is said about speed, memory order or what a real driver accepts.
 #include <fcntl.h>
 #include <sys/mman.h>

@@ -28,3 +28,6 @@ class FakeTrace:
     round_trip: FakeHistogram = field(default_factory=FakeHistogram)
     waiting: FakeHistogram = field(default_factory=FakeHistogram)
     offset_error_ns: int = 0
+
+    def events(self) -> list[tuple[int, int, int, int, int, int, int, int]]:
+        return [(1000, 1100, 3000, 4000, 7, 1, 5, 640), (2000, 2100, 2900, 3000, -1, -1, 0, 0)]

@@ -11,7 +11,7 @@ from afd.control.messages import Member, Members
 from afd.errors import DeadlineExceeded
 from afd.metrics import RoleMetrics
 from afd.resolve import Resolved, resolve
-from afd_comm import Region
+from afd_comm import Region, VerbsOptions
 from attention_worker.remote import RemoteExperts
 from ffn_worker.loop import FfnLoop
 from ffn_worker.model import FfnModel, load_ffn_model
@@ -92,11 +92,17 @@ class Deployed:
         self.registry.set(*self.members.values())
         return member
 
-    def start_ffn(self, j):
-        r = self.resolved
-        region = Region(r.slots.ffn_region_slots, r.a2f.nbytes, name=f"ffn-{j}")
+    def region(self, role, slots, nbytes, index):
+        verbs = self.deployment.transport.verbs_keywords(role)
+        options = VerbsOptions(**verbs) if verbs else None
+        region = Region(slots, nbytes, name=f"{role}-{index}", verbs=options)
         if self.streams:
             region.pin("cpu")
+        return region
+
+    def start_ffn(self, j):
+        r = self.resolved
+        region = self.region("ffn", r.slots.ffn_region_slots, r.a2f.nbytes, j)
         member = self.member("ffn", j, region)
         model = load_ffn_model(
             r.deployment.model,
@@ -125,9 +131,7 @@ class Deployed:
 
     def client(self, i):
         r = self.resolved
-        region = Region(r.slots.attention_region_slots, r.f2a.nbytes, name=f"attention-{i}")
-        if self.streams:
-            region.pin("cpu")
+        region = self.region("attention", r.slots.attention_region_slots, r.f2a.nbytes, i)
         member = self.member("attention", i, region)
         control = FakeControl(self.registry, member.generation)
         client = RemoteExperts(r, i, region, control, RoleMetrics("attention"))

@@ -183,3 +183,51 @@ def test_ipv6() -> None:
         pytest.skip("no IPv6 loopback here")
     assert region.addresses[1].startswith("tcp:[::1]:")
     assert answers(region)
+
+
+def test_registered_memory_is_sent_from_where_it_lies() -> None:
+    """Random parts with and without zero copy; memory changes once ``wait_sent`` allows it."""
+    rng = np.random.default_rng(2)
+    nbytes = 3_000_000
+    region = Region(2, nbytes, name="in place", tcp_host="127.0.0.1")
+    link = Link(
+        region.addresses, backend="tcp", slots=(0, 2), timeout_us=TIMEOUT_US, zero_copy_from=1000
+    )
+    registered = rng.integers(0, 256, nbytes, dtype=np.uint8)
+    link.register_memory(registered.ctypes.data, nbytes)
+    for seq in range(1, 61):
+        start, end = np.sort(rng.integers(0, nbytes + 1, 2))
+        other = rng.integers(0, 256, int(rng.integers(0, 5000)), dtype=np.uint8)
+        where = int(nbytes - other.size)
+        end = max(int(start), min(int(end), where))
+        expected = np.concatenate([registered[start:end], other])
+        parts = [
+            (0, registered.ctypes.data + int(start), int(end - start)),
+            (int(end - start), other.ctypes.data, other.size),
+        ]
+        slot, flag = seq % 2, make_flag(1, seq)
+        assert link.post(slot, flag, 0, 0, 0, 1, 0, 0, 0, parts) == Status.OK
+        assert link.wait_sent(slot, TIMEOUT_US) == Status.OK
+        registered[start:end] += 1
+        assert region.wait_all([slot], [flag], TIMEOUT_US) == [Status.OK]
+        assert np.array_equal(region.buffer(slot)[: expected.size], expected)
+    assert link.wait_sent(2, 0) == Status.BAD_HEADER
+
+
+def test_memory_sent_to_a_killed_peer_is_given_back() -> None:
+    with peer("own", slots=1, slot_bytes=1 << 20, tcp=True) as owner:
+        link = Link(
+            owner.read(), backend="tcp", slots=(0, 1), timeout_us=TIMEOUT_US, zero_copy_from=1
+        )
+        data = np.zeros(1 << 20, np.uint8)
+        link.register_memory(data.ctypes.data, data.nbytes)
+        assert post(link, 0, FLAG, data) == Status.OK
+        assert link.wait_sent(0, TIMEOUT_US) == Status.OK
+        assert link.wait_sent(0, 0) == Status.OK
+        owner.kill()
+        status = Status.OK
+        end = time.monotonic() + 2
+        while status == Status.OK and time.monotonic() < end:
+            status = post(link, 0, FLAG, data)
+        assert status == Status.PEER_GONE
+        assert link.wait_sent(0, TIMEOUT_US) == Status.OK  # the kernel let go of it

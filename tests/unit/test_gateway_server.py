@@ -15,7 +15,8 @@ from afd.errors import ConfigError
 from afd.gateway.server import bind_listener
 from afd.gateway.telemetry import path_template
 from afd.gateway.upstreams import Condition, Upstream
-from afd.metrics import RoleMetrics, Stage, serve_metrics
+from afd.metrics import RoleMetrics, Stage
+from afd.metrics_server import serve_metrics
 
 FFN = Upstream("ffn-0")
 

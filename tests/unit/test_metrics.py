@@ -28,8 +28,8 @@ from afd.metrics import (
     Stage,
     StageHistogram,
     Weights,
-    serve_metrics,
 )
+from afd.metrics_server import serve_metrics
 
 ROOT = Path(__file__).parents[2]
 DASHBOARDS = sorted((ROOT / "deploy" / "grafana").glob("*.json"))

@@ -8,9 +8,11 @@ import time
 
 import msgspec
 import pytest
+from fake_verbs import built_fake
 from remote_support import DEPTH, Deployed, random_rows, reference_model, run_step
 
 from afd.errors import CapacityExceeded, DeadlineExceeded
+from afd.metrics import Stage
 
 
 @pytest.fixture
@@ -183,3 +185,38 @@ def test_fp8_wire_is_close_and_fp8_sized(deploy, reference):
     assert 0 < error < 0.05
     assert client._metrics.wire_bytes[0] == 2 * resolved.a2f.message_bytes(16)
     assert resolved.a2f.message_bytes(16) < 16 * resolved.model.hidden * 4 / 3
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_both_sides_trace_the_wire(deploy, reference, traced):
+    deployed = deploy("qwen3_moe", 1, 2, transport={"trace": traced})
+    client = deployed.clients[0]
+    for step in range(3):
+        run_step(client, deployed.resolved, reference("qwen3_moe"), [2, 3], step)
+    messages = 3 * 2 * len(deployed.resolved.model.moe_layers)
+    sides = {"ffn-0": client._metrics, "attention-0": deployed.loops[0]._metrics}
+    if not traced:
+        assert not any(metrics.wire_traces for metrics in sides.values())
+        return
+    for peer, metrics in sides.items():
+        trace = metrics.wire_traces[peer]
+        assert trace.inbound.count >= messages
+        assert trace.round_trip.count >= messages - 2  # the first of a micro-batch answers nothing
+        assert trace.offset_error_ns == 0  # one clock
+        assert trace.inbound.max_ns < 5e9
+    stages = dict(client._metrics.exported_stages())
+    assert stages[Stage.F2A].count == 2 * messages  # of both FFN instances
+
+
+def test_the_loop_over_verbs(deploy, reference, tmp_path):
+    with built_fake(tmp_path) as fake:
+        verbs = {"ports": ["fake0"], "ffn_ports": ["fake1:1"], "library": fake.library}
+        deployed = deploy("qwen3_moe", 2, 2, transport={"backend": "verbs", "verbs": verbs})
+        expected = reference("qwen3_moe")
+        for step in range(3):
+            for i, client in enumerate(deployed.clients):
+                assert {ffn.link.backend for ffn in client._ffns} == {"verbs"}
+                run_step(client, deployed.resolved, expected, [2, 3], (i, step))
+                client.leave()
+        deployed.close()
+        deployed.clients.clear()

@@ -34,6 +34,12 @@ using Event = void*;
 // What another process needs to map a device allocation.
 using MemoryHandle = std::array<uint8_t, 64>;
 
+// Device memory as a file descriptor, and where in it the memory begins.
+struct DmaBuf {
+  Fd fd;
+  uint64_t offset = 0;
+};
+
 // One operation of a stream on a word that it can reach.
 struct StreamOp {
   enum class Kind {
@@ -75,8 +81,8 @@ class Accelerator {
   virtual void drop(void* imported) noexcept = 0;
   // Lets this device address the memory that `peer` allocated in this process.
   virtual void reach(int peer) = 0;
-  // A dma-buf file descriptor for the RDMA driver.
-  virtual Fd dmabuf(void* memory, std::size_t bytes) = 0;
+  // For the RDMA driver. The memory may begin anywhere in an allocation.
+  virtual DmaBuf dmabuf(void* memory, std::size_t bytes) = 0;
 
   virtual Stream make_stream() = 0;
   virtual void destroy_stream(Stream stream) noexcept = 0;
@@ -117,9 +123,7 @@ class Pinned {
   ~Pinned();
   Accelerator& accelerator() const { return *accelerator_; }
   // Where streams find the byte of host memory at `host`.
-  void* at(const void* host) const {
-    return device_ + (static_cast<const uint8_t*>(host) - host_);
-  }
+  void* at(const void* host) const { return device_ + (static_cast<const uint8_t*>(host) - host_); }
 
  private:
   std::shared_ptr<Accelerator> accelerator_;

@@ -26,8 +26,9 @@ struct ShmAddress {
   Token token{};
 };
 
-// "tcp:<host>:<port>:<token>"; an IPv6 host stands in brackets
+// "<scheme>:<host>:<port>:<token>", scheme tcp or verbs; an IPv6 host stands in brackets
 struct TcpAddress {
+  std::string scheme = "tcp";
   std::string host;
   uint16_t port = 0;
   Token token{};
@@ -49,7 +50,7 @@ std::string format(const TcpAddress& address);
 std::string scheme_of(const std::string& address);
 // Throw CommError when the text is not an address of that scheme.
 ShmAddress parse_shm(const std::string& text);
+TcpAddress parse_tcp(const std::string& text, const std::string& scheme = "tcp");
 IpcAddress parse_ipc(const std::string& text);
-TcpAddress parse_tcp(const std::string& text);
 
 }  // namespace afd_comm

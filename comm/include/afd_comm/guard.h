@@ -25,9 +25,9 @@ class Guard {
 
   bool done() const;
   // Until the stream is through. Slots whose writer is gone are released at once, at `deadline` all
-  // of them: who was late is for the caller to find out. The entries of `awaited()` say Ok, PeerGone
-  // or Deadline from then on.
-  // Returns true when `interrupt` said so. Throws CommError when the stream is stuck even so.
+  // of them: who was late is for the caller to find out. The entries of `awaited()` say Ok,
+  // PeerGone or Deadline from then on. Returns true when `interrupt` said so. Throws CommError when
+  // the stream is stuck even so.
   bool wait(uint64_t deadline, Interrupt interrupt);
   const std::vector<Awaited>& awaited() const { return awaited_; }
 

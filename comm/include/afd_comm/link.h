@@ -10,6 +10,7 @@
 #include "afd_comm/accelerator.h"
 #include "afd_comm/address.h"
 #include "afd_comm/types.h"
+#include "afd_comm/verbs.h"
 
 namespace afd_comm {
 
@@ -18,8 +19,10 @@ struct LinkOptions {
   SlotRange slots;               // what this link claims
   int64_t timeout_us = 0;        // bound of connecting, and of every post that has to wait
   Interrupt interrupt = nullptr;
-  Device device;       // where the caller's parts and streams are; not cpu: backend ipc
-  bool trace = false;  // whether messages carry their Times; see Link::set_trace
+  int64_t zero_copy_from = -1;  // tcp: least bytes of a part to send in place; -1: where it pays
+  Device device;                // where the caller's parts and streams are; not cpu: backend ipc
+  bool trace = false;           // whether messages carry their Times; see Link::set_trace
+  std::optional<VerbsOptions> verbs;  // backend verbs needs them
 };
 
 class Link {
@@ -31,7 +34,8 @@ class Link {
   // Whether post() may wait for the peer, so that a caller lets go of its locks first.
   virtual bool may_block() const = 0;
   // Writes the parts into the slot, then the header, then rings its doorbell. The caller's memory
-  // may be reused on return. Thread safe for distinct slots. Never throws.
+  // may be reused on return, unless it is registered: see wait_sent(). Thread safe for distinct
+  // slots. Never throws.
   virtual Status post(const Message& message) = 0;
   // post() in steps, so that a Group serves many links at once. begin() starts one and returns its
   // outcome, or nothing while it has to wait for pollable() to become writable; then advance() goes
@@ -41,6 +45,14 @@ class Link {
   virtual std::optional<Status> advance() { return Status::Ok; }
   virtual Status abandon() { return Status::Deadline; }
   virtual int pollable() const { return -1; }
+  // Parts within this memory are sent from where they lie, by backends that can. It must stay
+  // valid until the link is destroyed. Throws CommError.
+  virtual void register_memory(void* /*address*/, uint64_t /*nbytes*/, Device /*device*/) {}
+  // Ok once the slot's last message has left the caller's registered memory, which may then be
+  // reused. Other backends have copied it: at once.
+  virtual Status wait_sent(uint32_t /*slot*/, int64_t /*timeout_us*/) { return Status::Ok; }
+  // What works, but not as it was asked for; empty when all is well.
+  virtual std::string notes() const { return {}; }
   // As post(), but in order behind what `stream` was given, and without waiting: the parts are read
   // when the stream gets there. Throws CommError for a backend without streams and when the driver
   // refuses.

@@ -3,7 +3,8 @@
 //   RegionHead | Claim[slots] | SlotControl[slots] | payload[slots], page aligned
 //
 // With a payload on a device the last part is missing: the device's allocation takes its place,
-// while doorbells stay on the host, where peers of every kind and a stuck stream's owner reach them.
+// while doorbells stay on the host, where peers of every kind and a stuck stream's owner reach
+// them.
 #pragma once
 
 #include <atomic>
@@ -33,8 +34,8 @@ struct alignas(kLine) RegionHead {
   ProcessIdentity owner;
   uint8_t token[16];
   alignas(kLine) std::atomic<uint32_t> closed;
-  std::atomic<uint32_t> silent;                   // 1: some doorbells come from GPUs, without a wake
-  std::atomic<uint64_t> tickets;                  // last claim ticket given out
+  std::atomic<uint32_t> silent;   // 1: some doorbells come from GPUs, without a wake
+  std::atomic<uint64_t> tickets;  // last claim ticket given out
   alignas(kLine) std::atomic<uint32_t> arrivals;  // futex word: changes with every doorbell
   alignas(kLine) std::atomic<uint32_t> sleepers;  // waiters that may be in the kernel
 };

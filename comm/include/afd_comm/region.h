@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -11,6 +12,7 @@
 #include "afd_comm/memory.h"
 #include "afd_comm/receiver.h"
 #include "afd_comm/trace.h"
+#include "afd_comm/verbs.h"
 
 namespace afd_comm {
 
@@ -18,6 +20,7 @@ struct RegionOptions {
   std::string name;
   std::string tcp_host;   // empty: no TCP
   uint16_t tcp_port = 0;  // 0: the kernel chooses
+  std::optional<VerbsOptions> verbs;
   uint64_t payloads = 0;  // see Geometry::of
   Device device;          // where the payloads are
 };
@@ -105,6 +108,9 @@ class Region {
   };
   IpcAddress place_on_device(const ShmAddress& shm);
   void note(uint32_t slot, uint64_t flag, PeerTrace& trace);
+  // The receiver that may be served by a wait for these doorbells: one whose connections ring all
+  // of them that are open. Null: there is none, or another waiter serves it.
+  Receiver* begin_serving(const Awaited* awaited, std::size_t count) const;
   bool mark_gone(Awaited* awaited, std::size_t count, WaitFor mode, bool ask_kernel);
 
   std::string name_;

@@ -16,6 +16,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "afd_comm/types.h"
 
@@ -79,11 +80,36 @@ enum class Path : int {
 };
 constexpr std::size_t kPaths = 4;
 
+// One message as a dump shows it: times in ns by our clock, the peer's being turned into it.
+struct TraceEvent {
+  int64_t posted, sent, arrived, consumed;
+  int64_t layer, micro_batch, rows, nbytes;
+};
+
+// The last messages of one peer. Never blocks; a reader leaves out what is overwritten meanwhile.
+class EventRing {
+ public:
+  static constexpr std::size_t kEvents = 4096;
+  void add(const TraceEvent& event);
+  // Oldest first.
+  std::vector<TraceEvent> events() const;
+
+ private:
+  static constexpr std::size_t kWords = sizeof(TraceEvent) / sizeof(int64_t);
+  struct Entry {
+    std::atomic<uint64_t> number{0};  // 0: being written, or never
+    std::array<std::atomic<int64_t>, kWords> words{};
+  };
+  std::atomic<uint64_t> next_{0};
+  std::array<Entry, kEvents> entries_{};
+};
+
 // All that one peer's messages told.
 class PeerTrace {
  public:
   // A message with these times was seen by a wait. The content may be a lie.
-  void note(const Times& times);
+  void note(const Header& header, const Times& times);
+  std::vector<TraceEvent> events() const { return ring_.events(); }
   const Histogram& histogram(Path path) const { return paths_[static_cast<std::size_t>(path)]; }
   Offset offset() const;
 
@@ -91,6 +117,7 @@ class PeerTrace {
   void record(Path path, int64_t ns) { paths_[static_cast<std::size_t>(path)].record(ns); }
   std::array<Histogram, kPaths> paths_;
   OffsetFilter filter_;
+  EventRing ring_;
   std::atomic<bool> same_clock_{false};
 };
 

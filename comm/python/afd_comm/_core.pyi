@@ -10,6 +10,7 @@ Set-up raises ``CommError``. On the hot path errors are ``Status`` values. Wrong
 """
 
 import enum
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -113,12 +114,54 @@ class PeerTrace:
     @property
     def waiting(self) -> Histogram:
         """Arrived here, but no wait had looked yet."""
+    def events(self) -> list[tuple[int, int, int, int, int, int, int, int]]:
+        """The last 4096 messages, oldest first: (posted, sent, arrived, consumed, layer, micro_batch, rows,
+        nbytes). Times in ns by this host's CLOCK_MONOTONIC, the peer's being turned into it by ``offset_ns``;
+        messages from before the offset was known are left out."""
     @property
     def offset_ns(self) -> int:
         """How far the peer's clock is ahead of ours; 0 while unknown."""
     @property
     def offset_error_ns(self) -> int:
         """``offset_ns`` and every one-way time are wrong by at most this; -1 while unknown."""
+
+class VerbsOptions:
+    """How backend verbs (RDMA) is used; read only. Both ends of a link have their own."""
+
+    def __init__(
+        self,
+        *,
+        ports: list[str],
+        host: str = "",
+        port: int = 0,
+        qps_per_port: int = 2,
+        gid_index: int = -1,
+        traffic_class: int = 0,
+        service_level: int = 0,
+        timeout: int = 14,
+        retry: int = 6,
+        spin_us: int = -1,
+        stripe_bytes: int = 65536,
+        library: str = "libibverbs.so.1",
+    ) -> None:
+        """``ports``: 1 to 8 of "device:port" (port 1 may be left out), in rail order: the i-th of one end talks
+        to the i-th of the other, over ``qps_per_port`` connections.
+
+        ``host``, ``port`` (a region's only): where it listens for the handshake, a TCP connection that stays
+        open beside the link. ``gid_index`` -1: the port's first RoCE v2 address. ``traffic_class``,
+        ``service_level``: of the packets. ``timeout``: 4.096 us << timeout until an unacknowledged packet is
+        sent again, ``retry`` (0 to 6) times. ``spin_us``: polling before the progress thread sleeps; -1: 50,
+        on at most two usable CPUs 5. ``stripe_bytes``: payloads of twice this and more use several
+        connections. ``library``: the libibverbs to load. Raises CommError for values out of range; devices
+        are looked at when a region or link is made.
+        """
+
+def plan_stripes(nbytes: int, alive: int, turn: int, least: int) -> list[tuple[int, int, int]]:
+    """How verbs cuts a payload: (connection, offset, length) of each stripe. Pure; for tests.
+
+    ``alive``: bit set of usable connections, of 16. ``turn``: which of them leads. ``least``: bytes below
+    which a stripe is not worth it. Raises ValueError for an empty set.
+    """
 
 class Region:
     """Memory of ``slots`` slots of ``slot_bytes`` bytes each that peers write into."""
@@ -131,11 +174,18 @@ class Region:
         name: str,
         tcp_host: str | None = None,
         tcp_port: int = 0,
+        verbs: VerbsOptions | None = None,
+        payloads: int | None = None,
+        device: str = "cpu",
     ) -> None:
-        """Reserve the memory, and with ``tcp_host`` also listen there.
+        """Reserve the memory; with ``tcp_host`` also listen there, with ``verbs`` register it for RDMA.
 
         ``name`` is for messages and for /proc. ``tcp_host`` is one address of this host that peers can reach
-        (not a wildcard); ``tcp_port`` 0 lets the kernel choose. Raises CommError.
+        (not a wildcard); ``tcp_port`` 0 lets the kernel choose. ``device``: where the payloads are: "cpu",
+        "cuda:N" or "hip:N" (zeroed, contiguous); doorbells and headers are in host memory in any case.
+        ``payloads``: how many there are; it divides ``slots``, and slot i writes into payload i % payloads.
+        None: one per slot. With one payload per micro-batch the rows of all peers lie in one batch, each peer
+        writing at offsets of its own; nothing keeps peers from each other's rows. Raises CommError.
         """
     @property
     def name(self) -> str: ...
@@ -148,10 +198,55 @@ class Region:
         """What a ``Link`` needs, one per backend. They hold the region's secret token: do not log them."""
     @property
     def closed(self) -> bool: ...
+    @property
+    def payloads(self) -> int: ...
+    @property
+    def slot_stride(self) -> int:
+        """Bytes from one payload to the next: ``slot_bytes`` rounded up to 64."""
+    @property
+    def device(self) -> str:
+        """Where the payloads are."""
     def buffer(self, slot: int) -> npt.NDArray[np.uint8]:
         """The slot's payload as a writable array of shape [slot_bytes], 64-byte aligned, no copy.
 
-        It keeps the Region object alive and stays valid after ``close``.
+        It keeps the Region object alive and stays valid after ``close``. CommError for payloads on a device.
+        """
+    def view(self, slot: int, count: int = 1) -> DeviceArray:
+        """``count`` payloads from that of ``slot`` on, uint8 [count, slot_stride], no copy, on any device.
+
+        For ``torch.from_dlpack`` and its like; it keeps the Region object alive. Raises IndexError.
+        """
+    def pin(self, device: str) -> None:
+        """Let streams of ``device`` wait for this region's doorbells and copy from its slots.
+
+        For a region in host memory whose consumer is a GPU while its peers are not (an FFN on the CPU).
+        Regions on a device are so from the start. Once. Raises CommError.
+        """
+    def enqueue_wait(
+        self, stream: int, slots: list[int], flags: list[int], reset: bool = False
+    ) -> None:
+        """Make ``stream`` (address of a CUstream or hipStream_t) wait until every ``slots[i]`` shows ``flags[i]``.
+
+        One driver call for all of them; no kernel and no host on the way (HIP: one wave, see README). With
+        ``reset`` the stream then sets the doorbells to 0. May be captured in a graph, and then:
+
+        - Flags are constants of the graph. A wait must not be satisfied by the message before the one it is
+          for, so two messages that follow each other in a slot need different flags, also the last of a
+          replay and the first of the next. Where a graph uses a slot once, pass ``reset``: it costs 0.6 to
+          1.4 us per wait.
+        - Reset or not, a slot's next message may be sent only when its consumer is past the wait. An answer
+          that is enqueued behind the wait says so.
+        - Capture sends and waits in an order in which both sides could run them one by one: branches of a
+          graph may share a hardware queue.
+        - Load kernels (run them once, or CUDA_MODULE_LOADING=EAGER) and make streams before the first wait:
+          the driver may want an idle device for both.
+
+        A stream has no deadline: watch it by ``guard``. Raises CommError, IndexError, ValueError.
+        """
+    def guard(self, stream: int, slots: list[int], flags: list[int]) -> Guard:
+        """Watch what ``stream`` was given so far; ``slots`` and ``flags``: of its waits here, in order.
+
+        To be called behind a step, or behind the launch of a graph, not during a capture. Raises CommError.
         """
     def header(self, slot: int) -> Header:
         """The header of the message last written to the slot."""
@@ -184,6 +279,29 @@ class Region:
     def close(self) -> None:
         """End connections and waits; peers get PEER_GONE. Idempotent."""
 
+class DeviceArray(Protocol):
+    """Memory of a device for other libraries, by the array API's DLPack protocol."""
+
+    def __dlpack__(self, **options: object) -> object: ...
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+
+class Guard:
+    """Keeps one deadline over a stream's waits; from ``Region.guard``."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the stream is through; asks the driver."""
+    def wait(self, timeout_us: int) -> list[Status]:
+        """Wait until the stream is through; one status per (slot, flag) it was made of.
+
+        OK. PEER_GONE: the slot's writer ended, and the wait was released within about 10 ms. DEADLINE: the
+        stream was not through in time, all its waits were released, and whose fault it was is not known.
+        After anything but OK the slot's doorbell is 0, what the stream computed is garbage to be dropped, and
+        the flags are void: the late message may still come, so go on with a new generation (graphs: capture
+        again). The GIL is released, so a thread may do this beside the step. Raises CommError when the stream
+        is still busy 10 s after its waits were released.
+        """
+
 class Link:
     """The way to one peer's region. Open from construction to ``close``."""
 
@@ -195,14 +313,23 @@ class Link:
         slots: tuple[int, int] | None = None,
         timeout_us: int,
         trace: bool = False,
+        device: str = "cpu",
+        zero_copy_from: int = -1,
+        verbs: VerbsOptions | None = None,
     ) -> None:
         """Connect to the region with these ``addresses``.
 
-        ``backend`` is "shm", "tcp" or "auto" (shm where both processes share a machine and a PID namespace,
+        ``device``: where the caller's parts and streams are; with "cuda:N" or "hip:N" auto takes ipc for a
+        region of this host, on a device or in host memory, else verbs.
+
+        ``backend`` is "ipc", "shm", "verbs", "tcp" or "auto" (shm where both processes share a machine and a PID
+        namespace, else verbs where both ends have ``verbs`` options and a path between their ports works,
         else tcp). ``slots`` = (first, count) claims the slots this link writes: an older claim on them ends,
         posts elsewhere are refused, and the receiver learns PEER_GONE if this process dies. Without it any
         slot may be written and nobody watches. ``timeout_us`` bounds connecting and, on tcp, each post.
-        ``trace``: see the property. Raises CommError.
+        ``trace``: see the property. ``zero_copy_from`` (tcp): parts of registered memory of so many bytes and
+        more are sent without a copy into the kernel; -1: from 64 KiB, but not to this host, where the kernel
+        copies in any case. Raises CommError.
         """
     @property
     def trace(self) -> bool:
@@ -211,7 +338,24 @@ class Link:
     def trace(self, on: bool) -> None: ...
     @property
     def backend(self) -> str:
-        """The backend in use: "shm" or "tcp"."""
+        """The backend in use: "ipc", "shm", "verbs" or "tcp"."""
+    @property
+    def notes(self) -> str:
+        """What works, but not as it was asked for, such as a port that is down; "" when all is well."""
+    def register_memory(self, ptr: int, nbytes: int, device: str = "cpu") -> None:
+        """Parts that lie within this memory are sent from there without a copy, by backends that can.
+
+        verbs registers it with its NICs (milliseconds: set-up, not the hot path); tcp notes it (see
+        ``zero_copy_from``); shm does nothing. It must stay valid until the link is gone. ``device``: "cpu", or the accelerator it is on, such as
+        "cuda:0". Raises CommError, with what to raise where locked memory is limited.
+        """
+    def wait_sent(self, slot: int, timeout_us: int) -> Status:
+        """Wait until registered memory that the slot's last message came from may be changed again.
+
+        OK: at once on shm, on tcp when the peer's kernel has acknowledged it, on verbs when the peer's NIC has acknowledged all of it. DEADLINE: still
+        on its way. PEER_GONE, CLOSED: it will not arrive, and the memory may be changed. Memory that is not
+        registered has been copied by ``post`` and needs no wait.
+        """
     def post(
         self,
         slot: int,
@@ -229,12 +373,42 @@ class Link:
         """Write ``parts``, then the header, then the doorbell.
 
         Each part is (offset in the slot, address, nbytes) of contiguous host memory that stays valid during
-        the call and may be reused after it; at most ``MAX_PARTS``. Nothing is written unless all parts fit.
+        the call and may be reused after it, unless it is registered (``wait_sent``); at most ``MAX_PARTS``.
+        Nothing is written unless all parts fit.
 
-        OK: handed over (shm: visible; tcp: in the kernel's hands). PEER_GONE: the region's process ended or
-        closed it. DEADLINE (tcp): not sent in time; if it was partly sent, the link is then CLOSED.
+        OK: handed over (shm: visible; tcp: in the kernel's hands; verbs: in the NIC's). PEER_GONE: the
+        region's process ended or closed it (verbs: or no path is left). DEADLINE: tcp: not sent in time, and
+        if it was partly sent, the link is then CLOSED; verbs: the slot's previous message is still on its way.
+        ipc: returns once the bytes are there; DEADLINE: they are not yet, and the parts must stay as they are.
         BAD_HEADER, CAPACITY, CLOSED: see ``Status``. ``answer_to``: header of the message this one answers, for
         the peer's ``PeerTrace``. Safe from several threads for distinct slots.
+        """
+    def enqueue(
+        self,
+        stream: int,
+        slot: int,
+        flag: int,
+        layer: int,
+        micro_batch: int,
+        rows: int,
+        depth: int,
+        kind: int,
+        dtype: int,
+        step: int,
+        parts: list[tuple[int, int, int]],
+    ) -> Status:
+        """As ``post``, but in order behind what ``stream`` was given, and without waiting (backend ipc).
+
+        The parts are memory of the link's device; they are read when the stream gets there and must not
+        change before. The copies run on a copy engine, the doorbell behind them is a stream write; no kernel
+        is launched. May be captured in a graph; the rules are with ``Region.enqueue_wait``. Link and region must
+        outlive the stream's work and the graphs that captured them, and graphs are void when the peer's region
+        is replaced: they hold its addresses. Into a region on a device no header is written: its streams cannot
+        read one, and ``header`` keeps showing the last ``post``. Messages into host memory have one, without
+        times.
+
+        OK: enqueued. PEER_GONE, BAD_HEADER, CAPACITY, CLOSED: nothing was enqueued. Raises CommError for
+        other backends and when the driver refuses.
         """
     def close(self) -> None:
         """Give the claim back; the receiver sees PEER_GONE. Idempotent."""

@@ -1,0 +1,203 @@
+"""`afd bench comm`: time of a message between two processes, by every way, side by side in one run.
+
+Two processes, each pinned to a core of its own, bounce messages. A case's rounds are split into
+turns, and every way has its turn before the next turn begins, so that a drift of the machine's
+speed meets all of them. ``--device cuda`` measures GPUs of one host instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from afd.bench.records import Record, machine, today, write_records
+from afd.errors import AfdError
+
+SIZES = (8, 14_336, 917_504, 14_680_064)
+"""Bytes: a flag; a row of 7168 in bfloat16; 64 and 1024 such rows."""
+
+# (ours, what it is measured against): the records that are written.
+COMPARED = (
+    ("shm", "memcpy"),
+    ("shm", "ZeroMQ, ipc"),
+    ("shm", "gloo"),
+    ("shm, from Python", "ZeroMQ, ipc"),
+    ("shm, from Python", "gloo"),
+    ("shm, traced", "shm"),
+    ("tcp", "ZeroMQ, tcp"),
+    ("tcp", "gloo"),
+    ("tcp, traced", "tcp"),
+)
+
+
+@dataclass(frozen=True)
+class Times:
+    """One way's cell: half round trips in us; GB/s of both directions together over a round."""
+
+    p50: float
+    p99: float
+    max: float
+    GBps: float
+
+    @classmethod
+    def of(cls, round_trips: npt.NDArray[np.int64], up: int, down: int) -> Times:
+        """round_trips: ns [rounds]."""
+        p50, p99, most = np.percentile(round_trips, (50, 99, 100)) / 2e3
+        return cls(float(p50), float(p99), float(most), (up + down) / (2e3 * float(p50)))
+
+
+def main(argv: Sequence[str]) -> int:
+    args = _arguments(argv)
+    if args.device == "cuda":
+        from afd.bench.comm_gpu import main as gpu_main
+
+        return gpu_main(args.rest)
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        raise AfdError("afd bench comm needs two cores; run it where two are free")
+    from afd.bench.comm_ways import NAMES
+
+    names = [n for n in NAMES if args.only is None or n in args.only]
+    cells: dict[tuple[int, str], Times] = {}
+    with _other_side(cores[1], names) as pipe:
+        os.sched_setaffinity(0, {cores[0]})
+        runner = _Runner(0, names, pipe)
+        for size in SIZES:
+            taken: dict[str, list[npt.NDArray[np.int64]]] = {name: [] for name in names}
+            for turn in range(args.turns + 1):
+                for name in names:
+                    rounds = _rounds(name, size, args.seconds / args.turns)
+                    pipe.send((name, size, rounds))
+                    times = runner.bounce(name, size, rounds)
+                    if turn:  # the first one warms up
+                        taken[name].append(times)
+            for name in names:
+                cell = Times.of(np.concatenate(taken[name]), size, size)
+                cells[size, name] = cell
+                print(f"{size:9} B  {name:17} p50 {cell.p50:9.2f}  p99 {cell.p99:9.2f} us",
+                      flush=True)  # fmt: skip
+        pipe.send(None)
+        runner.close()
+        os.sched_setaffinity(0, cores)
+    print(table(cells))
+    command = " ".join(["afd bench comm", *argv])
+    write_records(args.out, records(cells, machine(), command, today()))
+    return 0
+
+
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="afd bench comm", description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--turns", type=int, default=8, help="turns per way and size")
+    parser.add_argument("--seconds", type=float, default=2.0, help="about, per way and size")
+    parser.add_argument("--only", nargs="+", metavar="WAY", help="such as shm or gloo")
+    parser.add_argument("--out", type=Path, default=Path("docs/results/comm.json"))
+    args, args.rest = parser.parse_known_args(argv)
+    if args.rest and args.device == "cpu":
+        parser.error(f"unknown arguments: {' '.join(args.rest)}")
+    return args
+
+
+# About how long one round trip takes, us: for the number of rounds only.
+_FIXED_US = {"memcpy": 0.3, "shm": 0.5, "shm, traced": 0.8, "shm, from Python": 8.0}
+
+
+def _rounds(name: str, size: int, seconds: float) -> int:
+    estimate_us = _FIXED_US.get(name, 150.0) + size / (5e3 if name in _FIXED_US else 1e3)
+    return max(10, min(20_000, int(seconds * 1e6 / estimate_us)))
+
+
+class _Runner:
+    """One side: all ways, open side by side. pipe: to the other side."""
+
+    def __init__(self, side: int, names: Sequence[str], pipe: Connection) -> None:
+        from afd.bench.comm_ways import open_way
+
+        def swap(value: object) -> object:
+            pipe.send(value)
+            return pipe.recv()
+
+        self._data = {size: np.ones(size, np.uint8) for size in SIZES}
+        self._ways = {name: open_way(name, side, max(SIZES), swap) for name in names}
+
+    def bounce(self, name: str, size: int, rounds: int) -> npt.NDArray[np.int64]:
+        return self._ways[name].bounce(self._data[size], size, rounds)
+
+    def close(self) -> None:
+        for way in self._ways.values():
+            way.close()
+
+
+def _serve(pipe: Connection, core: int, names: Sequence[str]) -> None:
+    os.sched_setaffinity(0, {core})
+    runner = _Runner(1, names, pipe)
+    while (order := pipe.recv()) is not None:
+        runner.bounce(*order)
+    runner.close()
+
+
+@contextlib.contextmanager
+def _other_side(core: int, names: Sequence[str]) -> Iterator[Connection]:
+    context = multiprocessing.get_context("spawn")
+    near, far = context.Pipe()
+    process = context.Process(target=_serve, args=(far, core, names), daemon=True)
+    process.start()
+    far.close()
+    try:
+        yield near
+        process.join(timeout=20)
+    finally:
+        process.kill()
+        process.join()
+
+
+def table(cells: dict[tuple[int, str], Times]) -> str:
+    """Markdown: a row per size and way."""
+    lines = [
+        "| bytes each way | way | p50 us | p99 us | max us | GB/s |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for (size, name), t in cells.items():
+        lines.append(
+            f"| {size} | {name} | {t.p50:.2f} | {t.p99:.2f} | {t.max:.0f} | {t.GBps:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def records(
+    cells: dict[tuple[int, str], Times], host: str, command: str, date: str
+) -> list[Record]:
+    """Each of our ways against each peer. ratio: above 1 means that ours is better."""
+    out = []
+    for size in SIZES:
+        for ours, peer in COMPARED:
+            if (size, ours) not in cells or (size, peer) not in cells:
+                continue
+            for metric, unit in (("p50", "us"), ("p99", "us"), ("max", "us"), ("GBps", "GB/s")):
+                value = getattr(cells[size, ours], metric)
+                other = getattr(cells[size, peer], metric)
+                out.append(
+                    Record(
+                        bench="comm",
+                        case=f"{ours} {size}/{size} against {peer}",
+                        metric=metric,
+                        value=value,
+                        unit=unit,
+                        peer=peer,
+                        peer_value=other,
+                        ratio=value / other if metric == "GBps" else other / value,
+                        machine=host,
+                        command=command,
+                        date=date,
+                    )
+                )
+    return out

@@ -1,0 +1,86 @@
+"""A role's own HTTP page: ``/metrics`` for Prometheus, ``/trace`` for `afd trace`."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from socketserver import ThreadingMixIn
+from typing import TYPE_CHECKING
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from afd.errors import ConfigError
+from afd.metrics import RoleCollector, RoleMetrics
+from afd.trace import events_of
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIEnvironment
+
+
+@dataclass(frozen=True)
+class MetricsServer:
+    """A running scrape endpoint. url ends in /metrics and names the port really bound."""
+
+    url: str
+    _server: WSGIServer
+    _thread: threading.Thread
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(timeout=5.0)
+
+
+class _ThreadingServer(ThreadingMixIn, WSGIServer):
+    daemon_threads = True  # a reader that never ends must not keep the role alive
+
+
+class _Silent(WSGIRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        """A scrape is no event worth a line."""
+
+
+def serve_metrics(
+    metrics: RoleMetrics, host: str = "127.0.0.1", port: int = 0, *, advertise: str | None = None
+) -> MetricsServer:
+    """Serve the metrics over HTTP from a daemon thread.
+
+    host: address to listen on. port: 0 = any free one. advertise: the host that goes into the url,
+    needed where host is a wildcard such as 0.0.0.0. Raises ConfigError if the port is taken.
+    """
+    from prometheus_client import CollectorRegistry, make_wsgi_app
+
+    # A registry of our own: vLLM's engine process may share the default one with other metrics,
+    # or run prometheus_client in its multi-process mode, which ignores custom collectors.
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(RoleCollector(metrics))
+    page = make_wsgi_app(registry)
+
+    def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        if environ["PATH_INFO"] != "/trace":
+            return page(environ, start_response)
+        start_response("200 OK", [("Content-Type", "application/json")])
+        return [json.dumps(events_of(dict(metrics.wire_traces))).encode()]
+
+    class Server(_ThreadingServer):
+        address_family = _family(host)
+
+    try:
+        server = make_server(host, port, app, Server, handler_class=_Silent)
+    except OSError as error:
+        raise ConfigError(
+            f"metrics: cannot listen on port {port} of {host} ({error.strerror or error});"
+            " use port 0 for any free one"
+        ) from None
+    thread = threading.Thread(target=server.serve_forever, name="afd-metrics", daemon=True)
+    thread.start()
+    shown = advertise or host
+    shown = f"[{shown}]" if ":" in shown else shown
+    return MetricsServer(f"http://{shown}:{server.server_port}/metrics", server, thread)
+
+
+def _family(host: str) -> int:
+    import socket
+
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -1,0 +1,305 @@
+#include "verbs_connection.h"
+
+#include <arpa/inet.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "afd_comm/link.h"
+
+namespace afd_comm {
+namespace {
+
+constexpr int64_t kClaimLockUs = 100000;
+// A queue pair in its error state gives back its receives at once; a device that does not is lost.
+constexpr int64_t kDrainUs = 500000;
+constexpr uint32_t kFewReceives = 64;
+constexpr uint32_t kManyReceives = 1024;
+constexpr uint64_t kPage = 4096;
+// wr_id of the last receive that is posted to a queue pair before it is closed.
+constexpr uint64_t kMarker = uint64_t{1} << 32;
+
+}  // namespace
+
+VerbsConnection::VerbsConnection(Fd fd, VerbsHost& host)
+    : fd_(std::move(fd)), host_(host), accepted_ns_(now_ns()) {}
+
+VerbsConnection::~VerbsConnection() {
+  stop();
+  if (ticket_ != 0) end_claim(host_.memory, slots_, ticket_);
+  for (const auto& queue : queues_) queue->detach();
+  halves_.clear();
+  queues_.clear();
+  record_keys_.clear();
+  if (records_ != nullptr) munmap(records_, records_bytes_);
+}
+
+void VerbsConnection::stop() {
+  if (stopped_) return;
+  stopped_ = true;
+  for (std::size_t i = 0; i < halves_.size(); ++i) close_half(i);
+}
+
+void VerbsConnection::say_farewell(Status reason) const {
+  const VerbsReply reply{kVerbsFarewellMagic, 0, static_cast<int32_t>(reason), 0};
+  static_cast<void>(send(fd_.get(), &reply, sizeof reply, MSG_NOSIGNAL | MSG_DONTWAIT));
+}
+
+uint32_t VerbsConnection::slot_count() const {
+  return slots_.count != 0 ? slots_.count : host_.memory.geometry().slots;
+}
+
+int VerbsConnection::fill(void* target, std::size_t size) {
+  const ssize_t n = recv(fd_.get(), static_cast<char*>(target) + have_, size - have_, MSG_DONTWAIT);
+  if (n < 0) return errno == EAGAIN || errno == EINTR ? 0 : -1;
+  if (n == 0) return -1;
+  have_ += static_cast<std::size_t>(n);
+  if (have_ < size) return 0;
+  have_ = 0;
+  return 1;
+}
+
+template <typename Frame>
+bool VerbsConnection::answer(const Frame& frame) const {
+  return send(fd_.get(), &frame, sizeof frame, MSG_NOSIGNAL | MSG_DONTWAIT) ==
+         static_cast<ssize_t>(sizeof frame);
+}
+
+bool VerbsConnection::on_readable() {
+  int filled = 0;
+  switch (phase_) {
+    case Phase::Hello:
+      filled = fill(&hello_, sizeof hello_);
+      return filled > 0 ? accept_hello() : filled == 0;
+    case Phase::Connect:
+      filled = fill(&connect_, sizeof connect_);
+      return filled > 0 ? accept_connect() : filled == 0;
+    case Phase::Ready:
+      filled = fill(&fence_, sizeof fence_);
+      return filled > 0 ? answer_fence() : filled == 0;
+  }
+  return false;
+}
+
+bool VerbsConnection::accept_hello() {
+  // A stranger is told nothing.
+  if (hello_.magic != kVerbsHelloMagic || !same_token(hello_.token, host_.token.data()))
+    return false;
+  const Geometry& g = host_.memory.geometry();
+  VerbsWelcome welcome{};
+  welcome.magic = kVerbsWelcomeMagic;
+  welcome.version = kVerbsVersion;
+  welcome.slots = g.slots;
+  welcome.slot_bytes = g.slot_bytes;
+  welcome.stride = g.stride;
+  welcome.payloads = g.payloads;
+  bool accepted = hello_.version == kVerbsVersion;
+  if (accepted) try {
+      const SlotRange range{hello_.first, hello_.count};
+      for (std::size_t i = 0; i < host_.ports.size(); ++i) {
+        const PortFacts port =
+            host_.nics[host_.port_nic[i]]->port(host_.ports[i].number, host_.options.gid_index);
+        WirePort& wire = welcome.ports[welcome.port_count++];
+        std::memcpy(wire.name, port.name.data(), std::min(port.name.size(), sizeof wire.name - 1));
+        std::memcpy(wire.gid, port.gid, sizeof wire.gid);
+        wire.lid = port.lid;
+        wire.link_layer = port.link_layer;
+        wire.mtu = port.mtu;
+        wire.active = port.active;
+      }
+      // In this process's name: its progress thread rings, so a waiter must sleep on the futex and
+      // not in the service of another backend's connections.
+      ticket_ = take_claim(host_.memory, range, identify_process(getpid()), host_.claim_lock_fd,
+                           deadline_after_us(kClaimLockUs));
+      slots_ = range;
+    } catch (const CommError& error) {
+      welcome.status = static_cast<int32_t>(Status::Capacity);
+      set_reason(welcome.reason, error.what());
+      accepted = false;
+    }
+  phase_ = Phase::Connect;
+  return answer(welcome) && accepted;
+}
+
+bool VerbsConnection::accept_connect() {
+  if (connect_.magic != kVerbsConnectMagic || connect_.count == 0 ||
+      connect_.count > kMaxVerbsQps)
+    return false;
+  for (uint32_t i = 0; i < connect_.count; ++i)
+    if (connect_.qps[i].port >= host_.ports.size()) return false;
+  VerbsAccept accept{};
+  accept.magic = kVerbsAcceptMagic;
+  bool accepted = true;
+  try {
+    connect(accept);
+  } catch (const CommError& error) {
+    accept.status = static_cast<int32_t>(Status::Capacity);
+    set_reason(accept.reason, error.what());
+    accepted = false;
+  }
+  phase_ = Phase::Ready;
+  return answer(accept) && accepted;
+}
+
+void VerbsConnection::connect(VerbsAccept& accept) {
+  const uint32_t slots = slot_count();
+  const uint32_t depth = std::clamp(2 * slots, kFewReceives, kManyReceives);
+  records_bytes_ = (slots * kRecordStride + kTestBytes + kPage - 1) / kPage * kPage;
+  void* memory = mmap(nullptr, records_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
+                      -1, 0);
+  if (memory == MAP_FAILED)
+    throw CommError("cannot allocate the records of a connection: " + errno_text(errno) +
+                    "; free memory");
+  records_ = static_cast<uint8_t*>(memory);
+  incoming_ = std::vector<Incoming>(slots);
+  std::vector<uint32_t> halves(host_.nics.size(), 0);
+  for (uint32_t i = 0; i < connect_.count; ++i) ++halves[host_.port_nic[connect_.qps[i].port]];
+  for (std::size_t i = 0; i < host_.nics.size(); ++i) {
+    const unsigned access = ib::kLocalWrite | ib::kRemoteWrite;
+    record_keys_.emplace_back(host_.nics[i], records_, records_bytes_, access);
+    // One more per half for the marker of close_half().
+    const auto entries = static_cast<int>(std::max(halves[i] * (depth + 1), 1u));
+    queues_.push_back(std::make_unique<CompletionQueue>(host_.nics[i], entries,
+                                                        static_cast<CompletionSink*>(this)));
+  }
+  for (uint32_t i = 0; i < connect_.count; ++i) {
+    const WireQp& peer = connect_.qps[i];
+    auto half = std::make_unique<Half>();
+    half->nic = host_.port_nic[peer.port];
+    const auto& nic = host_.nics[half->nic];
+    const PortFacts port = nic->port(host_.ports[peer.port].number, host_.options.gid_index);
+    half->qp = std::make_unique<QueuePair>(nic, port, *queues_[half->nic], QpDepth{1, depth + 1});
+    halves_.push_back(std::move(half));
+  }
+  for (uint32_t i = 0; i < connect_.count; ++i) {
+    Half& half = *halves_[i];
+    for (uint32_t n = 0; n < depth; ++n) half.qp->post_recv(i);
+    accept.qps[i] = half.qp->half();
+    accept.qps[i].payload_rkey = host_.payload[half.nic].rkey();
+    accept.qps[i].records_rkey = record_keys_[half.nic].rkey();
+    try {
+      half.qp->connect(connect_.qps[i], "port", host_.options);
+    } catch (const CommError& error) {
+      // The other paths may do; the sender decides.
+      accept.qps[i].refused = 1;
+      set_reason(accept.reason, error.what());
+    }
+  }
+  accept.payload = reinterpret_cast<uintptr_t>(host_.memory.payload(0));
+  accept.records = reinterpret_cast<uintptr_t>(records_);
+}
+
+// Afterwards nothing is written by the peer's half any more, and every immediate it had brought has
+// been looked at. False when the device does not say so in time.
+bool VerbsConnection::close_half(std::size_t index) {
+  Half& half = *halves_[index];
+  if (half.closed) return true;
+  half.closed = true;
+  // Receives complete in order, so this one comes back behind all that were used. Posted before:
+  // soft-RoCE does not look at its queue again once it has flushed it.
+  if (!half.qp->post_recv(kMarker | index)) return false;
+  half.qp->fail();
+  const uint64_t deadline = deadline_after_us(kDrainUs);
+  while (!half.drained.load(std::memory_order_acquire)) {
+    if (now_ns() >= deadline) return false;
+    const timespec pause{0, 50000};
+    nanosleep(&pause, nullptr);
+  }
+  return true;
+}
+
+bool VerbsConnection::answer_fence() {
+  if (fence_.magic != kVerbsFenceMagic || fence_.qp >= halves_.size()) return false;
+  if (!close_half(fence_.qp)) return false;
+  const VerbsReply reply{kVerbsFencedMagic, fence_.qp, 0,
+                         static_cast<uint32_t>(incoming_.size())};
+  std::vector<uint8_t> bytes(sizeof reply + incoming_.size() * sizeof(uint64_t));
+  std::memcpy(bytes.data(), &reply, sizeof reply);
+  for (std::size_t i = 0; i < incoming_.size(); ++i) {
+    const uint64_t arrivals = incoming_[i].arrivals.load(std::memory_order_acquire);
+    std::memcpy(bytes.data() + sizeof reply + i * sizeof arrivals, &arrivals, sizeof arrivals);
+  }
+  // Half a megabyte at most, rarely; a peer that does not take it has other troubles.
+  return send(fd_.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT) ==
+         static_cast<ssize_t>(bytes.size());
+}
+
+bool VerbsConnection::needs_drop() {
+  const bool broken = broken_.load(std::memory_order_acquire);
+  for (uint32_t slot = slots_.first; ticket_ != 0 && slot - slots_.first < slots_.count; ++slot) {
+    if (holds_claim(host_.memory, slot, ticket_)) continue;
+    say_farewell(Status::Closed);
+    return true;
+  }
+  return broken;
+}
+
+void VerbsConnection::complain() {
+  broken_.store(true, std::memory_order_release);
+  const uint64_t one = 1;
+  static_cast<void>(!write(host_.wake_fd, &one, sizeof one));
+}
+
+// On a progress thread.
+void VerbsConnection::on_completion(const ib::Wc& wc) {
+  const auto index = static_cast<std::size_t>(static_cast<uint32_t>(wc.wr_id));
+  Half& half = *halves_[index];
+  // Flushed receives of a closed half; a half that failed by itself is the sender's to report.
+  if (wc.status != ib::kWcSuccess || wc.opcode != ib::kWcRecvWithImm) {
+    if (wc.wr_id & kMarker) half.drained.store(true, std::memory_order_release);
+    return;
+  }
+  half.qp->post_recv(wc.wr_id);
+  const Immediate immediate = decode(ntohl(wc.imm_data));
+  if (immediate.stripe == kProbeStripe) return;
+  if (immediate.slot >= incoming_.size() || immediate.stripe >= kMaxStripes) return complain();
+  arrived(immediate);
+}
+
+void VerbsConnection::arrived(Immediate immediate) {
+  std::atomic<uint64_t>& state = incoming_[immediate.slot].arrivals;
+  uint64_t before = state.load(std::memory_order_acquire);
+  uint64_t after = 0;
+  do {
+    after = with_arrival(before, immediate.tag, immediate.stripe);
+    if (after == before) return;
+  } while (!state.compare_exchange_weak(before, after, std::memory_order_acq_rel));
+  // Without the leading stripe the record is not there yet.
+  if (stripes_of(after) & 1) deliver(immediate, stripes_of(after));
+}
+
+void VerbsConnection::deliver(Immediate immediate, uint32_t stripes) {
+  Record record;
+  const uint8_t* source = records_ + immediate.slot * kRecordStride;
+  std::memcpy(&record, source, sizeof record);
+  // Overwritten meanwhile: the sender has given this message up, and the next one's immediates
+  // follow.
+  if (record.head != record.tail || static_cast<uint8_t>(record.head) != immediate.tag) return;
+  if (record.stripes == 0 || record.stripes > kMaxStripes) return complain();
+  // Exactly one stripe completes the set, so exactly one progress thread gets past here.
+  if (stripes != all_stripes(record.stripes)) return;
+  const Geometry& g = host_.memory.geometry();
+  const uint32_t slot = slots_.first + immediate.slot;
+  Message message;
+  message.slot = slot;
+  message.flag = record.flag;
+  if (record.slot != slot || check_message(message, g.slots, g.slot_bytes, slots_) != Status::Ok ||
+      record.header.nbytes < 0 || static_cast<uint64_t>(record.header.nbytes) > g.slot_bytes)
+    return complain();
+  // A newer writer may have come.
+  if (ticket_ != 0 && !holds_claim(host_.memory, slot, ticket_)) return complain();
+  SlotControl& control = host_.memory.control(slot);
+  control.header = record.header;
+  if (record.header.traced != 0) {
+    control.times = record.times;
+    control.times.arrived = static_cast<int64_t>(now_ns());
+  }
+  host_.memory.ring(slot, record.flag);
+}
+
+}  // namespace afd_comm

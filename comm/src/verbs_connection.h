@@ -1,0 +1,96 @@
+// Backend verbs, receiver: one sender's connection, from greeting to hang-up.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "afd_comm/claims.h"
+#include "verbs_plan.h"
+#include "verbs_qp.h"
+
+namespace afd_comm {
+
+// What all connections of a region share. Must outlive them.
+struct VerbsHost {
+  const Memory& memory;
+  const Token& token;
+  int claim_lock_fd;  // see take_claim
+  VerbsOptions options;
+  std::vector<std::shared_ptr<Nic>> nics;
+  std::vector<std::size_t> port_nic;   // per port of the options, index into nics
+  std::vector<PortName> ports;
+  std::vector<Registration> payload;   // per NIC, all slots
+  int wake_fd;                         // an eventfd: a connection has something for needs_drop()
+};
+
+class VerbsConnection final : private CompletionSink {
+ public:
+  VerbsConnection(Fd fd, VerbsHost& host);
+  // What has been delivered completely before rings; then nothing of it is written any more, and
+  // its slots' waiters learn that the writer is gone.
+  ~VerbsConnection() override;
+  VerbsConnection(const VerbsConnection&) = delete;
+
+  // Reads what has come; false when the connection must be dropped. Nothing is believed.
+  bool on_readable();
+  // Whether the progress thread found nonsense, or a newer writer has the slots.
+  bool needs_drop();
+  void say_farewell(Status reason) const;
+  // Takes the connection's slots from it: nothing of it is written after this. Idempotent.
+  void stop();
+
+  int fd() const { return fd_.get(); }
+  bool greeted() const { return phase_ != Phase::Hello; }
+  uint64_t accepted_ns() const { return accepted_ns_; }
+  SlotRange slots() const { return slots_; }
+
+ private:
+  enum class Phase { Hello, Connect, Ready };
+  // One slot, as far as this sender is concerned. Only the progress threads write it.
+  struct Incoming {
+    std::atomic<uint64_t> arrivals{0};  // see verbs_plan.h
+  };
+  struct Half {
+    std::size_t nic = 0;
+    std::unique_ptr<QueuePair> qp;
+    std::atomic<bool> drained{false};
+    bool closed = false;
+  };
+
+  int fill(void* target, std::size_t size);
+  bool accept_hello();
+  bool accept_connect();
+  void connect(VerbsAccept& accept);
+  bool answer_fence();
+  bool close_half(std::size_t index);
+  void on_completion(const ib::Wc& completion) override;
+  void arrived(Immediate immediate);
+  void deliver(Immediate immediate, uint32_t stripes);
+  void complain();
+  template <typename Frame>
+  bool answer(const Frame& frame) const;
+  uint32_t slot_count() const;
+
+  Fd fd_;
+  VerbsHost& host_;
+  uint64_t accepted_ns_;
+  Phase phase_ = Phase::Hello;
+  SlotRange slots_;
+  uint64_t ticket_ = 0;
+  std::size_t have_ = 0;  // bytes read of the frame that is due
+  VerbsHello hello_{};
+  VerbsConnect connect_{};
+  VerbsFence fence_{};
+  // Records and room for the test packet: all that a sender may write besides the payload.
+  uint8_t* records_ = nullptr;
+  uint64_t records_bytes_ = 0;
+  std::vector<Registration> record_keys_;                 // per NIC
+  std::vector<std::unique_ptr<CompletionQueue>> queues_;  // per NIC
+  std::vector<std::unique_ptr<Half>> halves_;
+  std::vector<Incoming> incoming_;
+  std::atomic<bool> broken_{false};
+  bool stopped_ = false;
+};
+
+}  // namespace afd_comm

@@ -1,0 +1,162 @@
+// Backend verbs, sender. Set-up is in verbs_connect.cc, what happens after a failure in
+// verbs_recovery.cc, the rest in verbs_link.cc.
+//
+// A message's payload is written by one stripe per path (queue pair), straight from registered
+// memory or from this link's bounce buffer. The last work request of each stripe carries an
+// immediate that names it; the leading stripe's also writes the record with header and flag. The
+// receiver rings the doorbell once it has seen every stripe's immediate, each of which a reliable
+// connection delivers behind the bytes it follows. When a path fails, the receiver is asked to
+// close its end, so that nothing of it can arrive late; what had not arrived by then is sent again
+// over the others.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "afd_comm/link.h"
+#include "event_count.h"
+#include "socket.h"
+#include "verbs_plan.h"
+#include "verbs_qp.h"
+
+namespace afd_comm {
+
+// Memory that messages may be sent from, registered with every NIC of the link.
+struct VerbsSource {
+  const uint8_t* begin = nullptr;
+  uint64_t nbytes = 0;
+  bool host = true;  // the CPU can read it
+  std::vector<Registration> keys;
+  bool holds(const void* data, uint64_t n) const {
+    const auto* at = static_cast<const uint8_t*>(data);
+    return at >= begin && n <= nbytes && static_cast<uint64_t>(at - begin) <= nbytes - n;
+  }
+};
+
+// Work request id of the test packet over path `path`.
+uint64_t verbs_test_id(uint32_t path);
+
+class VerbsLink final : public Link, private CompletionSink {
+ public:
+  VerbsLink(const TcpAddress& address, const LinkOptions& options);
+  ~VerbsLink() override;
+
+  const char* backend() const override { return "verbs"; }
+  bool may_block() const override { return true; }
+  Status post(const Message& message) override;
+  Status wait_sent(uint32_t slot, int64_t timeout_us) override;
+  void register_memory(void* address, uint64_t nbytes, Device device) override;
+  std::string notes() const override { return notes_; }
+  void close() override;
+
+ private:
+  static constexpr std::size_t kMaxWrs = kMaxPieces + 1;
+  static constexpr uint8_t kLost = 0x80;
+
+  struct Path {
+    std::size_t nic = 0;
+    std::unique_ptr<QueuePair> qp;
+    std::string peer_port;
+    uint8_t remote_port = 0;             // index into VerbsWelcome::ports
+    uint32_t payload_rkey = 0;
+    uint32_t records_rkey = 0;
+    std::atomic<int32_t> room{0};        // send work requests that fit now
+    std::atomic<bool> tested{false};     // the test packet has come through
+    std::atomic<int> error{0};           // first ib::WcStatus that was none
+    // The control thread's:
+    uint64_t fence_deadline = 0;         // 0: not asked for
+    bool fenced = false;
+    std::vector<uint64_t> arrived;       // per slot, when the receiver closed its end
+  };
+
+  // A slot's message on its way. post() writes it while `open` is empty; after that only `open` and
+  // `path` change.
+  struct Outgoing {
+    std::atomic<uint32_t> open{0};  // stripes without acknowledgement
+    // Per stripe, the path it went to; with kLost the control thread has to send it again. One
+    // word, so that a failure noticed late is not taken for one of the path that came after.
+    std::array<std::atomic<uint8_t>, kMaxStripes> path{};
+    std::array<std::atomic<uint16_t>, kMaxStripes> requests{};
+    uint32_t number = 0;
+    bool traced = false;
+    StripePlan plan;
+    Part parts[kMaxParts];
+    const VerbsSource* sources[kMaxParts] = {};
+    std::size_t part_count = 0;
+  };
+
+  // verbs_connect.cc
+  void open_ports(const VerbsOptions& options);
+  VerbsWelcome greet(const TcpAddress& address, uint64_t deadline);
+  void make_paths(const VerbsOptions& options, const VerbsWelcome& welcome);
+  void exchange(const TcpAddress& address, uint64_t deadline);
+  void make_bounce();
+  void test_paths(uint64_t deadline);
+  std::shared_ptr<const VerbsSource> make_source(void* address, uint64_t nbytes, Device device);
+
+  // verbs_link.cc
+  void on_completion(const ib::Wc& completion) override;
+  Status outcome() const { return ended_.load(std::memory_order_acquire); }
+  Status wait_acknowledged(const Outgoing& out, uint64_t deadline);
+  const VerbsSource* source_of(const Part& part) const;
+  void send_stripe(uint32_t index, uint32_t stripe, uint32_t path);
+  void lose(Outgoing& out, uint32_t stripe, uint32_t path);
+  void fail_path(uint32_t path, int error);
+  void end(Status why);
+  void wake_control() const;
+  uint8_t* record_at(uint32_t index) const { return bounce_ + index * kRecordStride; }
+  uint8_t* copy_at(uint32_t index) const { return bounce_ + copies_ + index * stride_; }
+
+  // verbs_recovery.cc
+  void run_control();
+  bool read_reply();
+  void take_reply(const VerbsReply& reply, const std::vector<uint64_t>& arrived);
+  void ask_for_fences();
+  bool resend_lost();
+  void resend(uint32_t index, uint32_t stripe, uint32_t from);
+
+  LinkOptions options_;
+  pid_t creator_;
+  std::string notes_;
+  uint32_t region_slots_ = 0;
+  uint64_t slot_bytes_ = 0;
+  uint64_t stride_ = 0;
+  uint32_t payloads_ = 1;
+  uint64_t least_stripe_ = 0;
+  uint64_t most_piece_ = 0;       // bytes of one work request
+  uint64_t remote_payload_ = 0;
+  uint64_t remote_records_ = 0;
+  uint32_t first_ = 0;            // slot of out_[0]
+
+  // Destroyed in reverse order: paths before the queues they complete on.
+  std::vector<std::shared_ptr<Nic>> nics_;
+  std::vector<std::size_t> port_nic_;
+  std::vector<PortFacts> ports_;
+  std::vector<std::unique_ptr<CompletionQueue>> queues_;  // one per NIC
+  std::vector<std::unique_ptr<Path>> paths_;
+  std::vector<Outgoing> out_;
+  uint8_t* bounce_ = nullptr;
+  uint64_t bounce_bytes_ = 0;
+  uint64_t copies_ = 0;
+  std::mutex registering_;
+  std::vector<std::shared_ptr<const VerbsSource>> sources_;  // [0]: the bounce buffer
+  // What post() reads without a lock; lists of the past are kept for those still reading them.
+  using SourceList = std::vector<const VerbsSource*>;
+  std::vector<std::unique_ptr<const SourceList>> source_lists_;
+  std::atomic<const SourceList*> current_sources_{nullptr};
+
+  std::atomic<uint32_t> alive_{0};  // bit per path
+  std::atomic<Status> ended_{Status::Ok};
+  std::atomic<bool> closed_{false};
+  EventCount progress_;  // an acknowledgement, or the end
+  Fd fd_;
+  Fd wake_;
+  std::vector<uint8_t> inbox_;  // control thread: bytes of a reply so far
+  std::thread control_;
+};
+
+}  // namespace afd_comm

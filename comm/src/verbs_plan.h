@@ -1,0 +1,76 @@
+// Backend verbs: how a message is cut into stripes, and what its immediates say. Pure.
+#pragma once
+
+#include <cstdint>
+
+#include "afd_comm/types.h"
+#include "afd_comm/verbs.h"
+
+namespace afd_comm {
+
+constexpr uint32_t kMaxStripes = kMaxVerbsQps;
+// Work requests of one stripe: its pieces and the immediate.
+constexpr std::size_t kMaxPieces = 47;
+
+// Bytes [begin, end) of the message's parts laid end to end, over one QP.
+struct Stripe {
+  uint32_t qp = 0;
+  uint64_t begin = 0;
+  uint64_t end = 0;
+};
+
+// stripes[0] leads: behind it goes the record that holds header and flag.
+struct StripePlan {
+  Stripe stripes[kMaxStripes];
+  uint32_t count = 0;
+};
+
+// Nearly equal stripes of whole cache lines over the QPs in the bit set `alive` (not empty), no
+// stripe below `least` bytes unless it is the only one. `turn` spreads small messages.
+StripePlan plan_stripes(uint64_t nbytes, uint32_t alive, uint32_t turn, uint64_t least);
+
+// One contiguous piece of a stripe: `nbytes` at `from` in part `part` go to `offset` in the slot.
+struct Piece {
+  std::size_t part = 0;
+  uint64_t from = 0;
+  uint64_t offset = 0;
+  uint64_t nbytes = 0;
+};
+
+// Cuts a stripe at part boundaries and every `most` bytes. Returns the number of pieces; at most
+// kMaxPieces, for which slot_bytes / most + kMaxParts < kMaxPieces suffices.
+std::size_t cut_stripe(const Part* parts, std::size_t part_count, const Stripe& stripe,
+                       uint64_t most, Piece* out);
+
+// What a 32-bit immediate says: stripe `stripe` of message number `tag` (mod 256) of a slot, which
+// is counted from the link's first. The receiver keeps a bit per stripe, so that one sent again
+// after a failure is counted once.
+struct Immediate {
+  uint32_t slot = 0;  // below kMaxImmediateSlots
+  uint8_t tag = 0;
+  uint8_t stripe = 0;
+};
+constexpr uint32_t kMaxImmediateSlots = 1 << 16;
+constexpr uint8_t kProbeStripe = 0xff;  // the test packet of a new connection
+
+constexpr uint32_t encode(Immediate i) {
+  return i.slot << 16 | uint32_t{i.tag} << 8 | i.stripe;
+}
+constexpr Immediate decode(uint32_t bits) {
+  return {bits >> 16, static_cast<uint8_t>(bits >> 8), static_cast<uint8_t>(bits)};
+}
+
+// Stripes of a slot's newest message that have arrived: tag << 32 | bit set.
+constexpr uint64_t arrivals_of(uint8_t tag, uint32_t stripes) {
+  return uint64_t{tag} << 32 | stripes;
+}
+constexpr uint8_t tag_of(uint64_t arrivals) { return static_cast<uint8_t>(arrivals >> 32); }
+constexpr uint32_t stripes_of(uint64_t arrivals) { return static_cast<uint32_t>(arrivals); }
+constexpr uint32_t all_stripes(uint32_t count) {
+  return count >= 32 ? 0xffffffffu : (1u << count) - 1;
+}
+
+// `before` with one more stripe; unchanged when it is known already or belongs to an older message.
+uint64_t with_arrival(uint64_t before, uint8_t tag, uint8_t stripe);
+
+}  // namespace afd_comm

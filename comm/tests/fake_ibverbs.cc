@@ -1,0 +1,418 @@
+// A libibverbs without hardware, for tests: two RoCE devices, fake0 and fake1, whose packets are
+// copies within the process. Build as a shared library and name it as VerbsOptions::library.
+//
+// A thread per queue pair plays the wire, so different queue pairs overtake each other. Faults are
+// set by the fake_* functions at the end.
+#include <pthread.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../src/verbs_abi.h"
+
+namespace ib = afd_comm::ib;
+
+namespace {
+
+constexpr int kDevices = 2;
+constexpr uint32_t kMaxMessage = 1 << 20;
+constexpr uint32_t kMaxInline = 220;
+
+std::mutex world;  // guards everything below, and every queue
+uint32_t next_number = 100;
+bool port_down[kDevices];
+bool ack_lost[kDevices];  // data arrive, then the sender is told that they did not
+int delay_us = 0;
+int register_errno = 0;
+int device_count = kDevices;
+
+struct FakeDevice {
+  std::string name;
+  int index;
+} devices[kDevices] = {{"fake0", 0}, {"fake1", 1}};
+
+struct FakeChannel : ib::CompChannel {
+  std::deque<ib::Cq*> events;
+};
+
+struct FakeContext : ib::Context {
+  int index;
+};
+
+struct FakeCq : ib::Cq {
+  std::deque<ib::Wc> done;
+  bool armed = false;
+  void push(const ib::Wc& wc) {
+    done.push_back(wc);
+    if (!armed || channel == nullptr) return;
+    armed = false;
+    static_cast<FakeChannel*>(channel)->events.push_back(this);
+    const uint64_t one = 1;
+    static_cast<void>(!write(channel->fd, &one, sizeof one));
+  }
+};
+
+struct Request {
+  ib::SendWr wr;
+  ib::Sge sge;
+  std::vector<uint8_t> copied;  // inline
+};
+
+struct FakeQp : ib::Qp {
+  int index = 0;  // device
+  uint32_t peer = 0;
+  uint32_t recv_limit = 0;
+  uint32_t send_limit = 0;
+  bool connected = false;
+  bool failed = false;
+  bool stop = false;
+  std::deque<Request> sends;
+  std::deque<uint64_t> receives;
+  std::condition_variable changed;
+  std::thread wire;
+
+  FakeCq* send_queue() const { return static_cast<FakeCq*>(send_cq); }
+  FakeCq* recv_queue() const { return static_cast<FakeCq*>(recv_cq); }
+  void complete(FakeCq* cq, uint64_t id, int status, int opcode, uint32_t imm = 0) {
+    ib::Wc wc{};
+    wc.wr_id = id;
+    wc.status = status;
+    wc.opcode = opcode;
+    wc.imm_data = imm;
+    wc.qp_num = qp_num;
+    cq->push(wc);
+  }
+  void fail() {
+    failed = true;
+    for (const Request& r : sends) complete(send_queue(), r.wr.wr_id, ib::kWcFlushed, 0);
+    sends.clear();
+    for (const uint64_t id : receives) complete(recv_queue(), id, ib::kWcFlushed, 0);
+    receives.clear();
+  }
+  void run();
+};
+
+struct FakeMr : ib::Mr {
+  unsigned access;
+};
+
+std::map<uint32_t, FakeQp*> qps;
+std::map<uint32_t, FakeMr*> regions;  // by rkey
+
+void FakeQp::run() {
+  std::unique_lock<std::mutex> lock(world);
+  while (true) {
+    changed.wait(lock, [this] { return stop || (connected && !sends.empty()); });
+    if (stop) return;
+    if (delay_us > 0) {
+      const int pause = delay_us * static_cast<int>(1 + qp_num % 3);
+      lock.unlock();
+      usleep(static_cast<useconds_t>(pause));
+      lock.lock();
+      if (stop) return;
+      if (sends.empty()) continue;
+    }
+    const auto other = qps.find(peer);
+    FakeQp* to = other != qps.end() ? other->second : nullptr;
+    const bool reachable = to != nullptr && !to->failed && to->connected && !port_down[index] &&
+                           !port_down[to->index];
+    Request request = std::move(sends.front());
+    sends.pop_front();
+    if (!reachable) {
+      complete(send_queue(), request.wr.wr_id, ib::kWcRetryExceeded, 0);
+      fail();
+      continue;
+    }
+    const bool immediate = request.wr.opcode == ib::kWriteWithImm;
+    if (immediate && to->receives.empty()) {
+      sends.push_front(std::move(request));  // receiver not ready: again later
+      lock.unlock();
+      usleep(100);
+      lock.lock();
+      continue;
+    }
+    if (request.wr.num_sge != 0) {
+      const auto region = regions.find(request.wr.rkey);
+      const FakeMr* mr = region != regions.end() ? region->second : nullptr;
+      const uint64_t at = request.wr.remote_addr, base = mr ? reinterpret_cast<uint64_t>(mr->addr) : 0;
+      if (mr == nullptr || !(mr->access & ib::kRemoteWrite) || at < base ||
+          at + request.sge.length > base + mr->length) {
+        complete(send_queue(), request.wr.wr_id, ib::kWcRemoteAccess, 0);
+        fail();
+        continue;
+      }
+      const void* from = request.copied.empty() ? reinterpret_cast<void*>(request.sge.addr)
+                                                : request.copied.data();
+      std::memcpy(reinterpret_cast<void*>(at), from, request.sge.length);
+    }
+    if (immediate) {
+      to->complete(to->recv_queue(), to->receives.front(), ib::kWcSuccess, ib::kWcRecvWithImm,
+                   request.wr.imm_data);
+      to->receives.pop_front();
+    }
+    if (ack_lost[index]) {
+      complete(send_queue(), request.wr.wr_id, ib::kWcRetryExceeded, 0);
+      fail();
+    } else if (request.wr.send_flags & ib::kSignaled) {
+      complete(send_queue(), request.wr.wr_id, ib::kWcSuccess, ib::kWcWrite);
+    }
+  }
+}
+
+int poll_cq(ib::Cq* cq, int entries, ib::Wc* out) {
+  const std::lock_guard<std::mutex> lock(world);
+  auto& done = static_cast<FakeCq*>(cq)->done;
+  int n = 0;
+  for (; n < entries && !done.empty(); ++n) {
+    out[n] = done.front();
+    done.pop_front();
+  }
+  return n;
+}
+
+int req_notify_cq(ib::Cq* cq, int) {
+  const std::lock_guard<std::mutex> lock(world);
+  static_cast<FakeCq*>(cq)->armed = true;
+  return 0;
+}
+
+int post_send(ib::Qp* base, ib::SendWr* wr, ib::SendWr** bad) {
+  const std::lock_guard<std::mutex> lock(world);
+  auto* qp = static_cast<FakeQp*>(base);
+  for (; wr != nullptr; wr = wr->next) {
+    if (qp->sends.size() >= qp->send_limit) {
+      *bad = wr;
+      return ENOMEM;
+    }
+    Request request{*wr, wr->num_sge != 0 ? *wr->sg_list : ib::Sge{}, {}};
+    if (wr->num_sge != 0 && wr->send_flags & ib::kInline) {
+      const auto* data = reinterpret_cast<const uint8_t*>(wr->sg_list->addr);
+      request.copied.assign(data, data + wr->sg_list->length);
+    }
+    if (qp->failed) {
+      qp->complete(qp->send_queue(), wr->wr_id, ib::kWcFlushed, 0);
+    } else {
+      qp->sends.push_back(std::move(request));
+    }
+  }
+  qp->changed.notify_one();
+  return 0;
+}
+
+int post_recv(ib::Qp* base, ib::RecvWr* wr, ib::RecvWr** bad) {
+  const std::lock_guard<std::mutex> lock(world);
+  auto* qp = static_cast<FakeQp*>(base);
+  if (qp->failed) return 0;  // as soft-RoCE: it stays where it is
+  if (qp->receives.size() >= qp->recv_limit) {
+    *bad = wr;
+    return ENOMEM;
+  } else {
+    qp->receives.push_back(wr->wr_id);
+  }
+  return 0;
+}
+
+int index_of(const char* name) {
+  for (const FakeDevice& device : devices)
+    if (device.name == name) return device.index;
+  return -1;
+}
+
+}  // namespace
+
+extern "C" {
+
+ib::Device** ibv_get_device_list(int* count) {
+  *count = device_count;
+  auto** list = new ib::Device*[kDevices + 1]();
+  for (int i = 0; i < device_count; ++i) list[i] = reinterpret_cast<ib::Device*>(&devices[i]);
+  return list;
+}
+void ibv_free_device_list(ib::Device** list) { delete[] list; }
+const char* ibv_get_device_name(ib::Device* device) {
+  return reinterpret_cast<FakeDevice*>(device)->name.c_str();
+}
+ib::Context* ibv_open_device(ib::Device* device) {
+  auto* context = new FakeContext{};
+  context->device = device;
+  context->index = reinterpret_cast<FakeDevice*>(device)->index;
+  context->ops.poll_cq = poll_cq;
+  context->ops.req_notify_cq = req_notify_cq;
+  context->ops.post_send = post_send;
+  context->ops.post_recv = post_recv;
+  return context;
+}
+int ibv_close_device(ib::Context* context) {
+  delete static_cast<FakeContext*>(context);
+  return 0;
+}
+int ibv_query_device(ib::Context*, ib::DeviceAttr* attr) {
+  *attr = {};
+  attr->max_qp_wr = 4096;
+  attr->max_cqe = 65536;
+  return 0;
+}
+int ibv_query_port(ib::Context* context, uint8_t port, ib::PortAttr* attr) {
+  if (port != 1) return EINVAL;
+  const std::lock_guard<std::mutex> lock(world);
+  *attr = {};
+  attr->state = port_down[static_cast<FakeContext*>(context)->index] ? ib::kPortDown
+                                                                     : ib::kPortActive;
+  attr->active_mtu = 5;
+  attr->gid_tbl_len = 1;
+  attr->max_msg_sz = kMaxMessage;
+  attr->link_layer = ib::kLinkEthernet;
+  return 0;
+}
+int ibv_query_gid(ib::Context* context, uint8_t, int index, ib::Gid* gid) {
+  if (index != 0) return EINVAL;
+  const ib::Gid address = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff, 10, 0,
+                           static_cast<uint8_t>(static_cast<FakeContext*>(context)->index), 1};
+  std::memcpy(gid, address, sizeof address);
+  return 0;
+}
+ib::Pd* ibv_alloc_pd(ib::Context* context) { return new ib::Pd{context, 0}; }
+int ibv_dealloc_pd(ib::Pd* pd) {
+  delete pd;
+  return 0;
+}
+ib::Mr* ibv_reg_mr(ib::Pd* pd, void* addr, std::size_t length, int access) {
+  const std::lock_guard<std::mutex> lock(world);
+  if (register_errno != 0) {
+    errno = register_errno;
+    return nullptr;
+  }
+  auto* mr = new FakeMr{};
+  mr->context = pd->context;
+  mr->addr = addr;
+  mr->length = length;
+  mr->lkey = mr->rkey = next_number++;
+  mr->access = static_cast<unsigned>(access);
+  regions[mr->rkey] = mr;
+  return mr;
+}
+int ibv_dereg_mr(ib::Mr* mr) {
+  const std::lock_guard<std::mutex> lock(world);
+  regions.erase(mr->rkey);
+  delete static_cast<FakeMr*>(mr);
+  return 0;
+}
+ib::CompChannel* ibv_create_comp_channel(ib::Context* context) {
+  auto* channel = new FakeChannel{};
+  channel->context = context;
+  channel->fd = eventfd(0, EFD_CLOEXEC);
+  return channel;
+}
+int ibv_destroy_comp_channel(ib::CompChannel* channel) {
+  close(channel->fd);
+  delete static_cast<FakeChannel*>(channel);
+  return 0;
+}
+ib::Cq* ibv_create_cq(ib::Context* context, int entries, void*, ib::CompChannel* channel, int) {
+  auto* cq = new FakeCq{};
+  cq->context = context;
+  cq->channel = channel;
+  cq->cqe = entries;
+  return cq;
+}
+int ibv_destroy_cq(ib::Cq* cq) {
+  const std::lock_guard<std::mutex> lock(world);
+  auto& events = static_cast<FakeChannel*>(cq->channel)->events;
+  std::deque<ib::Cq*> others;
+  for (ib::Cq* one : events)
+    if (one != cq) others.push_back(one);
+  events.swap(others);
+  delete static_cast<FakeCq*>(cq);
+  return 0;
+}
+int ibv_get_cq_event(ib::CompChannel* base, ib::Cq** cq, void** context) {
+  const std::lock_guard<std::mutex> lock(world);
+  auto* channel = static_cast<FakeChannel*>(base);
+  uint64_t count = 0;
+  static_cast<void>(!read(channel->fd, &count, sizeof count));
+  if (channel->events.empty()) return -1;
+  *cq = channel->events.front();
+  *context = nullptr;
+  channel->events.pop_front();
+  return 0;
+}
+void ibv_ack_cq_events(ib::Cq*, unsigned) {}
+ib::Qp* ibv_create_qp(ib::Pd* pd, ib::QpInitAttr* attr) {
+  const std::lock_guard<std::mutex> lock(world);
+  if (attr->cap.max_inline_data > kMaxInline) {
+    errno = EINVAL;
+    return nullptr;
+  }
+  auto* qp = new FakeQp{};
+  qp->context = pd->context;
+  qp->pd = pd;
+  qp->send_cq = attr->send_cq;
+  qp->recv_cq = attr->recv_cq;
+  qp->send_limit = attr->cap.max_send_wr;
+  qp->recv_limit = attr->cap.max_recv_wr;
+  qp->index = static_cast<FakeContext*>(pd->context)->index;
+  qp->qp_num = next_number++;
+  qps[qp->qp_num] = qp;
+  qp->wire = std::thread([qp] { qp->run(); });
+  return qp;
+}
+int ibv_modify_qp(ib::Qp* base, ib::QpAttr* attr, int) {
+  const std::lock_guard<std::mutex> lock(world);
+  auto* qp = static_cast<FakeQp*>(base);
+  if (attr->qp_state == ib::kQpRtr) qp->peer = attr->dest_qp_num;
+  if (attr->qp_state == ib::kQpRts) qp->connected = true;
+  if (attr->qp_state == ib::kQpError && !qp->failed) qp->fail();
+  qp->changed.notify_one();
+  return 0;
+}
+int ibv_destroy_qp(ib::Qp* base) {
+  auto* qp = static_cast<FakeQp*>(base);
+  {
+    const std::lock_guard<std::mutex> lock(world);
+    qps.erase(qp->qp_num);
+    qp->stop = true;
+    qp->changed.notify_one();
+  }
+  qp->wire.join();
+  delete qp;
+  return 0;
+}
+const char* ibv_wc_status_str(int status) {
+  return status == ib::kWcRetryExceeded ? "transport retry counter exceeded" : "error";
+}
+
+// -- faults
+
+void fake_port(const char* device, int up) {
+  const std::lock_guard<std::mutex> lock(world);
+  port_down[index_of(device)] = up == 0;
+}
+void fake_lose_acks(const char* device, int lose) {
+  const std::lock_guard<std::mutex> lock(world);
+  ack_lost[index_of(device)] = lose != 0;
+}
+void fake_delay_us(int us) {
+  const std::lock_guard<std::mutex> lock(world);
+  delay_us = us;
+}
+// errno of every registration from now on; 0: they succeed.
+void fake_refuse_memory(int error) {
+  const std::lock_guard<std::mutex> lock(world);
+  register_errno = error;
+}
+void fake_devices(int count) { device_count = count; }
+// Queue pairs that exist.
+int fake_queue_pairs() {
+  const std::lock_guard<std::mutex> lock(world);
+  return static_cast<int>(qps.size());
+}
+}

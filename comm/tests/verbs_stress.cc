@@ -1,0 +1,454 @@
+// Stress of backend verbs: a receiver and a sender process, every byte checked.
+//
+//   verbs_stress CASE RX_PORTS TX_PORTS [SECONDS] [LIBRARY]
+//
+// Ports are comma separated. CASE:
+//   sizes      64 B to 15 MB, from registered and from other memory, one and several parts
+//   soak       random sizes over several slots for SECONDS; meant for packet loss and port failures
+//   kill       the sender is killed in the middle of its posts, then the receiver
+//   late       a newer writer takes the slots while an older one is sending
+//   memlock    registration must be refused, with the sentence that says what to raise
+//   offset     soak, with one stripe written 64 B too far: the payload check must notice
+//   short      soak, with one stripe 64 B too short: the payload check must notice
+// Ends with 0 or says what broke.
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <sstream>
+#include <string>
+
+#include "../src/verbs_library.h"
+#include "afd_comm/link.h"
+#include "afd_comm/region.h"
+
+using namespace afd_comm;
+
+namespace {
+
+constexpr int64_t kTimeoutUs = 20000000;
+constexpr uint32_t kSlots = 3;
+constexpr uint64_t kMaxBytes = 15 << 20;
+constexpr int kCaught = 7;  // exit status of a payload check that failed
+
+std::string library = "libibverbs.so.1";
+
+[[noreturn]] void broke(const char* what) {
+  fprintf(stderr, "verbs_stress: failed: %s\n", what);
+  fflush(stderr);
+  _exit(1);
+}
+void check(bool ok, const char* what) {
+  if (!ok) broke(what);
+}
+
+std::vector<std::string> split(const std::string& text) {
+  std::vector<std::string> out;
+  std::istringstream in(text);
+  for (std::string item; std::getline(in, item, ',');) out.push_back(item);
+  return out;
+}
+
+VerbsOptions verbs(const std::string& ports) {
+  VerbsOptions options;
+  options.host = "127.0.0.1";
+  options.ports = split(ports);
+  options.timeout = 12;
+  options.library = library;
+  return options;
+}
+
+// What both processes see.
+struct Shared {
+  std::atomic<uint32_t> wanted[kSlots];  // sequence number the receiver is ready for
+  std::atomic<uint32_t> stop;
+  std::atomic<uint32_t> claimed;  // links that have connected
+  char addresses[4][512];
+};
+
+Shared* shared_page() {
+  void* page = mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS,
+                    -1, 0);
+  check(page != MAP_FAILED, "mmap");
+  return new (page) Shared{};
+}
+
+// Deterministic content of message `seq` in `slot`.
+void fill(uint8_t* out, uint64_t nbytes, uint32_t slot, uint32_t seq) {
+  uint64_t state = (uint64_t{slot} << 32 | seq) * 0x9e3779b97f4a7c15u + 1;
+  for (uint64_t i = 0; i < nbytes; i += 8) {
+    state ^= state << 13;
+    state ^= state >> 7;
+    state ^= state << 17;
+    std::memcpy(out + i, &state, std::min<uint64_t>(8, nbytes - i));
+  }
+}
+
+uint64_t size_of(uint32_t slot, uint32_t seq) {
+  std::mt19937 random(slot * 7919 + seq);
+  const uint64_t magnitude = uint64_t{64} << (random() % 15);
+  return magnitude + random() % magnitude;
+}
+
+bool same(const Region& region, uint32_t slot, uint32_t seq, uint64_t nbytes,
+          std::vector<uint8_t>& scratch) {
+  fill(scratch.data(), nbytes, slot, seq);
+  return std::memcmp(region.payload(slot), scratch.data(), nbytes) == 0;
+}
+
+Status await(Region& region, uint32_t slot, uint64_t flag, int64_t timeout_us) {
+  Awaited awaited{slot, flag, Status::Deadline};
+  region.wait(&awaited, 1, WaitFor::All, deadline_after_us(timeout_us), nullptr);
+  return awaited.status;
+}
+
+std::unique_ptr<Link> connect(const Shared& shared, const std::string& ports, SlotRange slots) {
+  LinkOptions options;
+  options.backend = "verbs";
+  options.slots = slots;
+  options.timeout_us = kTimeoutUs;
+  options.verbs = verbs(ports);
+  std::vector<std::string> addresses;
+  for (const char* address : {shared.addresses[0], shared.addresses[1]})
+    if (address[0] != 0) addresses.emplace_back(address);
+  auto link = open_link(addresses, options);
+  if (!link->notes().empty()) printf("notes: %s\n", link->notes().c_str());
+  return link;
+}
+
+Status post(Link& link, uint32_t slot, uint64_t flag, const uint8_t* data, uint64_t nbytes,
+            std::size_t parts) {
+  Message message;
+  message.slot = slot;
+  message.flag = flag;
+  message.header.nbytes = static_cast<int64_t>(nbytes);
+  message.header.rows = static_cast<int32_t>(slot);
+  message.part_count = parts;
+  uint64_t at = 0;
+  for (std::size_t i = 0; i < parts; ++i) {
+    const uint64_t n = i + 1 == parts ? nbytes - at : nbytes / parts;
+    message.parts[i] = Part{at, data + at, n};
+    at += n;
+  }
+  return link.post(message);
+}
+
+// Runs `sender` in a child process, which must not use verbs before this.
+pid_t spawn(const std::function<void()>& sender) {
+  const pid_t child = fork();
+  check(child >= 0, "fork");
+  if (child != 0) return child;
+  try {
+    sender();
+  } catch (const std::exception& error) {
+    broke(error.what());
+  }
+  fflush(stdout);
+  _exit(0);
+}
+
+void publish(Shared* shared, const Region& region) {
+  for (std::size_t i = 0; i < region.addresses().size(); ++i)
+    snprintf(shared->addresses[i], sizeof shared->addresses[i], "%s",
+             region.addresses()[i].c_str());
+  shared->wanted[0].store(1, std::memory_order_release);
+}
+
+void await_region(const Shared* shared) {
+  while (shared->wanted[0].load(std::memory_order_acquire) == 0) usleep(1000);
+}
+
+std::unique_ptr<Region> make_region(const std::string& ports) {
+  RegionOptions options;
+  options.name = "stress";
+  options.verbs = verbs(ports);
+  return std::make_unique<Region>(kSlots, kMaxBytes, options);
+}
+
+int reap(pid_t child) {
+  int status = 0;
+  waitpid(child, &status, 0);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : 128;
+}
+
+void sizes(const std::string& rx, const std::string& tx) {
+  std::vector<uint64_t> list;
+  for (uint64_t n = 64; n <= kMaxBytes; n *= 4)
+    for (const uint64_t more : {uint64_t{0}, n / 2 + 8}) list.push_back(std::min(n + more, kMaxBytes));
+  for (const uint64_t n : {uint64_t{65}, uint64_t{4097}, uint64_t{917504}, kMaxBytes})
+    list.push_back(n);
+  Shared* shared = shared_page();
+  const pid_t child = spawn([&] {
+    await_region(shared);
+    const auto link = connect(*shared, tx, SlotRange{0, kSlots});
+    std::vector<uint8_t> registered(kMaxBytes), plain(kMaxBytes);
+    link->register_memory(registered.data(), registered.size(), Device{});
+    for (uint32_t i = 0; i < list.size(); ++i)
+      for (uint32_t way = 0; way < 2; ++way) {
+        const uint32_t seq = 2 * i + way + 1;
+        while (shared->wanted[0].load(std::memory_order_acquire) < seq) usleep(50);
+        std::vector<uint8_t>& data = way != 0 ? registered : plain;
+        fill(data.data(), list[i], 0, seq);
+        check(post(*link, 0, make_flag(1, seq), data.data(), list[i], 1 + seq % 4) == Status::Ok,
+              "post");
+        if (way != 0) {
+          check(link->wait_sent(0, kTimeoutUs) == Status::Ok, "wait_sent");
+          std::memset(data.data(), 0, 64);  // ours again: must not be seen
+        } else {
+          std::memset(data.data(), 0, list[i]);  // copied
+        }
+      }
+  });
+  const auto region = make_region(rx);
+  publish(shared, *region);
+  std::vector<uint8_t> scratch(kMaxBytes);
+  for (uint32_t i = 0; i < list.size(); ++i)
+    for (uint32_t way = 0; way < 2; ++way) {
+      const uint32_t seq = 2 * i + way + 1;
+      shared->wanted[0].store(seq, std::memory_order_release);
+      check(await(*region, 0, make_flag(1, seq), kTimeoutUs) == Status::Ok, "arrival");
+      check(region->header(0).nbytes == static_cast<int64_t>(list[i]), "header");
+      check(same(*region, 0, seq, list[i], scratch), "payload");
+    }
+  check(reap(child) == 0, "sender");
+  printf("sizes: %zu sizes ok\n", list.size());
+}
+
+// Returns whether every payload was right.
+bool soak(const std::string& rx, const std::string& tx, double seconds,
+          const std::function<void()>& in_sender) {
+  Shared* shared = shared_page();
+  const pid_t child = spawn([&] {
+    await_region(shared);
+    in_sender();
+    const auto link = connect(*shared, tx, SlotRange{0, kSlots});
+    shared->claimed.fetch_add(1);
+    std::vector<uint8_t> registered(kSlots * kMaxBytes);
+    link->register_memory(registered.data(), registered.size(), Device{});
+    uint32_t seq[kSlots] = {};
+    uint64_t posted = 0;
+    while (shared->stop.load(std::memory_order_acquire) == 0) {
+      bool any = false;
+      for (uint32_t slot = 0; slot < kSlots; ++slot) {
+        if (shared->wanted[slot].load(std::memory_order_acquire) <= seq[slot]) continue;
+        const uint64_t n = size_of(slot, ++seq[slot]);
+        uint8_t* data = registered.data() + slot * kMaxBytes;
+        check(link->wait_sent(slot, kTimeoutUs) == Status::Ok, "wait_sent");
+        fill(data, n, slot, seq[slot]);
+        const Status status = post(*link, slot, make_flag(1, seq[slot]), data, n, 2);
+        if (status != Status::Ok) {
+          fprintf(stderr, "post %u of slot %u: status %d\n", seq[slot], slot,
+                  static_cast<int>(status));
+          broke("post");
+        }
+        any = true;
+        ++posted;
+      }
+      if (!any) usleep(100);
+    }
+    printf("soak: %llu messages posted\n", static_cast<unsigned long long>(posted));
+  });
+  const auto region = make_region(rx);
+  std::vector<uint8_t> scratch(kMaxBytes);
+  uint32_t seq[kSlots] = {};
+  uint64_t taken = 0, bytes = 0, worst = 0;
+  publish(shared, *region);
+  bool right = true;
+  while (shared->claimed.load() == 0) {
+    usleep(1000);
+    check(waitpid(child, nullptr, WNOHANG) == 0, "sender did not connect");
+  }
+  printf("soak: started\n");
+  fflush(stdout);
+  const uint64_t end = now_ns() + static_cast<uint64_t>(seconds * 1e9);
+  while (now_ns() < end && right) {
+    for (uint32_t slot = 0; slot < kSlots; ++slot) {
+      // One more than the last: what comes twice or out of turn would not match its content.
+      shared->wanted[slot].store(++seq[slot], std::memory_order_release);
+    }
+    for (uint32_t slot = 0; slot < kSlots; ++slot) {
+      const uint64_t since = now_ns();
+      check(await(*region, slot, make_flag(1, seq[slot]), kTimeoutUs) == Status::Ok, "arrival");
+      worst = std::max(worst, now_ns() - since);
+      const uint64_t n = size_of(slot, seq[slot]);
+      check(region->header(slot).nbytes == static_cast<int64_t>(n), "header");
+      check(region->header(slot).rows == static_cast<int32_t>(slot), "slot");
+      right = right && same(*region, slot, seq[slot], n, scratch);
+      bytes += n;
+      ++taken;
+    }
+  }
+  shared->stop.store(1, std::memory_order_release);
+  check(reap(child) == 0, "sender");
+  printf("soak: %llu messages, %.1f MB, all there once; longest wait %.0f ms\n",
+         static_cast<unsigned long long>(taken), static_cast<double>(bytes) / 1e6,
+         static_cast<double>(worst) / 1e6);
+  return right;
+}
+
+void post_for_ever(Shared* shared, const std::string& tx, uint32_t generation) {
+  const auto link = connect(*shared, tx, SlotRange{0, kSlots});
+  shared->claimed.fetch_add(1);
+  const std::vector<uint8_t> data(kMaxBytes, static_cast<uint8_t>(generation));
+  for (uint32_t seq = 1;; ++seq) {
+    const Status status =
+        post(*link, seq % kSlots, make_flag(generation, seq), data.data(), 1 << 20, 1);
+    if (status == Status::Closed || status == Status::PeerGone) _exit(40 + static_cast<int>(status));
+    check(status == Status::Ok, "post");
+  }
+}
+
+void kill_either(const std::string& rx, const std::string& tx) {
+  Shared* shared = shared_page();
+  // The sender dies: the receiver must learn of it.
+  pid_t child = spawn([&] {
+    await_region(shared);
+    post_for_ever(shared, tx, 1);
+  });
+  {
+    const auto region = make_region(rx);
+    publish(shared, *region);
+    while (shared->claimed.load() == 0) usleep(1000);
+    usleep(300000);
+    kill(child, SIGKILL);
+    const uint64_t since = now_ns();
+    check(await(*region, 0, make_flag(9, 9), kTimeoutUs) == Status::PeerGone, "sender's death");
+    printf("kill: the sender's death was seen after %.0f ms\n",
+           static_cast<double>(now_ns() - since) / 1e6);
+    reap(child);
+  }
+  // The receiver dies: the sender's post must say so. This process is the sender now.
+  Shared* second = shared_page();
+  child = spawn([&] {
+    const auto region = make_region(rx);
+    publish(second, *region);
+    pause();
+  });
+  await_region(second);
+  const auto link = connect(*second, tx, SlotRange{0, kSlots});
+  const std::vector<uint8_t> data(1 << 20, 5);
+  uint64_t since = 0;
+  Status status = Status::Ok;
+  for (uint32_t seq = 1; status == Status::Ok && seq < 100000; ++seq) {
+    if (seq == 20) {
+      kill(child, SIGKILL);
+      since = now_ns();
+    }
+    status = post(*link, seq % kSlots, make_flag(1, seq), data.data(), data.size(), 1);
+  }
+  check(status == Status::PeerGone, "receiver's death");
+  check(now_ns() - since < 5000000000u, "receiver's death in time");
+  printf("kill: the receiver's death was seen after %.0f ms\n",
+         static_cast<double>(now_ns() - since) / 1e6);
+  check(post(*link, 0, 1, data.data(), 64, 1) == Status::PeerGone, "post after it");
+  reap(child);
+}
+
+void late(const std::string& rx, const std::string& tx) {
+  Shared* shared = shared_page();
+  const pid_t first = spawn([&] {
+    await_region(shared);
+    post_for_ever(shared, tx, 1);
+  });
+  const pid_t second = spawn([&] {
+    await_region(shared);
+    while (shared->claimed.load() == 0) usleep(1000);
+    usleep(200000);
+    const auto link = connect(*shared, tx, SlotRange{0, kSlots});
+    const std::vector<uint8_t> data(kMaxBytes, 2);
+    for (uint32_t slot = 0; slot < kSlots; ++slot)
+      check(post(*link, slot, make_flag(2, 1), data.data(), 1 << 20, 1) == Status::Ok, "post");
+    shared->claimed.fetch_add(1);
+    while (shared->stop.load() == 0) usleep(1000);
+  });
+  const auto region = make_region(rx);
+  publish(shared, *region);
+  for (uint32_t slot = 0; slot < kSlots; ++slot)
+    check(await(*region, slot, make_flag(2, 1), kTimeoutUs) == Status::Ok, "newer writer");
+  check(reap(first) == 40 + static_cast<int>(Status::Closed), "older writer is told CLOSED");
+  // Nothing of the older generation may arrive behind it.
+  for (int i = 0; i < 20; ++i) {
+    for (uint32_t slot = 0; slot < kSlots; ++slot) {
+      check(region->ready(slot, make_flag(2, 1)), "doorbell of a dead generation");
+      for (uint64_t at = 0; at < 1 << 20; at += 997)
+        check(region->payload(slot)[at] == 2, "payload of a dead generation");
+    }
+    usleep(20000);
+  }
+  shared->stop.store(1);
+  check(reap(second) == 0, "newer writer");
+  printf("late: nothing of the older generation came\n");
+}
+
+void memlock(const std::string& rx) {
+  try {
+    make_region(rx);
+  } catch (const CommError& error) {
+    printf("memlock: %s\n", error.what());
+    check(std::string(error.what()).find("ulimit -l unlimited") != std::string::npos, "sentence");
+    return;
+  }
+  broke("the registration was not refused");
+}
+
+// The faults: the provider's post_send with one stripe damaged on its way to the NIC.
+Verbs real;
+int damaged = 0;
+bool too_far = false;
+
+int damage_one(ib::Qp* qp, ib::SendWr* first, ib::SendWr** bad) {
+  for (ib::SendWr* wr = first; wr != nullptr; wr = wr->next) {
+    if (wr->num_sge != 1 || wr->sg_list->length < 4096 || ++damaged != 20) continue;
+    if (too_far) {
+      wr->remote_addr += 64;
+    } else {
+      wr->sg_list->length -= 64;
+    }
+  }
+  return real.post_send(qp, first, bad);
+}
+
+void damage(bool offset) {
+  real = load_verbs(library);
+  too_far = offset;
+  Verbs table = real;
+  table.post_send = damage_one;
+  replace_verbs(library, table);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc < 4) broke("usage: verbs_stress CASE RX_PORTS TX_PORTS [SECONDS] [LIBRARY]");
+  const std::string which = argv[1], rx = argv[2], tx = argv[3];
+  const double seconds = argc > 4 ? atof(argv[4]) : 3;
+  if (argc > 5) library = argv[5];
+  try {
+    if (which == "sizes") {
+      sizes(rx, tx);
+    } else if (which == "soak") {
+      if (!soak(rx, tx, seconds, [] {})) broke("payload");
+    } else if (which == "kill") {
+      kill_either(rx, tx);
+    } else if (which == "late") {
+      late(rx, tx);
+    } else if (which == "memlock") {
+      memlock(rx);
+    } else if (which == "offset" || which == "short") {
+      if (soak(rx, tx, 60, [&] { damage(which == "offset"); })) broke("the damage was not noticed");
+      printf("%s: caught by the payload check\n", which.c_str());
+      return kCaught;
+    } else {
+      broke("unknown case");
+    }
+  } catch (const CommError& error) {
+    broke(error.what());
+  }
+  return 0;
+}

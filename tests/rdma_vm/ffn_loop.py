@@ -1,0 +1,45 @@
+"""In the guest: RemoteExperts against FfnLoop over soft-RoCE; a port is lost midway."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+
+import torch
+from test_remote_loop import Deployed, run_step
+
+from afd.demo.make_model import make_model
+from afd.demo.sizes import resolve
+from ffn_worker.model import load_ffn_model
+
+FAMILY = "qwen3_moe"
+STEPS = 6
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    folder = Path(tempfile.mkdtemp())
+    make_model(FAMILY, folder, resolve(FAMILY, "tiny"))
+    verbs = {"ports": ["rxa0:1", "rxa1:1"], "ffn_ports": ["rxf0:1", "rxf1:1"], "timeout": 12}
+    deployed = Deployed(folder, 1, 1, transport={"backend": "verbs", "verbs": verbs})
+    r = deployed.resolved
+    expected = load_ffn_model(folder, r.family, r.model, instances=1, index=0, backend="reference")
+    client = deployed.clients[0]
+    assert client._ffns[0].link.backend == "verbs"
+    for step in range(STEPS):
+        if step == STEPS // 2:
+            subprocess.run(["ip", "link", "set", "a1", "down"], check=True)
+        started = time.monotonic()
+        run_step(client, r, expected, [3, 2, 4], step)
+        print(f"step {step} answered after {time.monotonic() - started:.2f} s", flush=True)
+    deployed.close()
+    print("ffn_loop: every answer equals the reference")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""The libibverbs without hardware (comm/tests/fake_ibverbs.cc), for tests of backend verbs."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from afd_comm import VerbsOptions
+
+SOURCE = Path(__file__).parents[2] / "comm" / "tests" / "fake_ibverbs.cc"
+PORTS = ["fake0", "fake1:1"]
+
+
+class FakeVerbs:
+    """Two devices, fake0 and fake1. Faults last until ``heal``."""
+
+    def __init__(self, library: Path) -> None:
+        self.library = str(library)
+        self._lib = ctypes.CDLL(self.library)
+
+    def options(self, **changes: object) -> VerbsOptions:
+        given = {"ports": PORTS, "host": "127.0.0.1", "library": self.library, **changes}
+        return VerbsOptions(**given)
+
+    def port(self, device: str, *, up: bool) -> None:
+        self._lib.fake_port(device.encode(), int(up))
+
+    def lose_acks(self, device: str, lose: bool = True) -> None:
+        """Data arrive, but their sender is told that they did not."""
+        self._lib.fake_lose_acks(device.encode(), int(lose))
+
+    def delay_us(self, us: int) -> None:
+        self._lib.fake_delay_us(us)
+
+    def refuse_memory(self, errno: int) -> None:
+        self._lib.fake_refuse_memory(errno)
+
+    def devices(self, count: int) -> None:
+        self._lib.fake_devices(count)
+
+    @property
+    def queue_pairs(self) -> int:
+        return self._lib.fake_queue_pairs()
+
+    def heal(self) -> None:
+        for device in ("fake0", "fake1"):
+            self.port(device, up=True)
+            self.lose_acks(device, False)
+        self.delay_us(0)
+        self.refuse_memory(0)
+        self.devices(2)
+
+
+@contextmanager
+def built_fake(folder: Path) -> Iterator[FakeVerbs]:
+    """Compile it (about 3 s); skips the test where there is no compiler."""
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no C++ compiler to build the fake libibverbs with")
+    library = folder / "libfake_ibverbs.so"
+    command = [compiler, "-std=c++17", "-O0", "-shared", "-fPIC", "-pthread"]
+    subprocess.run([*command, str(SOURCE), "-o", str(library)], check=True, timeout=120)
+    fake = FakeVerbs(library)
+    yield fake
+    fake.heal()

@@ -1,0 +1,64 @@
+"""Arithmetic and page of the GPU transport bench; the measuring needs two GPUs."""
+
+from __future__ import annotations
+
+import pytest
+
+from afd.bench import comm_gpu
+from afd.errors import AfdError
+
+PAPER = comm_gpu.PAPER
+
+
+def cells(**p50: float) -> comm_gpu.Cells:
+    def fields(value: float) -> dict[str, float]:
+        times = {"p50": value, "mean": value + 1, "p99": 2 * value, "max": 3 * value}
+        return {"rounds": 100.0, **times}
+
+    return {(way, "graph", *PAPER): fields(value) for way, value in p50.items()}
+
+
+def beside(way: str, gemm_ms: float, round_us: float, kernels: int) -> dict[str, float | str]:
+    alone = {"gemm_alone_ms": 2.0, "round_alone_us": 20.0}
+    both = {"gemm_beside_ms": gemm_ms, "round_beside_us": round_us}
+    return {"way": way, **alone, **both, "kernels": kernels}
+
+
+def test_ratios_say_that_more_is_better() -> None:
+    records = comm_gpu.time_records(cells(ipc=20.0, copies=18.0, nccl=50.0), "", "command")
+    by_key = {(r.case.rpartition(" against ")[2], r.metric): r for r in records}
+    assert by_key["bare copies", "p50"].ratio == 0.9
+    assert by_key["NCCL send/recv", "p99"].ratio == 2.5
+    rate = by_key["NCCL send/recv", "GBps"]
+    assert rate.ratio == 2.5 and rate.value == pytest.approx(sum(PAPER) / 20e3, abs=1e-3)
+    assert {r.case.partition(",")[0] for r in records} == {f"ipc {PAPER[0]}/{PAPER[1]}"}
+
+
+def test_a_way_that_was_not_run_has_no_records() -> None:
+    assert comm_gpu.time_records(cells(ipc=20.0), "", "command") == []
+    assert comm_gpu.beside_records([beside("ipc", 2.0, 20.0, 0)], "", "command") == []
+
+
+def test_slowdowns_and_kernels() -> None:
+    besides = [beside("ipc", 2.2, 22.0, 0), beside("nccl", 3.3, 60.0, 99)]
+    records = {r.metric: r for r in comm_gpu.beside_records(besides, ", x", "command")}
+    gemm, trip = records["gemm_slowdown"], records["round_slowdown"]
+    assert (gemm.value, gemm.peer_value, gemm.ratio) == (1.1, 1.65, 1.5)
+    assert (trip.value, trip.peer_value) == (1.1, 3.0)
+    kernels = records["kernels_per_50_rounds"]
+    assert (kernels.value, kernels.peer_value, kernels.ratio) == (0, 99, 100)
+
+
+def test_page_holds_every_cell() -> None:
+    text = comm_gpu.table(cells(ipc=20.0, copies=18.0), [beside("ipc", 2.2, 22.0, 0)], "command")
+    assert f"| {PAPER[0]} / {PAPER[1]} | graph | ipc | 100.0 | 20.0 |" in text
+    assert "| ipc | 2.000 | 2.200 | 1.100 | 20.0 | 22.0 | 1.10 | 0 |" in text
+
+
+def test_without_two_gpus_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comm_gpu, "gpu_names", lambda: ["NVIDIA H200"])
+    with pytest.raises(AfdError, match="two NVIDIA GPUs"):
+        comm_gpu.main([])
+    monkeypatch.setattr(comm_gpu, "gpu_names", lambda: ["NVIDIA H200"] * 2)
+    with pytest.raises(AfdError, match="99th percentile"):
+        comm_gpu.main(["--rounds", "10"])

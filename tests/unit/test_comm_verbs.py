@@ -1,0 +1,348 @@
+"""Backend verbs over a libibverbs without hardware: striping, failover, claims, sentences."""
+
+from __future__ import annotations
+
+import errno
+import random
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from fake_verbs import FakeVerbs, built_fake
+from hypothesis import given
+from hypothesis import strategies as st
+
+from afd_comm import CommError, Link, Region, Status, VerbsOptions, make_flag
+from afd_comm._core import plan_stripes
+
+TIMEOUT_US = 5_000_000
+SLOT_BYTES = 4 << 20
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeVerbs]:
+    with built_fake(tmp_path_factory.mktemp("verbs")) as fake:
+        yield fake
+
+
+@pytest.fixture
+def fake(compiled: FakeVerbs) -> Iterator[FakeVerbs]:
+    yield compiled
+    compiled.heal()
+
+
+@pytest.fixture
+def region(fake: FakeVerbs) -> Iterator[Region]:
+    made = Region(4, SLOT_BYTES, name="test", verbs=fake.options())
+    yield made
+    made.close()
+
+
+def connect(region: Region, fake: FakeVerbs, slots=(0, 4), **options) -> Link:
+    return Link(
+        region.addresses,
+        backend="verbs",
+        slots=slots,
+        timeout_us=TIMEOUT_US,
+        verbs=fake.options(**options),
+    )
+
+
+class Sender:
+    """Posts random payloads in several parts and checks what arrived."""
+
+    def __init__(self, region: Region, link: Link, seed: int = 1) -> None:
+        self.region, self.link = region, link
+        self.random = np.random.default_rng(seed)
+        self.seq = 0
+
+    def exchange(self, nbytes: int, slot: int = 0, data: np.ndarray | None = None) -> None:
+        self.seq += 1
+        flag = make_flag(1, self.seq)
+        if data is None:
+            data = self.random.integers(0, 256, nbytes, dtype=np.uint8)
+        gap, cut = 128, nbytes // 3
+        parts = [
+            (0, data.ctypes.data, cut),
+            (cut + gap, data.ctypes.data + cut, nbytes - cut),
+        ]
+        assert self.link.post(slot, flag, 7, 1, 5, 1, 2, 3, self.seq, parts) == Status.OK
+        assert self.region.wait_all([slot], [flag], TIMEOUT_US) == [Status.OK]
+        header = self.region.header(slot)
+        assert (header.layer, header.rows, header.step, header.nbytes) == (7, 5, self.seq, nbytes)
+        came = self.region.buffer(slot)
+        assert np.array_equal(came[:cut], data[:cut])
+        assert np.array_equal(came[cut + gap : nbytes + gap], data[cut:])
+
+
+def comes_to(link: Link, end: Status) -> bool:
+    """Whether posts soon say so: an end is told by the other side, a moment later."""
+    deadline = time.monotonic() + 2
+    while (status := link.post(0, 1, 0, 0, 0, 0, 0, 0, 0, [])) == Status.OK:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return status == end
+
+
+# -- options and sentences
+
+
+@pytest.mark.parametrize(
+    "changes,sentence",
+    [
+        ({"ports": []}, "number of ports is 0; it must be from 1 to 8; name them"),
+        ({"ports": ["mlx5_0:0"]}, "'mlx5_0:0' is not a port; write device or device:port"),
+        ({"ports": ["mlx5_0:x"]}, "is not a port"),
+        ({"ports": [":1"]}, "is not a port"),
+        ({"ports": ["/dev/x"]}, "is not a port"),
+        ({"retry": 7}, "retry is 7; it must be from 0 to 6; 7 means for ever"),
+        ({"timeout": 0}, "timeout is 0; it must be from 1 to 31"),
+        ({"gid_index": 256}, "gid_index is 256"),
+        ({"service_level": 16}, "service_level is 16"),
+        ({"traffic_class": -1}, "traffic_class is -1"),
+        ({"qps_per_port": 0}, "qps_per_port is 0"),
+    ],
+)
+def test_options_out_of_range(changes: dict, sentence: str) -> None:
+    with pytest.raises(CommError, match=sentence):
+        VerbsOptions(**{"ports": ["mlx5_0:1"], **changes})
+
+
+def test_without_a_library() -> None:
+    options = VerbsOptions(ports=["mlx5_0"], host="127.0.0.1", library="libnone_such.so.7")
+    with pytest.raises(CommError, match=r"cannot load libnone_such.so.7 .*apt-get install"):
+        Region(1, 64, name="r", verbs=options)
+
+
+def test_a_library_that_is_another() -> None:
+    options = VerbsOptions(ports=["mlx5_0"], host="127.0.0.1", library="libc.so.6")
+    with pytest.raises(CommError, match="has no ibv_get_device_list"):
+        Region(1, 64, name="r", verbs=options)
+
+
+def test_what_a_region_cannot_use(fake: FakeVerbs) -> None:
+    def refused(sentence: str, **changes: object) -> None:
+        with pytest.raises(CommError, match=sentence):
+            Region(1, 64, name="r", verbs=fake.options(**changes))
+
+    refused("no RDMA device 'mlx5_0' on this host; it has: fake0, fake1", ports=["mlx5_0"])
+    refused("fake0 has no port 2; ports are counted from 1", ports=["fake0:2"])
+    refused("port fake0:1 has no address at gid_index 3; `afd doctor`", gid_index=3)
+    refused("verbs host '0.0.0.0' is a wildcard", host="0.0.0.0")
+    fake.refuse_memory(errno.ENOMEM)
+    refused("limit of locked memory is .*ulimit -l unlimited")
+    fake.devices(0)
+    refused("no RDMA device on this host; check that the NIC's driver")
+    assert fake.queue_pairs == 0
+
+
+def test_what_a_link_cannot_use(region: Region, fake: FakeVerbs) -> None:
+    with pytest.raises(CommError, match="given no verbs options; name this host's ports"):
+        Link(region.addresses, backend="verbs", timeout_us=TIMEOUT_US)
+    with pytest.raises(CommError, match="18 queue pairs; at most 16"):
+        connect(region, fake, qps_per_port=9)
+    with pytest.raises(CommError, match=r"refused: slots 2 to 9 were asked for.*has 4"):
+        connect(region, fake, slots=(2, 8))
+    plain = Region(1, 64, name="plain")
+    with pytest.raises(CommError, match="offers no address for backend 'verbs'"):
+        connect(plain, fake, slots=(0, 1))
+    fake.port("fake0", up=False)
+    fake.port("fake1", up=False)
+    with pytest.raises(CommError, match=r"no pair of ports.*fake0:1 is down.*fake1:1 is down"):
+        connect(region, fake)
+
+
+# -- stripes
+
+
+@given(
+    nbytes=st.integers(0, 1 << 40),
+    alive=st.integers(1, 0xFFFF),
+    turn=st.integers(0, 1 << 31),
+    least=st.integers(1, 1 << 30),
+)
+def test_stripes_cover_the_payload_once(nbytes: int, alive: int, turn: int, least: int) -> None:
+    stripes = plan_stripes(nbytes, alive, turn, least)
+    used = [qp for qp, _, _ in stripes]
+    assert len(set(used)) == len(used) and all(alive >> qp & 1 for qp in used)
+    end = 0
+    for _, offset, length in stripes:
+        assert offset == end and (offset % 64 == 0 or length == 0)
+        end += length
+    assert end == nbytes
+    lengths = [length for _, _, length in stripes]
+    assert len(stripes) <= max(1, nbytes // least)
+    assert max(lengths) - min(lengths) <= 64 * len(stripes)
+
+
+def test_small_messages_take_turns() -> None:
+    assert [plan_stripes(64, 0b1011, turn, 1 << 16)[0][0] for turn in range(5)] == [0, 1, 3, 3, 0]
+
+
+def test_large_payloads_use_every_connection() -> None:
+    mib = 1 << 20
+    assert plan_stripes(4 * mib, 0b1111, 1, 1 << 16) == [
+        (1, 0, mib),
+        (2, mib, mib),
+        (3, 2 * mib, mib),
+        (0, 3 * mib, mib),
+    ]
+
+
+# -- messages
+
+
+@pytest.mark.parametrize("delay_us", [0, 300])
+def test_payloads_of_all_sizes(region: Region, fake: FakeVerbs, delay_us: int) -> None:
+    fake.delay_us(delay_us)  # connections overtake each other
+    link = connect(region, fake)
+    assert link.backend == "verbs" and link.notes == ""
+    sender = Sender(region, link)
+    for nbytes in (3, 64, 219, 4096, 65535, 131072, 1 << 20, SLOT_BYTES - 128):
+        sender.exchange(nbytes, slot=nbytes % 4)
+
+
+def test_registered_memory_is_sent_in_place(region: Region, fake: FakeVerbs) -> None:
+    fake.delay_us(20_000)
+    link = connect(region, fake)
+    data = np.zeros(1 << 20, np.uint8)
+    link.register_memory(data.ctypes.data, data.nbytes)
+    flag = make_flag(1, 1)
+    parts = [(0, data.ctypes.data, data.nbytes)]
+    assert link.post(0, flag, 0, 0, 0, 1, 0, 0, 0, parts) == Status.OK
+    assert link.wait_sent(0, 0) == Status.DEADLINE
+    data[:] = 9  # too early: it is read in place
+    assert link.wait_sent(0, TIMEOUT_US) == Status.OK
+    assert region.wait_all([0], [flag], TIMEOUT_US) == [Status.OK]
+    assert (region.buffer(0)[: data.nbytes] == 9).all()
+    plain = np.full(1 << 20, 3, np.uint8)
+    flag = make_flag(1, 2)
+    parts = [(0, plain.ctypes.data, plain.nbytes)]
+    assert link.post(0, flag, 0, 0, 0, 1, 0, 0, 0, parts) == Status.OK
+    plain[:] = 4  # copied
+    assert region.wait_all([0], [flag], TIMEOUT_US) == [Status.OK]
+    assert (region.buffer(0)[: plain.nbytes] == 3).all()
+    assert link.wait_sent(99, 0) == Status.BAD_HEADER
+
+
+def test_register_memory_and_wait_sent_of_other_backends() -> None:
+    region = Region(1, 64, name="plain")
+    link = Link(region.addresses, timeout_us=TIMEOUT_US)
+    data = np.zeros(64, np.uint8)
+    link.register_memory(data.ctypes.data, 64)
+    assert link.wait_sent(0, 0) == Status.OK and link.notes == ""
+
+
+def test_traced_messages_carry_their_times(region: Region, fake: FakeVerbs) -> None:
+    link = connect(region, fake)
+    sender = Sender(region, link)
+    sender.exchange(64)
+    assert region.header(0).t_arrived == 0
+    link.trace = True
+    sender.exchange(64)
+    header = region.header(0)
+    assert 0 < header.t_posted <= header.t_sent <= header.t_arrived
+
+
+# -- failures
+
+
+def test_a_port_fails_in_mid_run(region: Region, fake: FakeVerbs) -> None:
+    link = connect(region, fake)
+    sender = Sender(region, link)
+    stop = threading.Event()
+
+    def saboteur() -> None:
+        time.sleep(0.05)
+        fake.port("fake1", up=False)
+        stop.wait(0.2)
+        stop.set()
+
+    thread = threading.Thread(target=saboteur)
+    thread.start()
+    rng = random.Random(3)
+    while not stop.is_set():
+        sender.exchange(rng.choice((64, 5000, 300_000, 2 << 20)), slot=rng.randrange(4))
+    thread.join()
+    fresh = connect(region, fake)
+    assert "port fake1:1 is down" in fresh.notes
+    assert comes_to(link, Status.CLOSED)
+    sender = Sender(region, fresh)
+    sender.seq = 1 << 20
+    sender.exchange(1 << 20)
+
+
+def test_lost_acknowledgements_deliver_once(region: Region, fake: FakeVerbs) -> None:
+    """The stripes were there, so they must not be written again over what came after them."""
+    link = connect(region, fake)
+    sender = Sender(region, link)
+    sender.exchange(1 << 20)
+    fake.lose_acks("fake0")
+    for nbytes in (1 << 20, 64, 300_000):
+        sender.exchange(nbytes)
+        assert link.wait_sent(0, TIMEOUT_US) == Status.OK
+        mark = np.full(1 << 20, 0xEE, np.uint8)
+        region.buffer(0)[: mark.size] = mark
+        time.sleep(0.02)
+        assert (region.buffer(0)[: mark.size] == 0xEE).all()
+
+
+def test_no_path_left(region: Region, fake: FakeVerbs) -> None:
+    link = connect(region, fake)
+    fake.port("fake0", up=False)
+    fake.port("fake1", up=False)
+    data = np.zeros(1 << 20, np.uint8)
+    parts = [(0, data.ctypes.data, data.nbytes)]
+    started = time.monotonic()
+    statuses = [link.post(0, make_flag(1, i), 0, 0, 0, 0, 0, 0, 0, parts) for i in range(1, 4)]
+    assert statuses[-1] == Status.PEER_GONE and time.monotonic() - started < 2
+    assert link.wait_sent(0, TIMEOUT_US) == Status.PEER_GONE
+    assert region.wait_all([0], [make_flag(9, 9)], TIMEOUT_US) == [Status.PEER_GONE]
+
+
+def test_ends_are_noticed_on_both_sides(region: Region, fake: FakeVerbs) -> None:
+    link = connect(region, fake, slots=(0, 2))
+    newer = connect(region, fake, slots=(1, 2))
+    assert comes_to(link, Status.CLOSED)
+    Sender(region, newer).exchange(64, slot=1)
+    newer.close()
+    assert newer.post(1, 1, 0, 0, 0, 0, 0, 0, 0, []) == Status.CLOSED
+    assert region.wait_all([1], [99], TIMEOUT_US) == [Status.PEER_GONE]
+    last = connect(region, fake)
+    region.close()
+    assert comes_to(last, Status.PEER_GONE)
+
+
+def test_a_message_posted_just_before_close_arrives(region: Region, fake: FakeVerbs) -> None:
+    fake.delay_us(5000)
+    link = connect(region, fake)
+    assert link.post(2, make_flag(4, 1), 0, 0, 0, 0, 0, 0, 0, []) == Status.OK
+    link.close()
+    assert region.wait_all([2], [make_flag(4, 1)], TIMEOUT_US) == [Status.OK]
+
+
+def test_a_region_with_tcp_too_is_woken_at_once(fake: FakeVerbs) -> None:
+    region = Region(1, 4096, name="both", tcp_host="127.0.0.1", verbs=fake.options())
+    link = connect(region, fake, slots=(0, 1))
+    for seq in range(1, 6):
+        timer = threading.Timer(0.12, lambda seq=seq: link.post(0, seq, 0, 0, 0, 0, 0, 0, 0, []))
+        timer.start()
+        started = time.monotonic()
+        assert region.wait_all([0], [seq], TIMEOUT_US) == [Status.OK]
+        took = time.monotonic() - started
+        timer.join()
+        if took < 0.135:  # a nudge that is missed costs up to 50 ms
+            break
+    else:
+        pytest.fail(f"a doorbell was noticed {took - 0.12:.3f} s late, five times in a row")
+    region.close()
+
+
+def test_slots_taken_by_shm_end_the_verbs_writer(region: Region, fake: FakeVerbs) -> None:
+    link = connect(region, fake, slots=(0, 1))
+    other = Link(region.addresses, backend="shm", slots=(0, 1), timeout_us=TIMEOUT_US)
+    assert comes_to(link, Status.CLOSED)
+    assert other.post(0, make_flag(2, 1), 0, 0, 0, 0, 0, 0, 0, []) == Status.OK
+    assert region.ready(0, make_flag(2, 1))
