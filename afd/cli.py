@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from afd.errors import AfdError, ConfigError
+from afd.launch.plan_arguments import add_arguments as add_plan_arguments
 
 if TYPE_CHECKING:
     from afd.config import Deployment
@@ -85,9 +86,39 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--log-dir", type=Path, metavar="DIR", help="one log file per role in DIR")
     _set(demo)
 
+    check = _add(commands, "eval", _eval, "compare a deployment's accuracy with colocated vLLM's")
+    _config(check)
+    for name, metavar, what in (
+        ("wire", "NAME,...", "wire formats (default: all)"),
+        ("depth", "N,...", "micro-batches in flight (default: 1 to the file's)"),
+        ("ffn", "N,...", "numbers of FFN instances (default: the file's)"),
+        ("dtype", "NAME,...", "serving dtypes (default: the file's)"),
+    ):
+        check.add_argument(f"--{name}", metavar=metavar, help=what)
+    check.add_argument(
+        "--text", type=Path, action="append", default=[], metavar="FILE",
+        help="a held-out text, documents apart by lines of --- (repeatable; default: heldout*.txt"
+        " beside the weights)",
+    )  # fmt: skip
+    check.add_argument("--out", type=Path, metavar="DIR", help="write eval.json and eval.md there")
+    check.add_argument("--page", type=Path, metavar="FILE", help="a page whose table is renewed")
+    check.add_argument("--quick", action="store_true", help="less text, the deepest depth only")
+    check.add_argument(
+        "--at-once", type=int, metavar="N", help="servers that run at a time (default: 1)"
+    )
+
+    plan = _add(commands, "plan", _plan, "size a deployment, or find that none is worth it")
+    add_plan_arguments(plan)
+
     bench = _add(commands, "bench", _bench, "run a benchmark (afd bench NAME --help)")
     bench.add_argument("name", metavar="NAME", help="module below afd.bench")
     bench.add_argument("rest", nargs=argparse.REMAINDER, metavar="...")
+
+    simulate = _add(commands, "simulate", _simulate, "simulate a deployment, step by step")
+    simulate.add_argument("spec", type=Path, metavar="SPEC", help="a YAML file (configs/simulate)")
+    simulate.add_argument("--seed", type=int, default=0, metavar="N", help="of all random draws")
+    simulate.add_argument("--trace", type=Path, metavar="FILE", help="timeline for Perfetto, JSON")
+    simulate.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON")
 
     _add(commands, "doctor", _doctor, "check what this host offers")
     return parser
@@ -143,10 +174,10 @@ def _load(args: argparse.Namespace) -> Deployment:
 
 def _serve(args: argparse.Namespace) -> int:
     deployment = _load(args)
-    from afd.launch.serve import serve, summary
+    from afd.launch.serve import serve, summary, weights_note
 
     if args.check:
-        print(f"{args.config} is good: {summary(deployment)}")
+        print(f"{args.config} is good: {summary(deployment)}{weights_note(deployment)}")
         return 0
     return serve(deployment, log_dir=args.log_dir)
 
@@ -189,6 +220,20 @@ def _demo(args: argparse.Namespace) -> int:
     return demo(port=args.port, log_dir=args.log_dir, overrides=args.overrides)
 
 
+def _eval(args: argparse.Namespace) -> int:
+    deployment = _load(args)
+    from afd.eval.options import options_of
+    from afd.eval.run import evaluate
+
+    return evaluate(deployment, options_of(args, deployment))
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from afd.launch.planning import plan_command
+
+    return plan_command(args)
+
+
 def _bench(args: argparse.Namespace) -> int:
     name = f"afd.bench.{args.name}"
     try:
@@ -203,6 +248,12 @@ def _bench(args: argparse.Namespace) -> int:
         ) from None
     status: int = module.main(args.rest)
     return status
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    from afd.planner.simulate.main import run
+
+    return run(args.spec, seed=args.seed, trace=args.trace, out=args.json)
 
 
 def _doctor(_: argparse.Namespace) -> int:

@@ -113,14 +113,17 @@ class Moe(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
         rows = x.reshape(-1, self.c.hidden)
         weights, routing = self.route(rows)
+        return self.experts(rows, weights).view_as(x), routing
+
+    def experts(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """rows [rows, hidden], weights [rows, experts] -> [rows, hidden]."""
         inner = F.silu(F.linear(rows, self.gate_proj.flatten(0, 1))) * F.linear(
             rows, self.up_proj.flatten(0, 1)
         )
         inner = inner.view(-1, self.c.experts, self.c.intermediate) * weights[..., None].to(
             inner.dtype
         )
-        out = inner.flatten(1) @ self.down_proj.flatten(0, 1).to(inner.dtype)
-        return out.view_as(x), routing
+        return inner.flatten(1) @ self.down_proj.flatten(0, 1).to(inner.dtype)
 
     def reference(self, x: Tensor) -> Tensor:
         """The same, expert by expert over the rows that chose it."""

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import aiohttp
 import numpy as np
 
 from afd.bench.workload import open_session, post_completion
@@ -64,19 +65,26 @@ async def _score(
     async with open_session() as session:
 
         async def one(text: Forced) -> list[Position]:
-            body: dict[str, object] = {
-                "model": model,
-                "prompt": [*text.prompt, *text.continuation],
-                "max_tokens": 1,
-                "temperature": 0,
-                "prompt_logprobs": top,
-            }
-            choice = await post_completion(session, url, body)
+            choice = await forced_choice(session, url, model, text, top)
             return parse_positions(choice, len(text.prompt), len(text.continuation), top)
 
         if at_once:
             return list(await asyncio.gather(*map(one, texts)))
         return [await one(text) for text in texts]
+
+
+async def forced_choice(
+    session: aiohttp.ClientSession, url: str, model: str, text: Forced, top: int
+) -> dict[str, object]:
+    """The answer from which :func:`parse_positions` and :func:`parse_own` read. Raises AfdError."""
+    body: dict[str, object] = {
+        "model": model,
+        "prompt": [*text.prompt, *text.continuation],
+        "max_tokens": 1,
+        "temperature": 0,
+        "prompt_logprobs": top,
+    }
+    return await post_completion(session, url, body)
 
 
 def parse_positions(
@@ -87,16 +95,31 @@ def parse_positions(
     vLLM reports at each position its most likely tokens and, if it is none of them, the prompt's
     own token, which is left out here.
     """
-    reported = choice.get("prompt_logprobs")
-    if not isinstance(reported, list) or len(reported) != prompt + continuation:
-        count = len(reported) if isinstance(reported, list) else "no"
-        raise AfdError(
-            f"the server reported {count} prompt_logprobs for {prompt + continuation} tokens"
-        )
     return [
         {int(token): entry["logprob"] for token, entry in position.items() if entry["rank"] <= top}
-        for position in reported[prompt:]
+        for position in _reported(choice, prompt + continuation)[prompt:]
     ]
+
+
+def parse_own(choice: Mapping[str, object], text: Forced) -> list[float]:
+    """Natural log-probability of each token of the continuation itself."""
+    prompt, continuation = len(text.prompt), text.continuation
+    positions = _reported(choice, prompt + len(continuation))[prompt:]
+    return [
+        position[str(token)]["logprob"]
+        for token, position in zip(continuation, positions, strict=True)
+    ]
+
+
+def _reported(
+    choice: Mapping[str, object], tokens: int
+) -> Sequence[Mapping[str, Mapping[str, float]]]:
+    """What a server says of each of ``tokens`` positions; of the first it says nothing."""
+    reported = choice.get("prompt_logprobs")
+    if not isinstance(reported, list) or len(reported) != tokens:
+        count = len(reported) if isinstance(reported, list) else "no"
+        raise AfdError(f"the server reported {count} prompt_logprobs for {tokens} tokens")
+    return reported
 
 
 def compare(

@@ -63,6 +63,13 @@ def summary(deployment: Deployment) -> str:
     )
 
 
+def weights_note(deployment: Deployment) -> str:
+    """What is still missing where the model's folder has a config.json only, as with presets."""
+    if any(deployment.model.glob("*.safetensors")):
+        return ""
+    return f"; {deployment.model} holds no weights: serve a checkpoint with --set model=/path/to/it"
+
+
 @contextmanager
 def run_directory() -> Iterator[Path]:
     """A private (0700) directory for role files and sockets, removed afterwards."""

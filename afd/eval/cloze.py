@@ -1,0 +1,71 @@
+"""A few-shot multiple-choice task out of any text: which words go on with this passage? Pure.
+
+Every item shows a few passages whole, then the first words of another one, and offers its next
+words among those at the same place in other passages. Options are scored by log-likelihood, as in
+EleutherAI's lm-evaluation-harness (``multiple_choice``, metric ``acc``); chance is 1 in 4.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+CONTEXT_WORDS = 16
+OPTION_WORDS = 4
+OPTIONS = 4
+SHOTS = 2
+_WORDS = CONTEXT_WORDS + OPTION_WORDS
+_MARKUP = ("<|", "{", "`")  # of chat templates and calls: a format would give the answer away
+
+
+@dataclass(frozen=True)
+class Item:
+    """context ends before a space, with which each option begins. answer: index of the true one."""
+
+    context: str
+    options: tuple[str, ...]
+    answer: int
+
+
+def items(documents: Sequence[str], count: int, *, seed: int = 1) -> list[Item]:
+    """At most ``count`` items; the same documents and seed give the same ones.
+
+    Empty where the text has too few long paragraphs to choose from.
+    """
+    draw = random.Random(seed)
+    found = passages(documents)
+    draw.shuffle(found)
+    shown, asked = found[:SHOTS], found[SHOTS:]
+    if len({_ending(words) for words in asked}) < OPTIONS:
+        return []
+    shots = "".join(" ".join(words) + "\n\n" for words in shown)
+    return [_item(words, asked, shots, draw) for words in asked[:count]]
+
+
+def passages(documents: Sequence[str]) -> list[tuple[str, ...]]:
+    """The first words of every paragraph that is long enough and plain prose, each once."""
+    found: dict[tuple[str, ...], None] = {}
+    for document in documents:
+        for paragraph in document.split("\n\n"):
+            words = tuple(paragraph.split()[:_WORDS])
+            if len(words) == _WORDS and not any(mark in w for w in words for mark in _MARKUP):
+                found[words] = None
+    return list(found)
+
+
+def choice(logprobs: Sequence[float]) -> int:
+    """The likeliest option; the first of equals."""
+    return max(range(len(logprobs)), key=lambda index: logprobs[index])
+
+
+def _item(
+    words: tuple[str, ...], pool: Sequence[tuple[str, ...]], shots: str, draw: random.Random
+) -> Item:
+    true = _ending(words)
+    others = sorted({_ending(other) for other in pool} - {true})
+    options = [true, *draw.sample(others, OPTIONS - 1)]
+    draw.shuffle(options)
+    return Item(shots + " ".join(words[:CONTEXT_WORDS]), tuple(options), options.index(true))
+
+
+def _ending(words: tuple[str, ...]) -> str:
+    return " " + " ".join(words[CONTEXT_WORDS:])

@@ -1,0 +1,103 @@
+"""How far a format may be from colocated vLLM: the limits as data, and who breaks them. Pure."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from afd.eval.cases import Case
+
+ANY = "*"
+_ONE, _MANY = "1F", ">1F"
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Limits of the cases that match ``wire``, ``dtype``, ``ffn`` ("1F", ">1F") and ``text``.
+
+    kl: nats, at most. perplexity: relative change, at most, either way. top1, cloze: fractions of
+    equal choices, at least. why: where the limits come from. 0 and 1 mean identical.
+    """
+
+    wire: str
+    dtype: str
+    ffn: str
+    text: str
+    kl: float
+    perplexity: float
+    top1: float
+    cloze: float
+    why: str
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is judged of one case, see afd/eval/numbers.py. cloze_same: None where the text has no
+    cloze items."""
+
+    kl: float
+    perplexity: float
+    peer_perplexity: float
+    top1: float
+    cloze_same: float | None
+
+    @property
+    def perplexity_change(self) -> float:
+        """Relative, signed: 0.001 is 0.1 % more than the peer's."""
+        return self.perplexity / self.peer_perplexity - 1.0
+
+
+GATES = (
+    Gate("exact", ANY, _ONE, ANY, 0.0, 0.0, 1.0, 1.0, "one FFN instance computes what vLLM does"),
+    Gate(
+        "exact", "float32", _MANY, ANY, 1e-5, 1e-4, 0.999, 0.98,
+        "sums in another order, which may decide a near tie in a router",
+    ),
+    Gate(
+        "exact", ANY, _MANY, "heldout", 5e-3, 1e-2, 0.96, 0.9,
+        "measured; each part is rounded to the dtype, and all that follows rounds anew",
+    ),
+    Gate("exact", ANY, _MANY, ANY, 1e-3, 2e-3, 0.98, 0.9, "measured; as above"),
+    Gate("fp8", ANY, ANY, "heldout", 1e-2, 1e-2, 0.94, 0.9, "measured; goal missed"),
+    Gate("fp8", ANY, ANY, "heldout-chat", 2e-3, 3e-3, 0.98, 0.9, "measured; goal just missed"),
+    Gate("fp8", ANY, ANY, ANY, 1e-3, 1e-3, 0.98, 0.9, "the project's goal for FP8"),
+)  # fmt: skip
+"""The first one that matches holds. A format without one is measured, not judged."""
+
+KL_GOAL = 1e-3
+"""What a lossy format is held against in the records' ratios, whatever its gate: nats."""
+KL_FLOOR = 1e-6
+"""Below it the float32 log-probabilities of the reports are all noise: nats."""
+
+
+def gate_of(case: Case) -> Gate | None:
+    ffn = _ONE if case.topology.endswith("A1F") else _MANY
+    facts = (case.wire, case.dtype, ffn, case.text)
+    for gate in GATES:
+        wanted = (gate.wire, gate.dtype, gate.ffn, gate.text)
+        if all(want in (ANY, fact) for want, fact in zip(wanted, facts, strict=True)):
+            return gate
+    return None
+
+
+def breaches(case: Case, found: Reading) -> Iterator[str]:
+    """One sentence for every limit that is not kept; none where there is no gate."""
+    gate = gate_of(case)
+    if gate is None:
+        return
+    change = abs(found.perplexity_change)
+    if found.kl > gate.kl:
+        yield f"{case.name}: KL is {found.kl:.2e} nats, the limit is {gate.kl:g} ({gate.why})"
+    if change > gate.perplexity:
+        yield (
+            f"{case.name}: perplexity {found.perplexity:.4f} is {change:.3%} from colocated vLLM's"
+            f" {found.peer_perplexity:.4f}, the limit is {gate.perplexity:.3%} ({gate.why})"
+        )
+    if found.top1 < gate.top1:
+        yield (
+            f"{case.name}: {found.top1:.4f} of the most likely tokens are the same, the limit is"
+            f" {gate.top1:g} ({gate.why})"
+        )
+    if found.cloze_same is not None and found.cloze_same < gate.cloze:
+        yield (
+            f"{case.name}: {found.cloze_same:.3f} of the cloze choices are the same, the limit is"
+            f" {gate.cloze:g} ({gate.why})"
+        )
