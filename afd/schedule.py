@@ -70,10 +70,23 @@ def stream_sequence(position: int) -> int:
     """Low half of the doorbell of a step's ``position``-th expert call, rung by a stream.
 
     A captured graph rings the same doorbells each time it is replayed, so they number positions and
-    not messages; the consumer sets them back to 0. The top bit keeps them apart from the sequence
-    numbers of messages that the host posts into the same slot.
+    not messages. The top bit keeps them apart from the sequence numbers of messages that the host
+    posts into the same slot.
     """
     return 0x8000_0000 | position
+
+
+def resets_doorbells(layers: Sequence[int]) -> bool:
+    """Whether a stream that waits for a doorbell has to set it back to 0 behind the wait.
+
+    Two messages that follow each other in a slot must ring differently. Within a step they do, and
+    the last of one step and the first of the next do unless a step uses each slot just once. A
+    reset costs about a microsecond per wait (docs/results/notes.md).
+
+    Args:
+        layers: layer numbers whose FFN is remote.
+    """
+    return len(layers) == 1
 
 
 def reads_block_written_in_step(

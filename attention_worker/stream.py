@@ -2,8 +2,8 @@
 
 Used while a step is captured: the graph then holds the copies to the FFN instances, the doorbells
 and the waits for theirs, and a replay runs the whole step without the host
-(:mod:`attention_worker.graphs`). Doorbells number the positions of the step, and the consumer sets
-them back, so every replay rings the same ones.
+(:mod:`attention_worker.graphs`). Doorbells number the positions of the step, so every replay rings
+the same ones (afd/schedule.py: stream_sequence).
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from afd.resolve import Resolved
-from afd.schedule import stream_sequence
+from afd.schedule import resets_doorbells, stream_sequence
 from afd.wire.codecs_torch import DTYPE_OF_TAG
 from afd.wire.layout import TAG_OF_DTYPE, Kind
 from afd.wire.streams_torch import Streams, slot_bytes
@@ -59,6 +59,7 @@ class StreamExperts:
             [self._answer(j, mb) for mb in range(resolved.contract.max_depth)]
             for j in range(resolved.contract.ffn_instances)
         ]
+        self._reset = resets_doorbells(resolved.model.moe_layers)
         self._pending: list[Outgoing | None] = [None] * resolved.contract.max_depth
         self._awaited: list[list[int]] = [[] for _ in range(resolved.contract.max_depth)]
         self._peers: tuple[Ffn, ...] = ()
@@ -116,7 +117,7 @@ class StreamExperts:
         count = len(self._peers)
         slots = [self._resolved.slots.to_attention(j, micro_batch) for j in range(count)]
         flags = self._awaited[micro_batch]
-        self._region.enqueue_wait(self._streams.compute, slots, flags, reset=True)
+        self._region.enqueue_wait(self._streams.compute, slots, flags, reset=self._reset)
         self._waits.slots += slots
         self._waits.flags += flags
         # The FFN instances have the rows: their memory may be used again from here on.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from afd.resolve import Resolved
-from afd.schedule import Position, split_rows, stream_sequence, walk
+from afd.schedule import Position, resets_doorbells, split_rows, stream_sequence, walk
 from afd.wire.codecs_torch import DTYPE_OF_TAG
 from afd.wire.layout import Kind
 from afd.wire.streams_torch import Streams
@@ -60,6 +60,8 @@ class StreamSteps:
         self._layers = resolved.model.moe_layers
         self._back_dtype = DTYPE_OF_TAG[resolved.f2a.tag]
         self._captures = model.capturable and model.device.type == "cuda"
+        self._reset = resets_doorbells(self._layers)
+        self._warm: set[int] = set()
         self._graphs: dict[Shape, _Recorded] = {}
 
     def run(self, arrivals: list[Arrival], timeout_us: int) -> list[tuple[Peer, Status]]:
@@ -85,6 +87,7 @@ class StreamSteps:
 
     def _launch(self, arrivals: list[Arrival]) -> _Recorded:
         if not self._captures:
+            self._warm_up(arrivals)
             return self._record(arrivals)
         shape = tuple((a.peer.index, a.peer.session, a.rows, a.depth) for a in arrivals)
         step = self._graphs.get(shape)
@@ -95,10 +98,16 @@ class StreamSteps:
         step.replay()
         return step
 
-    def _capture(self, arrivals: list[Arrival]) -> _Recorded:
+    def _warm_up(self, arrivals: list[Arrival]) -> None:
+        """Compile and load the kernels of these shapes: not inside of a capture, nor behind a wait,
+        where the driver would wait for an idle device (comm/README.md)."""
         sizes = {sum(rows for _, rows in self._at(arrivals, mb)) for mb in range(_depth(arrivals))}
-        for rows in sizes:  # kernels are compiled and chosen by shape: not inside of a capture
+        for rows in sizes - self._warm:
             self._model.warm_up(rows)
+        self._warm |= sizes
+
+    def _capture(self, arrivals: list[Arrival]) -> _Recorded:
+        self._warm_up(arrivals)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
             step = self._record(arrivals)
@@ -127,7 +136,7 @@ class StreamSteps:
                 for peer, _ in taking_part
             ]
             slots = [self._table.slot(peer, position.micro_batch) for peer, _ in taking_part]
-            self._region.enqueue_wait(self._streams.compute, slots, flags, reset=True)
+            self._region.enqueue_wait(self._streams.compute, slots, flags, reset=self._reset)
             step.slots += slots
             step.flags += flags
             step.peers += [peer for peer, _ in taking_part]

@@ -4,7 +4,15 @@ from typing import Protocol
 
 import torch
 
-from afd_comm import Region
+
+class Payloads(Protocol):
+    """What is asked of an ``afd_comm.Region`` here."""
+
+    @property
+    def slot_bytes(self) -> int: ...
+
+    def view(self, slot: int) -> object:
+        """By DLPack uint8 [1, slot stride]."""
 
 
 def torch_device(name: str) -> torch.device:
@@ -12,7 +20,7 @@ def torch_device(name: str) -> torch.device:
     return torch.device("cpu") if name == "cpu" else torch.device(name, 0)
 
 
-def slot_bytes(region: Region, slot: int) -> torch.Tensor:
+def slot_bytes(region: Payloads, slot: int) -> torch.Tensor:
     """The slot's payload as uint8 [slot_bytes] where it is, host or device; no copy."""
     return torch.from_dlpack(region.view(slot))[0, : region.slot_bytes]
 
