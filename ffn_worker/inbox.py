@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from afd.resolve import Resolved
+from afd.schedule import split_rows
 from afd.wire.codecs_torch import DTYPE_OF_TAG, dequantise_fp8
 from afd.wire.layout import TAG_OF_DTYPE, SlotLayout
 from afd.wire.streams_torch import slot_bytes
@@ -54,6 +55,15 @@ class Inbox:
         if header.nbytes != layout.message_bytes(header.rows):
             wanted = layout.message_bytes(header.rows)
             return f"{header.nbytes} bytes where {header.rows} rows make {wanted}"
+        return None
+
+    def problem_of_step(self, header: Header, max_depth: int) -> str | None:
+        """Why an announced step cannot be run, or None."""
+        if not 1 <= header.depth <= max_depth:
+            return f"a step of depth {header.depth} where 1 to {max_depth} were agreed"
+        parts = split_rows(header.rows, header.depth)
+        if min(parts) < 1 or max(parts) > self._layout.capacity:
+            return f"a step of {header.rows} rows in {header.depth} micro-batches"
         return None
 
     def read(self, slots: list[int], rows: list[int]) -> Rows:

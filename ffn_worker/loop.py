@@ -154,6 +154,11 @@ class FfnLoop:
             peer.seq[mb] += ahead
             peer.active = header.kind == Kind.STEP
             if header.kind == Kind.STEP:
+                problem = self._inbox.problem_of_step(header, self._max_depth)
+                if problem is not None:
+                    logger.error("%s announced %s; dropped until it restarts", peer.id, problem)
+                    self._table.drop(peer)
+                    return
                 peer.announced = Announced(header.rows, header.depth)
             return
 

@@ -5,6 +5,7 @@ on a GPU inside of a graph capture; every answer is compared with the reference 
 """
 
 import threading
+import time
 
 import pytest
 import torch
@@ -106,6 +107,17 @@ def test_a_step_rings_the_same_doorbells_each_time(deploy, tiny_models):
     second = run_on_streams(client, stream, deployed.resolved, expected, 7, 3, 2)
     assert (first.slots, first.flags) == (second.slots, second.flags)
     assert len(set(first.flags)) == len(first.flags) == 3 * len(deployed.resolved.model.moe_layers)
+
+
+@pytest.mark.parametrize("rows,depth", [(0, 1), (2, 3), (7, 4), (65, 1), (194, 3)])
+def test_an_announcement_that_cannot_be_meant_ends_the_session(deploy, rows, depth):
+    deployed = deploy("qwen3_moe", 1, 1)
+    deployed.clients[0].begin_step(depth)
+    deployed.clients[0].announce(rows)
+    end = time.monotonic() + 5.0
+    while deployed.loops[0]._table.peers:
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def test_peers_of_failed_waits():

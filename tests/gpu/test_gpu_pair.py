@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from pair import Graph, Pair, Step
+from gpu_pair import Graph, Pair, Step
 
 from afd_comm import Status
 
