@@ -14,7 +14,7 @@ import argparse
 import asyncio
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -194,16 +194,15 @@ def _variant(
 
 def decode(model: Path, args: argparse.Namespace) -> int:
     """Step times at each depth, one wire after the other. Prints a table."""
+    sizes = {
+        "max_model_len": args.prompt + args.tokens + 16,
+        "max_num_seqs": args.batch,
+        "max_num_batched_tokens": max(1024, args.batch),
+        "kv_cache_gib": 8.0,
+    }
     for wire in args.wire:
-        config = deployment(model, Variant(wire, graphs=True), max(args.depths), args.vllm_args)
-        attention = dict(config["attention"])
-        attention |= {
-            "max_model_len": args.prompt + args.tokens + 16,
-            "max_num_seqs": args.batch,
-            "max_num_batched_tokens": max(1024, args.batch),
-            "kv_cache_gib": 8.0,
-        }
-        config["attention"] = attention
+        variant = Variant(wire, graphs=True)
+        config = deployment(model, variant, max(args.depths), args.vllm_args, sizes)
         with disaggregated(config, deadline_s=START_S) as server:
             for depth in args.depths:
                 server.set_depth(depth)
@@ -286,13 +285,17 @@ def sample_sum(exposition: str, name: str, depth: int | None = None) -> float:
 
 
 def deployment(
-    model: Path, variant: Variant, max_depth: int, vllm_args: Sequence[str]
+    model: Path,
+    variant: Variant,
+    max_depth: int,
+    vllm_args: Sequence[str],
+    sizes: Mapping[str, int | float] = SETTINGS,
 ) -> dict[str, object]:
-    """Contents of the deployment file of a variant."""
+    """Contents of the deployment file of a variant. sizes: of its attention section."""
     return {
         "model": str(model.absolute()),
         "attention": {
-            **SETTINGS,
+            **sizes,
             "device": "cuda",
             "dtype": "bfloat16",
             "vllm_args": [f"--max-logprobs={MAX_LOGPROBS}", *vllm_args],
