@@ -85,7 +85,9 @@ class Ffn(_Section):
 
     instances: int = Field(default=1, ge=1)
     device: Device = "cpu"
-    backend: Literal["auto", "torch", "reference", "vllm_cpu", "vllm_cuda"] = "auto"
+    backend: Literal["auto", "torch", "reference", "vllm_cpu", "vllm_cuda", "aiter", "triton"] = (
+        "auto"
+    )
     threads: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         default="auto",
         description="auto (one per core of the instance) or a whole number of at least 1",
@@ -99,13 +101,11 @@ class Ffn(_Section):
     @model_validator(mode="after")
     def _consistent(self) -> Ffn:
         _check_core_lists(self.cpus, self.instances)
-        if self.backend == "vllm_cpu" and self.device != "cpu":
+        fitting = {"vllm_cpu": "cpu", "vllm_cuda": "cuda"}.get(self.backend, self.device)
+        if self.device != fitting:
             raise ValueError(
-                f"backend vllm_cpu runs on device cpu, not {self.device}; use backend auto"
-            )
-        if self.backend == "vllm_cuda" and self.device != "cuda":
-            raise ValueError(
-                f"backend vllm_cuda runs on device cuda, not {self.device}; use backend auto"
+                f"backend {self.backend} runs on device {fitting}, not {self.device};"
+                " use backend auto"
             )
         if self.late_ms < self.step_wait_ms:
             raise ValueError(
@@ -122,7 +122,13 @@ class Pipeline(_Section):
 
 
 class Wire(_Section):
-    format: Literal["exact", "fp8"] = "exact"
+    format: Literal["exact", "fp8", "mxfp4"] = "exact"
+    fp8: Literal["e4m3fn", "e4m3fnuz"] = "e4m3fn"  # e4m3fnuz where an FFN runs on MI300 (gfx942)
+
+    @property
+    def name(self) -> str:
+        """What both sides must agree on, in one word or two."""
+        return self.format if self.fp8 == "e4m3fn" else f"{self.format} {self.fp8}"
 
 
 class VerbsKeywords(TypedDict):
@@ -299,14 +305,6 @@ class Deployment(_Section):
                 f" {self.ffn.device} device; use auto or ipc"
             )
         return self
-
-    @property
-    def replays(self) -> bool:
-        """Whether decode steps are replayed as graphs. Not with several instances on both sides:
-        two FFN instances could start a step with different members, and only a step that the host
-        drives finds out of that (ffn.late_ms)."""
-        several = self.attention.instances > 1 and self.ffn.instances > 1
-        return self.pipeline.graphs and self.attention.device != "cpu" and not several
 
     def plain(self) -> dict[str, Any]:
         """JSON-ready data from which ``from_plain`` makes an equal deployment."""

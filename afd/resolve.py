@@ -28,6 +28,20 @@ def region_options(deployment: Deployment, device: str) -> RegionOptions:
     return {"device": "cpu", "tcp_host": deployment.transport.tcp_host}
 
 
+def replays(deployment: Deployment) -> bool:
+    """Whether decode steps are replayed as graphs.
+
+    Not with several instances on both sides: two FFN instances could start a step with different
+    members, and only a step that the host drives finds out of that (``ffn.late_ms``). Nor with
+    wire.format mxfp4, whose codec copies its tables to the device at each call, which a capture
+    forbids.
+    """
+    several = deployment.attention.instances > 1 and deployment.ffn.instances > 1
+    on_gpu = deployment.attention.device != "cpu"
+    capturable = deployment.wire.format != "mxfp4"
+    return deployment.pipeline.graphs and on_gpu and capturable and not several
+
+
 @dataclass(frozen=True)
 class Resolved:
     """Everything both sides of the wire must agree on before the first message.
@@ -57,11 +71,12 @@ def resolve(deployment: Deployment) -> Resolved:
     experts = expert_ranges(model.num_experts, deployment.ffn.instances)
     capacity = deployment.attention.max_num_batched_tokens
     depth = deployment.pipeline.depth
-    a2f, f2a = layouts(deployment.wire.format, dtype, capacity, model.hidden, model.top_k)
+    wire = deployment.wire
+    a2f, f2a = layouts(wire.format, dtype, capacity, model.hidden, model.top_k, wire.fp8)
     contract = Contract(
         model_hash=fingerprint(deployment.model),
         dtype=dtype,
-        wire=deployment.wire.format,
+        wire=wire.name,
         hidden=model.hidden,
         num_layers=model.num_layers,
         moe_layers=model.moe_layers,

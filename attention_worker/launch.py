@@ -5,6 +5,7 @@ import sys
 from collections.abc import Mapping
 
 from afd.models import read_model
+from afd.resolve import replays
 from afd.roles import RoleSpec
 
 _WORKERS = {
@@ -53,7 +54,7 @@ def attention_command(
     if attention.device != "cpu":
         argv.append("--disable-cascade-attn")  # one attention call per micro-batch
         extra |= role.gpu_environment(environment)
-    if deployment.replays:
+    if replays(deployment):
         # Our layer loop replaces the model's own, so there is nothing for torch.compile; decode
         # steps are captured whole, transport included (attention_worker/graphs.py).
         argv.append('--compilation-config={"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY"}')

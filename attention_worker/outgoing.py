@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from afd.errors import CapacityExceeded
-from afd.wire.codecs_torch import quantise_fp8
-from afd.wire.layout import SlotLayout, Tag
+from afd.wire import codecs_torch
+from afd.wire.layout import SlotLayout
 
 
 @dataclass(frozen=True)
@@ -14,8 +14,8 @@ class Outgoing:
     """One micro-batch on its way: kept until answered, because it may have to be sent again and
     because a copy that a stream was given reads it later.
 
-    payload [rows, hidden] of the wire's tag; scales float32 or None; ids int32 and weights float32
-    [rows, top_k].
+    payload and scales (None: the tag has none) as the wire's tag stores them; ids int32 and weights
+    float32 [rows, top_k].
     """
 
     layer: int
@@ -59,7 +59,5 @@ def encode(
             f"a micro-batch of {rows} rows exceeds the slot capacity of {layout.capacity} rows; "
             "raise attention.max_num_batched_tokens (it sets the capacity) on every role"
         )
-    payload, scales = hidden.contiguous(), None
-    if layout.tag == Tag.E4M3FN:
-        payload, scales = quantise_fp8(payload)
+    payload, scales = codecs_torch.encode(hidden, layout.tag)
     return Outgoing(layer, rows, payload, scales, ids, weights)

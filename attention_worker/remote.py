@@ -20,6 +20,7 @@ from afd.resolve import Resolved
 from afd.topology import session
 from afd.wire.codecs_torch import DTYPE_OF_TAG
 from afd.wire.layout import TAG_OF_DTYPE, Kind
+from afd.wire.slot_torch import SlotView, sum_of_parts
 from afd.wire.streams_torch import settle, slot_bytes
 from afd_comm import Group, Header, Link, PeerTrace, Region, Status, VerbsOptions, make_flag
 from attention_worker.outgoing import Outgoing, encode
@@ -63,7 +64,6 @@ class RemoteExperts:
         self._metrics = metrics
         self._deadline_s = resolved.deployment.deadlines.ffn_s
         self._dtype = DTYPE_OF_TAG[TAG_OF_DTYPE[resolved.model.dtype]]
-        self._back_dtype = DTYPE_OF_TAG[resolved.f2a.tag]
         self._ffns: list[Ffn] = []
         self._group = Group([], timeout_us=_POST_TIMEOUT_US)
         depth, count = resolved.contract.max_depth, resolved.contract.ffn_instances
@@ -197,7 +197,8 @@ class RemoteExperts:
             self._region.header(self._resolved.slots.to_attention(j, micro_batch))
             for j in range(len(self._ffns))
         ]
-        return self._reduce(micro_batch, pending.rows)
+        views = [of_ffn[micro_batch] for of_ffn in self._answers]
+        return sum_of_parts(views, pending.rows, self._dtype)
 
     @property
     def peers(self) -> tuple[Ffn, ...]:
@@ -218,15 +219,6 @@ class RemoteExperts:
         for ffn in self._ffns:
             ffn.link.close()
         self._region.close()
-
-    def _reduce(self, micro_batch: int, rows: int) -> torch.Tensor:
-        parts = [views[micro_batch][:rows] for views in self._answers]
-        if len(parts) == 1:
-            return parts[0].to(self._dtype)
-        total = parts[0].float()
-        for part in parts[1:]:
-            total += part
-        return total.to(self._dtype)
 
     def _post(self, flags: list[int], micro_batch: int, pending: Outgoing) -> tuple[Status, ...]:
         """To every FFN instance whose flag is not 0."""
@@ -317,8 +309,6 @@ class RemoteExperts:
             answered[j] = None
         self._group = Group([ffn.link for ffn in self._ffns], timeout_us=_POST_TIMEOUT_US)
 
-    def _answer_view(self, ffn: int, micro_batch: int) -> torch.Tensor:
-        layout = self._resolved.f2a
+    def _answer_view(self, ffn: int, micro_batch: int) -> SlotView:
         memory = slot_bytes(self._region, self._resolved.slots.to_attention(ffn, micro_batch))
-        flat = memory[: layout.capacity * layout.row_bytes]
-        return flat.view(self._back_dtype).view(layout.capacity, layout.hidden)
+        return SlotView(memory, self._resolved.f2a)

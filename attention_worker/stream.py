@@ -15,6 +15,7 @@ from afd.resolve import Resolved
 from afd.schedule import resets_doorbells, stream_sequence
 from afd.wire.codecs_torch import DTYPE_OF_TAG
 from afd.wire.layout import TAG_OF_DTYPE, Kind
+from afd.wire.slot_torch import SlotView, sum_of_parts
 from afd.wire.streams_torch import Streams, slot_bytes
 from afd_comm import Region, Status, make_flag
 from attention_worker.outgoing import Outgoing, encode
@@ -122,19 +123,12 @@ class StreamExperts:
         self._waits.flags += flags
         # The FFN instances have the rows: their memory may be used again from here on.
         self._pending[micro_batch] = None
-        parts = [views[micro_batch][: pending.rows] for views in self._answers]
-        if count == 1:
-            return parts[0].to(self._dtype)
-        total = parts[0].float()
-        for part in parts[1:]:
-            total += part
-        return total.to(self._dtype)
+        views = [of_ffn[micro_batch] for of_ffn in self._answers]
+        return sum_of_parts(views, pending.rows, self._dtype)
 
     def end_step(self) -> None:
         self._streams.join()
 
-    def _answer(self, ffn: int, micro_batch: int) -> torch.Tensor:
-        layout = self._resolved.f2a
+    def _answer(self, ffn: int, micro_batch: int) -> SlotView:
         memory = slot_bytes(self._region, self._resolved.slots.to_attention(ffn, micro_batch))
-        flat = memory[: layout.capacity * layout.row_bytes]
-        return flat.view(DTYPE_OF_TAG[layout.tag]).view(layout.capacity, layout.hidden)
+        return SlotView(memory, self._resolved.f2a)

@@ -6,8 +6,9 @@ import torch
 
 from afd.resolve import Resolved
 from afd.schedule import split_rows
-from afd.wire.codecs_torch import DTYPE_OF_TAG, dequantise_fp8
-from afd.wire.layout import TAG_OF_DTYPE, SlotLayout
+from afd.wire.codecs_torch import DTYPE_OF_TAG
+from afd.wire.layout import TAG_OF_DTYPE
+from afd.wire.slot_torch import SlotView
 from afd.wire.streams_torch import slot_bytes
 from afd_comm import Header, Region
 
@@ -22,18 +23,6 @@ class Rows:
     weights: torch.Tensor
 
 
-class _SlotView:
-    def __init__(self, memory: torch.Tensor, layout: SlotLayout) -> None:
-        def part(offset: int, dtype: torch.dtype, columns: int) -> torch.Tensor:
-            nbytes = layout.capacity * columns * dtype.itemsize
-            return memory[offset : offset + nbytes].view(dtype).view(layout.capacity, columns)
-
-        self.payload = part(0, DTYPE_OF_TAG[layout.tag], layout.hidden)
-        self.scales = part(layout.scales_offset, torch.float32, layout.scale_columns)
-        self.ids = part(layout.ids_offset, torch.int32, layout.top_k)
-        self.weights = part(layout.weights_offset, torch.float32, layout.top_k)
-
-
 class Inbox:
     """The slots of all attention instances, as tensors."""
 
@@ -41,7 +30,7 @@ class Inbox:
         self._layout = resolved.a2f
         self._dtype = DTYPE_OF_TAG[TAG_OF_DTYPE[resolved.model.dtype]]
         self._views = [
-            _SlotView(slot_bytes(region, slot), resolved.a2f)
+            SlotView(slot_bytes(region, slot), resolved.a2f)
             for slot in range(resolved.slots.ffn_region_slots)
         ]
 
@@ -68,15 +57,10 @@ class Inbox:
 
     def read(self, slots: list[int], rows: list[int]) -> Rows:
         """Rows of several slots, one below the other; a single slot is not copied."""
-        xs = [self._decode(slot, n) for slot, n in zip(slots, rows, strict=True)]
-        ids = [self._views[slot].ids[:n] for slot, n in zip(slots, rows, strict=True)]
-        weights = [self._views[slot].weights[:n] for slot, n in zip(slots, rows, strict=True)]
+        views = [(self._views[slot], n) for slot, n in zip(slots, rows, strict=True)]
+        xs = [view.decode(n, self._dtype) for view, n in views]
+        ids = [view.ids[:n] for view, n in views]
+        weights = [view.weights[:n] for view, n in views]
         if len(slots) == 1:
             return Rows(xs[0], ids[0], weights[0])
         return Rows(torch.cat(xs), torch.cat(ids), torch.cat(weights))
-
-    def _decode(self, slot: int, rows: int) -> torch.Tensor:
-        view = self._views[slot]
-        if self._layout.scale_columns:
-            return dequantise_fp8(view.payload[:rows], view.scales[:rows], self._dtype)
-        return view.payload[:rows]

@@ -12,16 +12,14 @@ import logging
 import time
 from collections.abc import Sequence
 
-import torch
-
 from afd.control.client import ControlClient
 from afd.metrics import Direction, RoleMetrics, Stage
 from afd.resolve import Resolved
 from afd.schedule import Position, walk
-from afd.wire.codecs_torch import DTYPE_OF_TAG
 from afd.wire.layout import Kind
 from afd.wire.streams_torch import make_streams, settle
 from afd_comm import Header, PeerTrace, Region, Status, make_flag
+from ffn_worker.answers import Answers
 from ffn_worker.inbox import Inbox
 from ffn_worker.model import FfnModel
 from ffn_worker.peers import Announced, Arrival, Peer, PeerTable
@@ -61,7 +59,6 @@ class FfnLoop:
                 region.trace(resolved.slots.ffn_claim(i), trace)
                 metrics.wire_traces[f"attention-{i}"] = trace
         self._layers = resolved.model.moe_layers
-        self._back_dtype = DTYPE_OF_TAG[resolved.f2a.tag]
         self._max_depth = resolved.contract.max_depth
         self._step_wait_s = resolved.deployment.ffn.step_wait_ms / 1e3
         self._late_us = int(resolved.deployment.ffn.late_ms * 1e3)
@@ -230,18 +227,19 @@ class FfnLoop:
         slots = [self._table.slot(p, position.micro_batch) for p in peers]
         batch = self._inbox.read(slots, rows)
         out = self._model.forward(position.layer, batch.x, batch.ids, batch.weights)
-        out = out.to(self._back_dtype)
-        settle(out.device)  # the host posts it
+        answers = Answers.of(out, self._resolved.f2a)
+        settle(out.device)  # the host posts them
         done = time.monotonic()
         self._observe(started, done, sum(rows))
         offset = 0
         for peer, header in zip(peers, headers, strict=True):
-            part = out[offset : offset + header.rows]
+            self._answer(peer, position, header, answers.parts(offset, header.rows))
             offset += header.rows
-            self._answer(peer, position, header, part)
         self._free_since = time.monotonic()
 
-    def _answer(self, peer: Peer, position: Position, header: Header, part: torch.Tensor) -> None:
+    def _answer(
+        self, peer: Peer, position: Position, header: Header, parts: list[tuple[int, int, int]]
+    ) -> None:
         mb = position.micro_batch
         slot = self._resolved.slots.to_attention(self._model.index, mb)
         flag = make_flag(peer.session, peer.seq[mb])
@@ -255,10 +253,10 @@ class FfnLoop:
             Kind.DATA,
             self._resolved.f2a.tag,
             header.step,
-            [(0, part.data_ptr(), part.nbytes)],
+            parts,
             header,
         )
-        self._metrics.wire_bytes[Direction.F2A] += part.nbytes
+        self._metrics.wire_bytes[Direction.F2A] += self._resolved.f2a.message_bytes(header.rows)
         if status != Status.OK:
             logger.warning("answer to %s was not delivered: %s", peer.id, status.name)
 

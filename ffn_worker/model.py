@@ -62,7 +62,7 @@ class FfnModel:
         self.backend_name = choose_backend(
             backend, self.dtype, model.hidden, model.moe_intermediate, device
         )
-        self._backend = BACKENDS[self.backend_name].for_model(shard.experts, model.num_experts)
+        self._backend = BACKENDS[self.backend_name](shard.experts, model.num_experts)
         self._shared: dict[int, SharedExpert] = {}
         for layer in model.moe_layers:
             if layer not in layers:

@@ -12,10 +12,10 @@ import torch
 
 from afd.resolve import Resolved
 from afd.schedule import Position, resets_doorbells, split_rows, stream_sequence, walk
-from afd.wire.codecs_torch import DTYPE_OF_TAG
 from afd.wire.layout import Kind
 from afd.wire.streams_torch import Streams
 from afd_comm import Region, Status, make_flag
+from ffn_worker.answers import Answers
 from ffn_worker.inbox import Inbox
 from ffn_worker.model import FfnModel
 from ffn_worker.peers import Arrival, Peer, PeerTable
@@ -58,7 +58,6 @@ class StreamSteps:
         self._model = model
         self._streams = streams
         self._layers = resolved.model.moe_layers
-        self._back_dtype = DTYPE_OF_TAG[resolved.f2a.tag]
         self._captures = model.capturable and model.device.type == "cuda"
         self._reset = resets_doorbells(self._layers)
         self._warm: set[int] = set()
@@ -126,7 +125,7 @@ class StreamSteps:
         """All expert calls of the step, given to the streams in the order of the walk."""
         step = _Recorded()
         position_of: dict[str, int] = {a.peer.id: 0 for a in arrivals}
-        held: dict[int, torch.Tensor] = {}
+        held: dict[int, Answers] = {}
         for position in walk(self._layers, _depth(arrivals)):
             taking_part = self._at(arrivals, position.micro_batch)
             for peer, _ in taking_part:
@@ -144,9 +143,9 @@ class StreamSteps:
             held.pop(position.micro_batch, None)
             batch = self._inbox.read(slots, [rows for _, rows in taking_part])
             out = self._model.forward(position.layer, batch.x, batch.ids, batch.weights)
-            held[position.micro_batch] = out = out.to(self._back_dtype)
+            answers = held[position.micro_batch] = Answers.of(out, self._resolved.f2a)
             self._streams.fork()
-            self._answer(position, _depth(arrivals), taking_part, flags, out)
+            self._answer(position, _depth(arrivals), taking_part, flags, answers)
         self._streams.join()
         return step
 
@@ -156,13 +155,11 @@ class StreamSteps:
         depth: int,
         taking_part: list[tuple[Peer, int]],
         flags: list[int],
-        out: torch.Tensor,
+        answers: Answers,
     ) -> None:
         offset = 0
         slot = self._resolved.slots.to_attention(self._model.index, position.micro_batch)
         for (peer, rows), flag in zip(taking_part, flags, strict=True):
-            part = out[offset : offset + rows]
-            offset += rows
             peer.link.enqueue(
                 self._streams.copy,
                 slot,
@@ -174,8 +171,9 @@ class StreamSteps:
                 Kind.DATA,
                 self._resolved.f2a.tag,
                 0,
-                [(0, part.data_ptr(), part.nbytes)],
+                answers.parts(offset, rows),
             )
+            offset += rows
 
 
 def _depth(arrivals: list[Arrival]) -> int:

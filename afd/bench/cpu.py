@@ -104,7 +104,7 @@ def _cell(
     before = stage_times(ours.metrics())
     for turn in range(args.rounds + 1):
         for name, server in servers.items():
-            rate = asyncio.run(_run(server, batch, args.tokens, seed=turn))
+            rate = asyncio.run(run_batch(server, batch, args.tokens, seed=turn))
             if turn:
                 rates[name].append(rate)
             elif server is ours:  # the first turn warms up
@@ -117,7 +117,7 @@ def _cell(
     return cell
 
 
-async def _run(server: Server, batch: int, tokens: int, seed: int) -> float:
+async def run_batch(server: Server, batch: int, tokens: int, seed: int) -> float:
     """``batch`` equal requests at once; output tokens per second from first send to last answer."""
     async with aiohttp.ClientSession() as session:
         started = time.monotonic()

@@ -35,9 +35,9 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Facts that attention and FFN members share.
 
     ``model_hash`` is the checkpoint's fingerprint in hex, ``dtype`` the model's ("bfloat16", ...),
-    ``wire`` the codec of the rows ("exact", "fp8"). ``capacity_rows`` is the number of rows of one
-    slot, ``max_depth`` the largest number of micro-batches of a step. ``expert_map[j]`` is the
-    half-open range of global expert ids that FFN instance ``j`` holds.
+    ``wire`` the codec of the rows ("exact", "fp8", "mxfp4 e4m3fnuz"). ``capacity_rows`` is the
+    number of rows of one slot, ``max_depth`` the largest number of micro-batches of a step.
+    ``expert_map[j]`` is the half-open range of global expert ids that FFN instance ``j`` holds.
     """
 
     model_hash: str

@@ -12,21 +12,21 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from afd.errors import ConfigError
-from afd.planner.context import parse_context
-from afd.planner.decide import make_plan
-from afd.planner.emit import deployment_yaml
-from afd.planner.hardware import Accelerator, accelerators, load_accelerator
-from afd.planner.imbalance import EVEN, ExpertSpread, load_spread
-from afd.planner.measured import load_measured
-from afd.planner.model import ModelSpec
-from afd.planner.model_hf import load_model, models
-from afd.planner.plan import Plan
-from afd.planner.precision import PRECISIONS, Precision
-from afd.planner.presets import FOLDER, PRESET_MODELS, write_presets
-from afd.planner.report_json import plan_data
-from afd.planner.report_text import render
-from afd.planner.request import Request
-from afd.planner.shape import Efficiency
+from afd.planner.cost.measured import load_measured
+from afd.planner.cost.shape import Efficiency
+from afd.planner.facts.hardware import Accelerator, accelerators, load_accelerator
+from afd.planner.facts.model import ModelSpec
+from afd.planner.facts.model_hf import load_model, models
+from afd.planner.facts.precision import PRECISIONS, Precision
+from afd.planner.report.as_json import plan_data
+from afd.planner.report.emit import deployment_yaml
+from afd.planner.report.presets import FOLDER, PRESET_MODELS, write_presets
+from afd.planner.report.text import render
+from afd.planner.sizing.context import parse_context
+from afd.planner.sizing.decide import make_plan
+from afd.planner.sizing.imbalance import EVEN, ExpertSpread, load_spread
+from afd.planner.sizing.plan import Plan
+from afd.planner.sizing.request import Request
 
 
 def plan_command(args: argparse.Namespace) -> int:
@@ -166,8 +166,8 @@ def _report_of(path: Path) -> Callable[[Plan], str | bytes]:
     """What makes the report; before the plan, as a mistake or a missing package needs none."""
     if path.suffix not in (".html", ".png"):
         raise ConfigError(f"--report {path} must end in .html or .png")
-    from afd.planner.report_html import html
-    from afd.planner.report_plots import png
+    from afd.planner.report.html import html
+    from afd.planner.report.plots import png
 
     return html if path.suffix == ".html" else png
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from afd.wire.codecs import FP8_MAX
-from afd.wire.layout import SCALE_BLOCK, Tag
+from afd.wire.codecs import E2M1_EXPONENT, E8M0_BIAS, E8M0_NAN, FP8_MAX
+from afd.wire.layout import MX_BLOCK, SCALE_BLOCK, Tag
 
 DTYPE_OF_TAG = {
     Tag.FLOAT32: torch.float32,
@@ -11,19 +11,41 @@ DTYPE_OF_TAG = {
     Tag.FLOAT16: torch.float16,
     Tag.E4M3FN: torch.float8_e4m3fn,
     Tag.E4M3FNUZ: torch.float8_e4m3fnuz,
+    Tag.E2M1: torch.uint8,  # two codes per byte
+}
+SCALE_DTYPE = {
+    Tag.E4M3FN: torch.float32,
+    Tag.E4M3FNUZ: torch.float32,
+    Tag.E2M1: torch.uint8,  # E8M0 bits
 }
 
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E2M1 = torch.tensor([*_MAGNITUDES, *(-m for m in _MAGNITUDES)])
+_E2M1_PAIRS = torch.stack([_E2M1.repeat(16), _E2M1.repeat_interleave(16)], dim=1)
+"""float32 [256, 2]: the values in the low and the high four bits of a byte."""
+_E8M0 = torch.exp2(torch.arange(256) - float(E8M0_BIAS))
+_E8M0[E8M0_NAN] = torch.nan
 
-def quantise_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """float [rows, hidden] -> (float8_e4m3fn [rows, hidden], float32 scales [rows, hidden/128])."""
+
+def encode(x: torch.Tensor, tag: Tag) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Payload and scales (None: the tag has none) of float rows [rows, hidden] for the wire."""
+    if tag == Tag.E2M1:
+        return quantise_mxfp4(x)
+    if tag in FP8_MAX:
+        return quantise_fp8(x, tag)
+    return x.to(DTYPE_OF_TAG[tag]).contiguous(), None
+
+
+def quantise_fp8(x: torch.Tensor, tag: Tag = Tag.E4M3FN) -> tuple[torch.Tensor, torch.Tensor]:
+    """float [rows, hidden] -> (``tag`` [rows, hidden], float32 scales [rows, hidden/128])."""
     rows, hidden = x.shape
     blocks = x.float().view(rows, hidden // SCALE_BLOCK, SCALE_BLOCK)
     amax = blocks.abs().amax(dim=-1)
-    scales = amax / FP8_MAX
+    scales = amax / FP8_MAX[tag]
     scales = torch.where(scales == 0, 1.0, scales)
     scales = torch.where(amax.isfinite(), scales, torch.nan)
-    codes = (blocks / scales.unsqueeze(-1)).to(torch.float8_e4m3fn)
-    return codes.view(rows, hidden), scales
+    values = (blocks / scales.unsqueeze(-1)).clamp(-FP8_MAX[tag], FP8_MAX[tag])
+    return values.to(DTYPE_OF_TAG[tag]).view(rows, hidden), scales
 
 
 def dequantise_fp8(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -31,3 +53,33 @@ def dequantise_fp8(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
     rows, hidden = codes.shape
     blocks = codes.float().view(rows, hidden // SCALE_BLOCK, SCALE_BLOCK)
     return (blocks * scales.unsqueeze(-1)).view(rows, hidden).to(dtype)
+
+
+def quantise_mxfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """float [rows, hidden] -> (uint8 codes [rows, hidden/2], E8M0 uint8 [rows, hidden/32])."""
+    rows, hidden = x.shape
+    blocks = x.float().view(rows, hidden // MX_BLOCK, MX_BLOCK)
+    amax = blocks.abs().amax(dim=-1, keepdim=True)
+    finite = amax.isfinite()
+    exponent = torch.frexp(torch.where(finite, amax, 0.0)).exponent - 1 - E2M1_EXPONENT
+    exponent = torch.where(amax == 0, -E8M0_BIAS, exponent.clamp(min=-E8M0_BIAS))
+    scaled = torch.where(finite, torch.ldexp(blocks, -exponent), 0.0)
+    # Round to nearest, ties to the even code: a tie goes up where the lower code is odd.
+    size = scaled.abs()
+    codes = (size > 0.25).to(torch.uint8)
+    for bound in (0.75, 1.75, 3.5):
+        codes += size >= bound
+    for bound in (1.25, 2.5, 5.0):
+        codes += size > bound
+    codes = (codes | (scaled.signbit().to(torch.uint8) << 3)).view(rows, hidden)
+    scales = torch.where(finite, exponent + E8M0_BIAS, E8M0_NAN).to(torch.uint8)
+    return codes[:, 0::2] | (codes[:, 1::2] << 4), scales.view(rows, -1)
+
+
+def dequantise_mxfp4(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Inverse of :func:`quantise_mxfp4`, rounded once to ``dtype``."""
+    rows, half = codes.shape
+    pairs = _E2M1_PAIRS.to(codes.device)[codes.int()]  # [rows, hidden/2, 2]
+    values = pairs.view(rows, 2 * half // MX_BLOCK, MX_BLOCK)
+    values = values * _E8M0.to(codes.device)[scales.int()].unsqueeze(-1)
+    return values.view(rows, 2 * half).to(dtype)

@@ -7,6 +7,8 @@ from afd.errors import ConfigError
 
 SCALE_BLOCK = 128
 """Columns that share one scale in the FP8 format (DeepSeek-V3 report, section 3.3.1)."""
+MX_BLOCK = 32
+"""Columns that share one scale in the MXFP4 format (OCP Microscaling specification 1.0, 5.1)."""
 
 _ALIGN = 64
 
@@ -19,6 +21,7 @@ class Tag(enum.IntEnum):
     FLOAT16 = 2
     E4M3FN = 3
     E4M3FNUZ = 4
+    E2M1 = 5
 
 
 class Kind(enum.IntEnum):
@@ -29,7 +32,25 @@ class Kind(enum.IntEnum):
     STEP = 2  # on the control slot: a step of `rows` rows follows whose doorbells streams ring
 
 
-TAG_BYTES = {Tag.FLOAT32: 4, Tag.BFLOAT16: 2, Tag.FLOAT16: 2, Tag.E4M3FN: 1, Tag.E4M3FNUZ: 1}
+@dataclass(frozen=True)
+class Encoding:
+    """How a tag stores values: bits of an element; columns per scale (0: none) and its bytes."""
+
+    bits: int
+    scale_block: int = 0
+    scale_bytes: int = 0
+
+
+ENCODINGS = {
+    Tag.FLOAT32: Encoding(32),
+    Tag.BFLOAT16: Encoding(16),
+    Tag.FLOAT16: Encoding(16),
+    Tag.E4M3FN: Encoding(8, SCALE_BLOCK, 4),
+    Tag.E4M3FNUZ: Encoding(8, SCALE_BLOCK, 4),
+    Tag.E2M1: Encoding(4, MX_BLOCK, 1),
+}
+FP8_TAGS = {"e4m3fn": Tag.E4M3FN, "e4m3fnuz": Tag.E4M3FNUZ}
+"""FP8 kinds by name. gfx942's matrix instructions take e4m3fnuz only."""
 TAG_OF_DTYPE = {"float32": Tag.FLOAT32, "bfloat16": Tag.BFLOAT16, "float16": Tag.FLOAT16}
 
 
@@ -37,8 +58,9 @@ TAG_OF_DTYPE = {"float32": Tag.FLOAT32, "bfloat16": Tag.BFLOAT16, "float16": Tag
 class SlotLayout:
     """Offsets (bytes) of the parts of one slot; each part starts on a cache line.
 
-    payload [capacity, hidden] of ``tag``; scales float32 [capacity, hidden/128] (FP8 only);
-    ids int32 [capacity, top_k]; weights float32 [capacity, top_k]. ``top_k`` is 0 on the way back.
+    payload [capacity, hidden] of ``tag``; scales [capacity, hidden / columns per scale], float32
+    for FP8, E8M0 bytes for MXFP4, absent otherwise; ids int32 [capacity, top_k]; weights float32
+    [capacity, top_k]. ``top_k`` is 0 on the way back.
     """
 
     capacity: int
@@ -48,11 +70,16 @@ class SlotLayout:
 
     @property
     def row_bytes(self) -> int:
-        return self.hidden * TAG_BYTES[self.tag]
+        return self.hidden * ENCODINGS[self.tag].bits // 8
 
     @property
     def scale_columns(self) -> int:
-        return self.hidden // SCALE_BLOCK if self.tag in (Tag.E4M3FN, Tag.E4M3FNUZ) else 0
+        block = ENCODINGS[self.tag].scale_block
+        return self.hidden // block if block else 0
+
+    @property
+    def scale_row_bytes(self) -> int:
+        return self.scale_columns * ENCODINGS[self.tag].scale_bytes
 
     @property
     def scales_offset(self) -> int:
@@ -60,7 +87,7 @@ class SlotLayout:
 
     @property
     def ids_offset(self) -> int:
-        return self.scales_offset + _align(self.capacity * self.scale_columns * 4)
+        return self.scales_offset + _align(self.capacity * self.scale_row_bytes)
 
     @property
     def weights_offset(self) -> int:
@@ -72,33 +99,38 @@ class SlotLayout:
 
     def message_bytes(self, rows: int) -> int:
         """Bytes on the wire for ``rows`` rows (without the header)."""
-        return rows * (self.row_bytes + 4 * self.scale_columns + 8 * self.top_k)
+        return rows * (self.row_bytes + self.scale_row_bytes + 8 * self.top_k)
 
 
 def layouts(
-    wire: str, dtype: str, capacity: int, hidden: int, top_k: int
+    wire: str, dtype: str, capacity: int, hidden: int, top_k: int, fp8: str = "e4m3fn"
 ) -> tuple[SlotLayout, SlotLayout]:
     """(attention to FFN, FFN to attention) layouts of a wire format.
 
-    ``exact`` keeps the model dtype both ways; ``fp8`` sends e4m3fn with one float32 scale per 128
-    columns and returns bfloat16.
+    ``exact`` keeps the model dtype both ways. ``fp8`` sends FP8 with one float32 scale per 128
+    columns and returns bfloat16. ``mxfp4`` sends e2m1 with one E8M0 scale per 32 columns and
+    returns FP8. ``fp8`` the argument names the FP8 kind of either: e4m3fn or e4m3fnuz.
 
     Raises:
-        ConfigError: unknown format or dtype, or a hidden size that FP8 blocks do not divide.
+        ConfigError: unknown format, kind or dtype, or a hidden size that the blocks do not divide.
     """
     if dtype not in TAG_OF_DTYPE:
         raise ConfigError(f"dtype {dtype} has no wire tag; use one of {', '.join(TAG_OF_DTYPE)}")
-    if wire == "exact":
-        tag = back = TAG_OF_DTYPE[dtype]
-    elif wire == "fp8":
-        if hidden % SCALE_BLOCK:
-            raise ConfigError(
-                f"wire.format fp8 needs a hidden size divisible by {SCALE_BLOCK}, not {hidden}; "
-                "use wire.format exact"
-            )
-        tag, back = Tag.E4M3FN, Tag.BFLOAT16
-    else:
-        raise ConfigError(f"unknown wire.format {wire!r}; use exact or fp8")
+    if fp8 not in FP8_TAGS:
+        raise ConfigError(f"unknown wire.fp8 {fp8!r}; use {' or '.join(FP8_TAGS)}")
+    tags = {
+        "exact": (TAG_OF_DTYPE[dtype], TAG_OF_DTYPE[dtype]),
+        "fp8": (FP8_TAGS[fp8], Tag.BFLOAT16),
+        "mxfp4": (Tag.E2M1, FP8_TAGS[fp8]),
+    }
+    if wire not in tags:
+        raise ConfigError(f"unknown wire.format {wire!r}; use exact, fp8 or mxfp4")
+    tag, back = tags[wire]
+    if wire != "exact" and hidden % SCALE_BLOCK:
+        raise ConfigError(
+            f"wire.format {wire} needs a hidden size divisible by {SCALE_BLOCK}, not {hidden}; "
+            "use wire.format exact"
+        )
     return SlotLayout(capacity, hidden, top_k, tag), SlotLayout(capacity, hidden, 0, back)
 
 

@@ -2,6 +2,7 @@
 // slots.
 #include <fcntl.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
@@ -32,6 +33,8 @@ constexpr int kReadsPerTurn = 64;
 // A waiter has nothing better to do than to ask again for the rest of a message; going to sleep
 // between its segments would cost a wake-up for each.
 constexpr uint64_t kPatienceNs = 50000;
+// How often the thread lets others run, about 1 us each, before it looks for events again.
+constexpr int kYields = 1000;
 
 class TcpReceiver final : public Receiver {
  public:
@@ -68,12 +71,16 @@ class TcpReceiver final : public Receiver {
   bool serve(uint32_t seen, uint64_t timeout_ns) override {
     epoll_event events[kEvents];
     int n = 0;
-    waiting_.store(true, std::memory_order_seq_cst);
-    // Either the ringer sees that somebody waits, or we see that it has rung.
-    if (timeout_ns == 0 || memory_.head().arrivals.load(std::memory_order_seq_cst) == seen)
-      n = epoll_wait(epoll_.get(), events, kEvents,
-                     static_cast<int>((timeout_ns + 999999) / 1000000));
-    waiting_.store(false, std::memory_order_relaxed);
+    if (timeout_ns == 0) {
+      n = epoll_wait(epoll_.get(), events, kEvents, 0);
+    } else {
+      waiting_.store(true, std::memory_order_seq_cst);
+      // Either the ringer sees that somebody waits, or we see that it has rung.
+      if (memory_.head().arrivals.load(std::memory_order_seq_cst) == seen)
+        n = epoll_wait(epoll_.get(), events, kEvents,
+                       static_cast<int>((timeout_ns + 999999) / 1000000));
+      waiting_.store(false, std::memory_order_relaxed);
+    }
     if (n <= 0) return n < 0 && errno == EINTR;
     const std::lock_guard<std::mutex> lock(mutex_);
     for (int i = 0; i < n; ++i) {
@@ -132,25 +139,32 @@ class TcpReceiver final : public Receiver {
     int timeout_ms = -1;
     while (true) {
       const int n = epoll_wait(epoll_.get(), events, kEvents, timeout_ms);
-      bool served = false;
+      bool tell = false;
       {
         const std::lock_guard<std::mutex> lock(mutex_);
         for (int i = 0; i < n; ++i) {
           const int fd = events[i].data.fd;
           if (fd == stop_.get()) return;
-          if (fd == kick_.get()) continue;
           if (fd == listener_.get()) {
             accept_all();
           } else {
-            serve_connection(fd, 0);
-            served = true;
+            tell = true;
+            if (fd != kick_.get()) serve_connection(fd, 0);
           }
         }
         if (ungreeted_ != 0) drop_ungreeted(now_ns());
         timeout_ms = ungreeted_ == 0 ? -1 : 250;
       }
-      if (served && waiting_.load(std::memory_order_seq_cst)) kick();
+      if (tell) tell_waiter();
     }
+  }
+
+  // A waiter asleep in serve() learns of what this thread did, or of the kick that it took. Until
+  // the waiter has it, this thread must not wait for events, or it would take this kick, too.
+  void tell_waiter() {
+    if (!waiting_.load(std::memory_order_seq_cst)) return;
+    kick();
+    for (int i = 0; i < kYields && waiting_.load(std::memory_order_relaxed); ++i) sched_yield();
   }
 
   void accept_all() {

@@ -1,9 +1,8 @@
 // Backend verbs, sender: set-up.
+#include <arpa/inet.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <unistd.h>
-
-#include <arpa/inet.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -100,8 +99,7 @@ void VerbsLink::open_ports(const VerbsOptions& options) {
 }
 
 VerbsWelcome VerbsLink::greet(const TcpAddress& to, uint64_t deadline) {
-  VerbsHello hello{kVerbsHelloMagic, kVerbsVersion, {}, options_.slots.first,
-                   options_.slots.count};
+  VerbsHello hello{kVerbsHelloMagic, kVerbsVersion, {}, options_.slots.first, options_.slots.count};
   std::memcpy(hello.token, to.token.data(), to.token.size());
   send_frame(fd_, hello, to);
   VerbsWelcome welcome{};
@@ -175,8 +173,8 @@ void VerbsLink::make_paths(const VerbsOptions& options, const VerbsWelcome& welc
     path->nic = port_nic_[one.local];
     path->peer_port = welcome.ports[one.remote].name;
     path->room = static_cast<int32_t>(one.depth);
-    path->qp = std::make_unique<QueuePair>(nics_[path->nic], ports_[one.local],
-                                           *queues_[path->nic], QpDepth{one.depth, 1});
+    path->qp = std::make_unique<QueuePair>(nics_[path->nic], ports_[one.local], *queues_[path->nic],
+                                           QpDepth{one.depth, 1});
     path->remote_port = static_cast<uint8_t>(one.remote);
     paths_.push_back(std::move(path));
   }
@@ -196,8 +194,8 @@ void VerbsLink::exchange(const TcpAddress& to, uint64_t deadline) {
   if (accept.magic != kVerbsAcceptMagic)
     throw CommError("the service at " + place(to) + " is not a region; check the address");
   if (accept.status != static_cast<int32_t>(Status::Ok))
-    throw CommError("the region at " + place(to) + " could not connect: " +
-                    get_reason(accept.reason));
+    throw CommError("the region at " + place(to) +
+                    " could not connect: " + get_reason(accept.reason));
   remote_payload_ = accept.payload;
   remote_records_ = accept.records;
   for (std::size_t i = 0; i < paths_.size(); ++i) {
@@ -233,8 +231,8 @@ std::shared_ptr<const VerbsSource> VerbsLink::make_source(void* address, uint64_
 void VerbsLink::make_bounce() {
   copies_ = round_up(out_.size() * kRecordStride, kPage);
   bounce_bytes_ = round_up(copies_ + std::max<uint64_t>(out_.size() * stride_, kTestBytes), kPage);
-  void* memory = mmap(nullptr, bounce_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
-                      -1, 0);
+  void* memory =
+      mmap(nullptr, bounce_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED)
     throw CommError("cannot allocate the " + std::to_string(bounce_bytes_) +
                     " bytes of a link's send buffer: " + errno_text(errno) +
@@ -284,8 +282,9 @@ void VerbsLink::test_paths(uint64_t deadline) {
     if (path.tested.load(std::memory_order_acquire)) continue;
     const bool connected = path.error.load() != ib::kWcFlushed;
     fail_path(i, ib::kWcRetryExceeded);
-    if (connected) add_note(failures, path.qp->port().name + " cannot reach the peer's " + path.peer_port + " (" +
-                           verbs.wc_status_str(path.error.load()) + ")");
+    if (connected)
+      add_note(failures, path.qp->port().name + " cannot reach the peer's " + path.peer_port +
+                             " (" + verbs.wc_status_str(path.error.load()) + ")");
   }
   if (!failures.empty())
     add_note(notes_, failures +

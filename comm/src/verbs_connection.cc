@@ -19,7 +19,6 @@ constexpr int64_t kClaimLockUs = 100000;
 // A queue pair in its error state gives back its receives at once; a device that does not is lost.
 constexpr int64_t kDrainUs = 500000;
 constexpr uint32_t kFewReceives = 64;
-constexpr uint32_t kManyReceives = 1024;
 constexpr uint64_t kPage = 4096;
 // wr_id of the last receive that is posted to a queue pair before it is closed.
 constexpr uint64_t kMarker = uint64_t{1} << 32;
@@ -127,8 +126,7 @@ bool VerbsConnection::accept_hello() {
 }
 
 bool VerbsConnection::accept_connect() {
-  if (connect_.magic != kVerbsConnectMagic || connect_.count == 0 ||
-      connect_.count > kMaxVerbsQps)
+  if (connect_.magic != kVerbsConnectMagic || connect_.count == 0 || connect_.count > kMaxVerbsQps)
     return false;
   for (uint32_t i = 0; i < connect_.count; ++i)
     if (connect_.qps[i].port >= host_.ports.size()) return false;
@@ -148,15 +146,17 @@ bool VerbsConnection::accept_connect() {
 
 void VerbsConnection::connect(VerbsAccept& accept) {
   const uint32_t slots = slot_count();
-  const uint32_t depth = std::clamp(2 * slots, kFewReceives, kManyReceives);
+  // All that can have come without being looked at fits into half of the order window.
+  const uint32_t depth = std::clamp(2 * slots, kFewReceives, kOrderWindow / 2 / connect_.count);
   records_bytes_ = (slots * kRecordStride + kTestBytes + kPage - 1) / kPage * kPage;
-  void* memory = mmap(nullptr, records_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
-                      -1, 0);
+  void* memory =
+      mmap(nullptr, records_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED)
     throw CommError("cannot allocate the records of a connection: " + errno_text(errno) +
                     "; free memory");
   records_ = static_cast<uint8_t*>(memory);
   incoming_ = std::vector<Incoming>(slots);
+  window_.resize(kOrderWindow);
   std::vector<uint32_t> halves(host_.nics.size(), 0);
   for (uint32_t i = 0; i < connect_.count; ++i) ++halves[host_.port_nic[connect_.qps[i].port]];
   for (std::size_t i = 0; i < host_.nics.size(); ++i) {
@@ -216,8 +216,7 @@ bool VerbsConnection::close_half(std::size_t index) {
 bool VerbsConnection::answer_fence() {
   if (fence_.magic != kVerbsFenceMagic || fence_.qp >= halves_.size()) return false;
   if (!close_half(fence_.qp)) return false;
-  const VerbsReply reply{kVerbsFencedMagic, fence_.qp, 0,
-                         static_cast<uint32_t>(incoming_.size())};
+  const VerbsReply reply{kVerbsFencedMagic, fence_.qp, 0, static_cast<uint32_t>(incoming_.size())};
   std::vector<uint8_t> bytes(sizeof reply + incoming_.size() * sizeof(uint64_t));
   std::memcpy(bytes.data(), &reply, sizeof reply);
   for (std::size_t i = 0; i < incoming_.size(); ++i) {
@@ -270,10 +269,10 @@ void VerbsConnection::arrived(Immediate immediate) {
     if (after == before) return;
   } while (!state.compare_exchange_weak(before, after, std::memory_order_acq_rel));
   // Without the leading stripe the record is not there yet.
-  if (stripes_of(after) & 1) deliver(immediate, stripes_of(after));
+  if (stripes_of(after) & 1) complete(immediate, stripes_of(after));
 }
 
-void VerbsConnection::deliver(Immediate immediate, uint32_t stripes) {
+void VerbsConnection::complete(Immediate immediate, uint32_t stripes) {
   Record record;
   const uint8_t* source = records_ + immediate.slot * kRecordStride;
   std::memcpy(&record, source, sizeof record);
@@ -284,22 +283,47 @@ void VerbsConnection::deliver(Immediate immediate, uint32_t stripes) {
   // Exactly one stripe completes the set, so exactly one progress thread gets past here.
   if (stripes != all_stripes(record.stripes)) return;
   const Geometry& g = host_.memory.geometry();
-  const uint32_t slot = slots_.first + immediate.slot;
   Message message;
-  message.slot = slot;
+  message.slot = slots_.first + immediate.slot;
   message.flag = record.flag;
-  if (record.slot != slot || check_message(message, g.slots, g.slot_bytes, slots_) != Status::Ok ||
+  if (record.slot != message.slot ||
+      check_message(message, g.slots, g.slot_bytes, slots_) != Status::Ok ||
       record.header.nbytes < 0 || static_cast<uint64_t>(record.header.nbytes) > g.slot_bytes)
     return complain();
+  deliver_in_turn(record);
+}
+
+void VerbsConnection::deliver_in_turn(const Record& record) {
+  while (turning_.test_and_set(std::memory_order_acquire)) relax();
+  const auto inside = [this](uint32_t order) { return order - next_ < kOrderWindow; };
+  if (!inside(record.order)) {
+    turning_.clear(std::memory_order_release);
+    return complain();
+  }
+  // The slot's previous message is gone, if its turn has not come yet.
+  if (record.before != 0 && inside(record.before))
+    window_[record.before % kOrderWindow].state = Arrived::State::Overwritten;
+  window_[record.order % kOrderWindow] = {Arrived::State::Complete, record};
+  while (true) {
+    Arrived& due = window_[next_ % kOrderWindow];
+    if (due.state == Arrived::State::Unknown) break;
+    if (due.state == Arrived::State::Complete) deliver(due.record);
+    due.state = Arrived::State::Unknown;
+    ++next_;
+  }
+  turning_.clear(std::memory_order_release);
+}
+
+void VerbsConnection::deliver(const Record& record) {
   // A newer writer may have come.
-  if (ticket_ != 0 && !holds_claim(host_.memory, slot, ticket_)) return complain();
-  SlotControl& control = host_.memory.control(slot);
+  if (ticket_ != 0 && !holds_claim(host_.memory, record.slot, ticket_)) return complain();
+  SlotControl& control = host_.memory.control(record.slot);
   control.header = record.header;
   if (record.header.traced != 0) {
     control.times = record.times;
     control.times.arrived = static_cast<int64_t>(now_ns());
   }
-  host_.memory.ring(slot, record.flag);
+  host_.memory.ring(record.slot, record.flag);
 }
 
 }  // namespace afd_comm

@@ -18,10 +18,10 @@ struct VerbsHost {
   int claim_lock_fd;  // see take_claim
   VerbsOptions options;
   std::vector<std::shared_ptr<Nic>> nics;
-  std::vector<std::size_t> port_nic;   // per port of the options, index into nics
+  std::vector<std::size_t> port_nic;  // per port of the options, index into nics
   std::vector<PortName> ports;
-  std::vector<Registration> payload;   // per NIC, all slots
-  int wake_fd;                         // an eventfd: a connection has something for needs_drop()
+  std::vector<Registration> payload;  // per NIC, all slots
+  int wake_fd;                        // an eventfd: a connection has something for needs_drop()
 };
 
 class VerbsConnection final : private CompletionSink {
@@ -51,6 +51,11 @@ class VerbsConnection final : private CompletionSink {
   struct Incoming {
     std::atomic<uint64_t> arrivals{0};  // see verbs_plan.h
   };
+  // A message that is complete, or one that was overwritten before its turn came.
+  struct Arrived {
+    enum class State { Unknown, Complete, Overwritten } state = State::Unknown;
+    Record record;
+  };
   struct Half {
     std::size_t nic = 0;
     std::unique_ptr<QueuePair> qp;
@@ -66,7 +71,9 @@ class VerbsConnection final : private CompletionSink {
   bool close_half(std::size_t index);
   void on_completion(const ib::Wc& completion) override;
   void arrived(Immediate immediate);
-  void deliver(Immediate immediate, uint32_t stripes);
+  void complete(Immediate immediate, uint32_t stripes);
+  void deliver_in_turn(const Record& record);
+  void deliver(const Record& record);
   void complain();
   template <typename Frame>
   bool answer(const Frame& frame) const;
@@ -89,6 +96,10 @@ class VerbsConnection final : private CompletionSink {
   std::vector<std::unique_ptr<CompletionQueue>> queues_;  // per NIC
   std::vector<std::unique_ptr<Half>> halves_;
   std::vector<Incoming> incoming_;
+  // Turns: doorbells ring in the order of the posts, over whatever paths the messages came.
+  std::atomic_flag turning_ = ATOMIC_FLAG_INIT;  // guards the next two; shared by progress threads
+  uint32_t next_ = 1;
+  std::vector<Arrived> window_;  // by order modulo its size
   std::atomic<bool> broken_{false};
   bool stopped_ = false;
 };

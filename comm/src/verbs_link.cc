@@ -13,6 +13,8 @@ namespace {
 // An acknowledgement is a few microseconds away; then it is not worth sleeping for.
 constexpr int kSpins = 2000;
 constexpr uint64_t kSliceNs = 50000000;
+// Threads that may be between wait_window() and their message's number.
+constexpr uint32_t kMaxThreads = 64;
 // What is on its way when a link is closed may take this long to get there.
 constexpr int64_t kLingerUs = 1000000;
 
@@ -45,8 +47,10 @@ Status VerbsLink::post(const Message& m) {
   const uint32_t index = m.slot - first_;
   Outgoing& out = out_[index];
   // Its bounce buffer and record may still be read by a NIC.
-  const Status before = wait_acknowledged(out, deadline_after_us(options_.timeout_us));
-  if (before != Status::Ok) return before;
+  const uint64_t deadline = deadline_after_us(options_.timeout_us);
+  Status ready = wait_acknowledged(out, deadline);
+  if (ready == Status::Ok) ready = wait_window(deadline);
+  if (ready != Status::Ok) return ready;
 
   uint64_t total = 0;
   out.part_count = m.part_count;
@@ -73,6 +77,10 @@ Status VerbsLink::post(const Message& m) {
   record.flag = m.flag;
   record.header = m.header;
   record.header.traced = out.traced;
+  // From here on the message will be sent: a number that never came would hold up all others.
+  record.before = out.order.load(std::memory_order_relaxed);
+  record.order = order_.fetch_add(1, std::memory_order_relaxed) + 1;
+  out.order.store(record.order, std::memory_order_relaxed);
   record.stripes = out.plan.count;
   if (out.traced) {
     record.times = times_of(m, posted);
@@ -105,6 +113,29 @@ Status VerbsLink::wait_acknowledged(const Outgoing& out, uint64_t deadline) {
     if (now >= deadline) return Status::Deadline;
     waiter.sleep(std::min(deadline - now, kSliceNs));
     if (options_.interrupt != nullptr && options_.interrupt()) return Status::Deadline;
+  }
+}
+
+// Keeps the messages that the receiver has to remember within bounds.
+Status VerbsLink::wait_window(uint64_t deadline) {
+  while (true) {
+    const uint32_t last = order_.load(std::memory_order_relaxed);
+    if (last - floor_.load(std::memory_order_relaxed) < kOrderWindow / 2 - kMaxThreads)
+      return Status::Ok;
+    uint32_t oldest = last + 1;
+    const Outgoing* waits = nullptr;
+    for (const Outgoing& out : out_) {
+      const uint32_t order = out.order.load(std::memory_order_relaxed);
+      if (out.open.load(std::memory_order_acquire) == 0 ||
+          static_cast<int32_t>(order - oldest) >= 0)
+        continue;
+      oldest = order;
+      waits = &out;
+    }
+    floor_.store(oldest - 1, std::memory_order_relaxed);
+    if (last - (oldest - 1) < kOrderWindow / 2 - kMaxThreads) return Status::Ok;
+    const Status done = wait_acknowledged(*waits, deadline);
+    if (done != Status::Ok) return done;
   }
 }
 
@@ -145,12 +176,11 @@ void VerbsLink::send_stripe(uint32_t index, uint32_t stripe, uint32_t to) {
   for (std::size_t i = 0; i < piece_count; ++i) {
     const Piece& piece = pieces[i];
     add(static_cast<const uint8_t*>(out.parts[piece.part].data) + piece.from, piece.nbytes,
-        *out.sources[piece.part], payload + piece.offset,
-        path.payload_rkey);
+        *out.sources[piece.part], payload + piece.offset, path.payload_rkey);
   }
   if (stripe == 0)
-    add(record_at(index), out.traced ? sizeof(Record) : kPlainRecordBytes, *sources_[0], remote_records_ + index * kRecordStride,
-        path.records_rkey);
+    add(record_at(index), out.traced ? sizeof(Record) : kPlainRecordBytes, *sources_[0],
+        remote_records_ + index * kRecordStride, path.records_rkey);
   ib::SendWr& last = requests[count - 1];
   last.opcode = ib::kWriteWithImm;
   last.send_flags |= ib::kSignaled;
@@ -173,8 +203,7 @@ void VerbsLink::on_completion(const ib::Wc& wc) {
   const RequestId id = decode_id(wc.wr_id);
   if (wc.status != ib::kWcSuccess) fail_path(id.path, wc.status);
   if (id.stripe == kProbeStripe) {
-    if (wc.status == ib::kWcSuccess)
-      paths_[id.path]->tested.store(true, std::memory_order_release);
+    if (wc.status == ib::kWcSuccess) paths_[id.path]->tested.store(true, std::memory_order_release);
     progress_.notify();
     return;
   }

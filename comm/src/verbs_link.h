@@ -61,16 +61,16 @@ class VerbsLink final : public Link, private CompletionSink {
     std::size_t nic = 0;
     std::unique_ptr<QueuePair> qp;
     std::string peer_port;
-    uint8_t remote_port = 0;             // index into VerbsWelcome::ports
+    uint8_t remote_port = 0;  // index into VerbsWelcome::ports
     uint32_t payload_rkey = 0;
     uint32_t records_rkey = 0;
-    std::atomic<int32_t> room{0};        // send work requests that fit now
-    std::atomic<bool> tested{false};     // the test packet has come through
-    std::atomic<int> error{0};           // first ib::WcStatus that was none
+    std::atomic<int32_t> room{0};     // send work requests that fit now
+    std::atomic<bool> tested{false};  // the test packet has come through
+    std::atomic<int> error{0};        // first ib::WcStatus that was none
     // The control thread's:
-    uint64_t fence_deadline = 0;         // 0: not asked for
+    uint64_t fence_deadline = 0;  // 0: not asked for
     bool fenced = false;
-    std::vector<uint64_t> arrived;       // per slot, when the receiver closed its end
+    std::vector<uint64_t> arrived;  // per slot, when the receiver closed its end
   };
 
   // A slot's message on its way. post() writes it while `open` is empty; after that only `open` and
@@ -81,7 +81,8 @@ class VerbsLink final : public Link, private CompletionSink {
     // word, so that a failure noticed late is not taken for one of the path that came after.
     std::array<std::atomic<uint8_t>, kMaxStripes> path{};
     std::array<std::atomic<uint16_t>, kMaxStripes> requests{};
-    uint32_t number = 0;
+    std::atomic<uint32_t> order{0};  // of its last message, in the link
+    uint32_t number = 0;             // of its last message, in the slot
     bool traced = false;
     StripePlan plan;
     Part parts[kMaxParts];
@@ -102,6 +103,7 @@ class VerbsLink final : public Link, private CompletionSink {
   void on_completion(const ib::Wc& completion) override;
   Status outcome() const { return ended_.load(std::memory_order_acquire); }
   Status wait_acknowledged(const Outgoing& out, uint64_t deadline);
+  Status wait_window(uint64_t deadline);
   const VerbsSource* source_of(const Part& part) const;
   void send_stripe(uint32_t index, uint32_t stripe, uint32_t path);
   void lose(Outgoing& out, uint32_t stripe, uint32_t path);
@@ -127,10 +129,10 @@ class VerbsLink final : public Link, private CompletionSink {
   uint64_t stride_ = 0;
   uint32_t payloads_ = 1;
   uint64_t least_stripe_ = 0;
-  uint64_t most_piece_ = 0;       // bytes of one work request
+  uint64_t most_piece_ = 0;  // bytes of one work request
   uint64_t remote_payload_ = 0;
   uint64_t remote_records_ = 0;
-  uint32_t first_ = 0;            // slot of out_[0]
+  uint32_t first_ = 0;  // slot of out_[0]
 
   // Destroyed in reverse order: paths before the queues they complete on.
   std::vector<std::shared_ptr<Nic>> nics_;
@@ -149,6 +151,8 @@ class VerbsLink final : public Link, private CompletionSink {
   std::vector<std::unique_ptr<const SourceList>> source_lists_;
   std::atomic<const SourceList*> current_sources_{nullptr};
 
+  std::atomic<uint32_t> order_{0};  // of the last message
+  std::atomic<uint32_t> floor_{0};  // all up to here were acknowledged when it was last looked at
   std::atomic<uint32_t> alive_{0};  // bit per path
   std::atomic<Status> ended_{Status::Ok};
   std::atomic<bool> closed_{false};

@@ -109,8 +109,7 @@ Nic::Nic(const Verbs& verbs, std::string name, uint64_t spin)
     if (failed != nullptr)
       throw CommError(std::string("cannot ") + failed + " RDMA device " + name_ + ": " +
                       errno_text(error) + "; look at the kernel's log");
-    progress_ =
-        std::make_unique<Progress>(verbs_, channel_, name_, cpus_near(name_), spin);
+    progress_ = std::make_unique<Progress>(verbs_, channel_, name_, cpus_near(name_), spin);
   } catch (...) {
     if (channel_ != nullptr) verbs_.destroy_comp_channel(channel_);
     if (pd_ != nullptr) verbs_.dealloc_pd(pd_);

@@ -1,8 +1,7 @@
-#include "afd_comm/verbs.h"
-
 #include <charconv>
 
 #include "afd_comm/types.h"
+#include "afd_comm/verbs.h"
 
 namespace afd_comm {
 namespace {
@@ -10,8 +9,7 @@ namespace {
 void in_range(const char* name, int64_t value, int64_t low, int64_t high, const char* why) {
   if (value >= low && value <= high) return;
   throw CommError(std::string("verbs: ") + name + " is " + std::to_string(value) +
-                  "; it must be from " + std::to_string(low) + " to " + std::to_string(high) +
-                  why);
+                  "; it must be from " + std::to_string(low) + " to " + std::to_string(high) + why);
 }
 
 }  // namespace

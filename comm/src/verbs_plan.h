@@ -53,12 +53,14 @@ struct Immediate {
 constexpr uint32_t kMaxImmediateSlots = 1 << 16;
 constexpr uint8_t kProbeStripe = 0xff;  // the test packet of a new connection
 
-constexpr uint32_t encode(Immediate i) {
-  return i.slot << 16 | uint32_t{i.tag} << 8 | i.stripe;
-}
+constexpr uint32_t encode(Immediate i) { return i.slot << 16 | uint32_t{i.tag} << 8 | i.stripe; }
 constexpr Immediate decode(uint32_t bits) {
   return {bits >> 16, static_cast<uint8_t>(bits >> 8), static_cast<uint8_t>(bits)};
 }
+
+// Messages of a link that may wait at the receiver for an earlier one: half of them because they
+// are not acknowledged yet, half because a progress thread has not looked at them.
+constexpr uint32_t kOrderWindow = 4096;
 
 // Stripes of a slot's newest message that have arrived: tag << 32 | bit set.
 constexpr uint64_t arrivals_of(uint8_t tag, uint32_t stripes) {

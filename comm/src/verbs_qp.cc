@@ -11,7 +11,7 @@ namespace {
 
 // A record fits, and so do small payloads.
 constexpr uint32_t kWantedInline = 256;
-constexpr uint8_t kRnrTimer = 12;  // 0.64 ms until a sender tries again when no receive is posted
+constexpr uint8_t kRnrTimer = 12;   // 0.64 ms until a sender tries again when no receive is posted
 constexpr uint8_t kRnrForEver = 7;  // a stopped peer is no dead one: the caller's deadline decides
 constexpr uint8_t kHopLimit = 64;
 constexpr uint32_t kPsnMask = 0xffffff;
@@ -45,9 +45,8 @@ QueuePair::QueuePair(std::shared_ptr<Nic> nic, const PortFacts& port, const Comp
   attr.qp_state = ib::kQpInit;
   attr.port_num = port_.number;
   attr.qp_access_flags = ib::kRemoteWrite;
-  const int error =
-      nic_->verbs().modify_qp(qp_, &attr, ib::kMaskState | ib::kMaskPkeyIndex | ib::kMaskPort |
-                                              ib::kMaskAccess);
+  const int error = nic_->verbs().modify_qp(
+      qp_, &attr, ib::kMaskState | ib::kMaskPkeyIndex | ib::kMaskPort | ib::kMaskAccess);
   if (error == 0) return;
   nic_->verbs().destroy_qp(qp_);
   throw CommError("cannot set up a queue pair on port " + port_.name + ": " + errno_text(error) +
@@ -83,9 +82,10 @@ void QueuePair::connect(const WireQp& peer, const std::string& peer_port,
   attr.ah_attr.grh.sgid_index = static_cast<uint8_t>(port_.gid_index);
   attr.ah_attr.grh.hop_limit = kHopLimit;
   attr.ah_attr.grh.traffic_class = static_cast<uint8_t>(options.traffic_class);
-  int error = nic_->verbs().modify_qp(
-      qp_, &attr, ib::kMaskState | ib::kMaskAv | ib::kMaskPathMtu | ib::kMaskDestQpn |
-                      ib::kMaskRqPsn | ib::kMaskMaxDestRdAtomic | ib::kMaskMinRnrTimer);
+  int error =
+      nic_->verbs().modify_qp(qp_, &attr,
+                              ib::kMaskState | ib::kMaskAv | ib::kMaskPathMtu | ib::kMaskDestQpn |
+                                  ib::kMaskRqPsn | ib::kMaskMaxDestRdAtomic | ib::kMaskMinRnrTimer);
   if (error == 0) {
     ib::QpAttr send{};
     send.qp_state = ib::kQpRts;
@@ -93,10 +93,10 @@ void QueuePair::connect(const WireQp& peer, const std::string& peer_port,
     send.retry_cnt = static_cast<uint8_t>(options.retry);
     send.rnr_retry = kRnrForEver;
     send.sq_psn = psn_;
-    error = nic_->verbs().modify_qp(qp_, &send,
-                                    ib::kMaskState | ib::kMaskTimeout | ib::kMaskRetryCount |
-                                        ib::kMaskRnrRetry | ib::kMaskSqPsn |
-                                        ib::kMaskMaxQpRdAtomic);
+    error =
+        nic_->verbs().modify_qp(qp_, &send,
+                                ib::kMaskState | ib::kMaskTimeout | ib::kMaskRetryCount |
+                                    ib::kMaskRnrRetry | ib::kMaskSqPsn | ib::kMaskMaxQpRdAtomic);
   }
   if (error != 0)
     throw CommError("cannot connect port " + port_.name + " with the peer's " + peer_port + ": " +

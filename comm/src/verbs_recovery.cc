@@ -11,8 +11,8 @@
 namespace afd_comm {
 namespace {
 
-constexpr uint64_t kTickNs = 1000000;      // while a stripe waits for room in a queue
-constexpr uint64_t kIdleNs = 1000000000;   // bound of a sleep without anything to wait for
+constexpr uint64_t kTickNs = 1000000;     // while a stripe waits for room in a queue
+constexpr uint64_t kIdleNs = 1000000000;  // bound of a sleep without anything to wait for
 
 }  // namespace
 
@@ -55,8 +55,7 @@ bool VerbsLink::read_reply() {
     if (inbox_.size() < sizeof reply + tail) return true;
     std::vector<uint64_t> arrived(tail / sizeof(uint64_t));
     if (tail != 0) std::memcpy(arrived.data(), inbox_.data() + sizeof reply, tail);
-    inbox_.erase(inbox_.begin(),
-                 inbox_.begin() + static_cast<std::ptrdiff_t>(sizeof reply + tail));
+    inbox_.erase(inbox_.begin(), inbox_.begin() + static_cast<std::ptrdiff_t>(sizeof reply + tail));
     take_reply(reply, arrived);
   }
   return true;

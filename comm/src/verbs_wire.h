@@ -74,7 +74,7 @@ struct WireQp {
   ib::Gid gid;
   uint16_t lid;
   uint8_t mtu;
-  uint8_t port;  // VerbsConnect: index into VerbsWelcome::ports
+  uint8_t port;           // VerbsConnect: index into VerbsWelcome::ports
   uint32_t payload_rkey;  // VerbsAccept
   uint32_t records_rkey;  // VerbsAccept
   uint32_t refused;       // VerbsAccept: this half could not be connected
@@ -91,7 +91,8 @@ struct VerbsAccept {
   uint32_t magic;
   int32_t status;
   uint64_t payload;  // address of the first payload
-  uint64_t records;  // address of the first claimed slot's record; behind the last one there is room for the test packet
+  uint64_t records;  // address of the first claimed slot's record; behind the last one there is
+                     // room for the test packet
   WireQp qps[kMaxVerbsQps];
   char reason[kReasonBytes];  // of `status`, or of the last half that was refused
 };
@@ -103,9 +104,9 @@ struct VerbsFence {
 
 struct VerbsReply {  // head of what the receiver says later
   uint32_t magic;
-  uint32_t qp;      // VerbsFenced
-  int32_t status;   // VerbsFarewell
-  uint32_t count;   // VerbsFenced: uint64_t arrivals[count] follow, see verbs_plan.h
+  uint32_t qp;     // VerbsFenced
+  int32_t status;  // VerbsFarewell
+  uint32_t count;  // VerbsFenced: uint64_t arrivals[count] follow, see verbs_plan.h
 };
 
 constexpr std::size_t kTestBytes = 4096;  // the largest path MTU
@@ -117,11 +118,13 @@ struct Record {
   uint32_t slot;
   uint64_t flag;
   Header header;
+  uint32_t order;   // number of the message in its link, from 1: doorbells ring in this order
+  uint32_t before;  // order of the slot's previous message, 0: none
   uint32_t stripes;
   uint32_t tail;  // as head
   Times times;    // sent only where header.traced
 };
-static_assert(sizeof(Record) == 24 + sizeof(Header) + sizeof(Times), "no padding on the wire");
+static_assert(sizeof(Record) == 32 + sizeof(Header) + sizeof(Times), "no padding on the wire");
 constexpr std::size_t kPlainRecordBytes = sizeof(Record) - sizeof(Times);
 constexpr std::size_t kRecordStride = 192;
 static_assert(sizeof(Record) <= kRecordStride, "one record per stride");

@@ -3,170 +3,11 @@
 //
 // A thread per queue pair plays the wire, so different queue pairs overtake each other. Faults are
 // set by the fake_* functions at the end.
-#include <pthread.h>
-#include <sys/eventfd.h>
-#include <unistd.h>
+#include "fake_ibverbs.h"
 
 #include <cerrno>
-#include <condition_variable>
-#include <cstring>
-#include <deque>
-#include <map>
-#include <mutex>
-#include <string>
-#include <thread>
-#include <vector>
-
-#include "../src/verbs_abi.h"
-
-namespace ib = afd_comm::ib;
 
 namespace {
-
-constexpr int kDevices = 2;
-constexpr uint32_t kMaxMessage = 1 << 20;
-constexpr uint32_t kMaxInline = 220;
-
-std::mutex world;  // guards everything below, and every queue
-uint32_t next_number = 100;
-bool port_down[kDevices];
-bool ack_lost[kDevices];  // data arrive, then the sender is told that they did not
-int delay_us = 0;
-int register_errno = 0;
-int device_count = kDevices;
-
-struct FakeDevice {
-  std::string name;
-  int index;
-} devices[kDevices] = {{"fake0", 0}, {"fake1", 1}};
-
-struct FakeChannel : ib::CompChannel {
-  std::deque<ib::Cq*> events;
-};
-
-struct FakeContext : ib::Context {
-  int index;
-};
-
-struct FakeCq : ib::Cq {
-  std::deque<ib::Wc> done;
-  bool armed = false;
-  void push(const ib::Wc& wc) {
-    done.push_back(wc);
-    if (!armed || channel == nullptr) return;
-    armed = false;
-    static_cast<FakeChannel*>(channel)->events.push_back(this);
-    const uint64_t one = 1;
-    static_cast<void>(!write(channel->fd, &one, sizeof one));
-  }
-};
-
-struct Request {
-  ib::SendWr wr;
-  ib::Sge sge;
-  std::vector<uint8_t> copied;  // inline
-};
-
-struct FakeQp : ib::Qp {
-  int index = 0;  // device
-  uint32_t peer = 0;
-  uint32_t recv_limit = 0;
-  uint32_t send_limit = 0;
-  bool connected = false;
-  bool failed = false;
-  bool stop = false;
-  std::deque<Request> sends;
-  std::deque<uint64_t> receives;
-  std::condition_variable changed;
-  std::thread wire;
-
-  FakeCq* send_queue() const { return static_cast<FakeCq*>(send_cq); }
-  FakeCq* recv_queue() const { return static_cast<FakeCq*>(recv_cq); }
-  void complete(FakeCq* cq, uint64_t id, int status, int opcode, uint32_t imm = 0) {
-    ib::Wc wc{};
-    wc.wr_id = id;
-    wc.status = status;
-    wc.opcode = opcode;
-    wc.imm_data = imm;
-    wc.qp_num = qp_num;
-    cq->push(wc);
-  }
-  void fail() {
-    failed = true;
-    for (const Request& r : sends) complete(send_queue(), r.wr.wr_id, ib::kWcFlushed, 0);
-    sends.clear();
-    for (const uint64_t id : receives) complete(recv_queue(), id, ib::kWcFlushed, 0);
-    receives.clear();
-  }
-  void run();
-};
-
-struct FakeMr : ib::Mr {
-  unsigned access;
-};
-
-std::map<uint32_t, FakeQp*> qps;
-std::map<uint32_t, FakeMr*> regions;  // by rkey
-
-void FakeQp::run() {
-  std::unique_lock<std::mutex> lock(world);
-  while (true) {
-    changed.wait(lock, [this] { return stop || (connected && !sends.empty()); });
-    if (stop) return;
-    if (delay_us > 0) {
-      const int pause = delay_us * static_cast<int>(1 + qp_num % 3);
-      lock.unlock();
-      usleep(static_cast<useconds_t>(pause));
-      lock.lock();
-      if (stop) return;
-      if (sends.empty()) continue;
-    }
-    const auto other = qps.find(peer);
-    FakeQp* to = other != qps.end() ? other->second : nullptr;
-    const bool reachable = to != nullptr && !to->failed && to->connected && !port_down[index] &&
-                           !port_down[to->index];
-    Request request = std::move(sends.front());
-    sends.pop_front();
-    if (!reachable) {
-      complete(send_queue(), request.wr.wr_id, ib::kWcRetryExceeded, 0);
-      fail();
-      continue;
-    }
-    const bool immediate = request.wr.opcode == ib::kWriteWithImm;
-    if (immediate && to->receives.empty()) {
-      sends.push_front(std::move(request));  // receiver not ready: again later
-      lock.unlock();
-      usleep(100);
-      lock.lock();
-      continue;
-    }
-    if (request.wr.num_sge != 0) {
-      const auto region = regions.find(request.wr.rkey);
-      const FakeMr* mr = region != regions.end() ? region->second : nullptr;
-      const uint64_t at = request.wr.remote_addr, base = mr ? reinterpret_cast<uint64_t>(mr->addr) : 0;
-      if (mr == nullptr || !(mr->access & ib::kRemoteWrite) || at < base ||
-          at + request.sge.length > base + mr->length) {
-        complete(send_queue(), request.wr.wr_id, ib::kWcRemoteAccess, 0);
-        fail();
-        continue;
-      }
-      const void* from = request.copied.empty() ? reinterpret_cast<void*>(request.sge.addr)
-                                                : request.copied.data();
-      std::memcpy(reinterpret_cast<void*>(at), from, request.sge.length);
-    }
-    if (immediate) {
-      to->complete(to->recv_queue(), to->receives.front(), ib::kWcSuccess, ib::kWcRecvWithImm,
-                   request.wr.imm_data);
-      to->receives.pop_front();
-    }
-    if (ack_lost[index]) {
-      complete(send_queue(), request.wr.wr_id, ib::kWcRetryExceeded, 0);
-      fail();
-    } else if (request.wr.send_flags & ib::kSignaled) {
-      complete(send_queue(), request.wr.wr_id, ib::kWcSuccess, ib::kWcWrite);
-    }
-  }
-}
 
 int poll_cq(ib::Cq* cq, int entries, ib::Wc* out) {
   const std::lock_guard<std::mutex> lock(world);
@@ -265,8 +106,8 @@ int ibv_query_port(ib::Context* context, uint8_t port, ib::PortAttr* attr) {
   if (port != 1) return EINVAL;
   const std::lock_guard<std::mutex> lock(world);
   *attr = {};
-  attr->state = port_down[static_cast<FakeContext*>(context)->index] ? ib::kPortDown
-                                                                     : ib::kPortActive;
+  attr->state =
+      port_down[static_cast<FakeContext*>(context)->index] ? ib::kPortDown : ib::kPortActive;
   attr->active_mtu = 5;
   attr->gid_tbl_len = 1;
   attr->max_msg_sz = kMaxMessage;
@@ -275,8 +116,11 @@ int ibv_query_port(ib::Context* context, uint8_t port, ib::PortAttr* attr) {
 }
 int ibv_query_gid(ib::Context* context, uint8_t, int index, ib::Gid* gid) {
   if (index != 0) return EINVAL;
-  const ib::Gid address = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff, 10, 0,
-                           static_cast<uint8_t>(static_cast<FakeContext*>(context)->index), 1};
+  const ib::Gid address = {
+      0,    0,    0,  0, 0,
+      0,    0,    0,  0, 0,
+      0xff, 0xff, 10, 0, static_cast<uint8_t>(static_cast<FakeContext*>(context)->index),
+      1};
   std::memcpy(gid, address, sizeof address);
   return 0;
 }
@@ -299,6 +143,16 @@ ib::Mr* ibv_reg_mr(ib::Pd* pd, void* addr, std::size_t length, int access) {
   mr->access = static_cast<unsigned>(access);
   regions[mr->rkey] = mr;
   return mr;
+}
+// The device's memory is the process's own in the fake drivers, so its address will do.
+ib::Mr* ibv_reg_dmabuf_mr(ib::Pd* pd, uint64_t, std::size_t length, uint64_t iova, int fd,
+                          int access) {
+  if (fd < 0) {
+    errno = EBADF;
+    return nullptr;
+  }
+  ++dmabufs;
+  return ibv_reg_mr(pd, reinterpret_cast<void*>(iova), length, access);
 }
 int ibv_dereg_mr(ib::Mr* mr) {
   const std::lock_guard<std::mutex> lock(world);
@@ -409,6 +263,8 @@ void fake_refuse_memory(int error) {
   const std::lock_guard<std::mutex> lock(world);
   register_errno = error;
 }
+// Registrations of dma-bufs so far.
+int fake_dmabufs() { return dmabufs; }
 void fake_devices(int count) { device_count = count; }
 // Queue pairs that exist.
 int fake_queue_pairs() {

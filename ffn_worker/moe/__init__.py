@@ -3,9 +3,11 @@
 import torch
 
 from afd.errors import ConfigError
+from ffn_worker.moe.aiter import AiterBackend
 from ffn_worker.moe.base import Linear, MoeBackend
 from ffn_worker.moe.reference import ReferenceBackend
 from ffn_worker.moe.torch_grouped import TorchBackend
+from ffn_worker.moe.triton import TritonBackend
 from ffn_worker.moe.vllm_cpu import VllmCpuBackend
 from ffn_worker.moe.vllm_cuda import VllmCudaBackend
 
@@ -16,6 +18,8 @@ BACKENDS: dict[str, type[MoeBackend]] = {
     "torch": TorchBackend,
     "vllm_cpu": VllmCpuBackend,
     "vllm_cuda": VllmCudaBackend,
+    "aiter": AiterBackend,
+    "triton": TritonBackend,
 }
 AUTO_ORDER = ("vllm_cpu", "vllm_cuda", "torch")
 _CPU = torch.device("cpu")

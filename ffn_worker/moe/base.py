@@ -1,7 +1,5 @@
 """The contract of a mixture-of-experts backend."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
@@ -20,24 +18,21 @@ class MoeBackend(ABC):
 
     Args:
         experts: half-open range of global expert ids held by this FFN instance.
+        num_experts: routed experts of the model; None: up to the end of the range.
     """
-
-    def __init__(self, experts: tuple[int, int]) -> None:
-        start, end = experts
-        if not 0 <= start < end:
-            raise ConfigError(f"expert range [{start}, {end}) is empty or negative")
-        self.start = start
-        self.end = end
 
     capturable = False
     """Whether ``forward`` may be captured in a CUDA graph."""
     devices: tuple[str, ...] = ("cpu", "cuda")
     """Device types it runs on, as torch names them."""
 
-    @classmethod
-    def for_model(cls, experts: tuple[int, int], num_experts: int) -> MoeBackend:
-        """The backend for a model of ``num_experts`` routed experts, which few need to know."""
-        return cls(experts)
+    def __init__(self, experts: tuple[int, int], num_experts: int | None = None) -> None:
+        start, end = experts
+        if not 0 <= start < end:
+            raise ConfigError(f"expert range [{start}, {end}) is empty or negative")
+        self.start = start
+        self.end = end
+        self.num_experts = end if num_experts is None else num_experts
 
     @staticmethod
     def unavailable(dtype: torch.dtype, hidden: int, intermediate: int) -> str | None:

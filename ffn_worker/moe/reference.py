@@ -9,8 +9,8 @@ from ffn_worker.moe.base import Linear, MoeBackend
 class ReferenceBackend(MoeBackend):
     """Rounds to the serving dtype once, at the end; every other backend is tested against it."""
 
-    def __init__(self, experts: tuple[int, int]) -> None:
-        super().__init__(experts)
+    def __init__(self, experts: tuple[int, int], num_experts: int | None = None) -> None:
+        super().__init__(experts, num_experts)
         self._weights: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def prepare(self, layer: int, w13: torch.Tensor, w2: torch.Tensor) -> None:

@@ -12,8 +12,8 @@ class TorchBackend(MoeBackend):
     and summed in float32, as vLLM's own fallback does (cpu_fused_moe.py, `cpu_fused_moe_torch`).
     """
 
-    def __init__(self, experts: tuple[int, int]) -> None:
-        super().__init__(experts)
+    def __init__(self, experts: tuple[int, int], num_experts: int | None = None) -> None:
+        super().__init__(experts, num_experts)
         self._weights: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def prepare(self, layer: int, w13: torch.Tensor, w2: torch.Tensor) -> None:

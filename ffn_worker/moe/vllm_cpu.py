@@ -69,8 +69,8 @@ class VllmCpuBackend(MoeBackend):
 
     devices = ("cpu",)
 
-    def __init__(self, experts: tuple[int, int]) -> None:
-        super().__init__(experts)
+    def __init__(self, experts: tuple[int, int], num_experts: int | None = None) -> None:
+        super().__init__(experts, num_experts)
         reason = load_operators()
         if reason is not None:
             raise ConfigError(f"MoE backend vllm_cpu cannot run: {reason}")

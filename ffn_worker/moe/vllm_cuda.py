@@ -28,16 +28,11 @@ class VllmCudaBackend(MoeBackend):
     devices = ("cuda",)
 
     def __init__(self, experts: tuple[int, int], num_experts: int | None = None) -> None:
-        """num_experts: of the model; None where ids outside of ``experts`` may occur."""
-        super().__init__(experts)
+        super().__init__(experts, num_experts)
         self._holds_all = num_experts is not None and experts == (0, num_experts)
         self._fused_experts = _fused_experts()
         self._weights: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._map: torch.Tensor | None = None
-
-    @classmethod
-    def for_model(cls, experts: tuple[int, int], num_experts: int) -> MoeBackend:
-        return cls(experts, num_experts)
 
     @staticmethod
     def unavailable(dtype: torch.dtype, hidden: int, intermediate: int) -> str | None:

@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from afd.planner.context import fixed
-from afd.planner.hardware import load_accelerator
-from afd.planner.model_hf import load_model
-from afd.planner.request import Request
+from afd.planner.facts.hardware import load_accelerator
+from afd.planner.facts.model_hf import load_model
+from afd.planner.sizing.context import fixed
+from afd.planner.sizing.request import Request
 
 
 def request(model="step-3", accelerator="h800", ffn=None, context=4096, **changes) -> Request:

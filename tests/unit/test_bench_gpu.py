@@ -10,6 +10,7 @@ from afd.bench import gpu
 from afd.bench.gpu import Variant, deployment, sample_sum
 from afd.config import Deployment
 from afd.errors import AfdError
+from afd.resolve import replays
 
 EXPOSITION = """\
 # TYPE afd_graph_steps counter
@@ -26,7 +27,7 @@ vllm:num_requests_running{engine="0",instance="attention-1"} 3
 def test_what_is_deployed_is_a_valid_deployment(wire, graphs):
     plain = deployment(Path("m"), Variant(wire, graphs), 3, ["--max-logprobs=9"])
     config = Deployment.from_plain(plain)
-    assert config.replays is graphs and config.wire.format == wire
+    assert replays(config) is graphs and config.wire.format == wire
     assert config.attention.vllm_args[-1] == "--max-logprobs=9"
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import gpu_cases
 import numpy as np
 import pytest
+from fake_verbs import built_fake
 
 from afd_comm import CommError, Link, Region, Status
 
@@ -65,6 +66,20 @@ def test_on_fake_driver(
     (tmp_path / "log").touch()
     command = [sys.executable, str(HERE / "gpu_cases.py"), case.__name__, kind]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("kind", ["cuda", "hip"])
+def test_rdma_on_fake_driver(kind: str, drivers: dict[str, Path], tmp_path: Path) -> None:
+    with built_fake(tmp_path) as fake:
+        environment = dict(
+            os.environ,
+            LD_LIBRARY_PATH=str(drivers[kind]),
+            FAKE_GPU_LOG=str(tmp_path / "log"),
+            FAKE_IBVERBS=fake.library,
+        )
+        command = [sys.executable, str(HERE / "gpu_cases.py"), "over_rdma", kind]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
 

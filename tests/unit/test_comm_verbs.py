@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import errno
 import random
+import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import numpy as np
 import pytest
 from fake_verbs import FakeVerbs, built_fake
-from hypothesis import given
-from hypothesis import strategies as st
 
 from afd_comm import CommError, Link, Region, Status, VerbsOptions, make_flag
-from afd_comm._core import plan_stripes
 
 TIMEOUT_US = 5_000_000
 SLOT_BYTES = 4 << 20
@@ -154,43 +154,6 @@ def test_what_a_link_cannot_use(region: Region, fake: FakeVerbs) -> None:
         connect(region, fake)
 
 
-# -- stripes
-
-
-@given(
-    nbytes=st.integers(0, 1 << 40),
-    alive=st.integers(1, 0xFFFF),
-    turn=st.integers(0, 1 << 31),
-    least=st.integers(1, 1 << 30),
-)
-def test_stripes_cover_the_payload_once(nbytes: int, alive: int, turn: int, least: int) -> None:
-    stripes = plan_stripes(nbytes, alive, turn, least)
-    used = [qp for qp, _, _ in stripes]
-    assert len(set(used)) == len(used) and all(alive >> qp & 1 for qp in used)
-    end = 0
-    for _, offset, length in stripes:
-        assert offset == end and (offset % 64 == 0 or length == 0)
-        end += length
-    assert end == nbytes
-    lengths = [length for _, _, length in stripes]
-    assert len(stripes) <= max(1, nbytes // least)
-    assert max(lengths) - min(lengths) <= 64 * len(stripes)
-
-
-def test_small_messages_take_turns() -> None:
-    assert [plan_stripes(64, 0b1011, turn, 1 << 16)[0][0] for turn in range(5)] == [0, 1, 3, 3, 0]
-
-
-def test_large_payloads_use_every_connection() -> None:
-    mib = 1 << 20
-    assert plan_stripes(4 * mib, 0b1111, 1, 1 << 16) == [
-        (1, 0, mib),
-        (2, mib, mib),
-        (3, 2 * mib, mib),
-        (0, 3 * mib, mib),
-    ]
-
-
 # -- messages
 
 
@@ -202,6 +165,31 @@ def test_payloads_of_all_sizes(region: Region, fake: FakeVerbs, delay_us: int) -
     sender = Sender(region, link)
     for nbytes in (3, 64, 219, 4096, 65535, 131072, 1 << 20, SLOT_BYTES - 128):
         sender.exchange(nbytes, slot=nbytes % 4)
+
+
+def test_doorbells_ring_in_the_order_of_the_posts(region: Region, fake: FakeVerbs) -> None:
+    """Over several connections a small message would overtake a large one."""
+    fake.delay_us(500)
+    link = connect(region, fake)
+    large = np.zeros(2 << 20, np.uint8)
+    for seq in range(1, 21):
+        flag = make_flag(1, seq)
+        parts = [(0, large.ctypes.data, large.nbytes)]
+        assert link.post(seq % 2, flag, 0, 0, 0, 1, 0, 0, 0, parts) == Status.OK
+        for slot in (2, 3):
+            assert link.post(slot, flag, 0, 0, 0, 1, 0, 0, 0, []) == Status.OK
+        assert region.wait_all([3], [flag], TIMEOUT_US) == [Status.OK]
+        assert region.ready(2, flag) and region.ready(seq % 2, flag)
+
+
+def test_a_message_that_was_overwritten_holds_up_nobody(region: Region, fake: FakeVerbs) -> None:
+    fake.delay_us(200)
+    link = connect(region, fake)
+    data = np.zeros(300_000, np.uint8)
+    parts = [(0, data.ctypes.data, data.nbytes)]
+    for seq in range(1, 201):
+        assert link.post(seq % 3, seq, 0, 0, 0, 1, 0, 0, 0, parts[: seq % 2]) == Status.OK
+    assert region.wait_all([0, 1, 2], [198, 199, 200], TIMEOUT_US) == [Status.OK] * 3
 
 
 def test_registered_memory_is_sent_in_place(region: Region, fake: FakeVerbs) -> None:
@@ -338,6 +326,32 @@ def test_a_region_with_tcp_too_is_woken_at_once(fake: FakeVerbs) -> None:
     else:
         pytest.fail(f"a doorbell was noticed {took - 0.12:.3f} s late, five times in a row")
     region.close()
+
+
+def test_nonsense_in_the_handshake_harms_nobody(region: Region, fake: FakeVerbs) -> None:
+    """From strangers, and from one who knows the token but sends random queue pairs or fences."""
+    host, port, token = region.addresses[1].split(":")[1:4]
+    hello = struct.pack("<II16sII", 0x31564641, 1, bytes.fromhex(token), 2, 1)
+    connect_magic, fence_magic = struct.pack("<I", 0x33564641), struct.pack("<I", 0x35564641)
+    link = connect(region, fake, slots=(0, 1))
+    sender = Sender(region, link)
+    rng = random.Random(11)
+    for i in range(400):
+        noise = rng.randbytes(rng.choice((1, 32, 700)))
+        if i % 4 == 1:
+            noise = hello + noise
+        elif i % 4 == 2:
+            noise = hello + connect_magic + struct.pack("<I", rng.randrange(18)) + noise
+        elif i % 4 == 3:
+            noise = hello + connect_magic + struct.pack("<I", 1) + bytes(640) + fence_magic + noise
+        with (
+            suppress(ConnectionError),
+            socket.create_connection((host, int(port)), timeout=3) as s,
+        ):
+            s.sendall(noise)
+    sender.exchange(1 << 20)
+    assert not region.buffer(2).any()
+    Sender(region, connect(region, fake, slots=(2, 1))).exchange(64, slot=2)
 
 
 def test_slots_taken_by_shm_end_the_verbs_writer(region: Region, fake: FakeVerbs) -> None:

@@ -32,6 +32,7 @@ def test_defaults_are_those_of_the_documentation(write, tmp_path):
     assert deployment.ffn.step_wait_ms == 10.0 and deployment.ffn.late_ms == 1000.0
     assert (deployment.pipeline.depth, deployment.pipeline.min_rows) == (3, 4)
     assert deployment.wire.format == "exact" and deployment.transport.backend == "auto"
+    assert deployment.wire.name == "exact"
     assert deployment.control.address == "auto" and deployment.control.keys is None
     assert (deployment.gateway.host, deployment.gateway.port) == ("127.0.0.1", 8000)
     assert deployment.deadlines.ffn_s == 60.0 and deployment.restart.max_restarts == 3
@@ -77,7 +78,7 @@ def test_deployment_cannot_be_changed(write):
         ("model: m\ndepth: 3", "unknown key depth in demo.yaml; did you mean pipeline.depth?"),
         (
             "model: m\nwire: {zzz: 1}",
-            "unknown key wire.zzz in demo.yaml; valid keys here are format",
+            "unknown key wire.zzz in demo.yaml; valid keys here are format, fp8",
         ),
         ("ffn: {instances: 1}", "model is missing in demo.yaml; add the line model: VALUE"),
         (
@@ -94,7 +95,7 @@ def test_deployment_cannot_be_changed(write):
         ),
         (
             "model: m\nwire: {format: fp4}",
-            'wire.format in demo.yaml is "fp4"; it must be exact or fp8',
+            'wire.format in demo.yaml is "fp4"; it must be exact, fp8 or mxfp4',
         ),
         (
             "model: m\nmetrics: {enabled: 3}",
@@ -149,6 +150,39 @@ def test_mistakes_are_one_sentence_with_a_remedy(write, text, message):
         load_config(write(text))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "verbs,message",
+    [
+        ("{}", "transport.backend verbs needs verbs.ports, the RDMA ports to use"),
+        ("{ports: [mlx5_0:0]}", "transport.verbs.ports in demo.yaml is"),
+        ("{ports: mlx5_0}", "a list of at most 8 RDMA ports, such as [mlx5_0:1, mlx5_1:1]"),
+        ("{ports: [a], retry: 7}", "transport.verbs.retry in demo.yaml is 7"),
+        ("{ports: [a], gid_index: first}", "auto (the first RoCE v2 address)"),
+        ("{ports: [a], qp_per_port: 2}", "did you mean qps_per_port?"),
+    ],
+)
+def test_mistakes_about_rdma(write, verbs, message):
+    with pytest.raises(ConfigError) as refused:
+        load_config(write(f"model: m\ntransport: {{backend: verbs, verbs: {verbs}}}\n"))
+    assert message in str(refused.value)
+
+
+def test_who_uses_which_rdma_ports(write):
+    verbs = "{ports: [a0], ffn_ports: ['f0:1', f1], gid_index: 3}"
+    text = f"model: m\ntransport: {{host: 10.0.0.1, verbs: {verbs}}}\n"
+    transport = load_config(write(text)).transport
+    assert transport.tcp_host == "10.0.0.1"
+    options = transport.verbs_keywords("ffn")
+    assert options["ports"] == ["f0:1", "f1"] and options["gid_index"] == 3
+    assert options["host"] == "10.0.0.1"
+    assert transport.verbs_keywords("attention")["ports"] == ["a0"]
+    for backend in ("shm", "tcp"):
+        other = load_config(write(text), [f"transport.backend={backend}"]).transport
+        assert other.verbs_keywords("ffn") is None
+        assert (other.tcp_host is None) == (backend == "shm")
+    assert load_config(write("model: m\n")).transport.verbs_keywords("ffn") is None
 
 
 def test_missing_file_is_named(tmp_path):

@@ -82,7 +82,7 @@ def config(tmp_path: Path) -> Path:
 @pytest.fixture
 def systems(monkeypatch: pytest.MonkeyPatch) -> dict[str, Model]:
     """Wire format -> the model that its deployments serve; "peer" is colocated vLLM's."""
-    models = {"peer": Model(), "exact": Model(), "fp8": Model(0.001)}
+    models = {"peer": Model(), "exact": Model(), "fp8": Model(0.001), "mxfp4": Model(0.1)}
 
     @contextlib.contextmanager
     def colocated(*_: object, **__: object) -> Iterator[FakeServer]:
@@ -115,7 +115,7 @@ def test_every_case_is_run_written_and_judged(
     found = read_records(out / "eval.json")
     assert {r.case for r in found if r.metric == "kl"} == {
         f"{wire} sum {depth} 1A1F bfloat16 heldout-chat"
-        for wire in ("exact", "fp8")
+        for wire in ("exact", "fp8", "mxfp4")
         for depth in (1, 2)
     }
     assert {r.command for r in found} == {f"afd eval {config}"}
@@ -160,7 +160,7 @@ def test_a_prefix_cache_that_hides_positions_is_an_error(
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["--wire", "fp9"], "wire format 'fp9' is not known; use exact or fp8"),
+        (["--wire", "fp9"], "wire format 'fp9' is not known; use exact or fp8 or mxfp4"),
         (["--depth", "4"], "--depth 4 is not between 1 and 3"),
         (["--depth", "x"], "--depth x is not a list of whole numbers"),
         (["--ffn", "0"], "--ffn 0 has a deployment without FFN instances"),

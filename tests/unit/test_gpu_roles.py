@@ -4,7 +4,7 @@ import pytest
 
 from afd.config import Deployment
 from afd.errors import ConfigError
-from afd.resolve import region_options
+from afd.resolve import region_options, replays
 from afd.roles import RoleSpec
 from afd.schedule import padded_depth, split_rows, stream_sequence, walk
 from afd.topology import gpu_order, visible_gpus
@@ -53,15 +53,19 @@ def test_devices_and_transport_must_fit():
 
 
 @pytest.mark.parametrize(
-    "x,y,graphs,replays", [(1, 1, True, True), (2, 2, True, False), (3, 1, True, True)]
+    "x,y,wire,wanted",
+    [
+        (1, 1, "fp8", True),
+        (2, 2, "exact", False),
+        (3, 1, "exact", True),
+        (1, 1, "mxfp4", False),
+    ],
 )
-def test_graphs_are_replayed_where_a_steps_members_cannot_differ(x, y, graphs, replays):
-    deployment = deployed(
-        attention={"instances": x}, ffn={"instances": y}, pipeline={"graphs": graphs}
-    )
-    assert deployment.replays is replays
-    assert not deployed(pipeline={"graphs": False}).replays
-    assert not Deployment.from_plain({"model": "m"}).replays
+def test_graphs_are_replayed_where_a_steps_members_cannot_differ(x, y, wire, wanted):
+    deployment = deployed(attention={"instances": x}, ffn={"instances": y}, wire={"format": wire})
+    assert replays(deployment) is wanted
+    assert not replays(deployed(pipeline={"graphs": False}))
+    assert not replays(Deployment.from_plain({"model": "m"}))
 
 
 def test_command_line_of_a_gpu_attention_instance(tiny_models):

@@ -9,7 +9,7 @@ import pytest
 
 from afd import cli
 from afd.config import load_config
-from afd.planner.model_hf import models
+from afd.planner.facts.model_hf import models
 
 
 def plan(*argv: str) -> int:
@@ -57,7 +57,7 @@ def test_speculation_and_fixed_choices(capsys):
 
 
 def test_any_checkpoint_folder_can_be_planned(tmp_path, capsys):
-    from afd.planner.presets import config_text
+    from afd.planner.report.presets import config_text
 
     folder = tmp_path / "mine"
     folder.mkdir()

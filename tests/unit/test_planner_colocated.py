@@ -7,17 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from afd.errors import ConfigError
-from afd.planner.budget import (
+from afd.planner.cost.budget import (
     attention_memory,
     colocated_memory,
     ffn_memory,
     kv_capacity_rows,
 )
-from afd.planner.colocated import colocated_step, crossings, exchange_seconds
-from afd.planner.hardware import load_accelerator
-from afd.planner.model_hf import load_model
-from afd.planner.precision import PRECISIONS, Precision
-from afd.planner.shape import IDEAL, AfdShape, ColocatedShape, Efficiency, Pool
+from afd.planner.cost.colocated import colocated_step, crossings, exchange_seconds
+from afd.planner.cost.shape import IDEAL, AfdShape, ColocatedShape, Efficiency, Pool
+from afd.planner.facts.hardware import load_accelerator
+from afd.planner.facts.model_hf import load_model
+from afd.planner.facts.precision import PRECISIONS, Precision
 
 NAMES = ("step-3", "deepseek-v3", "qwen3-235b-a22b", "llama4-maverick", "minimax-m1")
 MODELS = {name: load_model(name) for name in (*NAMES, "qwen3-32b")}

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from afd.errors import ConfigError
-from afd.planner.budget import (
+from afd.planner.cost.budget import (
     rows_for_compute_bound,
     slot_seconds,
     sparsity_floor,
 )
-from afd.planner.cost import (
+from afd.planner.cost.disaggregated import (
     afd_stages,
     attention_parts,
     collective_s,
@@ -23,11 +23,7 @@ from afd.planner.cost import (
     usd_per_million_tokens,
     wire_seconds,
 )
-from afd.planner.ffn import MoeFfn
-from afd.planner.hardware import load_accelerator
-from afd.planner.model_hf import load_model
-from afd.planner.precision import PRECISIONS, Precision, wire_bytes
-from afd.planner.shape import (
+from afd.planner.cost.shape import (
     EVEN,
     IDEAL,
     AfdShape,
@@ -36,7 +32,18 @@ from afd.planner.shape import (
     Routing,
     busiest_shard,
 )
-from afd.planner.stages import AfdStages, LayerStages, Part, StageTime, layer_period, step_seconds
+from afd.planner.cost.stages import (
+    AfdStages,
+    LayerStages,
+    Part,
+    StageTime,
+    layer_period,
+    step_seconds,
+)
+from afd.planner.facts.ffn import MoeFfn
+from afd.planner.facts.hardware import load_accelerator
+from afd.planner.facts.model_hf import load_model
+from afd.planner.facts.precision import PRECISIONS, Precision, wire_bytes
 from afd.wire.layout import layouts
 
 NAMES = ("step-3", "deepseek-v3", "qwen3-235b-a22b", "llama4-maverick", "minimax-m1")

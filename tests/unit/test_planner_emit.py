@@ -8,11 +8,11 @@ from planner_support import request
 
 from afd.config import check_model, load_config
 from afd.errors import ConfigError
-from afd.planner.decide import make_plan
-from afd.planner.emit import deployment_data, deployment_yaml, split_from_rows
-from afd.planner.presets import FOLDER
-from afd.planner.stages import step_seconds
-from afd.planner.unit_cost import afd_point
+from afd.planner.cost.stages import step_seconds
+from afd.planner.report.emit import deployment_data, deployment_yaml, split_from_rows
+from afd.planner.report.presets import FOLDER
+from afd.planner.sizing.decide import make_plan
+from afd.planner.sizing.unit_cost import afd_point
 
 
 @pytest.fixture(scope="module")

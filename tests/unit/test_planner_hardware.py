@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from afd.errors import ConfigError
-from afd.planner.hardware import accelerators, load_accelerator, read_accelerator
+from afd.planner.facts.hardware import accelerators, load_accelerator, read_accelerator
 
 WANTED = ("h800", "h20", "a800", "910b", "l20", "l4", "h200", "b200", "mi300x", "mi325x", "mi355x")
 SOURCED = (

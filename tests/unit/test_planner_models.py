@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from afd.errors import ConfigError
-from afd.planner.attention import projection_parameters, projection_parameters_per_gpu
-from afd.planner.ffn import DenseFfn, MoeFfn
-from afd.planner.model_hf import from_config, load_model, models
+from afd.planner.facts.attention import projection_parameters, projection_parameters_per_gpu
+from afd.planner.facts.ffn import DenseFfn, MoeFfn
+from afd.planner.facts.model_hf import from_config, load_model, models
 
 ROOT = Path(__file__).parents[2]
 KINDS = {

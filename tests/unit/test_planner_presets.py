@@ -7,7 +7,7 @@ import pytest
 
 from afd import cli
 from afd.config import check_model, load_config
-from afd.planner.presets import (
+from afd.planner.report.presets import (
     CONTEXTS_K,
     FOLDER,
     PRESET_ACCELERATORS,
@@ -76,7 +76,7 @@ def test_the_summary_holds_every_preset():
 
 
 def test_writing_again_changes_nothing(tmp_path, generated, monkeypatch):
-    monkeypatch.setattr("afd.planner.presets.preset_files", lambda: generated)
+    monkeypatch.setattr("afd.planner.report.presets.preset_files", lambda: generated)
     for name, text in generated.items():
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)

@@ -11,12 +11,12 @@ from itertools import pairwise
 import pytest
 from planner_support import request
 
-from afd.planner.decide import make_plan
-from afd.planner.plan import Change, ChangeKind, Reason, ReasonKind
-from afd.planner.report_json import SCHEMA, plan_data
-from afd.planner.report_text import change_text, reason_text, render
-from afd.planner.stages import layer_period
-from afd.planner.timeline import LANES, busy, timeline
+from afd.planner.cost.stages import layer_period
+from afd.planner.report.as_json import SCHEMA, plan_data
+from afd.planner.report.text import change_text, reason_text, render
+from afd.planner.report.timeline import LANES, busy, timeline
+from afd.planner.sizing.decide import make_plan
+from afd.planner.sizing.plan import Change, ChangeKind, Reason, ReasonKind
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def test_the_timeline_keeps_the_closed_form_period(wins):
 
 def test_html_is_one_file_with_three_plots(wins):
     pytest.importorskip("matplotlib", reason="the extra plan is not installed")
-    from afd.planner.report_html import html
+    from afd.planner.report.html import html
 
     text = html(wins)
     assert text.count("<svg") == 3 and "<script" not in text
@@ -134,7 +134,7 @@ def test_html_is_one_file_with_three_plots(wins):
 
 def test_png_of_a_plan_without_xayf(loses):
     pytest.importorskip("matplotlib", reason="the extra plan is not installed")
-    from afd.planner.report_plots import png
+    from afd.planner.report.plots import png
 
     assert png(replace(loses, afd=None, stages=None)).startswith(b"\x89PNG")
 
@@ -143,7 +143,7 @@ def test_without_matplotlib_one_sentence_says_what_to_install():
     code = (
         "import sys; sys.modules['matplotlib'] = None\n"
         "from afd.errors import ConfigError\n"
-        "try:\n import afd.planner.report_plots\n"
+        "try:\n import afd.planner.report.plots\n"
         "except ConfigError as err: print(err)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 from planner_support import request, scaled
 
 from afd.errors import ConfigError
-from afd.planner.colocated import colocated_step
-from afd.planner.colocated_space import colocated_blocks
-from afd.planner.context import ContextMix, parse_context
-from afd.planner.decide import make_plan
-from afd.planner.imbalance import EVEN, ExpertSpread, load_spread
-from afd.planner.measured import parse_measured
-from afd.planner.plan import Constraint
-from afd.planner.search import Limits, Spaces, afd_operating, colocated_operating
-from afd.planner.shape import AfdShape, ColocatedShape, Efficiency, Pool
-from afd.planner.space import Relief, blocks
-from afd.planner.stages import AfdStages, LayerStages, Part, StageTime, step_seconds
-from afd.planner.unit_cost import afd_point, binding_afd, routing_for
+from afd.planner.cost.colocated import colocated_step
+from afd.planner.cost.measured import parse_measured
+from afd.planner.cost.shape import AfdShape, ColocatedShape, Efficiency, Pool
+from afd.planner.cost.stages import AfdStages, LayerStages, Part, StageTime, step_seconds
+from afd.planner.sizing.colocated_space import colocated_blocks
+from afd.planner.sizing.context import ContextMix, parse_context
+from afd.planner.sizing.decide import make_plan
+from afd.planner.sizing.imbalance import EVEN, ExpertSpread, load_spread
+from afd.planner.sizing.plan import Constraint
+from afd.planner.sizing.search import Limits, Spaces, afd_operating, colocated_operating
+from afd.planner.sizing.space import Relief, blocks
+from afd.planner.sizing.unit_cost import afd_point, binding_afd, routing_for
 
 MODELS = ("step-3", "deepseek-v3", "qwen3-30b-a3b", "qwen3-32b", "minimax-m1")
 few = settings(

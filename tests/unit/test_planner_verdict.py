@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 from planner_support import request, scaled
 
-from afd.planner.decide import make_plan
-from afd.planner.imbalance import ExpertSpread
-from afd.planner.measured import load_measured
-from afd.planner.plan import ChangeKind, Constraint, ReasonKind
-from afd.planner.search import Limits, Spaces
-from afd.planner.shape import Efficiency
-from afd.planner.verdict import NEEDED, ratio_at
+from afd.planner.cost.measured import load_measured
+from afd.planner.cost.shape import Efficiency
+from afd.planner.sizing.decide import make_plan
+from afd.planner.sizing.imbalance import ExpertSpread
+from afd.planner.sizing.plan import ChangeKind, Constraint, ReasonKind
+from afd.planner.sizing.search import Limits, Spaces
+from afd.planner.sizing.verdict import NEEDED, ratio_at
 
 NO_FIXED_TIMES = Efficiency(
     attention_overhead_s=0,

@@ -172,8 +172,17 @@ def test_more_rows_than_capacity_is_an_error_with_a_remedy(deploy):
         deployed.clients[0].send(deployed.resolved.model.moe_layers[0], 0, *rows)
 
 
-def test_fp8_wire_is_close_and_fp8_sized(deploy, reference):
-    deployed = deploy("qwen3_moe", 1, 2, wire={"format": "fp8"})
+@pytest.mark.parametrize(
+    ("wire", "bound", "share"),
+    [
+        ({"format": "fp8"}, 0.05, 1 / 3),
+        ({"format": "fp8", "fp8": "e4m3fnuz"}, 0.05, 1 / 3),
+        ({"format": "mxfp4"}, 0.25, 1 / 4),
+        ({"format": "mxfp4", "fp8": "e4m3fnuz"}, 0.25, 1 / 4),
+    ],
+)
+def test_lossy_wires_are_close_and_small(deploy, reference, wire, bound, share):
+    deployed = deploy("qwen3_moe", 1, 2, wire=wire)
     client, resolved = deployed.clients[0], deployed.resolved
     x, ids, weights = random_rows(resolved, 16, 3)
     layer = resolved.model.moe_layers[0]
@@ -182,9 +191,12 @@ def test_fp8_wire_is_close_and_fp8_sized(deploy, reference):
     got = client.recv(0)
     want = reference("qwen3_moe").forward(layer, x, ids, weights)
     error = (got - want).norm() / want.norm()
-    assert 0 < error < 0.05
+    assert 0 < error < bound
     assert client._metrics.wire_bytes[0] == 2 * resolved.a2f.message_bytes(16)
-    assert resolved.a2f.message_bytes(16) < 16 * resolved.model.hidden * 4 / 3
+    assert resolved.a2f.message_bytes(16) < 16 * resolved.model.hidden * 4 * share
+    loops = deployed.loops.values()
+    sent_back = sum(loop._metrics.wire_bytes[1] for loop in loops)
+    assert sent_back == 2 * resolved.f2a.message_bytes(16)
 
 
 @pytest.mark.parametrize("traced", [True, False])

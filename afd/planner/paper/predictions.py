@@ -7,13 +7,18 @@ well it would foretell other machines.
 
 from dataclasses import dataclass
 
-from afd.planner.colocated import colocated_step
-from afd.planner.cost import afd_stages, attention_parts, collective_s, tokens_per_gpu_second
-from afd.planner.hardware import load_accelerator
-from afd.planner.model_hf import load_model
-from afd.planner.precision import PRECISIONS, Precision, dtype_bytes
-from afd.planner.shape import AfdShape, ColocatedShape, Efficiency, Pool
-from afd.planner.stages import step_seconds
+from afd.planner.cost.colocated import colocated_step
+from afd.planner.cost.disaggregated import (
+    afd_stages,
+    attention_parts,
+    collective_s,
+    tokens_per_gpu_second,
+)
+from afd.planner.cost.shape import AfdShape, ColocatedShape, Efficiency, Pool
+from afd.planner.cost.stages import step_seconds
+from afd.planner.facts.hardware import load_accelerator
+from afd.planner.facts.model_hf import load_model
+from afd.planner.facts.precision import PRECISIONS, Precision, dtype_bytes
 
 TABLE_9 = {
     ("step-3", 8192): (281, 438, 531),

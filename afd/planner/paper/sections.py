@@ -5,9 +5,9 @@ Where the text goes on with a rounded intermediate value (272 us, 67 MB, 7.1 GB)
 
 import math
 
-from afd.planner.budget import slot_seconds
-from afd.planner.hardware import load_accelerator
-from afd.planner.model_hf import load_model
+from afd.planner.cost.budget import slot_seconds
+from afd.planner.facts.hardware import load_accelerator
+from afd.planner.facts.model_hf import load_model
 from afd.planner.paper import printed
 from afd.planner.paper.cells import Cell
 from afd.planner.paper.tables import (

@@ -12,11 +12,17 @@ by the tables it fits:
 
 from dataclasses import dataclass, replace
 
-from afd.planner.attention import Attention, GroupedQuery, Latent, Recurrent, projection_parameters
-from afd.planner.budget import sparsity_floor
-from afd.planner.hardware import Accelerator, load_accelerator
-from afd.planner.model import ModelSpec
-from afd.planner.model_hf import load_model
+from afd.planner.cost.budget import sparsity_floor
+from afd.planner.facts.attention import (
+    Attention,
+    GroupedQuery,
+    Latent,
+    Recurrent,
+    projection_parameters,
+)
+from afd.planner.facts.hardware import Accelerator, load_accelerator
+from afd.planner.facts.model import ModelSpec
+from afd.planner.facts.model_hf import load_model
 from afd.planner.paper import printed
 from afd.planner.paper.cells import Cell
 

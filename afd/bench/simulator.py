@@ -1,0 +1,230 @@
+"""`afd bench simulator`: how well the simulator agrees with what was measured.
+
+Three parts: ``served``, a real 1A1F of this repository; ``paper``, Table 8 of the Step-3 report
+from the files in configs/simulate; ``scale``, how long the largest deployments take to simulate.
+For the first, stage times are measured at depth 1 while nothing but decode runs, and the throughput
+of whole batches of requests is measured on its own at depth 1, 2 and 3, before and after. The
+simulator gets the stage times, the requests and the depth, and no throughput.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from afd.bench.cpu import PROMPT_TOKENS, run_batch
+from afd.bench.records import Record, machine, today, write_records
+from afd.bench.servers import Server, disaggregated
+from afd.bench.stages import Plan, measure, write
+from afd.demo.make_model import make_model
+from afd.demo.sizes import resolve
+from afd.planner.simulate.engine import simulate
+from afd.planner.simulate.spec import Spec, load_spec, parse_spec
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "simulate"
+TABLE_8 = {"step3-2a2f": 4039, "step3-3a2f": 3321, "step3-4a2f": 2643, "step3-16a2f": 898}
+SCALE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A simulated number and what it is compared with; see Record."""
+
+    case: str
+    metric: str
+    value: float
+    unit: str
+    peer: str
+    peer_value: float
+    less_is_better: bool = False
+
+
+def main(argv: Sequence[str]) -> int:
+    args = _arguments(argv)
+    command = ("afd bench simulator " + " ".join(argv)).strip()
+    parts = {
+        "served": lambda: _served(args, command),
+        "paper": _paper,
+        "scale": _scale,
+    }
+    for part in args.parts:
+        records = [_record(cell, command) for cell in parts[part]()]
+        for record in records:
+            print(
+                f"{record.case}: {record.value:.4g} {record.unit};"
+                f" {record.peer} {record.peer_value:.4g} ({record.ratio:.3f}x)",
+                flush=True,
+            )
+        write_records(args.out, records)
+    return 0
+
+
+def _record(cell: Cell, command: str) -> Record:
+    ratio = cell.value / cell.peer_value
+    if cell.less_is_better:
+        ratio = 1 / ratio
+    return Record(
+        "simulator",
+        cell.case,
+        cell.metric,
+        cell.value,
+        cell.unit,
+        cell.peer,
+        cell.peer_value,
+        ratio,
+        machine(),
+        command,
+        today(),
+    )
+
+
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="afd bench simulator", description=__doc__)
+    parser.add_argument("--model", type=Path, default=Path("models/bench"), help="made if missing")
+    parser.add_argument("--batches", type=int, nargs="+", default=[8, 32])
+    parser.add_argument("--rounds", type=int, default=2, help="turns before and after calibration")
+    parser.add_argument("--tokens", type=int, default=96, help="output tokens per request")
+    names = ("served", "paper", "scale")
+    parser.add_argument("--parts", nargs="+", choices=names, default=names)
+    parser.add_argument("--out", type=Path, default=Path("docs/results/simulator.json"))
+    parser.add_argument(
+        "--stages", type=Path, default=Path("docs/results/stages-cpu.json"), help="written too"
+    )
+    return parser.parse_args(argv)
+
+
+def _paper() -> list[Cell]:
+    cells = []
+    for name, printed in TABLE_8.items():
+        spec = load_spec(CONFIGS / f"{name}.yaml")
+        rate = simulate(spec).tokens_per_s_per_gpu
+        source = "Step-3 report, 7.3" if name == "step3-16a2f" else "Step-3 report, Table 8"
+        cells.append(
+            Cell(spec.name, "tokens_per_s_per_gpu", rate, "tokens/s", source, float(printed))
+        )
+    return cells
+
+
+def _scale() -> list[Cell]:
+    """Seconds per simulation of 50 steps with jitter on every stage."""
+    cells = []
+    for x, y in ((1000, 1000), (10_000, 1000), (10_000, 10_000)):
+        started = time.monotonic()
+        simulate(large(x, y, steps=50))
+        took = time.monotonic() - started
+        case = f"{x} attention + {y} FFN instances, 61 layers, depth 3, jitter, 50 steps"
+        cells.append(Cell(case, "wall_s", took, "s", "target", SCALE_S, True))
+    return cells
+
+
+def large(x: int, y: int, *, steps: int) -> Spec:
+    """A deployment of many instances of one accelerator each, with every kind of jitter."""
+    noise = {"kind": "lognormal", "variation": 0.1}
+    return parse_spec(
+        {
+            "name": f"{x}A{y}F",
+            "attention": {"instances": x},
+            "ffn": {"instances": y},
+            "layers": 61,
+            "times": {
+                "attention": {"fixed_us": 100, "per_row_us": 1},
+                "ffn": {"fixed_us": 200},
+                "rest": {"fixed_us": 1000},
+            },
+            "wire": {
+                "gbit_per_s": 400,
+                "latency_us": 5,
+                "out_bytes_per_row": 7168,
+                "back_bytes_per_row": 14336,
+                "delivery": "routed",
+                "top_k": 8,
+            },
+            "jitter": {stage: noise for stage in ("attention", "ffn", "wire", "rest")},
+            "constant": {"rows": 300, "context": 4096, "steps": steps},
+        },
+        "large",
+    )
+
+
+def _served(args: argparse.Namespace, command: str) -> list[Cell]:
+    model: Path = args.model
+    if not (model / "config.json").exists():
+        make_model("qwen3_moe", model, resolve("qwen3_moe", "bench"))
+    config = {
+        "model": str(model.absolute()),
+        "attention": {
+            "max_model_len": 1024,
+            "max_num_seqs": max(args.batches),
+            "max_num_batched_tokens": 1024,
+            "kv_cache_gib": 0.5,
+            "dtype": "bfloat16",
+        },
+        "pipeline": {"depth": 3, "min_rows": 1},
+    }
+    shapes = [(batch, depth) for batch in args.batches for depth in (1, 2, 3)]
+    rates: dict[tuple[int, int], list[float]] = {shape: [] for shape in shapes}
+    print("starting 1A1F", flush=True)
+    with disaggregated(config) as server:
+        _throughput(server, rates, args, range(args.rounds))
+        points = measure(server, Plan(longest=1023))
+        _throughput(server, rates, args, range(args.rounds, 2 * args.rounds))
+    write(args.stages, points, model.name, command)
+    cells = []
+    for batch, depth in shapes:
+        rate = simulate(_requests(args, batch, depth)).tokens_per_s
+        case = f"qwen3_moe bench bfloat16 1A1F batch{batch} depth{depth}"
+        measured = statistics.median(rates[batch, depth])
+        cells.append(Cell(case, "tokens_per_s", rate, "tokens/s", "measured", measured))
+    spread = {
+        f"{batch}/{depth}": [round(r) for r in rates[batch, depth]] for batch, depth in shapes
+    }
+    print(f"measured turns by batch/depth: {json.dumps(spread)}")
+    return cells
+
+
+def _throughput(
+    server: Server,
+    rates: dict[tuple[int, int], list[float]],
+    args: argparse.Namespace,
+    turns: Sequence[int],
+) -> None:
+    """Whole batches of requests, in turns over the shapes; output tokens/s of each."""
+    for turn in turns:
+        for batch, depth in rates:
+            server.set_depth(depth)
+            time.sleep(0.5)
+            if turn == 0:  # warms up
+                asyncio.run(run_batch(server, batch, 8, seed=1000 + depth))
+            rates[batch, depth].append(
+                asyncio.run(run_batch(server, batch, args.tokens, seed=turn * 10 + depth))
+            )
+
+
+def _requests(args: argparse.Namespace, batch: int, depth: int) -> Spec:
+    """What `afd bench cpu` sends: ``batch`` equal requests at once."""
+    model = json.loads((args.model / "config.json").read_text(encoding="utf-8"))
+    hidden = int(model["hidden_size"])
+    return parse_spec(
+        {
+            "name": f"batch {batch} depth {depth}",
+            "attention": {"instances": 1},
+            "ffn": {"instances": 1},
+            "layers": int(model["num_hidden_layers"]),
+            "depth": depth,
+            "times": {"measured": str(args.stages)},
+            "wire": {"out_bytes_per_row": 2 * hidden, "back_bytes_per_row": 2 * hidden},
+            "requests": {
+                "arrivals": {"kind": "together"},
+                "count": batch,
+                "prompt": {"tokens": PROMPT_TOKENS},
+                "output": {"tokens": args.tokens},
+                "max_batch": max(args.batches),
+                "max_tokens": 1024,
+            },
+        },
+        "simulator",
+    )

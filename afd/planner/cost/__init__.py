@@ -1,0 +1,1 @@
+"""What a decode step costs, disaggregated and colocated."""

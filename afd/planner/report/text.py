@@ -1,0 +1,203 @@
+"""The plan as text: a table, and the verdict in words. Rendering only: numbers are the plan's."""
+
+from __future__ import annotations
+
+import math
+
+from afd.models import FAMILIES
+from afd.planner.cost.shape import AfdShape, ColocatedShape
+from afd.planner.sizing.plan import Change, ChangeKind, Operating, Plan, Reason, ReasonKind
+from afd.planner.sizing.request import Request
+from afd.planner.sizing.unit_cost import STAGES
+
+MOST_NOTES = 3
+"""Notes on a measurement that are shown one by one."""
+
+
+def render(plan: Plan) -> str:
+    """The whole plan for a terminal, at most 100 columns."""
+    rows = table_rows(plan)
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    lines = [headline(plan.request), ""]
+    for row in rows:
+        lines.append("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip())
+    lines += ["", *verdict_lines(plan), "", *assumption_lines(plan)]
+    return "\n".join(lines)
+
+
+def headline(request: Request) -> str:
+    """``Step-3 on H800, 4096 tokens, TPOT <= 50 ms, up to 64 GPUs``."""
+    attention = "/".join(a.name for a in request.attention)
+    ffn = "/".join(a.name for a in request.ffn)
+    where = attention if attention == ffn else f"{attention} (attention) and {ffn} (FFN)"
+    text = f"{request.model.title} on {where}, {request.context},"
+    text += f" TPOT <= {request.tpot_s * 1e3:g} ms"
+    if request.gpus is not None:
+        text += f", up to {request.gpus} GPUs"
+    if request.tokens_per_s is not None:
+        text += f", {request.tokens_per_s:g} tokens/s wanted"
+    if request.positions > 1:
+        text += f", {request.accepted:g} of {request.positions} tokens accepted per step"
+    return text
+
+
+def deployment(point: Operating) -> str:
+    """``2A2F, instances of 8 h800`` or ``EP16 on 16 h800``."""
+    shape = point.shape
+    if isinstance(shape, ColocatedShape):
+        return f"{shape.gpus} {shape.accelerator.name}"
+    name = f"{shape.attention.instances}A{shape.ffn.instances}F"
+    first, second = shape.attention, shape.ffn
+    if (first.accelerator.name, first.gpus) == (second.accelerator.name, second.gpus):
+        size = "of 1" if first.gpus == 1 else f"of {first.gpus}"
+        return f"{name}, instances {size} {first.accelerator.name}"
+    return (
+        f"{name}, A of {first.gpus} {first.accelerator.name},"
+        f" F of {second.gpus} {second.accelerator.name}"
+    )
+
+
+def split(point: Operating) -> str:
+    """How the FFN (and attention, where it is) is divided."""
+    shape = point.shape
+    if isinstance(shape, ColocatedShape):
+        experts = f"EP{shape.ep}" + (
+            f" x TP{shape.gpus // shape.ep}" if shape.gpus > shape.ep else ""
+        )
+        attention = f"DP{shape.dp}" + (f" x TP{shape.tp}" if shape.tp > 1 else "")
+        return f"attention {attention}, FFN {experts}"
+    experts = f"EP{shape.ffn.groups}" + (f" x TP{shape.ffn.tp}" if shape.ffn.tp > 1 else "")
+    attention = f"DP{shape.attention.groups}" + (
+        f" x TP{shape.attention.tp}" if shape.attention.tp > 1 else ""
+    )
+    return f"attention {attention}, FFN {experts}"
+
+
+def table_rows(plan: Plan) -> list[tuple[str, str, str]]:
+    points = (plan.afd, plan.colocated)
+    rows = [("", "disaggregated", "colocated")]
+
+    def add(label: str, *cells: str) -> None:
+        rows.append((label, *cells))
+
+    def each(label: str, text: object) -> None:
+        add(label, *(text(point) if point else "-" for point in points))
+
+    each("unit", deployment)
+    each("copies (GPUs)", lambda p: f"{p.copies} ({p.gpus})")
+    each("split", split)
+    each("pipeline", _pipeline)
+    each("rows per micro-batch", lambda p: f"{_micro_rows(p):.0f}")
+    each("TPOT", lambda p: f"{p.tpot_s * 1e3:.1f} ms")
+    each("tokens/s", lambda p: f"{p.tokens_per_s:,.0f}")
+    each("tokens/s/GPU", lambda p: f"{p.per_gpu:,.0f}")
+    each("USD per 1M tokens", lambda p: f"{p.usd_per_million:.3f}")
+    each("bound by", lambda p: p.binding.value)
+    return rows
+
+
+def _pipeline(point: Operating) -> str:
+    shape = point.shape
+    if isinstance(shape, AfdShape):
+        return f"depth {shape.depth}, {shape.precision.wire} wire"
+    return "2 micro-batches" if shape.overlap else "1 micro-batch"
+
+
+def _micro_rows(point: Operating) -> float:
+    shape = point.shape
+    if isinstance(shape, AfdShape):
+        return shape.rows
+    return shape.rows / (2 if shape.overlap else 1)
+
+
+# -- the verdict in words
+
+
+def verdict_lines(plan: Plan) -> list[str]:
+    verdict, request = plan.verdict, plan.request
+    measure = "tokens per USD" if request.objective == "cost" else "tokens/s"
+    if plan.colocated is None:
+        return ["Disaggregate: no colocated plan fits these accelerators within the TPOT."]
+    if verdict.disaggregate:
+        return [
+            f"Disaggregate: {verdict.ratio:.2f} times the {measure} of the best colocated plan"
+            f" (worth it from {verdict.needed:.2f})."
+        ]
+    if plan.afd is None:
+        lines = ["Do NOT disaggregate here: there is no xAyF plan. Why:"]
+    else:
+        lines = [
+            f"Do NOT disaggregate here: {verdict.ratio:.2f} times the {measure} of the best"
+            f" colocated plan (worth it from {verdict.needed:.2f}). Why:"
+        ]
+    lines += [f"  - {reason_text(reason)}" for reason in verdict.reasons]
+    if verdict.changes:
+        lines.append("It would win " + "; ".join(change_text(c) for c in verdict.changes) + ".")
+    elif verdict.reasons[0].kind is not ReasonKind.DENSE_MODEL:
+        lines.append("More GPUs, longer contexts or another TPOT do not turn it.")
+    return lines
+
+
+def reason_text(reason: Reason) -> str:
+    """One reason as a sentence with its numbers."""
+    value, limit = reason.value, reason.limit
+    text = {
+        ReasonKind.DENSE_MODEL: "dense model: it has no experts, so pooling rows saves no weight"
+        " reads, and afd serve does not split it",
+        ReasonKind.TOO_FEW_GPUS: f"too few GPUs: {value:.0f}; disaggregation wins from {limit:.0f}",
+        ReasonKind.DEAD_ZONE: f"dead zone: {value:.0f} rows per micro-batch"
+        + (f", compute-bound from {limit:.0f}" if value < limit else "")
+        + "; every further micro-batch reads the expert weights again",
+        ReasonKind.SPARSITY_FLOOR: f"sparsity floor: a row uses {value:.3f} of the FFN weights; the"
+        f" network feeds these GPUs only from {limit:.3f}",
+        ReasonKind.NETWORK: f"network: {value:.0f} us per layer on the wire, slot {limit:.0f} us",
+        ReasonKind.KV_CAPACITY: f"KV capacity: {value:.0f} rows fit an attention GPU,"
+        f" {limit:.0f} would meet the TPOT",
+        ReasonKind.EXPERT_IMBALANCE: f"expert imbalance: the busiest expert group gets {value:.2f}"
+        " times the mean",
+        ReasonKind.FIXED_TIMES: f"fixed times: {value:.0f} us of launches and latency in the"
+        f" {limit:.0f} us of each layer",
+        ReasonKind.DOES_NOT_FIT: f"no xAyF unit fits {value:.0f} GPUs"
+        + (f"; the smallest has {limit:.0f}" if math.isfinite(limit) else ""),
+        ReasonKind.SLO: f"no xAyF unit reaches {value:g} ms between tokens",
+        ReasonKind.NO_ADVANTAGE: "both plans wait for the same memory and arithmetic; no single"
+        " cost of disaggregation explains the difference",
+    }[reason.kind]
+    return text + (f" (without it: {reason.gain:.2f}x)" if 1 < reason.gain < math.inf else "")
+
+
+def change_text(change: Change) -> str:
+    place = {
+        ChangeKind.GPUS: f"from {change.value:.0f} GPUs up",
+        ChangeKind.CONTEXT: f"at contexts of {change.value:.0f} tokens",
+        ChangeKind.TPOT: f"at a TPOT of {change.value:g} ms",
+    }[change.kind]
+    return f"{place} ({change.ratio:.2f}x)"
+
+
+def assumption_lines(plan: Plan) -> list[str]:
+    """What is measured, what modelled, and on which assumptions."""
+    request = plan.request
+    measured = plan.afd.measured if plan.afd else ()
+    modelled = [stage for stage in STAGES if stage not in measured]
+    lines = []
+    if measured:
+        about = request.measured.about if request.measured else {}
+        source = about.get("machine", "the file given")
+        lines.append(f"measured: {', '.join(measured)} ({source}), in both plans")
+        notes = request.measured.notes if request.measured else ()
+        lines += [f"note: {note}" for note in notes[:MOST_NOTES]]
+        if len(notes) > MOST_NOTES:
+            lines.append(f"note: and {len(notes) - MOST_NOTES} more places like these")
+    if measured:
+        modelled.append("exchange of the colocated plan")
+    lines.append(f"modelled: {', '.join(modelled)}, from data sheets and docs/planner-model.md")
+    p = request.precision
+    lines.append(
+        f"formats: FFN {p.ffn_weights}, attention {p.attention_weights}, KV {p.kv};"
+        f" expert load: {request.spread.name} (spread {request.spread.spread:.2f})"
+    )
+    served = {name for family in FAMILIES for name in family.architectures}
+    if request.model.architecture not in served:
+        lines.append(f"note: afd serve does not serve {request.model.architecture} yet")
+    return lines

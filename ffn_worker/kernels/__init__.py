@@ -1,0 +1,1 @@
+"""Triton kernels of the experts, for CUDA and ROCm."""

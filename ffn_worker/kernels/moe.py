@@ -1,0 +1,187 @@
+"""Grouped matrix products of the routed experts as Triton kernels, for CUDA and ROCm.
+
+Two launches make an MoE layer: gate and up with SiLU between them, then down. Pairs (row, expert)
+are sorted by expert and padded so that every block of BM pairs has one expert
+(:mod:`ffn_worker.moe.sorting`). Activations stay in the format in which the wire brought them.
+"""
+
+import triton
+import triton.language as tl
+
+from afd.wire.codecs_triton import fp8_block, mxfp4_block
+
+
+@triton.jit
+def _a_tile(a_ptr, a_scale_ptr, row, inside, k0, K, A: tl.constexpr, BK: tl.constexpr):
+    """Activations [BM, BK] (MXFP4: packed [BM, BK/2]) and their scales."""
+    if A == "mxfp4":
+        byte = k0 // 2 + tl.arange(0, BK // 2)
+        a = tl.load(a_ptr + row[:, None] * (K // 2) + byte[None, :], mask=inside[:, None], other=0)
+        group = k0 // 32 + tl.arange(0, BK // 32)
+        scale = tl.load(
+            a_scale_ptr + row[:, None] * (K // 32) + group[None, :],
+            mask=inside[:, None],
+            other=127,
+        )
+    else:
+        k = k0 + tl.arange(0, BK)
+        a = tl.load(a_ptr + row[:, None] * K + k[None, :], mask=inside[:, None], other=0.0)
+        if A == "fp8":
+            scale = tl.load(a_scale_ptr + row * (K // 128) + k0 // 128, mask=inside, other=0.0)
+        else:
+            scale = inside  # unused
+    return a, scale
+
+
+@triton.jit
+def _product(
+    acc, a, a_scale, b_ptr, b_scale_ptr, expert, n, n_rows, k0, K,
+    A: tl.constexpr, B: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """acc + activations x weights, over one step of K. ``n``: weight rows of this tile."""
+    if B == "mxfp4":
+        byte = k0 // 2 + tl.arange(0, BK // 2)
+        at = expert * n_rows * (K // 2) + n[None, :] * (K // 2) + byte[:, None]
+        b = tl.load(b_ptr + at)
+        group = k0 // 32 + tl.arange(0, BK // 32)
+        at = expert * n_rows * (K // 32) + n[:, None] * (K // 32) + group[None, :]
+        b_scale = tl.load(b_scale_ptr + at)
+        if A == "mxfp4":
+            acc = tl.dot_scaled(a, a_scale, "e2m1", b, b_scale, "e2m1", acc)
+        else:
+            acc = tl.dot_scaled(a, None, "bf16", b, b_scale, "e2m1", acc)
+    else:
+        k = k0 + tl.arange(0, BK)
+        b = tl.load(b_ptr + expert * n_rows * K + n[None, :] * K + k[:, None])
+        if B == "fp8":
+            block = expert * (n_rows // 128) * (K // 128) + (n // 128) * (K // 128) + k0 // 128
+            b_scale = tl.load(b_scale_ptr + block)
+            acc += tl.dot(a, b) * a_scale[:, None] * b_scale[None, :]
+        else:
+            acc = tl.dot(a, b, acc)
+    return acc
+
+
+@triton.jit
+def _store(
+    c_ptr, c_scale_ptr, value, pair, inside, n, N, C: tl.constexpr,
+    FP8_MAX: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Rows ``pair`` of the result, in the format ``C``."""
+    n0 = tl.min(n, axis=0)
+    if C == "fp8":
+        code, scale = fp8_block(tl.reshape(value, (BM, BN // 128, 128)), FP8_MAX)
+        code = tl.reshape(code, (BM, BN)).to(c_ptr.dtype.element_ty)
+        tl.store(c_ptr + pair[:, None] * N + n[None, :], code, mask=inside[:, None])
+        group = n0 // 128 + tl.arange(0, BN // 128)
+        at = pair[:, None] * (N // 128) + group[None, :]
+        tl.store(c_scale_ptr + at, scale, mask=inside[:, None])
+    elif C == "mxfp4":
+        code, scale = mxfp4_block(tl.reshape(value, (BM * BN // 32, 32)))
+        code = tl.reshape(code, (BM, BN // 2))
+        byte = n0 // 2 + tl.arange(0, BN // 2)
+        tl.store(c_ptr + pair[:, None] * (N // 2) + byte[None, :], code, mask=inside[:, None])
+        group = n0 // 32 + tl.arange(0, BN // 32)
+        at = pair[:, None] * (N // 32) + group[None, :]
+        tl.store(c_scale_ptr + at, tl.reshape(scale, (BM, BN // 32)), mask=inside[:, None])
+    else:
+        mask = inside[:, None] & (n < N)[None, :]
+        tl.store(c_ptr + pair[:, None] * N + n[None, :], value.to(c_ptr.dtype.element_ty), mask)
+
+
+@triton.jit
+def grouped_gemm_kernel(
+    a_ptr,
+    a_scale_ptr,
+    b_ptr,
+    b_scale_ptr,
+    c_ptr,
+    c_scale_ptr,
+    pairs_ptr,
+    experts_ptr,
+    used_ptr,
+    N,
+    K,
+    pairs,
+    rows_per,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    C: tl.constexpr,
+    GATED: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """C[pair] = A[pair // rows_per] x B[expert of pair].T; with GATED silu(gate) * up of it.
+
+    A [rows, K] in format A; B [E, N, K] (GATED: [E, 2N, K], gate rows first) in format B; C
+    [pairs, N] in format C. Formats: "plain" (one dtype), "fp8" (float32 scales: A and C per 128
+    columns, B per 128 x 128), "mxfp4" (packed, E8M0 per 32). "mxfp4" B takes A of both "mxfp4" and
+    "plain" bfloat16.
+
+    pairs_ptr: int32, pair numbers sorted by expert, padding >= ``pairs``; experts_ptr: int32, the
+    local expert of each block of BM; used_ptr: int32 [1], how many entries of pairs_ptr are in
+    use. K is a multiple of BK; for a quantised C, N of BN. Grid: (blocks of pairs * blocks of N).
+    """
+    blocks_n = tl.cdiv(N, BN)
+    blocks_m = tl.num_programs(0) // blocks_n
+    # Neighbouring programs share weights: GROUP_M blocks of pairs per column of tiles.
+    width = GROUP_M * blocks_n
+    first = tl.program_id(0) // width * GROUP_M
+    height = min(blocks_m - first, GROUP_M)
+    block_m = first + tl.program_id(0) % width % height
+    block_n = tl.program_id(0) % width // height
+    if block_m * BM >= tl.load(used_ptr):
+        return
+    pair = tl.load(pairs_ptr + block_m * BM + tl.arange(0, BM))
+    inside = pair < pairs
+    pair = tl.where(inside, pair, 0).to(tl.int64)
+    row = pair // rows_per
+    expert = tl.load(experts_ptr + block_m).to(tl.int64)
+    n = block_n * BN + tl.arange(0, BN)
+    n_read = n % N  # columns beyond N repeat others and are not stored
+    n_rows = 2 * N if GATED else N
+    acc = tl.zeros((BM, BN), dtype=tl.float32)
+    up = tl.zeros((BM, BN), dtype=tl.float32)
+    for k0 in range(0, K, BK):
+        a, a_scale = _a_tile(a_ptr, a_scale_ptr, row, inside, k0, K, A, BK)
+        acc = _product(acc, a, a_scale, b_ptr, b_scale_ptr, expert, n_read, n_rows, k0, K, A, B, BK)
+        if GATED:
+            up = _product(
+                up, a, a_scale, b_ptr, b_scale_ptr, expert, n_read + N, n_rows, k0, K, A, B, BK
+            )
+    if GATED:
+        acc = acc / (1.0 + tl.exp(-acc)) * up
+    _store(c_ptr, c_scale_ptr, acc, pair, inside, n, N, C, FP8_MAX, BM, BN)
+
+
+@triton.jit
+def combine_kernel(
+    y_ptr,
+    ids_ptr,
+    weights_ptr,
+    out_ptr,
+    hidden,
+    first_expert,
+    last_expert,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """out[row] = sum over k of weights[row, k] * y[row * TOP_K + k], local experts only.
+
+    y [rows * TOP_K, hidden]; a pair whose expert lies outside of [first_expert, last_expert) is
+    not read. Adds in float32 in the order of k. Grid (rows, ceil(hidden / BLOCK)).
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for k in tl.static_range(TOP_K):
+        pair = row * TOP_K + k
+        expert = tl.load(ids_ptr + pair)
+        local = (expert >= first_expert) & (expert < last_expert)
+        y = tl.load(y_ptr + pair * hidden + column, mask=(column < hidden) & local, other=0.0)
+        weight = tl.load(weights_ptr + pair)
+        total += tl.where(local, y.to(tl.float32) * weight, 0.0)
+    tl.store(out_ptr + row * hidden + column, total.to(out_ptr.dtype.element_ty), column < hidden)

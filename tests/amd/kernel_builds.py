@@ -1,0 +1,203 @@
+"""Every Triton kernel of the project with the signatures it is built for. No torch, no GPU."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel, compile
+from triton.runtime.jit import JITFunction
+
+from afd.wire import codecs_triton as wire
+from ffn_worker.allreduce import formats_triton as reduce
+from ffn_worker.allreduce.formats import FORMATS
+from ffn_worker.kernels import moe
+
+TARGETS = {
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+    "gfx950": GPUTarget("hip", "gfx950", 64),
+    "sm_90": GPUTarget("cuda", 90, 32),
+}
+FP8_MAX = {"fp8e4nv": 448.0, "fp8e4b8": 240.0}
+NATIVE_FP8 = {"gfx942": "fp8e4b8", "gfx950": "fp8e4nv", "sm_90": "fp8e4nv"}
+
+
+@dataclass(frozen=True)
+class Build:
+    """One specialisation of a kernel.
+
+    types: Triton types of the run-time arguments, in order. constants: constexpr arguments.
+    aligned: arguments known to be multiples of 16 (pointers always are).
+    wanted: per target, patterns that the ISA must contain.
+    """
+
+    name: str
+    kernel: JITFunction
+    types: dict[str, str]
+    constants: dict[str, Any]
+    aligned: tuple[str, ...] = ()
+    warps: int = 4
+    wanted: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def compile(self, target: str, **options: Any) -> CompiledKernel:
+        names = self.kernel.arg_names
+        signature = {n: self.types.get(n, "constexpr") for n in names}
+        constants = {(names.index(n),): v for n, v in self.constants.items()}
+        multiples = [n for n, t in self.types.items() if t.startswith("*") or n in self.aligned]
+        attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in multiples}
+        source = ASTSource(self.kernel, signature, constants, attributes)
+        options = {"num_warps": self.warps, **options}
+        return compile(source, target=TARGETS[target], options=options)
+
+
+def codec_builds(target: str) -> Iterator[Build]:
+    """The codecs of the wire; FP8 in every kind the target can be asked for."""
+    cvt = {
+        "gfx942": (r"v_cvt_pk_fp8_f32",),
+        "gfx950": (r"v_cvt_scalef32_pk_fp8_f32|v_cvt_pk_fp8_f32",),
+        "sm_90": (r"cvt\.rn\.satfinite\.e4m3x2",),
+    }
+    back = {
+        "gfx942": (r"v_cvt_(pk_)?f32_fp8",),
+        "gfx950": (r"v_cvt_scalef32_pk_\w+_fp8|v_cvt_(pk_)?f32_fp8",),
+        "sm_90": (r"cvt\.rn\.f16x2\.e4m3x2",),
+    }
+    for fp8 in ("fp8e4nv", "fp8e4b8"):
+        if target == "sm_90" and fp8 == "fp8e4b8":
+            continue  # Triton has no e4m3fnuz on NVIDIA
+        native = fp8 == NATIVE_FP8[target]
+        yield Build(
+            f"quantise_fp8[{fp8}]",
+            wire.quantise_fp8_kernel,
+            {
+                "x_ptr": "*bf16",
+                "codes_ptr": f"*{fp8}",
+                "scales_ptr": "*fp32",
+                "hidden": "i32",
+                "x_stride": "i32",
+            },
+            {"FP8_MAX": FP8_MAX[fp8], "GROUP": 128, "GROUPS": 8},
+            aligned=("hidden", "x_stride"),
+            wanted=cvt if native else {},
+        )
+        yield Build(
+            f"dequantise_fp8[{fp8}]",
+            wire.dequantise_fp8_kernel,
+            {"codes_ptr": f"*{fp8}", "scales_ptr": "*fp32", "x_ptr": "*bf16", "hidden": "i32"},
+            {"GROUP": 128, "GROUPS": 8},
+            aligned=("hidden",),
+            wanted=back if native else {},
+        )
+    yield Build(
+        "quantise_mxfp4",
+        wire.quantise_mxfp4_kernel,
+        {
+            "x_ptr": "*bf16",
+            "codes_ptr": "*u8",
+            "scales_ptr": "*u8",
+            "hidden": "i32",
+            "x_stride": "i32",
+        },
+        {"GROUPS": 32},
+        aligned=("hidden", "x_stride"),
+    )
+    yield Build(
+        "dequantise_mxfp4",
+        wire.dequantise_mxfp4_kernel,
+        {"codes_ptr": "*u8", "scales_ptr": "*u8", "x_ptr": "*bf16", "hidden": "i32"},
+        {"GROUPS": 32},
+        aligned=("hidden",),
+    )
+
+
+def reduce_builds() -> Iterator[Build]:
+    """The block formats of the quantised all-reduce, among 4 ranks."""
+    for fmt in FORMATS.values():
+        shape = {"BITS": fmt.bits, "FP4": not fmt.bias}
+        yield Build(
+            f"encode[{fmt.name}]",
+            reduce.encode_kernel,
+            {"x_ptr": "*fp16", "data_ptr": "*u8", "n": "i32"},
+            {"FACTOR": fmt.factor, **shape},
+        )
+        yield Build(
+            f"decode[{fmt.name}]",
+            reduce.decode_kernel,
+            {"data_ptr": "*u8", "x_ptr": "*fp16", "n": "i32"},
+            shape,
+        )
+        yield Build(
+            f"decode_sum[{fmt.name}]",
+            reduce.decode_sum_kernel,
+            {"data_ptr": "*u8", "x_ptr": "*fp16", "n": "i32", "rank_stride": "i64"},
+            {"WORLD": 4, **shape},
+            aligned=("rank_stride",),
+        )
+
+
+_GEMM_TYPES = {
+    "a_ptr": "*bf16", "a_scale_ptr": "*fp32", "b_ptr": "*bf16", "b_scale_ptr": "*fp32",
+    "c_ptr": "*bf16", "c_scale_ptr": "*fp32", "pairs_ptr": "*i32", "experts_ptr": "*i32",
+    "used_ptr": "*i32", "N": "i32", "K": "i32", "pairs": "i32", "rows_per": "i32",
+}  # fmt: skip
+_MFMA_FP8 = {
+    "gfx942": (r"v_mfma_f32_\d+x\d+x\d+_fp8_fp8",),
+    "gfx950": (r"v_mfma_f32_\d+x\d+x\d+_f8f6f4",),
+    "sm_90": (r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.f32\.e4m3\.e4m3|mma\.sync.*e4m3",),
+}
+_MFMA_BF16 = {
+    "gfx942": (r"v_mfma_f32_\d+x\d+x\d+_bf16",),
+    "gfx950": (r"v_mfma_f32_\d+x\d+x\d+_bf16",),
+    "sm_90": (r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k16\.f32\.bf16\.bf16|mma\.sync.*bf16",),
+}
+# gfx942 and Hopper have no FP4: Triton converts and multiplies in bfloat16.
+_MFMA_MX = {**_MFMA_BF16, "gfx950": (r"v_mfma_scale_f32_\d+x\d+x\d+_f8f6f4",)}
+
+
+def moe_builds(target: str) -> Iterator[Build]:
+    """Gate-up and down products in every pair of formats, and the weighted sum."""
+    fp8 = NATIVE_FP8[target]
+    pointers = {"plain": ("*bf16", "*fp32"), "fp8": (f"*{fp8}", "*fp32"), "mxfp4": ("*u8", "*u8")}
+    cases = [
+        ("plain", "plain", _MFMA_BF16, 64, 64),
+        ("fp8", "fp8", _MFMA_FP8, 64, 128),
+        ("mxfp4", "mxfp4", _MFMA_MX, 64, 128),
+        ("plain", "mxfp4", _MFMA_BF16, 64, 64),
+    ]
+    if target != "sm_90":  # wgmma has 64 rows at least; with fewer, Triton would not multiply FP8
+        cases.append(("fp8", "fp8", _MFMA_FP8, 16, 128))
+    for a, b, wanted, rows, step in cases:
+        for gated in (True, False):
+            out = a if gated else "plain"
+            types = dict(_GEMM_TYPES)
+            for letter, form in (("a", a), ("b", b), ("c", out)):
+                types[f"{letter}_ptr"], types[f"{letter}_scale_ptr"] = pointers[form]
+            formats = {"A": a, "B": b, "C": out, "GATED": gated, "FP8_MAX": FP8_MAX[fp8]}
+            yield Build(
+                f"{'gate_up' if gated else 'down'}[{a},{b},{rows}]",
+                moe.grouped_gemm_kernel,
+                types,
+                {**formats, "BM": rows, "BN": 128, "BK": step, "GROUP_M": 8},
+                aligned=("N", "K"),
+                warps=8 if rows > 32 else 4,
+                wanted=wanted,
+            )
+    yield Build(
+        "combine",
+        moe.combine_kernel,
+        {
+            "y_ptr": "*bf16",
+            "ids_ptr": "*i32",
+            "weights_ptr": "*fp32",
+            "out_ptr": "*bf16",
+            "hidden": "i32",
+            "first_expert": "i32",
+            "last_expert": "i32",
+        },
+        {"TOP_K": 8, "BLOCK": 1024},
+        aligned=("hidden",),
+    )
+
+
+def builds(target: str) -> list[Build]:
+    return [*codec_builds(target), *reduce_builds(), *moe_builds(target)]

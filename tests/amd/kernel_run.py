@@ -1,0 +1,34 @@
+"""Runs one compiled kernel on the emulator."""
+
+import numpy as np
+from emulator import Kernel, Memory
+
+
+class Runner:
+    """Runs kernels of one architecture: arrays are copied in, results copied out.
+
+    Args:
+        compiled: the fixture of that name. arch: what the code was compiled for.
+        runs_as: the architecture to emulate, where a test wants another.
+    """
+
+    def __init__(self, compiled, arch: str, runs_as: str = "") -> None:
+        self.compiled, self.arch = compiled(arch), runs_as or arch
+
+    def __call__(self, build: str, inputs: list, outputs: list, scalars: list, grid: tuple) -> list:
+        """The outputs of a kernel whose arguments are inputs, outputs, scalars in that order."""
+        first = len(inputs)
+        wanted = list(range(first, first + len(outputs)))
+        return self.in_order(build, [*inputs, *outputs], wanted, scalars, grid)
+
+    def in_order(
+        self, build: str, arrays: list, wanted: list, scalars: list, grid: tuple, code: bytes = b""
+    ) -> list[np.ndarray]:
+        """The arrays numbered in ``wanted`` after the kernel ran. ``code`` replaces its own."""
+        facts = self.compiled.index[build]
+        code = code or self.compiled.code(build)
+        kernel = Kernel(code, facts["kernel"], self.arch, facts["shared"])
+        memory = Memory()
+        addresses = [memory.put(a) for a in arrays]
+        kernel.run(memory, [("q", a) for a in addresses] + scalars, grid, facts["warps"])
+        return [memory.get(addresses[i], arrays[i]) for i in wanted]

@@ -1,0 +1,171 @@
+"""Rung 5: the codec kernels run on the emulator and give the references' bytes."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+pytest.importorskip("tinygrad", reason="tinygrad is not installed; pip install 'afd[amd]'")
+
+from emulator.state import MemoryFault
+from kernel_run import Runner
+
+from afd.wire import codecs
+from afd.wire.layout import Tag
+from ffn_worker.allreduce import formats
+
+ARCHS = ["gfx942", "gfx950"]
+FP8 = {"fp8e4nv": Tag.E4M3FN, "fp8e4b8": Tag.E4M3FNUZ}
+FORMATS = list(formats.FORMATS.values())
+
+
+@pytest.fixture(params=ARCHS)
+def runner(request, compiled) -> Runner:
+    return Runner(compiled, request.param)
+
+
+def rows(count: int, hidden: int, *, broken: bool) -> np.ndarray:
+    """bfloat16 rows with a block of zeros, a huge one, a denormal one, ties, NaN and infinity."""
+    x = np.random.default_rng(7).standard_normal((count, hidden)).astype(np.float32)
+    x[0, :128] = 0
+    x[0, 128:256] = np.arange(-64, 64) / 16
+    x[1, :128] *= 1e30
+    x[1, 128:256] *= 1e-38
+    if broken:
+        x[2, 5], x[2, 300] = np.nan, -np.inf
+    return x.astype(ml_dtypes.bfloat16)
+
+
+def same_bits(got: np.ndarray, want: np.ndarray) -> bool:
+    """Equal bits, where any NaN equals any other."""
+    nan = np.isnan(want.astype(np.float32))
+    unsigned = {2: np.uint16, 4: np.uint32}[want.itemsize]
+    return bool(
+        (np.isnan(got.astype(np.float32)) == nan).all()
+        and (got.view(unsigned) == want.view(unsigned))[~nan].all()
+    )
+
+
+@pytest.mark.parametrize("fp8", FP8)
+def test_quantise_fp8(runner, fp8):
+    x = rows(3, 512, broken=True)
+    want, want_scales = codecs.quantise_fp8(x.astype(np.float32), FP8[fp8])
+    outputs = [np.zeros((3, 512), np.uint8), np.zeros((3, 4), np.float32)]
+    scalars = [("i", 512), ("i", 512)]
+    got, scales = runner(f"quantise_fp8[{fp8}]", [x], outputs, scalars, (3, 1))
+    assert same_bits(scales, want_scales)
+    finite = ~np.isnan(want_scales).repeat(128, axis=1)
+    np.testing.assert_array_equal(got[finite], want[finite])
+    assert np.isnan(codecs.dequantise_fp8(got, scales, FP8[fp8])[~finite]).all()
+
+
+@pytest.mark.parametrize("fp8", FP8)
+def test_dequantise_fp8(runner, fp8):
+    codes, scales = codecs.quantise_fp8(rows(3, 512, broken=True).astype(np.float32), FP8[fp8])
+    want = codecs.dequantise_fp8(codes, scales, FP8[fp8]).astype(ml_dtypes.bfloat16)
+    outputs = [np.zeros_like(want)]
+    (got,) = runner(f"dequantise_fp8[{fp8}]", [codes, scales], outputs, [("i", 512)], (3, 1))
+    assert same_bits(got, want)
+
+
+def test_quantise_mxfp4(runner):
+    x = rows(3, 1024, broken=True)
+    want, want_scales = codecs.quantise_mxfp4(x.astype(np.float32))
+    outputs = [np.zeros_like(want), np.zeros_like(want_scales)]
+    scalars = [("i", 1024), ("i", 1024)]
+    got, scales = runner("quantise_mxfp4", [x], outputs, scalars, (3, 1))
+    np.testing.assert_array_equal(scales, want_scales)
+    np.testing.assert_array_equal(got, want)
+
+
+def test_dequantise_mxfp4(runner):
+    codes, scales = codecs.quantise_mxfp4(rows(3, 1024, broken=True).astype(np.float32))
+    want = codecs.dequantise_mxfp4(codes, scales).astype(ml_dtypes.bfloat16)
+    scalars = [("i", 1024)]
+    (got,) = runner("dequantise_mxfp4", [codes, scales], [np.zeros_like(want)], scalars, (3, 1))
+    assert same_bits(got, want)
+
+
+def partials() -> np.ndarray:
+    """float16 [4 ranks, 4096]: zeros, tiny and denormal blocks, blocks at float16's end, NaN."""
+    x = np.random.default_rng(3).standard_normal((4, 4096))
+    x[:, :64] = 0
+    x[:, 64:128] *= 2e-5
+    x[:, 128:192] *= 3e-7
+    x[:, 192:256] *= 15000
+    x = x.astype(np.float16)
+    x[1, 300], x[2, 400] = np.nan, np.inf
+    return x
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
+def test_encode(runner, fmt):
+    for x in partials()[:3]:
+        want = formats.encode(x, fmt)
+        outputs = [np.zeros_like(want)]
+        (got,) = runner(f"encode[{fmt.name}]", [x], outputs, [("i", 4096)], (2,))
+        scale_at = fmt.code_bytes
+        np.testing.assert_array_equal(got[:, :scale_at], want[:, :scale_at])
+        got_scales, want_scales = (
+            np.ascontiguousarray(d[:, scale_at:]).view(np.float16) for d in (got, want)
+        )
+        assert same_bits(got_scales, want_scales)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
+def test_decode(runner, fmt):
+    data = formats.encode(partials()[1], fmt)
+    outputs = [np.zeros(4096, np.float16)]
+    (got,) = runner(f"decode[{fmt.name}]", [data], outputs, [("i", 4096)], (2,))
+    assert same_bits(got, formats.decode(data, fmt))
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
+def test_decode_sum(runner, fmt):
+    data = np.stack([formats.encode(x, fmt) for x in partials()])
+    outputs = [np.zeros(4096, np.float16)]
+    scalars = [("i", 4096), ("l", data[0].nbytes)]
+    (got,) = runner(f"decode_sum[{fmt.name}]", [data], outputs, scalars, (2,))
+    assert same_bits(got, formats.decode_sum(data, fmt))
+
+
+# Negative controls: what must not pass.
+
+
+def test_the_wrong_fp8_kind_is_noticed(compiled):
+    """CDNA4 code run as if on CDNA3, whose FP8 instructions mean another format."""
+    x = rows(3, 512, broken=False)
+    want, _ = codecs.quantise_fp8(x.astype(np.float32), Tag.E4M3FN)
+    runner = Runner(compiled, "gfx950", runs_as="gfx942")
+    outputs = [np.zeros_like(want), np.zeros((3, 4), np.float32)]
+    scalars = [("i", 512), ("i", 512)]
+    got, _ = runner("quantise_fp8[fp8e4nv]", [x], outputs, scalars, (3, 1))
+    assert (got != want).mean() > 0.5
+
+
+def test_the_wrong_format_is_noticed(runner):
+    fmt = formats.INT4
+    data = formats.encode(partials()[0], fmt)
+    outputs = [np.zeros(4096, np.float16)]
+    (got,) = runner("decode[fp4]", [data], outputs, [("i", 4096)], (2,))
+    assert not same_bits(got, formats.decode(data, fmt))
+
+
+def test_an_access_beyond_a_buffer_is_an_error(runner):
+    x = partials()[0]
+    outputs = [np.zeros((1, formats.INT4.atom_bytes), np.uint8)]  # one atom; the kernel writes two
+    with pytest.raises(MemoryFault, match="outside of every buffer"):
+        runner("encode[int4]", [x], outputs, [("i", 4096)], (2,))
+
+
+def test_changed_machine_code_is_noticed(compiled):
+    """One constant of the encoder, 1.5 * 2^23, becomes its lower neighbour: all codes shift."""
+    code = compiled("gfx950").code("encode[int4]")
+    rounder = np.float32(12582912).tobytes()
+    assert rounder in code
+    changed = code.replace(rounder, np.float32(12582911).tobytes())
+    x = partials()[0]
+    want = formats.encode(x, formats.INT4)
+    arrays, scalars = [x, np.zeros_like(want)], [("i", 4096)]
+    runner = Runner(compiled, "gfx950")
+    (got,) = runner.in_order("encode[int4]", arrays, [1], scalars, (2,), code=changed)
+    assert (got != want).mean() > 0.5

@@ -1,0 +1,61 @@
+"""Sorted pairs against a plain loop, on random and extreme distributions."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from ffn_worker.moe.sorting import capacity, sort_pairs  # noqa: E402
+from ffn_worker.moe.triton import tile_for  # noqa: E402
+
+
+def by_hand(ids, start, end, block):
+    flat = ids.flatten().tolist()
+    pairs, experts = [], []
+    for expert in range(start, end):
+        mine = [i for i, e in enumerate(flat) if e == expert]
+        mine += [len(flat)] * (-len(mine) % block)
+        pairs += mine
+        experts += [expert - start] * (len(mine) // block)
+    return pairs, experts
+
+
+@pytest.mark.parametrize("block", [1, 4, 16])
+@pytest.mark.parametrize("experts", [(0, 8), (2, 5), (7, 8)])
+@pytest.mark.parametrize("rows", [1, 2, 7, 40])
+def test_equals_a_plain_loop(rows, experts, block):
+    torch.manual_seed(rows)
+    ids = torch.stack([torch.randperm(8)[:3] for _ in range(rows)]).int()
+    ids[0, 1] = -1
+    check(ids, experts, block)
+
+
+@pytest.mark.parametrize("ids", [[[3, 3]] * 9, [[-1, -5]] * 4, [[0, 7]] * 5])
+def test_extreme_distributions(ids):
+    check(torch.tensor(ids, dtype=torch.int32), (0, 8), 4)
+
+
+def check(ids, experts, block):
+    got = sort_pairs(ids, *experts, block)
+    pairs, owners = by_hand(ids, *experts, block)
+    used = int(got.used)
+    assert (
+        used
+        == len(pairs)
+        <= len(got.pairs)
+        == capacity(ids.numel(), experts[1] - experts[0], block)
+    )
+    assert got.pairs[:used].tolist() == pairs
+    assert (got.pairs[used:] == ids.numel()).all()
+    assert got.experts[: used // block].tolist() == owners
+    assert got.experts.dtype == got.pairs.dtype == got.used.dtype == torch.int32
+    assert (got.experts >= 0).all() and (got.experts < experts[1] - experts[0]).all()
+
+
+@pytest.mark.parametrize(
+    ("load", "quantised", "hip", "rows"),
+    [(1, False, False, 16), (20, False, True, 32), (1, True, False, 64), (9, True, True, 16)],
+)
+def test_tiles_have_no_more_rows_than_needed(load, quantised, hip, rows):
+    tile = tile_for(load, 384, quantised, hip)
+    assert tile.m == rows and 384 % tile.k == 0
+    assert tile_for(1e6, 96, quantised, hip).m == 64 and tile_for(1, 96, quantised, hip).k == 32
