@@ -1,7 +1,8 @@
-// Compares src/verbs_abi.h with rdma-core's own header. Compiling it is the test.
+// Compares src/verbs_abi.h with rdma-core's own header. Compiling it is the test:
+//   g++ -std=c++17 -fsyntax-only -Icomm/src verbs_abi_check.cc
 #include <infiniband/verbs.h>
 
-#include "../src/verbs_abi.h"
+#include "verbs_abi.h"
 
 namespace ib = afd_comm::ib;
 
@@ -11,7 +12,9 @@ namespace ib = afd_comm::ib;
 #define SAME_VALUE(ours, theirs) \
   static_assert(static_cast<long long>(ib::ours) == static_cast<long long>(theirs), #ours)
 
-SAME_SIZE(PortAttr, ibv_port_attr);
+// rdma-core 50 appended a field. The exported ibv_query_port fills none beyond `flags`.
+static_assert(sizeof(ib::PortAttr) <= sizeof(ibv_port_attr), "PortAttr");
+SAME_FIELD(PortAttr, ibv_port_attr, port_cap_flags2);
 SAME_FIELD(PortAttr, ibv_port_attr, max_msg_sz);
 SAME_FIELD(PortAttr, ibv_port_attr, lid);
 SAME_FIELD(PortAttr, ibv_port_attr, link_layer);
