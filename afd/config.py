@@ -85,7 +85,9 @@ class Ffn(_Section):
 
     instances: int = Field(default=1, ge=1)
     device: Device = "cpu"
-    backend: Literal["auto", "torch", "reference", "vllm_cpu", "aiter", "triton"] = "auto"
+    backend: Literal["auto", "torch", "reference", "vllm_cpu", "vllm_cuda", "aiter", "triton"] = (
+        "auto"
+    )
     threads: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         default="auto",
         description="auto (one per core of the instance) or a whole number of at least 1",
@@ -99,9 +101,11 @@ class Ffn(_Section):
     @model_validator(mode="after")
     def _consistent(self) -> Ffn:
         _check_core_lists(self.cpus, self.instances)
-        if self.backend == "vllm_cpu" and self.device != "cpu":
+        fitting = {"vllm_cpu": "cpu", "vllm_cuda": "cuda"}.get(self.backend, self.device)
+        if self.device != fitting:
             raise ValueError(
-                f"backend vllm_cpu runs on device cpu, not {self.device}; use backend auto"
+                f"backend {self.backend} runs on device {fitting}, not {self.device};"
+                " use backend auto"
             )
         if self.late_ms < self.step_wait_ms:
             raise ValueError(
@@ -114,6 +118,7 @@ class Ffn(_Section):
 class Pipeline(_Section):
     depth: int = Field(default=3, ge=1, le=MAX_DEPTH)  # micro-batches in flight per step
     min_rows: int = Field(default=4, ge=1)  # fewest rows worth a micro-batch of their own
+    graphs: bool = True  # GPUs: replay decode steps as captured graphs, on both sides
 
 
 class Wire(_Section):
@@ -168,7 +173,7 @@ class Verbs(_Section):
 
 
 class Transport(_Section):
-    backend: Literal["auto", "shm", "tcp", "verbs"] = "auto"
+    backend: Literal["auto", "shm", "tcp", "ipc", "verbs"] = "auto"
     host: str = "127.0.0.1"  # address at which peers reach this host
     trace: bool = True  # messages carry their times: afd_wire_seconds, and the wire's stage times
     verbs: Verbs = Verbs()
@@ -283,6 +288,21 @@ class Deployment(_Section):
             raise ValueError(
                 f"gateway.port {port} is also the port of an attention instance (attention.port"
                 f" {self.attention.port}); choose ports that do not overlap"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _devices_reach_each_other(self) -> Deployment:
+        devices = {self.attention.device, self.ffn.device}
+        if len(devices) > 1:
+            raise ValueError(
+                f"attention.device is {self.attention.device} and ffn.device {self.ffn.device};"
+                " use the same kind of device on both sides"
+            )
+        if devices != {"cpu"} and self.transport.backend not in ("auto", "ipc"):
+            raise ValueError(
+                f"transport.backend {self.transport.backend} does not carry memory of a"
+                f" {self.ffn.device} device; use auto or ipc"
             )
         return self
 

@@ -107,6 +107,8 @@ class RoleMetrics:
         bubble_seconds  the compute side waited for its peers inside a step, in seconds
         wire_bytes      [Direction] bytes written into peers' slots; counted by the sender
         steps           [depth] steps run with that many micro-batches
+        graph_steps     [depth] those of them that a GPU replayed as a graph ...
+        graph_seconds   [depth] ... and their time on the device, from the first kernel to the last
         ffn_retries     attention: a step's rows were sent again after an FFN instance was lost
         late_peers      ffn: an attention instance missed its deadline and the step went on
     Traces:
@@ -122,6 +124,8 @@ class RoleMetrics:
         "_stages",
         "bubble_seconds",
         "ffn_retries",
+        "graph_seconds",
+        "graph_steps",
         "late_peers",
         "peers_up",
         "role",
@@ -143,6 +147,8 @@ class RoleMetrics:
         self.wire_bytes = [0] * len(Direction)
         self.wire_traces: dict[str, WireTrace] = {}
         self.steps = [0] * (max_depth + 1)  # index 0 unused: a step has at least one micro-batch
+        self.graph_steps = [0] * (max_depth + 1)
+        self.graph_seconds = [0.0] * (max_depth + 1)
         self.ffn_retries = 0
         self.late_peers = 0
         self.slots = slots
@@ -228,6 +234,8 @@ def _counters(metrics: RoleMetrics) -> Iterator[Metric]:
     for depth, count in enumerate(metrics.steps[1:], start=1):
         steps.add_metric([str(depth)], count)
     yield steps
+    if any(metrics.graph_steps):
+        yield from _graph_counters(metrics)
     if metrics.role == "attention" or metrics.ffn_retries:
         yield CounterMetricFamily(
             "afd_ffn_retries",
@@ -240,6 +248,22 @@ def _counters(metrics: RoleMetrics) -> Iterator[Metric]:
             "Times a step went on without an attention instance that was late.",
             value=metrics.late_peers,
         )
+
+
+def _graph_counters(metrics: RoleMetrics) -> Iterator[Metric]:
+    from prometheus_client.core import CounterMetricFamily
+
+    steps = CounterMetricFamily(
+        "afd_graph_steps", "Steps that the GPU replayed as a graph.", labels=["depth"]
+    )
+    seconds = CounterMetricFamily(
+        "afd_graph_step_seconds", "Time of these steps on the device.", labels=["depth"]
+    )
+    for depth, count in enumerate(metrics.graph_steps[1:], start=1):
+        steps.add_metric([str(depth)], count)
+        seconds.add_metric([str(depth)], metrics.graph_seconds[depth])
+    yield steps
+    yield seconds
 
 
 def _gauges(metrics: RoleMetrics) -> Iterator[Metric]:

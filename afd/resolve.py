@@ -1,6 +1,7 @@
 """What a deployment file and the checkpoint it names come to: model, contract, slots. No torch."""
 
 from dataclasses import dataclass
+from typing import TypedDict
 
 from afd.checkpoint import fingerprint
 from afd.config import Deployment
@@ -8,6 +9,37 @@ from afd.control.messages import Contract
 from afd.models import Family, MoeModel, read_model
 from afd.topology import SlotMap, expert_ranges
 from afd.wire.layout import SlotLayout, layouts
+
+
+class RegionOptions(TypedDict):
+    """Keyword arguments of ``afd_comm.Region`` that depend on the deployment."""
+
+    device: str
+    tcp_host: str | None
+
+
+def region_options(deployment: Deployment, device: str) -> RegionOptions:
+    """Where an instance on ``device`` ("cpu", "cuda") keeps its slots, and who may reach them.
+
+    A GPU role sees its own GPU as device 0 (:func:`afd.topology.gpu_order`).
+    """
+    if device != "cpu":
+        return {"device": f"{device}:0", "tcp_host": None}
+    return {"device": "cpu", "tcp_host": deployment.transport.tcp_host}
+
+
+def replays(deployment: Deployment) -> bool:
+    """Whether decode steps are replayed as graphs.
+
+    Not with several instances on both sides: two FFN instances could start a step with different
+    members, and only a step that the host drives finds out of that (``ffn.late_ms``). Nor with
+    wire.format mxfp4, whose codec copies its tables to the device at each call, which a capture
+    forbids.
+    """
+    several = deployment.attention.instances > 1 and deployment.ffn.instances > 1
+    on_gpu = deployment.attention.device != "cpu"
+    capturable = deployment.wire.format != "mxfp4"
+    return deployment.pipeline.graphs and on_gpu and capturable and not several
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
@@ -16,8 +17,10 @@ from pydantic import ValidationError
 
 from afd.config import Deployment
 from afd.errors import ConfigError
+from afd.topology import gpu_order, visible_gpus
 
 ROLE_FILE_ENV = "AFD_ROLE_FILE"
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 Role = Literal["control", "ffn", "attention", "gateway"]
 ROLES: tuple[Role, ...] = ("control", "ffn", "attention", "gateway")
 
@@ -52,6 +55,17 @@ class RoleSpec:
         if self.role == "ffn" and wanted != "auto":
             return wanted
         return len(self.cpus) or len(os.sched_getaffinity(0))
+
+    def gpu_environment(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """What shows a GPU role its GPUs in the right order; empty on CPU. Raises ConfigError."""
+        deployment = self.deployment
+        pool = deployment.attention if self.role == "attention" else deployment.ffn
+        if pool.device == "cpu":
+            return {}
+        order = gpu_order(
+            self.role, self.index, deployment.attention.instances, deployment.ffn.instances
+        )
+        return {_VISIBLE: visible_gpus(order, environment.get(_VISIBLE))}
 
     def save(self, path: Path) -> None:
         """Write the file, mode 0600: the deployment may carry vLLM arguments such as an API key."""

@@ -45,6 +45,50 @@ def choose_depth(
     return max(1, min(max_depth, num_tokens // max(1, min_rows)))
 
 
+def split_rows(rows: int, depth: int) -> tuple[int, ...]:
+    """Rows of each micro-batch of a step, by vLLM's rule: equal, the last one takes the rest.
+
+    vllm/v1/worker/ubatch_utils.py: maybe_create_ubatch_slices. Both sides of the wire use it, so a
+    step is announced by its number of rows.
+    """
+    each = rows // depth
+    return (*[each] * (depth - 1), rows - each * (depth - 1))
+
+
+def padded_depth(depth: int, num_tokens: int, padded: int) -> int:
+    """The largest depth <= ``depth`` at which no micro-batch of a padded step is all padding.
+
+    Args:
+        num_tokens, padded: rows of the step without and with the padding up to a captured size.
+    """
+    while depth > 1 and padded // depth * (depth - 1) >= num_tokens:
+        depth -= 1
+    return depth
+
+
+def stream_sequence(position: int) -> int:
+    """Low half of the doorbell of a step's ``position``-th expert call, rung by a stream.
+
+    A captured graph rings the same doorbells each time it is replayed, so they number positions and
+    not messages. The top bit keeps them apart from the sequence numbers of messages that the host
+    posts into the same slot.
+    """
+    return 0x8000_0000 | position
+
+
+def resets_doorbells(layers: Sequence[int]) -> bool:
+    """Whether a stream that waits for a doorbell has to set it back to 0 behind the wait.
+
+    Two messages that follow each other in a slot must ring differently. Within a step they do, and
+    the last of one step and the first of the next do unless a step uses each slot just once. A
+    reset costs about a microsecond per wait (docs/results/notes.md).
+
+    Args:
+        layers: layer numbers whose FFN is remote.
+    """
+    return len(layers) == 1
+
+
 def reads_block_written_in_step(
     new_request_prefix_blocks: Sequence[Sequence[int]], written_blocks: Sequence[Sequence[int]]
 ) -> bool:

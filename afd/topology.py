@@ -1,6 +1,7 @@
 """Who talks to whom, and who holds which expert. Pure: integers in, frozen dataclasses out."""
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from afd.errors import ConfigError
@@ -44,6 +45,38 @@ def session(attention_generation: int, ffn_generation: int) -> int:
     earlier session can never be taken for a new one.
     """
     return (attention_generation + ffn_generation) % 2**32
+
+
+def gpu_order(
+    role: str, index: int, attention_instances: int, ffn_instances: int
+) -> tuple[int, ...]:
+    """GPUs of one host as an instance should see them: its own first, then its peers'.
+
+    Attention instances take the first GPUs, FFN instances those after them. Mapping a peer's memory
+    needs the peer's GPU to be visible, so every instance sees all of them; its own is device 0.
+    """
+    own = index if role == "attention" else attention_instances + index
+    others = (gpu for gpu in range(attention_instances + ffn_instances) if gpu != own)
+    return (own, *others)
+
+
+def visible_gpus(order: Sequence[int], allowed: str | None) -> str:
+    """Value of CUDA_VISIBLE_DEVICES for a process that should see the GPUs in this order.
+
+    Args:
+        allowed: the variable's value now, which ``order`` then counts in; None: all GPUs of the
+            host.
+
+    Raises:
+        ConfigError: fewer GPUs are allowed than the deployment has GPU instances.
+    """
+    names = allowed.split(",") if allowed is not None else [str(gpu) for gpu in sorted(order)]
+    if len(names) < len(order):
+        raise ConfigError(
+            f"the deployment has {len(order)} GPU instances but CUDA_VISIBLE_DEVICES={allowed}; "
+            "allow one GPU per instance, or use fewer instances"
+        )
+    return ",".join(names[gpu] for gpu in order)
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,12 @@ import sys
 from collections.abc import Mapping
 
 from afd.models import read_model
+from afd.resolve import replays
 from afd.roles import RoleSpec
 
 _WORKERS = {
-    "cpu": "attention_worker.worker.AfdCpuWorker",
-    "cuda": "attention_worker.worker.AfdGpuWorker",
+    "cpu": "attention_worker.cpu.AfdCpuWorker",
+    "cuda": "attention_worker.gpu.AfdGpuWorker",
 }
 
 
@@ -43,7 +44,6 @@ def attention_command(
         else "--no-enable-prefix-caching",
         f"--worker-cls={_WORKERS[attention.device]}",
         "--load-format=afd",
-        "--enforce-eager",
         "--disable-uvicorn-access-log",
     ]
     extra: dict[str, str] = {
@@ -51,6 +51,15 @@ def attention_command(
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",  # the checkpoint is a local folder
     }
+    if attention.device != "cpu":
+        argv.append("--disable-cascade-attn")  # one attention call per micro-batch
+        extra |= role.gpu_environment(environment)
+    if replays(deployment):
+        # Our layer loop replaces the model's own, so there is nothing for torch.compile; decode
+        # steps are captured whole, transport included (attention_worker/graphs.py).
+        argv.append('--compilation-config={"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY"}')
+    else:
+        argv.append("--enforce-eager")
     if attention.device == "cpu":
         argv.append("--distributed-executor-backend=uni")
         argv += family.cpu_args

@@ -9,8 +9,7 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.sequence import IntermediateTensors
 
 from afd.models import Family
-from attention_worker.pipeline import run_layers
-from attention_worker.remote import RemoteExperts
+from attention_worker.pipeline import Experts, run_layers
 from attention_worker.routing import route
 
 
@@ -70,15 +69,15 @@ def disaggregated(base: type[nn.Module], family: Family) -> type[nn.Module]:
 
         def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
             super().__init__(vllm_config=vllm_config, prefix=prefix)
-            self._remote: RemoteExperts | None = None
+            self.remote: Experts | None = None
             self._halves: list[LayerHalves] = []
             self.weight_bytes_read = self.weight_bytes_held = 0  # set by the loader
             for layer in self.model.layers:
                 drop_shared_experts(layer, family)
 
-        def attach(self, remote: RemoteExperts, moe_layers: tuple[int, ...]) -> None:
+        def attach(self, remote: Experts, moe_layers: tuple[int, ...]) -> None:
             """Connect the model to the FFN instances; called once, after the weights are in."""
-            self._remote = remote
+            self.remote = remote
             self._halves = [
                 LayerHalves(layer, index, family, index in moe_layers)
                 for index, layer in enumerate(self.model.layers)
@@ -92,9 +91,9 @@ def disaggregated(base: type[nn.Module], family: Family) -> type[nn.Module]:
             inputs_embeds: torch.Tensor | None = None,
         ) -> torch.Tensor:
             """Final hidden states, model dtype [tokens, hidden]."""
-            assert self._remote is not None, "attach() comes before the first forward"
+            assert self.remote is not None, "attach() comes before the first forward"
             hidden = inputs_embeds if inputs_embeds is not None else self.embed_input_ids(input_ids)
-            return run_layers(self._halves, self.model.norm, self._remote, hidden, positions)
+            return run_layers(self._halves, self.model.norm, self.remote, hidden, positions)
 
     Disaggregated.__name__ = Disaggregated.__qualname__ = f"Afd{base.__name__}"
     return Disaggregated

@@ -8,8 +8,6 @@ import torch
 from torch import nn
 from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
 
-from attention_worker.remote import RemoteExperts
-
 
 class Layer(Protocol):
     """What the loop needs of a decoder layer; see :class:`attention_worker.model.LayerHalves`."""
@@ -24,6 +22,27 @@ class Layer(Protocol):
     def route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     def local_ffn(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+
+class Experts(Protocol):
+    """The remote half of a layer, as the loop calls it: by messages from the host
+    (:class:`attention_worker.remote.RemoteExperts`) or by operations of GPU streams
+    (:class:`attention_worker.stream.StreamExperts`)."""
+
+    def begin_step(self, depth: int) -> None: ...
+
+    def send(
+        self,
+        layer: int,
+        micro_batch: int,
+        hidden: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> None: ...
+
+    def recv(self, micro_batch: int) -> torch.Tensor: ...
+
+    def end_step(self) -> None: ...
 
 
 @dataclass
@@ -41,7 +60,7 @@ class MicroBatch:
 def run_layers(
     layers: Sequence[Layer],
     norm: nn.Module,
-    remote: RemoteExperts,
+    remote: Experts,
     hidden: torch.Tensor,
     positions: torch.Tensor,
 ) -> torch.Tensor:

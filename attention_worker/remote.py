@@ -7,20 +7,23 @@ restarted gets the unanswered micro-batches again.
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from afd.control.client import ControlClient
 from afd.control.messages import Member, Members
-from afd.errors import CapacityExceeded, DeadlineExceeded, PeerLost
+from afd.errors import DeadlineExceeded, PeerLost
 from afd.metrics import Direction, RoleMetrics, Stage
 from afd.resolve import Resolved
 from afd.topology import session
-from afd.wire.codecs_torch import DTYPE_OF_TAG, encode
+from afd.wire.codecs_torch import DTYPE_OF_TAG
 from afd.wire.layout import TAG_OF_DTYPE, Kind
-from afd.wire.slot_torch import SlotView
+from afd.wire.slot_torch import SlotView, sum_of_parts
+from afd.wire.streams_torch import settle, slot_bytes
 from afd_comm import Group, Header, Link, PeerTrace, Region, Status, VerbsOptions, make_flag
+from attention_worker.outgoing import Outgoing, encode
 
 logger = logging.getLogger("afd.attention")
 
@@ -31,24 +34,8 @@ _POST_TIMEOUT_US = 5_000_000
 """How long connecting, or one call to post, may take, microseconds."""
 
 
-@dataclass
-class _Pending:
-    """One micro-batch on its way: kept until answered, so that it can be sent again.
-
-    payload and scales (None: the tag has none) as the wire's tag stores them; ids int32 and weights
-    float32 [rows, top_k].
-    """
-
-    layer: int
-    rows: int
-    payload: torch.Tensor
-    scales: torch.Tensor | None
-    ids: torch.Tensor
-    weights: torch.Tensor
-
-
 @dataclass(frozen=True)
-class _Ffn:
+class Ffn:
     """Session with one FFN instance."""
 
     id: str
@@ -77,10 +64,10 @@ class RemoteExperts:
         self._metrics = metrics
         self._deadline_s = resolved.deployment.deadlines.ffn_s
         self._dtype = DTYPE_OF_TAG[TAG_OF_DTYPE[resolved.model.dtype]]
-        self._ffns: list[_Ffn] = []
+        self._ffns: list[Ffn] = []
         self._group = Group([], timeout_us=_POST_TIMEOUT_US)
         depth, count = resolved.contract.max_depth, resolved.contract.ffn_instances
-        self._pending: list[_Pending | None] = [None] * depth
+        self._pending: list[Outgoing | None] = [None] * depth
         self._answers = [[self._answer_view(j, mb) for mb in range(depth)] for j in range(count)]
         # Last doorbell and last answer per [micro-batch][FFN instance]; the last row: leaving.
         self._flags = [[0] * count for _ in range(depth + 1)]
@@ -127,15 +114,20 @@ class RemoteExperts:
     def end_step(self) -> None:
         self._metrics.steps[self._depth] += 1
 
+    def announce(self, rows: int) -> None:
+        """Tell the FFN instances that a step of ``rows`` rows follows whose doorbells our streams
+        ring, at the depth given to :meth:`begin_step`."""
+        resolved, count = self._resolved, len(self._ffns)
+        nbytes = len(resolved.model.moe_layers) * resolved.a2f.message_bytes(rows)
+        self._metrics.wire_bytes[Direction.A2F] += count * nbytes
+        self._tell(Kind.STEP, rows)
+
     def leave(self) -> None:
         """Tell the FFN instances that nothing is coming, so that no other instance's step waits."""
         if not self._present:  # one leave per stay: the receiver takes them one by one
             return
         self._present = False
-        slot = self._resolved.slots.control_to_ffn(self._index)
-        flags = self._flags[-1] = [flag + 1 for flag in self._flags[-1]]
-        # A lost message only costs the others one step_wait, so the statuses are not looked at.
-        self._group.broadcast(slot, flags, -1, -1, 0, 0, Kind.LEAVE, 0, self._step, [])
+        self._tell(Kind.LEAVE, 0)
 
     def send(
         self,
@@ -154,15 +146,7 @@ class RemoteExperts:
         Raises:
             CapacityExceeded: more rows than a slot holds.
         """
-        rows = hidden.shape[0]
-        capacity = self._resolved.a2f.capacity
-        if rows > capacity:
-            raise CapacityExceeded(
-                f"a micro-batch of {rows} rows exceeds the slot capacity of {capacity} rows; raise "
-                "attention.max_num_batched_tokens (it sets the capacity) on every role"
-            )
-        payload, scales = encode(hidden, self._resolved.a2f.tag)
-        pending = _Pending(layer, rows, payload, scales, ids, weights)
+        pending = encode(self._resolved.a2f, layer, hidden, ids, weights)
         self._pending[micro_batch] = pending
         now = time.monotonic()
         self._metrics.stage(Stage.ATTENTION).observe(now - self._mark)
@@ -213,32 +197,33 @@ class RemoteExperts:
             self._region.header(self._resolved.slots.to_attention(j, micro_batch))
             for j in range(len(self._ffns))
         ]
-        return self._reduce(micro_batch, pending.rows)
+        views = [of_ffn[micro_batch] for of_ffn in self._answers]
+        return sum_of_parts(views, pending.rows, self._dtype)
+
+    @property
+    def peers(self) -> tuple[Ffn, ...]:
+        """Sessions with all FFN instances, by index; replaced where one is renewed."""
+        return tuple(self._ffns)
+
+    def renew(self, lost: Sequence[int]) -> None:
+        """Wait until the FFN instances of these indices, which died in a step, are back.
+
+        Raises:
+            DeadlineExceeded: one did not come back in ``deadlines.ffn_s``.
+        """
+        deadline = time.monotonic() + self._deadline_s
+        for j in lost:
+            self._recover(j, deadline)
 
     def close(self) -> None:
         for ffn in self._ffns:
             ffn.link.close()
         self._region.close()
 
-    def _reduce(self, micro_batch: int, rows: int) -> torch.Tensor:
-        views = [of_ffn[micro_batch] for of_ffn in self._answers]
-        if len(views) == 1:
-            return views[0].decode(rows, self._dtype)
-        total = views[0].decode(rows, torch.float32)
-        for view in views[1:]:
-            total += view.decode(rows, torch.float32)
-        return total.to(self._dtype)
-
-    def _post(self, flags: list[int], micro_batch: int, pending: _Pending) -> tuple[Status, ...]:
+    def _post(self, flags: list[int], micro_batch: int, pending: Outgoing) -> tuple[Status, ...]:
         """To every FFN instance whose flag is not 0."""
         layout = self._resolved.a2f
-        parts = [
-            (0, pending.payload.data_ptr(), pending.payload.nbytes),
-            (layout.ids_offset, pending.ids.data_ptr(), pending.ids.nbytes),
-            (layout.weights_offset, pending.weights.data_ptr(), pending.weights.nbytes),
-        ]
-        if pending.scales is not None:
-            parts.append((layout.scales_offset, pending.scales.data_ptr(), pending.scales.nbytes))
+        settle(pending.payload.device)
         sent = len(flags) - flags.count(0)
         self._metrics.wire_bytes[Direction.A2F] += sent * layout.message_bytes(pending.rows)
         return self._group.broadcast(
@@ -251,9 +236,16 @@ class RemoteExperts:
             Kind.DATA,
             layout.tag,
             self._step,
-            parts,
+            pending.parts(layout),
             self._answered[micro_batch],
         )
+
+    def _tell(self, kind: Kind, rows: int) -> None:
+        slot = self._resolved.slots.control_to_ffn(self._index)
+        flags = self._flags[-1] = [flag + 1 for flag in self._flags[-1]]
+        # Who does not get it is gone, and found out by the next wait; a lost leave only costs the
+        # others one step_wait. So the statuses are not looked at.
+        self._group.broadcast(slot, flags, -1, -1, rows, self._depth, kind, 0, self._step, [])
 
     def _session_with(self, member: Member) -> int:
         return session(self._control.generation, member.generation)
@@ -293,7 +285,7 @@ class RemoteExperts:
                 raise PeerLost(f"{old.id} went away again while it was being resumed; see its log")
         logger.warning("%s is back (session %d); resumed", fresh.id, fresh.session)
 
-    def _link(self, member: Member) -> _Ffn:
+    def _link(self, member: Member) -> Ffn:
         transport = self._resolved.deployment.transport
         verbs = transport.verbs_keywords("attention")
         link = Link(
@@ -301,12 +293,13 @@ class RemoteExperts:
             backend=transport.backend,
             slots=self._resolved.slots.ffn_claim(self._index),
             timeout_us=_POST_TIMEOUT_US,
+            device=self._region.device,
             trace=transport.trace,
             verbs=VerbsOptions(**verbs) if verbs else None,
         )
         if link.notes:
             logger.warning("link to %s: %s", member.id, link.notes)
-        return _Ffn(member.id, self._session_with(member), link)
+        return Ffn(member.id, self._session_with(member), link)
 
     def _start_session(self, j: int) -> None:
         """Sequence numbers of FFN instance j begin anew; nothing it answered before is echoed."""
@@ -317,5 +310,5 @@ class RemoteExperts:
         self._group = Group([ffn.link for ffn in self._ffns], timeout_us=_POST_TIMEOUT_US)
 
     def _answer_view(self, ffn: int, micro_batch: int) -> SlotView:
-        memory = self._region.buffer(self._resolved.slots.to_attention(ffn, micro_batch))
-        return SlotView(torch.from_numpy(memory), self._resolved.f2a)
+        memory = slot_bytes(self._region, self._resolved.slots.to_attention(ffn, micro_batch))
+        return SlotView(memory, self._resolved.f2a)

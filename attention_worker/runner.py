@@ -8,19 +8,17 @@ import copy
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from vllm.sequence import IntermediateTensors
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import ModelRunnerOutput, SamplerOutput
-from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
-from vllm.v1.worker.cpu_model_runner import CPUModelRunner
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.outputs import ModelRunnerOutput
 
-from afd.schedule import choose_depth, reads_block_written_in_step
+from afd.schedule import choose_depth, padded_depth, reads_block_written_in_step
 from attention_worker.session import AttentionSession, reported
 from attention_worker.support import check_supported
 
 if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
     _Base = GPUModelRunner
 else:
     _Base = object
@@ -39,9 +37,10 @@ class DisaggregatedRunner(_Base):
             check_supported(self.vllm_config)
             self._session = AttentionSession.join()
         self._scheduled: SchedulerOutput | None = None
+        self._capture_depth: int | None = None
         super().load_model(load_dummy_weights)
         with reported():
-            self._session.serve(self.model)
+            self._session.serve(self.get_model())
         # A private copy: vLLM re-validates the shared VllmConfig later and would refuse a
         # ubatch_size without data parallelism. With it, vLLM creates one attention metadata
         # builder per micro-batch (initialize_metadata_builders).
@@ -51,6 +50,10 @@ class DisaggregatedRunner(_Base):
     def profile_run(self) -> None:
         """vLLM's warm-up, which calls the FFN; then leave, or the others would wait for us."""
         super().profile_run()
+        self.leave_epoch()
+
+    def leave_epoch(self) -> None:
+        """Nothing is coming: no other instance's step has to wait for this one."""
         self._session.remote.leave()
 
     def close_session(self) -> None:
@@ -64,7 +67,7 @@ class DisaggregatedRunner(_Base):
     ) -> ModelRunnerOutput | IntermediateTensors | None:
         """One engine step. One without tokens follows the last request's end: leave the epoch."""
         if scheduler_output.total_num_scheduled_tokens == 0:
-            self._session.remote.leave()
+            self.leave_epoch()
         self._scheduled = scheduler_output
         try:
             return super().execute_model(scheduler_output, intermediate_tensors)
@@ -99,15 +102,19 @@ class DisaggregatedRunner(_Base):
             force_num_active_loras,
             num_encoder_reqs,
         )
-        if self._scheduled is None:  # a dummy or profiling run: unsplit, builders still to be made
+        if self._scheduled is not None:
+            depth = choose_depth(
+                num_tokens,
+                num_reqs,
+                self._session.depth,
+                self._session.min_rows,
+                splittable=not self._prefix_hazard(self._scheduled),
+            )
+            depth = padded_depth(depth, num_tokens, descriptor.num_tokens)
+        elif self._capture_depth is not None:
+            depth = self._capture_depth
+        else:  # another dummy or profiling run: unsplit, builders still to be made
             return mode, descriptor, False, across_dp, stats
-        depth = choose_depth(
-            num_tokens,
-            num_reqs,
-            self._session.depth,
-            self._session.min_rows,
-            splittable=not self._prefix_hazard(self._scheduled),
-        )
         self.parallel_config.ubatch_size = depth
         return mode, descriptor, depth > 1, across_dp, stats
 
@@ -129,50 +136,3 @@ class DisaggregatedRunner(_Base):
                 if req_id in starting:
                     prefixes.append(blocks[: computed // size])
         return reads_block_written_in_step(prefixes, written)
-
-
-class AfdCpuModelRunner(DisaggregatedRunner, CPUModelRunner):
-    """CPU runner of an attention instance.
-
-    A request with a seed draws random numbers in every step, also while its prompt is still read in
-    chunks. vLLM takes those back by the generator's offset, which CPU generators do not have: it
-    raises, and the engine ends (gpu_model_runner.py: _bookkeeping_sync). Here they are taken back
-    by the generator's state, so that a seed gives the same answer however the prompt is cut.
-    """
-
-    def _sample(
-        self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None
-    ) -> SamplerOutput:
-        generators = self.input_batch.generators
-        kept = [(g, g.get_state()) for i, g in generators.items() if self._still_prefilling(i)]
-        output = super()._sample(logits, spec_decode_metadata)
-        for generator, state in kept:
-            generator.set_state(state)
-        return output
-
-    def _bookkeeping_sync(
-        self,
-        scheduler_output: SchedulerOutput,
-        sampler_output: SamplerOutput,
-        logits: torch.Tensor | None,
-        hidden_states: torch.Tensor,
-        num_scheduled_tokens: int,
-    ) -> tuple:
-        generators = self.input_batch.generators
-        self.input_batch.generators = {
-            i: g for i, g in generators.items() if not self._still_prefilling(i)
-        }
-        try:
-            return super()._bookkeeping_sync(
-                scheduler_output, sampler_output, logits, hidden_states, num_scheduled_tokens
-            )
-        finally:
-            self.input_batch.generators = generators
-
-    def _still_prefilling(self, request: int) -> bool:
-        """Whether vLLM throws this step's token of the request (its index in the batch) away."""
-        return bool(self.discard_request_mask.np[request])
-
-
-class AfdGpuModelRunner(DisaggregatedRunner, GPUModelRunner):
-    """CUDA or ROCm runner of an attention instance."""

@@ -7,17 +7,21 @@ import sys
 from collections.abc import Iterator
 
 from torch import nn
+from vllm.config import VllmConfig
 
 from afd.control.client import ControlClient
 from afd.control.connect import client_for
 from afd.errors import AfdError
 from afd.metrics import RoleMetrics, Weights
 from afd.metrics_server import MetricsServer, serve_metrics
-from afd.resolve import Resolved, resolve
+from afd.resolve import Resolved, region_options, resolve
 from afd.roles import RoleSpec, load_role
 from afd.topology import PINNED_SPIN_US
+from afd.wire.streams_torch import make_streams, torch_device
 from afd_comm import Region, VerbsOptions
+from attention_worker.graphs import StepGraphs
 from attention_worker.remote import RemoteExperts
+from attention_worker.stream import StreamExperts
 
 logger = logging.getLogger("afd.attention")
 
@@ -40,6 +44,7 @@ class AttentionSession:
         role: RoleSpec,
         resolved: Resolved,
         control: ControlClient,
+        region: Region,
         remote: RemoteExperts,
         metrics: RoleMetrics,
         scraper: MetricsServer | None,
@@ -47,6 +52,7 @@ class AttentionSession:
         self._role = role
         self._resolved = resolved
         self._control = control
+        self._region = region
         self._metrics = metrics
         self._scraper = scraper
         self.remote = remote
@@ -76,7 +82,7 @@ class AttentionSession:
             resolved.slots.attention_region_slots,
             resolved.f2a.nbytes,
             name=role.id,
-            tcp_host=deployment.transport.tcp_host,
+            **region_options(deployment, deployment.attention.device),
             verbs=VerbsOptions(**verbs) if verbs else None,
         )
         if role.cpus:
@@ -90,7 +96,7 @@ class AttentionSession:
         )
         remote = RemoteExperts(resolved, role.index, region, control, metrics)
         logger.info("%s joined as generation %d (pid %d)", role.id, generation, os.getpid())
-        return cls(role, resolved, control, remote, metrics, scraper)
+        return cls(role, resolved, control, region, remote, metrics, scraper)
 
     def serve(self, model: nn.Module) -> None:
         """Attach the loaded model and wait for the FFN instances: vLLM's warm-up calls them."""
@@ -104,6 +110,21 @@ class AttentionSession:
         self.remote.connect(self._resolved.deployment.deadlines.start_s)
         model.attach(self.remote, self._resolved.model.moe_layers)
         self._control.set_state("ready")
+
+    def graphs(self, model: nn.Module, config: VllmConfig) -> StepGraphs:
+        """The attached model, with its decode steps replayed as graphs."""
+        device = torch_device(self._resolved.deployment.attention.device)
+        streams = make_streams(device)
+        return StepGraphs(
+            model,
+            config,
+            self.remote,
+            StreamExperts(self._resolved, self._role.index, self._region, streams),
+            self._region,
+            streams,
+            self._metrics,
+            self._resolved.deployment.deadlines.ffn_s,
+        )
 
     @property
     def max_depth(self) -> int:

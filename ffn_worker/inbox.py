@@ -5,9 +5,11 @@ from dataclasses import dataclass
 import torch
 
 from afd.resolve import Resolved
+from afd.schedule import split_rows
 from afd.wire.codecs_torch import DTYPE_OF_TAG
 from afd.wire.layout import TAG_OF_DTYPE
 from afd.wire.slot_torch import SlotView
+from afd.wire.streams_torch import slot_bytes
 from afd_comm import Header, Region
 
 
@@ -28,7 +30,7 @@ class Inbox:
         self._layout = resolved.a2f
         self._dtype = DTYPE_OF_TAG[TAG_OF_DTYPE[resolved.model.dtype]]
         self._views = [
-            SlotView(torch.from_numpy(region.buffer(slot)), resolved.a2f)
+            SlotView(slot_bytes(region, slot), resolved.a2f)
             for slot in range(resolved.slots.ffn_region_slots)
         ]
 
@@ -42,6 +44,15 @@ class Inbox:
         if header.nbytes != layout.message_bytes(header.rows):
             wanted = layout.message_bytes(header.rows)
             return f"{header.nbytes} bytes where {header.rows} rows make {wanted}"
+        return None
+
+    def problem_of_step(self, header: Header, max_depth: int) -> str | None:
+        """Why an announced step cannot be run, or None."""
+        if not 1 <= header.depth <= max_depth:
+            return f"a step of depth {header.depth} where 1 to {max_depth} were agreed"
+        parts = split_rows(header.rows, header.depth)
+        if min(parts) < 1 or max(parts) > self._layout.capacity:
+            return f"a step of {header.rows} rows in {header.depth} micro-batches"
         return None
 
     def read(self, slots: list[int], rows: list[int]) -> Rows:

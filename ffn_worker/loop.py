@@ -12,18 +12,18 @@ import logging
 import time
 from collections.abc import Sequence
 
-import torch
-
 from afd.control.client import ControlClient
 from afd.metrics import Direction, RoleMetrics, Stage
 from afd.resolve import Resolved
 from afd.schedule import Position, walk
-from afd.wire.codecs_torch import encode
 from afd.wire.layout import Kind
+from afd.wire.streams_torch import make_streams, settle
 from afd_comm import Header, PeerTrace, Region, Status, make_flag
+from ffn_worker.answers import Answers
 from ffn_worker.inbox import Inbox
 from ffn_worker.model import FfnModel
-from ffn_worker.peers import Arrival, Peer, PeerTable
+from ffn_worker.peers import Announced, Arrival, Peer, PeerTable
+from ffn_worker.steps import StreamSteps
 
 logger = logging.getLogger("afd.ffn")
 
@@ -50,7 +50,9 @@ class FfnLoop:
         self._model = model
         self._metrics = metrics
         self._inbox = Inbox(region, resolved)
-        self._table = PeerTable(resolved, index)
+        self._table = PeerTable(resolved, index, region.device)
+        streams = make_streams(model.device)
+        self._steps = StreamSteps(resolved, region, self._inbox, self._table, model, streams)
         if resolved.deployment.transport.trace:
             for i in range(resolved.deployment.attention.instances):
                 trace = PeerTrace()
@@ -69,13 +71,17 @@ class FfnLoop:
             self._table.reconcile(self._control.members, self._control.generation)
             self._metrics.peers_up = len(self._table.peers)
             arrivals = self._next_step()
-            if arrivals:
+            if not arrivals:
+                self._steps.forget(self._table.sessions)
+            elif arrivals[0].rows:
+                self._run_on_streams(arrivals)
+            else:
                 self._run_step(arrivals)
 
     def _next_step(self) -> list[Arrival]:
         """Instances that take part in the next step; empty when nothing came for a while."""
         peers = self._table.peers
-        if not self._wait_for_any(peers, _IDLE_US):
+        if not any(p.announced for p in peers) and not self._wait_for_any(peers, _IDLE_US):
             time.sleep(_PAUSE_S)  # without live peers the wait returns at once
             return []
         arrived = self._arrivals(peers)
@@ -90,7 +96,8 @@ class FfnLoop:
             if not awaited or left_us <= 0 or not self._wait_for_any(awaited, left_us):
                 break
             arrived = [a for a in self._arrivals(peers) if a.start == self._first]
-        return arrived
+        # A graph cannot wait for messages of the host, so a step has arrivals of one kind.
+        return [a for a in arrived if a.rows] or arrived
 
     @property
     def _first(self) -> Position:
@@ -100,16 +107,21 @@ class FfnLoop:
         pairs = [(p, mb) for p in peers for mb in range(self._max_depth + 1)]
         slots = [self._table.slot(p, mb) for p, mb in pairs]
         flags = [self._table.next_flag(p, mb) for p, mb in pairs]
+        # The control slot may show its second next message already: see _read_control.
+        slots += [self._table.slot(p, self._max_depth) for p in peers]
+        flags += [self._table.next_flag(p, self._max_depth, ahead=2) for p in peers]
         return self._region.wait_any(slots, flags, timeout_us) >= 0
 
     def _arrivals(self, peers: Sequence[Peer]) -> list[Arrival]:
-        """What has arrived and was not taken yet: each peer's earliest message. Takes leaves."""
+        """What has arrived and was not taken yet: each peer's earliest message. Takes leaves and
+        announcements."""
         arrivals = []
         for peer in peers:
-            control = self._table.slot(peer, self._max_depth)
-            while self._region.ready(control, self._table.next_flag(peer, self._max_depth)):
-                peer.seq[self._max_depth] += 1
-                peer.active = False
+            self._read_control(peer)
+            if peer.announced is not None:
+                step = peer.announced
+                arrivals.append(Arrival(peer, self._first, step.depth, step.rows))
+                continue
             heads = [
                 self._region.header(self._table.slot(peer, mb))
                 for mb in range(self._max_depth)
@@ -120,6 +132,44 @@ class FfnLoop:
                 start = Position(first.layer, first.micro_batch)
                 arrivals.append(Arrival(peer, start, first.depth))
         return arrivals
+
+    def _read_control(self, peer: Peer) -> None:
+        """Take what the peer said on its control slot.
+
+        An announcement may overwrite a leave that nobody has read yet, and nothing else is ever
+        overwritten: after an announcement the peer waits for the step. So of two the second counts.
+        """
+        mb = self._max_depth
+        slot = self._table.slot(peer, mb)
+        for ahead in (1, 2):
+            flag = self._table.next_flag(peer, mb, ahead)
+            if not self._region.ready(slot, flag):
+                continue
+            header = self._region.header(slot)
+            if not self._region.ready(slot, flag):
+                continue  # overwritten while it was read
+            peer.seq[mb] += ahead
+            peer.active = header.kind == Kind.STEP
+            if header.kind == Kind.STEP:
+                problem = self._inbox.problem_of_step(header, self._max_depth)
+                if problem is not None:
+                    logger.error("%s announced %s; dropped until it restarts", peer.id, problem)
+                    self._table.drop(peer)
+                    return
+                peer.announced = Announced(header.rows, header.depth)
+            return
+
+    def _run_on_streams(self, arrivals: list[Arrival]) -> None:
+        """An announced step: the host starts it and watches that it ends."""
+        for arrival in arrivals:
+            arrival.peer.active = True
+            arrival.peer.announced = None
+        for peer, status in self._steps.run(arrivals, self._late_us):
+            # Its stream and ours disagree about the doorbells from here on.
+            logger.error("%s is %s in a step; dropped until it restarts", peer.id, status.name)
+            self._metrics.late_peers += 1
+            self._table.drop(peer)
+        self._metrics.steps[max(a.depth for a in arrivals)] += 1
 
     def _run_step(self, arrivals: list[Arrival]) -> None:
         """All expert calls of one step, in the order in which the attention side posts them."""
@@ -177,30 +227,20 @@ class FfnLoop:
         slots = [self._table.slot(p, position.micro_batch) for p in peers]
         batch = self._inbox.read(slots, rows)
         out = self._model.forward(position.layer, batch.x, batch.ids, batch.weights)
-        payload, scales = encode(out, self._resolved.f2a.tag)
+        answers = Answers.of(out, self._resolved.f2a)
+        settle(out.device)  # the host posts them
         done = time.monotonic()
         self._observe(started, done, sum(rows))
         offset = 0
         for peer, header in zip(peers, headers, strict=True):
-            rows_of_peer = slice(offset, offset + header.rows)
+            self._answer(peer, position, header, answers.parts(offset, header.rows))
             offset += header.rows
-            peer_scales = None if scales is None else scales[rows_of_peer]
-            self._answer(peer, position, header, payload[rows_of_peer], peer_scales)
         self._free_since = time.monotonic()
 
     def _answer(
-        self,
-        peer: Peer,
-        position: Position,
-        header: Header,
-        payload: torch.Tensor,
-        scales: torch.Tensor | None,
+        self, peer: Peer, position: Position, header: Header, parts: list[tuple[int, int, int]]
     ) -> None:
         mb = position.micro_batch
-        parts = [(0, payload.data_ptr(), payload.nbytes)]
-        if scales is not None:
-            offset = self._resolved.f2a.scales_offset
-            parts.append((offset, scales.data_ptr(), scales.nbytes))
         slot = self._resolved.slots.to_attention(self._model.index, mb)
         flag = make_flag(peer.session, peer.seq[mb])
         status = peer.link.post(

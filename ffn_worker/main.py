@@ -11,9 +11,10 @@ import torch
 from afd.control.connect import client_for
 from afd.metrics import RoleMetrics, Weights
 from afd.metrics_server import serve_metrics
-from afd.resolve import Resolved, resolve
+from afd.resolve import Resolved, region_options, resolve
 from afd.roles import RoleSpec
 from afd.topology import PINNED_SPIN_US
+from afd.wire.streams_torch import torch_device
 from afd_comm import Region, VerbsOptions
 from ffn_worker.loop import FfnLoop
 from ffn_worker.model import FfnModel, load_ffn_model
@@ -27,6 +28,7 @@ def run_ffn(role: RoleSpec) -> None:
     Raises:
         ConfigError, HandshakeRefused, DeadlineExceeded: one sentence with cause and remedy.
     """
+    os.environ |= role.gpu_environment(os.environ)  # before CUDA is first used
     torch.set_num_threads(role.threads)
     if role.cpus:
         os.sched_setaffinity(0, role.cpus)
@@ -39,12 +41,16 @@ def run_ffn(role: RoleSpec) -> None:
     if deployment.metrics.enabled:
         host = deployment.transport.host
         metrics_url = serve_metrics(metrics, host, role.metrics_port).url
+    device = torch_device(deployment.ffn.device)
+    if device.type != "cpu":
+        torch.cuda.set_device(device)
+        torch.cuda.set_stream(torch.cuda.Stream(device))  # the default one cannot be captured
     verbs = deployment.transport.verbs_keywords("ffn")
     region = Region(
         resolved.slots.ffn_region_slots,
         resolved.a2f.nbytes,
         name=role.id,
-        tcp_host=deployment.transport.tcp_host,
+        **region_options(deployment, deployment.ffn.device),
         verbs=VerbsOptions(**verbs) if verbs else None,
     )
     if role.cpus:
@@ -89,6 +95,7 @@ def _load(role: RoleSpec, resolved: Resolved, metrics: RoleMetrics) -> FfnModel:
         instances=resolved.contract.ffn_instances,
         index=role.index,
         backend=resolved.deployment.ffn.backend,
+        device=torch_device(resolved.deployment.ffn.device),
         progress=progress,
     )
     metrics.weights_held_bytes[Weights.EXPERT] = model.weight_bytes

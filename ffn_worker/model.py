@@ -12,6 +12,7 @@ from afd.topology import expert_ranges, shared_slice
 from ffn_worker.loader import DTYPES, LayerWeights, Progress, Shard, load_shard
 from ffn_worker.moe import BACKENDS, Linear, choose_backend
 
+_CPU = torch.device("cpu")
 SharedExpert = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -36,6 +37,7 @@ class FfnModel:
         layers: weights by global layer number; consumed (emptied), so that repacking them does
             not hold two copies of everything.
         backend: a name of `ffn_worker.moe.BACKENDS`, or "auto".
+        device: where the weights are kept and the experts computed.
 
     Raises:
         ConfigError: the backend is unknown or cannot run here, or a layer is missing.
@@ -49,14 +51,16 @@ class FfnModel:
         *,
         backend: str = "auto",
         index: int = 0,
+        device: torch.device = _CPU,
     ) -> None:
         self.model = model
+        self.device = device
         self.shard = shard
         self.index = index
         self.dtype = DTYPES[model.dtype]
         self.weight_bytes = 0
         self.backend_name = choose_backend(
-            backend, self.dtype, model.hidden, model.moe_intermediate
+            backend, self.dtype, model.hidden, model.moe_intermediate, device
         )
         self._backend = BACKENDS[self.backend_name](shard.experts, model.num_experts)
         self._shared: dict[int, SharedExpert] = {}
@@ -68,12 +72,27 @@ class FfnModel:
     def _add(self, layer: int, weights: LayerWeights) -> None:
         tensors = (weights.w13, weights.w2, weights.shared_gate_up, weights.shared_down)
         self.weight_bytes += sum(t.nbytes for t in tensors if t is not None)
-        self._backend.prepare(layer, weights.w13, weights.w2)
+        there = self.device
+        self._backend.prepare(layer, weights.w13.to(there), weights.w2.to(there))
         if weights.shared_gate_up is not None and weights.shared_down is not None:
             self._shared[layer] = _shared_expert(
-                self._backend.linear(weights.shared_gate_up),
-                self._backend.linear(weights.shared_down),
+                self._backend.linear(weights.shared_gate_up.to(there)),
+                self._backend.linear(weights.shared_down.to(there)),
             )
+
+    @property
+    def capturable(self) -> bool:
+        """Whether :meth:`forward` may be captured in a graph: no host wait, no data-dependent
+        shape."""
+        return self._backend.capturable
+
+    def warm_up(self, rows: int) -> None:
+        """One call of ``rows`` rows, so that its kernels are compiled and chosen."""
+        layer, kinds = self.model.moe_layers[0], self.model.top_k
+        x = torch.zeros((rows, self.model.hidden), dtype=self.dtype, device=self.device)
+        ids = torch.arange(rows * kinds, dtype=torch.int32, device=self.device)
+        ids = (ids % self.model.num_experts).view(rows, kinds)
+        self.forward(layer, x, ids, torch.ones_like(ids, dtype=torch.float32))
 
     @torch.inference_mode()
     def forward(
@@ -121,11 +140,12 @@ def load_ffn_model(
     instances: int,
     index: int,
     backend: str = "auto",
+    device: torch.device = _CPU,
     threads: int = 4,
     progress: Progress | None = None,
 ) -> FfnModel:
     """Loads and prepares FFN instance `index` of `instances`. Raises ConfigError (see parts)."""
-    choose_backend(backend, DTYPES[model.dtype], model.hidden, model.moe_intermediate)
+    choose_backend(backend, DTYPES[model.dtype], model.hidden, model.moe_intermediate, device)
     shard = shard_of(model, instances, index)
     loaded = load_shard(path, family, model, shard, threads=threads, progress=progress)
-    return FfnModel(model, shard, loaded.layers, backend=backend, index=index)
+    return FfnModel(model, shard, loaded.layers, backend=backend, index=index, device=device)

@@ -1,5 +1,7 @@
 """Sessions of an FFN instance with the attention instances it serves."""
 
+from __future__ import annotations
+
 import logging
 from dataclasses import dataclass
 
@@ -18,6 +20,7 @@ class Peer:
 
     seq: per slot, the sequence number of the last message taken from it; the answer to a message
     carries the message's own number. active: has taken part and not left the epoch since.
+    announced: the step it has announced and not begun yet.
     """
 
     id: str
@@ -26,23 +29,38 @@ class Peer:
     link: Link
     seq: list[int]
     active: bool = False
+    announced: Announced | None = None
+
+
+@dataclass(frozen=True)
+class Announced:
+    """A step that a peer's streams will run: its rows, and how many micro-batches they make."""
+
+    rows: int
+    depth: int
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A message that begins a peer's part of a step: where it starts and how deep it runs."""
+    """A message that begins a peer's part of a step: where it starts and how deep it runs.
+
+    rows: of the whole step if it was announced; 0 where every message says its own.
+    """
 
     peer: Peer
     start: Position
     depth: int
+    rows: int = 0
 
 
 class PeerTable:
     """Follows the membership: links to attention instances that come, forgets those that go."""
 
-    def __init__(self, resolved: Resolved, index: int) -> None:
+    def __init__(self, resolved: Resolved, index: int, device: str) -> None:
+        """device: of our region, as afd_comm names it; answers are written from there."""
         self._resolved = resolved
         self._index = index
+        self._device = device
         self._seen = (-1, -1)
         self._peers: dict[str, Peer] = {}
 
@@ -74,9 +92,13 @@ class PeerTable:
     def slot(self, peer: Peer, micro_batch: int) -> int:
         return self._resolved.slots.to_ffn(peer.index, micro_batch)
 
-    def next_flag(self, peer: Peer, micro_batch: int) -> int:
+    def next_flag(self, peer: Peer, micro_batch: int, ahead: int = 1) -> int:
         """Doorbell value of the next message in the peer's slot of this micro-batch."""
-        return make_flag(peer.session, peer.seq[micro_batch] + 1)
+        return make_flag(peer.session, peer.seq[micro_batch] + ahead)
+
+    @property
+    def sessions(self) -> set[int]:
+        return {peer.session for peer in self._peers.values()}
 
     def _join(self, member: Member, number: int) -> None:
         transport = self._resolved.deployment.transport
@@ -87,6 +109,7 @@ class PeerTable:
                 backend=transport.backend,
                 slots=self._resolved.slots.attention_claim(self._index),
                 timeout_us=5_000_000,
+                device=self._device,
                 trace=transport.trace,
                 verbs=VerbsOptions(**verbs) if verbs else None,
             )

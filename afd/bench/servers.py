@@ -87,12 +87,15 @@ def colocated(
     kv_cache_gib: float = 1.0,
     vllm_args: Sequence[str] = (),
     compiled: bool = False,
+    gpu: int | None = None,
     deadline_s: float = 240.0,
 ) -> Iterator[Server]:
-    """Plain vLLM on CPU with the same settings as an attention instance, without our plugin.
+    """Plain vLLM with the same settings as an attention instance, without our plugin.
 
     Args:
-        compiled: with torch.compile, vLLM's default; False runs eagerly, as attention instances do.
+        compiled: vLLM's default of torch.compile and CUDA graphs; False runs eagerly, as attention
+            instances do.
+        gpu: index of the GPU it runs on; None: on CPU.
         cpus: cores its computing threads are bound to; () leaves the choice to vLLM.
     """
     family, _ = read_model(model)
@@ -111,21 +114,23 @@ def colocated(
         f"--max-num-batched-tokens={max_num_batched_tokens}",
         f"--kv-cache-memory-bytes={int(kv_cache_gib * 2**30)}",
         "--disable-uvicorn-access-log",
-        "--distributed-executor-backend=uni",
         *([] if compiled else ["--enforce-eager"]),
-        *family.cpu_args,
+        *(["--distributed-executor-backend=uni", *family.cpu_args] if gpu is None else []),
         *vllm_args,
     ]
     environment = {
         **os.environ,
-        **family.cpu_env,
         "VLLM_PLUGINS": "",
         "VLLM_USE_V2_MODEL_RUNNER": "0",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "TORCHDYNAMO_DISABLE": "0" if compiled else "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
+    if gpu is None:
+        environment |= family.cpu_env
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        environment["TORCHDYNAMO_DISABLE"] = "0" if compiled else "1"
+    else:
+        environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
     if cpus:
         environment["OMP_NUM_THREADS"] = str(len(cpus))
         environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cpus))

@@ -28,7 +28,8 @@ class Kind(enum.IntEnum):
     """What a message means to the FFN loop."""
 
     DATA = 0
-    LEAVE = 1
+    LEAVE = 1  # on the control slot: nothing is coming until further notice
+    STEP = 2  # on the control slot: a step of `rows` rows follows whose doorbells streams ring
 
 
 @dataclass(frozen=True)

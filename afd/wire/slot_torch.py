@@ -1,5 +1,7 @@
 """Slot memory as tensors, on either side of the wire."""
 
+from collections.abc import Sequence
+
 import torch
 
 from afd.wire.codecs_torch import DTYPE_OF_TAG, SCALE_DTYPE, dequantise_fp8, dequantise_mxfp4
@@ -38,3 +40,16 @@ class SlotView:
         if self.tag == Tag.E2M1:
             return dequantise_mxfp4(payload, self.scales[:rows], dtype)
         return dequantise_fp8(payload, self.scales[:rows], dtype)
+
+
+def sum_of_parts(views: Sequence[SlotView], rows: int, dtype: torch.dtype) -> torch.Tensor:
+    """What the FFN instances of one micro-batch answered, added up in float32: [rows, hidden].
+
+    One answer that is not encoded is the slot's own memory, valid until the slot is written again.
+    """
+    if len(views) == 1:
+        return views[0].decode(rows, dtype)
+    total = views[0].decode(rows, torch.float32)
+    for view in views[1:]:
+        total += view.decode(rows, torch.float32)
+    return total.to(dtype)

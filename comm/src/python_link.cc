@@ -60,9 +60,11 @@ Message message_of(uint32_t slot, uint64_t flag, int32_t layer, int32_t micro_ba
 Status enqueue(Link& link, uint64_t stream, uint32_t slot, uint64_t flag, int32_t layer,
                int32_t micro_batch, int32_t rows, int32_t depth, int32_t kind, int32_t dtype,
                int64_t step, nb::list parts) {
-  return link.enqueue(
-      reinterpret_cast<Stream>(static_cast<uintptr_t>(stream)),
-      message_of(slot, flag, layer, micro_batch, rows, depth, kind, dtype, step, parts));
+  const Message message =
+      message_of(slot, flag, layer, micro_batch, rows, depth, kind, dtype, step, parts);
+  // A driver whose launch queue is full waits for the stream, and so for a peer.
+  const nb::gil_scoped_release release;
+  return link.enqueue(reinterpret_cast<Stream>(static_cast<uintptr_t>(stream)), message);
 }
 
 Status post(Link& link, uint32_t slot, uint64_t flag, int32_t layer, int32_t micro_batch,

@@ -114,6 +114,8 @@ Stream as_stream(uint64_t stream) {
 
 void enqueue_wait(Region& region, uint64_t stream, nb::list slots, nb::list flags, bool reset) {
   AwaitedList awaited(region, slots, flags);
+  // A driver whose launch queue is full waits for the stream, and so for a peer.
+  const nb::gil_scoped_release release;
   region.enqueue_wait(as_stream(stream), awaited.data(), awaited.size(), reset);
 }
 

@@ -9,6 +9,7 @@ from ffn_worker.moe.reference import ReferenceBackend
 from ffn_worker.moe.torch_grouped import TorchBackend
 from ffn_worker.moe.triton import TritonBackend
 from ffn_worker.moe.vllm_cpu import VllmCpuBackend
+from ffn_worker.moe.vllm_cuda import VllmCudaBackend
 
 __all__ = ["AUTO_ORDER", "BACKENDS", "Linear", "MoeBackend", "choose_backend"]
 
@@ -16,28 +17,38 @@ BACKENDS: dict[str, type[MoeBackend]] = {
     "reference": ReferenceBackend,
     "torch": TorchBackend,
     "vllm_cpu": VllmCpuBackend,
+    "vllm_cuda": VllmCudaBackend,
     "aiter": AiterBackend,
     "triton": TritonBackend,
 }
-AUTO_ORDER = ("vllm_cpu", "torch")
+AUTO_ORDER = ("vllm_cpu", "vllm_cuda", "torch")
+_CPU = torch.device("cpu")
 
 
-def choose_backend(name: str, dtype: torch.dtype, hidden: int, intermediate: int) -> str:
+def choose_backend(
+    name: str, dtype: torch.dtype, hidden: int, intermediate: int, device: torch.device = _CPU
+) -> str:
     """Name of the backend to use; "auto" takes the first of AUTO_ORDER that can run.
 
     Args:
         dtype: serving dtype; hidden, intermediate: H and I of the routed experts.
+        device: where it is to run.
 
     Raises:
         ConfigError: unknown name, or the named backend cannot run here.
     """
+
+    def problem(backend: type[MoeBackend]) -> str | None:
+        if device.type not in backend.devices:
+            return f"it runs on {' and '.join(backend.devices)}, not on {device.type}"
+        return backend.unavailable(dtype, hidden, intermediate)
+
     if name == "auto":
-        usable = (n for n in AUTO_ORDER if not BACKENDS[n].unavailable(dtype, hidden, intermediate))
-        return next(usable)
+        return next(n for n in AUTO_ORDER if problem(BACKENDS[n]) is None)
     if name not in BACKENDS:
         known = ", ".join(("auto", *BACKENDS))
         raise ConfigError(f"MoE backend {name!r} is not known; use one of {known}")
-    reason = BACKENDS[name].unavailable(dtype, hidden, intermediate)
+    reason = problem(BACKENDS[name])
     if reason is not None:
         raise ConfigError(f"MoE backend {name} cannot run: {reason}; use the backend torch")
     return name

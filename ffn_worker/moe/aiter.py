@@ -61,6 +61,8 @@ class AiterBackend(MoeBackend):
         ConfigError: no ROCm device of these, or MXFP4 on gfx942, which has no FP4 instructions.
     """
 
+    devices = ("cuda",)
+
     def __init__(
         self,
         experts: tuple[int, int],

@@ -21,6 +21,11 @@ class MoeBackend(ABC):
         num_experts: routed experts of the model; None: up to the end of the range.
     """
 
+    capturable = False
+    """Whether ``forward`` may be captured in a CUDA graph."""
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    """Device types it runs on, as torch names them."""
+
     def __init__(self, experts: tuple[int, int], num_experts: int | None = None) -> None:
         start, end = experts
         if not 0 <= start < end:

@@ -53,6 +53,8 @@ class TritonBackend(MoeBackend):
         tag: format of the weights, which are quantised on ``prepare``; None: the serving dtype.
     """
 
+    devices = ("cuda",)
+
     def __init__(
         self, experts: tuple[int, int], num_experts: int | None = None, *, tag: Tag | None = None
     ) -> None:

@@ -67,6 +67,8 @@ def kernel_isa(dtype: torch.dtype, hidden: int, intermediate: int) -> str | None
 class VllmCpuBackend(MoeBackend):
     """Bit-identical to colocated vLLM when all experts are local (one FFN instance)."""
 
+    devices = ("cpu",)
+
     def __init__(self, experts: tuple[int, int], num_experts: int | None = None) -> None:
         super().__init__(experts, num_experts)
         reason = load_operators()

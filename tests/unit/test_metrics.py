@@ -75,6 +75,7 @@ def samples(metrics: RoleMetrics) -> dict[tuple[str, tuple[tuple[str, str], ...]
 def exported_names() -> set[str]:
     """Sample names of everything a deployment of ours exports, gateway included."""
     made = [RoleMetrics("attention"), RoleMetrics("ffn")]
+    made[0].graph_steps[1] = 1  # exported where a GPU has replayed one
     for metrics in made:
         metrics.wire_traces["peer-0"] = FakeTrace()
     roles = {name for metrics in made for name, _ in samples(metrics)}

@@ -5,146 +5,14 @@ Every answer is compared with the reference experts computed locally on the same
 
 import threading
 import time
-from dataclasses import dataclass
 
 import msgspec
 import pytest
-import torch
 from fake_verbs import built_fake
+from remote_support import DEPTH, Deployed, random_rows, reference_model, run_step
 
-from afd.config import Deployment
-from afd.control.messages import Member, Members
 from afd.errors import CapacityExceeded, DeadlineExceeded
-from afd.metrics import RoleMetrics, Stage
-from afd.resolve import Resolved, resolve
-from afd_comm import Region, VerbsOptions
-from attention_worker.remote import RemoteExperts
-from ffn_worker.loop import FfnLoop
-from ffn_worker.model import load_ffn_model
-
-DEPTH = 3
-
-
-class Registry:
-    """Membership that the test writes by hand."""
-
-    def __init__(self):
-        self.members = Members(0, ())
-
-    def set(self, *members: Member) -> None:
-        ordered = sorted(members, key=lambda m: (m.role, m.index))
-        self.members = Members(self.members.version + 1, tuple(ordered))
-
-
-@dataclass
-class FakeControl:
-    """What a role sees of the registry, in the place of a ControlClient."""
-
-    registry: Registry
-    generation: int
-
-    @property
-    def members(self) -> Members:
-        return self.registry.members
-
-    def wait_for(self, predicate, *, deadline_s, what):
-        end = time.monotonic() + deadline_s
-        while not predicate(self.members):
-            if time.monotonic() > end:
-                raise DeadlineExceeded(f"{what} did not come")
-            time.sleep(0.01)
-        return self.members
-
-
-class Deployed:
-    """x attention clients and y FFN loops on threads."""
-
-    def __init__(self, checkpoint, x, y, **sections):
-        self.deployment = Deployment.from_plain(
-            {
-                "model": str(checkpoint),
-                "served_model_name": "m",
-                "attention": {"instances": x, "dtype": "float32", "max_num_batched_tokens": 64},
-                "ffn": {"instances": y, **sections.pop("ffn", {})},
-                "pipeline": {"depth": DEPTH, "min_rows": 1},
-                "deadlines": {"ffn_s": 10.0},
-                **sections,
-            }
-        )
-        self.resolved: Resolved = resolve(self.deployment)
-        self.registry = Registry()
-        self.generation = 100
-        self.loops, self.threads, self.regions = {}, {}, {}
-        self.members: dict[str, Member] = {}
-        for j in range(y):
-            self.start_ffn(j)
-        self.clients = [self.client(i) for i in range(x)]
-
-    def member(self, role, index, region):
-        self.generation += 1
-        member = Member(
-            role=role,
-            index=index,
-            generation=self.generation,
-            addresses=tuple(region.addresses),
-            api_url="",
-            metrics_url="",
-            pid=0,
-            state="ready",
-        )
-        self.members[member.id] = member
-        self.registry.set(*self.members.values())
-        return member
-
-    def region(self, role, slots, nbytes, index):
-        verbs = self.deployment.transport.verbs_keywords(role)
-        options = VerbsOptions(**verbs) if verbs else None
-        return Region(slots, nbytes, name=f"{role}-{index}", verbs=options)
-
-    def start_ffn(self, j):
-        r = self.resolved
-        region = self.region("ffn", r.slots.ffn_region_slots, r.a2f.nbytes, j)
-        member = self.member("ffn", j, region)
-        model = load_ffn_model(
-            r.deployment.model,
-            r.family,
-            r.model,
-            instances=r.contract.ffn_instances,
-            index=j,
-            backend="reference",
-        )
-        metrics = RoleMetrics("ffn")
-        control = FakeControl(self.registry, member.generation)
-        loop = FfnLoop(r, j, region, control, model, metrics)
-        thread = threading.Thread(target=loop.run, daemon=True)
-        self.loops[j], self.threads[j], self.regions[j] = loop, thread, region
-        thread.start()
-
-    def stop_ffn(self, j):
-        self.loops[j].stopping = True
-        self.regions[j].wake()
-        self.threads[j].join(5)
-        for peer in self.loops[j]._table.peers:
-            peer.link.close()
-        self.regions[j].close()
-        del self.members[f"ffn-{j}"]
-        self.registry.set(*self.members.values())
-
-    def client(self, i):
-        r = self.resolved
-        region = self.region("attention", r.slots.attention_region_slots, r.f2a.nbytes, i)
-        member = self.member("attention", i, region)
-        control = FakeControl(self.registry, member.generation)
-        client = RemoteExperts(r, i, region, control, RoleMetrics("attention"))
-        client.connect(5.0)
-        return client
-
-    def close(self):
-        for j in list(self.loops):
-            if f"ffn-{j}" in self.members:
-                self.stop_ffn(j)
-        for client in self.clients:
-            client.close()
+from afd.metrics import Stage
 
 
 @pytest.fixture
@@ -162,52 +30,7 @@ def deploy(tiny_models):
 
 @pytest.fixture
 def reference(tiny_models):
-    def make(family):
-        deployment = Deployment.from_plain(
-            {
-                "model": str(tiny_models(family)),
-                "served_model_name": "m",
-                "attention": {"dtype": "float32"},
-            }
-        )
-        r = resolve(deployment)
-        return load_ffn_model(
-            deployment.model, r.family, r.model, instances=1, index=0, backend="reference"
-        )
-
-    return make
-
-
-def random_rows(resolved, rows, seed):
-    g = torch.Generator().manual_seed(seed)
-    model = resolved.model
-    x = torch.randn(rows, model.hidden, generator=g)
-    scores = torch.rand(rows, model.num_experts, generator=g)
-    weights, ids = scores.topk(model.top_k, dim=-1)
-    return x, ids.int().contiguous(), weights.contiguous()
-
-
-def run_step(client, resolved, reference, sizes, seed, pause=0.0):
-    """One step through all layers with len(sizes) micro-batches; checks every answer."""
-    client.begin_step(len(sizes))
-    sent = {}
-    for layer in resolved.model.moe_layers:
-        for mb, rows in enumerate(sizes):
-            if mb in sent:
-                check(client, reference, mb, sent.pop(mb))
-            x, ids, weights = random_rows(resolved, rows, hash((seed, layer, mb)) % 2**31)
-            client.send(layer, mb, x, ids, weights)
-            sent[mb] = (layer, x, ids, weights)
-            time.sleep(pause)
-    for mb in list(sent):
-        check(client, reference, mb, sent.pop(mb))
-    client.end_step()
-
-
-def check(client, reference, mb, sent):
-    layer, x, ids, weights = sent
-    expected = reference.forward(layer, x, ids, weights)
-    torch.testing.assert_close(client.recv(mb), expected, rtol=1e-5, atol=1e-5)
+    return lambda family: reference_model(tiny_models(family))
 
 
 @pytest.mark.parametrize("x,y", [(1, 1), (2, 1), (1, 2), (2, 2), (3, 2)])

@@ -1,0 +1,86 @@
+"""What both workers need of a device: slots as tensors, and the streams that a step runs on."""
+
+from typing import Protocol
+
+import torch
+
+
+class Payloads(Protocol):
+    """What is asked of an ``afd_comm.Region`` here."""
+
+    @property
+    def slot_bytes(self) -> int: ...
+
+    def view(self, slot: int) -> object:
+        """By DLPack uint8 [1, slot stride]."""
+
+
+def torch_device(name: str) -> torch.device:
+    """Device of a worker: "cpu", or the first visible GPU (torch calls AMD's cuda as well)."""
+    return torch.device("cpu") if name == "cpu" else torch.device(name, 0)
+
+
+def slot_bytes(region: Payloads, slot: int) -> torch.Tensor:
+    """The slot's payload as uint8 [slot_bytes] where it is, host or device; no copy."""
+    return torch.from_dlpack(region.view(slot))[0, : region.slot_bytes]
+
+
+def settle(device: torch.device) -> None:
+    """Return when everything that the current stream was given is done; for what the host posts."""
+    if device.type != "cpu":
+        torch.cuda.current_stream(device).synchronize()
+
+
+class Streams(Protocol):
+    """A stream that computes and one that copies behind it, as the transport takes them."""
+
+    @property
+    def compute(self) -> int:
+        """Address of the stream that kernels go to."""
+
+    @property
+    def copy(self) -> int: ...
+
+    def fork(self) -> None:
+        """What ``copy`` gets from now on starts after all that ``compute`` was given so far."""
+
+    def join(self) -> None:
+        """What ``compute`` gets from now on starts after all that ``copy`` was given so far."""
+
+
+class HostStreams:
+    """Device cpu: an operation is done when its call returns, so there is nothing to order."""
+
+    compute = 0
+    copy = 0
+
+    def fork(self) -> None: ...
+
+    def join(self) -> None: ...
+
+
+class CudaStreams:
+    """The current stream, and one of our own beside it. May be captured: fork and join are edges
+    of the graph."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._copy = torch.cuda.Stream(device)
+
+    @property
+    def compute(self) -> int:
+        return torch.cuda.current_stream(self._device).cuda_stream
+
+    @property
+    def copy(self) -> int:
+        return self._copy.cuda_stream
+
+    def fork(self) -> None:
+        self._copy.wait_stream(torch.cuda.current_stream(self._device))
+
+    def join(self) -> None:
+        torch.cuda.current_stream(self._device).wait_stream(self._copy)
+
+
+def make_streams(device: torch.device) -> Streams:
+    return HostStreams() if device.type == "cpu" else CudaStreams(device)

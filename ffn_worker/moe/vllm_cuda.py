@@ -1,0 +1,82 @@
+"""Backend on vLLM's fused Triton experts: the kernels that colocated vLLM runs on the same GPU.
+
+Source, vLLM 0.26: model_executor/layers/fused_moe/fused_moe.py (`fused_experts`).
+"""
+
+import importlib.util
+from collections.abc import Callable
+
+import torch
+
+from ffn_worker.moe.base import MoeBackend
+
+
+def _fused_experts() -> Callable[..., torch.Tensor]:
+    # Imported when a GPU needs it: vLLM takes seconds to import, and no other backend uses it.
+    from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
+
+    return fused_experts
+
+
+class VllmCudaBackend(MoeBackend):
+    """Weights and rows in the serving dtype. Runs what colocated vLLM runs where one instance holds
+    all experts; where it does not, ids of other instances' experts are mapped to -1, which the
+    kernels skip.
+    """
+
+    capturable = True
+    devices = ("cuda",)
+
+    def __init__(self, experts: tuple[int, int], num_experts: int | None = None) -> None:
+        super().__init__(experts, num_experts)
+        self._holds_all = num_experts is not None and experts == (0, num_experts)
+        self._fused_experts = _fused_experts()
+        self._weights: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._map: torch.Tensor | None = None
+
+    @staticmethod
+    def unavailable(dtype: torch.dtype, hidden: int, intermediate: int) -> str | None:
+        if importlib.util.find_spec("vllm") is None:  # located, not imported
+            return "the package vllm is not installed"
+        if not torch.cuda.is_available():
+            return "torch sees no GPU"
+        if dtype not in (torch.bfloat16, torch.float16):
+            return f"its kernels take bfloat16 and float16, not {dtype}"
+        return None
+
+    def prepare(self, layer: int, w13: torch.Tensor, w2: torch.Tensor) -> None:
+        self._weights[layer] = (w13, w2)
+        if not self._holds_all and self._map is None:
+            # One entry more than there are local experts: where all other ids go.
+            self._map = torch.arange(self.end - self.start + 1, dtype=torch.int32)
+            self._map[-1] = -1
+            self._map = self._map.to(w13.device)
+
+    def forward(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+    ) -> torch.Tensor:
+        if x.shape[0] == 0:
+            return torch.empty_like(x)
+        w13, w2 = self._weights[layer]
+        count = self.end - self.start
+        if self._holds_all:
+            ids, experts = topk_ids, count
+        else:
+            ids, experts = local_ids(topk_ids, self.start, self.end), count + 1
+        return self._fused_experts(
+            x, w13, w2, topk_weights, ids, global_num_experts=experts, expert_map=self._map
+        )
+
+
+def local_ids(topk_ids: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    """Ids counted from ``start``; ``end - start`` for every pair whose expert is not local.
+
+    Args:
+        topk_ids: [rows, K] int32 global ids; negative ids are masked pairs.
+    """
+    is_local = (topk_ids >= start) & (topk_ids < end)
+    return torch.where(is_local, topk_ids - start, end - start).to(torch.int32)

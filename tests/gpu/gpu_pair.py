@@ -1,0 +1,185 @@
+"""An attention instance without vLLM, on the first GPU, against a real FFN instance on the second.
+
+Its layers only add: layer l takes the answer of the layer before and its own input, with fixed
+routing. So what a step computes can be compared with the same experts on one GPU.
+"""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from afd.config import Deployment
+from afd.control.connect import client_for
+from afd.launch.ports import free_ports
+from afd.metrics import RoleMetrics
+from afd.resolve import region_options, resolve
+from afd.roles import RoleSpec
+from afd.schedule import split_rows
+from afd.wire.streams_torch import CudaStreams
+from afd_comm import Region, Status
+from attention_worker.remote import RemoteExperts
+from attention_worker.stream import StreamExperts, Waits
+from ffn_worker.model import FfnModel, load_ffn_model
+
+DEVICE = torch.device("cuda", 0)
+START_S = 120.0
+
+
+class Pair:
+    """Control plane and FFN instance as processes; the attention side is the calling thread."""
+
+    def __init__(self, checkpoint: Path, folder: Path, **sections: dict[str, object]) -> None:
+        (port,) = free_ports(["127.0.0.1"])
+        deployment = Deployment.from_plain(
+            {
+                "model": str(checkpoint),
+                "served_model_name": "m",
+                "attention": {"device": "cuda", "dtype": "bfloat16", "max_num_batched_tokens": 512},
+                "ffn": {"device": "cuda", **sections.pop("ffn", {})},
+                "deadlines": {"ffn_s": 60.0, **sections.pop("deadlines", {})},
+                **sections,
+            }
+        )
+        self.resolved = resolve(deployment)
+        self._folder = folder
+        address = f"tcp://127.0.0.1:{port}"
+        self._specs = {
+            role: RoleSpec(role, 0, deployment, address) for role in ("control", "ffn", "attention")
+        }
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        for role in ("control", "ffn"):
+            self.start(role)
+        torch.cuda.set_device(DEVICE)
+        torch.cuda.set_stream(torch.cuda.Stream(DEVICE))
+        r = self.resolved
+        self.region = Region(
+            r.slots.attention_region_slots,
+            r.f2a.nbytes,
+            name="attention-0",
+            **region_options(deployment, "cuda"),
+        )
+        self.control = client_for(self._specs["attention"], r.contract)
+        self.control.join(addresses=tuple(self.region.addresses), deadline_s=START_S)
+        metrics = RoleMetrics("attention")
+        self.host = RemoteExperts(r, 0, self.region, self.control, metrics)
+        self.host.connect(START_S)
+        self.control.set_state("ready")
+        self.streams = CudaStreams(DEVICE)
+        self.stream = StreamExperts(r, 0, self.region, self.streams)
+
+    def start(self, role: str) -> None:
+        file = self._folder / f"{role}.json"
+        self._specs[role].save(file)
+        argv = [sys.executable, "-m", "afd.cli", role, "--role-file", str(file)]
+        with open(self._folder / f"{role}.log", "ab") as log:
+            self.processes[role] = subprocess.Popen(argv, stdout=log, stderr=log)
+
+    def log(self, role: str) -> str:
+        return (self._folder / f"{role}.log").read_text(errors="replace")
+
+    def signal(self, role: str, number: signal.Signals) -> None:
+        self.processes[role].send_signal(number)
+
+    def close(self) -> None:
+        self.control.leave()
+        self.control.close()
+        self.host.close()
+        for process in reversed(self.processes.values()):
+            process.send_signal(signal.SIGCONT)
+            process.terminate()
+            try:
+                process.wait(15)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+    def reference(self) -> FfnModel:
+        r = self.resolved
+        return load_ffn_model(
+            r.deployment.model,
+            r.family,
+            r.model,
+            instances=1,
+            index=0,
+            backend="torch",
+            device=DEVICE,
+        )
+
+
+class Step:
+    """A step of ``rows`` rows at one depth: fixed routing, inputs that may be overwritten."""
+
+    def __init__(self, pair: Pair, rows: int, depth: int, seed: int = 0) -> None:
+        model = pair.resolved.model
+        generator = torch.Generator(DEVICE).manual_seed(seed)
+        self.pair, self.rows, self.depth = pair, rows, depth
+        self.layers = model.moe_layers
+        self.x = torch.empty(rows, model.hidden, dtype=torch.bfloat16, device=DEVICE)
+        self.out = torch.zeros_like(self.x)
+        scores = torch.rand(
+            len(self.layers), rows, model.num_experts, device=DEVICE, generator=generator
+        )
+        weights, ids = (scores / scores.sum(-1, keepdim=True)).topk(model.top_k, dim=-1)
+        self.ids, self.weights = ids.int().contiguous(), weights.contiguous()
+        self.fill(seed)
+
+    def fill(self, seed: int) -> None:
+        generator = torch.Generator(DEVICE).manual_seed(seed)
+        self.x.copy_(torch.randn(self.x.shape, device=DEVICE, generator=generator))
+
+    def parts(self) -> list[slice]:
+        ends = torch.tensor(split_rows(self.rows, self.depth)).cumsum(0).tolist()
+        return [slice(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+
+    def run(self, experts: RemoteExperts | StreamExperts) -> None:
+        """All layers, as attention_worker.pipeline walks them."""
+        experts.begin_step(self.depth)
+        hidden = [self.x[part] for part in self.parts()]
+        for n, layer in enumerate(self.layers):
+            for mb, part in enumerate(self.parts()):
+                if n:
+                    hidden[mb] = experts.recv(mb) + self.x[part]
+                ids, weights = self.ids[n, part], self.weights[n, part]
+                experts.send(layer, mb, hidden[mb], ids, weights)
+        for mb, part in enumerate(self.parts()):
+            self.out[part] = experts.recv(mb)
+        experts.end_step()
+
+    def expected(self, model: FfnModel) -> torch.Tensor:
+        """What the run computes, layer by layer on one GPU: bfloat16 [rows, hidden]."""
+        answer = torch.zeros_like(self.x)
+        for n, layer in enumerate(self.layers):
+            answer = model.forward(layer, answer + self.x, self.ids[n], self.weights[n])
+        return answer
+
+    def error(self, model: FfnModel) -> float:
+        """Relative error of the last run, by the Euclidean norm."""
+        want = self.expected(model).float()
+        return float((self.out.float() - want).norm() / want.norm())
+
+
+class Graph:
+    """What attention_worker.graphs.StepGraphs does, without vLLM's wrapper."""
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.waits: Waits | None = None
+
+    def capture(self) -> None:
+        pair = self.step.pair
+        self.waits = pair.stream.record(pair.host.peers)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, stream=torch.cuda.current_stream()):
+            self.step.run(pair.stream)
+
+    def replay(self, timeout_s: float = 30.0) -> list[Status]:
+        """Announce, replay, wait; the statuses of the step's waits."""
+        pair = self.step.pair
+        assert self.waits is not None
+        pair.host.begin_step(self.step.depth)
+        pair.host.announce(self.step.rows)
+        self._graph.replay()
+        guard = pair.region.guard(pair.streams.compute, self.waits.slots, self.waits.flags)
+        return guard.wait(int(timeout_s * 1e6))

@@ -1,0 +1,92 @@
+"""Transport, graphs and recovery of a 1A1F deployment on two GPUs; the attention side is a stub."""
+
+import signal
+import time
+
+import pytest
+import torch
+from gpu_pair import Graph, Pair, Step
+
+from afd_comm import Status
+
+pytestmark = [
+    pytest.mark.multi_gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs"),
+]
+BF16, FP8 = 2e-2, 6e-2
+
+
+@pytest.fixture(params=["exact", "fp8"])
+def wire(request):
+    return request.param
+
+
+@pytest.fixture
+def make_pair(tiny_models, tmp_path):
+    made = []
+
+    def make(**sections):
+        made.append(Pair(tiny_models("qwen3_moe"), tmp_path, **sections))
+        return made[-1]
+
+    yield make
+    for pair in made:
+        print(pair.log("ffn")[-3000:])
+        pair.close()
+
+
+def test_host_and_graph_steps_compute_what_one_gpu_computes(make_pair, wire):
+    pair = make_pair(wire={"format": wire})
+    model = pair.reference()
+    limit = BF16 if wire == "exact" else FP8
+    for depth in (1, 2, 3):
+        step = Step(pair, 3 * depth + 8, depth, seed=depth)
+        step.run(pair.host)
+        assert step.error(model) < limit
+        graph = Graph(step)
+        graph.capture()
+        for seed in range(20):
+            step.fill(100 + seed)
+            step.out.zero_()
+            assert set(graph.replay()) == {Status.OK}
+            assert step.error(model) < limit
+    pair.host.leave()
+
+
+def test_a_killed_ffn_frees_the_stream_and_the_step_is_run_again(make_pair):
+    pair = make_pair()
+    model = pair.reference()
+    step = Step(pair, 24, 3)
+    graph = Graph(step)
+    graph.capture()
+    assert set(graph.replay()) == {Status.OK}
+    pair.signal("ffn", signal.SIGSTOP)  # in mid-step, from the attention side's view
+    pair.host.begin_step(3)
+    pair.host.announce(24)
+    graph._graph.replay()
+    guard = pair.region.guard(pair.streams.compute, graph.waits.slots, graph.waits.flags)
+    time.sleep(0.2)
+    assert not guard.done
+    pair.signal("ffn", signal.SIGKILL)
+    started = time.monotonic()
+    assert Status.PEER_GONE in guard.wait(30_000_000)
+    assert time.monotonic() - started < 2.0
+    pair.processes["ffn"].wait(10)
+    pair.start("ffn")
+    pair.host.renew([0])
+    graph = Graph(step)
+    graph.capture()
+    assert set(graph.replay()) == {Status.OK}
+    assert step.error(model) < BF16
+
+
+def test_a_wedged_ffn_costs_its_deadline(make_pair):
+    pair = make_pair()
+    graph = Graph(Step(pair, 24, 2))
+    graph.capture()
+    assert set(graph.replay()) == {Status.OK}
+    pair.signal("ffn", signal.SIGSTOP)
+    started = time.monotonic()
+    assert Status.DEADLINE in graph.replay(timeout_s=1.0)
+    assert 1.0 <= time.monotonic() - started < 3.0
+    torch.cuda.synchronize()

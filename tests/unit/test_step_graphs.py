@@ -1,0 +1,156 @@
+"""When StepGraphs captures, replays, starts over and gives up; vLLM and CUDA are faked."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm.compilation.cuda_graph import CUDAGraphWrapper
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import BatchDescriptor
+
+from afd.errors import DeadlineExceeded
+from afd.metrics import RoleMetrics
+from afd.wire.streams_torch import HostStreams
+from afd_comm import Status
+from attention_worker import graphs
+from attention_worker.stream import Waits
+
+OK, GONE, LATE = Status.OK, Status.PEER_GONE, Status.DEADLINE
+
+
+@dataclass(frozen=True)
+class Peer:
+    id: str
+    session: int
+
+
+class Host:
+    """In the place of RemoteExperts."""
+
+    def __init__(self, log):
+        self.peers = (Peer("ffn-0", 1), Peer("ffn-1", 2))
+        self.log = log
+
+    def begin_step(self, depth):
+        self.log.append(("begin", depth))
+
+    def announce(self, rows):
+        self.log.append(("announce", rows))
+
+    def renew(self, lost):
+        if lost:
+            self.log.append(("renew", tuple(lost)))
+            self.peers = tuple(
+                Peer(p.id, p.session + 10) if j in lost else p for j, p in enumerate(self.peers)
+            )
+
+    def end_step(self):
+        self.log.append(("end",))
+
+
+class Stream:
+    def record(self, peers):
+        return Waits([0, 1, 0, 1], [1, 1, 2, 2])
+
+
+class Region:
+    """Answers the guards of a script, then OK."""
+
+    def __init__(self):
+        self.script = []
+
+    def guard(self, stream, slots, flags):
+        statuses = self.script.pop(0) if self.script else [OK] * len(slots)
+        return SimpleNamespace(wait=lambda timeout_us: statuses)
+
+
+class Event:
+    def __init__(self, enable_timing=False):
+        assert enable_timing
+
+    def record(self):
+        pass
+
+    def elapsed_time(self, other):
+        return 2.0
+
+
+@pytest.fixture
+def made(monkeypatch):
+    log = []
+    model = SimpleNamespace(remote=None)
+
+    def init(self, runnable, config, runtime_mode):
+        self.runnable, self.runtime_mode = runnable, runtime_mode
+        self.concrete_cudagraph_entries = {}
+
+    def call(self, *args, **kwargs):
+        key = context.batch_descriptor
+        first = key not in self.concrete_cudagraph_entries
+        self.concrete_cudagraph_entries[key] = object()
+        log.append(("capture" if first else "replay", type(model.remote).__name__))
+        return "hidden"
+
+    monkeypatch.setattr(CUDAGraphWrapper, "__init__", init)
+    monkeypatch.setattr(CUDAGraphWrapper, "__call__", call)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(graphs, "set_cudagraph_capturing_enabled", lambda on: None)
+    context = SimpleNamespace(
+        cudagraph_runtime_mode=CUDAGraphMode.FULL,
+        batch_descriptor=BatchDescriptor(24),
+        ubatch_slices=None,
+    )
+    monkeypatch.setattr(graphs, "get_forward_context", lambda: context)
+    host, region, metrics = Host(log), Region(), RoleMetrics("attention")
+    model.remote = host
+    step = graphs.StepGraphs(
+        model, None, host, Stream(), region, HostStreams(), metrics, deadline_s=1.0
+    )
+    return SimpleNamespace(
+        step=step, log=log, context=context, host=host, region=region, metrics=metrics
+    )
+
+
+def test_a_shape_is_captured_once_on_streams_and_run_each_time(made):
+    assert made.step() == made.step() == "hidden"
+    run = [("announce", 24), ("replay", "Host"), ("end",)]
+    assert made.log == [("begin", 1), ("capture", "Stream"), *run, ("begin", 1), *run]
+    assert made.metrics.graph_steps[1] == 2
+    assert made.metrics.graph_seconds[1] == pytest.approx(0.004)
+
+
+def test_each_depth_of_a_shape_has_its_own_graph(made):
+    made.step()
+    made.context.ubatch_slices = [None, None]
+    made.step()
+    made.context.ubatch_slices = None
+    made.step()
+    assert [entry[0] for entry in made.log].count("capture") == 2
+    assert made.metrics.graph_steps[:3] == [0, 2, 1]
+
+
+def test_an_ffn_that_dies_is_waited_for_and_the_step_run_again_on_a_new_graph(made):
+    made.step()
+    made.log.clear()
+    made.region.script = [[OK, GONE, OK, GONE]]
+    assert made.step() == "hidden"
+    again = [("begin", 1), ("capture", "Stream"), ("announce", 24), ("replay", "Host"), ("end",)]
+    assert made.log == [("begin", 1), ("announce", 24), ("replay", "Host"), ("renew", (1,)), *again]
+    assert made.metrics.graph_steps[1] == 2  # the first step and the second, not what failed
+
+
+def test_a_late_ffn_is_an_error_that_names_it(made):
+    made.region.script = [[LATE, OK, LATE, OK]]
+    with pytest.raises(DeadlineExceeded, match=r"ffn-0 did not answer a step within 1 s"):
+        made.step()
+
+
+def test_steps_of_other_modes_go_to_the_model(made):
+    made.context.cudagraph_runtime_mode = CUDAGraphMode.NONE
+    made.step.runnable = lambda x: ("eager", x)
+    assert made.step(3) == ("eager", 3)
+    assert made.log == []

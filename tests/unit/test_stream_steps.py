@@ -1,0 +1,132 @@
+"""Steps whose doorbells streams ring: StreamExperts against StreamSteps.
+
+On the reference accelerator of afd_comm, where a stream is the calling thread. The same calls run
+on a GPU inside of a graph capture; every answer is compared with the reference experts.
+"""
+
+import threading
+import time
+
+import pytest
+import torch
+from remote_support import DEPTH, Deployed, random_rows, reference_model, run_step
+
+from afd.schedule import split_rows
+from afd.wire.streams_torch import HostStreams
+from afd_comm import Status
+from attention_worker.stream import StreamExperts, failed_peers
+from ffn_worker.moe.vllm_cuda import local_ids
+
+
+@pytest.fixture
+def deploy(tiny_models):
+    running = []
+
+    def make(family, x, y, **sections):
+        sections = {"transport": {"backend": "ipc"}, **sections}
+        running.append(Deployed(tiny_models(family), x, y, **sections))
+        return running[-1]
+
+    yield make
+    for deployed in running:
+        deployed.close()
+
+
+def stream_of(deployed, i):
+    client = deployed.clients[i]
+    return StreamExperts(deployed.resolved, i, client._region, HostStreams())
+
+
+def run_on_streams(client, stream, resolved, reference, rows, depth, seed):
+    """What a replayed graph does: announced by the host, then everything on streams."""
+    client.begin_step(depth)
+    waits = stream.record(client.peers)
+    client.announce(rows)
+    stream.begin_step(depth)
+    sent = {}
+
+    def check(mb):
+        layer, x, ids, weights = sent.pop(mb)
+        expected = reference.forward(layer, x, ids, weights)
+        torch.testing.assert_close(stream.recv(mb), expected, rtol=1e-5, atol=1e-5)
+
+    for layer in resolved.model.moe_layers:
+        for mb, part in enumerate(split_rows(rows, depth)):
+            if mb in sent:
+                check(mb)
+            x, ids, weights = random_rows(resolved, part, hash((seed, layer, mb)) % 2**31)
+            stream.send(layer, mb, x, ids, weights)
+            sent[mb] = (layer, x, ids, weights)
+    for mb in list(sent):
+        check(mb)
+    stream.end_step()
+    client.end_step()
+    return waits
+
+
+@pytest.mark.parametrize("x,y", [(1, 1), (2, 1), (1, 2), (1, 3)])
+def test_stream_and_host_steps_in_turn_answer_what_the_reference_computes(
+    deploy, tiny_models, x, y
+):
+    deployed = deploy("deepseek_v3", x, y)
+    expected = reference_model(tiny_models("deepseek_v3"))
+    errors = []
+
+    def work(i):
+        client, stream = deployed.clients[i], stream_of(deployed, i)
+        try:
+            for step in range(8):
+                depth = 1 + (step + i) % DEPTH
+                if step % 4 == 3:
+                    run_step(client, deployed.resolved, expected, [2] * depth, (i, step))
+                else:
+                    rows = depth + 2 + step
+                    run_on_streams(
+                        client, stream, deployed.resolved, expected, rows, depth, (i, step)
+                    )
+                if step % 3 == 2:
+                    client.leave()  # and announce at once: the FFN may see only the second
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(x)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not errors
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_a_step_rings_the_same_doorbells_each_time(deploy, tiny_models):
+    deployed = deploy("qwen3_moe", 1, 1)
+    expected = reference_model(tiny_models("qwen3_moe"))
+    client, stream = deployed.clients[0], stream_of(deployed, 0)
+    first = run_on_streams(client, stream, deployed.resolved, expected, 7, 3, 0)
+    run_step(client, deployed.resolved, expected, [3], 1)
+    second = run_on_streams(client, stream, deployed.resolved, expected, 7, 3, 2)
+    assert (first.slots, first.flags) == (second.slots, second.flags)
+    assert len(set(first.flags)) == len(first.flags) == 3 * len(deployed.resolved.model.moe_layers)
+
+
+@pytest.mark.parametrize("rows,depth", [(0, 1), (2, 3), (7, 4), (65, 1), (194, 3)])
+def test_an_announcement_that_cannot_be_meant_ends_the_session(deploy, rows, depth):
+    deployed = deploy("qwen3_moe", 1, 1)
+    deployed.clients[0].begin_step(depth)
+    deployed.clients[0].announce(rows)
+    end = time.monotonic() + 5.0
+    while deployed.loops[0]._table.peers:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_peers_of_failed_waits():
+    ok, gone, late = Status.OK, Status.PEER_GONE, Status.DEADLINE
+    assert failed_peers([ok, ok, ok, ok], 2) == ((), ())
+    assert failed_peers([ok, gone, ok, gone], 2) == ((1,), ())
+    assert failed_peers([late, gone, ok, ok], 2) == ((1,), (0,))
+
+
+def test_ids_of_other_instances_go_to_the_entry_that_is_mapped_to_none():
+    ids = torch.tensor([[0, 7], [4, 5], [-1, 6]], dtype=torch.int32)
+    assert local_ids(ids, 4, 6).tolist() == [[2, 2], [0, 1], [2, 2]]
