@@ -1,5 +1,7 @@
 """Shared fixtures: tiny random checkpoints of every family, made once per test run."""
 
+import os
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,6 +9,9 @@ import pytest
 
 from afd.demo.make_model import make_model
 from afd.demo.sizes import resolve
+
+# cmake and ninja of the test extra, as in an activated environment
+os.environ["PATH"] = f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}"
 
 
 @pytest.fixture(scope="session")

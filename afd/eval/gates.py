@@ -59,6 +59,8 @@ GATES = (
     Gate("fp8", ANY, ANY, "heldout", 1e-2, 1e-2, 0.94, 0.9, "measured; goal missed"),
     Gate("fp8", ANY, ANY, "heldout-chat", 2e-3, 3e-3, 0.98, 0.9, "measured; goal just missed"),
     Gate("fp8", ANY, ANY, ANY, 1e-3, 1e-3, 0.98, 0.9, "the project's goal for FP8"),
+    Gate("mxfp4", ANY, ANY, "heldout", 0.12, 8e-2, 0.8, 0.85, "measured"),
+    Gate("mxfp4", ANY, ANY, "heldout-chat", 2e-2, 2e-2, 0.96, 0.9, "measured"),
 )  # fmt: skip
 """The first one that matches holds. A format without one is measured, not judged."""
 

@@ -34,12 +34,8 @@ class Case:
 
 
 def build_stress(folder: Path) -> Path:
-    for tool in ("cmake", "c++"):
-        if shutil.which(tool) is None:
-            pytest.skip(f"no {tool} to build the stress program with")
-    generator = ["-G", "Ninja"] if shutil.which("ninja") else []
     flags = ["-DAFD_PYTHON=OFF", "-DAFD_STRESS=ON", "-DCMAKE_BUILD_TYPE=RelWithDebInfo"]
-    configure = ["cmake", "-S", ROOT / "comm", "-B", folder, *generator, *flags]
+    configure = ["cmake", "-S", ROOT / "comm", "-B", folder, "-G", "Ninja", *flags]
     subprocess.run(configure, check=True, stdout=subprocess.DEVNULL, timeout=120)
     build = ["cmake", "--build", folder, "--parallel", "2", "--target", "verbs_stress"]
     subprocess.run(build, check=True, stdout=subprocess.DEVNULL, timeout=600)

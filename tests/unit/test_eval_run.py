@@ -82,7 +82,7 @@ def config(tmp_path: Path) -> Path:
 @pytest.fixture
 def systems(monkeypatch: pytest.MonkeyPatch) -> dict[str, Model]:
     """Wire format -> the model that its deployments serve; "peer" is colocated vLLM's."""
-    models = {"peer": Model(), "exact": Model(), "fp8": Model(0.001), "mxfp4": Model(0.1)}
+    models = {"peer": Model(), "exact": Model(), "fp8": Model(0.001), "mxfp4": Model(0.02)}
 
     @contextlib.contextmanager
     def colocated(*_: object, **__: object) -> Iterator[FakeServer]:
@@ -123,7 +123,7 @@ def test_every_case_is_run_written_and_judged(
     assert all(" 2 " in case for case in whole) and whole, "what takes long is done once"
     assert "| exact | sum | 1, 2 | 1A1F |" in page.read_text()
     assert "Every case is within its limits." in (out / "eval.md").read_text()
-    assert capsys.readouterr().out.count("within limits") == 4
+    assert capsys.readouterr().out.count("within limits") == 6
 
 
 def test_a_limit_that_is_not_kept_is_told_and_exits_with_1(
@@ -169,7 +169,7 @@ def test_a_prefix_cache_that_hides_positions_is_an_error(
         (["--page", "x.md", "--out", "."], "cannot read the page x.md: No such file"),
         (["--at-once", "0"], "--at-once 0 runs no server"),
         (["--text", "missing.txt"], "cannot read the text missing.txt"),
-        (["--set", "ffn.device=cuda"], "compares on CPU only"),
+        (["--set", "ffn.device=cuda", "--set", "attention.device=cuda"], "on CPU only"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(

@@ -1,0 +1,30 @@
+"""The transport under address and thread sanitizers, and short fuzzing of what strangers may send.
+
+The scripts are those of comm/tests; by hand they run longer.
+"""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+COMM = Path(__file__).parents[2] / "comm"
+pytestmark = pytest.mark.timeout(600)
+
+
+def run(*command: str) -> str:
+    environment = {**os.environ, "CMAKE_GENERATOR": "Ninja"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("sanitizer", ["address", "thread"])
+def test_stress(sanitizer: str, tmp_path: Path) -> None:
+    out = run(str(COMM / "tests" / "stress.sh"), "5", str(tmp_path), sanitizer)
+    assert "close in use ok" in out
+
+
+def test_fuzz(tmp_path: Path) -> None:
+    run(str(COMM / "tests" / "fuzz.sh"), "50000", str(tmp_path))
