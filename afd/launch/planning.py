@@ -38,15 +38,16 @@ def plan_command(args: argparse.Namespace) -> int:
     request = request_of(args)
     report = _report_of(args.report) if args.report else None
     plan = make_plan(request)
-    print(render(plan))
-    for warning in _partition_warnings(request):
-        print(f"note: {warning}")
+    # Files first: a reader of the output who leaves early (`| head`) must not cost them.
     if args.json:
         _write(args.json, json.dumps(plan_data(plan), indent=1, allow_nan=False) + "\n")
     if report:
         _write(args.report, report(plan))
     if args.emit:
         _write(args.emit, deployment_yaml(plan, _model_path(args.model, args.emit)))
+    print(render(plan))
+    for warning in _partition_warnings(request):
+        print(f"note: {warning}")
     return 0
 
 

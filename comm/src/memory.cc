@@ -153,7 +153,7 @@ Memory Memory::open(const ShmAddress& a) {
   const std::string stranger = "process " + std::to_string(a.pid) +
                                " no longer owns that region (it closed it, or its pid was reused); "
                                "connect to the address its owner gives now";
-  struct stat info{};
+  struct stat info {};
   if (stat(path.c_str(), &info) != 0) cannot_open(a, errno);
   if (!S_ISREG(info.st_mode)) throw CommError(stranger);
   Fd fd(::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK));

@@ -2,7 +2,9 @@
 
 #include <fcntl.h>
 #include <poll.h>
+#include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -14,6 +16,7 @@
 #include <utility>
 
 #include "afd_comm/address.h"
+#include "afd_comm/types.h"
 
 namespace afd_comm {
 namespace {
@@ -132,6 +135,23 @@ bool ProcessWatch::alive() const {
   if (!pidfd_) return identify_process(pid_of(identity_)) == identity_;
   pollfd p{pidfd_.get(), POLLIN, 0};
   return poll(&p, 1, 0) <= 0;
+}
+
+std::thread start_thread(const std::string& name, std::function<void()> body) {
+  std::thread thread;
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  try {
+    thread = std::thread(std::move(body));
+  } catch (const std::exception& error) {
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    throw CommError("cannot start the thread " + name + ": " + error.what() +
+                    "; raise the limit of processes");
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  pthread_setname_np(thread.native_handle(), name.substr(0, 15).c_str());
+  return thread;
 }
 
 }  // namespace afd_comm

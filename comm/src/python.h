@@ -36,8 +36,9 @@ inline Interrupt interrupt() { return syscall(SYS_gettid) == getpid() ? signals_
 // Below this a copy is shorter than handing the GIL over and getting it back.
 constexpr uint64_t kCopyWithGil = 64 * 1024;
 
-// Fills the parts and header.nbytes from a list of (offset, ptr, nbytes).
-void read_parts(nanobind::list parts, Message& message);
+// `parts`: a list of (offset, ptr, nbytes), whose sum becomes header.nbytes.
+Message message_of(uint32_t slot, uint64_t flag, int32_t layer, int32_t micro_batch, int32_t rows,
+                   int32_t depth, int32_t kind, int32_t dtype, int64_t step, nanobind::list parts);
 
 inline uint64_t as_u64(PyObject* object) {
   const unsigned long long value = PyLong_AsUnsignedLongLong(object);

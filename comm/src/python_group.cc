@@ -35,15 +35,16 @@ class PyGroup {
   nb::tuple broadcast(uint32_t slot, nb::list flags, int32_t layer, int32_t micro_batch,
                       int32_t rows, int32_t depth, int32_t kind, int32_t dtype, int64_t step,
                       nb::list parts, std::optional<nb::list> answer_to) {
-    Message message = message_of(slot, layer, micro_batch, depth, kind, dtype, step, parts);
-    message.header.rows = rows;
+    const Message message =
+        message_of(slot, 0, layer, micro_batch, rows, depth, kind, dtype, step, parts);
     return post(message, flags, nullptr, answer_to, static_cast<uint64_t>(message.header.nbytes));
   }
 
   nb::tuple scatter(uint32_t slot, nb::list flags, int32_t layer, int32_t micro_batch,
                     nb::list rows, int32_t depth, int32_t kind, int32_t dtype, int64_t step,
                     nb::list parts, std::optional<nb::list> answer_to) {
-    const Message message = message_of(slot, layer, micro_batch, depth, kind, dtype, step, parts);
+    const Message message =
+        message_of(slot, 0, layer, micro_batch, 0, depth, kind, dtype, step, parts);
     check_length(rows, "rows");
     uint64_t total = 0;
     for (std::size_t i = 0; i < size(); ++i) {
@@ -57,20 +58,6 @@ class PyGroup {
   }
 
  private:
-  static Message message_of(uint32_t slot, int32_t layer, int32_t micro_batch, int32_t depth,
-                            int32_t kind, int32_t dtype, int64_t step, nb::list parts) {
-    Message message;
-    message.slot = slot;
-    message.header.layer = layer;
-    message.header.micro_batch = micro_batch;
-    message.header.depth = depth;
-    message.header.kind = kind;
-    message.header.dtype = dtype;
-    message.header.step = step;
-    read_parts(parts, message);
-    return message;
-  }
-
   void check_length(nb::list list, const char* name) const {
     if (list.size() != size())
       throw nb::value_error((std::string(name) + " has " + std::to_string(list.size()) +

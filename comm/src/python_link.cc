@@ -16,7 +16,7 @@ using namespace nb::literals;
 
 namespace afd_comm {
 
-void read_parts(nb::list parts, Message& message) {
+static void read_parts(nb::list parts, Message& message) {
   message.part_count = parts.size();
   if (message.part_count > kMaxParts)
     throw nb::value_error(("a message has at most " + std::to_string(kMaxParts) + " parts; got " +
@@ -39,8 +39,6 @@ void read_parts(nb::list parts, Message& message) {
   message.header.nbytes = static_cast<int64_t>(total);
 }
 
-namespace {
-
 Message message_of(uint32_t slot, uint64_t flag, int32_t layer, int32_t micro_batch, int32_t rows,
                    int32_t depth, int32_t kind, int32_t dtype, int64_t step, nb::list parts) {
   Message message;
@@ -56,6 +54,8 @@ Message message_of(uint32_t slot, uint64_t flag, int32_t layer, int32_t micro_ba
   read_parts(parts, message);
   return message;
 }
+
+namespace {
 
 Status enqueue(Link& link, uint64_t stream, uint32_t slot, uint64_t flag, int32_t layer,
                int32_t micro_batch, int32_t rows, int32_t depth, int32_t kind, int32_t dtype,

@@ -1,9 +1,7 @@
 // Backend tcp, receiver: one thread that accepts connections and reads frames straight into the
 // slots.
 #include <fcntl.h>
-#include <pthread.h>
 #include <sched.h>
-#include <signal.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <time.h>
@@ -110,19 +108,7 @@ class TcpReceiver final : public Receiver {
 
  private:
   void start() {
-    // Signals belong to the application's threads.
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    try {
-      thread_ = std::thread([this] { run(); });
-    } catch (const std::exception& error) {
-      pthread_sigmask(SIG_SETMASK, &before, nullptr);
-      throw CommError(std::string("cannot start the tcp receiver thread: ") + error.what() +
-                      "; raise the limit of processes");
-    }
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    pthread_setname_np(thread_.native_handle(), "afd-tcp");
+    thread_ = start_thread("afd-tcp", [this] { run(); });
   }
 
   void watch(int fd, uint32_t wanted = EPOLLIN, int operation = EPOLL_CTL_ADD) const {

@@ -3,7 +3,6 @@
 #include <poll.h>
 #include <pthread.h>
 #include <sched.h>
-#include <signal.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -73,19 +72,7 @@ Progress::Progress(const Verbs& verbs, ib::CompChannel* channel, const std::stri
   if (!wake_)
     throw CommError("cannot open an eventfd: " + errno_text(errno) +
                     "; raise the open-files limit");
-  // Signals belong to the application's threads.
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  try {
-    thread_ = std::thread([this] { run(); });
-  } catch (const std::exception& error) {
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    throw CommError(std::string("cannot start the progress thread: ") + error.what() +
-                    "; raise the limit of processes");
-  }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  pthread_setname_np(thread_.native_handle(), ("afd-" + name).substr(0, 15).c_str());
+  thread_ = start_thread("afd-" + name, [this] { run(); });
   pin(thread_.native_handle(), cpus);
 }
 

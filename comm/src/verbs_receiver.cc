@@ -2,8 +2,6 @@
 // Messages themselves are the business of the NICs' progress threads.
 #include <fcntl.h>
 #include <poll.h>
-#include <pthread.h>
-#include <signal.h>
 #include <sys/eventfd.h>
 #include <time.h>
 #include <unistd.h>
@@ -29,9 +27,11 @@ class VerbsReceiver final : public Receiver {
  public:
   VerbsReceiver(const Memory& memory, const Token& token, Device device,
                 const VerbsOptions& options)
-      : token_(token),
-        wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
-        host_{memory, token_, -1, options, {}, {}, {}, {}, wake_.get()} {
+      : token_(token), wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)), host_{memory,     token_,
+                                                                            -1,         options,
+                                                                            {},         {},
+                                                                            {},         {},
+                                                                            wake_.get()} {
     open_ports(device);
     SocketAddress bound;
     listener_ = listen_on(options.host, options.port, bound, "verbs host");
@@ -83,19 +83,7 @@ class VerbsReceiver final : public Receiver {
   }
 
   void start() {
-    // Signals belong to the application's threads.
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    try {
-      thread_ = std::thread([this] { run(); });
-    } catch (const std::exception& error) {
-      pthread_sigmask(SIG_SETMASK, &before, nullptr);
-      throw CommError(std::string("cannot start the verbs receiver thread: ") + error.what() +
-                      "; raise the limit of processes");
-    }
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    pthread_setname_np(thread_.native_handle(), "afd-verbs");
+    thread_ = start_thread("afd-verbs", [this] { run(); });
   }
 
   void run() {

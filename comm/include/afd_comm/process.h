@@ -4,7 +4,9 @@
 #include <sys/types.h>
 
 #include <cstdint>
+#include <functional>
 #include <string>
+#include <thread>
 
 namespace afd_comm {
 
@@ -53,6 +55,10 @@ std::string machine_identity();
 using ProcessIdentity = uint64_t;
 ProcessIdentity identify_process(pid_t pid);
 pid_t pid_of(ProcessIdentity identity);
+
+// A thread that takes none of the process's signals: those belong to the application's threads. The
+// first 15 characters of `name` are what the system shows. Throws CommError.
+std::thread start_thread(const std::string& name, std::function<void()> body);
 
 // Tells whether one process still lives; a poll of a pidfd (0.3 us) where the kernel has them.
 class ProcessWatch {
