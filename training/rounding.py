@@ -19,6 +19,7 @@ from afd.bench.records import Record, machine, today, write_records
 from afd.eval.texts import read_texts, spread, windows
 from afd.wire.codecs import FP8_MAX
 from afd.wire.codecs_torch import dequantise_fp8, quantise_fp8
+from afd.wire.layout import Tag
 from training.model import Model, Moe, Routing
 from training.routing import load_model
 
@@ -48,7 +49,7 @@ def fp8(block: int, *, power_of_two: bool = False) -> Code:
 
     def code(x: Tensor) -> Tensor:
         blocks = x.view(-1, block)
-        scales = blocks.abs().amax(-1, keepdim=True) / FP8_MAX
+        scales = blocks.abs().amax(-1, keepdim=True) / FP8_MAX[Tag.E4M3FN]
         if power_of_two:
             scales = scales.log2().ceil().exp2()
         return _e4m3(blocks, scales).view_as(x)
@@ -59,7 +60,7 @@ def fp8(block: int, *, power_of_two: bool = False) -> Code:
 def fp8_best_scale(x: Tensor) -> Tensor:
     """e4m3 per 128 columns, of 16 scales within a factor of two the one with the least error."""
     blocks = x.view(-1, 128)
-    smallest = blocks.abs().amax(-1, keepdim=True) / FP8_MAX
+    smallest = blocks.abs().amax(-1, keepdim=True) / FP8_MAX[Tag.E4M3FN]
     tries = torch.stack([_e4m3(blocks, smallest * 2 ** (i / 16)) for i in range(16)])
     errors = (tries - blocks).square().sum(-1, keepdim=True)
     return tries.gather(0, errors.argmin(0, keepdim=True).expand(1, *blocks.shape)).view_as(x)

@@ -69,7 +69,9 @@ def test_numbers_move_by_what_was_asked(deployment: Running) -> None:
         assert moved("afd_steps_total", instance=instance, depth="3") == 1
         assert moved("afd_bubble_seconds_total", instance=instance) > 0
         for stage in stages:
-            assert moved("afd_stage_seconds_count", instance=instance, stage=stage) == calls
+            count = moved("afd_stage_seconds_count", instance=instance, stage=stage)
+            # what ends an instance's stay is a message too, and may come before or after the scrape
+            assert count == calls or (stage == "a2f" and count == calls + 1)
             assert moved("afd_stage_seconds_sum", instance=instance, stage=stage) > 0
     assert moved("vllm:prompt_tokens_total") == 60
     assert moved("vllm:generation_tokens_total") == 9
