@@ -12,7 +12,7 @@ import contextlib
 import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -183,12 +183,12 @@ def records(
             if (size, ours) not in cells or (size, peer) not in cells:
                 continue
             for metric, unit in (("p50", "us"), ("p99", "us"), ("max", "us"), ("GBps", "GB/s")):
-                value = getattr(cells[size, ours], metric)
-                other = getattr(cells[size, peer], metric)
+                value = asdict(cells[size, ours])[metric]
+                other = asdict(cells[size, peer])[metric]
                 out.append(
                     Record(
                         bench="comm",
-                        case=f"{ours} {size}/{size} against {peer}",
+                        case=f"{ours} {size}/{size}",
                         metric=metric,
                         value=value,
                         unit=unit,

@@ -103,7 +103,7 @@ def time_records(cells: Cells, where: str, command: str) -> list[Record]:
             theirs = cells.get((peer, mode, up, down))
             if theirs is None:
                 continue
-            case = f"ipc {up}/{down}, {mode}{where}, against {words}"
+            case = f"ipc {up}/{down}, {mode}{where}"
             for metric in ("p50", "mean", "p99", "max"):
                 value, peer_value = ours[metric], theirs[metric]
                 records.append(_record(case, metric, "us", value, words, peer_value, command))
@@ -121,7 +121,7 @@ def beside_records(besides: Besides, where: str, command: str) -> list[Record]:
     if not {"ipc", "nccl"} <= set(by_way):
         return []
     words = PEERS["nccl"]
-    case = f"ipc {PAPER[0]}/{PAPER[1]}, graph{where}, beside a GEMM, against {words}"
+    case = f"ipc {PAPER[0]}/{PAPER[1]}, graph{where}, beside a GEMM"
     records = []
     for metric, over, under, unit in (
         ("gemm_slowdown", "gemm_beside_ms", "gemm_alone_ms", "x"),

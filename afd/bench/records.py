@@ -50,8 +50,8 @@ class Record:
                 )
 
     @property
-    def key(self) -> tuple[str, str, str]:
-        return self.bench, self.case, self.metric
+    def key(self) -> tuple[str, str, str, str]:
+        return self.bench, self.case, self.metric, self.peer
 
 
 def read_records(path: Path) -> list[Record]:

@@ -26,7 +26,7 @@ def beside(way: str, gemm_ms: float, round_us: float, kernels: int) -> dict[str,
 
 def test_ratios_say_that_more_is_better() -> None:
     records = comm_gpu.time_records(cells(ipc=20.0, copies=18.0, nccl=50.0), "", "command")
-    by_key = {(r.case.rpartition(" against ")[2], r.metric): r for r in records}
+    by_key = {(r.peer, r.metric): r for r in records}
     assert by_key["bare copies", "p50"].ratio == 0.9
     assert by_key["NCCL send/recv", "p99"].ratio == 2.5
     rate = by_key["NCCL send/recv", "GBps"]
