@@ -4,6 +4,7 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
+#include <time.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -147,6 +148,19 @@ void receive_all(const Fd& fd, void* out, std::size_t size, uint64_t deadline,
           "region or to something else; "
           "connect to the address the region's owner gives now");
     have += static_cast<std::size_t>(n);
+  }
+}
+
+Fd accept_connection(const Fd& listener) {
+  while (true) {
+    Fd fd(accept4(listener.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+    if (fd) return fd;
+    if (errno == EINTR || errno == ECONNABORTED) continue;
+    if (errno != EAGAIN) {
+      const timespec pause{0, 5000000};
+      nanosleep(&pause, nullptr);
+    }
+    return fd;
   }
 }
 

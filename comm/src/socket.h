@@ -44,4 +44,8 @@ Fd connect_until(const TcpAddress& address, uint64_t deadline, Interrupt interru
 void receive_all(const Fd& fd, void* out, std::size_t size, uint64_t deadline,
                  const TcpAddress& from, Interrupt interrupt);
 
+// The next connection that waits at a non-blocking listener; none if there is none. Out of
+// descriptors it breathes for 5 ms instead: the listener stays readable, and its owner would spin.
+Fd accept_connection(const Fd& listener);
+
 }  // namespace afd_comm

@@ -4,7 +4,6 @@
 #include <sched.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -154,16 +153,7 @@ class TcpReceiver final : public Receiver {
   }
 
   void accept_all() {
-    while (true) {
-      Fd fd(accept4(listener_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
-      if (!fd) {
-        if (errno == EINTR || errno == ECONNABORTED) continue;
-        if (errno == EAGAIN) return;
-        // Out of descriptors: the listener stays readable, so breathe instead of spinning.
-        const timespec pause{0, 5000000};
-        nanosleep(&pause, nullptr);
-        return;
-      }
+    while (Fd fd = accept_connection(listener_)) {
       if (connections_.size() >= kMaxConnections) continue;
       tune(fd.get());
       const int number = fd.get();

@@ -3,7 +3,6 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/eventfd.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -107,16 +106,7 @@ class VerbsReceiver final : public Receiver {
   }
 
   void accept_all() {
-    while (true) {
-      Fd fd(accept4(listener_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
-      if (!fd) {
-        if (errno == EINTR || errno == ECONNABORTED) continue;
-        if (errno == EAGAIN) return;
-        // Out of descriptors: the listener stays readable, so breathe instead of spinning.
-        const timespec pause{0, 5000000};
-        nanosleep(&pause, nullptr);
-        return;
-      }
+    while (Fd fd = accept_connection(listener_)) {
       if (connections_.size() >= kMaxConnections) continue;
       tune(fd.get());
       connections_.push_back(std::make_unique<VerbsConnection>(std::move(fd), host_));
