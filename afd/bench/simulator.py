@@ -22,10 +22,11 @@ from afd.bench.servers import Server, disaggregated
 from afd.bench.stages import Plan, measure, write
 from afd.demo.make_model import make_model
 from afd.demo.sizes import resolve
+from afd.planner.facts.files import CONFIGS
 from afd.planner.simulate.engine import simulate
 from afd.planner.simulate.spec import Spec, load_spec, parse_spec
 
-CONFIGS = Path(__file__).parents[2] / "configs" / "simulate"
+SPECS = CONFIGS / "simulate"
 TABLE_8 = {"step3-2a2f": 4039, "step3-3a2f": 3321, "step3-4a2f": 2643, "step3-16a2f": 898}
 SCALE_S = 60.0
 
@@ -100,7 +101,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
 def _paper() -> list[Cell]:
     cells = []
     for name, printed in TABLE_8.items():
-        spec = load_spec(CONFIGS / f"{name}.yaml")
+        spec = load_spec(SPECS / f"{name}.yaml")
         rate = simulate(spec).tokens_per_s_per_gpu
         source = "Step-3 report, 7.3" if name == "step3-16a2f" else "Step-3 report, Table 8"
         cells.append(

@@ -8,6 +8,9 @@ from pydantic import BaseModel, ValidationError
 
 from afd.errors import ConfigError
 
+CONFIGS = Path(__file__).parents[3] / "configs"
+"""The data that comes with the repository."""
+
 File = TypeVar("File", bound=BaseModel)
 
 

@@ -8,9 +8,9 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 from afd.errors import ConfigError
-from afd.planner.facts.files import read_yaml
+from afd.planner.facts.files import CONFIGS, read_yaml
 
-FOLDER = Path(__file__).parents[3] / "configs" / "hardware"
+FOLDER = CONFIGS / "hardware"
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 

@@ -14,6 +14,7 @@ import yaml
 
 from afd.errors import ConfigError
 from afd.planner.cost.shape import AfdShape
+from afd.planner.facts.files import CONFIGS
 from afd.planner.facts.hardware import Accelerator, load_accelerator
 from afd.planner.facts.model import ModelSpec
 from afd.planner.facts.model_hf import FOLDER as MODELS
@@ -24,7 +25,7 @@ from afd.planner.sizing.request import Request
 from afd.planner.sizing.search import Spaces, afd_operating
 from afd.planner.sizing.verdict import NEEDED
 
-FOLDER = Path(__file__).parents[3] / "configs" / "topologies"
+FOLDER = CONFIGS / "topologies"
 
 PRESET_MODELS = ("step-3", "deepseek-v3", "qwen3-235b-a22b", "qwen3-30b-a3b")
 PRESET_ACCELERATORS = ("h800", "h200", "mi300x", "mi355x")

@@ -18,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from afd.errors import ConfigError
+from afd.planner.facts.files import CONFIGS
 
-NATURAL = Path(__file__).parents[3] / "configs" / "routing" / "afd-tiny-chat.json"
+NATURAL = CONFIGS / "routing" / "afd-tiny-chat.json"
 
 Array = NDArray[np.float64]
 

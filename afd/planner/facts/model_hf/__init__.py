@@ -16,11 +16,11 @@ from afd.models import read_config
 from afd.models.fields import Config, architecture, integer
 from afd.planner.facts.attention import Attention
 from afd.planner.facts.ffn import Ffn
-from afd.planner.facts.files import read_yaml
+from afd.planner.facts.files import CONFIGS, read_yaml
 from afd.planner.facts.model import LayerGroup, ModelSpec
 from afd.planner.facts.model_hf.families import family_of
 
-FOLDER = Path(__file__).parents[4] / "configs" / "models"
+FOLDER = CONFIGS / "models"
 
 
 class _File(BaseModel):
