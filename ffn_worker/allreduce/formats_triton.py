@@ -46,9 +46,9 @@ def quantise_atom(x, FACTOR: tl.constexpr, BITS: tl.constexpr, FP4: tl.constexpr
         # 1 / 2^-16 is the first reciprocal that float16 cannot hold; below it, shifted is denormal.
         is_narrow = (shifted.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF) > 0x0100
         divisor = tl.where(is_narrow, shifted, scale).to(tl.float32)
-        # 1 / divisor, rounded correctly: a Newton step leaves an error of 2^-44, and no quotient by a
-        # number of 11 bits is that close to the middle between two float32. Hardware's own quotient
-        # is approximate, and an exact one costs a call.
+        # 1 / divisor, rounded correctly: a Newton step leaves an error of 2^-44, and no quotient by
+        # a number of 11 bits is that close to the middle between two float32. The hardware's own
+        # quotient is approximate, and an exact one costs a call.
         near = 1.0 / divisor
         quotient = tl.fma(tl.fma(-divisor, near, 1.0), near, near)
         wide = tl.where(scale == 0.0, 0.0, quotient)

@@ -24,8 +24,6 @@ from ffn_worker.allreduce.quick_plan import Launch, Segments
 CAPACITY_BYTES = 256 << 20
 """About what the inboxes of two shots take on each GPU; larger messages take several launches."""
 _ONE_SHOT_TILES = 1024
-_WARPS = {"cuda": 8, "hip": 4}
-"""Triton's warps of a two-shot program: 256 threads on both."""
 _PROBE_SPINS = 16_384
 _MOST_SPINS = 1 << 30
 
@@ -76,6 +74,7 @@ class QuickCollective(Collective):
         self._buffer = quick_plan.Buffer(world, atoms, atom_bytes, _ONE_SHOT_TILES)
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._hip = torch.version.hip is not None
+        self.tuning = quick_plan.HIP if self._hip else quick_plan.CUDA
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
         try:
             self._memory = symmetric.empty(self._buffer.nbytes, dtype=torch.uint8, device=device)
@@ -141,8 +140,12 @@ class QuickCollective(Collective):
     def close(self) -> None:
         self._library.close()
 
+    @staticmethod
+    def fits_one_shot(x: torch.Tensor) -> bool:
+        return x.numel() <= _ONE_SHOT_TILES * quick_plan.ONE_SHOT_BLOCK
+
     def one_shot(self, x: torch.Tensor) -> torch.Tensor:
-        """The exact sum, in place. For messages that the one-shot inboxes hold, see _way."""
+        """The exact sum, in place, of a message that fits_one_shot."""
         n, b = x.numel(), self._buffer
         quick_triton.one_shot_kernel[(-(-n // quick_plan.ONE_SHOT_BLOCK),)](
             x,
@@ -165,7 +168,7 @@ class QuickCollective(Collective):
     def two_shot(self, x: torch.Tensor, fmt: ReduceFormat | None = None) -> torch.Tensor:
         """The sum in the lossy format, in place, whatever the size."""
         segments = quick_plan.flat_segments(x.numel(), self.world)
-        for launch in quick_plan.launches(segments, self._buffer, self._processors):
+        for launch in quick_plan.launches(segments, self._buffer, self._processors, self.tuning):
             self._two_shot(x, x, segments, launch, fmt or self._fmt, gather=True)
         return x
 
@@ -175,7 +178,7 @@ class QuickCollective(Collective):
         start, end = row_shares(rows, self.world)[self.rank]
         out = x.new_empty((end - start, hidden))
         segments = quick_plan.row_segments(rows, hidden, self.world)
-        for launch in quick_plan.launches(segments, self._buffer, self._processors):
+        for launch in quick_plan.launches(segments, self._buffer, self._processors, self.tuning):
             self._two_shot(x, out, segments, launch, fmt or self._fmt, gather=False)
         return out
 
@@ -183,7 +186,7 @@ class QuickCollective(Collective):
         way = self._crossover.way(x.nbytes)
         if way is Way.TWO_SHOT and not self._lossy:
             return Way.LIBRARY
-        if way is Way.ONE_SHOT and x.numel() > _ONE_SHOT_TILES * quick_plan.ONE_SHOT_BLOCK:
+        if way is Way.ONE_SHOT and not self.fits_one_shot(x):
             return Way.LIBRARY
         return way
 
@@ -225,7 +228,7 @@ class QuickCollective(Collective):
             FP4=fmt.is_fp4,
             ATOMS=launch.tile_atoms,
             GATHER=gather,
-            num_warps=_WARPS["hip" if self._hip else "cuda"],
+            num_warps=self.tuning.warps,
             **self._ranks(),
         )
 

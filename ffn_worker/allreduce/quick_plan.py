@@ -11,9 +11,24 @@ from ffn_worker.allreduce.formats import ATOM_VALUES
 ONE_SHOT_BLOCK = 1024
 """Values that one program of the one-shot kernel sums."""
 _VALUE_BYTES = 4
-_PROGRAMS_PER_PROCESSOR = 2
-"""So few that all programs of a launch run at once, and none that waits keeps others out."""
-_MOST_TILE_ATOMS = 4
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How the two-shot kernel is cut, `afd bench allreduce --sweep` compares some.
+
+    programs: per multiprocessor or compute unit; so few that all of a launch run at once, and none
+    that waits keeps others out. tile_atoms: at most, a power of two. warps: Triton's, of a program.
+    """
+
+    programs: int
+    tile_atoms: int
+    warps: int
+
+
+CUDA = Tuning(programs=2, tile_atoms=4, warps=8)
+HIP = Tuning(programs=2, tile_atoms=4, warps=4)
+"""Both have 256 threads in a program. Chosen without hardware."""
 
 
 def _aligned(nbytes: int) -> int:
@@ -92,17 +107,19 @@ class Launch:
     programs: int
 
 
-def launches(segments: Segments, buffer: Buffer, processors: int) -> Iterator[Launch]:
+def launches(
+    segments: Segments, buffer: Buffer, processors: int, tuning: Tuning
+) -> Iterator[Launch]:
     """As few launches as the buffer allows. Where there are tiles enough for all programs they get
     larger: fewer flags.
 
     processors: multiprocessors or compute units of the device.
     """
-    programs = _PROGRAMS_PER_PROCESSOR * processors
+    programs = tuning.programs * processors
     for first in range(0, segments.atoms, buffer.segment_atoms):
         atoms = min(buffer.segment_atoms, segments.atoms - first)
         size = 1
-        while size < _MOST_TILE_ATOMS and atoms >= 2 * size * programs:
+        while size < tuning.tile_atoms and atoms >= 2 * size * programs:
             size *= 2
         tiles = -(-atoms // size)
         yield Launch(first, tiles, size, min(tiles, programs))

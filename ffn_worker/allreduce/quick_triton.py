@@ -111,7 +111,7 @@ def _await(
 @triton.jit
 def _segment(owner, n, unit, base, longer):
     """First value of a rank's segment: ``base`` units each, the first ``longer`` ranks one more."""
-    units = (owner * base + tl.minimum(owner, longer)).to(tl.int64)
+    units = tl.cast(owner * base + tl.minimum(owner, longer), tl.int64)
     return tl.minimum(units * unit, n)
 
 
@@ -181,10 +181,10 @@ def two_shot_kernel(
             end = _segment(owner + 1, n, unit, base, longer)
             inbox = _peer(peers_ptr, owner) + inbox_offset + my_rank * segment_bytes
             for atom in range(tile * ATOMS, tile * ATOMS + ATOMS):
-                at = start + (first + atom).to(tl.int64) * 2048
+                at = start + tl.cast(first + atom, tl.int64) * 2048
                 if at < end:
                     x = _load_atom(x_ptr, at, end)
-                    encode_atom(x, inbox + atom.to(tl.int64) * nbytes, FACTOR, BITS, FP4)
+                    encode_atom(x, inbox + tl.cast(atom, tl.int64) * nbytes, FACTOR, BITS, FP4)
         flag = 4 * (tile * WORLD + my_rank)
         _signal(peers_ptr, flag, tl.load(sequence_ptr + tile) + 1, my_rank, WORLD, LANES, AMD)
 
@@ -193,8 +193,8 @@ def two_shot_kernel(
         flags = _flags(mine, 4 * tile * WORLD)
         spins = _await(flags, sequence, spins, late_ptr, note_ptr, my_rank, WORLD, LANES)
         for atom in range(tile * ATOMS, tile * ATOMS + ATOMS):
-            at = first_value + (first + atom).to(tl.int64) * 2048
-            place = atom.to(tl.int64) * nbytes
+            at = first_value + tl.cast(first + atom, tl.int64) * 2048
+            place = tl.cast(atom, tl.int64) * nbytes
             if at < last_value:
                 x = _load_atom(x_ptr, at, last_value)
                 total = tl.full((2048,), -0.0, tl.float32)  # -0 + x is x, also where x is -0
@@ -234,9 +234,9 @@ def two_shot_kernel(
                 end = _segment(owner + 1, n, unit, base, longer)
                 inbox = mine + gathered + owner * segment_bytes
                 for atom in range(tile * ATOMS, tile * ATOMS + ATOMS):
-                    at = start + (first + atom).to(tl.int64) * 2048
+                    at = start + tl.cast(first + atom, tl.int64) * 2048
                     if at < end:
-                        value = decode_atom(inbox + atom.to(tl.int64) * nbytes, BITS, FP4)
+                        value = decode_atom(inbox + tl.cast(atom, tl.int64) * nbytes, BITS, FP4)
                         _store_atom(out_ptr, at, end, value)
             tl.store(sequence_ptr + tile, sequence)
 
@@ -244,7 +244,7 @@ def two_shot_kernel(
 @triton.jit
 def _slot(inbox, row, max_tiles, tile, BLOCK: tl.constexpr, like_ptr):
     """Pointers to the values of a tile in one row of the one-shot inboxes."""
-    place = (row * max_tiles + tile).to(tl.int64) * (4 * BLOCK)
+    place = tl.cast(row * max_tiles + tile, tl.int64) * (4 * BLOCK)
     values = (inbox + place).to(tl.pointer_type(like_ptr.dtype.element_ty))
     return values + tl.arange(0, BLOCK)
 

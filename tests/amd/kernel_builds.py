@@ -12,7 +12,7 @@ from afd.wire import codecs_triton as wire
 from ffn_worker.allreduce import formats_triton as reduce
 from ffn_worker.allreduce import quick_triton as quick
 from ffn_worker.allreduce.formats import FORMATS, ReduceFormat
-from ffn_worker.allreduce.quick_plan import ONE_SHOT_BLOCK
+from ffn_worker.allreduce.quick_plan import CUDA, HIP, ONE_SHOT_BLOCK
 from ffn_worker.kernels import moe
 
 TARGETS = {
@@ -182,7 +182,7 @@ def two_shot(target: str, fmt: ReduceFormat, world: int, atoms: int, gather: boo
             "AMD": target != "sm_90",
         },
         aligned=("n", "unit", "inbox_offset", "segment_bytes"),
-        warps=8 if target == "sm_90" else 4,
+        warps=(CUDA if target == "sm_90" else HIP).warps,
         wanted=_ORDER,
     )  # fmt: skip
 

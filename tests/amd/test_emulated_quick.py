@@ -91,7 +91,7 @@ class Ranks:
             segments = quick_plan.row_segments(rows, hidden, self.world)
         places = self._put(xs)
         b, name = self.buffer, f"{self.fmt.name},{self.world},{atoms},{'all' if gather else 'own'}"
-        for launch in quick_plan.launches(segments, b, processors=1):
+        for launch in quick_plan.launches(segments, b, 1, quick_plan.HIP):
             tiles = -(-min(b.segment_atoms, segments.atoms - launch.first) // atoms)
             numbers = (rows * hidden, segments.unit, segments.base, segments.longer, launch.first)
 

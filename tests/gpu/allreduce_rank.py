@@ -46,7 +46,7 @@ def inputs(world: int, rows: int, hidden: int, dtype: torch.dtype, seed: int) ->
     x[:, :64], x[:, 64:128] = 0, -0.0
     x[:, 128:192] *= 2e-5
     x[:, 192:256] *= 15000
-    x[0, 300] = torch.nan
+    x[:1, 300:301] = torch.nan
     return list(x.to(dtype).view(world, rows, hidden))
 
 

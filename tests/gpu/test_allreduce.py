@@ -14,7 +14,7 @@ GPUS = torch.cuda.device_count()
 RANK = Path(__file__).with_name("allreduce_rank.py")
 pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu]
 WORLDS = [
-    pytest.param(n, marks=pytest.mark.skipif(GPUS < n, reason=f"needs {n} NVIDIA GPUs"))
+    pytest.param(n, marks=pytest.mark.skipif(n > GPUS, reason=f"needs {n} NVIDIA GPUs"))
     for n in (2, 4)
 ]
 
