@@ -94,7 +94,7 @@ def gpu_cells(settings: dict[str, Any], rank: int) -> Iterator[Cell]:
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     from ffn_worker.allreduce.crossover import Crossover
     from ffn_worker.allreduce.formats import FP16
-    from ffn_worker.allreduce.quick import QuickCollective
+    from ffn_worker.allreduce.quick import CAPACITY_BYTES, QuickCollective
 
     world = settings["world"]
     device = torch.device("cuda", rank)
@@ -108,6 +108,8 @@ def gpu_cells(settings: dict[str, Any], rank: int) -> Iterator[Cell]:
         start_s=START_S,
         crossover=Crossover(0, None),
         room=FP16,
+        # So that INT4 takes as many launches as where the room is its own.
+        capacity_bytes=CAPACITY_BYTES * FP16.atom_bytes // INT4.atom_bytes,
     )
     if settings["sweep"]:
         yield from sweep(ours, settings)

@@ -22,7 +22,7 @@ from ffn_worker.allreduce.nccl import NcclCollective
 from ffn_worker.allreduce.quick_plan import Launch, Segments
 
 CAPACITY_BYTES = 256 << 20
-"""About what the inboxes of two shots take on each GPU; larger messages take several launches."""
+"""Of the inboxes of two shots, on each GPU; larger messages take several launches."""
 _ONE_SHOT_TILES = 1024
 _PROBE_SPINS = 16_384
 _MOST_SPINS = 1 << 30
@@ -40,6 +40,7 @@ class QuickCollective(Collective):
         dtype: what is compiled and tried at the start; other types are at their first call.
         room: the format that the inboxes are laid out for; None: fmt. Other formats of at most its
             size may be given to the methods that take one.
+        capacity_bytes: about what the inboxes of two shots take.
 
     Raises:
         ConfigError: the GPUs cannot map each other's memory.
@@ -60,6 +61,7 @@ class QuickCollective(Collective):
         crossover: Crossover,
         dtype: torch.dtype = torch.bfloat16,
         room: ReduceFormat | None = None,
+        capacity_bytes: int = CAPACITY_BYTES,
     ) -> None:
         super().__init__(rank, world)
         self._library = NcclCollective(
@@ -70,7 +72,7 @@ class QuickCollective(Collective):
         self._crossover = crossover
         self._deadline_s = deadline_s
         atom_bytes = (room or self._fmt).atom_bytes
-        atoms = CAPACITY_BYTES // (2 * world * atom_bytes)
+        atoms = capacity_bytes // (2 * world * atom_bytes)
         self._buffer = quick_plan.Buffer(world, atoms, atom_bytes, _ONE_SHOT_TILES)
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._hip = torch.version.hip is not None

@@ -145,6 +145,8 @@ def reduce_builds(target: str) -> Iterator[Build]:
     for name, world, atoms, gather in PROTOCOL:
         yield two_shot(target, FORMATS[name], world, atoms, gather)
     yield one_shot(target, 2)
+    names = ("flags_ptr", "late_ptr", "note_ptr")
+    yield Build("spin", quick.spin_kernel, {**dict.fromkeys(names, "*i32"), "spins": "i32"}, {})
 
 
 _PEER_TYPES = {
