@@ -72,7 +72,7 @@ class QuickCollective(Collective):
         self._crossover = crossover
         self._deadline_s = deadline_s
         atom_bytes = (room or self._fmt).atom_bytes
-        atoms = capacity_bytes // (2 * world * atom_bytes)
+        atoms = capacity_bytes // (2 * world * atom_bytes) if room or fmt else 1
         self._buffer = quick_plan.Buffer(world, atoms, atom_bytes, _ONE_SHOT_TILES)
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._hip = torch.version.hip is not None
@@ -128,6 +128,7 @@ class QuickCollective(Collective):
         return self._library.all_gather(x, rows)
 
     def check(self) -> None:
+        self._library.check()
         late = int(self._noted[0]) - 1
         if late < 0:
             return

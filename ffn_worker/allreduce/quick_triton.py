@@ -8,10 +8,11 @@ all three parts, after it has sent all of its tiles.
 
 Flags are sequence numbers, one more for each launch that touches the tile: nothing is ever reset,
 and a captured launch counts on like any other. No inbox needs a second copy or a barrier after
-the launch: who finishes a launch has heard from every owner, so that all have read the first inbox;
-and who sends a second shot has got first shots of this launch from all ranks, which a rank only
-sends after its previous launch, in which it read the second inbox, is over.
-One shot (small messages, exact) has no such chain: its inbox has two halves in turns.
+the launch. Who finishes a launch has heard from every owner that it read its first inbox; a
+reduce-scatter, which sends nothing back, raises the second flag for that alone. Who sends a second
+shot has got first shots of this launch from all ranks; those come only after a rank's previous
+launch is over, in which it read its second inbox. One shot (small messages, exact) has no such
+chain: its inbox has two halves, taken in turns.
 
 A wait ends after ``spins`` looks at the flags: it notes the late rank, and all later waits end at
 once. The caller finds the note (:meth:`Collective.check`).
@@ -217,17 +218,15 @@ def two_shot_kernel(
                     _store_atom(out_ptr, at, last_value, y)
                 else:
                     _store_atom(out_ptr, at - first_value, last_value - first_value, y)
-        if GATHER:
-            flag = second + 4 * (tile * WORLD + my_rank)
-            _signal(peers_ptr, flag, sequence, my_rank, WORLD, LANES, AMD)
-        else:
-            tl.store(sequence_ptr + tile, sequence)
+        # Without GATHER the flag only says that the first inbox was read.
+        flag = second + 4 * (tile * WORLD + my_rank)
+        _signal(peers_ptr, flag, sequence, my_rank, WORLD, LANES, AMD)
 
-    if GATHER:
-        for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-            sequence = tl.load(sequence_ptr + tile) + 1
-            flags = _flags(mine, second + 4 * tile * WORLD)
-            spins = _await(flags, sequence, spins, late_ptr, note_ptr, my_rank, WORLD, LANES)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        sequence = tl.load(sequence_ptr + tile) + 1
+        flags = _flags(mine, second + 4 * tile * WORLD)
+        spins = _await(flags, sequence, spins, late_ptr, note_ptr, my_rank, WORLD, LANES)
+        if GATHER:
             for i in range(1, WORLD):
                 owner = (my_rank + WORLD - i) % WORLD
                 start = _segment(owner, n, unit, base, longer)
@@ -238,7 +237,7 @@ def two_shot_kernel(
                     if at < end:
                         value = decode_atom(inbox + tl.cast(atom, tl.int64) * nbytes, BITS, FP4)
                         _store_atom(out_ptr, at, end, value)
-            tl.store(sequence_ptr + tile, sequence)
+        tl.store(sequence_ptr + tile, sequence)
 
 
 @triton.jit

@@ -25,6 +25,7 @@ class PeerWatch:
             try:
                 self._ranks[os.pidfd_open(process)] = other
             except OSError as err:
+                self.close()
                 raise PeerLost(
                     f"process {process} of rank {other} cannot be watched ({err.strerror}): it "
                     "ended, or the ranks do not share a PID namespace"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,12 +15,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.distributed import FileStore
 
 from afd.errors import AfdError, ConfigError, DeadlineExceeded, PeerLost
 from ffn_worker.allreduce import formats
 from ffn_worker.allreduce.base import Collective, row_shares
 from ffn_worker.allreduce.registry import REDUCE_FORMATS, make_collective
+from ffn_worker.allreduce.watch import PeerWatch
 
+CUDA = torch.device("cuda", 0)
 HIDDEN = 96
 DEADLINE_S = 1.0
 Answer = tuple[str, torch.Tensor | str]
@@ -194,12 +198,37 @@ def test_one_rank_needs_nobody():
         (("auto", "int5", 0, 2, "file:///x"), "format 'int5' is not known; use one of exact, fp16"),
         (("ring", "int8", 0, 2, "file:///x"), "backend 'ring' is not known; use one of auto"),
         (("auto", "int8", 2, 2, "file:///x"), "rank 2 of 2 does not exist"),
+        (("nccl", "exact", 0, 2, "file:///x"), "nccl runs on GPUs, not on cpu; use gloo"),
+        (("nccl", "int4", 0, 2, "file:///x", CUDA), "nccl has no all-reduce format int4"),
+        (("quick", "int4", 0, 2, "file:///x"), "quick runs on GPUs, not on cpu; use gloo"),
+        (("gloo", "int4", 0, 2, "file:///x", CUDA), "gloo runs on CPUs, not on cuda"),
+        (("aiter_quick", "fp4", 0, 2, "file:///x", CUDA), "aiter_quick has no .* format fp4"),
+        (("aiter_quick", "int4", 0, 2, "file:///x", CUDA), "aiter_quick cannot run: the package"),
         (("auto", "int8", 0, 2, "somewhere"), "cannot meet at 'somewhere'; give file:///PATH"),
     ],
 )
 def test_bad_arguments_are_one_sentence(arguments: tuple, message: str):
     with pytest.raises(ConfigError, match=message):
         make_collective(*arguments)
+
+
+def test_a_watched_process_that_ends_is_named(tmp_path: Path):
+    store = FileStore(str(tmp_path / "store"), 3)
+    children = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    for rank, child in enumerate(children, start=1):
+        store.set(f"process/{rank}", str(child.pid))
+    watch = PeerWatch(store, 0, 3)
+    try:
+        assert watch.lost() is None
+        children[1].kill()
+        children[1].wait()
+        assert watch.lost() == 2
+    finally:
+        watch.close()
+        children[0].kill()
+        children[0].wait()
+    with pytest.raises(PeerLost, match="of rank 1 cannot be watched"):
+        PeerWatch(store, 0, 3)
 
 
 def test_row_shares():
