@@ -113,7 +113,7 @@ def codec_builds(target: str) -> Iterator[Build]:
 
 
 PROTOCOL = (
-    ("fp16", 4, 1, True), ("fp16", 3, 1, False), ("int8", 2, 1, True), ("int6", 2, 2, False),
+    ("fp16", 4, 1, True), ("fp16", 3, 1, False), ("int8", 2, 1, True), ("int6", 2, 1, False),
     ("int4", 2, 2, True), ("fp4", 2, 1, True),
 )  # fmt: skip
 """Formats, worlds, atoms of a tile, and whether all ranks get the sum, of what tests/amd runs."""
