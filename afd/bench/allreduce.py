@@ -18,6 +18,7 @@ from pathlib import Path
 
 from afd.bench.records import Record, gpu_names, machine, today, write_records
 from afd.errors import AfdError
+from afd.reduce_crossover import crossover_of
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 GPU_SIZES = tuple(4 * KIB << i for i in range(0, 19))
@@ -167,8 +168,6 @@ def records(
 
 def write_table(path: Path, cells: Sequence[Cell], host: str, command: str) -> None:
     """Adds the measured numbers of ranks to a crossover table, in place of what it said of them."""
-    from ffn_worker.allreduce.crossover import crossover_of  # needs no torch
-
     worlds = sorted({c.world for c in cells})
     kept = []
     if path.exists():

@@ -92,7 +92,7 @@ def gpu_cells(settings: dict[str, Any], rank: int) -> Iterator[Cell]:
     # Multicast changes what NCCL does from 4 GPUs on; it is left off as in our own memory, unless
     # the caller says otherwise.
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    from ffn_worker.allreduce.crossover import Crossover
+    from afd.reduce_crossover import Crossover
     from ffn_worker.allreduce.formats import FP16
     from ffn_worker.allreduce.quick import CAPACITY_BYTES, QuickCollective
 

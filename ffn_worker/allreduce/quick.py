@@ -14,9 +14,9 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 
 from afd.errors import ConfigError, DeadlineExceeded, PeerLost
+from afd.reduce_crossover import Crossover, Way
 from ffn_worker.allreduce import quick_plan, quick_triton
 from ffn_worker.allreduce.base import Collective, row_shares
-from ffn_worker.allreduce.crossover import Crossover, Way
 from ffn_worker.allreduce.formats import FP16, ReduceFormat
 from ffn_worker.allreduce.nccl import NcclCollective
 from ffn_worker.allreduce.quick_plan import Launch, Segments

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from afd.errors import ConfigError
+from afd.reduce_crossover import DEFAULT, read_crossover
 from ffn_worker.allreduce.base import Alone, Collective
-from ffn_worker.allreduce.crossover import DEFAULT, read_crossover
 from ffn_worker.allreduce.formats import FORMATS, ReduceFormat
 
 EXACT = "exact"

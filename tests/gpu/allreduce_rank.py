@@ -14,9 +14,9 @@ import time
 import torch
 
 from afd.errors import DeadlineExceeded, PeerLost
+from afd.reduce_crossover import DEFAULT, read_crossover
 from ffn_worker.allreduce import formats_torch
 from ffn_worker.allreduce.base import row_shares
-from ffn_worker.allreduce.crossover import DEFAULT, read_crossover
 from ffn_worker.allreduce.formats import FORMATS, FP16, INT4, ReduceFormat
 from ffn_worker.allreduce.nccl import NcclCollective
 from ffn_worker.allreduce.quick import QuickCollective

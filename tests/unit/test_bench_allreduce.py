@@ -9,7 +9,7 @@ from afd.bench import allreduce
 from afd.bench.allreduce import KIB, MIB, Cell
 from afd.bench.records import read_records
 from afd.errors import AfdError, ConfigError
-from ffn_worker.allreduce.crossover import DEFAULT, Crossover, Way, crossover_of, read_crossover
+from afd.reduce_crossover import DEFAULT, Crossover, Way, crossover_of, read_crossover
 from ffn_worker.allreduce.formats import FORMATS
 
 

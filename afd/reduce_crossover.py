@@ -1,4 +1,4 @@
-"""Which way a message of so many bytes goes: a table per number of ranks, dtype and format.
+"""Which way a message of an all-reduce goes: a table per number of ranks, dtype and format.
 
 ``afd bench allreduce --table FILE`` measures one on a machine; the shipped one is from sources.
 Pure, without torch.
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from afd.errors import ConfigError
 
-DEFAULT = Path(__file__).parents[2] / "configs" / "allreduce" / "default.json"
+DEFAULT = Path(__file__).parents[1] / "configs" / "allreduce" / "default.json"
 _FIELDS = {"world", "dtype", "format", "one_shot_max_bytes", "two_shot_min_bytes"}
 
 
