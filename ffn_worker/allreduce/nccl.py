@@ -1,5 +1,6 @@
 """Collectives through NCCL, or RCCL on ROCm: exact, in the library's order of additions."""
 
+import os
 import threading
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -52,6 +53,8 @@ class NcclCollective(Collective):
         self.device = device
         self.store = open_store(address, rank, world, start_s)
         torch.cuda.set_device(device)
+        # All ranks are on this host, whose own name need not resolve.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         with named_errors("connecting to the other ranks", rank, world, start_s):
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl",
