@@ -84,14 +84,14 @@ def test_one_shot_is_exact_in_any_order(compiled):
 # Negative controls.
 
 
-@pytest.mark.parametrize(("shot", "world", "gather"), [(0, 4, True), (1, 4, True), (1, 3, False)])
+@pytest.mark.parametrize(("shot", "world", "gather"), [(0, 4, True), (1, 3, False)])
 def test_without_waiting_a_sum_is_wrong(compiled, shot, world, gather):
     """Flags are up before anyone sent, or in a reduce-scatter before anyone read: what a missing
     wait would do."""
     ranks = Ranks(compiled, "gfx942", world, 1)
     ranks.raise_flags(shot)
     called = []
-    for seed in range(3):
+    for seed in range(1 if gather else 3):
         xs = inputs(world, 2, HIDDEN, seed)
         called.append((xs, ranks.two_shot(xs, 1, gather)))
     ranks.run(seed=0)
