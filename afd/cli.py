@@ -76,6 +76,25 @@ def _parser() -> argparse.ArgumentParser:
     depth.add_argument("depth", type=int, metavar="N")
     actions.add_parser("drain", help="finish running requests").set_defaults(action="drain")
 
+    moves = actions.add_parser("rebalance", help="move experts to where their load says")
+    moves.set_defaults(action="rebalance")
+    _policy(moves)
+    moves.add_argument(
+        "--over", type=float, default=0.0, metavar="SECONDS", help="measure the load for so long"
+        " (default: since the FFN instances started)",
+    )  # fmt: skip
+    moves.add_argument("-o", "--out", type=Path, metavar="FILE", help="write the placement too")
+    moves.add_argument("--dry-run", action="store_true", help="only say what would be gained")
+
+    place = _add(commands, "placement", _placement, "place experts by a load, for ffn.placement")
+    _config(place)
+    place.add_argument(
+        "--load", type=Path, required=True, metavar="FILE", help="a file as in configs/routing"
+    )
+    place.add_argument("--text", metavar="NAME", help="one of its texts (default: all)")
+    place.add_argument("-o", "--out", type=Path, required=True, metavar="FILE")
+    _policy(place)
+
     trace = _add(commands, "trace", _trace, "write the last messages of a running deployment")
     trace.add_argument("--control", metavar="ADDR", required=True, help="tcp://HOST:PORT")
     trace.add_argument("--keys", type=Path, metavar="FILE", help="key file, if it has one")
@@ -142,6 +161,15 @@ def _config(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
     _set(parser)
 
 
+def _policy(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--policy",
+        choices=("auto", "vllm", "greedy"),
+        default="auto",
+        help="who balances: vLLM's EPLB, or ours (auto: vLLM's where it is installed and fits)",
+    )
+
+
 def _set(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set",
@@ -204,8 +232,20 @@ def _keys(args: argparse.Namespace) -> int:
 
 def _ctl(args: argparse.Namespace) -> int:
     from afd.launch.ctl import run_ctl
+    from afd.launch.rebalance import Rebalance
 
-    return run_ctl(args.action, args.control, args.keys, args.depth if "depth" in args else None)
+    asked = None
+    if args.action == "rebalance":
+        asked = Rebalance(args.policy, args.over, args.out, args.dry_run)
+    depth = args.depth if "depth" in args else None
+    return run_ctl(args.action, args.control, args.keys, depth, asked)
+
+
+def _placement(args: argparse.Namespace) -> int:
+    deployment = _load(args)
+    from afd.launch.rebalance import place
+
+    return place(deployment, args.load, args.text, args.policy, args.out)
 
 
 def _trace(args: argparse.Namespace) -> int:

@@ -97,6 +97,13 @@ class Ffn(_Section):
         default=10.0, ge=0
     )  # how long a step waits for active attention instances
     late_ms: float = Field(default=1000.0, gt=0)  # later than this inside a step: served on its own
+    redundant_experts: int = Field(default=0, ge=0)  # spare slots per instance and layer (copies)
+    placement: Path | None = Field(  # which instance holds which expert; null: in order
+        default=None, description="the path of a file made by afd placement, or null"
+    )
+    # A slice of every shared expert on each instance, or all of it for the rows that an instance
+    # computes the first expert of; auto: rows where rows are routed
+    shared_experts: Literal["auto", "slices", "rows"] = "auto"
 
     @model_validator(mode="after")
     def _consistent(self) -> Ffn:
@@ -124,6 +131,8 @@ class Pipeline(_Section):
 class Wire(_Section):
     format: Literal["exact", "fp8", "mxfp4"] = "exact"
     fp8: Literal["e4m3fn", "e4m3fnuz"] = "e4m3fn"  # e4m3fnuz where an FFN runs on MI300 (gfx942)
+    # Rows go to all FFN instances, or to those that compute one of their experts; auto: by bytes
+    dispatch: Literal["auto", "broadcast", "routed"] = "auto"
 
     @property
     def name(self) -> str:
@@ -326,7 +335,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Deployment:
     data = _read_yaml(path)
     for item in overrides:
         _apply(data, item, path.name)
-    for place in (("model",), ("control", "keys")):
+    for place in (("model",), ("control", "keys"), ("ffn", "placement")):
         _resolve_path(data, place, path.absolute().parent)
     try:
         return Deployment.model_validate_json(json.dumps(data, default=str))
@@ -337,6 +346,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Deployment:
 def check_model(deployment: Deployment) -> None:
     """Compare the deployment with the checkpoint it names; raises ConfigError."""
     from afd.models import read_model
+    from afd.resolve import check_experts
 
     if not (deployment.model / "config.json").is_file():
         what = "has no config.json" if deployment.model.is_dir() else "is not a folder"
@@ -350,6 +360,7 @@ def check_model(deployment: Deployment) -> None:
             f"ffn.instances is {deployment.ffn.instances} but {deployment.model.name} has"
             f" {model.num_experts} experts per layer; use at most {model.num_experts} FFN instances"
         )
+    check_experts(deployment, model)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ restarted gets the unanswered micro-batches again.
 """
 
 import logging
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,15 +15,17 @@ import torch
 
 from afd.control.client import ControlClient
 from afd.control.messages import Member, Members
+from afd.control.moves import followed
 from afd.errors import DeadlineExceeded, PeerLost
 from afd.metrics import Direction, RoleMetrics, Stage
 from afd.resolve import Resolved
 from afd.topology import session
 from afd.wire.codecs_torch import DTYPE_OF_TAG
 from afd.wire.layout import TAG_OF_DTYPE, Kind
-from afd.wire.slot_torch import SlotView, sum_of_parts
+from afd.wire.slot_torch import SlotView, sum_of_parts, sum_of_shares
 from afd.wire.streams_torch import settle, slot_bytes
 from afd_comm import Group, Header, Link, PeerTrace, Region, Status, VerbsOptions, make_flag
+from attention_worker.dispatch import ExpertSlots, Splitter
 from attention_worker.outgoing import Outgoing, encode
 
 logger = logging.getLogger("afd.attention")
@@ -67,7 +70,18 @@ class RemoteExperts:
         self._ffns: list[Ffn] = []
         self._group = Group([], timeout_us=_POST_TIMEOUT_US)
         depth, count = resolved.contract.max_depth, resolved.contract.ffn_instances
+        # What was posted and not yet answered, and the same rows before experts became slots.
         self._pending: list[Outgoing | None] = [None] * depth
+        self._sources: list[Outgoing | None] = [None] * depth
+        self._slots = ExpertSlots(resolved, index)
+        self._splitter = (
+            Splitter(resolved.placement.bounds, resolved.deployment.attention.device)
+            if resolved.dispatch == "routed"
+            else None
+        )
+        self._placing = threading.Lock()  # guards self._slots and the next two
+        self._in_step = False
+        self._placed_by = -1  # version of the snapshot that self._slots are of
         self._answers = [[self._answer_view(j, mb) for mb in range(depth)] for j in range(count)]
         # Last doorbell and last answer per [micro-batch][FFN instance]; the last row: leaving.
         self._flags = [[0] * count for _ in range(depth + 1)]
@@ -77,6 +91,7 @@ class RemoteExperts:
                 trace = PeerTrace()
                 region.trace(resolved.slots.attention_claim(j), trace)
                 metrics.wire_traces[f"ffn-{j}"] = trace
+        self._generation = 0
         self._depth = 1
         self._step = 0
         self._present = False
@@ -95,6 +110,9 @@ class RemoteExperts:
             return len(members.of("ffn", state="ready")) == count
 
         members = self._control.wait_for(all_ready, deadline_s=deadline_s, what=names)
+        self._generation = self._control.generation
+        self._control.on_change(lambda _: self._follow())
+        self._follow()
         self._ffns = [self._link(member) for member in members.of("ffn")]
         for j in range(count):
             self._start_session(j)
@@ -103,9 +121,13 @@ class RemoteExperts:
     def begin_step(self, depth: int) -> None:
         """Start a step of ``depth`` micro-batches; renew sessions that ended since the last one."""
         deadline = time.monotonic() + self._deadline_s
-        for j in range(len(self._ffns)):
-            if self._is_lost(j):
-                self._recover(j, deadline)
+        if not self._rejoined(deadline):
+            for j in range(len(self._ffns)):
+                if self._is_lost(j):
+                    self._recover(j, deadline)
+        with self._placing:
+            self._adopt()
+            self._in_step = True
         self._depth = depth
         self._step += 1
         self._present = True
@@ -113,6 +135,9 @@ class RemoteExperts:
 
     def end_step(self) -> None:
         self._metrics.steps[self._depth] += 1
+        with self._placing:
+            self._in_step = False
+            self._adopt()
 
     def announce(self, rows: int) -> None:
         """Tell the FFN instances that a step of ``rows`` rows follows whose doorbells our streams
@@ -146,8 +171,9 @@ class RemoteExperts:
         Raises:
             CapacityExceeded: more rows than a slot holds.
         """
-        pending = encode(self._resolved.a2f, layer, hidden, ids, weights)
-        self._pending[micro_batch] = pending
+        source = encode(self._resolved.a2f, layer, hidden, ids, weights)
+        pending = self._placed(source)
+        self._sources[micro_batch], self._pending[micro_batch] = source, pending
         now = time.monotonic()
         self._metrics.stage(Stage.ATTENTION).observe(now - self._mark)
         self._metrics.slots_in_flight += len(self._ffns)
@@ -177,6 +203,8 @@ class RemoteExperts:
             statuses = self._region.wait_all(slots, flags, _SLICE_US)
             waiting = list(zip(missing, statuses, strict=True))
             missing = [j for j, status in waiting if status != Status.OK]
+            if self._rejoined(deadline):
+                missing = list(range(len(self._ffns)))
             for j in missing:
                 if self._is_lost(j):
                     self._recover(j, deadline)
@@ -191,14 +219,20 @@ class RemoteExperts:
                 )
         self._mark = time.monotonic()
         self._metrics.bubble_seconds += self._mark - started
-        self._pending[micro_batch] = None
+        pending = self._pending[micro_batch] or pending
+        self._sources[micro_batch] = self._pending[micro_batch] = None
         self._metrics.slots_in_flight -= len(self._ffns)
         self._answered[micro_batch] = [
             self._region.header(self._resolved.slots.to_attention(j, micro_batch))
             for j in range(len(self._ffns))
         ]
         views = [of_ffn[micro_batch] for of_ffn in self._answers]
-        return sum_of_parts(views, pending.rows, self._dtype)
+        if pending.shares is None:
+            return sum_of_parts(views, pending.rows, self._dtype)
+        shares = pending.shares.rows.split(pending.shares.counts)
+        return sum_of_shares(
+            views, shares, pending.rows, self._resolved.model.hidden, self._dtype
+        )
 
     @property
     def peers(self) -> tuple[Ffn, ...]:
@@ -222,23 +256,25 @@ class RemoteExperts:
 
     def _post(self, flags: list[int], micro_batch: int, pending: Outgoing) -> tuple[Status, ...]:
         """To every FFN instance whose flag is not 0."""
-        layout = self._resolved.a2f
+        layout, slots = self._resolved.a2f, self._resolved.slots
+        slot, answered = slots.to_ffn(self._index, micro_batch), self._answered[micro_batch]
+        shares = pending.shares
+        counts = [pending.rows] * len(flags) if shares is None else list(shares.counts)
+        sent = sum(rows for rows, flag in zip(counts, flags, strict=True) if flag)
+        self._metrics.wire_bytes[Direction.A2F] += layout.message_bytes(sent)
         settle(pending.payload.device)
-        sent = len(flags) - flags.count(0)
-        self._metrics.wire_bytes[Direction.A2F] += sent * layout.message_bytes(pending.rows)
-        return self._group.broadcast(
-            self._resolved.slots.to_ffn(self._index, micro_batch),
-            flags,
-            pending.layer,
-            micro_batch,
-            pending.rows,
-            self._depth,
-            Kind.DATA,
-            layout.tag,
-            self._step,
-            pending.parts(layout),
-            self._answered[micro_batch],
-        )
+        layer, depth, step = pending.layer, self._depth, self._step
+        if shares is None:
+            return self._group.broadcast(
+                slot, flags, layer, micro_batch, pending.rows, depth, Kind.DATA, layout.tag, step,
+                pending.parts(layout), answered,
+            )  # fmt: skip
+        # Who computes none of the rows gets a message without any, and answers it: the order of
+        # its messages is the order of the step for everybody.
+        return self._group.scatter(
+            slot, flags, layer, micro_batch, counts, depth, Kind.DATA, layout.tag, step,
+            pending.row_parts(layout), answered,
+        )  # fmt: skip
 
     def _tell(self, kind: Kind, rows: int) -> None:
         slot = self._resolved.slots.control_to_ffn(self._index)
@@ -246,6 +282,42 @@ class RemoteExperts:
         # Who does not get it is gone, and found out by the next wait; a lost leave only costs the
         # others one step_wait. So the statuses are not looked at.
         self._group.broadcast(slot, flags, -1, -1, rows, self._depth, kind, 0, self._step, [])
+
+    def _placed(self, source: Outgoing) -> Outgoing:
+        """The rows as they go out: experts' ids are slots, and each FFN instance's rows are
+        together where it does not get all of them."""
+        slots = self._slots.of(source.layer, source.ids)
+        placed = source.placed(slots)
+        return placed if self._splitter is None else placed.dealt(self._splitter.split(slots))
+
+    def _follow(self) -> None:
+        """Experts may have moved: found in their new places from the next step on, at once while
+        there is none. Any thread."""
+        with self._placing:
+            if not self._in_step:
+                self._adopt()
+
+    def _adopt(self) -> None:
+        """Take over where the control plane says that experts are, and tell it so."""
+        members = self._control.members
+        if members.version != self._placed_by:
+            self._placed_by = members.version
+            self._slots.adopt(members)
+            self._control.report_move(followed(members))
+
+    def _rejoined(self, deadline: float) -> bool:
+        """Whether the control plane had given this instance up and took it back; all sessions are
+        renewed then. The others did not wait for us: experts may have moved in mid-step, and what
+        is unanswered goes out anew, to their new places."""
+        if self._control.generation == self._generation:
+            return False
+        with self._placing:
+            self._generation = self._control.generation
+            self._adopt()
+        self._pending = [s if s is None else self._placed(s) for s in self._sources]
+        for j in range(len(self._ffns)):
+            self._recover(j, deadline)
+        return True
 
     def _session_with(self, member: Member) -> int:
         return session(self._control.generation, member.generation)

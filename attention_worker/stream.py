@@ -18,6 +18,7 @@ from afd.wire.layout import TAG_OF_DTYPE, Kind
 from afd.wire.slot_torch import SlotView, sum_of_parts
 from afd.wire.streams_torch import Streams, slot_bytes
 from afd_comm import Region, Status, make_flag
+from attention_worker.dispatch import ExpertSlots
 from attention_worker.outgoing import Outgoing, encode
 from attention_worker.remote import Ffn
 
@@ -63,6 +64,7 @@ class StreamExperts:
         self._reset = resets_doorbells(resolved.model.moe_layers)
         self._pending: list[Outgoing | None] = [None] * resolved.contract.max_depth
         self._awaited: list[list[int]] = [[] for _ in range(resolved.contract.max_depth)]
+        self._slots = ExpertSlots(resolved, index)
         self._peers: tuple[Ffn, ...] = ()
         self._waits = Waits()
         self._depth = 1
@@ -89,7 +91,8 @@ class StreamExperts:
     ) -> None:
         """As :meth:`attention_worker.remote.RemoteExperts.send`, on the copying stream."""
         layout = self._resolved.a2f
-        pending = self._pending[micro_batch] = encode(layout, layer, hidden, ids, weights)
+        slots = self._slots.of(layer, ids)
+        pending = self._pending[micro_batch] = encode(layout, layer, hidden, slots, weights)
         self._position += 1
         sequence = stream_sequence(self._position)
         flags = self._awaited[micro_batch] = [make_flag(p.session, sequence) for p in self._peers]

@@ -28,6 +28,7 @@ class Inbox:
 
     def __init__(self, region: Region, resolved: Resolved) -> None:
         self._layout = resolved.a2f
+        self._fewest = 0 if resolved.dispatch == "routed" else 1
         self._dtype = DTYPE_OF_TAG[TAG_OF_DTYPE[resolved.model.dtype]]
         self._views = [
             SlotView(slot_bytes(region, slot), resolved.a2f)
@@ -37,8 +38,8 @@ class Inbox:
     def problem(self, header: Header) -> str | None:
         """Why a message cannot be used, or None. Checked before any row of it is touched."""
         layout = self._layout
-        if not 0 < header.rows <= layout.capacity:
-            return f"{header.rows} rows where 1 to {layout.capacity} fit"
+        if not self._fewest <= header.rows <= layout.capacity:
+            return f"{header.rows} rows where {self._fewest} to {layout.capacity} fit"
         if header.dtype != layout.tag:
             return f"payload tag {header.dtype} where {layout.tag.name} ({layout.tag:d}) was agreed"
         if header.nbytes != layout.message_bytes(header.rows):

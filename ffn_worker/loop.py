@@ -22,6 +22,7 @@ from afd_comm import Header, PeerTrace, Region, Status, make_flag
 from ffn_worker.answers import Answers
 from ffn_worker.inbox import Inbox
 from ffn_worker.model import FfnModel
+from ffn_worker.moves import ExpertMoves
 from ffn_worker.peers import Announced, Arrival, Peer, PeerTable
 from ffn_worker.steps import StreamSteps
 
@@ -49,6 +50,7 @@ class FfnLoop:
         self._control = control
         self._model = model
         self._metrics = metrics
+        self.moves = ExpertMoves(resolved, model, control, region.wake)
         self._inbox = Inbox(region, resolved)
         self._table = PeerTable(resolved, index, region.device)
         streams = make_streams(model.device)
@@ -70,6 +72,7 @@ class FfnLoop:
         while not self.stopping:
             self._table.reconcile(self._control.members, self._control.generation)
             self._metrics.peers_up = len(self._table.peers)
+            self.moves.follow(self._control.members)
             arrivals = self._next_step()
             if not arrivals:
                 self._steps.forget(self._table.sessions)
@@ -224,6 +227,10 @@ class FfnLoop:
         """One expert call over the rows of all peers, and the answers."""
         started = time.monotonic()
         rows = [h.rows for h in headers]
+        if not any(rows):  # routed dispatch: none of these rows has an expert here
+            for peer, header in zip(peers, headers, strict=True):
+                self._answer(peer, position, header, [])
+            return
         slots = [self._table.slot(p, position.micro_batch) for p in peers]
         batch = self._inbox.read(slots, rows)
         out = self._model.forward(position.layer, batch.x, batch.ids, batch.weights)

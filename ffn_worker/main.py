@@ -4,11 +4,14 @@ import logging
 import os
 import signal
 import time
+from dataclasses import replace
 from types import FrameType
 
 import torch
 
 from afd.control.connect import client_for
+from afd.control.messages import Members
+from afd.control.moves import settled
 from afd.metrics import RoleMetrics, Weights
 from afd.metrics_server import serve_metrics
 from afd.resolve import Resolved, region_options, resolve
@@ -63,9 +66,10 @@ def run_ffn(role: RoleSpec) -> None:
             metrics_url=metrics_url,
             deadline_s=deployment.deadlines.start_s,
         )
-        model = _load(role, resolved, metrics)
+        model = _load(role, resolved, metrics, control.members)
         loop = FfnLoop(resolved, role.index, region, control, model, metrics)
         _stop_on_signals(loop, region)
+        loop.moves.catch_up()
         control.on_change(lambda _: region.wake())
         control.set_state("ready")
         logger.info("ready: generation %d, backend %s", generation, model.backend_name)
@@ -77,8 +81,10 @@ def run_ffn(role: RoleSpec) -> None:
         region.close()
 
 
-def _load(role: RoleSpec, resolved: Resolved, metrics: RoleMetrics) -> FfnModel:
-    """This instance's experts, with progress in the log about every two seconds."""
+def _load(
+    role: RoleSpec, resolved: Resolved, metrics: RoleMetrics, members: Members
+) -> FfnModel:
+    """This instance's experts, where they are by now, with progress in the log about every two seconds."""
     said = time.monotonic()
 
     def progress(done: int, total: int, nbytes: int) -> None:
@@ -88,17 +94,23 @@ def _load(role: RoleSpec, resolved: Resolved, metrics: RoleMetrics) -> FfnModel:
             said = time.monotonic()
             logger.info("experts: %d of %d layers, %.1f MB read", done, total, nbytes / 1e6)
 
+    places = settled(members, resolved.placement, resolved.model.moe_layers)
+    tables = tuple(table for _, table in places.values())
     model = load_ffn_model(
         resolved.deployment.model,
         resolved.family,
         resolved.model,
         instances=resolved.contract.ffn_instances,
         index=role.index,
+        placement=replace(resolved.placement, tables=tables),
+        banks={layer: bank for layer, (bank, _) in places.items()},
+        shared_by_rows=resolved.shared_by_rows,
         backend=resolved.deployment.ffn.backend,
         device=torch_device(resolved.deployment.ffn.device),
         progress=progress,
     )
     metrics.weights_held_bytes[Weights.EXPERT] = model.weight_bytes
+    metrics.expert_rows = model.load.rows
     return model
 
 

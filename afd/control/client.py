@@ -183,6 +183,13 @@ class ControlClient:
             self._session.set_state(state)
         self._wake()
 
+    def report_move(self, number: int, fault: str = "") -> None:
+        """Says that all moves of experts up to ``number`` are made here, and why the next one
+        cannot be, if it cannot. Does not block."""
+        with self._changed:
+            self._session.report_move(number, fault)
+        self._wake()
+
     def leave(self) -> None:
         """Tells the server that we go; the others see it at once. The snapshot stays."""
         with self._changed:

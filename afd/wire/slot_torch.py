@@ -42,6 +42,25 @@ class SlotView:
         return dequantise_fp8(payload, self.scales[:rows], dtype)
 
 
+def sum_of_shares(
+    views: Sequence[SlotView],
+    shares: Sequence[torch.Tensor],
+    rows: int,
+    hidden: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """As :func:`sum_of_parts`, bit for bit, where FFN instance j answered the rows shares[j].
+
+    Args:
+        shares: int64 [rows of j], each row at most once. A row that nobody answered is 0.
+    """
+    device = views[0].payload.device
+    total = torch.zeros((rows, hidden), dtype=torch.float32, device=device)
+    for view, share in zip(views, shares, strict=True):
+        total.index_add_(0, share, view.decode(len(share), torch.float32))
+    return total.to(dtype)
+
+
 def sum_of_parts(views: Sequence[SlotView], rows: int, dtype: torch.dtype) -> torch.Tensor:
     """What the FFN instances of one micro-batch answered, added up in float32: [rows, hidden].
 

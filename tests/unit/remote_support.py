@@ -2,12 +2,14 @@
 
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import msgspec
 import torch
 
 from afd.config import Deployment
 from afd.control.messages import Member, Members
+from afd.control.moves import settled
 from afd.errors import DeadlineExceeded
 from afd.metrics import RoleMetrics
 from afd.resolve import Resolved, resolve
@@ -24,10 +26,17 @@ class Registry:
 
     def __init__(self):
         self.members = Members(0, ())
+        self.callbacks = []
+        self.moves: dict[str, tuple[int, str]] = {}
 
     def set(self, *members: Member) -> None:
-        ordered = sorted(members, key=lambda m: (m.role, m.index))
-        self.members = Members(self.members.version + 1, tuple(ordered))
+        self.change(members=tuple(sorted(members, key=lambda m: (m.role, m.index))))
+
+    def change(self, **fields: object) -> None:
+        version = self.members.version + 1
+        self.members = msgspec.structs.replace(self.members, version=version, **fields)
+        for callback in list(self.callbacks):
+            callback(self.members)
 
 
 @dataclass
@@ -36,10 +45,17 @@ class FakeControl:
 
     registry: Registry
     generation: int
+    name: str = ""
 
     @property
     def members(self) -> Members:
         return self.registry.members
+
+    def on_change(self, callback) -> None:
+        self.registry.callbacks.append(callback)
+
+    def report_move(self, number: int, fault: str = "") -> None:
+        self.registry.moves[self.name] = (number, fault)
 
     def wait_for(self, predicate, *, deadline_s, what):
         end = time.monotonic() + deadline_s
@@ -53,17 +69,17 @@ class FakeControl:
 class Deployed:
     """x attention clients and y FFN loops on threads."""
 
-    def __init__(self, checkpoint, x, y, **sections):
-        self.deployment = Deployment.from_plain(
+    def __init__(self, checkpoint, x, y, backend="reference", **sections):
+        self.backend = backend
+        self.deployment = self.parsed(
+            checkpoint,
             {
-                "model": str(checkpoint),
-                "served_model_name": "m",
                 "attention": {"instances": x, "dtype": "float32", "max_num_batched_tokens": 64},
                 "ffn": {"instances": y, **sections.pop("ffn", {})},
                 "pipeline": {"depth": DEPTH, "min_rows": 1},
                 "deadlines": {"ffn_s": 10.0},
                 **sections,
-            }
+            },
         )
         self.resolved: Resolved = resolve(self.deployment)
         # Streams of the reference accelerator are the calling thread.
@@ -75,6 +91,12 @@ class Deployed:
         for j in range(y):
             self.start_ffn(j)
         self.clients = [self.client(i) for i in range(x)]
+
+    @staticmethod
+    def parsed(checkpoint, sections):
+        return Deployment.from_plain(
+            {"model": str(checkpoint), "served_model_name": "m", **sections}
+        )
 
     def member(self, role, index, region):
         self.generation += 1
@@ -104,17 +126,22 @@ class Deployed:
         r = self.resolved
         region = self.region("ffn", r.slots.ffn_region_slots, r.a2f.nbytes, j)
         member = self.member("ffn", j, region)
+        places = settled(self.registry.members, r.placement, r.model.moe_layers)
         model = load_ffn_model(
             r.deployment.model,
             r.family,
             r.model,
             instances=r.contract.ffn_instances,
             index=j,
-            backend="reference",
+            placement=replace(r.placement, tables=tuple(table for _, table in places.values())),
+            banks={layer: bank for layer, (bank, _) in places.items()},
+            shared_by_rows=r.shared_by_rows,
+            backend=self.backend,
         )
         metrics = RoleMetrics("ffn")
-        control = FakeControl(self.registry, member.generation)
+        control = FakeControl(self.registry, member.generation, member.id)
         loop = FfnLoop(r, j, region, control, model, metrics)
+        loop.moves.catch_up()
         thread = threading.Thread(target=loop.run, daemon=True)
         self.loops[j], self.threads[j], self.regions[j] = loop, thread, region
         thread.start()
@@ -133,7 +160,7 @@ class Deployed:
         r = self.resolved
         region = self.region("attention", r.slots.attention_region_slots, r.f2a.nbytes, i)
         member = self.member("attention", i, region)
-        control = FakeControl(self.registry, member.generation)
+        control = FakeControl(self.registry, member.generation, member.id)
         client = RemoteExperts(r, i, region, control, RoleMetrics("attention"))
         client.connect(5.0)
         return client

@@ -26,7 +26,11 @@ contracts = st.builds(
     max_depth=st.integers(1, 3),
     attention_instances=counts,
     ffn_instances=counts,
+    dispatch=st.sampled_from(["broadcast", "routed"]),
+    shared_experts=st.sampled_from(["slices", "rows"]),
+    expert_slots=st.lists(counts, max_size=3).map(tuple),
     expert_map=st.lists(st.tuples(counts, counts), max_size=3).map(tuple),
+    movable=st.booleans(),
 )
 
 

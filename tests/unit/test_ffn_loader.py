@@ -93,7 +93,7 @@ def test_only_expert_tensors_are_read(checkpoints, name, monkeypatch):
     load(path, 2, 1)
     assert names and all(family.is_expert_weight(n) for n in names)
     if family.routed_names[0].per_expert:
-        first = shard_of(model, 2, 1).experts[0]
+        first = shard_of(model, 2, 1).experts[model.moe_layers[0]][0]
         assert not any(f".experts.{first - 1}." in n for n in names)
 
 
@@ -242,7 +242,7 @@ def test_ffn_model_consumes_the_layers_and_needs_all(checkpoints):
         FfnModel(model, shard, layers, backend="torch")
     deeper = replace(model, moe_layers=(0, 9))
     with pytest.raises(ConfigError, match=r"layers\.9\."):
-        load_shard(path, family, deeper, shard)
+        load_shard(path, family, deeper, shard_of(deeper, 1, 0))
 
 
 def test_sharded_checkpoint(checkpoints, tmp_path):
