@@ -15,7 +15,9 @@ def _policy() -> ModuleType:
     try:
         return importlib.import_module(MODULE)
     except ImportError as err:
-        raise ConfigError(f"vLLM's balancer cannot be imported ({err}); use --policy greedy") from None
+        raise ConfigError(
+            f"vLLM's balancer cannot be imported ({err}); use --policy greedy"
+        ) from None
 
 
 def vllm_balance(load: Load, bounds: Sequence[int]) -> tuple[Table, ...]:

@@ -211,5 +211,7 @@ def load_placement(path: Path, num_experts: int, bounds: tuple[int, ...], layers
     for number, table in enumerate(found.tables):
         reason = problem(table, bounds, num_experts)
         if reason is not None:
-            raise ConfigError(f"ffn.placement {path}, MoE layer number {number}: {reason}; {remedy}")
+            raise ConfigError(
+                f"ffn.placement {path}, MoE layer number {number}: {reason}; {remedy}"
+            )
     return found

@@ -230,9 +230,7 @@ class RemoteExperts:
         if pending.shares is None:
             return sum_of_parts(views, pending.rows, self._dtype)
         shares = pending.shares.rows.split(pending.shares.counts)
-        return sum_of_shares(
-            views, shares, pending.rows, self._resolved.model.hidden, self._dtype
-        )
+        return sum_of_shares(views, shares, pending.rows, self._resolved.model.hidden, self._dtype)
 
     @property
     def peers(self) -> tuple[Ffn, ...]:

@@ -19,9 +19,7 @@ class ExpertLoad:
         self._layers = tuple(layers)
         self._device = device
         # One row per layer; its last entry takes the pairs of other instances.
-        self._counts = torch.zeros(
-            (len(layers), num_experts + 1), dtype=torch.int64, device=device
-        )
+        self._counts = torch.zeros((len(layers), num_experts + 1), dtype=torch.int64, device=device)
         self._row = {layer: number for number, layer in enumerate(layers)}
         self._one = torch.ones(1, dtype=torch.int64, device=device)
 

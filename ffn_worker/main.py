@@ -81,9 +81,7 @@ def run_ffn(role: RoleSpec) -> None:
         region.close()
 
 
-def _load(
-    role: RoleSpec, resolved: Resolved, metrics: RoleMetrics, members: Members
-) -> FfnModel:
+def _load(role: RoleSpec, resolved: Resolved, metrics: RoleMetrics, members: Members) -> FfnModel:
     """This instance's experts, where they are by now, with progress in the log about every two seconds."""
     said = time.monotonic()
 

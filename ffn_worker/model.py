@@ -115,9 +115,7 @@ class FfnModel:
             self.add(layer, (banks or {}).get(layer, 0), shard.experts[layer], weights)
             self._add_shared(layer, weights)
 
-    def add(
-        self, layer: int, bank: int, experts: tuple[int, ...], weights: LayerWeights
-    ) -> None:
+    def add(self, layer: int, bank: int, experts: tuple[int, ...], weights: LayerWeights) -> None:
         """Take over the routed experts of one layer, beside those that it has in the other bank.
 
         May be called from another thread than `forward`'s.

@@ -230,9 +230,7 @@ class Closing(msgspec.Struct, frozen=True, tag="closing"):
 FromMember: TypeAlias = Hello | Heartbeat | Bye
 FromOperator: TypeAlias = Status | AskContract | SetDepth | Drain | MoveExperts | Shutdown
 ToServer: TypeAlias = FromMember | FromOperator
-FromServer: TypeAlias = (
-    Welcome | Wait | Refused | Unknown | Beat | Members | Agreement | Closing
-)
+FromServer: TypeAlias = Welcome | Wait | Refused | Unknown | Beat | Members | Agreement | Closing
 
 _encoder = msgspec.msgpack.Encoder()
 _to_server: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(ToServer)

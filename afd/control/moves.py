@@ -90,9 +90,7 @@ class Moves:
     def left(self) -> int:
         return len(self._left)
 
-    def plan(
-        self, tables: Sequence[Table], contract: Contract, members: Members
-    ) -> Members:
+    def plan(self, tables: Sequence[Table], contract: Contract, members: Members) -> Members:
         """Begin to move the experts to ``tables``, see :func:`objection`; the next snapshot."""
         start = Placement(contract.expert_slots, contract.expert_map)
         now = settled(members, start, contract.moe_layers)

@@ -80,7 +80,9 @@ def gain(load: Load, before: Placement, after: Placement) -> str:
             imbalance(table, placement.bounds, of_layer)
             for table, of_layer in zip(placement.tables, load, strict=True)
         ]
-        lines.append(f"{max(ratios):.2f} in the worst layer, {sum(ratios) / len(ratios):.2f} on average")
+        lines.append(
+            f"{max(ratios):.2f} in the worst layer, {sum(ratios) / len(ratios):.2f} on average"
+        )
     changed = sum(a != b for a, b in zip(before.tables, after.tables, strict=True))
     return (
         f"busiest instance over the mean: {lines[0]}; after {changed} of {len(load)} layers have"
@@ -88,7 +90,9 @@ def gain(load: Load, before: Placement, after: Placement) -> str:
     )
 
 
-def place(deployment: Deployment, load_file: Path, text: str | None, policy: Policy, out: Path) -> int:
+def place(
+    deployment: Deployment, load_file: Path, text: str | None, policy: Policy, out: Path
+) -> int:
     """Write a placement file for ``ffn.placement``. Raises ConfigError."""
     from afd.resolve import resolve
 

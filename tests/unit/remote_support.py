@@ -9,7 +9,7 @@ import torch
 
 from afd.config import Deployment
 from afd.control.messages import Member, Members
-from afd.control.moves import settled
+from afd.control.moves import Moves, settled
 from afd.errors import DeadlineExceeded
 from afd.metrics import RoleMetrics
 from afd.resolve import Resolved, resolve
@@ -27,14 +27,18 @@ class Registry:
     def __init__(self):
         self.members = Members(0, ())
         self.callbacks = []
+        self.lock = threading.RLock()
         self.moves: dict[str, tuple[int, str]] = {}
 
     def set(self, *members: Member) -> None:
         self.change(members=tuple(sorted(members, key=lambda m: (m.role, m.index))))
 
     def change(self, **fields: object) -> None:
-        version = self.members.version + 1
-        self.members = msgspec.structs.replace(self.members, version=version, **fields)
+        with self.lock:
+            self.take(msgspec.structs.replace(self.members, **fields))
+
+    def take(self, members: Members) -> None:
+        self.members = msgspec.structs.replace(members, version=self.members.version + 1)
         for callback in list(self.callbacks):
             callback(self.members)
 
@@ -164,6 +168,24 @@ class Deployed:
         client = RemoteExperts(r, i, region, control, RoleMetrics("attention"))
         client.connect(5.0)
         return client
+
+    def move(self, tables, deadline_s=20.0):
+        """Move all experts as the control plane does; returns when they have moved."""
+        moves, contract = Moves(), self.resolved.contract
+        self.registry.take(moves.plan(tables, contract, self.registry.members))
+        end = time.monotonic() + deadline_s
+        while self.registry.members.moves_left:
+            assert time.monotonic() < end, self.registry.members
+            with self.registry.lock:
+                members = self.registry.members
+                done = {
+                    (m.role, m.index): self.registry.moves.get(m.id, (0, ""))[0]
+                    for m in members.members
+                }
+                following = moves.advance(members, contract, done)
+                if following is not None:
+                    self.registry.take(following)
+            time.sleep(0.002)
 
     def close(self):
         for j in list(self.loops):
