@@ -1,4 +1,4 @@
-"""To which FFN instances a row is sent: to all, or to those that compute one of its experts. Pure."""
+"""Which FFN instances a row is sent to: all, or those that compute one of its experts. Pure."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Which slot computes each of a row's experts, and which rows every FFN instance gets."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -90,7 +91,7 @@ class Splitter:
     def __init__(self, bounds: Sequence[int], device: torch.device) -> None:
         """bounds: instance j holds slots [bounds[j], bounds[j + 1]), in either bank."""
         self._instances = len(bounds) - 1
-        sizes = [high - low for low, high in zip(bounds, bounds[1:], strict=False)]
+        sizes = [high - low for low, high in itertools.pairwise(bounds)]
         one_bank = torch.arange(self._instances).repeat_interleave(torch.tensor(sizes))
         self._instance_of = torch.cat([one_bank, one_bank]).to(device)
 

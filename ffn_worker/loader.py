@@ -27,8 +27,8 @@ class Shard:
     """What one FFN instance holds of every MoE layer.
 
     slots: half-open range of its expert slots (afd/placement.py). all_slots: of all instances.
-    experts: by layer number, the routed expert in each of its slots. shared: half-open slice of the shared experts' intermediate
-    dimension, None where the model has no shared expert.
+    experts: by layer number, the routed expert in each of its slots. shared: half-open slice of the
+    shared experts' intermediate dimension, None where the model has no shared expert.
     """
 
     slots: tuple[int, int]

@@ -82,7 +82,7 @@ def run_ffn(role: RoleSpec) -> None:
 
 
 def _load(role: RoleSpec, resolved: Resolved, metrics: RoleMetrics, members: Members) -> FfnModel:
-    """This instance's experts, where they are by now, with progress in the log about every two seconds."""
+    """This instance's experts by now, with progress in the log about every two seconds."""
     said = time.monotonic()
 
     def progress(done: int, total: int, nbytes: int) -> None:

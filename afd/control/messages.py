@@ -2,7 +2,8 @@
 
 A member speaks ``Hello``, ``Heartbeat``, ``Bye``; an operator speaks ``Status``, ``SetDepth``,
 ``Drain``, ``MoveExperts``, ``AskContract``, ``Shutdown``; the server answers with ``Welcome``,
-``Wait``, ``Refused``, ``Unknown``, ``Beat``, ``Members``, ``Agreement`` and ``Closing``. Every message is one ZeroMQ frame.
+``Wait``, ``Refused``, ``Unknown``, ``Beat``, ``Members``, ``Agreement`` and ``Closing``. Every
+message is one ZeroMQ frame.
 """
 
 from __future__ import annotations

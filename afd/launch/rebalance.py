@@ -133,9 +133,12 @@ def routing_load(
             f"{path} is of a model with {found}; this one has {layers} of {num_experts}"
         )
     return tuple(
-        tuple(sum(n * part[l][e] for n, part in zip(rows, parts, strict=True)) for e in range(num_experts))
-        for l in range(layers)
-    )  # fmt: skip
+        tuple(
+            sum(n * part[layer][e] for n, part in zip(rows, parts, strict=True))
+            for e in range(num_experts)
+        )
+        for layer in range(layers)
+    )
 
 
 @dataclass(frozen=True)
@@ -215,7 +218,7 @@ def _measured(members: Members, contract: Contract, over_s: float) -> Load:
         raise ConfigError(
             "the experts have computed no rows yet; send requests first"
             if not over_s
-            else f"the experts computed no rows in {over_s:g} s; send requests, or measure for longer"
+            else f"the experts computed no rows in {over_s:g} s; send requests, or measure longer"
         )
     return load
 

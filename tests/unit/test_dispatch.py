@@ -186,7 +186,7 @@ def test_what_a_captured_graph_cannot_do_is_refused(tiny_models):
     assert resolve(deployed()).dispatch == "broadcast"
     assert not resolve(deployed()).contract.movable
     assert resolve(deployed(pipeline={"graphs": False})).contract.movable
-    with pytest.raises(ConfigError, match="captured graph.* pipeline.graphs: false"):
+    with pytest.raises(ConfigError, match=r"captured graph.* pipeline.graphs: false"):
         resolve(deployed(wire={"dispatch": "routed"}))
     rows = {**gpu["ffn"], "shared_experts": "rows"}
     with pytest.raises(ConfigError, match="captured graph"):

@@ -63,7 +63,7 @@ def test_copies_go_to_the_busiest_expert_and_balance_the_instances():
     bounds = slot_bounds(6, 2, redundant=1)
     assert imbalance(contiguous(6, slot_bounds(6, 2, 0), 1).tables[0], (0, 3, 6), load) == 10 / 6
     table = balance(load, bounds)
-    assert [len(slots) for slots in copies(table, 6)][0] == 2
+    assert next(len(slots) for slots in copies(table, 6)) == 2
     assert imbalance(table, bounds, load) == pytest.approx(6.5 / 6)  # 4 + 1 + 1 + 0.5
 
 
@@ -75,7 +75,7 @@ def test_the_first_placement_copies_the_experts_that_follow():
 
 
 def test_too_many_copies_are_refused():
-    with pytest.raises(ConfigError, match="redundant_experts is 4.* use 3 or fewer"):
+    with pytest.raises(ConfigError, match=r"redundant_experts is 4.* use 3 or fewer"):
         slot_bounds(6, 2, redundant=4)
     with pytest.raises(ConfigError, match="use 0 or fewer"):
         slot_bounds(6, 1, redundant=1)
