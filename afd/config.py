@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from afd.config_messages import sentence
 from afd.errors import ConfigError
+from afd.topology import width_slices
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Cores = tuple[Annotated[int, Field(ge=0)], ...]
@@ -25,7 +26,7 @@ Device = Literal["cpu", "cuda"]
 
 MAX_DEPTH = 3
 PORT_LIST = "a list of at most 8 RDMA ports, such as [mlx5_0:1, mlx5_1:1]"
-CORE_LISTS = "auto or a list of core lists, one per instance, such as [[0, 1], [2, 3]]"
+CORE_LISTS = "auto or a list of core lists, one per process, such as [[0, 1], [2, 3]]"
 
 
 class _Section(BaseModel):
@@ -34,12 +35,12 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-def _check_core_lists(cpus: CoreLists, instances: int) -> None:
+def _check_core_lists(cpus: CoreLists, processes: int) -> None:
     if cpus == "auto":
         return
-    if len(cpus) != instances:
+    if len(cpus) != processes:
         raise ValueError(
-            f"cpus has {len(cpus)} core lists for {instances} instances; give one list each"
+            f"cpus has {len(cpus)} core lists for {processes} processes; give one list each"
         )
     if any(not cores for cores in cpus):
         raise ValueError("cpus has an empty core list; name at least one core for every instance")
@@ -81,9 +82,13 @@ class Attention(_Section):
 
 
 class Ffn(_Section):
-    """The FFN pool: y processes that share every layer's experts among them."""
+    """The FFN pool: y instances that share every layer's experts among them, of ``tp`` processes
+    each."""
 
     instances: int = Field(default=1, ge=1)
+    tp: int = Field(default=1, ge=1)  # ranks of an instance: each holds a slice of every expert
+    # how the ranks of an instance add up their partial results: exactly, or in fewer bytes
+    reduce: Literal["exact", "int8", "int6", "int4", "fp4"] = "exact"
     device: Device = "cpu"
     backend: Literal["auto", "torch", "reference", "vllm_cpu", "vllm_cuda", "aiter", "triton"] = (
         "auto"
@@ -107,7 +112,12 @@ class Ffn(_Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Ffn:
-        _check_core_lists(self.cpus, self.instances)
+        _check_core_lists(self.cpus, self.ranks)
+        if self.reduce != "exact" and self.tp == 1:
+            raise ValueError(
+                f"reduce {self.reduce} is how the ranks of an instance add up, but tp is 1 and"
+                " there is nothing to add; set tp to 2 or more, or leave reduce at exact"
+            )
         fitting = {"vllm_cpu": "cpu", "vllm_cuda": "cuda"}.get(self.backend, self.device)
         if self.device != fitting:
             raise ValueError(
@@ -120,6 +130,11 @@ class Ffn(_Section):
                 " an instance cannot be late before the step has waited for it"
             )
         return self
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the pool, one device each."""
+        return self.instances * self.tp
 
 
 class Pipeline(_Section):
@@ -361,6 +376,7 @@ def check_model(deployment: Deployment) -> None:
             f" {model.num_experts} experts per layer; use at most {model.num_experts} FFN instances"
         )
     check_experts(deployment, model)
+    width_slices(model.moe_intermediate, deployment.ffn.tp)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -76,10 +76,26 @@ class ExpertSlots:
 @dataclass(frozen=True)
 class Shares:
     """Rows of one micro-batch by FFN instance. rows: int64, those of the first instance, then those
-    of the second, and so on, ascending each. counts: how many each gets."""
+    of the second, and so on, ascending each. counts: how many each gets. tp: ranks of an instance,
+    each of which gets all of its instance's rows."""
 
     rows: torch.Tensor
     counts: tuple[int, ...]
+    tp: int
+
+    def of_instances(self) -> tuple[torch.Tensor, ...]:
+        """The rows of each instance."""
+        return self.rows.split(self.counts)
+
+    def of_ranks(self) -> list[int]:
+        """Number of rows that each rank gets, instance by instance."""
+        return [rows for rows in self.counts for _ in range(self.tp)]
+
+    def in_order(self) -> torch.Tensor:
+        """Rows in the order in which ranks get them, int64 [sum of :meth:`of_ranks`]."""
+        if self.tp == 1:
+            return self.rows
+        return torch.cat([part for part in self.of_instances() for _ in range(self.tp)])
 
 
 class Splitter:
@@ -88,8 +104,10 @@ class Splitter:
     The reference is :func:`afd.dispatch.rows_of_instances`.
     """
 
-    def __init__(self, bounds: Sequence[int], device: torch.device) -> None:
-        """bounds: instance j holds slots [bounds[j], bounds[j + 1]), in either bank."""
+    def __init__(self, bounds: Sequence[int], tp: int, device: str) -> None:
+        """bounds: instance j holds slots [bounds[j], bounds[j + 1]), in either bank. tp: ranks of
+        an instance."""
+        self._tp = tp
         self._instances = len(bounds) - 1
         sizes = [high - low for low, high in itertools.pairwise(bounds)]
         one_bank = torch.arange(self._instances).repeat_interleave(torch.tensor(sizes))
@@ -100,4 +118,4 @@ class Splitter:
         gets = torch.zeros((len(slots), self._instances), dtype=torch.bool, device=slots.device)
         gets.scatter_(1, self._instance_of[slots], True)
         _, rows = gets.t().nonzero(as_tuple=True)
-        return Shares(rows, tuple(gets.sum(dim=0).tolist()))
+        return Shares(rows, tuple(gets.sum(dim=0).tolist()), self._tp)

@@ -44,15 +44,16 @@ class Outgoing:
         return replace(self, ids=slots)
 
     def dealt(self, shares: Shares) -> "Outgoing":
-        """The same rows laid out by FFN instance; a row that several get is there several times."""
-        scales = None if self.scales is None else self.scales[shares.rows]
+        """The same rows laid out by FFN rank; a row that several get is there several times."""
+        rows = shares.in_order()
+        scales = None if self.scales is None else self.scales[rows]
         return Outgoing(
             self.layer,
             self.rows,
-            self.payload[shares.rows],
+            self.payload[rows],
             scales,
-            self.ids[shares.rows],
-            self.weights[shares.rows],
+            self.ids[rows],
+            self.weights[rows],
             shares,
         )
 

@@ -1,4 +1,6 @@
-"""The remote half of a layer: rows go to every FFN instance, partial sums come back.
+"""The remote half of a layer: rows go to every FFN rank, partial sums come back.
+
+An FFN instance of several ranks answers in shares: each rank the sum of all for some of the rows.
 
 The calls block and retry within their deadline: an exception in ``forward`` would end the vLLM
 engine and with it every request's KV cache. An FFN instance keeps no request state, so one that was
@@ -14,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from afd.control.client import ControlClient
-from afd.control.messages import Member, Members
+from afd.control.messages import Member, Members, member_id
 from afd.control.moves import followed
 from afd.errors import DeadlineExceeded, PeerLost
 from afd.metrics import Direction, RoleMetrics, Stage
@@ -22,7 +24,7 @@ from afd.resolve import Resolved
 from afd.topology import session
 from afd.wire.codecs_torch import DTYPE_OF_TAG
 from afd.wire.layout import TAG_OF_DTYPE, Kind
-from afd.wire.slot_torch import SlotView, sum_of_parts, sum_of_shares
+from afd.wire.slot_torch import SlotView, sum_of_ranks, sum_of_shares
 from afd.wire.streams_torch import settle, slot_bytes
 from afd_comm import Group, Header, Link, PeerTrace, Region, Status, VerbsOptions, make_flag
 from attention_worker.dispatch import ExpertSlots, Splitter
@@ -39,7 +41,7 @@ _POST_TIMEOUT_US = 5_000_000
 
 @dataclass(frozen=True)
 class Ffn:
-    """Session with one FFN instance."""
+    """Session with one FFN rank."""
 
     id: str
     session: int
@@ -47,7 +49,8 @@ class Ffn:
 
 
 class RemoteExperts:
-    """Client of all FFN instances of a deployment, for one attention instance.
+    """Client of all FFN ranks of a deployment, for one attention instance; ``j`` is the number of
+    one of them (:func:`afd.topology.ffn_number`).
 
     Not thread-safe: called from the model's forward only.
     """
@@ -67,15 +70,16 @@ class RemoteExperts:
         self._metrics = metrics
         self._deadline_s = resolved.deployment.deadlines.ffn_s
         self._dtype = DTYPE_OF_TAG[TAG_OF_DTYPE[resolved.model.dtype]]
+        self._tp = resolved.contract.ffn_tp
         self._ffns: list[Ffn] = []
         self._group = Group([], timeout_us=_POST_TIMEOUT_US)
-        depth, count = resolved.contract.max_depth, resolved.contract.ffn_instances
+        depth, count = resolved.contract.max_depth, resolved.slots.ffn_ranks
         # What was posted and not yet answered, and the same rows before experts became slots.
         self._pending: list[Outgoing | None] = [None] * depth
         self._sources: list[Outgoing | None] = [None] * depth
         self._slots = ExpertSlots(resolved, index)
         self._splitter = (
-            Splitter(resolved.placement.bounds, resolved.deployment.attention.device)
+            Splitter(resolved.placement.bounds, self._tp, resolved.deployment.attention.device)
             if resolved.dispatch == "routed"
             else None
         )
@@ -83,14 +87,14 @@ class RemoteExperts:
         self._in_step = False
         self._placed_by = -1  # version of the snapshot that self._slots are of
         self._answers = [[self._answer_view(j, mb) for mb in range(depth)] for j in range(count)]
-        # Last doorbell and last answer per [micro-batch][FFN instance]; the last row: leaving.
+        # Last doorbell and last answer per [micro-batch][FFN rank]; the last row: leaving.
         self._flags = [[0] * count for _ in range(depth + 1)]
         self._answered: list[list[Header | None]] = [[None] * count for _ in range(depth)]
         if resolved.deployment.transport.trace:
             for j in range(count):
                 trace = PeerTrace()
                 region.trace(resolved.slots.attention_claim(j), trace)
-                metrics.wire_traces[f"ffn-{j}"] = trace
+                metrics.wire_traces[self._name(j)] = trace
         self._generation = 0
         self._depth = 1
         self._step = 0
@@ -103,8 +107,8 @@ class RemoteExperts:
         Raises:
             DeadlineExceeded: names the instances that did not come.
         """
-        count = self._resolved.contract.ffn_instances
-        names = ", ".join(f"ffn-{j}" for j in range(count))
+        count = self._resolved.slots.ffn_ranks
+        names = ", ".join(self._name(j) for j in range(count))
 
         def all_ready(members: Members) -> bool:
             return len(members.of("ffn", state="ready")) == count
@@ -186,7 +190,7 @@ class RemoteExperts:
     def recv(self, micro_batch: int) -> torch.Tensor:
         """Sum of all partial results of a posted micro-batch: model dtype [rows, hidden].
 
-        With one FFN instance and the exact wire this is the slot's own memory, valid until the
+        With one FFN process and the exact wire this is the slot's own memory, valid until the
         micro-batch is sent again.
 
         Raises:
@@ -228,9 +232,9 @@ class RemoteExperts:
         ]
         views = [of_ffn[micro_batch] for of_ffn in self._answers]
         if pending.shares is None:
-            return sum_of_parts(views, pending.rows, self._dtype)
-        shares = pending.shares.rows.split(pending.shares.counts)
-        return sum_of_shares(views, shares, pending.rows, self._resolved.model.hidden, self._dtype)
+            return sum_of_ranks(views, self._tp, pending.rows, self._dtype)
+        shares, hidden = pending.shares.of_instances(), self._resolved.model.hidden
+        return sum_of_shares(views, self._tp, shares, pending.rows, hidden, self._dtype)
 
     @property
     def peers(self) -> tuple[Ffn, ...]:
@@ -257,7 +261,7 @@ class RemoteExperts:
         layout, slots = self._resolved.a2f, self._resolved.slots
         slot, answered = slots.to_ffn(self._index, micro_batch), self._answered[micro_batch]
         shares = pending.shares
-        counts = [pending.rows] * len(flags) if shares is None else list(shares.counts)
+        counts = [pending.rows] * len(flags) if shares is None else shares.of_ranks()
         sent = sum(rows for rows, flag in zip(counts, flags, strict=True) if flag)
         self._metrics.wire_bytes[Direction.A2F] += layout.message_bytes(sent)
         settle(pending.payload.device)
@@ -317,12 +321,19 @@ class RemoteExperts:
             self._recover(j, deadline)
         return True
 
+    def _place(self, j: int) -> tuple[int, int]:
+        """(instance, rank) of FFN rank number j."""
+        return divmod(j, self._tp)
+
+    def _name(self, j: int) -> str:
+        return member_id("ffn", *self._place(j))
+
     def _session_with(self, member: Member) -> int:
         return session(self._control.generation, member.generation)
 
     def _is_lost(self, j: int) -> bool:
         """Whether the session with FFN instance j ended: it, or this instance, registered anew."""
-        member = self._control.members.find("ffn", j)
+        member = self._control.members.find("ffn", *self._place(j))
         return member is None or self._session_with(member) != self._ffns[j].session
 
     def _recover(self, j: int, deadline: float) -> None:
@@ -332,7 +343,7 @@ class RemoteExperts:
         old.link.close()
 
         def is_back(members: Members) -> bool:
-            member = members.find("ffn", j)
+            member = members.find("ffn", *self._place(j))
             return (
                 member is not None
                 and member.state == "ready"
@@ -341,7 +352,7 @@ class RemoteExperts:
 
         left_s = max(0.0, deadline - time.monotonic())
         members = self._control.wait_for(is_back, deadline_s=left_s, what=old.id)
-        member = members.find("ffn", j)
+        member = members.find("ffn", *self._place(j))
         assert member is not None
         fresh = self._ffns[j] = self._link(member)
         self._start_session(j)

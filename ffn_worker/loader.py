@@ -24,16 +24,18 @@ Progress = Callable[[int, int, int], None]
 
 @dataclass(frozen=True)
 class Shard:
-    """What one FFN instance holds of every MoE layer.
+    """What one rank of an FFN instance holds of every MoE layer.
 
-    slots: half-open range of its expert slots (afd/placement.py). all_slots: of all instances.
-    experts: by layer number, the routed expert in each of its slots. shared: half-open slice of the
-    shared experts' intermediate dimension, None where the model has no shared expert.
+    slots: half-open range of the instance's expert slots (afd/placement.py). all_slots: of all
+    instances. experts: by layer number, the routed expert in each of its slots. width: half-open
+    slice of their intermediate dimension. shared: half-open slice of the shared experts'
+    intermediate dimension, None where the model has no shared expert.
     """
 
     slots: tuple[int, int]
     all_slots: int
     experts: Mapping[int, tuple[int, ...]]
+    width: tuple[int, int]
     shared: tuple[int, int] | None
 
 
@@ -41,8 +43,8 @@ class Shard:
 class LayerWeights:
     """One layer of a shard in the serving dtype; gate rows come before up rows.
 
-    w13 [E_local, 2*I, H], w2 [E_local, H, I], shared_gate_up [2*Is_local, H] or None,
-    shared_down [H, Is_local] or None.
+    w13 [E_local, 2*I, H], w2 [E_local, H, I] with I the shard's width, shared_gate_up
+    [2*Is_local, H] or None, shared_down [H, Is_local] or None.
     """
 
     w13: torch.Tensor
@@ -194,23 +196,23 @@ def _check_mlp(
 def _load_layer(
     reader: _Reader, family: Family, routed: MlpNames, model: MoeModel, shard: Shard, layer: int
 ) -> LayerWeights:
-    dtype, hidden, width = DTYPES[model.dtype], model.hidden, model.moe_intermediate
-    experts = shard.experts[layer]
+    dtype, hidden = DTYPES[model.dtype], model.hidden
+    experts, width = shard.experts[layer], shard.width[1] - shard.width[0]
     w13 = torch.empty((len(experts), 2 * width, hidden), dtype=dtype)
     w2 = torch.empty((len(experts), hidden, width), dtype=dtype)
     if routed.per_expert:
         for slot, expert in enumerate(experts):
             names = routed.for_layer(layer, expert)
-            for part, name in zip(_parts(w13[slot], names), names.gate_up, strict=True):
-                part.copy_(reader.read(name))
-            w2[slot].copy_(reader.read(names.down))
+            for half, (name, rows) in zip(*_halves(w13[slot], names, model, shard), strict=True):
+                half.copy_(reader.read(name, rows))
+            w2[slot].copy_(reader.read(names.down, (0, hidden), shard.width))
     else:
         names = routed.for_layer(layer)
         for first, run in _runs(experts):
             there = slice(first, first + run[1] - run[0])
-            for part, name in zip(_parts(w13[there], names), names.gate_up, strict=True):
-                part.copy_(reader.read(name, run))
-            w2[there].copy_(reader.read(names.down, run))
+            for half, (name, rows) in zip(*_halves(w13[there], names, model, shard), strict=True):
+                half.copy_(reader.read(name, run, rows))
+            w2[there].copy_(reader.read(names.down, run, (0, hidden), shard.width))
     if shard.shared is None or family.shared_names is None:
         return LayerWeights(w13, w2, None, None)
     names = family.shared_names.for_layer(layer)
@@ -228,6 +230,13 @@ def _runs(experts: Sequence[int]) -> Iterator[tuple[int, tuple[int, int]]]:
             first = slot
 
 
-def _parts(gate_up: torch.Tensor, names: MlpNames) -> tuple[torch.Tensor, ...]:
-    """Views of [..., 2*I, H], one for each tensor that the checkpoint stores it as."""
-    return gate_up.chunk(len(names.gate_up), dim=-2)
+def _halves(
+    gate_up: torch.Tensor, names: MlpNames, model: MoeModel, shard: Shard
+) -> tuple[tuple[torch.Tensor, ...], list[tuple[str, tuple[int, int]]]]:
+    """The gate and the up half of [..., 2*I, H], and for each the tensor and its rows to read."""
+    start, end = shard.width
+    # A checkpoint stores them as two tensors, or as one with the gate rows first.
+    shifts = [0, 0] if len(names.gate_up) == 2 else [0, model.moe_intermediate]
+    names_of_halves = (names.gate_up[0], names.gate_up[-1])
+    rows = [(shift + start, shift + end) for shift in shifts]
+    return gate_up.chunk(2, dim=-2), list(zip(names_of_halves, rows, strict=True))

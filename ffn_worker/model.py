@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from afd.errors import ConfigError
 from afd.models import Family, MoeModel
 from afd.placement import Placement, contiguous, slot_bounds
-from afd.topology import shared_slice
+from afd.topology import ffn_number, shared_slice, width_slices
 from ffn_worker.load import ExpertLoad
 from ffn_worker.loader import DTYPES, LayerWeights, Progress, Shard, load_shard
 from ffn_worker.moe import BACKENDS, Linear, choose_backend
@@ -23,30 +23,36 @@ def shard_of(
     model: MoeModel,
     instances: int,
     index: int,
+    tp: int = 1,
+    rank: int = 0,
     placement: Placement | None = None,
     *,
     shared_by_rows: bool = False,
 ) -> Shard:
-    """Shard of FFN instance `index` of `instances`: the routed experts of its slots.
+    """Shard of rank `rank` of `tp` in FFN instance `index` of `instances`.
+
+    The instances share the routed experts out, the ranks of one the width of each of these. The
+    shared experts' width is shared out among all, or among the ranks of every instance.
 
     Args:
         placement: None: the experts in order, each held once.
-        shared_by_rows: it holds the shared experts whole, otherwise 1/instances of their width.
+        shared_by_rows: every instance holds the shared experts whole.
 
     Raises:
-        ConfigError: more instances than routed experts.
+        ConfigError: more instances than routed experts, or a width that cannot be cut.
     """
     if placement is None:
         bounds = slot_bounds(model.num_experts, instances, redundant=0)
         placement = contiguous(model.num_experts, bounds, len(model.moe_layers))
     shared = None
     if model.shared_intermediate:
-        parts = (1, 0) if shared_by_rows else (instances, index)
+        parts = (tp, rank) if shared_by_rows else (instances * tp, ffn_number(index, rank, tp))
         shared = shared_slice(model.shared_intermediate, *parts)
     start, end = placement.range_of(index)
     tables = zip(model.moe_layers, placement.tables, strict=True)
     experts = {layer: table[start:end] for layer, table in tables}
-    return Shard((start, end), placement.slots, experts, shared)
+    width = width_slices(model.moe_intermediate, tp)[rank]
+    return Shard((start, end), placement.slots, experts, width, shared)
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,8 @@ class _Held:
 
 
 class FfnModel:
-    """MoE layers of one FFN instance; the outputs of all instances add up to the full FFN output.
+    """MoE layers of one rank of an FFN instance; the outputs of all ranks of all instances add up
+    to the full FFN output.
 
     A layer's routed experts lie in one of two banks. While experts move, the layer has its old ones
     in one bank and the new ones in the other, and the ids of a row say which are meant: in bank 1
@@ -90,17 +97,15 @@ class FfnModel:
         banks: Mapping[int, int] | None = None,
         shared_by_rows: bool = False,
         backend: str = "auto",
-        index: int = 0,
         device: torch.device = _CPU,
     ) -> None:
         self.model = model
         self.device = device
         self.shard = shard
-        self.index = index
         self.dtype = DTYPES[model.dtype]
         self.weight_bytes = 0
         self.backend_name = choose_backend(
-            backend, self.dtype, model.hidden, model.moe_intermediate, device
+            backend, self.dtype, model.hidden, shard.width[1] - shard.width[0], device
         )
         kind = BACKENDS[self.backend_name]
         self._banks = tuple(kind(shard.slots, shard.all_slots) for _ in range(2))
@@ -157,23 +162,23 @@ class FfnModel:
         shape."""
         return self._banks[0].capturable
 
-    def warm_up(self, rows: int) -> None:
-        """One call of ``rows`` rows, so that its kernels are compiled and chosen."""
+    def warm_up(self, rows: int) -> torch.Tensor:
+        """One call of ``rows`` rows, so that its kernels are compiled and chosen; its output."""
         layer, kinds = self.model.moe_layers[0], self.model.top_k
         x = torch.zeros((rows, self.model.hidden), dtype=self.dtype, device=self.device)
         ids = torch.arange(rows * kinds, dtype=torch.int32, device=self.device)
         ids = (ids % self.shard.all_slots).view(rows, kinds)
-        self.forward(layer, x, ids, torch.ones_like(ids, dtype=torch.float32))
+        return self.forward(layer, x, ids, torch.ones_like(ids, dtype=torch.float32))
 
     @torch.inference_mode()
     def forward(
         self, layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> torch.Tensor:
-        """This instance's part of the FFN output of one layer.
+        """This rank's part of the FFN output of one layer.
 
         routed_scaling * (sum of local routed experts) + local part of the shared experts, in the
-        order and dtype of vLLM 0.26 (moe_runner.py, `forward`). Summed over instances it is the
-        full output, up to rounding.
+        order and dtype of vLLM 0.26 (moe_runner.py, `forward`). Summed over ranks and instances it
+        is the full output, up to rounding.
 
         Args:
             layer: global layer number, one of `model.moe_layers`.
@@ -243,6 +248,8 @@ def load_ffn_model(
     *,
     instances: int,
     index: int,
+    tp: int = 1,
+    rank: int = 0,
     placement: Placement | None = None,
     banks: Mapping[int, int] | None = None,
     shared_by_rows: bool = False,
@@ -251,9 +258,14 @@ def load_ffn_model(
     threads: int = 4,
     progress: Progress | None = None,
 ) -> FfnModel:
-    """Loads and prepares FFN instance `index` of `instances`. Raises ConfigError (see parts)."""
-    choose_backend(backend, DTYPES[model.dtype], model.hidden, model.moe_intermediate, device)
-    shard = shard_of(model, instances, index, placement, shared_by_rows=shared_by_rows)
+    """Loads and prepares rank `rank` of `tp` in FFN instance `index` of `instances`.
+
+    Raises:
+        ConfigError: see the parts.
+    """
+    shard = shard_of(model, instances, index, tp, rank, placement, shared_by_rows=shared_by_rows)
+    width = shard.width[1] - shard.width[0]
+    choose_backend(backend, DTYPES[model.dtype], model.hidden, width, device)
     loaded = load_shard(path, family, model, shard, threads=threads, progress=progress)
     return FfnModel(
         model,
@@ -262,6 +274,5 @@ def load_ffn_model(
         banks=banks,
         shared_by_rows=shared_by_rows,
         backend=backend,
-        index=index,
         device=device,
     )

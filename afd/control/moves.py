@@ -99,22 +99,22 @@ class Moves:
         return self._next(msgspec.structs.replace(members, move_fault=""))
 
     def advance(
-        self, members: Members, contract: Contract, done: Mapping[tuple[str, int], int]
+        self, members: Members, contract: Contract, done: Mapping[tuple[str, int, int], int]
     ) -> Members | None:
         """The next snapshot if the move under way can go on, else None.
 
         Args:
-            done: (role, index) of every registered member: the last move it has made.
+            done: (role, index, rank) of every registered member: the last move it has made.
         """
         move = members.moving
         if move is None:
             return None
         if not members.switching:
-            holders = itertools.product(["ffn"], range(contract.ffn_instances))
-            if any(done.get(holder, 0) < members.moves for holder in holders):
+            ranks = itertools.product(range(contract.ffn_instances), range(contract.ffn_tp))
+            if any(done.get(("ffn", *rank), 0) < members.moves for rank in ranks):
                 return None
             return msgspec.structs.replace(members, switching=True)
-        users = [number for (role, _), number in done.items() if role == "attention"]
+        users = [number for (role, *_), number in done.items() if role == "attention"]
         if any(number < members.moves for number in users):
             return None
         others = [m for m in members.moved if m.layer != move.layer]

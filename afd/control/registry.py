@@ -141,7 +141,7 @@ class Registry:
     # --- joining --------------------------------------------------------------------------------
 
     def _hello(self, peer: bytes, hello: m.Hello) -> list[Outgoing]:
-        name = m.member_id(hello.role, hello.index)
+        name = m.member_id(hello.role, hello.index, hello.rank)
         entry = self._entries.get(name)
         if entry is not None and entry.peer == peer:  # our Welcome was lost or is still under way
             entry.heard = self._clock()
@@ -166,7 +166,7 @@ class Registry:
 
     def _objection(self, hello: m.Hello) -> str | None:
         """Why this member must not join, or None. The text ends with the remedy."""
-        name = m.member_id(hello.role, hello.index)
+        name = m.member_id(hello.role, hello.index, hello.rank)
         if hello.protocol != m.PROTOCOL:
             return (
                 f"{name} refused: it speaks control protocol {hello.protocol} but the server "
@@ -197,6 +197,13 @@ class Registry:
             return (
                 f"{name} refused: index {hello.index} is out of range because {setting} is "
                 f"{instances}; use an --index from 0 to {instances - 1}, or raise {setting} in the "
+                "configuration of every role"
+            )
+        ranks = hello.contract.ffn_tp if hello.role == "ffn" else 1
+        if not 0 <= hello.rank < ranks:
+            return (
+                f"{name} refused: rank {hello.rank} is out of range because {hello.role} instances"
+                f" have {ranks} here; use a --rank from 0 to {ranks - 1}, or change ffn.tp in the "
                 "configuration of every role"
             )
         if self.members.draining and hello.generation == 0:
@@ -256,7 +263,9 @@ class Registry:
             role=hello.role,
             index=hello.index,
             generation=generation,
+            rank=hello.rank,
             addresses=hello.addresses,
+            order_addresses=hello.order_addresses,
             api_url=hello.api_url,
             metrics_url=hello.metrics_url,
             pid=hello.pid,
@@ -298,7 +307,7 @@ class Registry:
         for member in known.members:
             self._generation = max(self._generation, member.generation)
             if (
-                member.id != m.member_id(hello.role, hello.index)
+                member.id != m.member_id(hello.role, hello.index, hello.rank)
                 and member.id not in self._entries
                 and member.generation > self._retired.get(member.id, 0)
             ):
@@ -395,7 +404,9 @@ class Registry:
         reference = self._reference()
         if reference is None:
             return False
-        done = {(e.member.role, e.member.index): e.moves for e in self._entries.values()}
+        done = {
+            (e.member.role, e.member.index, e.member.rank): e.moves for e in self._entries.values()
+        }
         following = self._moves.advance(self.members, reference[1], done)
         if following is None:
             return False
@@ -429,7 +440,10 @@ class Registry:
             last,
             version=last.version + 1,
             members=tuple(
-                sorted((e.member for e in self._entries.values()), key=lambda x: (x.role, x.index))
+                sorted(
+                    (e.member for e in self._entries.values()),
+                    key=lambda x: (x.role, x.index, x.rank),
+                )
             ),
             depth=last.depth if depth is msgspec.UNSET else depth,
             draining=last.draining if draining is None else draining,

@@ -198,7 +198,8 @@ def _wait(address: str, keys: CurveKeys | None, deadline_s: float) -> None:
 
 
 def _measured(members: Members, contract: Contract, over_s: float) -> Load:
-    urls = {m.id: m.metrics_url for m in members.of("ffn") if m.metrics_url}
+    heads = [m for m in members.of("ffn") if m.rank == 0]  # its ranks compute the same rows
+    urls = {m.id: m.metrics_url for m in heads if m.metrics_url}
     if not urls:
         raise ConfigError(
             "no FFN instance has a metrics page, which counts the rows of every expert; set"

@@ -8,15 +8,18 @@ import msgspec
 import torch
 
 from afd.config import Deployment
-from afd.control.messages import Member, Members
+from afd.control.messages import Member, Members, member_id
 from afd.control.moves import Moves, settled
-from afd.errors import DeadlineExceeded
+from afd.errors import AfdError, DeadlineExceeded
 from afd.metrics import RoleMetrics
 from afd.resolve import Resolved, resolve
+from afd.topology import FfnPlace
 from afd_comm import Region, VerbsOptions
 from attention_worker.remote import RemoteExperts
+from ffn_worker.allreduce.registry import make_collective
 from ffn_worker.loop import FfnLoop
 from ffn_worker.model import FfnModel, load_ffn_model
+from ffn_worker.ranks import Ranks
 
 DEPTH = 3
 
@@ -31,7 +34,7 @@ class Registry:
         self.moves: dict[str, tuple[int, str]] = {}
 
     def set(self, *members: Member) -> None:
-        self.change(members=tuple(sorted(members, key=lambda m: (m.role, m.index))))
+        self.change(members=tuple(sorted(members, key=lambda m: (m.role, m.index, m.rank))))
 
     def change(self, **fields: object) -> None:
         with self.lock:
@@ -90,10 +93,12 @@ class Deployed:
         self.streams = self.deployment.transport.backend == "ipc"
         self.registry = Registry()
         self.generation = 100
-        self.loops, self.threads, self.regions = {}, {}, {}
+        self.loops, self.threads, self.regions, self.ranks = {}, {}, {}, {}  # by number
+        self.ended: dict[int, AfdError] = {}
         self.members: dict[str, Member] = {}
-        for j in range(y):
-            self.start_ffn(j)
+        self.lock = threading.Lock()
+        for number in range(y * self.resolved.contract.ffn_tp):
+            self.start_ffn(number)
         self.clients = [self.client(i) for i in range(x)]
 
     @staticmethod
@@ -102,21 +107,34 @@ class Deployed:
             {"model": str(checkpoint), "served_model_name": "m", **sections}
         )
 
-    def member(self, role, index, region):
-        self.generation += 1
+    def member(self, role, index, region, *, rank=0, state="ready", generation=None, orders=()):
+        if generation is None:
+            self.generation += 1
         member = Member(
             role=role,
             index=index,
-            generation=self.generation,
+            rank=rank,
+            generation=generation or self.generation,
             addresses=tuple(region.addresses),
-            api_url="",
-            metrics_url="",
-            pid=0,
-            state="ready",
+            order_addresses=orders,
+            state=state,
         )
-        self.members[member.id] = member
-        self.registry.set(*self.members.values())
+        self.join(member)
         return member
+
+    def join(self, member):
+        with self.lock:
+            self.members[member.id] = member
+            self.registry.set(*self.members.values())
+        for number in list(self.loops):
+            self.loops[number].wake()
+
+    def leave(self, name):
+        with self.lock:
+            self.members.pop(name, None)
+            self.registry.set(*self.members.values())
+        for number in list(self.loops):
+            self.loops[number].wake()
 
     def region(self, role, slots, nbytes, index):
         verbs = self.deployment.transport.verbs_keywords(role)
@@ -126,39 +144,73 @@ class Deployed:
             region.pin("cpu")
         return region
 
-    def start_ffn(self, j):
+    def start_ffn(self, number):
+        """One rank; it serves from the moment on that it has met the others."""
         r = self.resolved
-        region = self.region("ffn", r.slots.ffn_region_slots, r.a2f.nbytes, j)
-        member = self.member("ffn", j, region)
-        places = settled(self.registry.members, r.placement, r.model.moe_layers)
-        model = load_ffn_model(
-            r.deployment.model,
-            r.family,
-            r.model,
-            instances=r.contract.ffn_instances,
-            index=j,
-            placement=replace(r.placement, tables=tuple(table for _, table in places.values())),
-            banks={layer: bank for layer, (bank, _) in places.items()},
-            shared_by_rows=r.shared_by_rows,
-            backend=self.backend,
+        index, rank = divmod(number, r.contract.ffn_tp)
+        place = FfnPlace(index, rank, r.contract.ffn_instances, r.contract.ffn_tp)
+        region = self.region("ffn", r.slots.ffn_region_slots, r.a2f.nbytes, number)
+        self.generation += 1
+        name = member_id("ffn", index, rank)
+        control = FakeControl(self.registry, self.generation, name)
+        ranks = Ranks(r, place, control)
+        orders = ranks.addresses
+        member = self.member(
+            "ffn", index, region, rank=rank, state="starting", generation=control.generation,
+            orders=orders,
+        )  # fmt: skip
+        thread = threading.Thread(
+            target=self.serve, args=(number, member, region, control, ranks), daemon=True
         )
-        metrics = RoleMetrics("ffn")
-        control = FakeControl(self.registry, member.generation, member.id)
-        loop = FfnLoop(r, j, region, control, model, metrics)
-        loop.moves.catch_up()
-        thread = threading.Thread(target=loop.run, daemon=True)
-        self.loops[j], self.threads[j], self.regions[j] = loop, thread, region
+        self.threads[number], self.regions[number], self.ranks[number] = thread, region, ranks
+        self.ended.pop(number, None)
         thread.start()
 
-    def stop_ffn(self, j):
-        self.loops[j].stopping = True
-        self.regions[j].wake()
-        self.threads[j].join(5)
-        for peer in self.loops[j]._table.peers:
-            peer.link.close()
-        self.regions[j].close()
-        del self.members[f"ffn-{j}"]
-        self.registry.set(*self.members.values())
+    def serve(self, number, member, region, control, ranks):
+        r, place = self.resolved, ranks.place
+        try:
+            places = settled(self.registry.members, r.placement, r.model.moe_layers)
+            tables = tuple(table for _, table in places.values())
+            model = load_ffn_model(
+                r.deployment.model,
+                r.family,
+                r.model,
+                instances=place.instances,
+                index=place.instance,
+                tp=place.tp,
+                rank=place.rank,
+                placement=replace(r.placement, tables=tables),
+                banks={layer: bank for layer, (bank, _) in places.items()},
+                shared_by_rows=r.shared_by_rows,
+                backend=self.backend,
+            )
+
+            def make(address):
+                return make_collective(
+                    "auto", r.contract.reduce, place.rank, place.tp, address, deadline_s=5.0
+                )
+
+            ranks.meet(make, 10.0)
+            loop = FfnLoop(r, region, control, model, ranks, RoleMetrics("ffn"))
+            self.loops[number] = loop
+            loop.moves.catch_up()
+            self.join(msgspec.structs.replace(member, state="ready"))
+            loop.run()
+        except AfdError as error:
+            self.ended[number] = error
+        finally:
+            if number in self.loops:
+                for peer in self.loops[number]._table.peers:
+                    peer.link.close()
+            ranks.close()
+            region.close()
+            self.leave(member.id)
+
+    def stop_ffn(self, number):
+        self.loops[number].stopping = True
+        self.loops[number].wake()
+        self.threads[number].join(10)
+        assert not self.threads[number].is_alive()
 
     def client(self, i):
         r = self.resolved
@@ -172,14 +224,15 @@ class Deployed:
     def move(self, tables, deadline_s=20.0):
         """Move all experts as the control plane does; returns when they have moved."""
         moves, contract = Moves(), self.resolved.contract
-        self.registry.take(moves.plan(tables, contract, self.registry.members))
+        with self.registry.lock:
+            self.registry.take(moves.plan(tables, contract, self.registry.members))
         end = time.monotonic() + deadline_s
         while self.registry.members.moves_left:
             assert time.monotonic() < end, self.registry.members
             with self.registry.lock:
                 members = self.registry.members
                 done = {
-                    (m.role, m.index): self.registry.moves.get(m.id, (0, ""))[0]
+                    (m.role, m.index, m.rank): self.registry.moves.get(m.id, (0, ""))[0]
                     for m in members.members
                 }
                 following = moves.advance(members, contract, done)
@@ -188,9 +241,10 @@ class Deployed:
             time.sleep(0.002)
 
     def close(self):
-        for j in list(self.loops):
-            if f"ffn-{j}" in self.members:
-                self.stop_ffn(j)
+        for number in list(self.loops):
+            self.loops[number].stopping = True
+        for number in list(self.loops):
+            self.stop_ffn(number)
         for client in self.clients:
             client.close()
 

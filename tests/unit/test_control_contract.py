@@ -26,6 +26,8 @@ contracts = st.builds(
     max_depth=st.integers(1, 3),
     attention_instances=counts,
     ffn_instances=counts,
+    ffn_tp=counts,
+    reduce=st.sampled_from(["exact", "int4"]),
     dispatch=st.sampled_from(["broadcast", "routed"]),
     shared_experts=st.sampled_from(["slices", "rows"]),
     expert_slots=st.lists(counts, max_size=3).map(tuple),

@@ -59,7 +59,7 @@ def test_splitter_equals_its_reference(data):
     expected = rows_of_instances(slots, bounds)
     for bank in (0, 1):
         ids = torch.tensor(slots, dtype=torch.int32).view(rows, top_k) + bank * bounds[-1]
-        shares = Splitter(bounds, "cpu").split(ids)
+        shares = Splitter(bounds, 1, "cpu").split(ids)
         found = shares.rows.split(shares.counts)
         assert tuple(tuple(part.tolist()) for part in found) == expected
 
@@ -135,7 +135,7 @@ def test_how_a_row_rounds_does_not_depend_on_the_others(tiny_models, backend, dt
         part = load_ffn_model(
             path, family, model, instances=2, index=index, shared_by_rows=True, backend=backend
         )
-        rows = Splitter((0, part.shard.all_slots // 2, part.shard.all_slots), "cpu").split(
+        rows = Splitter((0, part.shard.all_slots // 2, part.shard.all_slots), 1, "cpu").split(
             ids.int()
         )
         mine = rows.rows.split(rows.counts)[index]

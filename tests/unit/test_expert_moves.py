@@ -29,8 +29,8 @@ def some_tables(rng, num_experts=8, bounds=BOUNDS, layers=3):
 def test_whatever_comes_late_nobody_asks_for_experts_that_are_not_held(seed):
     """Two FFN and two attention instances that see snapshots late, in any order."""
     rng = random.Random(seed)
-    everyone = [("ffn", 0), ("ffn", 1), ("attention", 0), ("attention", 1)]
-    members = Members(1, tuple(Member(role, i, 1) for role, i in everyone))
+    everyone = [("ffn", 0, 0), ("ffn", 1, 0), ("attention", 0, 0), ("attention", 1, 0)]
+    members = Members(1, tuple(Member(role, i, 1) for role, i, _ in everyone))
     seen = dict.fromkeys(everyone, members)
     moves = Moves()
     for tables in (some_tables(rng), some_tables(rng)):
@@ -46,11 +46,11 @@ def test_whatever_comes_late_nobody_asks_for_experts_that_are_not_held(seed):
                 for w, snapshot in seen.items()
             }
             members = moves.advance(members, CONTRACT, done) or members
-            for role, i in everyone:
+            for role, i, _ in everyone:
                 if role == "attention":
-                    asked = in_use(seen[role, i], START, LAYERS)
+                    asked = in_use(seen[role, i, 0], START, LAYERS)
                     for j in (0, 1):
-                        held = to_hold(seen["ffn", j], START, LAYERS)
+                        held = to_hold(seen["ffn", j, 0], START, LAYERS)
                         assert all(held[n].get(b) == table for n, (b, table) in asked.items())
         assert members.moves_left == 0
         assert tuple(t for _, t in settled(members, START, LAYERS).values()) == tables
