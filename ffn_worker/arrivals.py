@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from afd.resolve import Resolved
 from afd.schedule import Position
@@ -50,16 +50,21 @@ class Arrivals:
                 step = peer.announced
                 arrivals.append(Arrival(peer, self.first, step.depth, step.rows, step.step))
                 continue
-            heads = [
-                self._region.header(self._table.slot(peer, mb))
-                for mb in range(self._max_depth)
-                if self._region.ready(self._table.slot(peer, mb), self._table.next_flag(peer, mb))
-            ]
-            if heads:
-                first = min(heads, key=lambda h: (h.layer, h.micro_batch))
+            first = self.earliest(peer, range(self._max_depth))
+            if first is not None:
                 start = Position(first.layer, first.micro_batch)
                 arrivals.append(Arrival(peer, start, first.depth, 0, first.step))
         return arrivals
+
+    def earliest(self, peer: Peer, micro_batches: Iterable[int]) -> Header | None:
+        """The first, in the order of the step, of the peer's messages in these micro-batches that
+        have arrived and were not taken yet."""
+        heads = [
+            self._region.header(self._table.slot(peer, mb))
+            for mb in micro_batches
+            if self._region.ready(self._table.slot(peer, mb), self._table.next_flag(peer, mb))
+        ]
+        return min(heads, key=lambda h: (h.layer, h.micro_batch), default=None)
 
     def read_control(self, peer: Peer) -> None:
         """Take what the peer said on its control slot.
@@ -113,6 +118,11 @@ class Arrivals:
                 return False
             self.wait_for_any([peer], min(left_us, SLICE_US))
             hold()
+
+    def is_later(self, peer: Peer, micro_batch: int, named: tuple[int, int]) -> bool:
+        """Whether the message that is there is of a later (step, layer)."""
+        header = self._region.header(self._table.slot(peer, micro_batch))
+        return (header.step, header.layer) > named
 
     def take(self, peer: Peer, micro_batch: int) -> Header:
         """The message that is there; it counts as taken."""
