@@ -180,7 +180,7 @@ class SlotMap:
         return self.to_ffn(attention, self.max_depth)
 
     def ffn_claim(self, attention: int) -> tuple[int, int]:
-        """(first slot, number of slots) in an FFN rank's Region that an attention instance writes."""
+        """(first slot, number of slots) of an attention instance in an FFN rank's Region."""
         return self.to_ffn(attention, 0), self.max_depth + 1
 
     def to_attention(self, ffn: int, micro_batch: int) -> int:

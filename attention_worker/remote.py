@@ -18,7 +18,7 @@ import torch
 from afd.control.client import ControlClient
 from afd.control.messages import Member, Members, member_id
 from afd.control.moves import followed
-from afd.errors import DeadlineExceeded, PeerLost
+from afd.errors import DeadlineExceeded
 from afd.metrics import Direction, RoleMetrics, Stage
 from afd.resolve import Resolved
 from afd.topology import session
@@ -182,8 +182,9 @@ class RemoteExperts:
         self._metrics.stage(Stage.ATTENTION).observe(now - self._mark)
         self._metrics.slots_in_flight += len(self._ffns)
         flags = self._flags[micro_batch] = [flag + 1 for flag in self._flags[micro_batch]]
+        before = self.peers
         for j, status in enumerate(self._post(flags, micro_batch, pending)):
-            if status != Status.OK:
+            if status != Status.OK and self._ffns[j] is before[j]:
                 self._recover(j, time.monotonic() + self._deadline_s)
         self._mark = time.monotonic()
 
@@ -194,7 +195,7 @@ class RemoteExperts:
         micro-batch is sent again.
 
         Raises:
-            DeadlineExceeded: an FFN instance neither answered nor came back in ``deadlines.ffn_s``.
+            DeadlineExceeded: an FFN rank neither answered nor came back in ``deadlines.ffn_s``.
         """
         pending = self._pending[micro_batch]
         assert pending is not None, f"micro-batch {micro_batch} was not sent"
@@ -209,9 +210,10 @@ class RemoteExperts:
             missing = [j for j, status in waiting if status != Status.OK]
             if self._rejoined(deadline):
                 missing = list(range(len(self._ffns)))
-            for j in missing:
+            for j in list(missing):
                 if self._is_lost(j):
                     self._recover(j, deadline)
+                    missing = sorted({*missing, *self._instance_of(j)})
             if Status.PEER_GONE in statuses:
                 # The transport sees a death at once, the control plane a heartbeat later.
                 time.sleep(_GONE_PAUSE_S)
@@ -248,8 +250,10 @@ class RemoteExperts:
             DeadlineExceeded: one did not come back in ``deadlines.ffn_s``.
         """
         deadline = time.monotonic() + self._deadline_s
+        before = self.peers
         for j in lost:
-            self._recover(j, deadline)
+            if self._ffns[j] is before[j]:
+                self._recover(j, deadline)
 
     def close(self) -> None:
         for ffn in self._ffns:
@@ -325,6 +329,11 @@ class RemoteExperts:
         """(instance, rank) of FFN rank number j."""
         return divmod(j, self._tp)
 
+    def _instance_of(self, j: int) -> range:
+        """Numbers of all ranks of the FFN instance that rank number j is of."""
+        first = j - j % self._tp
+        return range(first, first + self._tp)
+
     def _name(self, j: int) -> str:
         return member_id("ffn", *self._place(j))
 
@@ -337,7 +346,14 @@ class RemoteExperts:
         return member is None or self._session_with(member) != self._ffns[j].session
 
     def _recover(self, j: int, deadline: float) -> None:
-        """Wait until FFN instance j is back and send it what it has not answered."""
+        """Wait until FFN rank j is back and send its instance what was not answered.
+
+        The ranks of an instance start again together, and add up what they are all sent.
+        """
+        for k in reversed(self._instance_of(j)):  # what the first rank has, the others look for
+            self._resume(k, deadline)
+
+    def _resume(self, j: int, deadline: float) -> None:
         old = self._ffns[j]
         logger.warning("%s is gone; waiting for it to come back", old.id)
         old.link.close()
@@ -362,8 +378,7 @@ class RemoteExperts:
         for _, mb, pending in sorted(waiting, key=lambda item: item[:2]):
             self._flags[mb][j] += 1
             flags = [flag if k == j else 0 for k, flag in enumerate(self._flags[mb])]
-            if self._post(flags, mb, pending)[j] != Status.OK:
-                raise PeerLost(f"{old.id} went away again while it was being resumed; see its log")
+            self._post(flags, mb, pending)  # gone again: the wait for the answer finds out
         logger.warning("%s is back (session %d); resumed", fresh.id, fresh.session)
 
     def _link(self, member: Member) -> Ffn:

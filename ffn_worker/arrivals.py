@@ -2,17 +2,19 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from afd.resolve import Resolved
 from afd.schedule import Position
 from afd.wire.layout import Kind
+from afd.wire.orders import Part
 from afd_comm import Header, Region, Status
 from ffn_worker.inbox import Inbox
 from ffn_worker.peers import Announced, Arrival, Peer, PeerTable
 
 logger = logging.getLogger("afd.ffn")
 
+_PAUSE_S = 0.005
 SLICE_US = 200_000
 """How long one wait lasts before membership and shutdown are looked at, microseconds."""
 
@@ -50,16 +52,21 @@ class Arrivals:
                 step = peer.announced
                 arrivals.append(Arrival(peer, self.first, step.depth, step.rows, step.step))
                 continue
-            heads = [
-                self._region.header(self._table.slot(peer, mb))
-                for mb in range(self._max_depth)
-                if self._region.ready(self._table.slot(peer, mb), self._table.next_flag(peer, mb))
-            ]
-            if heads:
-                first = min(heads, key=lambda h: (h.layer, h.micro_batch))
+            first = self.earliest(peer, range(self._max_depth))
+            if first is not None:
                 start = Position(first.layer, first.micro_batch)
                 arrivals.append(Arrival(peer, start, first.depth, 0, first.step))
         return arrivals
+
+    def earliest(self, peer: Peer, micro_batches: Iterable[int]) -> Header | None:
+        """The first, in the order of the step, of the peer's messages in these micro-batches that
+        have arrived and were not taken yet."""
+        heads = [
+            self._region.header(self._table.slot(peer, mb))
+            for mb in micro_batches
+            if self._region.ready(self._table.slot(peer, mb), self._table.next_flag(peer, mb))
+        ]
+        return min(heads, key=lambda h: (h.layer, h.micro_batch), default=None)
 
     def read_control(self, peer: Peer) -> None:
         """Take what the peer said on its control slot.
@@ -101,6 +108,20 @@ class Arrivals:
                 return statuses
             hold()
 
+    def await_peer(self, part: Part, deadline: float, hold: Hold) -> Peer | None:
+        """Who brings this part, once this process has heard of it too; None if it has left, or
+        begun anew, or is not heard of."""
+        while True:
+            hold()
+            if self._table.has_left(part.attention, part.generation):
+                return None
+            peer = self._table.find(part.attention)
+            if peer is not None and peer.generation == part.generation:
+                return peer
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(_PAUSE_S)
+
     def await_announced(self, peer: Peer, step: int, deadline: float, hold: Hold) -> bool:
         """Wait until the peer has announced its step of this number."""
         while True:
@@ -113,6 +134,11 @@ class Arrivals:
                 return False
             self.wait_for_any([peer], min(left_us, SLICE_US))
             hold()
+
+    def is_later(self, peer: Peer, micro_batch: int, named: tuple[int, int]) -> bool:
+        """Whether the message that is there is of a later (step, layer)."""
+        header = self._region.header(self._table.slot(peer, micro_batch))
+        return (header.step, header.layer) > named
 
     def take(self, peer: Peer, micro_batch: int) -> Header:
         """The message that is there; it counts as taken."""

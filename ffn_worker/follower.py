@@ -3,7 +3,8 @@
 A *head* is rank 0 of another FFN instance than the leader's. Its instance adds nothing up with
 others, so it may leave out of a call whom it cannot serve, and serve on its own what no order will
 name: what a peer sent before this process was there to be told of it, what came too late for its
-call, and, while there is no leader, everything. Such a peer is *adrift* until an order names it.
+call, and, while there is no leader, everything. A peer's micro-batch is *adrift* until an order
+names it.
 
 A *rank* adds up with the ranks of its instance in every call, so it runs exactly what its head
 does. What its head has it will have too, unless the sender dies in between; then the rows are
@@ -17,13 +18,14 @@ from collections.abc import Iterator
 from afd.errors import PeerLost
 from afd.metrics import RoleMetrics
 from afd.resolve import Resolved
+from afd.schedule import Position
 from afd.wire.layout import Kind
 from afd.wire.orders import Order, Part
 from afd_comm import Header, Status
 from ffn_worker.arrivals import SLICE_US, Arrivals, Hold
 from ffn_worker.calls import Call, Sender, part_of
 from ffn_worker.orders import OrderBox
-from ffn_worker.peers import Arrival, Peer, PeerTable
+from ffn_worker.peers import Announced, Peer, PeerTable
 
 logger = logging.getLogger("afd.ffn")
 
@@ -49,6 +51,7 @@ class Head:
         self._box = box
         self._metrics = metrics
         self._hold = hold
+        self._micro_batches = range(resolved.contract.max_depth)
         self._late_s = resolved.deployment.ffn.late_ms / 1e3
 
     def calls(self) -> Iterator[Call | None]:
@@ -72,24 +75,28 @@ class Head:
         order = self._box.wait(_ADRIFT_US if adrift or not self._box.led else SLICE_US)
         if not self._box.led:
             for peer in self._table.peers:
-                peer.adrift = True
+                peer.adrift.update(self._micro_batches)
         return order if isinstance(order, Order) else None
 
     def _next_alone(self) -> Call | None:
-        """What a peer that is adrift has sent, as a call of its own."""
-        adrift = [peer for peer in self._table.peers if peer.adrift]
-        for arrival in self._arrivals.of(adrift):
-            if not arrival.rows:
-                return self._alone(arrival)
+        """What a peer has sent that is adrift, as a call of its own."""
+        for peer in self._table.peers:
             if not self._box.led:
-                arrival.peer.announced = None
-                part = part_of(arrival.peer, arrival.rows, arrival.depth, arrival.step)
-                order = Order(Kind.STEP, self._arrivals.first, (part,))
-                return Call(order, (Sender(arrival.peer, None),))
+                self._arrivals.read_control(peer)
+                if peer.announced is not None:
+                    return self._announced_alone(peer, peer.announced)
+            header = self._arrivals.earliest(peer, sorted(peer.adrift))
+            if header is not None:
+                return self._alone(peer, Position(header.layer, header.micro_batch))
         return None
 
-    def _alone(self, arrival: Arrival) -> Call | None:
-        peer, position = arrival.peer, arrival.start
+    def _announced_alone(self, peer: Peer, step: Announced) -> Call:
+        peer.announced = None
+        part = part_of(peer, step.rows, step.depth, step.step)
+        order = Order(Kind.STEP, self._arrivals.first, (part,))
+        return Call(order, (Sender(peer, None),))
+
+    def _alone(self, peer: Peer, position: Position) -> Call | None:
         header = self._arrivals.take(peer, position.micro_batch)
         problem = self._arrivals.problem(header, position)
         if problem is not None:
@@ -103,8 +110,11 @@ class Head:
         mb, layer = order.position.micro_batch, order.position.layer
         due = []
         for part in order.parts:
-            peer = self._peer(part)
-            if peer is not None and peer.taken[mb] != (part.step, layer):
+            peer = self._table.find(part.attention)
+            if peer is None or peer.generation != part.generation:
+                continue  # not known here yet, so adrift
+            peer.adrift.discard(mb)
+            if peer.taken[mb] < (part.step, layer):
                 due.append((peer, part))
         if not due:
             return None
@@ -112,11 +122,14 @@ class Head:
         statuses = self._arrivals.await_messages(peers, mb, deadline, self._hold)
         senders = []
         for (peer, part), status in zip(due, statuses, strict=True):
+            if status == Status.OK and self._arrivals.is_later(peer, mb, (part.step, layer)):
+                peer.adrift.add(mb)  # the process before this one has answered what is named
+                continue
             header = self._arrivals.take(peer, mb) if status == Status.OK else None
             if header is None:
                 logger.warning("%s is %s at %s", peer.id, status.name, order.position)
                 self._metrics.late_peers += 1
-                peer.adrift = True
+                peer.adrift.add(mb)
             elif (problem := _mismatch(self._arrivals, header, part, order)) is not None:
                 logger.error("%s sent %s; dropped until it restarts", peer.id, problem)
                 self._table.drop(peer)
@@ -128,7 +141,7 @@ class Head:
         parts, senders = [], []
         deadline = time.monotonic() + self._late_s
         for part in order.parts:
-            peer = self._peer(part)
+            peer = self._arrivals.await_peer(part, deadline, self._hold)
             if peer is None:
                 continue
             if self._arrivals.await_announced(peer, part.step, deadline, self._hold):
@@ -141,14 +154,6 @@ class Head:
             return None
         return Call(Order(order.kind, order.position, tuple(parts)), tuple(senders))
 
-    def _peer(self, part: Part) -> Peer | None:
-        """Who brings this part; None while it is not known here, or known in another life."""
-        peer = self._table.find(part.attention)
-        if peer is None or peer.generation != part.generation:
-            return None
-        peer.adrift = False
-        return peer
-
 
 class Rank:
     """Follows the head of its instance in everything."""
@@ -156,16 +161,12 @@ class Rank:
     def __init__(
         self,
         resolved: Resolved,
-        table: PeerTable,
         arrivals: Arrivals,
         box: OrderBox,
-        metrics: RoleMetrics,
         hold: Hold,
     ) -> None:
-        self._table = table
         self._arrivals = arrivals
         self._box = box
-        self._metrics = metrics
         self._hold = hold
         self._lost_s = resolved.deployment.deadlines.ffn_s
 
@@ -188,23 +189,15 @@ class Rank:
         deadline = time.monotonic() + self._lost_s
         mb = order.position.micro_batch
         while time.monotonic() < deadline:
-            self._hold()
-            if self._table.has_left(part.attention, part.generation):
+            peer = self._arrivals.await_peer(part, deadline, self._hold)
+            if peer is None:
                 return None  # what it has no answer to it sends again if it comes back
-            peer = self._table.find(part.attention)
-            if peer is None or peer.generation != part.generation:
-                time.sleep(_PAUSE_S)  # the head has heard of it before us
-                continue
             soon = time.monotonic() + SLICE_US / 1e6
             if order.kind == Kind.STEP:
                 if self._arrivals.await_announced(peer, part.step, soon, self._hold):
                     peer.announced = None
                     return Sender(peer, None)
-                continue
-            status = self._arrivals.await_messages([peer], mb, soon, self._hold)[0]
-            if status == Status.PEER_GONE:
-                time.sleep(_PAUSE_S)  # the transport sees a death before the control plane
-            if status == Status.OK:
+            elif self._arrivals.await_messages([peer], mb, soon, self._hold) == [Status.OK]:
                 header = self._arrivals.take(peer, mb)
                 problem = _mismatch(self._arrivals, header, part, order)
                 if problem is None and header.rows != part.rows:
@@ -212,6 +205,7 @@ class Rank:
                 if problem is not None:
                     raise PeerLost(f"attention-{part.attention} sent {problem}; start again")
                 return Sender(peer, header)
+            time.sleep(_PAUSE_S)  # the transport sees a death before the control plane
         raise PeerLost(
             f"attention-{part.attention} sent nothing for {order.position}, but to "
             f"{self._box.superior_id}; its rows are asked for again after a restart"

@@ -102,11 +102,12 @@ class FfnLoop:
         self._ranks.wake()
 
     def _make_source(self, arrivals: Arrivals) -> Leader | Head | Rank:
-        box, table, metrics = self._ranks.box, self._table, self._metrics
+        box, hold = self._ranks.box, self._follow_membership
         if box is None:
-            return Leader(self._resolved, table, arrivals, metrics, self._follow_membership)
-        kind = Rank if self._ranks.place.rank else Head
-        return kind(self._resolved, table, arrivals, box, metrics, self._follow_membership)
+            return Leader(self._resolved, self._table, arrivals, self._metrics, hold)
+        if self._ranks.place.rank:
+            return Rank(self._resolved, arrivals, box, hold)
+        return Head(self._resolved, self._table, arrivals, box, self._metrics, hold)
 
     def _follow_membership(self) -> None:
         if not self.stopping:  # then ranks go, each in its own time

@@ -20,8 +20,9 @@ class Peer:
 
     seq: per slot, the sequence number of the last message taken from it; the answer to a message
     carries the message's own number. taken: per micro-batch, step and layer of that message.
+    adrift: micro-batches in which what it sends may never be ordered (:mod:`ffn_worker.follower`).
     active: has taken part and not left the epoch since. announced: the step it has announced and
-    not begun yet. adrift: what it sends may never be ordered (:mod:`ffn_worker.follower`).
+    not begun yet.
     """
 
     id: str
@@ -31,9 +32,9 @@ class Peer:
     link: Link
     seq: list[int]
     taken: list[tuple[int, int]]
+    adrift: set[int]
     active: bool = False
     announced: Announced | None = None
-    adrift: bool = True
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,7 @@ class PeerTable:
             link,
             [0] * slots,
             [(-1, -1)] * self._resolved.contract.max_depth,
+            set(range(self._resolved.contract.max_depth)),
         )
         self._peers[member.id] = peer
         logger.info("%s joined (session %d, %s)", peer.id, number, link.backend)

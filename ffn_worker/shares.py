@@ -55,7 +55,7 @@ def by_rank(out: torch.Tensor, rows: Sequence[int], world: int) -> torch.Tensor:
     """
     each = rows[0] // world
     if all(n == each * world for n in rows):  # one copy instead of one per rank and instance
-        parts = out.view(len(rows), world, each, -1)
+        parts = out.view(len(rows), world, each, out.shape[1])
         return parts.transpose(0, 1).reshape(out.shape)
     shares = [row_shares(n, world) for n in rows]
     largest = max(sum(s[rank][1] - s[rank][0] for s in shares) for rank in range(world))

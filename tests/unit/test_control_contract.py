@@ -95,4 +95,5 @@ def test_members_lookup() -> None:
     assert members.find("ffn", 1) is ready
     assert members.find("ffn", 2) is None
     assert [x.id for x in members.of("ffn")] == ["ffn-0", "ffn-1"]
+    assert m.Member("ffn", 1, 7, rank=2).id == "ffn-1.2" and members.find("ffn", 1, 2) is None
     assert members.of("ffn", state="ready") == (ready,)
