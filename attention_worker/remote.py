@@ -321,7 +321,7 @@ class RemoteExperts:
             self._generation = self._control.generation
             self._adopt()
         self._pending = [s if s is None else self._placed(s) for s in self._sources]
-        for j in range(len(self._ffns)):
+        for j in range(0, len(self._ffns), self._tp):
             self._recover(j, deadline)
         return True
 
