@@ -33,7 +33,8 @@ LOAD = {layer: [90, 10, 10, 10, 5, 5, 5, 5] for layer in CONTRACT.moe_layers}
 def test_the_load_of_a_text_is_turned_into_a_file_to_start_with(tmp_path, tiny_models, capsys):
     routing = json.loads(NATURAL.read_text())
     load = routing_load(NATURAL, 32, 8, "prose")
-    assert load[0][:2] == tuple(routing["texts"]["prose"]["layers"][0]["load"][:2])
+    prose = routing["texts"]["prose"]
+    assert load[0][:2] == tuple(prose["rows"] * n for n in prose["layers"][0]["load"][:2])
     with pytest.raises(ConfigError, match="no text 'verse'; it has prose"):
         routing_load(NATURAL, 32, 8, "verse")
     with pytest.raises(ConfigError, match="8 layers of 32 experts; this one has 3 of 8"):
