@@ -21,6 +21,7 @@ from afd.wire.streams_torch import torch_device
 from afd_comm import Region, VerbsOptions
 from ffn_worker.allreduce.base import Collective
 from ffn_worker.allreduce.registry import make_collective
+from ffn_worker.loader import DTYPES
 from ffn_worker.loop import FfnLoop
 from ffn_worker.model import FfnModel, load_ffn_model
 from ffn_worker.ranks import MakeCollective, Ranks
@@ -131,6 +132,7 @@ def _collective(resolved: Resolved, place: FfnPlace) -> MakeCollective:
             place.tp,
             address,
             torch_device(ffn.device),
+            dtype=DTYPES[resolved.model.dtype],
             start_s=resolved.deployment.deadlines.start_s,
         )
 
