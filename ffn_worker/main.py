@@ -63,12 +63,14 @@ def run_ffn(role: RoleSpec) -> None:
         **region_options(deployment, deployment.ffn.device),
         verbs=VerbsOptions(**verbs) if verbs else None,
     )
-    if role.cpus:
-        region.set_spin_us(PINNED_SPIN_US)
     control = client_for(role, resolved.contract)
     tp = resolved.contract.ffn_tp
     place = FfnPlace(role.index, role.rank, resolved.contract.ffn_instances, tp)
     ranks = Ranks(resolved, place, control)
+    if role.cpus:
+        region.set_spin_us(PINNED_SPIN_US)
+        if ranks.box is not None:
+            ranks.box.region.set_spin_us(PINNED_SPIN_US)
     try:
         generation = control.join(
             addresses=tuple(region.addresses),
@@ -148,12 +150,15 @@ def _follow(loop: FfnLoop, ranks: Ranks, members: Members) -> None:
     loop.wake()
     lost = ranks.lost_rank(members)
     if lost is not None and not loop.stopping:
-        threading.Timer(_STUCK_S, _end_now, (lost,)).start()
+        timer = threading.Timer(_STUCK_S, _end_now, (loop, lost))
+        timer.daemon = True
+        timer.start()
 
 
-def _end_now(reason: str) -> None:
-    print(f"afd: error: {reason}", file=sys.stderr, flush=True)
-    os._exit(1)
+def _end_now(loop: FfnLoop, reason: str) -> None:
+    if not loop.stopping:
+        print(f"afd: error: {reason}", file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 def _stop_on_signals(loop: FfnLoop) -> None:
