@@ -171,14 +171,23 @@ class Rank:
         self._lost_s = resolved.deployment.deadlines.ffn_s
 
     def calls(self) -> Iterator[Call | None]:
-        """For ever; None where nothing came for a while."""
+        """For ever; None where nothing came for a while.
+
+        Raises:
+            PeerLost: the head is gone, or see :meth:`_sender`.
+        """
         while True:
             self._hold()
             order = self._box.wait(SLICE_US)
             if isinstance(order, Order):
                 yield Call(order, tuple(self._sender(order, part) for part in order.parts))
-            else:
+            elif self._box.led:
                 yield None
+            else:
+                raise PeerLost(
+                    f"{self._box.superior_id}, a rank of the same instance, is gone; all its ranks"
+                    " start again"
+                )
 
     def _sender(self, order: Order, part: Part) -> Sender | None:
         """Who sent this part, once it is here; None if the sender is gone.

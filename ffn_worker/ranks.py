@@ -37,8 +37,8 @@ class Ranks:
         self.box = None if superior is None else OrderBox(resolved, name, superior)
         host = resolved.deployment.transport.host
         self._meeting = f"tcp://{host}:{free_ports([host])[0]}" if place.tp > 1 else ""
-        self._mates = Followers(resolved, place.mates, self._meeting)
-        self._heads = Followers(resolved, place.heads)
+        self._mates = Followers(resolved, place.mates, together=True, hello=self._meeting)
+        self._heads = Followers(resolved, place.heads, together=False)
         self._control = control
         self._generations: dict[str, int] = {}
 

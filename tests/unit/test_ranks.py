@@ -5,6 +5,7 @@ Every answer is compared with the reference experts computed locally on the same
 
 import threading
 import time
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -13,11 +14,13 @@ from hypothesis import strategies as st
 from remote_support import DEPTH, Deployed, reference_model, run_step
 from test_stream_steps import run_on_streams, stream_of
 
+from afd.config import Ffn
 from afd.errors import ConfigError
 from afd.schedule import Position, row_shares
 from afd.topology import FfnPlace, width_slices
 from afd.wire.layout import Kind
 from afd.wire.orders import Order, Part, read_order
+from ffn_worker.allreduce.registry import REDUCE_FORMATS
 from ffn_worker.shares import by_rank
 
 
@@ -105,6 +108,11 @@ def test_rows_sorted_by_rank_are_those_of_row_shares(rows, world):
         ]
         mine = got[slice(*cuts[rank])].squeeze(1).tolist()
         assert mine[: len(wanted)] == wanted and not any(mine[len(wanted) :])
+
+
+def test_every_reduce_of_a_deployment_file_exists():
+    wanted = get_args(get_type_hints(Ffn)["reduce"])
+    assert set(wanted) <= set(REDUCE_FORMATS)
 
 
 @pytest.mark.parametrize(
