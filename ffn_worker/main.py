@@ -128,7 +128,7 @@ def _load(role: RoleSpec, resolved: Resolved, metrics: RoleMetrics, members: Mem
     )
     metrics.weights_held_bytes[Weights.EXPERT] = model.weight_bytes
     if role.rank == 0:  # the others compute the same rows
-        metrics.expert_rows = model.load.rows
+        metrics.expert_rows = model.expert_rows
     return model
 
 

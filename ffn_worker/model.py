@@ -1,7 +1,7 @@
 """The experts of one FFN instance, ready to compute."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 
 import torch
@@ -11,7 +11,7 @@ from afd.errors import ConfigError
 from afd.models import Family, MoeModel
 from afd.placement import Placement, contiguous, slot_bounds
 from afd.topology import ffn_number, shared_slice, width_slices
-from ffn_worker.load import ExpertLoad
+from ffn_worker.load import SlotLoad
 from ffn_worker.loader import DTYPES, LayerWeights, Progress, Shard, load_shard
 from ffn_worker.moe import BACKENDS, Linear, choose_backend
 
@@ -57,12 +57,22 @@ def shard_of(
 
 @dataclass(frozen=True)
 class _Held:
-    """The experts in this instance's slots of one layer, and the bank that they are in."""
+    """The experts in this instance's slots of one layer, the bank that they are in, and what they
+    have computed."""
 
     bank: int
     experts: tuple[int, ...]
-    names: torch.Tensor
     nbytes: int
+    load: SlotLoad
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """held: one bank, or both while experts move. past: by expert, rows that were computed in
+    banks that are dropped. Replaced as a whole: another thread may read it."""
+
+    held: tuple[_Held, ...]
+    past: tuple[int, ...]
 
 
 class FfnModel:
@@ -109,10 +119,9 @@ class FfnModel:
         )
         kind = BACKENDS[self.backend_name]
         self._banks = tuple(kind(shard.slots, shard.all_slots) for _ in range(2))
-        self._held: dict[int, tuple[_Held, ...]] = {}
+        self._layers = {n: _Layer((), (0,) * model.num_experts) for n in model.moe_layers}
         self._shared: dict[int, SharedExpert] = {}
         self._shared_by_rows = shared_by_rows
-        self.load = ExpertLoad(model.moe_layers, model.num_experts, device)
         for layer in model.moe_layers:
             if layer not in layers:
                 raise ConfigError(f"no weights were loaded for layer {layer}")
@@ -131,20 +140,32 @@ class FfnModel:
         nbytes = weights.w13.nbytes + weights.w2.nbytes
         there = self.device
         self._banks[bank].prepare(layer, weights.w13.to(there), weights.w2.to(there))
-        held = _Held(bank, experts, self.load.names(experts), nbytes)
-        self._held[layer] = (*self._held.get(layer, ()), held)
+        held = _Held(bank, experts, nbytes, SlotLoad(experts, self.shard.slots[0], there))
+        known = self._layers[layer]
+        self._layers[layer] = replace(known, held=(*known.held, held))
         self.weight_bytes += nbytes
 
     def drop(self, layer: int, bank: int) -> None:
         """Forget one bank of a layer; between two calls of `forward`."""
-        held = self._held[layer]
-        self._held[layer] = tuple(h for h in held if h.bank != bank)
-        self.weight_bytes -= sum(h.nbytes for h in held if h.bank == bank)
+        known = self._layers[layer]
+        (gone,) = (held for held in known.held if held.bank == bank)
+        kept = tuple(held for held in known.held if held is not gone)
+        self._layers[layer] = _Layer(kept, gone.load.added_to(known.past))
+        self.weight_bytes -= gone.nbytes
         self._banks[bank].release(layer)
 
     def held(self, layer: int) -> dict[int, tuple[int, ...]]:
         """By bank, the experts in this instance's slots of a layer."""
-        return {held.bank: held.experts for held in self._held[layer]}
+        return {held.bank: held.experts for held in self._layers[layer].held}
+
+    def expert_rows(self) -> dict[int, tuple[int, ...]]:
+        """By layer, how many rows each routed expert has computed here. Any thread."""
+        rows = {}
+        for number, layer in list(self._layers.items()):
+            rows[number] = layer.past
+            for held in layer.held:
+                rows[number] = held.load.added_to(rows[number])
+        return rows
 
     def _add_shared(self, layer: int, weights: LayerWeights) -> None:
         if weights.shared_gate_up is None or weights.shared_down is None:
@@ -190,7 +211,7 @@ class FfnModel:
         Returns:
             A new tensor [rows, hidden] in the serving dtype.
         """
-        first, *others = self._held[layer]
+        first, *others = self._layers[layer].held
         out = self._routed(first, layer, x, topk_ids, topk_weights, alone=not others)
         for held in others:
             out += self._routed(held, layer, x, topk_ids, topk_weights, alone=False)
@@ -220,7 +241,7 @@ class FfnModel:
             ids = ids - self.shard.all_slots  # those of bank 0 become negative
         elif not alone:
             ids = torch.where(ids < self.shard.all_slots, ids, -1)
-        self.load.add(layer, ids, self.shard.slots[0], held.names)
+        held.load.add(ids)
         return self._banks[held.bank].forward(layer, x, ids, topk_weights)
 
     def _rows_led(self, topk_ids: torch.Tensor) -> torch.Tensor:

@@ -219,7 +219,7 @@ def test_loads_are_counted_per_expert(deploy):
     deployed.move(tables_for(deployed, 7))
     run_step(deployed.clients[0], deployed.resolved, expected, [5, 4], 1)
     model = deployed.resolved.model
-    loads = [loop._model.load.rows() for loop in deployed.loops.values()]
+    loads = [loop._model.expert_rows() for loop in deployed.loops.values()]
     for layer in model.moe_layers:
         rows = [sum(load[layer][e] for load in loads) for e in range(model.num_experts)]
         assert sum(rows) == 2 * (5 + 4) * model.top_k
