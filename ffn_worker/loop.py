@@ -9,6 +9,8 @@ import logging
 import time
 from collections.abc import Sequence
 
+import torch
+
 from afd.control.client import ControlClient
 from afd.errors import PeerLost
 from afd.metrics import Direction, RoleMetrics, Stage
@@ -142,6 +144,7 @@ class FfnLoop:
         masked = [s for s, sender in zip(slots, call.senders, strict=True) if sender is None]
         if any(rows):
             batch = self._inbox.read(slots, rows, masked)
+            self._check_banks(position, batch.ids)
             out = self._model.forward(position.layer, batch.x, batch.ids, batch.weights)
             out, counts = self._shares.of(out, rows)
             answers = Answers.of(out, self._resolved.f2a)
@@ -154,6 +157,15 @@ class FfnLoop:
         self._free_since = time.monotonic()
         if (position.layer, position.micro_batch + 1) == (self._last_layer, call.order.depth):
             self._metrics.steps[call.order.depth] += 1
+
+    def _check_banks(self, position: Position, ids: torch.Tensor) -> None:
+        """Experts that are not here must not count as zero. The protocol of moves rules that out
+        (afd/control/moves.py) as long as the control plane forgets nothing."""
+        if ids.device.type == "cpu" and not self._model.holds(position.layer, ids):
+            raise PeerLost(
+                f"rows of layer {position.layer} ask for experts where they were before a move, or"
+                " will be; starting again to hold what the control plane says"
+            )
 
     def _answer(self, call: Call, counts: Sequence[int], answers: Answers | None) -> None:
         """Each peer's share of the rows; ``counts``: of each part of the call."""

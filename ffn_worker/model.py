@@ -158,6 +158,11 @@ class FfnModel:
         """By bank, the experts in this instance's slots of a layer."""
         return {held.bank: held.experts for held in self._layers[layer].held}
 
+    def holds(self, layer: int, topk_ids: torch.Tensor) -> bool:
+        """Whether the banks that these ids mean are held. Waits for the device."""
+        banks = {int(n) // self.shard.all_slots for n in torch.aminmax(topk_ids) if n >= 0}
+        return banks <= set(self.held(layer))
+
     def expert_rows(self) -> dict[int, tuple[int, ...]]:
         """By layer, how many rows each routed expert has computed here. Any thread."""
         rows = {}

@@ -322,6 +322,7 @@ class Registry:
                 moving=known.moving,
                 switching=known.switching,
                 moves=known.moves,
+                moves_left=int(known.moving is not None),  # those behind it were known here only
             )
 
     # --- being a member -------------------------------------------------------------------------

@@ -157,13 +157,15 @@ class Session:
                 self.generation,
             )
         changed = not self.joined or self.generation != welcome.generation
+        # Before the generation: who sees the new one must find what is true since then.
+        news = self._update(welcome.members)
         self.joined = True
         self.waiting = None
         self.generation = welcome.generation
         self._incarnation = welcome.incarnation
         self.timing = welcome.timing
         self._next = min(self._next, self._clock() + self.timing.interval_s)
-        return self._update(welcome.members) or changed
+        return news or changed
 
     def _update(self, members: m.Members) -> bool:
         if members == self.members:

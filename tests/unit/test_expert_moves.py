@@ -8,6 +8,7 @@ import time
 
 import msgspec
 import pytest
+import torch
 from control_support import contract_with
 from remote_support import Deployed, reference_model, run_step
 
@@ -211,6 +212,18 @@ def caught(work):
     except BaseException as error:
         return [error]
     return []
+
+
+def test_experts_that_are_not_here_are_noticed(deploy):
+    deployed, _ = deploy("qwen3_moe", 1, 2)
+    model, layer = deployed.loops[0]._model, deployed.resolved.model.moe_layers[0]
+    ids = torch.arange(model.shard.all_slots, dtype=torch.int32).view(-1, 2)
+    assert model.holds(layer, ids) and model.holds(layer, torch.full_like(ids, -1))
+    assert not model.holds(layer, ids + model.shard.all_slots)  # bank 1
+    deployed.move(tables_for(deployed, 8))
+    deployed.loops[0].moves.follow(deployed.registry.members)
+    assert model.holds(layer, ids + model.shard.all_slots)
+    assert not model.holds(layer, ids)
 
 
 def test_loads_are_counted_per_expert(deploy):
