@@ -115,21 +115,15 @@ def test_every_reduce_of_a_deployment_file_exists():
     assert set(wanted) <= set(REDUCE_FORMATS)
 
 
-@pytest.mark.parametrize(
-    ("x", "y", "tp", "reduce"),
-    [(1, 1, 2, "exact"), (2, 1, 3, "exact"), (3, 2, 2, "exact"), (2, 2, 2, "int8")],
-)
-def test_ranks_answer_what_the_reference_computes(deploy, reference, x, y, tp, reduce):
-    deployed = deploy("deepseek_v3", x, y, ffn={"tp": tp, "reduce": reduce})
+@pytest.mark.parametrize(("x", "y", "tp"), [(1, 1, 2), (2, 1, 3), (3, 2, 2)])
+def test_ranks_answer_what_the_reference_computes(deploy, reference, x, y, tp):
+    deployed = deploy("deepseek_v3", x, y, ffn={"tp": tp})
     expected = reference("deepseek_v3")
-    tolerance = 1e-5 if reduce == "exact" else 0.1
 
     def work(i):
         for step in range(4):
             sizes = [1 + (i + step + mb) % 5 for mb in range(1 + (step + i) % DEPTH)]
-            run_step(
-                deployed.clients[i], deployed.resolved, expected, sizes, (i, step), tol=tolerance
-            )
+            run_step(deployed.clients[i], deployed.resolved, expected, sizes, (i, step))
         deployed.clients[i].leave()
 
     assert not run_clients(deployed, work)
