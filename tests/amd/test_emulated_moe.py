@@ -63,7 +63,7 @@ class Batch:
 def launch(runner, name, batch, a, b, c, c_scale, n, k, rows_per):
     inputs = [a[0], a[1], b[0], b[1]]
     sorted_pairs = [batch.pairs, batch.experts, batch.used]
-    scalars = [("i", n), ("i", k), ("i", PAIRS), ("i", rows_per)]
+    scalars = [("i", n), ("i", k), ("i", PAIRS), ("i", rows_per), ("i", -1), ("i", 0)]
     blocks = len(batch.experts) * -(-n // 128)
     return runner.in_order(name, [*inputs, c, c_scale, *sorted_pairs], [4, 5], scalars, (blocks,))
 
