@@ -97,30 +97,19 @@ class _Reader:
         if self.scheme(name) is Scheme.PLAIN:
             weight.codes.copy_(self.read(name, *ranges))
             return
-        leading, cut = self._blocks(name, ranges)
-        if weight.scales is None:
-            outer = [(a * SCALE_BLOCK, b * SCALE_BLOCK) for a, b in cut]
-            stored = Weight(
-                Tag.E4M3FN,
-                self.read(name, *leading, *outer),
-                self.read(name + SCALE_SUFFIX, *leading, *cut),
-            )
-            inside = [
-                slice(a - begin, b - begin)
-                for (a, b), (begin, _) in zip(ranges[len(leading) :], outer, strict=False)
-            ]
-            weight.codes.copy_(dequantise_weight(stored)[(..., *inside)])
+        leading = len(self._table[name].shape) - 2  # before the two that blocks are of
+        before, cut = ranges[:leading], ranges[leading:]
+        blocks = [(a // SCALE_BLOCK, -(-b // SCALE_BLOCK)) for a, b in cut]
+        scales = self.read(name + SCALE_SUFFIX, *before, *blocks)
+        if weight.scales is not None:
+            weight.codes.copy_(self.read(name, *ranges))
+            weight.scales.copy_(scales)
             return
-        weight.codes.copy_(self.read(name, *ranges))
-        weight.scales.copy_(self.read(name + SCALE_SUFFIX, *leading, *cut))
-
-    def _blocks(
-        self, name: str, ranges: tuple[tuple[int, int], ...]
-    ) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
-        """Ranges of the leading (expert) dimension, and ranges of blocks of the last two."""
-        leading = len(self._table[name].shape) - 2
-        cut = [(a // SCALE_BLOCK, -(-b // SCALE_BLOCK)) for a, b in ranges[leading:]]
-        return ranges[:leading], tuple(cut)
+        whole = [(a * SCALE_BLOCK, b * SCALE_BLOCK) for a, b in blocks]
+        stored = Weight(Tag.E4M3FN, self.read(name, *before, *whole), scales)
+        inside = [slice(a - w, b - w) for (a, b), (w, _) in zip(cut, whole, strict=True)]
+        everything = [slice(None)] * leading
+        weight.codes.copy_(dequantise_weight(stored)[(*everything, *inside)])
 
 
 @contextmanager
