@@ -43,6 +43,7 @@ class FfnModel:
         backend: a name of `ffn_worker.moe.BACKENDS`, or "auto".
         device: where the weights are kept and the experts computed.
         scheme: the format to keep the experts in; other weights are brought into it.
+        join_shared: let a backend that can compute the shared expert with the routed ones do so.
 
     Raises:
         ConfigError: the backend is unknown or cannot run here, or a layer is missing.
@@ -58,6 +59,7 @@ class FfnModel:
         index: int = 0,
         device: torch.device = _CPU,
         scheme: Scheme = Scheme.PLAIN,
+        join_shared: bool = True,
     ) -> None:
         self.model = model
         self.device = device
@@ -65,6 +67,7 @@ class FfnModel:
         self.index = index
         self.dtype = DTYPES[model.dtype]
         self.scheme = scheme
+        self._join_shared = join_shared
         self.weight_bytes = 0
         self.backend_name = choose_backend(
             backend, self.dtype, model.hidden, model.moe_intermediate, device, scheme
@@ -85,7 +88,7 @@ class FfnModel:
             return
         shared = weights.shared_gate_up.to(self.device), weights.shared_down.to(self.device)
         self.weight_bytes += sum(weight.nbytes for weight in shared)
-        if self._backend.prepare_shared(layer, *shared):
+        if self._join_shared and self._backend.prepare_shared(layer, *shared):
             self._joined.add(layer)
         else:
             gate_up, down = (self._kept(weight, Scheme.PLAIN).codes for weight in shared)
@@ -101,6 +104,11 @@ class FfnModel:
         """Whether :meth:`forward` may be captured in a graph: no host wait, no data-dependent
         shape."""
         return self._backend.capturable
+
+    @property
+    def joins_shared(self) -> bool:
+        """Whether the backend computes the shared expert of some layer with the routed ones."""
+        return bool(self._joined)
 
     def warm_up(self, rows: int, tag: Tag) -> None:
         """One call of ``rows`` rows that come as ``tag``, so that its kernels are compiled and
@@ -194,7 +202,7 @@ def load_ffn_model(
     dtype = DTYPES[model.dtype]
     choose_backend(backend, dtype, model.hidden, model.moe_intermediate, device, scheme)
     if dummy:
-        layers = dummy_shard(model, shard)
+        layers = dummy_shard(model, shard, device)
     else:
         layers = load_shard(path, family, model, shard, threads=threads, progress=progress).layers
     return FfnModel(
