@@ -7,7 +7,7 @@ from functools import cached_property
 
 import torch
 
-from afd.errors import ConfigError
+from afd.errors import AfdError, ConfigError
 from afd.wire.streams_torch import torch_device
 from ffn_worker.bench import shapes
 from ffn_worker.bench.layers import CACHE_BYTES, problem
@@ -42,6 +42,7 @@ class Run:
             found = (shapes.in_scheme(shape, scheme) for scheme in schemes)
             self._work += [(name, shape) for shape in found if shape is not None]
         self.left_out: list[str] = []
+        self.failed: list[str] = []
 
     @cached_property
     def _ceilings(self) -> shapes.Ceilings:
@@ -76,13 +77,24 @@ class Run:
                 write_buckets(file, device, named, buckets, command, date)
 
     def cells(self, deadline: float) -> Iterator[Cell]:
-        """Measured cells; begins no shape after ``deadline`` (time.monotonic): see ``left_out``."""
+        """Measured cells; begins none after ``deadline`` (time.monotonic): see ``left_out``.
+
+        A shape that fails does not end the run: see ``failed``.
+        """
         on_gpu = self._device.type != "cpu"
         modes = ("eager", "graph") if on_gpu and self._backends[0] == "triton" else ("eager",)
         cache = CACHE_BYTES if on_gpu else 0
         for name, shape in self._work:
+            left = f"{name} {shape.scheme}"
             if time.monotonic() > deadline:
-                self.left_out.append(f"{name} {shape.scheme}")
+                self.left_out.append(left)
                 continue
-            with problem(shape, self._device, cache) as one:
-                yield from cells(name, one, self._rows, modes, self._ceilings, self._backends)
+            try:
+                with problem(shape, self._device, cache) as one:
+                    for cell in cells(name, one, self._rows, modes, self._ceilings, self._backends):
+                        yield cell
+                        if time.monotonic() > deadline and cell.rows != self._rows[-1]:
+                            self.left_out.append(f"{left} from {cell.rows} rows on")
+                            break
+            except (AfdError, RuntimeError) as error:  # wrong results; torch's and the device's
+                self.failed.append(f"{left}: {error}")

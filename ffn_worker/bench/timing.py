@@ -67,11 +67,11 @@ def repetitions_for(seconds: float, wanted_s: float) -> int:
 def ceilings(device: torch.device) -> Ceilings:
     """A copy far larger than any cache, and products of large square matrices."""
     clock, on_gpu = clock_of(device), device.type != "cpu"
-    size = 2**30 if on_gpu else 2**27
+    size = 2**30 if on_gpu else 2**26
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     rate = 2 * size / clock(lambda: target.copy_(source), 5)
-    n = 8192 if on_gpu else 1024
+    n = 8192 if on_gpu else 512
     a = torch.randn(n, n, device=device).bfloat16()
     plain = 2 * n**3 / clock(lambda: a @ a, 5)
     flops = {"plain": plain, "fp8_block": plain, "mxfp4": plain}

@@ -6,8 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from afd.bench.moe import line, main, records  # noqa: E402
 from afd.errors import ConfigError  # noqa: E402
+from ffn_worker.bench.cli import line, main, records  # noqa: E402
 from ffn_worker.bench.layers import batch, cost_of  # noqa: E402
 from ffn_worker.bench.measure import Cell  # noqa: E402
 from ffn_worker.bench.shapes import SHAPES, Ceilings, in_scheme, layer_cost, named  # noqa: E402
@@ -63,6 +63,17 @@ def test_records_say_who_was_quicker():
     }  # fmt: skip
     assert got["vllm"].case == "s plain 64 rows graph" and got["vllm"].unit == "us"
     assert "| 2.00 | 60.0 | 40.0 | 80% | memory |" in line(cell)
+
+
+def test_a_wrong_result_is_not_timed(monkeypatch, capsys):
+    from ffn_worker.moe.torch_grouped import TorchBackend
+
+    forward = TorchBackend.forward
+    monkeypatch.setattr(TorchBackend, "forward", lambda *args: forward(*args) * 1.5)
+    argv = ["--device", "cpu", "--shapes", "tiny", "--rows", "2", "--schemes", "plain"]
+    assert main(argv) == 1
+    said = capsys.readouterr().out
+    assert "failed: tiny plain: torch is wrong" in said and "| tiny | plain" not in said
 
 
 def test_a_tiny_run(tmp_path, capsys):
