@@ -38,8 +38,8 @@ class EncodedRows:
         if len(parts) == 1:
             return parts[0]
         scales = [part.scales for part in parts if part.scales is not None]
-        payload = torch.cat([part.payload for part in parts])
-        return cls(parts[0].tag, payload, torch.cat(scales) if scales else None)
+        payload = cat([part.payload for part in parts])
+        return cls(parts[0].tag, payload, cat(scales) if scales else None)
 
     def __len__(self) -> int:
         return self.payload.shape[0]
@@ -55,3 +55,11 @@ class EncodedRows:
         if self.tag == Tag.E2M1:
             return dequantise_mxfp4(self.payload, self.scales, dtype)
         return dequantise_fp8(self.payload, self.scales, dtype)
+
+
+def cat(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`torch.cat` of the first dimension, which not every device has for FP8."""
+    dtype = parts[0].dtype
+    if dtype.itemsize > 1:
+        return torch.cat(list(parts))
+    return torch.cat([part.view(torch.uint8) for part in parts]).view(dtype)

@@ -11,7 +11,7 @@ from afd.errors import ConfigError
 from afd.wire.codecs import FP8_MAX
 from afd.wire.codecs_torch import DTYPE_OF_TAG, dequantise_mxfp4, quantise_mxfp4
 from afd.wire.layout import MX_BLOCK, SCALE_BLOCK, Tag
-from afd.wire.rows_torch import EncodedRows
+from afd.wire.rows_torch import EncodedRows, cat
 
 
 class Scheme(Enum):
@@ -140,9 +140,9 @@ def widened(gate_up: Weight, down: Weight, width: int) -> tuple[Weight, Weight]:
     """
     parts = _rows(gate_up, 0), _rows(gate_up, 1)
     padded = [_padded(part, width, part.shape[1]) for part in parts]
-    scales = None if gate_up.scales is None else _joined([part.scales for part in padded])
+    scales = None if gate_up.scales is None else cat([part.scales for part in padded])
     return (
-        Weight(gate_up.tag, _joined([part.codes for part in padded]), scales),
+        Weight(gate_up.tag, cat([part.codes for part in padded]), scales),
         _padded(down, down.shape[0], width),
     )
 
@@ -151,8 +151,8 @@ def with_expert(weight: Weight, expert: Weight) -> Weight:
     """[E + 1, N, K]: ``weight`` and behind it ``expert`` [N, K] of the same tag."""
     scales = None
     if weight.scales is not None and expert.scales is not None:
-        scales = _joined([weight.scales, expert.scales[None]])
-    return Weight(weight.tag, _joined([weight.codes, expert.codes[None]]), scales)
+        scales = cat([weight.scales, expert.scales[None]])
+    return Weight(weight.tag, cat([weight.codes, expert.codes[None]]), scales)
 
 
 def _rows(gate_up: Weight, half: int) -> Weight:
@@ -171,14 +171,6 @@ def _padded(weight: Weight, n: int, k: int) -> Weight:
         return Weight(weight.tag, codes, F.pad(weight.scales, (0, more_k // MX_BLOCK, 0, more_n)))
     more = (0, more_k // SCALE_BLOCK, 0, more_n // SCALE_BLOCK)
     return Weight(weight.tag, codes, F.pad(weight.scales, more, value=1.0))
-
-
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    """`torch.cat`, which not every device has for FP8."""
-    dtype = parts[0].dtype
-    if dtype.itemsize > 1:
-        return torch.cat(parts)
-    return torch.cat([part.view(torch.uint8) for part in parts]).view(dtype)
 
 
 def _spread(scales: torch.Tensor) -> torch.Tensor:
