@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from afd.errors import ConfigError
 from afd.wire.codecs import FP8_MAX
 from afd.wire.codecs_torch import DTYPE_OF_TAG
 from afd.wire.layout import MX_BLOCK, SCALE_BLOCK, Tag
@@ -71,11 +70,6 @@ class TritonBackend(MoeBackend):
 
     def prepare(self, layer: int, w13: Weight, w2: Weight) -> None:
         hidden, width = w2.shape[1:]
-        if w13.scheme is Scheme.FP8_BLOCK and width % SCALE_BLOCK:
-            raise ConfigError(
-                f"FP8 experts need an intermediate size divisible by {SCALE_BLOCK}, not {width}; "
-                "use ffn.weights: plain"
-            )
         held = self.end - self.start
         shape = LayerShape(hidden, width, held, self.num_experts, 0, w13.scheme.value)
         self._layers[layer] = _Layer(w13, w2, shape)
