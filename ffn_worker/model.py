@@ -110,15 +110,15 @@ class FfnModel:
         """Whether the backend computes the shared expert of some layer with the routed ones."""
         return bool(self._joined)
 
-    def warm_up(self, rows: int, tag: Tag) -> None:
+    def warm_up(self, rows: int, tag: Tag) -> torch.Tensor:
         """One call of ``rows`` rows that come as ``tag``, so that its kernels are compiled and
-        chosen."""
+        chosen; its output."""
         layer, kinds = self.model.moe_layers[0], self.model.top_k
         zeros = torch.zeros((rows, self.model.hidden), dtype=self.dtype, device=self.device)
         x = EncodedRows.of(zeros, tag)
         ids = torch.arange(rows * kinds, dtype=torch.int32, device=self.device)
         ids = (ids % self.model.num_experts).view(rows, kinds)
-        self.forward(layer, x, ids, torch.ones_like(ids, dtype=torch.float32))
+        return self.forward(layer, x, ids, torch.ones_like(ids, dtype=torch.float32))
 
     @torch.inference_mode()
     def forward(

@@ -21,12 +21,30 @@ SCALE_DTYPE = {
 
 
 def encode(x: torch.Tensor, tag: Tag) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Payload and scales (None: the tag has none) of float rows [rows, hidden] for the wire."""
-    if tag == Tag.E2M1:
-        return quantise_mxfp4(x)
-    if tag in FP8_MAX:
-        return quantise_fp8(x, tag)
-    return x.to(DTYPE_OF_TAG[tag]).contiguous(), None
+    """Payload and scales (None: the tag has none) of float rows [rows, hidden] for the wire.
+
+    On a GPU by one kernel (:mod:`afd.wire.codecs_gpu_torch`), which gives the same bytes.
+    """
+    if tag not in SCALE_DTYPE:
+        return x.to(DTYPE_OF_TAG[tag]).contiguous(), None
+    if x.is_cuda:
+        from afd.wire import codecs_gpu_torch as gpu
+
+        return gpu.quantise_mxfp4(x) if tag == Tag.E2M1 else gpu.quantise_fp8(x, tag)
+    return quantise_mxfp4(x) if tag == Tag.E2M1 else quantise_fp8(x, tag)
+
+
+def decode(
+    payload: torch.Tensor, scales: torch.Tensor, tag: Tag, dtype: torch.dtype
+) -> torch.Tensor:
+    """Rows of a tag with scales, rounded once to ``dtype``; on a GPU by one kernel."""
+    if payload.is_cuda:
+        from afd.wire import codecs_gpu_torch as gpu
+
+        dequantise = gpu.dequantise_mxfp4 if tag == Tag.E2M1 else gpu.dequantise_fp8
+    else:
+        dequantise = dequantise_mxfp4 if tag == Tag.E2M1 else dequantise_fp8
+    return dequantise(payload, scales, dtype)
 
 
 def quantise_fp8(x: torch.Tensor, tag: Tag = Tag.E4M3FN) -> tuple[torch.Tensor, torch.Tensor]:

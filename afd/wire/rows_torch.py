@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from afd.wire.codecs_torch import DTYPE_OF_TAG, dequantise_fp8, dequantise_mxfp4, encode
+from afd.wire.codecs_torch import DTYPE_OF_TAG, decode, encode
 from afd.wire.layout import Tag
 
 _TAG_OF = {DTYPE_OF_TAG[tag]: tag for tag in (Tag.FLOAT32, Tag.BFLOAT16, Tag.FLOAT16)}
@@ -52,9 +52,7 @@ class EncodedRows:
         """[rows, hidden] in ``dtype``, rounded once: the payload itself where nothing changes."""
         if self.scales is None:
             return self.payload.to(dtype)
-        if self.tag == Tag.E2M1:
-            return dequantise_mxfp4(self.payload, self.scales, dtype)
-        return dequantise_fp8(self.payload, self.scales, dtype)
+        return decode(self.payload, self.scales, self.tag, dtype)
 
 
 def cat(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -161,9 +161,7 @@ def _accepted(rows: EncodedRows, weights: Tag, dtype: torch.dtype) -> EncodedRow
         return EncodedRows.of(rows.decode(DTYPE_OF_TAG[weights]))
     if rows.tag == weights:
         return rows
-    from afd.wire.codecs_gpu_torch import quantise_fp8
-
-    return EncodedRows(weights, *quantise_fp8(rows.decode(dtype), weights))
+    return EncodedRows.of(rows.decode(dtype), weights)
 
 
 def _activation(

@@ -7,7 +7,6 @@ import types
 
 import torch
 
-from afd.wire import codecs_torch
 from afd.wire.codecs_torch import DTYPE_OF_TAG
 from afd.wire.layout import Tag
 from afd.wire.rows_torch import EncodedRows
@@ -114,7 +113,6 @@ def install(monkeypatch):
             "count_pairs_kernel": Kernel(count_pairs),
             "sort_pairs_kernel": Kernel(sort_kernel),
         },
-        "afd.wire.codecs_gpu_torch": {"quantise_fp8": codecs_torch.quantise_fp8},
     }
     for name, members in modules.items():
         module = types.ModuleType(name)
