@@ -6,11 +6,16 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import fake_kernels  # noqa: E402
+
 from afd.errors import ConfigError  # noqa: E402
+from ffn_worker.bench import measure  # noqa: E402
 from ffn_worker.bench.cli import line, main, records  # noqa: E402
-from ffn_worker.bench.layers import batch, cost_of  # noqa: E402
+from ffn_worker.bench.layers import batch, cost_of, problem  # noqa: E402
 from ffn_worker.bench.measure import Cell  # noqa: E402
 from ffn_worker.bench.shapes import SHAPES, Ceilings, in_scheme, layer_cost, named  # noqa: E402
+from ffn_worker.moe.triton import TritonBackend  # noqa: E402
+from ffn_worker.moe.vllm_cpu import load_operators  # noqa: E402
 
 
 def test_roofline_of_a_layer():
@@ -63,6 +68,25 @@ def test_records_say_who_was_quicker():
     }  # fmt: skip
     assert got["vllm"].case == "s plain 64 rows graph" and got["vllm"].unit == "us"
     assert "| 2.00 | 60.0 | 40.0 | 80% | memory |" in line(cell)
+
+
+def test_cells_of_a_step_whose_shared_expert_joins(monkeypatch):
+    """What a GPU run measures, on stand-ins for the kernels."""
+    fake_kernels.install(monkeypatch)
+    monkeypatch.setattr(TritonBackend, "devices", ("cpu",))
+    monkeypatch.setattr(TritonBackend, "unavailable", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU without tuned tiles")
+    monkeypatch.setattr(measure, "_CHECKED_ROWS", 8)
+    monkeypatch.setattr(measure, "clock_of", lambda _: lambda call, _repetitions: call() or 1e-6)
+    shape, ceilings = SHAPES["tiny-step"], Ceilings(1e9, {"plain": 1e9, "fp8_block": 1e9})
+    for scheme in ("plain", "fp8_block"):
+        with problem(in_scheme(shape, scheme), torch.device("cpu"), cache_bytes=0) as given:
+            who = measure.contenders(given, "triton", "vllm_cpu")
+            fits_vllm = scheme == "plain" and load_operators() is None
+            assert set(who) == {"ours", "apart"} | ({"vllm"} if fits_vllm else set())
+            (cell,) = measure.cells("s", given, (3,), ("eager",), ceilings, ("triton", "vllm_cpu"))
+        assert cell.us == cell.apart_us == 1.0 and (cell.vllm_us is None) is not fits_vllm
+        assert 0 < cell.error < 0.1
 
 
 def test_a_wrong_result_is_not_timed(monkeypatch, capsys):
