@@ -32,14 +32,9 @@ def region_options(deployment: Deployment, device: str) -> RegionOptions:
 
 
 def replays(deployment: Deployment) -> bool:
-    """Whether decode steps are replayed as graphs.
-
-    Not with wire.format mxfp4, whose codec copies its tables to the device at each call, which a
-    capture forbids.
-    """
+    """Whether decode steps are replayed as graphs."""
     on_gpu = deployment.attention.device != "cpu"
-    capturable = deployment.wire.format != "mxfp4"
-    return deployment.pipeline.graphs and on_gpu and capturable
+    return deployment.pipeline.graphs and on_gpu
 
 
 @dataclass(frozen=True)

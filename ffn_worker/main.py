@@ -88,7 +88,8 @@ def run_ffn(role: RoleSpec) -> None:
         loop.moves.catch_up()
         control.on_change(lambda members: _follow(loop, ranks, members))
         control.set_state("ready")
-        logger.info("ready: generation %d, backend %s", generation, model.backend_name)
+        kept = f"backend {model.backend_name}, {model.scheme.value} weights"
+        logger.info("ready: generation %d, %s", generation, kept)
         with torch.inference_mode():
             loop.run()
         control.leave()
@@ -122,9 +123,12 @@ def _load(role: RoleSpec, resolved: Resolved, metrics: RoleMetrics, members: Mem
         placement=replace(resolved.placement, tables=tables),
         banks={layer: bank for layer, (bank, _) in places.items()},
         shared_by_rows=resolved.shared_by_rows,
+        movable=resolved.contract.movable,
         backend=resolved.deployment.ffn.backend,
         device=torch_device(resolved.deployment.ffn.device),
         progress=progress,
+        weights=resolved.deployment.ffn.weights,
+        dummy=resolved.deployment.ffn.load == "dummy",
     )
     metrics.weights_held_bytes[Weights.EXPERT] = model.weight_bytes
     if role.rank == 0:  # the others compute the same rows

@@ -11,12 +11,18 @@ from afd.errors import ConfigError
 from afd.models import Family, MoeModel
 from afd.placement import Placement, contiguous, slot_bounds
 from afd.topology import ffn_number, shared_slice, width_slices
+from afd.wire.layout import MX_BLOCK, SCALE_BLOCK, Tag
+from afd.wire.rows_torch import EncodedRows
+from ffn_worker.dummy import dummy_shard
 from ffn_worker.load import SlotLoad
-from ffn_worker.loader import DTYPES, LayerWeights, Progress, Shard, load_shard
-from ffn_worker.moe import BACKENDS, Linear, choose_backend
+from ffn_worker.loader import DTYPES, LayerWeights, Progress, Shard, load_shard, stored_scheme
+from ffn_worker.moe import BACKENDS, Linear, Scheme, choose_backend
+from ffn_worker.moe.quantise import Weight, in_scheme
 
 _CPU = torch.device("cpu")
 SharedExpert = Callable[[torch.Tensor], torch.Tensor]
+
+_MULTIPLE = {Scheme.PLAIN: 8, Scheme.FP8_BLOCK: SCALE_BLOCK, Scheme.MXFP4: MX_BLOCK}
 
 
 def shard_of(
@@ -28,6 +34,7 @@ def shard_of(
     placement: Placement | None = None,
     *,
     shared_by_rows: bool = False,
+    multiple: int = 8,
 ) -> Shard:
     """Shard of rank `rank` of `tp` in FFN instance `index` of `instances`.
 
@@ -37,6 +44,7 @@ def shard_of(
     Args:
         placement: None: the experts in order, each held once.
         shared_by_rows: every instance holds the shared experts whole.
+        multiple: columns that share a scale in the weights' format; ranks do not cut them.
 
     Raises:
         ConfigError: more instances than routed experts, or a width that cannot be cut.
@@ -51,7 +59,7 @@ def shard_of(
     start, end = placement.range_of(index)
     tables = zip(model.moe_layers, placement.tables, strict=True)
     experts = {layer: table[start:end] for layer, table in tables}
-    width = width_slices(model.moe_intermediate, tp)[rank]
+    width = width_slices(model.moe_intermediate, tp, multiple)[rank]
     return Shard((start, end), placement.slots, experts, width, shared)
 
 
@@ -93,6 +101,8 @@ class FfnModel:
             instance computes; otherwise `shard.shared`, a slice, for every row.
         backend: a name of `ffn_worker.moe.BACKENDS`, or "auto".
         device: where the weights are kept and the experts computed.
+        scheme: the format to keep the experts in; other weights are brought into it.
+        join_shared: let a backend that can compute the shared expert with the routed ones do so.
 
     Raises:
         ConfigError: the backend is unknown or cannot run here, or a layer is missing.
@@ -108,26 +118,30 @@ class FfnModel:
         shared_by_rows: bool = False,
         backend: str = "auto",
         device: torch.device = _CPU,
+        scheme: Scheme = Scheme.PLAIN,
+        join_shared: bool = True,
     ) -> None:
         self.model = model
         self.device = device
         self.shard = shard
         self.dtype = DTYPES[model.dtype]
+        self.scheme = scheme
         self.weight_bytes = 0
         self.backend_name = choose_backend(
-            backend, self.dtype, model.hidden, shard.width[1] - shard.width[0], device
+            backend, self.dtype, model.hidden, shard.width[1] - shard.width[0], device, scheme
         )
         kind = BACKENDS[self.backend_name]
         self._banks = tuple(kind(shard.slots, shard.all_slots) for _ in range(2))
         self._layers = {n: _Layer((), (0,) * model.num_experts) for n in model.moe_layers}
         self._shared: dict[int, SharedExpert] = {}
         self._shared_by_rows = shared_by_rows
+        self._joined: set[int] = set()  # layers whose shared expert the backend computes
         for layer in model.moe_layers:
             if layer not in layers:
                 raise ConfigError(f"no weights were loaded for layer {layer}")
             weights = layers.pop(layer)
             self.add(layer, (banks or {}).get(layer, 0), shard.experts[layer], weights)
-            self._add_shared(layer, weights)
+            self._add_shared(layer, weights, join_shared and not shared_by_rows)
 
     def add(self, layer: int, bank: int, experts: tuple[int, ...], weights: LayerWeights) -> None:
         """Take over the routed experts of one layer, beside those that it has in the other bank.
@@ -137,10 +151,11 @@ class FfnModel:
         Args:
             experts: routed expert in each of this instance's slots, as in `weights`.
         """
-        nbytes = weights.w13.nbytes + weights.w2.nbytes
-        there = self.device
-        self._banks[bank].prepare(layer, weights.w13.to(there), weights.w2.to(there))
-        held = _Held(bank, experts, nbytes, SlotLoad(experts, self.shard.slots[0], there))
+        assert layer not in self._joined, "the shared expert is in the bank that would be dropped"
+        w13, w2 = self._kept(weights.w13, self.scheme), self._kept(weights.w2, self.scheme)
+        nbytes = w13.nbytes + w2.nbytes
+        self._banks[bank].prepare(layer, w13, w2)
+        held = _Held(bank, experts, nbytes, SlotLoad(experts, self.shard.slots[0], self.device))
         known = self._layers[layer]
         self._layers[layer] = replace(known, held=(*known.held, held))
         self.weight_bytes += nbytes
@@ -172,15 +187,20 @@ class FfnModel:
                 rows[number] = held.load.added_to(rows[number])
         return rows
 
-    def _add_shared(self, layer: int, weights: LayerWeights) -> None:
+    def _add_shared(self, layer: int, weights: LayerWeights, join: bool) -> None:
         if weights.shared_gate_up is None or weights.shared_down is None:
             return
-        there, backend = self.device, self._banks[0]
-        self.weight_bytes += weights.shared_gate_up.nbytes + weights.shared_down.nbytes
-        self._shared[layer] = _shared_expert(
-            backend.linear(weights.shared_gate_up.to(there)),
-            backend.linear(weights.shared_down.to(there)),
-        )
+        (bank,) = (self._banks[number] for number in self.held(layer))
+        shared = weights.shared_gate_up.to(self.device), weights.shared_down.to(self.device)
+        self.weight_bytes += sum(weight.nbytes for weight in shared)
+        if join and bank.prepare_shared(layer, *shared):
+            self._joined.add(layer)
+            return
+        gate_up, down = (self._kept(weight, Scheme.PLAIN).codes for weight in shared)
+        self._shared[layer] = _shared_expert(bank.linear(gate_up), bank.linear(down))
+
+    def _kept(self, weight: Weight, scheme: Scheme) -> Weight:
+        return in_scheme(weight.to(self.device), scheme, self._banks[0].fp8, self.dtype)
 
     @property
     def capturable(self) -> bool:
@@ -188,27 +208,40 @@ class FfnModel:
         shape."""
         return self._banks[0].capturable
 
-    def warm_up(self, rows: int) -> torch.Tensor:
-        """One call of ``rows`` rows, so that its kernels are compiled and chosen; its output."""
+    @property
+    def joins_shared(self) -> bool:
+        """Whether the backend computes the shared expert of some layer with the routed ones."""
+        return bool(self._joined)
+
+    def warm_up(self, rows: int, tag: Tag) -> torch.Tensor:
+        """One call of ``rows`` rows that come as ``tag``, so that its kernels are compiled and
+        chosen; its output."""
         layer, kinds = self.model.moe_layers[0], self.model.top_k
-        x = torch.zeros((rows, self.model.hidden), dtype=self.dtype, device=self.device)
+        zeros = torch.zeros((rows, self.model.hidden), dtype=self.dtype, device=self.device)
+        x = EncodedRows.of(zeros, tag)
         ids = torch.arange(rows * kinds, dtype=torch.int32, device=self.device)
         ids = (ids % self.shard.all_slots).view(rows, kinds)
         return self.forward(layer, x, ids, torch.ones_like(ids, dtype=torch.float32))
 
     @torch.inference_mode()
     def forward(
-        self, layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+        self,
+        layer: int,
+        x: EncodedRows | torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
     ) -> torch.Tensor:
         """This rank's part of the FFN output of one layer.
 
         routed_scaling * (sum of local routed experts) + local part of the shared experts, in the
-        order and dtype of vLLM 0.26 (moe_runner.py, `forward`). Summed over ranks and instances it
-        is the full output, up to rounding.
+        order and dtype of vLLM 0.26 (moe_runner.py, `forward`), but for a backend that computes the
+        shared expert with the routed ones: that adds in float32 and rounds once. Summed over ranks
+        and instances it is the full output, up to rounding.
 
         Args:
             layer: global layer number, one of `model.moe_layers`.
-            x: [rows, hidden] in the serving dtype, contiguous, not modified.
+            x: [rows, hidden] as the wire brings them, or a tensor in the serving dtype;
+                contiguous, not modified.
             topk_ids: [rows, top_k] int32 slots of the deployment (afd/placement.py), negative where
                 masked; in bank 1 they are counted from `shard.all_slots` on.
             topk_weights: [rows, top_k] float32.
@@ -216,25 +249,32 @@ class FfnModel:
         Returns:
             A new tensor [rows, hidden] in the serving dtype.
         """
+        rows = EncodedRows.of(x) if isinstance(x, torch.Tensor) else x
+        if layer in self._shared and not self._banks[0].takes_encoded:
+            rows = EncodedRows.of(rows.decode(self.dtype))  # once for both
+        scaling = self.model.routed_scaling
+        if layer in self._joined and scaling != 1.0:
+            topk_weights, scaling = topk_weights * scaling, 1.0
         first, *others = self._layers[layer].held
-        out = self._routed(first, layer, x, topk_ids, topk_weights, alone=not others)
+        out = self._routed(first, layer, rows, topk_ids, topk_weights, alone=not others)
         for held in others:
-            out += self._routed(held, layer, x, topk_ids, topk_weights, alone=False)
-        if self.model.routed_scaling != 1.0:
-            out *= self.model.routed_scaling
+            out += self._routed(held, layer, rows, topk_ids, topk_weights, alone=False)
+        if scaling != 1.0:
+            out *= scaling
         if layer in self._shared:
+            plain = rows.decode(self.dtype)
             if self._shared_by_rows:
-                rows = self._rows_led(topk_ids)
-                out[rows] += self._shared[layer](x[rows])
+                led = self._rows_led(topk_ids)
+                out[led] += self._shared[layer](plain[led])
             else:
-                out += self._shared[layer](x)
+                out += self._shared[layer](plain)
         return out
 
     def _routed(
         self,
         held: _Held,
         layer: int,
-        x: torch.Tensor,
+        rows: EncodedRows,
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
         *,
@@ -247,7 +287,8 @@ class FfnModel:
         elif not alone:
             ids = torch.where(ids < self.shard.all_slots, ids, -1)
         held.load.add(ids)
-        return self._banks[held.bank].forward(layer, x, ids, topk_weights)
+        bank = self._banks[held.bank]
+        return bank.forward_encoded(layer, rows, ids, topk_weights, self.dtype)
 
     def _rows_led(self, topk_ids: torch.Tensor) -> torch.Tensor:
         """Rows whose first expert is computed here, int64."""
@@ -279,26 +320,54 @@ def load_ffn_model(
     placement: Placement | None = None,
     banks: Mapping[int, int] | None = None,
     shared_by_rows: bool = False,
+    movable: bool = False,
     backend: str = "auto",
     device: torch.device = _CPU,
     threads: int = 4,
     progress: Progress | None = None,
+    weights: str = "auto",
+    dummy: bool = False,
 ) -> FfnModel:
     """Loads and prepares rank `rank` of `tp` in FFN instance `index` of `instances`.
+
+    Args:
+        placement, banks, shared_by_rows: see :func:`shard_of` and :class:`FfnModel`.
+        movable: experts may move while the model serves.
+        weights: the format to keep the experts in, a name of `Scheme`; "auto": as the checkpoint
+            stores them. dummy: random weights instead of the checkpoint's.
 
     Raises:
         ConfigError: see the parts.
     """
-    shard = shard_of(model, instances, index, tp, rank, placement, shared_by_rows=shared_by_rows)
-    width = shard.width[1] - shard.width[0]
-    choose_backend(backend, DTYPES[model.dtype], model.hidden, width, device)
-    loaded = load_shard(path, family, model, shard, threads=threads, progress=progress)
+    if weights != "auto":
+        scheme = Scheme(weights)
+    else:
+        scheme = Scheme.PLAIN if dummy else stored_scheme(path, family, model)
+    shard = shard_of(
+        model,
+        instances,
+        index,
+        tp,
+        rank,
+        placement,
+        shared_by_rows=shared_by_rows,
+        multiple=_MULTIPLE[scheme],
+    )
+    # Before anything is read.
+    dtype, width = DTYPES[model.dtype], shard.width[1] - shard.width[0]
+    choose_backend(backend, dtype, model.hidden, width, device, scheme)
+    if dummy:
+        layers = dummy_shard(model, shard, device)
+    else:
+        layers = load_shard(path, family, model, shard, threads=threads, progress=progress).layers
     return FfnModel(
         model,
         shard,
-        loaded.layers,
+        layers,
         banks=banks,
         shared_by_rows=shared_by_rows,
         backend=backend,
         device=device,
+        scheme=scheme,
+        join_shared=not movable,
     )

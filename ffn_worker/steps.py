@@ -142,7 +142,9 @@ class StreamSteps:
         for micro_batch in range(_depth(members)):
             rows = tuple(n for _, n in self._at(members, micro_batch))
             if rows not in self._warm:
-                self._shares.of(self._model.warm_up(sum(rows)), rows)
+                out = self._model.warm_up(sum(rows), self._resolved.a2f.tag)
+                sums, _ = self._shares.of(out, rows)
+                Answers.of(sums, self._resolved.f2a)
                 self._warm.add(rows)
 
     def _capture(self, members: Sequence[Member]) -> _Recorded:
