@@ -8,12 +8,14 @@ import threading
 import time
 from dataclasses import replace
 from types import FrameType
+from typing import NoReturn
 
 import torch
 
 from afd.control.connect import client_for
 from afd.control.messages import Members
 from afd.control.moves import settled
+from afd.errors import PeerLost
 from afd.metrics import RoleMetrics, Weights
 from afd.metrics_server import serve_metrics
 from afd.resolve import Resolved, region_options, resolve
@@ -92,6 +94,11 @@ def run_ffn(role: RoleSpec) -> None:
         with torch.inference_mode():
             loop.run()
         control.leave()
+    except PeerLost as error:
+        # The other ranks wait for this one to come back, and taking an interpreter with torch in
+        # it apart takes seconds.
+        control.close()
+        _end_now(str(error))
     finally:
         control.close()
         ranks.close()
@@ -160,15 +167,14 @@ def _follow(loop: FfnLoop, ranks: Ranks, members: Members) -> None:
     loop.wake()
     lost = ranks.lost_rank(members)
     if lost is not None and not loop.stopping:
-        timer = threading.Timer(_STUCK_S, _end_now, (loop, lost))
+        timer = threading.Timer(_STUCK_S, lambda: None if loop.stopping else _end_now(lost))
         timer.daemon = True
         timer.start()
 
 
-def _end_now(loop: FfnLoop, reason: str) -> None:
-    if not loop.stopping:
-        print(f"afd: error: {reason}", file=sys.stderr, flush=True)
-        os._exit(1)
+def _end_now(reason: str) -> NoReturn:
+    print(f"afd: error: {reason}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def _stop_on_signals(loop: FfnLoop) -> None:
