@@ -8,7 +8,6 @@ restarted gets the unanswered micro-batches again.
 """
 
 import logging
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ import torch
 
 from afd.control.client import ControlClient
 from afd.control.messages import Member, Members, member_id
-from afd.control.moves import followed
 from afd.errors import DeadlineExceeded
 from afd.metrics import Direction, RoleMetrics, Stage
 from afd.resolve import Resolved
@@ -27,8 +25,8 @@ from afd.wire.layout import TAG_OF_DTYPE, Kind
 from afd.wire.slot_torch import SlotView, sum_of_ranks, sum_of_shares
 from afd.wire.streams_torch import settle, slot_bytes
 from afd_comm import Group, Header, Link, PeerTrace, Region, Status, VerbsOptions, make_flag
-from attention_worker.dispatch import ExpertSlots, Splitter
 from attention_worker.outgoing import Outgoing, encode
+from attention_worker.placing import Placing
 
 logger = logging.getLogger("afd.attention")
 
@@ -77,15 +75,7 @@ class RemoteExperts:
         # What was posted and not yet answered, and the same rows before experts became slots.
         self._pending: list[Outgoing | None] = [None] * depth
         self._sources: list[Outgoing | None] = [None] * depth
-        self._slots = ExpertSlots(resolved, index)
-        self._splitter = (
-            Splitter(resolved.placement.bounds, self._tp, resolved.deployment.attention.device)
-            if resolved.dispatch == "routed"
-            else None
-        )
-        self._placing = threading.Lock()  # guards self._slots and the next two
-        self._in_step = False
-        self._placed_by = -1  # version of the snapshot that self._slots are of
+        self._placing = Placing(resolved, index, control)
         self._answers = [[self._answer_view(j, mb) for mb in range(depth)] for j in range(count)]
         # Last doorbell and last answer per [micro-batch][FFN rank]; the last row: leaving.
         self._flags = [[0] * count for _ in range(depth + 1)]
@@ -115,8 +105,7 @@ class RemoteExperts:
 
         members = self._control.wait_for(all_ready, deadline_s=deadline_s, what=names)
         self._generation = self._control.generation
-        self._control.on_change(lambda _: self._follow())
-        self._follow()
+        self._placing.start()
         self._ffns = [self._link(member) for member in members.of("ffn")]
         for j in range(count):
             self._start_session(j)
@@ -129,9 +118,7 @@ class RemoteExperts:
             for j in range(len(self._ffns)):
                 if self._is_lost(j):
                     self._recover(j, deadline)
-        with self._placing:
-            self._adopt()
-            self._in_step = True
+        self._placing.begin_step()
         self._depth = depth
         self._step += 1
         self._present = True
@@ -139,9 +126,7 @@ class RemoteExperts:
 
     def end_step(self) -> None:
         self._metrics.steps[self._depth] += 1
-        with self._placing:
-            self._in_step = False
-            self._adopt()
+        self._placing.end_step()
 
     def announce(self, rows: int) -> None:
         """Tell the FFN instances that a step of ``rows`` rows follows whose doorbells our streams
@@ -176,7 +161,7 @@ class RemoteExperts:
             CapacityExceeded: more rows than a slot holds.
         """
         source = encode(self._resolved.a2f, layer, hidden, ids, weights)
-        pending = self._placed(source)
+        pending = self._placing.placed(source)
         self._sources[micro_batch], self._pending[micro_batch] = source, pending
         now = time.monotonic()
         self._metrics.stage(Stage.ATTENTION).observe(now - self._mark)
@@ -289,38 +274,15 @@ class RemoteExperts:
         # others one step_wait. So the statuses are not looked at.
         self._group.broadcast(slot, flags, -1, -1, rows, self._depth, kind, 0, self._step, [])
 
-    def _placed(self, source: Outgoing) -> Outgoing:
-        """The rows as they go out: experts' ids are slots, and each FFN instance's rows are
-        together where it does not get all of them."""
-        slots = self._slots.of(source.layer, source.ids)
-        placed = source.placed(slots)
-        return placed if self._splitter is None else placed.dealt(self._splitter.split(slots))
-
-    def _follow(self) -> None:
-        """Experts may have moved: found in their new places from the next step on, at once while
-        there is none. Any thread."""
-        with self._placing:
-            if not self._in_step:
-                self._adopt()
-
-    def _adopt(self) -> None:
-        """Take over where the control plane says that experts are, and tell it so."""
-        members = self._control.members
-        if members.version != self._placed_by:
-            self._placed_by = members.version
-            self._slots.adopt(members)
-            self._control.report_move(followed(members))
-
     def _rejoined(self, deadline: float) -> bool:
         """Whether the control plane had given this instance up and took it back; all sessions are
         renewed then. The others did not wait for us: experts may have moved in mid-step, and what
         is unanswered goes out anew, to their new places."""
         if self._control.generation == self._generation:
             return False
-        with self._placing:
-            self._generation = self._control.generation
-            self._adopt()
-        self._pending = [s if s is None else self._placed(s) for s in self._sources]
+        self._generation = self._control.generation
+        self._placing.begin_anew()
+        self._pending = [s if s is None else self._placing.placed(s) for s in self._sources]
         for j in range(0, len(self._ffns), self._tp):
             self._recover(j, deadline)
         return True
