@@ -141,7 +141,7 @@ def _load(role: RoleSpec, resolved: Resolved, metrics: RoleMetrics, members: Mem
 
 def _collective(resolved: Resolved, place: FfnPlace) -> MakeCollective:
     """How this rank adds up with the others of its instance, once their address is known."""
-    ffn = resolved.deployment.ffn
+    ffn, deadlines = resolved.deployment.ffn, resolved.deployment.deadlines
 
     def make(address: str) -> Collective:
         return make_collective(
@@ -152,7 +152,9 @@ def _collective(resolved: Resolved, place: FfnPlace) -> MakeCollective:
             address,
             torch_device(ffn.device),
             dtype=DTYPES[resolved.model.dtype],
-            start_s=resolved.deployment.deadlines.start_s,
+            # The control plane notices one that ended or stands still long before.
+            deadline_s=deadlines.ffn_s / 2,
+            start_s=deadlines.start_s,
         )
 
     return make

@@ -40,5 +40,5 @@ def test_a_killed_rank_loses_no_request(deployment: Running, name: str) -> None:
         lambda: deployment.generation(partner) != before[partner], 10, f"{partner} has ended too"
     )
     print(f"{partner} was gone {time.monotonic() - killed:.1f} s after {name} was killed")
-    assert tokens_when_whole(streams, 90) == wanted
+    assert tokens_when_whole(streams, 180) == wanted
     wait_until(deployment.is_whole, HEALTH_S, "the instance is back")
