@@ -1,9 +1,13 @@
-"""Reads one FFN instance's share of the expert weights, and nothing else, from safetensors."""
+"""Reads one FFN instance's share of the expert weights, and nothing else, from safetensors.
 
-from collections.abc import Callable, Iterator
+FP8 weights by blocks of 128 x 128 (DeepSeek-V3's format: a tensor and, under its name and
+``_scale_inv``, float32 scales) stay as they are stored.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 
@@ -13,9 +17,13 @@ from safetensors import safe_open
 from afd.checkpoint import TensorInfo, tensor_table
 from afd.errors import ConfigError
 from afd.models import Family, MlpNames, MoeModel
+from afd.models.family import SCALE_SUFFIX
+from afd.wire.layout import SCALE_BLOCK, Tag
+from ffn_worker.moe.quantise import Scheme, Weight, dequantise_weight
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 STORED_DTYPES = ("BF16", "F16", "F32")
+STORED_FP8 = "F8_E4M3"
 
 Table = dict[str, TensorInfo]
 Progress = Callable[[int, int, int], None]
@@ -24,28 +32,33 @@ Progress = Callable[[int, int, int], None]
 
 @dataclass(frozen=True)
 class Shard:
-    """What one FFN instance holds of every MoE layer, as half-open ranges.
+    """What one rank of an FFN instance holds of every MoE layer.
 
-    experts: global ids of routed experts. shared: slice of the shared experts' intermediate
-    dimension, None where the model has no shared expert.
+    slots: half-open range of the instance's expert slots (afd/placement.py). all_slots: of all
+    instances. experts: by layer number, the routed expert in each of its slots. width: half-open
+    slice of their intermediate dimension. shared: half-open slice of the shared experts'
+    intermediate dimension, None where the model has no shared expert.
     """
 
-    experts: tuple[int, int]
+    slots: tuple[int, int]
+    all_slots: int
+    experts: Mapping[int, tuple[int, ...]]
+    width: tuple[int, int]
     shared: tuple[int, int] | None
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer of a shard in the serving dtype; gate rows come before up rows.
+    """One layer of a shard, in the serving dtype or in FP8 by blocks; gate rows before up rows.
 
-    w13 [E_local, 2*I, H], w2 [E_local, H, I], shared_gate_up [2*Is_local, H] or None,
-    shared_down [H, Is_local] or None.
+    w13 [E_local, 2*I, H], w2 [E_local, H, I] with I the shard's width, shared_gate_up
+    [2*Is_local, H] or None, shared_down [H, Is_local] or None. Plain where a slice cuts a block.
     """
 
-    w13: torch.Tensor
-    w2: torch.Tensor
-    shared_gate_up: torch.Tensor | None
-    shared_down: torch.Tensor | None
+    w13: Weight
+    w2: Weight
+    shared_gate_up: Weight | None
+    shared_down: Weight | None
 
 
 @dataclass(frozen=True)
@@ -78,11 +91,52 @@ class _Reader:
         self.bytes_read += tensor.numel() * tensor.element_size()
         return tensor
 
+    def scheme(self, name: str) -> Scheme:
+        return _scheme_of(self._table, name)
+
+    def read_into(self, weight: Weight, name: str, *ranges: tuple[int, int]) -> None:
+        """Fill ``weight`` from the tensor ``name``, and from its scales where it is FP8.
+
+        FP8 that is wanted plain is read with all the blocks that the slice cuts.
+        """
+        if self.scheme(name) is Scheme.PLAIN:
+            weight.codes.copy_(self.read(name, *ranges))
+            return
+        leading = len(self._table[name].shape) - 2  # before the two that blocks are of
+        before, cut = ranges[:leading], ranges[leading:]
+        blocks = [(a // SCALE_BLOCK, -(-b // SCALE_BLOCK)) for a, b in cut]
+        scales = self.read(name + SCALE_SUFFIX, *before, *blocks)
+        if weight.scales is not None:
+            weight.codes.copy_(self.read(name, *ranges))
+            weight.scales.copy_(scales)
+            return
+        whole = [(a * SCALE_BLOCK, b * SCALE_BLOCK) for a, b in blocks]
+        stored = Weight(Tag.E4M3FN, self.read(name, *before, *whole), scales)
+        inside = [slice(a - w, b - w) for (a, b), (w, _) in zip(cut, whole, strict=True)]
+        everything = [slice(None)] * leading
+        weight.codes.copy_(dequantise_weight(stored)[(*everything, *inside)])
+
 
 @contextmanager
 def _reader(table: Table) -> Iterator[_Reader]:
     with ExitStack() as files:
         yield _Reader(table, files)
+
+
+def load_layer(
+    path: str | PathLike[str], family: Family, model: MoeModel, shard: Shard, layer: int
+) -> LayerWeights:
+    """The routed experts that ``shard`` names for one layer; its shared parts are None.
+
+    Raises:
+        ConfigError: as :func:`load_shard`.
+    """
+    table = tensor_table(path)
+    routed = _routed_names(family, model, table)
+    alone = replace(shard, shared=None)
+    _check_layer(table, family, routed, model, alone, layer)
+    with _reader(table) as reader:
+        return _load_layer(reader, family, routed, model, alone, layer)
 
 
 def load_shard(
@@ -94,7 +148,8 @@ def load_shard(
     threads: int = 4,
     progress: Progress | None = None,
 ) -> LoadedShard:
-    """Loads `shard` of every MoE layer, cast to `model.dtype`, several layers at a time.
+    """Loads `shard` of every MoE layer, several layers at a time: FP8 as it is, others cast to
+    `model.dtype`.
 
     All names and shapes are checked against the file headers before any weight is read.
 
@@ -136,18 +191,47 @@ def _routed_names(family: Family, model: MoeModel, table: Table) -> MlpNames:
     )
 
 
+def stored_scheme(path: str | PathLike[str], family: Family, model: MoeModel) -> Scheme:
+    """How a checkpoint stores its routed experts: PLAIN or FP8_BLOCK.
+
+    Raises:
+        ConfigError: it has none, as :func:`load_shard` says.
+    """
+    table = tensor_table(path)
+    names = _routed_names(family, model, table)
+    return _scheme_of(table, names.for_layer(model.moe_layers[0], expert=0).down)
+
+
+def _scheme_of(table: Table, name: str) -> Scheme:
+    return Scheme.FP8_BLOCK if table[name].dtype == STORED_FP8 else Scheme.PLAIN
+
+
 def _check_layer(
     table: Table, family: Family, routed: MlpNames, model: MoeModel, shard: Shard, layer: int
 ) -> None:
+    width = model.moe_intermediate
     if routed.per_expert:
-        for expert in range(*shard.experts):
-            _check_mlp(table, routed.for_layer(layer, expert), model, model.moe_intermediate)
+        experts = shard.experts[layer]
+        mlps = [(routed.for_layer(layer, expert), ()) for expert in experts]
     else:
-        leading = (model.num_experts,)
-        _check_mlp(table, routed.for_layer(layer), model, model.moe_intermediate, leading)
+        mlps = [(routed.for_layer(layer), (model.num_experts,))]
+    for names, leading in mlps:
+        _check_mlp(table, names, model, width, leading)
+    _check_alike(table, [name for names, _ in mlps for name in (*names.gate_up, names.down)])
     if shard.shared is not None and family.shared_names is not None:
         names = family.shared_names.for_layer(layer)
         _check_mlp(table, names, model, model.shared_intermediate)
+        _check_alike(table, [*names.gate_up, names.down])
+
+
+def _check_alike(table: Table, names: list[str]) -> None:
+    """One layer's experts are all FP8, or none is."""
+    for name in names[1:]:
+        if _scheme_of(table, name) is not _scheme_of(table, names[0]):
+            raise ConfigError(
+                f"tensor {name} is stored as {table[name].dtype} and {names[0]} as "
+                f"{table[names[0]].dtype}; the experts of a layer must be all FP8 or none"
+            )
 
 
 def _check_mlp(
@@ -165,39 +249,105 @@ def _check_mlp(
                 f"tensor {name} in {info.file.name} has shape {list(info.shape)}, config.json "
                 f"asks for {list(shape)}; config.json and weights are of different models"
             )
-        if info.dtype not in STORED_DTYPES:
+        if info.dtype == STORED_FP8:
+            _check_scales(table, name, shape)
+        elif info.dtype not in STORED_DTYPES:
             raise ConfigError(
                 f"tensor {name} in {info.file.name} is stored as {info.dtype}; FFN instances read "
-                f"{', '.join(STORED_DTYPES)}"
+                f"{', '.join(STORED_DTYPES)}, and {STORED_FP8} with scales"
             )
+
+
+def _check_scales(table: Table, name: str, shape: tuple[int, ...]) -> None:
+    """Scales of an FP8 tensor: one per whole block of 128 x 128."""
+    *leading, n, k = shape
+    if n % SCALE_BLOCK or k % SCALE_BLOCK:
+        raise ConfigError(
+            f"tensor {name} is FP8 of {n} x {k}, which blocks of {SCALE_BLOCK} do not divide; use "
+            "the bfloat16 checkpoint of the model"
+        )
+    scales = table.get(name + SCALE_SUFFIX)
+    wanted = (*leading, n // SCALE_BLOCK, k // SCALE_BLOCK)
+    if scales is None or scales.shape != wanted or scales.dtype != "F32":
+        found = "has none" if scales is None else f"has {scales.dtype} {list(scales.shape)}"
+        raise ConfigError(
+            f"FP8 tensor {name} needs float32 scales {list(wanted)} named {name + SCALE_SUFFIX}, "
+            f"the checkpoint {found}; use the bfloat16 checkpoint of the model"
+        )
 
 
 def _load_layer(
     reader: _Reader, family: Family, routed: MlpNames, model: MoeModel, shard: Shard, layer: int
 ) -> LayerWeights:
-    dtype, hidden, width = DTYPES[model.dtype], model.hidden, model.moe_intermediate
-    start, end = shard.experts
-    w13 = torch.empty((end - start, 2 * width, hidden), dtype=dtype)
-    w2 = torch.empty((end - start, hidden, width), dtype=dtype)
+    dtype, hidden = DTYPES[model.dtype], model.hidden
+    experts, width = shard.experts[layer], shard.width[1] - shard.width[0]
+    scheme = _kept_scheme(reader, routed.for_layer(layer, experts[0]).down, shard.width)
+    w13 = _empty(scheme, (len(experts), 2 * width, hidden), dtype)
+    w2 = _empty(scheme, (len(experts), hidden, width), dtype)
     if routed.per_expert:
-        for expert in range(start, end):
+        for slot, expert in enumerate(experts):
             names = routed.for_layer(layer, expert)
-            for part, name in zip(_parts(w13[expert - start], names), names.gate_up, strict=True):
-                part.copy_(reader.read(name))
-            w2[expert - start].copy_(reader.read(names.down))
+            for half, (name, rows) in _halves(w13[slot], names, model, shard):
+                reader.read_into(half, name, rows)
+            reader.read_into(w2[slot], names.down, (0, hidden), shard.width)
     else:
         names = routed.for_layer(layer)
-        for part, name in zip(_parts(w13, names), names.gate_up, strict=True):
-            part.copy_(reader.read(name, shard.experts))
-        w2.copy_(reader.read(names.down, shard.experts))
+        for first, run in _runs(experts):
+            there = slice(first, first + run[1] - run[0])
+            for half, (name, rows) in _halves(w13[there], names, model, shard):
+                reader.read_into(half, name, run, rows)
+            reader.read_into(w2[there], names.down, run, (0, hidden), shard.width)
     if shard.shared is None or family.shared_names is None:
         return LayerWeights(w13, w2, None, None)
     names = family.shared_names.for_layer(layer)
-    gate_up = torch.cat([reader.read(name, shard.shared) for name in names.gate_up])
-    down = reader.read(names.down, (0, hidden), shard.shared)
-    return LayerWeights(w13, w2, gate_up.to(dtype), down.to(dtype).contiguous())
+    narrow = shard.shared[1] - shard.shared[0]
+    scheme = _kept_scheme(reader, names.down, shard.shared)
+    gate_up = _empty(scheme, (2 * narrow, hidden), dtype)
+    down = _empty(scheme, (hidden, narrow), dtype)
+    for part, name in zip(_parts(gate_up, len(names.gate_up)), names.gate_up, strict=True):
+        reader.read_into(part, name, shard.shared)
+    reader.read_into(down, names.down, (0, hidden), shard.shared)
+    return LayerWeights(w13, w2, gate_up, down)
 
 
-def _parts(gate_up: torch.Tensor, names: MlpNames) -> tuple[torch.Tensor, ...]:
-    """Views of [..., 2*I, H], one for each tensor that the checkpoint stores it as."""
-    return gate_up.chunk(len(names.gate_up), dim=-2)
+def _kept_scheme(reader: _Reader, name: str, cut: tuple[int, int]) -> Scheme:
+    """The stored scheme where the slice ends between blocks, else plain."""
+    whole = all(end % SCALE_BLOCK == 0 for end in cut)
+    return reader.scheme(name) if whole else Scheme.PLAIN
+
+
+def _runs(experts: Sequence[int]) -> Iterator[tuple[int, tuple[int, int]]]:
+    """(first slot, half-open range) of every run of experts that follow each other."""
+    first = 0
+    for slot in range(1, len(experts) + 1):
+        if slot == len(experts) or experts[slot] != experts[slot - 1] + 1:
+            yield first, (experts[first], experts[slot - 1] + 1)
+            first = slot
+
+
+def _halves(
+    gate_up: Weight, names: MlpNames, model: MoeModel, shard: Shard
+) -> list[tuple[Weight, tuple[str, tuple[int, int]]]]:
+    """The gate and the up half of [..., 2*I, H], and for each the tensor and its rows to read."""
+    start, end = shard.width
+    # A checkpoint stores them as two tensors, or as one with the gate rows first.
+    shifts = [0, 0] if len(names.gate_up) == 2 else [0, model.moe_intermediate]
+    names_of_halves = (names.gate_up[0], names.gate_up[-1])
+    rows = [(shift + start, shift + end) for shift in shifts]
+    return list(zip(_parts(gate_up, 2), zip(names_of_halves, rows, strict=True), strict=True))
+
+
+def _empty(scheme: Scheme, shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
+    """Memory for a weight as it is stored."""
+    if scheme is Scheme.PLAIN:
+        return Weight.of(torch.empty(shape, dtype=dtype))
+    *leading, n, k = shape
+    scales = torch.empty((*leading, n // SCALE_BLOCK, k // SCALE_BLOCK))
+    return Weight(Tag.E4M3FN, torch.empty(shape, dtype=torch.float8_e4m3fn), scales)
+
+
+def _parts(gate_up: Weight, count: int) -> list[Weight]:
+    """``count`` views of [..., 2*I, H], one below the other."""
+    codes = gate_up.codes.chunk(count, dim=-2)
+    scales = [None] * count if gate_up.scales is None else gate_up.scales.chunk(count, dim=-2)
+    return [Weight(gate_up.tag, c, s) for c, s in zip(codes, scales, strict=True)]

@@ -16,6 +16,7 @@ import torch
 from afd.errors import ConfigError
 from ffn_worker.moe.base import Linear, MoeBackend
 from ffn_worker.moe.pairs import local_pairs, sum_pairs
+from ffn_worker.moe.quantise import Weight
 
 _X86 = ("x86_64", "AMD64", "i386", "i686")
 _ARM = ("aarch64", "arm64")
@@ -75,6 +76,7 @@ class VllmCpuBackend(MoeBackend):
         if reason is not None:
             raise ConfigError(f"MoE backend vllm_cpu cannot run: {reason}")
         self._weights: dict[int, tuple[torch.Tensor, torch.Tensor, str]] = {}
+        self._holds_all = experts == (0, self.num_experts)
 
     @staticmethod
     def unavailable(dtype: torch.dtype, hidden: int, intermediate: int) -> str | None:
@@ -86,18 +88,21 @@ class VllmCpuBackend(MoeBackend):
             )
         return reason
 
-    def prepare(self, layer: int, w13: torch.Tensor, w2: torch.Tensor) -> None:
-        isa = kernel_isa(w13.dtype, w13.shape[2], w2.shape[2])
+    def prepare(self, layer: int, w13: Weight, w2: Weight) -> None:
+        isa = kernel_isa(w13.codes.dtype, w13.shape[2], w2.shape[2])
         if isa is None:
             raise ConfigError(
-                f"MoE backend vllm_cpu has no kernel for experts {tuple(w13.shape)} {w13.dtype} "
-                "on this processor; use the backend torch"
+                f"MoE backend vllm_cpu has no kernel for experts {w13.shape} {w13.tag.name} on "
+                "this processor; use the backend torch"
             )
         packed = []
-        for weight in (w13, w2):
+        for weight in (w13.codes, w2.codes):
             packed.append(torch.empty_like(weight))
             torch.ops._C.prepack_moe_weight(weight, packed[-1], isa)
         self._weights[layer] = (packed[0], packed[1], isa)
+
+    def release(self, layer: int) -> None:
+        del self._weights[layer]
 
     def forward(
         self,
@@ -106,12 +111,12 @@ class VllmCpuBackend(MoeBackend):
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
     ) -> torch.Tensor:
-        local_ids = topk_ids - self.start if self.start else topk_ids
         if topk_ids.numel() == 0:
             return torch.zeros_like(x)
-        low, high = torch.aminmax(local_ids)
-        if low >= 0 and high < self.end - self.start:
-            return self._run(layer, x, local_ids, topk_weights, skip_weighted=False)
+        low, high = torch.aminmax(topk_ids)
+        # Not wherever all pairs happen to be local: how a row rounds must not depend on the others.
+        if self._holds_all and low >= 0 and high < self.end:
+            return self._run(layer, x, topk_ids, topk_weights, skip_weighted=False)
         # The kernel computes every pair it is given, so it is given the local ones as single-expert
         # rows. Their weights are applied in float32 afterwards.
         pairs = local_pairs(topk_ids, topk_weights, self.start, self.end)

@@ -76,6 +76,7 @@ def exported_names() -> set[str]:
     """Sample names of everything a deployment of ours exports, gateway included."""
     made = [RoleMetrics("attention"), RoleMetrics("ffn")]
     made[0].graph_steps[1] = 1  # exported where a GPU has replayed one
+    made[1].expert_rows = lambda: {3: [0, 7]}
     for metrics in made:
         metrics.wire_traces["peer-0"] = FakeTrace()
     roles = {name for metrics in made for name, _ in samples(metrics)}
@@ -140,6 +141,7 @@ def test_ffn_scrape() -> None:
     metrics.slots_in_flight = 2
     metrics.peers_up = 2
     metrics.late_peers += 1
+    metrics.expert_rows = lambda: {3: [0, 7]}
     metrics.weights_read_bytes[Weights.EXPERT] = 123
     metrics.weights_held_bytes[Weights.EXPERT] = 456
     got = samples(metrics)
@@ -159,6 +161,10 @@ def test_ffn_scrape() -> None:
     assert got["afd_slots_in_flight", ()] == 2
     assert got["afd_peers_up", (("role", "attention"),)] == 2
     assert got["afd_late_peers_total", ()] == 1
+    expert = (("expert", "1"), ("layer", "3"))
+    assert {key: n for key, n in got.items() if key[0] == "afd_expert_rows_total"} == {
+        ("afd_expert_rows_total", expert): 7
+    }
     assert got["afd_weights_read_bytes", (("kind", "expert"),)] == 123
     assert got["afd_weights_held_bytes", (("kind", "expert"),)] == 456
     assert got["afd_weights_held_bytes", (("kind", "attention"),)] == 0

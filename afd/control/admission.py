@@ -1,0 +1,58 @@
+"""Who may be a member of a deployment. Pure."""
+
+from __future__ import annotations
+
+from afd.control import messages as m
+from afd.control.contract import Contract, compare, describe
+
+
+def objection(hello: m.Hello, reference: tuple[str, Contract] | None, draining: bool) -> str | None:
+    """Why this member must not join, or None. The text ends with the remedy.
+
+    Args:
+        reference: who holds the contract that others must equal, and the contract; None while
+            nobody does. draining: the deployment takes nobody new.
+    """
+    name = m.member_id(hello.role, hello.index, hello.rank)
+    if hello.protocol != m.PROTOCOL:
+        return (
+            f"{name} refused: it speaks control protocol {hello.protocol} but the server "
+            f"speaks {m.PROTOCOL}; install the same version of afd everywhere"
+        )
+    if hello.role not in m.ROLES:
+        return f"{name} refused: there is no role {hello.role!r}; use one of {', '.join(m.ROLES)}"
+    if hello.index < 0:
+        return f"{name} refused: index {hello.index} is negative; count from 0"
+    if hello.role not in m.CONTRACT_ROLES:
+        return None
+    if hello.contract is None:
+        return f"{name} refused: it brought no contract; every {hello.role} member needs one"
+    if reference is not None:
+        holder, contract = reference
+        mismatches = compare(hello.contract, contract)
+        if mismatches:
+            return f"{name} refused: {describe(mismatches, holder)}"
+    setting = f"{hello.role}_instances"
+    instances = {
+        "attention": hello.contract.attention_instances,
+        "ffn": hello.contract.ffn_instances,
+    }[hello.role]
+    if hello.index >= instances:
+        return (
+            f"{name} refused: index {hello.index} is out of range because {setting} is "
+            f"{instances}; use an --index from 0 to {instances - 1}, or raise {setting} in the "
+            "configuration of every role"
+        )
+    ranks = hello.contract.ffn_tp if hello.role == "ffn" else 1
+    if not 0 <= hello.rank < ranks:
+        return (
+            f"{name} refused: rank {hello.rank} is out of range because {hello.role} instances"
+            f" have {ranks} here; use a --rank from 0 to {ranks - 1}, or change ffn.tp in the "
+            "configuration of every role"
+        )
+    if draining and hello.generation == 0:
+        return (
+            f"{name} refused: the deployment is draining; "
+            "call off the drain, or start it again once all members have left"
+        )
+    return None
