@@ -8,6 +8,7 @@ from types import FrameType
 
 import torch
 
+from afd.affinity import bind_process
 from afd.control.connect import client_for
 from afd.metrics import RoleMetrics, Weights
 from afd.metrics_server import serve_metrics
@@ -29,9 +30,8 @@ def run_ffn(role: RoleSpec) -> None:
         ConfigError, HandshakeRefused, DeadlineExceeded: one sentence with cause and remedy.
     """
     os.environ |= role.gpu_environment(os.environ)  # before CUDA is first used
+    bind_process(role.cpus, "ffn.cpus")
     torch.set_num_threads(role.threads)
-    if role.cpus:
-        os.sched_setaffinity(0, role.cpus)
     deployment = role.deployment
     resolved = resolve(deployment)
     metrics = RoleMetrics(
