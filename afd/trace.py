@@ -11,12 +11,15 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from afd.errors import AfdError
 from afd.wire_metrics import WireTrace
+
+if TYPE_CHECKING:
+    from afd.control.messages import Member
 
 Event = tuple[int, int, int, int, int, int, int, int]
 
@@ -48,11 +51,12 @@ def chrome(roles: Mapping[str, Mapping[str, Sequence[Event]]]) -> dict[str, Any]
     return {"traceEvents": out, "displayTimeUnit": "ns"}
 
 
-def collect(urls: Mapping[str, str], deadline_s: float = 5.0) -> dict[str, Any]:
-    """Fetch /trace of every role; urls: by member id, those of the metrics pages.
+def collect(urls: Mapping[str, str], deadline_s: float = 5.0) -> dict[str, dict[str, list[Event]]]:
+    """Fetch /trace of every role: member id -> peer -> events. urls: by member id, those of the
+    metrics pages.
 
     Raises:
-        AfdError: no role has a page, or one does not answer.
+        AfdError: no role has a trace, or one does not answer.
     """
     roles = {}
     for member, url in urls.items():
@@ -66,7 +70,12 @@ def collect(urls: Mapping[str, str], deadline_s: float = 5.0) -> dict[str, Any]:
         raise AfdError(
             "no role has a trace; set metrics.enabled and transport.trace to true in the deployment"
         )
-    return chrome(roles)
+    return roles
+
+
+def pages(members: Iterable[Member]) -> dict[str, str]:
+    """Metrics pages of the members that have a trace beside it: all but the gateway."""
+    return {m.id: m.metrics_url for m in members if m.metrics_url and m.role != "gateway"}
 
 
 def run_trace(address: str, keys_file: Path | None, out: Path) -> int:
@@ -76,7 +85,7 @@ def run_trace(address: str, keys_file: Path | None, out: Path) -> int:
 
     keys = CurveKeys.load(keys_file) if keys_file else None
     members = operator.status(address, keys).members
-    trace = collect({m.id: m.metrics_url for m in members if m.metrics_url})
+    trace = chrome(collect(pages(members)))
     out.write_text(json.dumps(trace), encoding="utf-8")
     spans = sum(event["ph"] == "X" for event in trace["traceEvents"])
     print(f"{out}: {spans} spans of {len(members)} members; open it at https://ui.perfetto.dev")

@@ -5,13 +5,17 @@ Apart from the GPU ones: importing vLLM's CPU worker replaces torch's CUDA strea
 """
 
 import torch
+from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from afd.affinity import bind_process
+from afd.roles import load_role
 from attention_worker.runner import DisaggregatedRunner
+from attention_worker.session import reported
 
 
 class AfdCpuModelRunner(DisaggregatedRunner, CPUModelRunner):
@@ -58,11 +62,28 @@ class AfdCpuModelRunner(DisaggregatedRunner, CPUModelRunner):
 
 
 class AfdCpuWorker(CPUWorker):
-    """vLLM's CPU worker with the disaggregated model runner.
+    """vLLM's CPU worker with the disaggregated model runner, bound to the instance's cores.
+
+    vLLM binds CPU workers through the OpenMP environment of the processes that its "mp" executor
+    starts; under "uni" it does not read VLLM_CPU_OMP_THREADS_BIND at all
+    (vllm/utils/ompmultiprocessing.py). Unbound, attention's threads push FFN instances off theirs.
+    The HTTP process above this one stays unbound.
 
     The runner class is swapped on the instance: vLLM names it inside ``init_device``
     (vllm/v1/worker/cpu_worker.py:183), and building a second one would allocate every buffer twice.
     """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        local_rank: int,
+        rank: int,
+        distributed_init_method: str,
+        is_driver_worker: bool = False,
+    ) -> None:
+        with reported():  # first: vLLM takes memory on the NUMA node of the first core allowed
+            bind_process(load_role().cpus, "attention.cpus")
+        super().__init__(vllm_config, local_rank, rank, distributed_init_method, is_driver_worker)
 
     def init_device(self) -> None:
         super().init_device()

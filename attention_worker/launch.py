@@ -81,7 +81,5 @@ def attention_command(
             "TORCHDYNAMO_DISABLE": "1",
             "OMP_NUM_THREADS": str(role.threads),
         }
-        if role.cpus:
-            extra["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, role.cpus))
     argv += attention.vllm_args
     return argv, {**environment, **extra}

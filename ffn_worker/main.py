@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import torch
 
+from afd.affinity import bind_process
 from afd.control.connect import client_for
 from afd.control.messages import Members
 from afd.control.moves import settled
@@ -43,9 +44,8 @@ def run_ffn(role: RoleSpec) -> None:
         ConfigError, HandshakeRefused, DeadlineExceeded: one sentence with cause and remedy.
     """
     os.environ |= role.gpu_environment(os.environ)  # before CUDA is first used
+    bind_process(role.cpus, "ffn.cpus")
     torch.set_num_threads(role.threads)
-    if role.cpus:
-        os.sched_setaffinity(0, role.cpus)
     deployment = role.deployment
     resolved = resolve(deployment)
     metrics = RoleMetrics(

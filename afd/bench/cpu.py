@@ -23,6 +23,7 @@ from afd.bench.servers import Server, colocated, disaggregated
 from afd.demo.make_model import make_model
 from afd.demo.sizes import resolve
 from afd.errors import AfdError
+from afd.launch.plan import available_cores
 
 PROMPT_TOKENS = 32
 VOCAB = 2000
@@ -89,7 +90,9 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--rounds", type=int, default=5, help="turns per cell and server")
     parser.add_argument("--tokens", type=int, default=96, help="output tokens per request")
-    parser.add_argument("--cores", type=int, nargs="+", default=[0, 1], help="the peer's cores")
+    parser.add_argument(
+        "--cores", type=int, nargs="+", default=available_cores(), help="the peers' cores"
+    )
     parser.add_argument("--compiled", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--out", type=Path, default=Path("docs/results/cpu.json"))
     return parser.parse_args(argv)

@@ -16,10 +16,11 @@ from typing import IO
 
 import yaml
 
-from afd.control.operator import set_depth
+from afd.control.operator import set_depth, status
 from afd.errors import AfdError
-from afd.launch.ports import free_ports
+from afd.launch.ports import held_ports
 from afd.models import read_model
+from afd.trace import Event, collect, pages
 
 _POLL_S = 0.25
 _GRACE_S = 5.0
@@ -43,6 +44,10 @@ class Server:
         """Micro-batches per step from the next step on (the deployment's depth is the most)."""
         set_depth(self.control, depth=depth)
 
+    def trace(self) -> dict[str, dict[str, list[Event]]]:
+        """The last messages of every role (see afd.trace); empty for colocated vLLM."""
+        return collect(pages(status(self.control).members)) if self.control else {}
+
     def metrics(self) -> str:
         """The current Prometheus exposition."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=5) as answer:
@@ -57,8 +62,10 @@ def disaggregated(config: Mapping[str, object], *, deadline_s: float = 240.0) ->
     Raises:
         AfdError: it did not become ready; the message ends with the last lines of its log.
     """
-    with tempfile.TemporaryDirectory(prefix="afd-bench-") as folder:
-        port, control_port = free_ports(["127.0.0.1"] * 2)
+    with (
+        tempfile.TemporaryDirectory(prefix="afd-bench-") as folder,
+        held_ports(["127.0.0.1"] * 2) as (port, control_port),
+    ):
         control = f"tcp://127.0.0.1:{control_port}"
         merged = dict(config)
         merged["gateway"] = {"port": port}
@@ -70,7 +77,7 @@ def disaggregated(config: Mapping[str, object], *, deadline_s: float = 240.0) ->
         argv = [sys.executable, "-m", "afd.cli", "serve", str(path)]
         url = f"http://127.0.0.1:{port}"
         log = Path(folder, "serve.log")
-        with _process(argv, os.environ, log) as process:
+        with server_process(argv, os.environ, log) as process:
             _await_health(process, url, log, deadline_s)
             yield Server(url, str(merged["served_model_name"]), log, control, process.pid)
 
@@ -96,10 +103,11 @@ def colocated(
         compiled: vLLM's default of torch.compile and CUDA graphs; False runs eagerly, as attention
             instances do.
         gpu: index of the GPU it runs on; None: on CPU.
-        cpus: cores its computing threads are bound to; () leaves the choice to vLLM.
+        cpus: cores the whole server is bound to, one computing thread each; () binds nothing. vLLM
+            itself binds only under its "mp" executor, with all threads free to move among the
+            cores (VLLM_CPU_OMP_THREADS_BIND); "uni", as here, saves it a process and a hop.
     """
     family, _ = read_model(model)
-    (port,) = free_ports(["127.0.0.1"])
     argv = [
         sys.executable,
         "-m",
@@ -107,7 +115,6 @@ def colocated(
         f"--model={model}",
         "--served-model-name=model",
         "--host=127.0.0.1",
-        f"--port={port}",
         f"--dtype={dtype}",
         f"--max-model-len={max_model_len}",
         f"--max-num-seqs={max_num_seqs}",
@@ -133,11 +140,13 @@ def colocated(
         environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
     if cpus:
         environment["OMP_NUM_THREADS"] = str(len(cpus))
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cpus))
-    with tempfile.TemporaryDirectory(prefix="afd-bench-") as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="afd-bench-") as folder,
+        held_ports(["127.0.0.1"]) as (port,),
+    ):
         log = Path(folder, "vllm.log")
         url = f"http://127.0.0.1:{port}"
-        with _process(argv, environment, log) as process:
+        with server_process([*argv, f"--port={port}"], environment, log, cpus) as process:
             _await_health(process, url, log, deadline_s)
             yield Server(url, "model", log, "", process.pid)
 
@@ -149,11 +158,12 @@ def _section(config: Mapping[str, object], name: str) -> dict[str, object]:
 
 
 @contextlib.contextmanager
-def _process(
-    argv: Sequence[str], environment: Mapping[str, str], log: Path
+def server_process(
+    argv: Sequence[str], environment: Mapping[str, str], log: Path, cpus: Sequence[int] = ()
 ) -> Iterator[subprocess.Popen[bytes]]:
+    """A process group with its output in ``log``, ended on leaving; cpus: () binds nothing."""
     with open(log, "wb") as out:
-        process = _start(argv, environment, out)
+        process = _start(argv, environment, out, cpus)
         try:
             yield process
         finally:
@@ -161,8 +171,12 @@ def _process(
 
 
 def _start(
-    argv: Sequence[str], environment: Mapping[str, str], out: IO[bytes]
+    argv: Sequence[str], environment: Mapping[str, str], out: IO[bytes], cpus: Sequence[int]
 ) -> subprocess.Popen[bytes]:
+    def bind() -> None:  # in the child: everything that it starts stays on these cores
+        if cpus:
+            os.sched_setaffinity(0, cpus)
+
     return subprocess.Popen(
         argv,
         env=dict(environment),
@@ -170,6 +184,7 @@ def _start(
         stdout=out,
         stderr=subprocess.STDOUT,
         start_new_session=True,
+        preexec_fn=bind,
     )
 
 

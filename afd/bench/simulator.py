@@ -2,26 +2,18 @@
 
 Three parts: ``served``, a real 1A1F of this repository; ``paper``, Table 8 of the Step-3 report
 from the files in configs/simulate; ``scale``, how long the largest deployments take to simulate.
-For the first, stage times are measured at depth 1 while nothing but decode runs, and the throughput
-of whole batches of requests is measured on its own at depth 1, 2 and 3, before and after. The
-simulator gets the stage times, the requests and the depth, and no throughput.
+For the first, see afd/bench/simulator_served.py.
 """
 
 import argparse
-import asyncio
-import json
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from afd.bench.cpu import PROMPT_TOKENS, run_batch
 from afd.bench.records import Record, machine, today, write_records
-from afd.bench.servers import Server, disaggregated
-from afd.bench.stages import Plan, measure, write
-from afd.demo.make_model import make_model
-from afd.demo.sizes import resolve
+from afd.bench.simulator_served import measure_run, simulated, table
 from afd.planner.facts.files import CONFIGS
 from afd.planner.simulate.engine import simulate
 from afd.planner.simulate.spec import Spec, load_spec, parse_spec
@@ -87,15 +79,35 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="afd bench simulator", description=__doc__)
     parser.add_argument("--model", type=Path, default=Path("models/bench"), help="made if missing")
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 32])
-    parser.add_argument("--rounds", type=int, default=2, help="turns before and after calibration")
-    parser.add_argument("--tokens", type=int, default=96, help="output tokens per request")
+    parser.add_argument("--turns", type=int, default=3, help="of a served run")
     names = ("served", "paper", "scale")
     parser.add_argument("--parts", nargs="+", choices=names, default=names)
     parser.add_argument("--out", type=Path, default=Path("docs/results/simulator.json"))
     parser.add_argument(
-        "--stages", type=Path, default=Path("docs/results/stages-cpu.json"), help="written too"
+        "--run",
+        type=Path,
+        default=Path("docs/results/simulator/run1"),
+        metavar="DIR",
+        help="where the stage times and throughputs of a served run go",
     )
     return parser.parse_args(argv)
+
+
+def _served(args: argparse.Namespace, command: str) -> list[Cell]:
+    run = measure_run(args.model, tuple(args.batches), args.turns, command)
+    run.save(args.run)
+    print(table(args.run.parent))
+    return [
+        Cell(
+            f"qwen3_moe bench bfloat16 1A1F batch{batch} depth{depth} {args.run.name}",
+            "tokens_per_s",
+            simulated(args.run, batch, depth),
+            "tokens/s",
+            "measured",
+            statistics.median(rates),
+        )
+        for (batch, depth), rates in run.rates.items()
+    ]
 
 
 def _paper() -> list[Cell]:
@@ -148,84 +160,4 @@ def large(x: int, y: int, *, steps: int) -> Spec:
             "constant": {"rows": 300, "context": 4096, "steps": steps},
         },
         "large",
-    )
-
-
-def _served(args: argparse.Namespace, command: str) -> list[Cell]:
-    model: Path = args.model
-    if not (model / "config.json").exists():
-        make_model("qwen3_moe", model, resolve("qwen3_moe", "bench"))
-    config = {
-        "model": str(model.absolute()),
-        "attention": {
-            "max_model_len": 1024,
-            "max_num_seqs": max(args.batches),
-            "max_num_batched_tokens": 1024,
-            "kv_cache_gib": 0.5,
-            "dtype": "bfloat16",
-        },
-        "pipeline": {"depth": 3, "min_rows": 1},
-    }
-    shapes = [(batch, depth) for batch in args.batches for depth in (1, 2, 3)]
-    rates: dict[tuple[int, int], list[float]] = {shape: [] for shape in shapes}
-    print("starting 1A1F", flush=True)
-    with disaggregated(config) as server:
-        _throughput(server, rates, args, range(args.rounds))
-        points = measure(server, Plan(longest=1023))
-        _throughput(server, rates, args, range(args.rounds, 2 * args.rounds))
-    write(args.stages, points, model.name, command)
-    cells = []
-    for batch, depth in shapes:
-        rate = simulate(_requests(args, batch, depth)).tokens_per_s
-        case = f"qwen3_moe bench bfloat16 1A1F batch{batch} depth{depth}"
-        measured = statistics.median(rates[batch, depth])
-        cells.append(Cell(case, "tokens_per_s", rate, "tokens/s", "measured", measured))
-    spread = {
-        f"{batch}/{depth}": [round(r) for r in rates[batch, depth]] for batch, depth in shapes
-    }
-    print(f"measured turns by batch/depth: {json.dumps(spread)}")
-    return cells
-
-
-def _throughput(
-    server: Server,
-    rates: dict[tuple[int, int], list[float]],
-    args: argparse.Namespace,
-    turns: Sequence[int],
-) -> None:
-    """Whole batches of requests, in turns over the shapes; output tokens/s of each."""
-    for turn in turns:
-        for batch, depth in rates:
-            server.set_depth(depth)
-            time.sleep(0.5)
-            if turn == 0:  # warms up
-                asyncio.run(run_batch(server, batch, 8, seed=1000 + depth))
-            rates[batch, depth].append(
-                asyncio.run(run_batch(server, batch, args.tokens, seed=turn * 10 + depth))
-            )
-
-
-def _requests(args: argparse.Namespace, batch: int, depth: int) -> Spec:
-    """What `afd bench cpu` sends: ``batch`` equal requests at once."""
-    model = json.loads((args.model / "config.json").read_text(encoding="utf-8"))
-    hidden = int(model["hidden_size"])
-    return parse_spec(
-        {
-            "name": f"batch {batch} depth {depth}",
-            "attention": {"instances": 1},
-            "ffn": {"instances": 1},
-            "layers": int(model["num_hidden_layers"]),
-            "depth": depth,
-            "times": {"measured": str(args.stages)},
-            "wire": {"out_bytes_per_row": 2 * hidden, "back_bytes_per_row": 2 * hidden},
-            "requests": {
-                "arrivals": {"kind": "together"},
-                "count": batch,
-                "prompt": {"tokens": PROMPT_TOKENS},
-                "output": {"tokens": args.tokens},
-                "max_batch": max(args.batches),
-                "max_tokens": 1024,
-            },
-        },
-        "simulator",
     )

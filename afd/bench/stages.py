@@ -1,19 +1,20 @@
 """`afd bench stages CONFIG`: stage times of a running deployment, as a table for the planner.
 
 Starts the deployment, then for every context length and batch size holds that many requests in
-decode and reads the counters of all roles at the two ends of a window, so that each point is a mean
-over steady decode steps and contains no prefill. Prompts of one token more than a power of two or
-so are then sent one by one for the time of a prefill step. The file that it writes is read by
+decode for a while; then sends prompts that get a single token each. Every point is a mean over
+steps that have only decode rows, or only prompt rows: the transport stamps each message, and
+afd/bench/message_times.py turns stamps into stage times. The file that it writes is read by
 `afd plan --measured` and `afd simulate` (format: afd/planner/cost/measured.py).
 
-Runs at depth 1 unless told otherwise: stage times go by the rows of a micro-batch, and at depth 1
-the two sides do not run at the same time. Throughput at other depths is then a prediction.
+Times are those at one depth (--depth). They depend on it: a side that waits between its stages runs
+them more slowly than one that is never idle.
 """
 
 import argparse
 import asyncio
 import contextlib
 import json
+import statistics
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,8 +24,8 @@ import aiohttp
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from afd.bench.message_times import Samples, Times, times_of
 from afd.bench.records import machine, today
-from afd.bench.scrape import StageTimes, stage_times
 from afd.bench.servers import Server, disaggregated
 from afd.config import load_config
 from afd.errors import AfdError, DeadlineExceeded
@@ -34,53 +35,46 @@ _VOCAB = 2000
 _POLL_S = 0.2
 _CELL_S = 120.0
 _SETTLE_S = 0.5  # a depth reaches the instances with the next message of the control plane
+_TOGETHER = 1.1
 
 
 @dataclass(frozen=True)
 class Totals:
-    """Counters of a whole deployment at one moment.
+    """vLLM's counters, of a whole deployment at one moment (ns): running requests, generated
+    tokens."""
 
-    moment_s: monotonic. steps: of attention instances. wire_bytes: by direction. running, prompt,
-    generated: vLLM's running requests, prompt tokens and generated tokens.
-    """
-
-    moment_s: float
-    stages: StageTimes
-    steps: float
-    wire_bytes: dict[str, float]
+    moment_ns: int
     running: float
-    prompt: float
     generated: float
 
 
 @dataclass(frozen=True)
-class Window:
-    """What happened between two moments. Times in microseconds, each a mean.
+class Decode:
+    """A window of decode. context: tokens in the KV cache per request at its middle."""
 
-    rows: per micro-batch and attention instance. context: tokens in the KV cache per request at the
-    window's middle. instances: of attention. period_us: of one step. in_step_us: of its layers.
-    """
-
-    rows: float
     context: float
-    instances: int
-    attention_us: float
-    ffn_us: float
-    wire_us: float
-    wire_bytes: float
-    period_us: float
-    in_step_us: float
+    times: Times
+
+
+@dataclass(frozen=True)
+class Observed:
+    """decodes: windows of a plan's batches, per context length. prefills: per size of prompts."""
+
+    decodes: list[list[Decode]]
+    prefills: list[Times]
 
 
 @dataclass(frozen=True)
 class Plan:
     """What to measure. batches: requests per attention instance. contexts: prompt tokens. prefill:
-    prompt sizes, each sent ``rounds`` times. window_s: per decode point. longest: tokens of a
-    request, prompt and answer together. instances: of attention."""
+    prompt rows, each sent ``rounds`` times, in prompts of ``prompt`` tokens (0: in one). window_s:
+    per decode point. longest: tokens of a request, prompt and answer together. instances: of
+    attention."""
 
     batches: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 11, 16, 32)
     contexts: tuple[int, ...] = (32,)
     prefill: tuple[int, ...] = (64, 256, 1024)
+    prompt: int = 0
     rounds: int = 5
     window_s: float = 3.0
     depth: int = 1
@@ -97,6 +91,7 @@ def main(argv: Sequence[str]) -> int:
         tuple(args.batches),
         tuple(args.contexts),
         tuple(args.prefill),
+        args.prompt,
         args.rounds,
         args.window,
         args.depth,
@@ -130,7 +125,10 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--contexts", type=int, nargs="+", default=Plan.contexts, help="prompt tokens"
     )
     parser.add_argument("--prefill", type=int, nargs="*", default=Plan.prefill)
-    parser.add_argument("--rounds", type=int, default=Plan.rounds, help="prompts per prefill size")
+    parser.add_argument(
+        "--prompt", type=int, default=Plan.prompt, help="tokens per prompt of a prefill (0: all)"
+    )
+    parser.add_argument("--rounds", type=int, default=Plan.rounds, help="turns per prefill size")
     parser.add_argument(
         "--window", type=float, default=Plan.window_s, help="seconds per decode point"
     )
@@ -141,22 +139,29 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 def measure(server: Server, plan: Plan) -> dict[str, list[dict[str, float]]]:
     """The points of every stage, as a file of measured times has them."""
+    return points([observe(server, plan)])
+
+
+def observe(server: Server, plan: Plan) -> Observed:
+    """Stage times of each point of a plan, message by message."""
     server.set_depth(plan.depth)
     time.sleep(_SETTLE_S)
-    windows: list[list[Window]] = []
+    decodes: list[list[Decode]] = []
     for context in plan.contexts:
-        windows.append([])
+        decodes.append([])
         for batch in plan.batches:
-            windows[-1].append(asyncio.run(_decode(server, batch, context, plan)))
-            print(_line(batch, windows[-1][-1]), flush=True)
+            decode = asyncio.run(_decode(server, batch, context, plan))
+            decodes[-1].append(decode)
+            print(_line(f"batch {batch}, context {decode.context:.0f}", decode.times), flush=True)
     prefills = []
     for rows in plan.prefill:
-        prefills.append(asyncio.run(_prefill(server, min(rows, plan.longest), plan.rounds)))
-        print(_line(1, prefills[-1]), flush=True)
-    return points(windows, prefills, plan.depth)
+        times = asyncio.run(_prefill(server, rows, plan))
+        prefills.append(times)
+        print(_line(f"{rows} prompt rows", times), flush=True)
+    return Observed(decodes, prefills)
 
 
-async def _decode(server: Server, batch: int, context: int, plan: Plan) -> Window:
+async def _decode(server: Server, batch: int, context: int, plan: Plan) -> Decode:
     """Hold ``batch`` requests per attention instance in decode and look at one window of it."""
     count = batch * plan.instances
     async with _load(server, count, context, plan.longest - context):
@@ -166,7 +171,7 @@ async def _decode(server: Server, batch: int, context: int, plan: Plan) -> Windo
             begun = first.generated - idle.generated
             if first.running == count and begun >= 3 * count:
                 break
-            if first.moment_s > idle.moment_s + _CELL_S:
+            if first.moment_ns > idle.moment_ns + _CELL_S * 1e9:
                 raise DeadlineExceeded(
                     f"{count} requests were not running after {_CELL_S:g} s; raise"
                     " attention.max_num_seqs or lower --batches"
@@ -174,6 +179,7 @@ async def _decode(server: Server, batch: int, context: int, plan: Plan) -> Windo
             await asyncio.sleep(_POLL_S)
         await asyncio.sleep(plan.window_s)
         last = await _read(server)
+        traced = await asyncio.to_thread(server.trace)
         if last.running != count:
             raise AfdError(
                 f"requests ended inside the window of {plan.window_s:g} s; raise"
@@ -181,19 +187,26 @@ async def _decode(server: Server, batch: int, context: int, plan: Plan) -> Windo
             )
     await _quiet(server)
     grown = ((first.generated + last.generated) / 2 - idle.generated) / count
-    return window(first, last, batch / plan.depth, context + grown, plan.instances)
+    times = times_of(traced, first.moment_ns, last.moment_ns, batch)
+    if not times.ffn:
+        raise AfdError(f"no step of {batch} requests ran inside the window; raise --window")
+    return Decode(context + grown, times)
 
 
-async def _prefill(server: Server, rows: int, rounds: int) -> Window:
-    """Prompts of ``rows`` tokens, one at a time, one output token each: a step of prefill each."""
-    await _quiet(server)
+async def _prefill(server: Server, rows: int, plan: Plan) -> Times:
+    """``rows`` prompt tokens at once, one output token per prompt; ``rounds`` times."""
+    each = min(plan.prompt or rows, rows, plan.longest)
     first = await _read(server)
     async with aiohttp.ClientSession() as session:
-        for turn in range(rounds):
-            await _complete(session, server, turn, rows, 1)
+        for turn in range(plan.rounds):
+            prompts = [_prompt(turn * rows + at, each) for at in range(0, rows - each + 1, each)]
+            await _complete(session, server, prompts, 1)
+    last = await _read(server)
+    times = times_of(await asyncio.to_thread(server.trace), first.moment_ns, last.moment_ns)
     await _quiet(server)
-    # one instance at a time works here, whichever it is
-    return window(first, await _read(server), rows, rows / 2, 1)
+    if not times.ffn:
+        raise AfdError(f"no step of {rows} prompt tokens was traced; raise --rounds")
+    return times
 
 
 @contextlib.asynccontextmanager
@@ -201,7 +214,7 @@ async def _load(server: Server, count: int, context: int, tokens: int) -> AsyncI
     """``count`` requests of ``tokens`` output tokens; ended from here when the window is over."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         tasks = [
-            asyncio.create_task(_complete(session, server, index, context, tokens))
+            asyncio.create_task(_complete(session, server, [_prompt(index, context)], tokens))
             for index in range(count)
         ]
         try:
@@ -215,13 +228,17 @@ async def _load(server: Server, count: int, context: int, tokens: int) -> AsyncI
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _complete(
-    session: aiohttp.ClientSession, server: Server, index: int, prompt: int, tokens: int
-) -> None:
+def _prompt(index: int, length: int) -> list[int]:
     salt = time.monotonic_ns()  # the prefix cache must not spare a prefill
+    return [5 + (salt + index * 7919 + i * 31) % _VOCAB for i in range(length)]
+
+
+async def _complete(
+    session: aiohttp.ClientSession, server: Server, prompts: list[list[int]], tokens: int
+) -> None:
     body = {
         "model": server.model,
-        "prompt": [5 + (salt + index * 7919 + i * 31) % _VOCAB for i in range(prompt)],
+        "prompt": prompts,
         "temperature": 0,
         "ignore_eos": True,
         "max_tokens": tokens,
@@ -243,80 +260,80 @@ async def _quiet(server: Server) -> None:
 
 async def _read(server: Server) -> Totals:
     exposition = await asyncio.to_thread(server.metrics)
-    return totals(exposition, time.monotonic())
+    return totals(exposition, time.monotonic_ns())
 
 
-def totals(exposition: str, moment_s: float) -> Totals:
+def totals(exposition: str, moment_ns: int) -> Totals:
     """The counters in a gateway's exposition; those of several instances are added up."""
     sums: dict[str, float] = {}
-    wire: dict[str, float] = {}
     for family in text_string_to_metric_families(exposition):
         for sample in family.samples:
-            if sample.name == "afd_wire_bytes_total":
-                direction = sample.labels["direction"]
-                wire[direction] = wire.get(direction, 0.0) + sample.value
-            elif sample.name != "afd_steps_total" or sample.labels["instance"].startswith("att"):
-                sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+            sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
     return Totals(
-        moment_s,
-        stage_times(exposition),
-        sums.get("afd_steps_total", 0.0),
-        wire,
+        moment_ns,
         sums.get("vllm:num_requests_running", 0.0),
-        sums.get("vllm:prompt_tokens_total", 0.0),
         sums.get("vllm:generation_tokens_total", 0.0),
     )
 
 
-def window(first: Totals, last: Totals, rows: float, context: float, instances: int) -> Window:
-    """Means between two moments. Raises AfdError where no step ran in between."""
-    steps = (last.steps - first.steps) / instances
-    if steps < 1:
-        raise AfdError("no step ran inside the window; raise --window or --rounds")
-    stages = last.stages.since(first.stages)
-    messages = stages.counts.get("a2f", 0.0) + stages.counts.get("f2a", 0.0)
-    sent = sum(last.wire_bytes.values()) - sum(first.wire_bytes.values())
-    wire_s = stages.seconds.get("a2f", 0.0) + stages.seconds.get("f2a", 0.0)
-    in_step_s = stages.seconds.get("attention", 0.0) + stages.bubbles.get("attention", 0.0)
-    return Window(
-        rows=rows,
-        context=context,
-        instances=instances,
-        attention_us=stages.mean_us("attention"),
-        ffn_us=stages.mean_us("ffn"),
-        wire_us=1e6 * wire_s / messages,
-        wire_bytes=sent / messages,
-        period_us=1e6 * (last.moment_s - first.moment_s) / steps,
-        in_step_us=1e6 * in_step_s / instances / steps,
-    )
+def _line(what: str, times: Times) -> str:
+    """Means over all messages of a window."""
 
+    def mean(samples: Samples) -> str:
+        values = [value for some in samples.values() for value in some]
+        return f"{statistics.mean(values):.0f}" if values else "-"
 
-def _line(batch: int, w: Window) -> str:
     return (
-        f"batch {batch}, {w.rows:.1f} rows, context {w.context:.0f}: attention {w.attention_us:.0f}"
-        f" us, ffn {w.ffn_us:.0f} us, wire {w.wire_us:.1f} us; step {w.period_us:.0f} us, of which"
-        f" {w.period_us - w.in_step_us:.0f} us outside of the layers"
+        f"{what}: attention {mean(times.attention)} us, ffn {mean(times.ffn)} us,"
+        f" wire {mean(times.wire)} us, rest of a step {mean(times.rest)} us"
     )
 
 
-def points(
-    windows: Sequence[Sequence[Window]], prefills: Sequence[Window], depth: int
-) -> dict[str, list[dict[str, float]]]:
-    """windows: of decode, one sequence per context length."""
-    decodes = [w for line in windows for w in line]
-    both = [*decodes, *prefills]
-    # Contexts drift by some tokens with the speed of each batch; a line of the table has one value.
-    contexts = [round(sum(w.context for w in line) / len(line)) for line in windows]
+def points(observed: Sequence[Observed]) -> dict[str, list[dict[str, float]]]:
+    """A table from one or several observations of the same plan."""
+    attention = []
+    for lines in zip(*(one.decodes for one in observed), strict=True):
+        line = [decode for some in lines for decode in some]
+        # Contexts drift by some tokens with the speed of each batch; a line of the table has one.
+        context = round(statistics.mean(decode.context for decode in line))
+        for point in _points([decode.times.attention for decode in line], "rows"):
+            attention.append({"rows": point["rows"], "context": context, "us": point["us"]})
+    decodes = [decode.times for one in observed for line in one.decodes for decode in line]
+    prefills = [times for one in observed for times in one.prefills]
+    ffn = _points([times.ffn for times in decodes], "rows")
+    # Calls with as few prompt rows run beside another attention half: decode's times stand.
+    most = max((point["rows"] for point in ffn), default=0.0)
+    prompts = _points([times.ffn for times in prefills], "rows", together=_TOGETHER)
     return {
-        "attention": [
-            {"rows": w.rows, "context": context, "us": round(w.attention_us, 1)}
-            for context, line in zip(contexts, windows, strict=True)
-            for w in line
-        ],
-        "prefill": [{"rows": w.rows, "us": round(w.attention_us, 1)} for w in prefills],
-        "ffn": [{"rows": w.rows * w.instances, "us": round(w.ffn_us, 1)} for w in both],
-        "wire": [{"bytes": round(w.wire_bytes), "us": round(w.wire_us, 2)} for w in both],
-        "rest": [
-            {"rows": w.rows * depth, "us": round(w.period_us - w.in_step_us, 1)} for w in decodes
-        ],
+        "attention": attention,
+        "prefill": _points([times.attention for times in prefills], "rows", together=_TOGETHER),
+        "ffn": ffn + [point for point in prompts if point["rows"] > most],
+        "wire": _points([times.wire for times in decodes], "bytes", together=_TOGETHER),
+        "rest": _points([times.rest for times in decodes], "rows"),
     }
+
+
+def _points(
+    windows: Sequence[Samples], what: str, *, together: float = 1.0
+) -> list[dict[str, float]]:
+    """A point per number of rows (or bytes): the median over the windows of the mean in each.
+
+    together: numbers of up to this factor apart make one point. Those of prompts differ a little
+    from turn to turn, and the bytes of the two directions do.
+    """
+    groups: list[list[int]] = []
+    for amount in sorted({amount for window in windows for amount in window}):
+        if not groups or amount > groups[-1][0] * together:
+            groups.append([])
+        groups[-1].append(amount)
+    out = []
+    for group in groups:
+        pairs = [
+            [(amount, value) for amount in group for value in window.get(amount, ())]
+            for window in windows
+        ]
+        means = [statistics.mean(value for _, value in some) for some in pairs if some]
+        amount = statistics.mean(amount for some in pairs for amount, _ in some)
+        time_us = max(0.01, statistics.median(means))
+        out.append({what: round(amount, 1), "us": round(time_us, 2)})
+    return out

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from afd.config import CoreLists, Deployment
+from afd.errors import ConfigError
 
 Cores = tuple[int, ...]
 
@@ -42,12 +43,29 @@ def cpu_plan(available: Sequence[int], attention: int, ffn: int) -> CpuPlan:
 
 
 def plan_for(deployment: Deployment, available: Sequence[int]) -> CpuPlan:
-    """The plan of a deployment: core lists given in the file win over the automatic ones."""
-    auto = cpu_plan(available, deployment.attention.instances, deployment.ffn.ranks)
+    """The plan of a deployment: core lists given in the file win over the automatic ones.
+
+    Raises:
+        ConfigError: the file names a core that is not available.
+    """
+    attention, ffn = deployment.attention, deployment.ffn
+    auto = cpu_plan(available, attention.instances, ffn.ranks)
     return CpuPlan(
-        _given(deployment.attention.cpus, auto.attention), _given(deployment.ffn.cpus, auto.ffn)
+        _given("attention.cpus", attention.cpus, auto.attention, available),
+        _given("ffn.cpus", ffn.cpus, auto.ffn, available),
     )
 
 
-def _given(wanted: CoreLists, auto: tuple[Cores, ...]) -> tuple[Cores, ...]:
-    return auto if wanted == "auto" else wanted
+def _given(
+    setting: str, wanted: CoreLists, auto: tuple[Cores, ...], available: Sequence[int]
+) -> tuple[Cores, ...]:
+    if wanted == "auto":
+        return auto
+    missing = {core for cores in wanted for core in cores} - set(available)
+    if missing:
+        raise ConfigError(
+            f"{setting} names cores that this process may not use"
+            f" ({', '.join(map(str, sorted(missing)))}); it may use"
+            f" {', '.join(map(str, available))}"
+        )
+    return wanted

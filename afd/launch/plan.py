@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from afd.config import Deployment
 from afd.control.address import to_connect
 from afd.launch.cpus import plan_for
-from afd.launch.ports import check_free, free_ports
+from afd.launch.ports import check_free, held_ports
 from afd.launch.process import Command
 from afd.launch.supervisor import Stage
 from afd.roles import RoleSpec
@@ -29,26 +30,28 @@ class Ports:
     control_address: str
 
 
-def choose_ports(deployment: Deployment) -> Ports:
-    """Take the file's ports, or free ones where it leaves the choice.
+@contextlib.contextmanager
+def held_addresses(deployment: Deployment) -> Iterator[Ports]:
+    """The file's ports, or free ones where it leaves the choice; those stay ours meanwhile.
 
     Raises ConfigError if a port named in the file is in use.
     """
     gateway, attention, control = deployment.gateway, deployment.attention, deployment.control
-    free = free_ports([gateway.host, "127.0.0.1", *[attention.host] * attention.instances])
-    port = gateway.port or free[0]
-    check_free(gateway.host, port, "gateway.port (or --port)")
-    api_ports = [p or free[2 + i] for i, p in enumerate(attention.api_ports())]
-    for index, api_port in enumerate(api_ports):
-        setting = "attention.port" + (f" (instance {index})" if index else "")
-        check_free(attention.host, api_port, setting)
-    if control.address == "auto":
-        address = f"tcp://127.0.0.1:{free[1]}"
-    else:
-        address = control.address
-        endpoint = to_connect(address)
-        check_free(endpoint.host, endpoint.port, "control.address")
-    return Ports(port, tuple(api_ports), address)
+    hosts = [gateway.host, "127.0.0.1", *[attention.host] * attention.instances]
+    with held_ports(hosts) as free:
+        port = gateway.port or free[0]
+        check_free(gateway.host, port, "gateway.port (or --port)")
+        api_ports = [p or free[2 + i] for i, p in enumerate(attention.api_ports())]
+        for index, api_port in enumerate(api_ports):
+            setting = "attention.port" + (f" (instance {index})" if index else "")
+            check_free(attention.host, api_port, setting)
+        if control.address == "auto":
+            address = f"tcp://127.0.0.1:{free[1]}"
+        else:
+            address = control.address
+            endpoint = to_connect(address)
+            check_free(endpoint.host, endpoint.port, "control.address")
+        yield Ports(port, tuple(api_ports), address)
 
 
 def role_specs(deployment: Deployment, ports: Ports, cores: Sequence[int]) -> list[RoleSpec]:

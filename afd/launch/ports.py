@@ -4,28 +4,41 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from afd.errors import ConfigError
 
 
-def free_ports(hosts: Sequence[str]) -> list[int]:
-    """One port per host that nobody listens on, all different.
+@contextlib.contextmanager
+def held_ports(hosts: Sequence[str]) -> Iterator[list[int]]:
+    """One port per host that nobody uses, all different; nobody else gets them meanwhile.
 
-    Another process may still take one before it is used. Raises ConfigError for a host that is not
-    an address of this machine.
+    The ports are bound here, without listening, for as long as the context lasts. A server that
+    sets SO_REUSEADDR, as asyncio, ZeroMQ, uvicorn and vLLM do, binds and listens beside that, while
+    the kernel gives such a port neither to a bind to port 0 nor to an outgoing connection
+    (net/ipv4/inet_connection_sock.c: inet_csk_bind_conflict).
+
+    Raises:
+        ConfigError: a host is not an address of this machine.
     """
-    with contextlib.ExitStack() as stack:  # held together: one closed could be dealt out again
+    with contextlib.ExitStack() as stack:
         ports = []
         for host in hosts:
-            probe = stack.enter_context(socket.socket(_family(host), socket.SOCK_STREAM))
+            held = stack.enter_context(socket.socket(_family(host), socket.SOCK_STREAM))
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind((host, 0))
+                held.bind((host, 0))
             except OSError as err:
                 raise ConfigError(
                     f"cannot listen on {host} ({err.strerror}); use an address of this machine"
                 ) from None
-            ports.append(int(probe.getsockname()[1]))
+            ports.append(int(held.getsockname()[1]))
+        yield ports
+
+
+def free_ports(hosts: Sequence[str]) -> list[int]:
+    """As :func:`held_ports`, for a caller that listens at once: they are no longer held."""
+    with held_ports(hosts) as ports:
         return ports
 
 

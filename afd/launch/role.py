@@ -6,12 +6,13 @@ import logging
 import os
 import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
 from afd.config import Attention, Deployment, Ffn
 from afd.errors import ConfigError
-from afd.launch.ports import free_ports
+from afd.launch.ports import held_ports
 from afd.launch.serve import run_directory
 from afd.roles import ROLE_FILE_ENV, Role, RoleSpec
 from afd.topology import ffn_number
@@ -56,7 +57,7 @@ def _api_port(deployment: Deployment, role: Role, index: int) -> int:
     if role == "gateway":
         return deployment.gateway.port
     if role == "attention":
-        return deployment.attention.api_ports()[index] or free_ports([deployment.attention.host])[0]
+        return deployment.attention.api_ports()[index]
     return 0
 
 
@@ -78,10 +79,12 @@ def run_role(spec: RoleSpec, file: Path | None) -> int:
 def _attention(spec: RoleSpec, file: Path | None) -> int:
     from attention_worker.launch import attention_command
 
-    argv, environment = attention_command(spec)
     if file is not None:  # the supervisor removes the file
+        argv, environment = attention_command(spec)
         os.execvpe(argv[0], argv, {**environment, ROLE_FILE_ENV: str(file.absolute())})
-    with run_directory() as run_dir:
+    with run_directory() as run_dir, held_ports([spec.deployment.attention.host]) as (free,):
+        spec = replace(spec, api_port=spec.api_port or free)
+        argv, environment = attention_command(spec)
         spec.save(run_dir / "role.json")
         environment = {**environment, ROLE_FILE_ENV: str(run_dir / "role.json")}
         return _run_child(argv, environment)

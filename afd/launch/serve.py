@@ -13,7 +13,7 @@ from pathlib import Path
 from afd.config import Deployment
 from afd.errors import ConfigError
 from afd.launch.logs import say
-from afd.launch.plan import available_cores, choose_ports, role_specs, stages
+from afd.launch.plan import Ports, available_cores, held_addresses, role_specs, stages
 from afd.launch.readiness import Readiness
 from afd.launch.supervisor import Supervisor
 
@@ -29,11 +29,17 @@ def serve(
     Returns the exit status (see ``Supervisor.run``). Raises ConfigError before anything is started
     if a port is in use or the log directory cannot be made.
     """
+    with held_addresses(deployment) as ports:
+        if log_dir:
+            _make_log_dir(log_dir)
+        return _serve(deployment, ports, log_dir, on_ready)
+
+
+def _serve(
+    deployment: Deployment, ports: Ports, log_dir: Path | None, on_ready: Callable[[str], None]
+) -> int:
     began = time.monotonic()
-    ports = choose_ports(deployment)
     specs = role_specs(deployment, ports, available_cores())
-    if log_dir:
-        _make_log_dir(log_dir)
     url = f"http://{_reachable(deployment.gateway.host)}:{ports.gateway}"
 
     def ready() -> None:

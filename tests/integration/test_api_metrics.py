@@ -1,12 +1,16 @@
 """/health and /metrics of the deployment, before and after work of known size."""
 
 import json
+import os
 import urllib.request
 
 import pytest
 from deployments import Host, Models
 from helpers import Running, Scrape, Stream, all_begun, tokens_of, wait_until
 from reference import weights_are_apart
+
+from afd.launch.cpus import cpu_plan
+from afd.launch.plan import available_cores
 
 pytestmark = pytest.mark.serve
 
@@ -29,6 +33,19 @@ def test_health_names_the_members(deployment: Running) -> None:
     assert health["status"] == "ok"
     states = {member["id"]: (member["state"], member["health"]) for member in health["members"]}
     assert states == {"attention-0": ("ready", "healthy"), "ffn-0": ("ready", None)}
+
+
+def test_each_side_keeps_to_its_cores(deployment: Running) -> None:
+    """Every thread of both sides, also those that were there before a role knew its cores."""
+    cores = available_cores()
+    plan = cpu_plan(cores, attention=1, ffn=1)
+    for member, own in (("attention-0", plan.attention[0]), ("ffn-0", plan.ffn[0])):
+        pid = deployment.member(member).pid
+        threads = [int(name) for name in os.listdir(f"/proc/{pid}/task")]
+        assert len(threads) > 1
+        assert {thread: os.sched_getaffinity(thread) for thread in threads} == {
+            thread: set(own) for thread in threads
+        }, member
 
 
 def test_vllm_metrics_keep_their_names(deployment: Running) -> None:

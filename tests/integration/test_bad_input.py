@@ -13,25 +13,25 @@ from roles import Ended, Role, afd, role, write_config
 from afd.control.keys import CurveKeys
 from afd.demo.make_model import make_model
 from afd.demo.sizes import resolve
-from afd.launch.ports import free_ports
+from afd.launch.ports import held_ports
 
 pytestmark = pytest.mark.serve
 
-QUICK_S = 10.0
+QUICK_S = 20.0  # a second or two on an idle machine
 FFN_S = 30.0  # imports torch first, which takes its time on a busy machine
 
 
 @pytest.fixture
-def config(tmp_path: Path, tiny_models: Models) -> dict[str, object]:
-    port, control_port = free_ports(["127.0.0.1"] * 2)
-    return {
-        "model": str(tiny_models("qwen3_moe")),
-        "attention": {**SETTINGS, "max_num_batched_tokens": 64, "port": 0},
-        "ffn": {"backend": "reference", "threads": 1},
-        "deadlines": {"start_s": 2},
-        "control": {"address": f"tcp://127.0.0.1:{control_port}"},
-        "gateway": {"port": port},
-    }
+def config(tiny_models: Models) -> Iterator[dict[str, object]]:
+    with held_ports(["127.0.0.1"] * 2) as (port, control_port):
+        yield {
+            "model": str(tiny_models("qwen3_moe")),
+            "attention": {**SETTINGS, "max_num_batched_tokens": 64, "port": 0},
+            "ffn": {"backend": "reference", "threads": 1},
+            "deadlines": {"start_s": 2},
+            "control": {"address": f"tcp://127.0.0.1:{control_port}"},
+            "gateway": {"port": port},
+        }
 
 
 def serve(tmp_path: Path, config: dict[str, object], *more: str) -> str:
@@ -142,19 +142,18 @@ def test_wrong_keys(tmp_path: Path, config: dict[str, object]) -> None:
 def half(tiny_models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple]:
     """A control plane and ffn-0 of two; ffn-1 is yet to come. (their files, the configuration)"""
     folder = tmp_path_factory.mktemp("half")
-    (control_port,) = free_ports(["127.0.0.1"])
-    config = {
-        "model": str(tiny_models("qwen3_moe")),
-        "attention": {**SETTINGS, "max_num_batched_tokens": 64, "port": 0},
-        "ffn": {"instances": 2, "backend": "reference", "threads": 1},
-        "deadlines": {"start_s": 10},
-        "control": {"address": f"tcp://127.0.0.1:{control_port}"},
-    }
-    path = write_config(folder / "d.yaml", config)
-    with (
-        role("control", "control", path, folder=folder),
-        role("ffn-0", "ffn", path, "--index", "0", folder=folder) as ffn,
-    ):
+    with contextlib.ExitStack() as stack:
+        (control_port,) = stack.enter_context(held_ports(["127.0.0.1"]))
+        config = {
+            "model": str(tiny_models("qwen3_moe")),
+            "attention": {**SETTINGS, "max_num_batched_tokens": 64, "port": 0},
+            "ffn": {"instances": 2, "backend": "reference", "threads": 1},
+            "deadlines": {"start_s": 10},
+            "control": {"address": f"tcp://127.0.0.1:{control_port}"},
+        }
+        path = write_config(folder / "d.yaml", config)
+        stack.enter_context(role("control", "control", path, folder=folder))
+        ffn = stack.enter_context(role("ffn-0", "ffn", path, "--index", "0", folder=folder))
         ffn.says("ready: generation")
         yield path, ffn
         assert ffn.stop() == 0

@@ -20,7 +20,7 @@ from roles import Role, afd, role, write_config
 
 from afd.bench.servers import Server
 from afd.checkpoint import FINGERPRINT_BYTES, fingerprint, tensor_table
-from afd.launch.ports import free_ports
+from afd.launch.ports import held_ports
 from afd.models import read_model
 
 pytestmark = pytest.mark.serve
@@ -61,7 +61,8 @@ def by_hand(tiny_models: Models, tmp_path_factory: pytest.TempPathFactory) -> It
     assert afd("keys", str(keys), folder=folder).status == 0
     without_experts = poisoned(model, folder / "attention-model", experts=True)
     only_experts = poisoned(model, folder / "ffn-model", experts=False)
-    port, control_port = free_ports(["127.0.0.1"] * 2)
+    stack = contextlib.ExitStack()
+    port, control_port = stack.enter_context(held_ports(["127.0.0.1"] * 2))
     control = f"tcp://127.0.0.1:{control_port}"
     config = write_config(
         folder / "deployment.yaml",
@@ -82,7 +83,7 @@ def by_hand(tiny_models: Models, tmp_path_factory: pytest.TempPathFactory) -> It
         },
     )
 
-    with contextlib.ExitStack() as stack:
+    with stack:
         roles: dict[str, Role] = {}
 
         def start(name: str, *argv: str) -> None:

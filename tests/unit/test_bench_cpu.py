@@ -1,9 +1,13 @@
-"""`afd bench cpu` without servers: stage times from an exposition, the table, the records."""
+"""`afd bench cpu` without servers: stage times, the table, the records, a peer's cores."""
 
 import argparse
+import os
+import sys
+from pathlib import Path
 
 from afd.bench.cpu import COMPILED, EAGER, Cell, _records, table
 from afd.bench.scrape import stage_times
+from afd.bench.servers import server_process
 
 BEFORE = """
 # TYPE afd_stage_seconds histogram
@@ -38,3 +42,11 @@ def test_table_and_records_name_both_peers():
     assert eager.key != compiled.key
     assert (eager.peer, eager.ratio) == (EAGER, 0.9)
     assert (compiled.peer, compiled.ratio) == (COMPILED, 0.75)
+
+
+def test_a_server_keeps_to_its_cores(tmp_path: Path) -> None:
+    core = max(os.sched_getaffinity(0))
+    show = [sys.executable, "-c", "import os; print(os.sched_getaffinity(0))"]
+    with server_process(show, os.environ, tmp_path / "log", (core,)) as process:
+        assert process.wait(60) == 0
+    assert (tmp_path / "log").read_text().strip() == str({core})

@@ -126,7 +126,7 @@ def test_deadline_is_kept(region: Region, timeout_ms: int) -> None:
     assert region.wait_all([0], [FLAG], timeout_ms * 1000) == [Status.DEADLINE]
     assert region.wait_any([0], [FLAG], timeout_ms * 1000) == -1
     elapsed_ms = (time.monotonic() - start) * 1000
-    assert 2 * timeout_ms <= elapsed_ms < 2 * timeout_ms + 200
+    assert 2 * timeout_ms <= elapsed_ms < 2 * timeout_ms + 1000
 
 
 def test_stale_generation_is_ignored(region: Region, backend: str) -> None:

@@ -100,7 +100,7 @@ def test_refusals(make_client: MakeClient) -> None:
     start = time.monotonic()
     with pytest.raises(HandshakeRefused, match="attention-0 is already running as pid"):
         make_client().join(deadline_s=5)
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 4  # the refusal, not the deadline
 
 
 def test_on_change_sees_everything_and_may_fail(make_client: MakeClient) -> None:
@@ -260,19 +260,12 @@ def test_address_of_another_host() -> None:
         ControlServer("tcp://192.0.2.1:0", CurveKeys.generate())
 
 
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-
-
-def test_unreachable_server() -> None:
-    address = free_address()
+def test_unreachable_server(address: str) -> None:
     client = ControlClient(address, role="ffn", index=0, contract=CONTRACT)
     start = time.monotonic()
     with pytest.raises(DeadlineExceeded) as caught:
         client.join(deadline_s=0.4)
-    assert 0.4 <= time.monotonic() - start < 1.5
+    assert 0.4 <= time.monotonic() - start < 4
     assert str(caught.value) == (
         f"control plane at {address} did not answer within 0.4 s; "
         "is `afd control` running, and is the address reachable from this host?"
@@ -288,8 +281,7 @@ def test_something_else_listens_there() -> None:
             ControlClient(address, role="gateway", index=0).join(deadline_s=0.3)
 
 
-def test_client_may_come_before_the_server() -> None:
-    address = free_address()
+def test_client_may_come_before_the_server(address: str) -> None:
     client = ControlClient(address, role="gateway", index=0, timing=FAST)
     starter = threading.Timer(0.3, lambda: servers.append(ControlServer(address).start()))
     servers: list[ControlServer] = []

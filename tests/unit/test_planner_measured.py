@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from afd.bench.stages import points, totals, window
-from afd.errors import AfdError, ConfigError
+from afd.errors import ConfigError
 from afd.planner.cost.interpolate import Curve, Surface
 from afd.planner.cost.measured import FORMAT, load_measured, parse_measured
 
@@ -174,57 +173,3 @@ def test_bad_files_are_named(tmp_path: Path, text: str, message: str):
 def test_a_missing_file_is_named(tmp_path: Path):
     with pytest.raises(ConfigError, match="cannot read the measured times"):
         load_measured(tmp_path / "none.json")
-
-
-# -- afd bench stages, without a server
-
-EXPOSITION = """
-# TYPE afd_stage_seconds histogram
-afd_stage_seconds_sum{{instance="attention-0",stage="attention"}} {attention}
-afd_stage_seconds_count{{instance="attention-0",stage="attention"}} {calls}
-afd_stage_seconds_sum{{instance="attention-0",stage="f2a"}} {wire}
-afd_stage_seconds_count{{instance="attention-0",stage="f2a"}} {calls}
-afd_stage_seconds_sum{{instance="ffn-0",stage="a2f"}} {wire}
-afd_stage_seconds_count{{instance="ffn-0",stage="a2f"}} {calls}
-afd_stage_seconds_sum{{instance="ffn-0",stage="ffn"}} {ffn}
-afd_stage_seconds_count{{instance="ffn-0",stage="ffn"}} {calls}
-# TYPE afd_bubble_seconds counter
-afd_bubble_seconds_total{{instance="attention-0",side="attention"}} {ffn}
-# TYPE afd_steps counter
-afd_steps_total{{instance="attention-0",depth="1"}} {steps}
-afd_steps_total{{instance="ffn-0",depth="1"}} {steps}
-# TYPE afd_wire_bytes counter
-afd_wire_bytes_total{{instance="attention-0",direction="a2f"}} {sent}
-afd_wire_bytes_total{{instance="ffn-0",direction="f2a"}} {sent}
-# TYPE vllm:num_requests_running gauge
-vllm:num_requests_running{{instance="attention-0"}} 4
-"""
-
-
-def _totals(steps: int, moment: float):
-    calls = 8 * steps
-    return totals(
-        EXPOSITION.format(
-            attention=calls * 1e-3,
-            ffn=calls * 2e-3,
-            wire=calls * 1e-5,
-            calls=calls,
-            steps=steps,
-            sent=calls * 4096,
-        ),
-        moment,
-    )
-
-
-def test_a_window_of_counters_becomes_points_that_load():
-    first, last = _totals(10, 5.0), _totals(110, 8.0)
-    assert first.running == 4
-    found = window(first, last, rows=4, context=50, instances=1)
-    assert found.attention_us == pytest.approx(1000) and found.ffn_us == pytest.approx(2000)
-    assert found.period_us == pytest.approx(30_000) and found.in_step_us == pytest.approx(24_000)
-    assert found.wire_bytes == pytest.approx(4096) and found.wire_us == pytest.approx(10)
-    t = parse_measured({"format": FORMAT, **points([[found]], [found], depth=1)}, "file")
-    assert us(t.t_attention(4, 50)) == (1000, "measured")
-    assert us(t.t_rest(4)) == (6000, "measured")
-    with pytest.raises(AfdError, match="no step ran"):
-        window(first, first, rows=4, context=50, instances=1)

@@ -268,6 +268,18 @@ def test_longer_contexts_never_need_fewer_attention_instances(asked, depth, fact
     assert needed[0] <= needed[1]
 
 
+def test_the_best_plan_may_drop_its_depth_and_with_it_x():
+    """Why the two above hold something fixed. With depth open, a longer context may leave too few
+    rows for three micro-batches; each of two then has more of them, and fewer instances fill the
+    same FFN pool."""
+    found = []
+    for context in (8192, 16384):
+        spaces = Spaces(request("qwen3-235b-a22b", "h800", context=context))
+        shape = afd_operating(spaces.best_afd(spaces.limits))[0].shape
+        found.append((shape.attention.instances, shape.ffn.instances, shape.depth))
+    assert found == [(12, 2, 3), (8, 2, 2)]
+
+
 def _two_contexts(asked, factor):
     """Spaces of the context asked for and of a longer one that the model still reads."""
     spaces = Spaces(asked)

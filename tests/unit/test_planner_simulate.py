@@ -1,7 +1,7 @@
 """The simulator as a whole: closed form, properties, failures, traces, messages."""
 
 import json
-import re
+from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from afd.bench.records import read_records
+from afd.bench.simulator_served import simulated, table
 from afd.cli import main
 from afd.errors import ConfigError
 from afd.planner.simulate.closed_form import efficiency, step_seconds
@@ -20,7 +21,7 @@ from afd.planner.simulate.main import as_json
 from afd.planner.simulate.spec import Spec, load_spec, parse_spec
 from afd.planner.simulate.times import routing_loads
 from afd.planner.simulate.trace import chrome_trace, spans
-from afd.schedule import choose_depth
+from afd.schedule import choose_depth, split_rows
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 ROUTING = CONFIGS / "routing" / "afd-tiny-chat.json"
@@ -265,9 +266,8 @@ def _balanced() -> dict[str, object]:
 @given(st.integers(1, 300), st.integers(1, 3), st.integers(1, 16))
 def test_micro_batches_are_those_of_the_schedule(rows, depth, min_rows):
     pieces = split(np.array([rows]), depth, min_rows)[:, 0]
+    assert tuple(pieces[pieces > 0]) == split_rows(rows, choose_depth(rows, rows, depth, min_rows))
     assert pieces.sum() == rows
-    assert (pieces > 0).sum() == min(choose_depth(rows, rows, depth, min_rows), rows)
-    assert pieces[pieces > 0].max() - pieces[pieces > 0].min() <= 1
 
 
 # -- failures
@@ -380,16 +380,30 @@ def test_growing_contexts_lengthen_steps():
     assert result.step.most > 1.3 * result.step.p50
 
 
-def test_published_cpu_throughput_within_fifteen_percent():
-    """Stage times measured at depth 1 against throughput measured on its own at depth 1, 2, 3."""
-    results = CONFIGS.parent / "docs" / "results"
-    measured = [r for r in read_records(results / "simulator.json") if r.peer == "measured"]
-    assert len(measured) == 6
-    for record in measured:
-        batch, depth = map(int, re.findall(r"batch(\d+) depth(\d+)", record.case)[0])
-        base = load_spec(CONFIGS / "simulate" / "cpu-1a1f.yaml")
-        assert base.requests is not None
-        load = base.requests.model_copy(update={"count": batch})
-        rate = simulate(base.model_copy(update={"depth": depth, "requests": load})).tokens_per_s
-        assert rate == pytest.approx(record.value)
-        assert rate == pytest.approx(record.peer_value, rel=0.15)
+RESULTS = CONFIGS.parent / "docs" / "results"
+RUNS = sorted((RESULTS / "simulator").iterdir())
+
+
+def test_every_published_rate_follows_from_its_runs_own_stage_times():
+    """Stage times measured at each depth against throughput measured on its own: the median of the
+    runs is within 15 %, and each one within 20 %, on a machine whose speed is not constant."""
+    records = [r for r in read_records(RESULTS / "simulator.json") if r.peer == "measured"]
+    cells = {}
+    for run in RUNS:
+        for cell in json.loads((run / "run.json").read_text())["cells"]:
+            case = f"batch{cell['batch']} depth{cell['depth']} {run.name}"
+            cells[case] = run, cell["batch"], cell["depth"], cell["tokens_per_s"]
+    assert len(cells) == 6 * len(RUNS) and len(RUNS) >= 3
+    ratios = defaultdict(list)
+    for record in records:
+        run, batch, depth, rates = cells.pop(record.case.partition("1A1F ")[2])
+        assert simulated(run, batch, depth) == pytest.approx(record.value)
+        assert record.peer_value == pytest.approx(np.median(rates), abs=0.1)
+        assert record.ratio == pytest.approx(record.value / record.peer_value)
+        ratios[batch, depth].append(record.ratio)
+    assert not cells
+    for some in ratios.values():
+        assert np.median(some) == pytest.approx(1, abs=0.15)
+        assert np.array(some) == pytest.approx(1, abs=0.20)
+    page = (RESULTS / "simulator.md").read_text()
+    assert table(RESULTS / "simulator") in page

@@ -80,7 +80,7 @@ def test_rows_of_all_attention_instances_share_one_expert_call(deploy, reference
 
 
 def test_an_idle_instance_does_not_hold_up_the_others(deploy, reference):
-    deployed = deploy("qwen3_moe", 2, 1, ffn={"step_wait_ms": 900.0})
+    deployed = deploy("qwen3_moe", 2, 1, ffn={"step_wait_ms": 3000.0, "late_ms": 3000.0})
     expected = reference("qwen3_moe")
     busy, idle = deployed.clients
     run_step(idle, deployed.resolved, expected, [2], 1)
@@ -88,7 +88,7 @@ def test_an_idle_instance_does_not_hold_up_the_others(deploy, reference):
     started = time.monotonic()
     for step in range(3):
         run_step(busy, deployed.resolved, expected, [2, 2], step)
-    assert time.monotonic() - started < 0.9
+    assert time.monotonic() - started < 3.0
 
 
 def test_a_late_instance_is_detached_and_served_on_its_own(deploy, reference):

@@ -1,8 +1,10 @@
 """The supervisor with small scripts as roles: failures, restarts, order, nothing left behind."""
 
+import asyncio
 import io
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -16,7 +18,7 @@ from afd.errors import ConfigError
 from afd.launch.cpus import cpu_plan, plan_for
 from afd.launch.logs import RoleLog
 from afd.launch.plan import Ports, role_specs
-from afd.launch.ports import accepts, check_free, free_ports
+from afd.launch.ports import accepts, check_free, free_ports, held_ports
 from afd.launch.process import Command, describe_exit, group_members
 from afd.launch.restarts import backoff_s
 from afd.launch.serve import summary
@@ -283,9 +285,36 @@ def test_second_ctrl_c_hurries(tmp_path):
     assert not alive(lines(tmp_path, "gateway-0", "pid")[0])
 
 
-def test_port_in_use_is_one_clear_error():
-    import socket
+def test_a_held_port_is_for_servers_that_know_it():
+    """asyncio and ZeroMQ listen there, one at a time; a bind without SO_REUSEADDR is refused, as
+    the kernel's own choice of ports is (seen in a network namespace of ten ports)."""
+    import zmq
 
+    async def serve(port):
+        server = await asyncio.start_server(
+            lambda reader, writer: writer.close(), "127.0.0.1", port
+        )
+        assert accepts("127.0.0.1", port)
+        with pytest.raises(ConfigError, match="in use"):
+            check_free("127.0.0.1", port, "gateway.port")
+        server.close()
+        await server.wait_closed()
+
+    with held_ports(["127.0.0.1"] * 3) as ports:
+        assert len(set(ports)) == 3
+        asyncio.run(serve(ports[0]))
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+            router.bind(f"tcp://127.0.0.1:{ports[1]}")
+            assert accepts("127.0.0.1", ports[1])
+        for port in ports:
+            check_free("127.0.0.1", port, "gateway.port")  # as `afd serve` asks for its own
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind(("127.0.0.1", port))
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", ports[2]))
+
+
+def test_port_in_use_is_one_clear_error():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert accepts("127.0.0.1", port)
@@ -341,9 +370,13 @@ def test_every_rank_is_a_process_with_cores_of_its_own():
 
 def test_core_lists_of_the_file_win():
     data = {"model": "m", "ffn": {"instances": 2, "cpus": [[5], [6, 7]]}}
-    plan = plan_for(Deployment.from_plain(data), [0, 1, 2])
+    plan = plan_for(Deployment.from_plain(data), [0, 1, 2, 5, 6, 7])
     assert plan.ffn == ((5,), (6, 7))
-    assert plan.attention == ((0,),)
+    assert plan.attention == ((0, 1),)
+    with pytest.raises(
+        ConfigError, match=r"ffn\.cpus names cores .* \(6, 7\); it may use 0, 1, 5$"
+    ):
+        plan_for(Deployment.from_plain(data), [0, 1, 5])
 
 
 def test_backoff_doubles_forgives_and_gives_up():

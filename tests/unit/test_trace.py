@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 from fake_trace import FakeTrace
 
+from afd.control.messages import Member
 from afd.errors import AfdError
 from afd.metrics import RoleMetrics
 from afd.metrics_server import serve_metrics
-from afd.trace import chrome, collect
+from afd.trace import chrome, collect, pages
 
 
 def test_spans_of_a_role() -> None:
@@ -27,6 +28,16 @@ def test_spans_of_a_role() -> None:
     assert spans[2]["name"] == "leave"
 
 
+def test_the_gateway_has_no_trace() -> None:
+    """It registers a metrics page of its own, without a trace beside it."""
+    members = [
+        Member("ffn", 0, 1, metrics_url="http://h:1/metrics"),
+        Member("attention", 0, 1),  # metrics are off there
+        Member("gateway", 0, 1, metrics_url="http://h:2/metrics"),
+    ]
+    assert pages(members) == {"ffn-0": "http://h:1/metrics"}
+
+
 def test_pages_of_running_roles() -> None:
     ffn, attention = RoleMetrics("ffn"), RoleMetrics("attention")
     ffn.wire_traces["attention-0"] = FakeTrace()
@@ -34,7 +45,8 @@ def test_pages_of_running_roles() -> None:
     urls = {member: server.url for member, server in servers.items()}
     try:
         trace = collect(urls)
-        assert sum(e["ph"] == "X" for e in trace["traceEvents"]) == 4
+        assert trace["attention-0"] == {} and len(trace["ffn-0"]["attention-0"]) == 2
+        assert sum(e["ph"] == "X" for e in chrome(trace)["traceEvents"]) == 4
         with pytest.raises(AfdError, match=r"metrics.enabled and transport.trace"):
             collect({"attention-0": urls["attention-0"]})
     finally:

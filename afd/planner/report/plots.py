@@ -8,6 +8,7 @@ from collections.abc import Callable
 from afd.errors import ConfigError
 from afd.planner.cost.shape import AfdShape
 from afd.planner.cost.stages import Part
+from afd.planner.report.text import headline, verdict_lines
 from afd.planner.report.timeline import LANES, timeline
 from afd.planner.sizing.plan import ParetoPoint, Plan
 
@@ -70,16 +71,19 @@ def roofline(plan: Plan, axes: Axes) -> None:
         "attention": precision.attention_math,
         "ffn": precision.ffn_weights,
     }
-    for pool, color, parts in (
-        (shape.attention, AFD, _parts(plan, "attention")),
-        (shape.ffn, COLOCATED, _parts(plan, "ffn")),
+    one_kind = shape.attention.accelerator == shape.ffn.accelerator
+    for side, pool, color, parts in (
+        ("attention", shape.attention, AFD, _parts(plan, "attention")),
+        ("FFN", shape.ffn, COLOCATED, _parts(plan, "ffn")),
     ):
         gpu = pool.accelerator
         peak = gpu.math_flops(precision.ffn_weights)
         xs = [1.0, peak / gpu.memory_bandwidth, 1e5]
         roof = [min(peak, x * gpu.memory_bandwidth) for x in xs]
-        side = "attention" if color == AFD else "FFN"
-        axes.plot(xs, roof, color=color, label=f"{gpu.name} ({side})")
+        if not one_kind:
+            axes.plot(xs, roof, color=color, label=f"{gpu.name} ({side})")
+        elif side == "FFN":  # one roof over both
+            axes.plot(xs, roof, color="grey", label=gpu.name)
         for number, part in enumerate(parts):
             if part.memory_s <= 0 or part.compute_s <= 0:
                 continue  # measured as one number
@@ -147,8 +151,10 @@ def svg(plan: Plan, draw: Callable[[Plan, Axes], None]) -> str:
 
 
 def png(plan: Plan) -> bytes:
-    """All plots in one picture."""
+    """All plots in one picture, under what was asked and the answer."""
     figure = Figure(figsize=(8, 12), layout="constrained")
+    verdict = verdict_lines(plan)[0].removesuffix(" Why:")
+    figure.suptitle(f"{headline(plan.request)}\n{verdict}", fontsize=10)
     for axes, (_, draw) in zip(figure.subplots(len(PLOTS)), PLOTS, strict=True):
         draw(plan, axes)
     stream = io.BytesIO()

@@ -26,13 +26,13 @@ class Sources:
 
 
 def split(rows: NDArray[np.int64], depth: int, min_rows: int) -> NDArray[np.int64]:
-    """Rows of every micro-batch, [depth, x]: near-equal pieces, fewer of them for few rows.
+    """Rows of every micro-batch, [depth, x]: equal pieces, of which the last one takes the rest.
 
-    The same rule as :func:`afd.schedule.choose_depth`, for all instances at once.
+    The rules of :func:`afd.schedule.choose_depth` and ``split_rows``, for all instances at once.
     """
     pieces = np.clip(rows // min_rows, 1, depth)
-    index = np.arange(depth)[:, None]
-    return np.where(index < pieces, rows // pieces + (index < rows % pieces), 0)
+    index, each = np.arange(depth)[:, None], rows // pieces
+    return np.where(index < pieces, each + np.where(index == pieces - 1, rows % pieces, 0), 0)
 
 
 def step_input(

@@ -251,8 +251,10 @@ def load_spec(path: Path) -> Spec:
     """Read a simulation file; paths in it are relative to it. Raises ConfigError: one sentence."""
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as err:
-        raise ConfigError(f"cannot read {path} ({err}); give a simulation YAML") from None
+    except OSError as err:
+        raise ConfigError(f"cannot read {path} ({err.strerror}); give a simulation YAML") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path.name} is not a text file; give a simulation YAML") from None
     except yaml.YAMLError as err:
         raise ConfigError(f"{path.name} is not YAML: {' '.join(str(err).split())}") from None
     if not isinstance(data, dict):
