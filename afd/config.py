@@ -259,6 +259,8 @@ class Restart(_Section):
 
 class Metrics(_Section):
     enabled: bool = True
+    # every n-th step notes when each of its stages ran, see docs/metrics.md; 0: none does
+    stage_every: int = Field(default=0, ge=0)
 
 
 def _folder_name(data: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ of the key, the FFN instances are told of a step before it is replayed, and a st
 is run again when the peer is back.
 """
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from vllm.forward_context import BatchDescriptor, ForwardContext, get_forward_co
 
 from afd.errors import DeadlineExceeded
 from afd.metrics import RoleMetrics
+from afd.step_trace import Marks, new_marks
 from afd.wire.streams_torch import Streams
 from afd_comm import Region
 from attention_worker.remote import Ffn, RemoteExperts
@@ -28,9 +30,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Step:
-    """A captured step. context: the graph reads its metadata tensors, so it is kept alive."""
+    """A captured step. context: the graph reads its metadata tensors, so it is kept alive. marks:
+    of its last replay."""
 
     waits: Waits
+    marks: Marks
     context: ForwardContext
 
 
@@ -47,6 +51,7 @@ class StepGraphs(CUDAGraphWrapper):
         streams: Streams,
         metrics: RoleMetrics,
         deadline_s: float,
+        stage_every: int,
     ) -> None:
         super().__init__(model, vllm_config, runtime_mode=CUDAGraphMode.FULL)
         self._host = host
@@ -54,6 +59,8 @@ class StepGraphs(CUDAGraphWrapper):
         self._region = region
         self._streams = streams
         self._deadline_s = deadline_s
+        self._stage_every = stage_every
+        self._replays = 0
         self._metrics = metrics
         self._began = torch.cuda.Event(enable_timing=True)
         self._ended = torch.cuda.Event(enable_timing=True)
@@ -88,6 +95,7 @@ class StepGraphs(CUDAGraphWrapper):
                 step = self._capture(context, args, kwargs)
                 self._steps[depth, descriptor] = step
             self._host.announce(descriptor.num_tokens)
+            began_ns = time.monotonic_ns()
             self._began.record()
             output = super().__call__(*args, **kwargs)
             self._ended.record()
@@ -95,7 +103,16 @@ class StepGraphs(CUDAGraphWrapper):
                 self._host.end_step()
                 self._metrics.graph_steps[depth] += 1
                 self._metrics.graph_seconds[depth] += self._began.elapsed_time(self._ended) / 1e3
+                self._note_stages(step.marks, began_ns)
                 return output
+
+    def _note_stages(self, marks: Marks, began_ns: int) -> None:
+        """The marks of a replay, read by the host now and then: it takes microseconds for each."""
+        self._replays += 1
+        if self._stage_every and self._replays % self._stage_every == 0:
+            step = marks.read(began_ns, replayed=True)
+            if step is not None:
+                self._metrics.note_replay(step)
 
     def _drop_graphs_of_ended_sessions(self) -> None:
         """Graphs hold addresses of their peers' memory, and doorbells of their sessions."""
@@ -106,14 +123,15 @@ class StepGraphs(CUDAGraphWrapper):
     def _capture(
         self, context: ForwardContext, args: tuple[torch.Tensor, ...], kwargs: dict[str, object]
     ) -> _Step:
-        waits = self._stream.record(self._host.peers)
+        marks = new_marks(self._streams, 0, self._stage_every)
+        waits = self._stream.record(self._host.peers, marks)
         set_cudagraph_capturing_enabled(True)  # vLLM turns it off after the start
         self.runnable.remote = self._stream
         try:
             super().__call__(*args, **kwargs)
         finally:
             self.runnable.remote = self._host
-        return _Step(waits, context)
+        return _Step(waits, marks, context)
 
     def _through(self, waits: Waits) -> bool:
         """Wait for the replay; False if an FFN instance died in it and is back now.

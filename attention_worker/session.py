@@ -124,6 +124,7 @@ class AttentionSession:
             streams,
             self._metrics,
             self._resolved.deployment.deadlines.ffn_s,
+            self._resolved.deployment.metrics.stage_every,
         )
 
     @property

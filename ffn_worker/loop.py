@@ -16,8 +16,9 @@ from afd.control.client import ControlClient
 from afd.metrics import Direction, RoleMetrics, Stage
 from afd.resolve import Resolved
 from afd.schedule import Position, walk
+from afd.step_trace import Marks, NoMarks, new_marks
 from afd.wire.layout import Kind
-from afd.wire.streams_torch import make_streams, settle
+from afd.wire.streams_torch import HostStreams, make_streams, settle
 from afd_comm import Header, PeerTrace, Region, Status, make_flag
 from ffn_worker.answers import Answers
 from ffn_worker.inbox import Inbox
@@ -52,7 +53,11 @@ class FfnLoop:
         self._inbox = Inbox(region, resolved)
         self._table = PeerTable(resolved, index, region.device)
         streams = make_streams(model.device)
-        self._steps = StreamSteps(resolved, region, self._inbox, self._table, model, streams)
+        self._steps = StreamSteps(
+            resolved, region, self._inbox, self._table, model, streams, metrics
+        )
+        self._stage_every = resolved.deployment.metrics.stage_every
+        self._marks: Marks = NoMarks()
         if resolved.deployment.transport.trace:
             for i in range(resolved.deployment.attention.instances):
                 trace = PeerTrace()
@@ -177,6 +182,9 @@ class FfnLoop:
         for arrival in arrivals:
             arrival.peer.active = True
         self._free_since = time.monotonic()  # idling between steps is no bubble
+        began_ns = time.monotonic_ns()
+        self._marks = new_marks(HostStreams(), sum(self._metrics.steps), self._stage_every)
+        self._marks.begin()
         depth = max(a.depth for a in arrivals)
         for position in walk(self._layers, depth, start=arrivals[0].start):
             taking_part = [a.peer for a in members.values() if position.micro_batch < a.depth]
@@ -185,11 +193,16 @@ class FfnLoop:
                     return
                 continue
             peers, headers = self._take(taking_part, position)
+            self._marks.working()
             for peer in taking_part:
                 if peer not in peers:
                     del members[peer.id]
             if peers:
                 self._call(position, peers, headers)
+        self._marks.end()
+        trace = self._marks.read(began_ns, replayed=False)
+        if trace is not None:
+            self._metrics.step_traces.add(trace)
         self._metrics.steps[depth] += 1
 
     def _take(self, peers: list[Peer], position: Position) -> tuple[list[Peer], list[Header]]:
@@ -231,10 +244,12 @@ class FfnLoop:
         settle(out.device)  # the host posts them
         done = time.monotonic()
         self._observe(started, done, sum(rows))
+        self._marks.done(position.layer, position.micro_batch, sum(rows))
         offset = 0
         for peer, header in zip(peers, headers, strict=True):
             self._answer(peer, position, header, answers.parts(offset, header.rows))
             offset += header.rows
+        self._marks.copied()
         self._free_since = time.monotonic()
 
     def _answer(

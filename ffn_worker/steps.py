@@ -5,13 +5,16 @@ stream, and the host only watches that it ends (afd_comm's guard).
 """
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
+from afd.metrics import RoleMetrics
 from afd.resolve import Resolved
 from afd.schedule import Position, resets_doorbells, split_rows, stream_sequence, walk
+from afd.step_trace import Marks, NoMarks, new_marks
 from afd.wire.layout import Kind
 from afd.wire.streams_torch import Streams
 from afd_comm import Region, Status, make_flag
@@ -34,6 +37,8 @@ class _Recorded:
     flags: list[int] = field(default_factory=list)
     peers: list[Peer] = field(default_factory=list)
     replay: Callable[[], None] | None = None
+    marks: Marks = field(default_factory=NoMarks)
+    began_ns: int = 0
 
 
 class StreamSteps:
@@ -50,6 +55,7 @@ class StreamSteps:
         table: PeerTable,
         model: FfnModel,
         streams: Streams,
+        metrics: RoleMetrics,
     ) -> None:
         self._resolved = resolved
         self._region = region
@@ -57,6 +63,9 @@ class StreamSteps:
         self._table = table
         self._model = model
         self._streams = streams
+        self._metrics = metrics
+        self._stage_every = resolved.deployment.metrics.stage_every
+        self._count = 0
         self._layers = resolved.model.moe_layers
         self._captures = model.capturable and model.device.type == "cuda"
         self._reset = resets_doorbells(self._layers)
@@ -76,7 +85,16 @@ class StreamSteps:
         for peer, status in zip(step.peers, statuses, strict=True):
             if status != Status.OK:
                 failed[peer.id] = (peer, status)
+        if not failed:
+            self._note_stages(step)
         return list(failed.values())
+
+    def _note_stages(self, step: _Recorded) -> None:
+        self._count += 1
+        if self._stage_every and self._count % self._stage_every == 0:
+            trace = step.marks.read(step.began_ns, replayed=True)
+            if trace is not None:
+                self._metrics.note_replay(trace)
 
     def forget(self, sessions: set[int]) -> None:
         """Drop the graphs that belong to any session but these."""
@@ -87,13 +105,17 @@ class StreamSteps:
     def _launch(self, arrivals: list[Arrival]) -> _Recorded:
         if not self._captures:
             self._warm_up(arrivals)
-            return self._record(arrivals)
+            began_ns = time.monotonic_ns()
+            step = self._record(arrivals)
+            step.began_ns = began_ns
+            return step
         shape = tuple((a.peer.index, a.peer.session, a.rows, a.depth) for a in arrivals)
         step = self._graphs.get(shape)
         if step is None:
             step = self._graphs[shape] = self._capture(arrivals)
             logger.info("captured a step of %s", [(a.peer.id, a.rows, a.depth) for a in arrivals])
         assert step.replay is not None
+        step.began_ns = time.monotonic_ns()
         step.replay()
         return step
 
@@ -123,7 +145,8 @@ class StreamSteps:
 
     def _record(self, arrivals: list[Arrival]) -> _Recorded:
         """All expert calls of the step, given to the streams in the order of the walk."""
-        step = _Recorded()
+        step = _Recorded(marks=new_marks(self._streams, 0, self._stage_every))
+        step.marks.begin()
         position_of: dict[str, int] = {a.peer.id: 0 for a in arrivals}
         held: dict[int, Answers] = {}
         for position in walk(self._layers, _depth(arrivals)):
@@ -136,6 +159,7 @@ class StreamSteps:
             ]
             slots = [self._table.slot(peer, position.micro_batch) for peer, _ in taking_part]
             self._region.enqueue_wait(self._streams.compute, slots, flags, reset=self._reset)
+            step.marks.working()
             step.slots += slots
             step.flags += flags
             step.peers += [peer for peer, _ in taking_part]
@@ -144,8 +168,11 @@ class StreamSteps:
             batch = self._inbox.read(slots, [rows for _, rows in taking_part])
             out = self._model.forward(position.layer, batch.x, batch.ids, batch.weights)
             answers = held[position.micro_batch] = Answers.of(out, self._resolved.f2a)
+            step.marks.done(position.layer, position.micro_batch, batch.x.shape[0])
             self._streams.fork()
             self._answer(position, _depth(arrivals), taking_part, flags, answers)
+            step.marks.copied()
+        step.marks.end()
         self._streams.join()
         return step
 

@@ -87,7 +87,7 @@ def colocated(
     kv_cache_gib: float = 1.0,
     vllm_args: Sequence[str] = (),
     compiled: bool = False,
-    gpu: int | None = None,
+    gpus: Sequence[int] = (),
     deadline_s: float = 240.0,
 ) -> Iterator[Server]:
     """Plain vLLM with the same settings as an attention instance, without our plugin.
@@ -95,7 +95,7 @@ def colocated(
     Args:
         compiled: vLLM's default of torch.compile and CUDA graphs; False runs eagerly, as attention
             instances do.
-        gpu: index of the GPU it runs on; None: on CPU.
+        gpus: indices of the GPUs it runs on; () runs on CPU.
         cpus: cores its computing threads are bound to; () leaves the choice to vLLM.
     """
     family, _ = read_model(model)
@@ -115,7 +115,7 @@ def colocated(
         f"--kv-cache-memory-bytes={int(kv_cache_gib * 2**30)}",
         "--disable-uvicorn-access-log",
         *([] if compiled else ["--enforce-eager"]),
-        *(["--distributed-executor-backend=uni", *family.cpu_args] if gpu is None else []),
+        *(["--distributed-executor-backend=uni", *family.cpu_args] if not gpus else []),
         *vllm_args,
     ]
     environment = {
@@ -125,12 +125,12 @@ def colocated(
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    if gpu is None:
+    if not gpus:
         environment |= family.cpu_env
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         environment["TORCHDYNAMO_DISABLE"] = "0" if compiled else "1"
     else:
-        environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     if cpus:
         environment["OMP_NUM_THREADS"] = str(len(cpus))
         environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cpus))

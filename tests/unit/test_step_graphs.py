@@ -13,7 +13,7 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor
 
 from afd.errors import DeadlineExceeded
-from afd.metrics import RoleMetrics
+from afd.metrics import RoleMetrics, Stage
 from afd.wire.streams_torch import HostStreams
 from afd_comm import Status
 from attention_worker import graphs
@@ -53,7 +53,11 @@ class Host:
 
 
 class Stream:
-    def record(self, peers):
+    def record(self, peers, marks):
+        marks.begin()
+        marks.done(0, 0, 24)
+        marks.copied()
+        marks.end()
         return Waits([0, 1, 0, 1], [1, 1, 2, 2])
 
 
@@ -108,7 +112,7 @@ def made(monkeypatch):
     host, region, metrics = Host(log), Region(), RoleMetrics("attention")
     model.remote = host
     step = graphs.StepGraphs(
-        model, None, host, Stream(), region, HostStreams(), metrics, deadline_s=1.0
+        model, None, host, Stream(), region, HostStreams(), metrics, deadline_s=1.0, stage_every=2
     )
     return SimpleNamespace(
         step=step, log=log, context=context, host=host, region=region, metrics=metrics
@@ -141,6 +145,14 @@ def test_an_ffn_that_dies_is_waited_for_and_the_step_run_again_on_a_new_graph(ma
     again = [("begin", 1), ("capture", "Stream"), ("announce", 24), ("replay", "Host"), ("end",)]
     assert made.log == [("begin", 1), ("announce", 24), ("replay", "Host"), ("renew", (1,)), *again]
     assert made.metrics.graph_steps[1] == 2  # the first step and the second, not what failed
+
+
+def test_stages_of_every_second_step_are_read(made):
+    for _ in range(5):
+        made.step()
+    kept = made.metrics.step_traces.all()
+    assert [(step.replayed, step.rows) for step in kept] == [(True, 24)] * 2
+    assert made.metrics.stage(Stage.ATTENTION).snapshot().count == 2
 
 
 def test_a_late_ffn_is_an_error_that_names_it(made):

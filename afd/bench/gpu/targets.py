@@ -1,0 +1,232 @@
+"""What `afd bench gpu` starts: xAyF deployments, and colocated vLLM on as many GPUs.
+
+All of a run's servers are up at the same time and are measured in turns, so that a drift of the
+clocks meets each of them; one without requests does not touch its GPU.
+"""
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from afd.bench.servers import Server, colocated, disaggregated
+from afd.errors import AfdError, ConfigError
+
+START_S = 400.0
+PEER = "vllm colocated"
+FILLED = {
+    "kv_connector": "DecodeBenchConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"fill_mean": 0.0, "fill_std": 0.1},
+}
+"""vLLM's connector that fills the cache of a prompt with random numbers instead of computing it."""
+
+
+@dataclass(frozen=True)
+class Afd:
+    """x attention and y FFN instances, one GPU each. stage_every: see metrics.stage_every."""
+
+    attention: int
+    ffn: int
+    wire: str = "exact"
+    graphs: bool = True
+    stage_every: int = 0
+
+    @property
+    def gpus(self) -> int:
+        return self.attention + self.ffn
+
+    @property
+    def replicas(self) -> int:
+        """Schedulers that the requests are spread over."""
+        return self.attention
+
+    @property
+    def kv_gpus(self) -> int:
+        """GPUs that share the KV cache of one scheduler."""
+        return 1
+
+    @property
+    def name(self) -> str:
+        return f"{self.attention}A{self.ffn}F"
+
+    @property
+    def label(self) -> str:
+        """As the case of a record: ``2A2F fp8``, ``1A1F exact eager``."""
+        return f"{self.name} {self.wire}" + ("" if self.graphs else " eager")
+
+
+@dataclass(frozen=True)
+class Colocated:
+    """Plain vLLM: dp replicas of tp GPUs each. With more than one replica the experts are divided
+    over all GPUs (expert parallelism). compiled: vLLM's defaults, torch.compile and graphs."""
+
+    tp: int
+    dp: int = 1
+    compiled: bool = True
+
+    @property
+    def gpus(self) -> int:
+        return self.tp * self.dp
+
+    @property
+    def replicas(self) -> int:
+        return self.dp
+
+    @property
+    def kv_gpus(self) -> int:
+        return self.tp
+
+    @property
+    def name(self) -> str:
+        if self.dp == 1:
+            return f"TP{self.tp}"
+        return f"DP{self.dp}+EP" if self.tp == 1 else f"TP{self.tp}xDP{self.dp}"
+
+    @property
+    def label(self) -> str:
+        return self.name + ("" if self.compiled else " eager")
+
+
+Target = Afd | Colocated
+
+
+def parse(text: str, wire: str = "exact") -> Target:
+    """``2A2F``, ``TP4``, ``DP4+EP`` or ``TP2xDP2``. Raises ConfigError for anything else."""
+    if found := re.fullmatch(r"([1-9])A([1-9])F", text):
+        return Afd(int(found[1]), int(found[2]), wire)
+    if found := re.fullmatch(r"TP([1-8])(?:xDP([1-8]))?", text):
+        return Colocated(int(found[1]), int(found[2] or 1))
+    if found := re.fullmatch(r"DP([1-8])\+EP", text):
+        return Colocated(1, int(found[1]))
+    raise ConfigError(f"{text!r} is no target; write 2A2F, TP4, DP4+EP or TP2xDP2")
+
+
+def best_for(gpus: int, wire: str = "exact") -> list[Target]:
+    """Every topology of this many GPUs (at least two), ours before vLLM's."""
+    ours: list[Target] = [Afd(x, gpus - x, wire) for x in _balanced_first(gpus)]
+    theirs: list[Target] = [Colocated(gpus), Colocated(1, gpus)]
+    if gpus % 2 == 0 and gpus > 2:
+        theirs.append(Colocated(2, gpus // 2))
+    return ours + theirs
+
+
+def _balanced_first(gpus: int) -> list[int]:
+    return sorted(range(1, gpus), key=lambda x: (abs(2 * x - gpus), -x))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Limits that every server of a run is given. requests: over all schedulers. length: tokens of
+    a request, prompt and answer. kv_gib: KV cache per GPU that has one. step_tokens: of a step."""
+
+    requests: int
+    length: int
+    kv_gib: float
+    step_tokens: int = 2048
+
+
+def settings_of(target: Target, sizes: Sizes) -> dict[str, int | float]:
+    """Keyword arguments of :func:`afd.bench.servers.colocated`, keys of a section attention."""
+    requests = -(-sizes.requests // target.replicas)
+    return {
+        "max_model_len": sizes.length,
+        "max_num_seqs": requests,
+        "max_num_batched_tokens": max(sizes.step_tokens, requests),
+        "kv_cache_gib": sizes.kv_gib,
+    }
+
+
+def vllm_args(device: str, filled: bool) -> list[str]:
+    """For every vLLM, ours and theirs. filled: prompts are not computed (:data:`FILLED`)."""
+    args = [f"--kv-transfer-config={json.dumps(FILLED)}"] if filled else []
+    if device != "cpu":
+        # Several servers share a GPU, and vLLM would refuse to start on one that is not all free.
+        args.append("--gpu-memory-utilization=0.05")
+    return args
+
+
+def deployment(
+    target: Afd, model: Path, sizes: Sizes, device: str, args: Sequence[str], depth: int = 3
+) -> dict[str, object]:
+    """Contents of the deployment file. args: of vLLM."""
+    return {
+        "model": str(model.absolute()),
+        "attention": {
+            **settings_of(target, sizes),
+            "instances": target.attention,
+            "device": device,
+            "dtype": "bfloat16",
+            "vllm_args": list(args),
+        },
+        "ffn": {"instances": target.ffn, "device": device},
+        "pipeline": {"depth": depth, "min_rows": 1, "graphs": target.graphs},
+        "wire": {"format": target.wire},
+        "control": {"timeout_s": 15.0},
+        "deadlines": {"start_s": START_S},
+        "metrics": {"stage_every": target.stage_every},
+    }
+
+
+@contextlib.contextmanager
+def serve(
+    target: Target, model: Path, sizes: Sizes, device: str, args: Sequence[str]
+) -> Iterator[Server]:
+    """A running server of this target on the first GPUs. Raises AfdError."""
+    with contextlib.ExitStack() as stack:
+        if isinstance(target, Afd):
+            config = deployment(target, model, sizes, device, args)
+            yield stack.enter_context(disaggregated(config, deadline_s=START_S))
+            return
+        parallel = []
+        if device == "cpu" and target.gpus > 1:
+            raise ConfigError(f"{target.name} needs {target.gpus} GPUs; on CPU only TP1 is run")
+        if target.gpus > 1:
+            parallel = [f"--tensor-parallel-size={target.tp}"]
+        if target.dp > 1:
+            parallel += [f"--data-parallel-size={target.dp}", "--enable-expert-parallel"]
+        yield stack.enter_context(
+            colocated(
+                model.absolute(),
+                dtype="bfloat16",
+                vllm_args=[*parallel, *args],
+                compiled=target.compiled and device != "cpu",
+                gpus=() if device == "cpu" else range(target.gpus),
+                deadline_s=START_S,
+                **settings_of(target, sizes),
+            )
+        )
+
+
+@contextlib.contextmanager
+def running(
+    targets: Sequence[Target], model: Path, sizes: Sizes, device: str, args: Sequence[str]
+) -> Iterator[Mapping[Target, Server]]:
+    """All targets that start; the others are named with the reason. They start and end together.
+
+    Raises:
+        AfdError: none started.
+    """
+
+    def start(target: Target) -> tuple[contextlib.ExitStack, Server] | str:
+        stack = contextlib.ExitStack()
+        try:
+            return stack, stack.enter_context(serve(target, model, sizes, device, args))
+        except AfdError as err:
+            return str(err)
+
+    with ThreadPoolExecutor(len(targets)) as pool:
+        started = dict(zip(targets, pool.map(start, targets), strict=True))
+        up = {target: found for target, found in started.items() if not isinstance(found, str)}
+        try:
+            for target, found in started.items():
+                if isinstance(found, str):
+                    print(f"{target.label}: FAILED: {found}", flush=True)
+            if not up:
+                raise AfdError("no server started; the reasons are above")
+            yield {target: server for target, (_, server) in up.items()}
+        finally:
+            list(pool.map(lambda found: found[0].close(), up.values()))
