@@ -70,9 +70,9 @@ def disaggregated(config: Mapping[str, object], *, deadline_s: float = 240.0) ->
         argv = [sys.executable, "-m", "afd.cli", "serve", str(path)]
         url = f"http://127.0.0.1:{port}"
         log = Path(folder, "serve.log")
-        with _process(argv, os.environ, log) as process:
-            _await_health(process, url, log, deadline_s)
-            yield Server(url, str(merged["served_model_name"]), log, control, process.pid)
+        with process(argv, os.environ, log) as leader:
+            await_health(leader, url, log, deadline_s)
+            yield Server(url, str(merged["served_model_name"]), log, control, leader.pid)
 
 
 @contextlib.contextmanager
@@ -137,9 +137,9 @@ def colocated(
     with tempfile.TemporaryDirectory(prefix="afd-bench-") as folder:
         log = Path(folder, "vllm.log")
         url = f"http://127.0.0.1:{port}"
-        with _process(argv, environment, log) as process:
-            _await_health(process, url, log, deadline_s)
-            yield Server(url, "model", log, "", process.pid)
+        with process(argv, environment, log) as leader:
+            await_health(leader, url, log, deadline_s)
+            yield Server(url, "model", log, "", leader.pid)
 
 
 def _section(config: Mapping[str, object], name: str) -> dict[str, object]:
@@ -149,15 +149,16 @@ def _section(config: Mapping[str, object], name: str) -> dict[str, object]:
 
 
 @contextlib.contextmanager
-def _process(
+def process(
     argv: Sequence[str], environment: Mapping[str, str], log: Path
 ) -> Iterator[subprocess.Popen[bytes]]:
+    """A process group of its own, ended with all that is left of it. log: of its output."""
     with open(log, "wb") as out:
-        process = _start(argv, environment, out)
+        leader = _start(argv, environment, out)
         try:
-            yield process
+            yield leader
         finally:
-            _stop(process)
+            _stop(leader)
 
 
 def _start(
@@ -190,7 +191,8 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     process.wait(10)
 
 
-def _await_health(process: subprocess.Popen[bytes], url: str, log: Path, deadline_s: float) -> None:
+def await_health(process: subprocess.Popen[bytes], url: str, log: Path, deadline_s: float) -> None:
+    """Return when ``url``/health answers 200. Raises AfdError with the end of the log."""
     end = time.monotonic() + deadline_s
     while True:
         if process.poll() is not None:

@@ -1,6 +1,7 @@
 """What the sub-commands of `afd bench gpu` share: arguments, the time budget, records."""
 
 import argparse
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +43,7 @@ class Report:
     out: Path | None
     command: str
     machine: str = field(default_factory=machine)
+    _writing: threading.Lock = field(default_factory=threading.Lock)
 
     def add(
         self,
@@ -55,7 +57,7 @@ class Report:
         more_is_better: bool = True,
     ) -> None:
         high, low = (value, peer_value) if more_is_better else (peer_value, value)
-        ratio = high / low if low else float(high == low)
+        ratio = high / low if low else float(high == low)  # no ratio to 0: same or not
         record = Record(
             bench=self.bench,
             case=case,
@@ -70,7 +72,8 @@ class Report:
             date=today(),
         )
         if self.out is not None:
-            write_records(self.out, [record])
+            with self._writing:
+                write_records(self.out, [record])
 
 
 def parser(what: str, doc: str | None, seconds: float) -> argparse.ArgumentParser:

@@ -1,59 +1,31 @@
-"""`afd bench gpu`: deployments on the GPUs of this host against colocated vLLM on one of them.
+"""Tokens and distributions of every topology against eager colocated vLLM.
 
-``identity`` sends one workload (afd/bench/workload.py) to colocated vLLM and to 1A1F deployments,
-eager and with graphs, with either wire, at each depth, and compares greedy tokens and next-token
-distributions. vLLM's kernels choose their tiles by the number of rows, so in bfloat16 a step cut
-into micro-batches rounds differently: the yardstick is colocated vLLM against itself with other
-arrivals. All servers run at once; nothing is timed.
-
-``decode`` keeps a fixed number of requests decoding on one deployment and prints, per depth, the
-time of a step on the device and from step to step.
+One workload (afd/bench/workload.py: mixed lengths, arrivals while others decode, shared prefixes)
+goes to colocated vLLM and to each deployment, at each depth, and greedy tokens and next-token
+distributions are compared. vLLM's kernels choose their tiles by the number of rows, so in bfloat16
+a step cut into micro-batches rounds differently: the yardsticks are colocated vLLM against itself
+with other arrivals, and with its own graphs. All servers run at once; nothing is timed.
 """
 
 import argparse
-import asyncio
-import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
-
-from prometheus_client.parser import text_string_to_metric_families
+from dataclasses import dataclass, replace
 
 from afd.bench.agreement import Agreement, compare, score
-from afd.bench.cases import MAX_LOGPROBS, SETTINGS, tiny_model
-from afd.bench.measure import Scores, check_depth, forced, read_counters
-from afd.bench.measure import Workload as RequestSets
-from afd.bench.records import Record, machine, today, write_records
-from afd.bench.servers import Server, colocated, disaggregated
-from afd.bench.workload import (
-    FIRST_TOKEN,
-    Answer,
-    followers,
-    matching,
-    mixed,
-    open_session,
-    post_completion,
-    run,
-)
-from afd.errors import AfdError
+from afd.bench.cases import MAX_LOGPROBS, SETTINGS
+from afd.bench.gpu.common import Budget, Report, add_model, model_of, parser, report
+from afd.bench.gpu.targets import PEER, Afd, Colocated, Sizes, Target, parse, running, vllm_args
+from afd.bench.measure import Scores, Workload, check_depth, forced, read_counters
+from afd.bench.records import gpu_names
+from afd.bench.servers import Server
+from afd.bench.workload import Answer, followers, matching, mixed, run
+from afd.errors import AfdError, ConfigError
 
-START_S = 400.0
-PEER = "vllm colocated"
+TOPOLOGIES = ("1A1F", "2A1F", "1A2F", "2A2F", "3A1F", "1A3F")
+REFERENCE = Colocated(1, compiled=False)
 _SETTLE_S = 0.3  # the depth reaches the instances with the next message of the control plane
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One deployment: its wire format, and whether decode steps are replayed as graphs."""
-
-    wire: str
-    graphs: bool
-
-    @property
-    def name(self) -> str:
-        return f"1A1F {self.wire} {'graphs' if self.graphs else 'eager'}"
 
 
 @dataclass(frozen=True)
@@ -65,273 +37,149 @@ class Compared:
     agreement: Agreement
 
 
-Reference = tuple[list[Answer], Scores, Compared]
+@dataclass(frozen=True)
+class Reference:
+    """What eager colocated vLLM answered, and its distributions over those texts."""
+
+    answers: list[Answer]
+    scores: Scores
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit status: 0, or 1 if a deployment failed."""
+    """Exit status: 0, or 1 if a server failed."""
     args = _arguments(argv)
-    model = args.model or tiny_model(args.models, "qwen3_moe")
-    if args.what == "decode":
-        return decode(model, args)
-    variants = [Variant(wire, graphs) for wire in args.wire for graphs in args.graphs]
-    found, failed = identity(model, variants, args.depths, args.vllm_args, args.seed)
-    for one in found:
-        a = one.agreement
-        print(
-            f"{one.case:36s} tokens equal {one.match:6.1%}  top-1 {a.top1:.4f}  KL {a.kl:.2e}"
-            f"  ({a.positions} positions)",
-            flush=True,
-        )
-    for name, why in failed.items():
-        print(f"{name}: FAILED: {why}", flush=True)
-    if args.out:
-        command = " ".join(["afd bench gpu", *argv])
-        write_records(args.out, [record for one in found for record in _records(one, command)])
+    budget = Budget(args.seconds)
+    targets = [REFERENCE, Colocated(1), *variants(args)]
+    _, path = model_of(args)
+    sizes = Sizes(
+        int(SETTINGS["max_num_seqs"]),
+        int(SETTINGS["max_model_len"]),
+        args.kv_gib,
+        int(SETTINGS["max_num_batched_tokens"]),
+    )
+    flags = [*vllm_args(args.device, False), f"--max-logprobs={MAX_LOGPROBS}", *args.vllm_args]
+    sets = Workload(mixed(args.seed, vocab=MAX_LOGPROBS), followers(args.seed, vocab=MAX_LOGPROBS))
+    out = report("gpu", args, "identity", argv)
+    failed = False
+    with running(targets, path, sizes, args.device, flags) as servers:
+        failed = len(servers) < len(targets)
+        if REFERENCE not in servers:
+            raise AfdError("without colocated vLLM there is nothing to compare with; see above")
+        reference, itself = _reference(servers[REFERENCE], sets)
+        _tell(itself, args.model, out)
+        others = {target: server for target, server in servers.items() if target != REFERENCE}
+        with ThreadPoolExecutor(len(others)) as pool:
+            jobs = {
+                target: pool.submit(_all, target, server, reference, sets, args, budget, out)
+                for target, server in others.items()
+            }
+            for target, job in jobs.items():
+                try:
+                    job.result()
+                except AfdError as err:
+                    print(f"{target.label}: FAILED: {err}", flush=True)
+                    failed = True
     return 1 if failed else 0
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="afd bench gpu", description=__doc__)
-    parser.add_argument("what", choices=("identity", "decode"))
-    parser.add_argument("--model", type=Path, help="checkpoint; default: the tiny Qwen3-MoE")
-    parser.add_argument(
-        "--models", type=Path, default=Path("models"), help="tiny models, made if missing"
+    made = parser("identity", __doc__, 400.0)
+    add_model(made, "tiny")
+    made.add_argument("--targets", nargs="+", metavar="NAME", help="topologies; default: all")
+    made.add_argument("--depths", type=int, nargs="+", default=[1, 2, 3], choices=(1, 2, 3))
+    made.add_argument("--wires", nargs="+", default=["exact"], choices=("exact", "fp8", "mxfp4"))
+    made.add_argument(
+        "--eager", nargs="*", default=["1A1F"], metavar="NAME", help="topologies run eagerly too"
     )
-    parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 3], choices=(1, 2, 3))
-    parser.add_argument("--wire", nargs="+", default=["exact", "fp8"], choices=("exact", "fp8"))
-    parser.add_argument(
-        "--graphs", nargs="+", type=lambda s: s == "on", default=[False, True], metavar="on|off"
-    )
-    parser.add_argument(
-        "--vllm-args", nargs="*", default=[], help="for every vLLM, ours and theirs"
-    )
-    parser.add_argument("--batch", type=int, default=192, help="decode: requests at a time")
-    parser.add_argument("--prompt", type=int, default=64, help="decode: tokens of a prompt")
-    parser.add_argument("--tokens", type=int, default=400, help="decode: tokens of an answer")
-    parser.add_argument("--seed", type=int, default=1, help="of the prompts and arrivals")
-    parser.add_argument("--out", type=Path, help="result records, as JSON")
-    return parser.parse_args(argv)
+    made.add_argument("--kv-gib", type=float, default=float(SETTINGS["kv_cache_gib"]))
+    return made.parse_args(argv)
 
 
-def identity(
-    model: Path,
-    variants: Sequence[Variant],
-    depths: Sequence[int],
-    vllm_args: Sequence[str],
-    seed: int,
-) -> tuple[list[Compared], dict[str, str]]:
-    """Every variant at every depth against colocated vLLM; and why what failed did."""
-    sets = RequestSets(mixed(seed, vocab=MAX_LOGPROBS), followers(seed, vocab=MAX_LOGPROBS))
-    found: list[Compared] = []
-    failed: dict[str, str] = {}
-    with ThreadPoolExecutor(len(variants) + 1) as pool:
-        reference = pool.submit(_reference, model, sets, vllm_args)
-        jobs = [
-            (v, pool.submit(_variant, model, v, depths, vllm_args, sets, reference.result))
-            for v in variants
-        ]
-        try:
-            found.append(reference.result()[2])
-        except AfdError as err:
-            return [], {PEER: str(err)}
-        for variant, job in jobs:
-            try:
-                found += job.result()
-            except AfdError as err:
-                failed[variant.name] = str(err)
-    return found, failed
-
-
-def _reference(model: Path, sets: RequestSets, vllm_args: Sequence[str]) -> Reference:
-    """Answers and distributions of colocated vLLM, and how far it is from itself."""
-    with colocated(
-        model.absolute(),
-        dtype="bfloat16",
-        max_model_len=int(SETTINGS["max_model_len"]),
-        max_num_seqs=int(SETTINGS["max_num_seqs"]),
-        max_num_batched_tokens=int(SETTINGS["max_num_batched_tokens"]),
-        kv_cache_gib=SETTINGS["kv_cache_gib"],
-        vllm_args=[f"--max-logprobs={MAX_LOGPROBS}", *vllm_args],
-        gpu=0,
-        deadline_s=START_S,
-    ) as server:
-        answers = _answers(server, sets, "first")
-        again = _answers(server, sets.reordered(), "second")
-        texts = forced(sets, answers)
-        scores = score(server.url, server.model, texts)
-        batched = score(server.url, server.model, texts, at_once=True)
-        itself = Compared(
-            "colocated eager, other arrivals", matching(again, answers), compare(scores, batched)
-        )
-        return answers, scores, itself
-
-
-def _variant(
-    model: Path,
-    variant: Variant,
-    depths: Sequence[int],
-    vllm_args: Sequence[str],
-    sets: RequestSets,
-    reference: Callable[[], Reference],
-) -> list[Compared]:
-    with disaggregated(
-        deployment(model, variant, max(depths), vllm_args), deadline_s=START_S
-    ) as server:
-        answers, scores, _ = reference()
-        found = []
-        for depth in depths:
-            server.set_depth(depth)
-            time.sleep(_SETTLE_S)
-            before = read_counters(server.metrics()).steps
-            ours = _answers(server, sets, f"depth{depth}")
-            theirs = score(server.url, server.model, forced(sets, answers))
-            check_depth(before, read_counters(server.metrics()).steps, depth)
-            name = f"{variant.name} depth {depth}"
-            found.append(Compared(name, matching(ours, answers), compare(scores, theirs)))
-        return found
-
-
-def decode(model: Path, args: argparse.Namespace) -> int:
-    """Step times at each depth, one wire after the other. Prints a table."""
-    sizes = {
-        "max_model_len": args.prompt + args.tokens + 16,
-        "max_num_seqs": args.batch,
-        "max_num_batched_tokens": max(1024, args.batch),
-        "kv_cache_gib": 8.0,
-    }
-    for wire in args.wire:
-        variant = Variant(wire, graphs=True)
-        config = deployment(model, variant, max(args.depths), args.vllm_args, sizes)
-        with disaggregated(config, deadline_s=START_S) as server:
-            for depth in args.depths:
-                server.set_depth(depth)
-                time.sleep(_SETTLE_S)
-                timing = steady_decode(server, args.batch, args.prompt, args.tokens, depth)
-                print(
-                    f"1A1F {wire} depth {depth}: batch {args.batch}, step on the device"
-                    f" {timing.device_s * 1e3:.3f} ms, from step to step {timing.step_s * 1e3:.3f}"
-                    f" ms, {timing.steps} steps",
-                    flush=True,
-                )
-    return 0
-
-
-@dataclass(frozen=True)
-class StepTiming:
-    """Means over ``steps`` steps: on the device, and from one step to the next."""
-
-    device_s: float
-    step_s: float
-    steps: int
-
-
-def steady_decode(server: Server, batch: int, prompt: int, tokens: int, depth: int) -> StepTiming:
-    """``batch`` requests decode together; measured in the middle, when all of them run.
-
-    Raises:
-        AfdError: a request failed, or no step was replayed at this depth.
-    """
-    draw = random.Random(depth)
-    bodies = [
-        {
-            "model": server.model,
-            "prompt": [draw.randrange(FIRST_TOKEN, MAX_LOGPROBS) for _ in range(prompt)],
-            "max_tokens": tokens,
-            "ignore_eos": True,
-        }
-        for _ in range(batch)
+def variants(args: argparse.Namespace) -> list[Target]:
+    """Every deployment to compare; on the exact wire some eagerly too."""
+    gpus = len(gpu_names())
+    names = args.targets or [
+        name for name in TOPOLOGIES if args.device == "cpu" or parse(name).gpus <= max(2, gpus)
     ]
-
-    async def run_all() -> None:
-        async with open_session() as session:
-            await asyncio.gather(*(post_completion(session, server.url, b) for b in bodies))
-
-    with ThreadPoolExecutor(1) as pool:
-        job = pool.submit(asyncio.run, run_all())
-        while sample_sum(server.metrics(), "vllm:num_requests_running") < batch:
-            if job.done():
-                job.result()
-                raise AfdError(f"{batch} requests never ran together; raise --tokens")
-            time.sleep(0.02)
-        time.sleep(0.2)
-        first, then = _read(server, depth)
-        while not job.done() and _read(server, depth)[0][0] - first[0] < tokens // 2:
-            time.sleep(0.05)
-        last, now = _read(server, depth)
-        job.result()
-    steps = int(last[0] - first[0])
-    if steps == 0:
-        raise AfdError(f"no step was replayed at depth {depth}; see the log of attention-0")
-    return StepTiming((last[1] - first[1]) / steps, (now - then) / steps, steps)
+    found: list[Target] = []
+    for name in names:
+        for wire in args.wires:
+            target = parse(name, wire)
+            if not isinstance(target, Afd):
+                raise ConfigError(f"{name} is no topology; name deployments such as 2A2F")
+            found.append(target)
+            if wire == "exact" and name in args.eager and args.device != "cpu":
+                found.append(replace(target, graphs=False))
+    return found
 
 
-def _read(server: Server, depth: int) -> tuple[tuple[float, float], float]:
-    """((replayed steps, their seconds), the moment)."""
-    text = server.metrics()
-    moment = time.monotonic()
-    steps = sample_sum(text, "afd_graph_steps_total", depth)
-    return (steps, sample_sum(text, "afd_graph_step_seconds_total", depth)), moment
+def _reference(server: Server, sets: Workload) -> tuple[Reference, Compared]:
+    """And how far colocated vLLM is from itself when arrivals and batches differ."""
+    answers = _answers(server, sets, "first")
+    again = _answers(server, sets.reordered(), "second")
+    texts = forced(sets, answers)
+    scores = score(server.url, server.model, texts)
+    batched = score(server.url, server.model, texts, at_once=True)
+    itself = Compared(
+        "colocated eager, other arrivals", matching(again, answers), compare(scores, batched)
+    )
+    return Reference(answers, scores), itself
 
 
-def sample_sum(exposition: str, name: str, depth: int | None = None) -> float:
-    """Sum of a metric's samples, of one depth if it is given."""
-    total = 0.0
-    for family in text_string_to_metric_families(exposition):
-        for sample in family.samples:
-            if sample.name == name and sample.labels.get("depth") in (None, str(depth)):
-                total += sample.value
-    return total
+def _all(
+    target: Target,
+    server: Server,
+    reference: Reference,
+    sets: Workload,
+    args: argparse.Namespace,
+    budget: Budget,
+    out: Report,
+) -> None:
+    """Every comparison of one server, told as it comes."""
+    for found in _compared(target, server, reference, sets, args.depths, budget):
+        _tell(found, args.model, out)
 
 
-def deployment(
-    model: Path,
-    variant: Variant,
-    max_depth: int,
-    vllm_args: Sequence[str],
-    sizes: Mapping[str, int | float] = SETTINGS,
-) -> dict[str, object]:
-    """Contents of the deployment file of a variant. sizes: of its attention section."""
-    return {
-        "model": str(model.absolute()),
-        "attention": {
-            **sizes,
-            "device": "cuda",
-            "dtype": "bfloat16",
-            "vllm_args": [f"--max-logprobs={MAX_LOGPROBS}", *vllm_args],
-        },
-        "ffn": {"device": "cuda"},
-        "pipeline": {"depth": max_depth, "min_rows": 1, "graphs": variant.graphs},
-        "wire": {"format": variant.wire},
-        "control": {"timeout_s": 15.0},
-        "deadlines": {"start_s": START_S},
-    }
+def _compared(
+    target: Target,
+    server: Server,
+    reference: Reference,
+    sets: Workload,
+    depths: Sequence[int],
+    budget: Budget,
+) -> Iterator[Compared]:
+    def against(case: str, salt: str) -> Compared:
+        ours = _answers(server, sets, salt)
+        theirs = score(server.url, server.model, forced(sets, reference.answers))
+        return Compared(case, matching(ours, reference.answers), compare(reference.scores, theirs))
+
+    if isinstance(target, Colocated):
+        yield against("colocated with graphs", "graphs")
+        return
+    for depth in depths:
+        if not budget.allows(f"{target.label} depth {depth}"):
+            return
+        server.set_depth(depth)
+        time.sleep(_SETTLE_S)
+        before = read_counters(server.metrics()).steps
+        found = against(f"{target.label} depth {depth}", f"depth{depth}")
+        check_depth(before, read_counters(server.metrics()).steps, depth)
+        yield found
 
 
-def _answers(server: Server, sets: RequestSets, salt: str) -> list[Answer]:
+def _answers(server: Server, sets: Workload, salt: str) -> list[Answer]:
     answers = run(server.url, server.model, sets.mixed, salt=salt)
     return answers + run(server.url, server.model, sets.followers, salt=salt)
 
 
-def _records(one: Compared, command: str) -> list[Record]:
-    values = [
-        ("match", one.match, "fraction of requests", 1.0),
-        ("top1", one.agreement.top1, "fraction of positions", 1.0),
-        ("kl", one.agreement.kl, "nats", 0.0),
-    ]
-    return [
-        Record(
-            bench="gpu",
-            case=one.case,
-            metric=metric,
-            value=value,
-            unit=unit,
-            peer=PEER,
-            peer_value=peer,
-            ratio=value / peer if peer else float(value == peer),
-            machine=machine(),
-            command=command,
-            date=today(),
-        )
-        for metric, value, unit, peer in values
-    ]
+def _tell(one: Compared, model: str, out: Report) -> None:
+    a = one.agreement
+    print(
+        f"{one.case:36s} tokens equal {one.match:6.1%}  top-1 {a.top1:.4f}  KL {a.kl:.2e}"
+        f"  ({a.positions} positions)",
+        flush=True,
+    )
+    case = f"{model} {one.case}"
+    out.add(case, "match", one.match, "fraction of requests", PEER, 1.0)
+    out.add(case, "top1", a.top1, "fraction of positions", PEER, 1.0)
+    out.add(case, "kl", a.kl, "nats", PEER, 0.0, more_is_better=False)
