@@ -108,6 +108,9 @@ def test_what_is_deployed_is_a_valid_deployment(graphs):
     assert config.attention.instances == 2 and config.attention.max_num_seqs == 32
     assert config.metrics.stage_every == 4 and config.attention.vllm_args == ("--x=1",)
     assert settings_of(Colocated(2, 2), SIZES)["max_num_seqs"] == 32
+    # the same cache in all: two attention GPUs of three, two replicas of two GPUs, one of four
+    caches = [settings_of(t, SIZES)["kv_cache_gib"] for t in (target, Colocated(2, 2), Afd(1, 3))]
+    assert caches == [3.0, 2.0, 8.0]
 
 
 def test_unknown_commands_and_helps(capsys):
@@ -192,7 +195,7 @@ def test_requests_are_the_same_for_every_server():
 
 
 def cell(target, requests, tpot_s, depth=0, context=1024):
-    return Cell(target, depth, requests, context, tpot_s, Prediction(tpot_s, 1.0, ""))
+    return Cell(target, depth, requests, context, tpot_s, Prediction(tpot_s, 0.0, 1.0, ""))
 
 
 PLAN = Plan((64,), (1024,), (3,), (0.05, 0.1), 1.0, stretch=4.0, kv_bytes=1e9)
@@ -208,9 +211,10 @@ def test_the_best_cell_keeps_to_the_time_per_token_of_the_whole_model():
     assert best(cells, 1024, 0.05, 4.0, ours=True) is cells[0]  # 4 * 20 ms is over 50 ms
     assert best(cells, 1024, 0.1, 4.0, ours=True) is cells[1]
     assert best(cells, 1024, 0.1, 4.0, ours=False) is cells[2]  # 4 * 26 ms is over 100 ms
+    assert Cell(Afd(1, 1), 1, 1, 1, 0.01, Prediction(0.0, 0.004, 1, "")).whole_s(3) == 0.022
     text = table(cells, PLAN)
     assert "| 1024 | 50 ms | 2A2F exact depth 3 batch 64 | 1600 |" in text
-    assert f"{3200 / (64 / 0.009 / 4):.2f}" in text
+    assert f"{1600 / (64 / 0.009 / 4):.2f}" in text
     assert "none" in table(cells[:2], PLAN)
 
 

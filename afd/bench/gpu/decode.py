@@ -3,9 +3,9 @@
 All servers run the same requests on the same weights, so on the same routing, and all GPUs count.
 Batches rise until no server is below the longest time per token that is asked for. Prompts are
 filled instead of computed (--computed computes them), because a prefill of every cell would take
-longer than its measurement. Times per token are of the slice; the column "whole" is what they would
-be with all layers of the model, if every layer took as long as those of the slice on average: an
-upper bound, since sampling and scheduling do not grow with the layers.
+longer than its measurement. Rates and times are of the slice. What the whole model's time per token
+would be ("whole") is an estimate: the cost model's time outside of the layers, and all layers at
+the pace of the slice's.
 """
 
 import argparse
@@ -55,6 +55,11 @@ class Cell:
         """Output tokens per second and GPU."""
         return self.requests / self.tpot_s / self.target.gpus
 
+    def whole_s(self, stretch: float) -> float:
+        """Estimated time per token of a model of ``stretch`` times the layers."""
+        rest = min(self.predicted.rest_s, self.tpot_s)
+        return rest + (self.tpot_s - rest) * stretch
+
     @property
     def name(self) -> str:
         depth = f" depth {self.depth}" if self.depth else ""
@@ -64,7 +69,7 @@ class Cell:
 @dataclass(frozen=True)
 class Plan:
     """tpots_s: longest times per token that count, of the whole model. stretch: layers of the whole
-    model over the slice's. kv_bytes: cache per GPU."""
+    model over the slice's. kv_bytes: cache per GPU, those without one counted too."""
 
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
@@ -118,7 +123,9 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     made.add_argument("--tpot-ms", type=float, nargs="+", default=[50.0, 100.0])
     made.add_argument("--window", type=float, default=1.5, help="seconds per cell")
     made.add_argument("--answer", type=int, default=_ANSWER, help="most tokens of an answer")
-    made.add_argument("--kv-gib", type=float, default=12.0, help="KV cache per GPU and server")
+    made.add_argument(
+        "--kv-gib", type=float, default=8.0, help="KV cache of a server, per GPU it has"
+    )
     made.add_argument("--computed", action="store_true", help="compute prompts, fill none")
     return made.parse_args(argv)
 
@@ -152,6 +159,7 @@ def measure(
                 if not budget.allows(f"{target.label} batch {requests} context {context}", 5.0):
                     return
                 needed = kv_bytes(target, requests, context + args.answer, model)
+                needed *= target.replicas * target.kv_gpus / target.gpus
                 if needed > plan.kv_bytes:
                     print(
                         f"{target.label} batch {requests} context {context}: its KV cache of"
@@ -163,7 +171,7 @@ def measure(
                 load = Load(requests, context, sizes.length, piece.sizes.vocab, args.seed)
                 found = list(_of_server(target, server, load, plan, model, accelerator))
                 yield from found
-                if all(cell.tpot_s * plan.stretch > plan.tpots_s[-1] for cell in found):
+                if all(cell.whole_s(plan.stretch) > plan.tpots_s[-1] for cell in found):
                     slow.add(target)
 
 
@@ -184,7 +192,7 @@ def _of_server(
 
 
 def kv_bytes(target: Target, requests: int, length: int, model: ModelSpec) -> float:
-    """Cache per GPU when every request is ``length`` tokens long."""
+    """Cache of each GPU that has one when every request is ``length`` tokens long."""
     each = -(-requests // target.replicas)
     shards = min(group.attention.kv_shards(target.kv_gpus) for group in model.groups)
     return each * model.kv_stored_bytes(length, "bfloat16") / shards
@@ -199,7 +207,7 @@ def best(
         for cell in cells
         if cell.context == context
         and isinstance(cell.target, Afd) == ours
-        and cell.tpot_s * stretch <= tpot_s
+        and cell.whole_s(stretch) <= tpot_s
     ]
     return max(fitting, key=lambda cell: cell.per_gpu, default=None)
 
@@ -208,7 +216,7 @@ def _tell(cell: Cell, plan: Plan) -> None:
     said = cell.predicted
     print(
         f"{cell.name} batch {cell.requests} context {cell.context}: {cell.per_gpu:.0f} tokens/s/GPU"
-        f", step {cell.tpot_s * 1e3:.2f} ms (whole {cell.tpot_s * plan.stretch * 1e3:.1f} ms);"
+        f", step {cell.tpot_s * 1e3:.2f} ms (whole {cell.whole_s(plan.stretch) * 1e3:.1f} ms);"
         f" predicted {said.tokens_per_s_per_gpu:.0f}, {said.tpot_s * 1e3:.2f} ms: {said.words}",
         flush=True,
     )

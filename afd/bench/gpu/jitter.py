@@ -78,7 +78,9 @@ def _kv_gib(path: str, targets: Sequence[Target], requests: int, length: int) ->
     from afd.planner.facts.model_hf import load_model
 
     model = load_model(path)
-    most = max(kv_bytes(target, requests, length, model) for target in targets)
+    most = max(
+        kv_bytes(t, requests, length, model) * t.replicas * t.kv_gpus / t.gpus for t in targets
+    )
     return 1.1 * most / 2**30 + 0.1
 
 

@@ -14,9 +14,11 @@ from afd.planner.facts.precision import PRECISIONS
 
 @dataclass(frozen=True)
 class Prediction:
-    """tpot_s: of one step. words: where the time goes, for the table."""
+    """tpot_s: of one step. rest_s: the part of it outside of the layers. words: where the time
+    goes, for the table."""
 
     tpot_s: float
+    rest_s: float
     tokens_per_s_per_gpu: float
     words: str
 
@@ -64,7 +66,7 @@ def _disaggregated(
         f"attention {_stage(remote.attention)}, ffn {_stage(remote.ffn)}, wire"
         f" {(remote.to_ffn + remote.to_attention) * 1e6:.0f} us, busiest side busy {busy:.2f}"
     )
-    return Prediction(step, tokens_per_gpu_second(shape, step), words)
+    return Prediction(step, stages.rest_s, tokens_per_gpu_second(shape, step), words)
 
 
 def _colocated(
@@ -87,7 +89,8 @@ def _colocated(
     step = colocated_step(model, shape, efficiency)
     last = step.layers[-1]
     words = f"layer {_stage(last.compute)}, exchange {last.exchange_s * 1e6:.0f} us"
-    return Prediction(step.seconds, requests / step.seconds / target.gpus, words)
+    rate = requests / step.seconds / target.gpus
+    return Prediction(step.seconds, step.rest_s, rate, words)
 
 
 def _stage(stage: StageTime) -> str:

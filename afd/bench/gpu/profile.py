@@ -59,6 +59,10 @@ class Calls:
         return sum(self.waits.values()) / self.launches, self.to_host / self.launches
 
 
+_STOP_S = 300.0
+"""vLLM sums its profile up before it answers."""
+
+
 def calls(trace: Mapping[str, Any]) -> Calls:
     """Counts of a trace in Chrome's format, as PyTorch's profiler writes it. Pure."""
     waits: Counter[str] = Counter()
@@ -93,8 +97,8 @@ def main(argv: Sequence[str]) -> int:
             load = Load(args.batch, args.context, sizes.length, piece.sizes.vocab, args.seed)
             asyncio.run(_profile(server, ffn, load, args))
         found = {
-            "attention": calls(_trace_of(Path(folder, "attention"), START_S)),
-            "ffn": calls(_trace_of(Path(folder, "ffn"), START_S)),
+            "attention": calls(_trace_of(Path(folder, "attention"), 5.0)),
+            "ffn": calls(_trace_of(Path(folder, "ffn"), 5.0)),
         }
     return _judge(found, piece.sizes.layers, args, out)
 
@@ -168,15 +172,15 @@ async def _profile(
 ) -> None:
     server.set_depth(args.depth)
     async with held(server, load):
-        await asyncio.to_thread(_post, f"{server.url}/start_profile")
         ffn.send_signal(signal.SIGUSR1)
+        await asyncio.to_thread(_post, f"{server.url}/start_profile")
         await asyncio.sleep(args.profiled_s)
-        ffn.send_signal(signal.SIGUSR2)
         await asyncio.to_thread(_post, f"{server.url}/stop_profile")
+        ffn.send_signal(signal.SIGUSR2)
 
 
 def _post(url: str) -> None:
-    with urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=120):
+    with urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=_STOP_S):
         pass
 
 

@@ -1,7 +1,8 @@
 """An FFN instance under PyTorch's profiler: `... TRACE --role-file FILE`.
 
-SIGUSR1 starts the profiler, SIGUSR2 ends it and writes its trace. Both run in the thread of the
-loop, between two of its steps or in a wait of it.
+SIGUSR1 starts the profiler and SIGUSR2 ends it, both in the thread of the loop, between two of its
+steps or in a wait of it. The trace is written when the instance ends: that takes seconds, and its
+peers would wait for it.
 """
 
 import signal
@@ -27,13 +28,12 @@ def main(trace: Path, role_file: Path) -> int:
 
     def stop(_signum: int, _frame: FrameType | None) -> None:
         profiler.stop()
-        partial = trace.with_suffix(".partial")
-        profiler.export_chrome_trace(str(partial))
-        partial.rename(trace)
 
     signal.signal(signal.SIGUSR1, start)
     signal.signal(signal.SIGUSR2, stop)
-    return run_role(load_role(role_file), role_file)
+    status = run_role(load_role(role_file), role_file)
+    profiler.export_chrome_trace(str(trace))
+    return status
 
 
 if __name__ == "__main__":

@@ -121,7 +121,8 @@ def _balanced_first(gpus: int) -> list[int]:
 @dataclass(frozen=True)
 class Sizes:
     """Limits that every server of a run is given. requests: over all schedulers. length: tokens of
-    a request, prompt and answer. kv_gib: KV cache per GPU that has one. step_tokens: of a step."""
+    a request, prompt and answer. kv_gib: KV cache per GPU, those without one counted too: every
+    server has room for the same number of tokens. step_tokens: of a step."""
 
     requests: int
     length: int
@@ -136,7 +137,7 @@ def settings_of(target: Target, sizes: Sizes) -> dict[str, int | float]:
         "max_model_len": sizes.length,
         "max_num_seqs": requests,
         "max_num_batched_tokens": max(sizes.step_tokens, requests),
-        "kv_cache_gib": sizes.kv_gib,
+        "kv_cache_gib": sizes.kv_gib * target.gpus / (target.replicas * target.kv_gpus),
     }
 
 
