@@ -15,7 +15,16 @@ from afd.bench.gpu.decode import Cell, Plan, best, table
 from afd.bench.gpu.load import Load, Steady, rate
 from afd.bench.gpu.predict import Prediction, predict
 from afd.bench.gpu.slices import SLICES, find
-from afd.bench.gpu.targets import Afd, Colocated, Sizes, best_for, deployment, parse, settings_of
+from afd.bench.gpu.targets import (
+    Afd,
+    Colocated,
+    Sizes,
+    best_for,
+    deployment,
+    graph_args,
+    parse,
+    settings_of,
+)
 from afd.bench.records import read_records
 from afd.bench.scrape import StageTimes
 from afd.bench.stages import Totals
@@ -105,12 +114,21 @@ def test_what_is_deployed_is_a_valid_deployment(graphs):
     target = Afd(2, 1, "fp8", graphs, stage_every=4)
     config = Deployment.from_plain(deployment(target, Path("m"), SIZES, "cuda", ["--x=1"]))
     assert replays(config) is graphs and config.wire.format == "fp8"
-    assert config.attention.instances == 2 and config.attention.max_num_seqs == 32
+    assert config.attention.instances == 2 and config.attention.max_num_seqs == 40
     assert config.metrics.stage_every == 4 and config.attention.vllm_args == ("--x=1",)
-    assert settings_of(Colocated(2, 2), SIZES)["max_num_seqs"] == 32
+    assert settings_of(Colocated(2, 2), SIZES)["max_num_seqs"] == 40
+    assert settings_of(Colocated(4), SIZES)["max_num_seqs"] == 64
     # the same cache in all: two attention GPUs of three, two replicas of two GPUs, one of four
     caches = [settings_of(t, SIZES)["kv_cache_gib"] for t in (target, Colocated(2, 2), Afd(1, 3))]
     assert caches == [3.0, 2.0, 8.0]
+
+
+def test_graphs_are_captured_for_the_batches_of_a_run():
+    sizes = Sizes(1024, 1624, 2.0, batches=(64, 1024))
+    assert graph_args(Colocated(4), sizes) == ["--cudagraph-capture-sizes", "64", "1024"]
+    # evenly dealt, and as unevenly as there is room for
+    assert graph_args(Afd(2, 2), sizes)[1:] == ["32", "40", "512", "576"]
+    assert graph_args(Afd(2, 2), SIZES) == []
 
 
 def test_unknown_commands_and_helps(capsys):

@@ -11,7 +11,7 @@ the pace of the slice's.
 import argparse
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from afd.bench.gpu.common import Budget, Report, add_model, model_of, parser, report
 from afd.bench.gpu.load import Load, steady
@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
         piece.full_layers / piece.sizes.layers,
         args.kv_gib * _GIB,
     )
-    sizes = Sizes(max(plan.batches), max(plan.contexts) + args.answer, args.kv_gib)
+    sizes = Sizes(max(plan.batches), max(plan.contexts) + args.answer, args.kv_gib, plan.batches)
     flags = [*vllm_args(args.device, not args.computed), *args.vllm_args]
     out = report("gpu", args, "decode", argv)
     with running(targets, path, sizes, args.device, flags) as servers:
@@ -117,6 +117,10 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--targets", nargs="+", metavar="NAME", help="2A2F TP4 DP4+EP TP2xDP2; default: all"
     )
     made.add_argument("--wire", default="exact", choices=("exact", "fp8"))
+    made.add_argument(
+        "--peers", default="compiled", choices=("compiled", "graphs"),
+        help="how vLLM runs: as it comes, or without torch.compile, which starts sooner",
+    )  # fmt: skip
     made.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 16_384])
     made.add_argument("--batches", type=int, nargs="+", default=[64, 128, 256, 512, 1024])
     made.add_argument("--depths", type=int, nargs="+", default=[3, 2, 1], choices=(1, 2, 3))
@@ -131,12 +135,12 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _targets(args: argparse.Namespace) -> list[Target]:
-    if args.targets:
-        return [parse(name, args.wire) for name in args.targets]
     gpus = args.gpus or len(gpu_names())
-    if gpus < 2:
+    if not args.targets and gpus < 2:
         raise ConfigError("a comparison needs two GPUs or more; name --targets for a dry run")
-    return best_for(gpus, args.wire)
+    named = [parse(name, args.wire) for name in args.targets or ()]
+    found = named or best_for(gpus, args.wire)
+    return [t if isinstance(t, Afd) else replace(t, mode=args.peers) for t in found]
 
 
 def measure(

@@ -57,7 +57,8 @@ def main(argv: Sequence[str]) -> int:
     marked = [_afd(name, args.wire) for name in args.targets]
     targets = [*marked, *(replace(target, stage_every=0) for target in marked)]
     piece, path = model_of(args)
-    sizes = Sizes(max(args.batches), args.context + args.answer, args.kv_gib)
+    batches = tuple(args.batches)
+    sizes = Sizes(max(batches), args.context + args.answer, args.kv_gib, batches)
     flags = [*vllm_args(args.device, True), *args.vllm_args]
     out = report("gpu", args, "efficiency", argv)
     count = 0

@@ -24,7 +24,7 @@ from afd.bench.workload import Answer, followers, matching, mixed, run
 from afd.errors import AfdError, ConfigError
 
 TOPOLOGIES = ("1A1F", "2A1F", "1A2F", "2A2F", "3A1F", "1A3F")
-REFERENCE = Colocated(1, compiled=False)
+REFERENCE = Colocated(1, mode="eager")
 _SETTLE_S = 0.3  # the depth reaches the instances with the next message of the control plane
 
 
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
         int(SETTINGS["max_num_seqs"]),
         int(SETTINGS["max_model_len"]),
         args.kv_gib,
-        int(SETTINGS["max_num_batched_tokens"]),
+        step_tokens=int(SETTINGS["max_num_batched_tokens"]),
     )
     flags = [*vllm_args(args.device, False), f"--max-logprobs={MAX_LOGPROBS}", *args.vllm_args]
     sets = Workload(mixed(args.seed, vocab=MAX_LOGPROBS), followers(args.seed, vocab=MAX_LOGPROBS))

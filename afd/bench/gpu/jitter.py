@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     # The load's requests have to outlast the one that is timed.
     length = args.prompt + args.steps + args.steps // 4 + 256
     kv_gib = _kv_gib(str(path), targets, args.batch, length)
-    sizes = Sizes(args.batch, length, kv_gib)
+    sizes = Sizes(args.batch, length, kv_gib, (args.batch,))
     flags = [*vllm_args(args.device, True), *args.vllm_args]
     out = report("gpu", args, "jitter", argv)
     found: dict[Target, Jitter] = {}

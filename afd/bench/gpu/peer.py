@@ -82,7 +82,8 @@ def main(argv: Sequence[str]) -> int:
             " https://github.com/vllm-project/afd-plugin"
         )
     recipes = [RECIPES[name] for name in args.recipes]
-    sizes = Sizes(max(args.batches), args.context + args.answer, args.kv_gib)
+    batches = tuple(args.batches)
+    sizes = Sizes(max(batches), args.context + args.answer, args.kv_gib, batches)
     flags = [*vllm_args(args.device, True), *args.vllm_args]
     if args.dry_run:
         for recipe in recipes:

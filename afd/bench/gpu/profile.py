@@ -25,7 +25,7 @@ from typing import Any
 
 from afd.bench.gpu.common import Report, add_model, model_of, parser, report
 from afd.bench.gpu.load import Load, held
-from afd.bench.gpu.targets import START_S, Afd, Sizes, deployment, vllm_args
+from afd.bench.gpu.targets import START_S, Afd, Sizes, deployment, graph_args, vllm_args
 from afd.bench.servers import Server, await_health, process
 from afd.config import Deployment
 from afd.errors import AfdError, DeadlineExceeded
@@ -90,7 +90,8 @@ def main(argv: Sequence[str]) -> int:
     made.add_argument("--profiled-s", type=float, default=0.3, help="under the profilers")
     args = made.parse_args(argv)
     piece, path = model_of(args)
-    sizes = Sizes(args.batch, args.context + 4_000, 8.0 if args.device != "cpu" else 0.25)
+    kv_gib = 8.0 if args.device != "cpu" else 0.25
+    sizes = Sizes(args.batch, args.context + 4_000, kv_gib, (args.batch,))
     out = report("gpu", args, "profile", argv)
     with tempfile.TemporaryDirectory(prefix="afd-profile-") as folder:
         with roles(Path(folder), path, sizes, args) as (server, ffn):
@@ -136,12 +137,14 @@ def roles(
         "torch_profiler_use_gzip": False,
         "ignore_frontend": True,
     }
+    target = Afd(1, 1)
     flags = [
         *vllm_args(args.device, True),
+        *([] if args.device == "cpu" else graph_args(target, sizes)),
         f"--profiler-config={json.dumps(profiler)}",
         *args.vllm_args,
     ]
-    plain = deployment(Afd(1, 1), model, sizes, args.device, flags)
+    plain = deployment(target, model, sizes, args.device, flags)
     attention = plain["attention"]
     assert isinstance(attention, dict)
     attention["port"] = 0

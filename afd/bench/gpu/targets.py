@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from afd.bench.servers import Server, colocated, disaggregated
 from afd.errors import AfdError, ConfigError
@@ -62,11 +63,12 @@ class Afd:
 @dataclass(frozen=True)
 class Colocated:
     """Plain vLLM: dp replicas of tp GPUs each. With more than one replica the experts are divided
-    over all GPUs (expert parallelism). compiled: vLLM's defaults, torch.compile and graphs."""
+    over all GPUs (expert parallelism). mode: ``compiled`` is vLLM's default of torch.compile and
+    graphs, whose start takes longest; ``graphs`` has graphs of decode steps only."""
 
     tp: int
     dp: int = 1
-    compiled: bool = True
+    mode: Literal["compiled", "graphs", "eager"] = "compiled"
 
     @property
     def gpus(self) -> int:
@@ -88,7 +90,7 @@ class Colocated:
 
     @property
     def label(self) -> str:
-        return self.name + ("" if self.compiled else " eager")
+        return self.name + ("" if self.mode == "compiled" else f" {self.mode}")
 
 
 Target = Afd | Colocated
@@ -122,23 +124,40 @@ def _balanced_first(gpus: int) -> list[int]:
 class Sizes:
     """Limits that every server of a run is given. requests: over all schedulers. length: tokens of
     a request, prompt and answer. kv_gib: KV cache per GPU, those without one counted too: every
-    server has room for the same number of tokens. step_tokens: of a step."""
+    server has room for the same number of tokens. batches: requests at a time, over all schedulers,
+    whose decode steps are to be graphs; () leaves the sizes to vLLM. step_tokens: of a step."""
 
     requests: int
     length: int
     kv_gib: float
+    batches: tuple[int, ...] = ()
     step_tokens: int = 2048
 
 
 def settings_of(target: Target, sizes: Sizes) -> dict[str, int | float]:
     """Keyword arguments of :func:`afd.bench.servers.colocated`, keys of a section attention."""
-    requests = -(-sizes.requests // target.replicas)
+    requests = share(target, sizes.requests)
     return {
         "max_model_len": sizes.length,
         "max_num_seqs": requests,
         "max_num_batched_tokens": max(sizes.step_tokens, requests),
         "kv_cache_gib": sizes.kv_gib * target.gpus / (target.replicas * target.kv_gpus),
     }
+
+
+def share(target: Target, requests: int) -> int:
+    """Requests that one scheduler must have room for: vLLM's balancer does not deal them evenly."""
+    if target.replicas == 1:
+        return requests
+    each = -(-requests // target.replicas)
+    return -(-(each + max(4, each // 8)) // 8) * 8
+
+
+def graph_args(target: Target, sizes: Sizes) -> list[str]:
+    """vLLM captures sizes up to 512 in steps of 16 at most, where a run needs a few, also above."""
+    even = {-(-batch // target.replicas) for batch in sizes.batches}
+    found = sorted(even | {share(target, batch) for batch in sizes.batches})
+    return ["--cudagraph-capture-sizes", *map(str, found)] if found else []
 
 
 def vllm_args(device: str, filled: bool) -> list[str]:
@@ -163,7 +182,8 @@ def deployment(
             "dtype": "bfloat16",
             "vllm_args": list(args),
         },
-        "ffn": {"instances": target.ffn, "device": device},
+        # A profiler that starts, or a kernel that is compiled, is no reason to drop an instance.
+        "ffn": {"instances": target.ffn, "device": device, "late_ms": 20_000.0},
         "pipeline": {"depth": depth, "min_rows": 1, "graphs": target.graphs},
         "wire": {"format": target.wire},
         "control": {"timeout_s": 15.0},
@@ -178,8 +198,9 @@ def serve(
 ) -> Iterator[Server]:
     """A running server of this target on the first GPUs. Raises AfdError."""
     with contextlib.ExitStack() as stack:
+        flags = [*args, *([] if device == "cpu" else graph_args(target, sizes))]
         if isinstance(target, Afd):
-            config = deployment(target, model, sizes, device, args)
+            config = deployment(target, model, sizes, device, flags)
             yield stack.enter_context(disaggregated(config, deadline_s=START_S))
             return
         parallel = []
@@ -189,12 +210,14 @@ def serve(
             parallel = [f"--tensor-parallel-size={target.tp}"]
         if target.dp > 1:
             parallel += [f"--data-parallel-size={target.dp}", "--enable-expert-parallel"]
+        if target.mode == "graphs" and device != "cpu":
+            parallel.append('--compilation-config={"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY"}')
         yield stack.enter_context(
             colocated(
                 model.absolute(),
                 dtype="bfloat16",
-                vllm_args=[*parallel, *args],
-                compiled=target.compiled and device != "cpu",
+                vllm_args=[*parallel, *flags],
+                compiled=target.mode != "eager" and device != "cpu",
                 gpus=() if device == "cpu" else range(target.gpus),
                 deadline_s=START_S,
                 **settings_of(target, sizes),
