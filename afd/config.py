@@ -119,6 +119,9 @@ class Pipeline(_Section):
     depth: int = Field(default=3, ge=1, le=MAX_DEPTH)  # micro-batches in flight per step
     min_rows: int = Field(default=4, ge=1)  # fewest rows worth a micro-batch of their own
     graphs: bool = True  # GPUs: replay decode steps as captured graphs, on both sides
+    # prepare the next step while a replayed one runs; an FFN instance that dies in a step then ends
+    # the attention instances' engines
+    lookahead: bool = False
 
 
 class Wire(_Section):

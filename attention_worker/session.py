@@ -125,6 +125,7 @@ class AttentionSession:
             self._metrics,
             self._resolved.deployment.deadlines.ffn_s,
             self._resolved.deployment.metrics.stage_every,
+            self._resolved.deployment.pipeline.lookahead,
         )
 
     @property

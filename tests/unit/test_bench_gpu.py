@@ -282,7 +282,7 @@ def test_identity_runs_every_topology_that_fits(monkeypatch):
     args = identity._arguments(["--wires", "exact", "fp8"])
     labels = [target.label for target in identity.variants(args)]
     assert labels == [
-        "1A1F exact", "1A1F exact eager", "1A1F fp8",
+        "1A1F exact", "1A1F exact lookahead", "1A1F exact eager", "1A1F fp8",
         "2A1F exact", "2A1F fp8", "1A2F exact", "1A2F fp8",
     ]  # fmt: skip
     args = identity._arguments(["--targets", "TP2"])

@@ -118,6 +118,9 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     made.add_argument("--wire", default="exact", choices=("exact", "fp8"))
     made.add_argument(
+        "--lookahead", action="store_true", help="pipeline.lookahead of our deployments"
+    )
+    made.add_argument(
         "--peers", default="compiled", choices=("compiled", "graphs"),
         help="how vLLM runs: as it comes, or without torch.compile, which starts sooner",
     )  # fmt: skip
@@ -140,7 +143,10 @@ def _targets(args: argparse.Namespace) -> list[Target]:
         raise ConfigError("a comparison needs two GPUs or more; name --targets for a dry run")
     named = [parse(name, args.wire) for name in args.targets or ()]
     found = named or best_for(gpus, args.wire)
-    return [t if isinstance(t, Afd) else replace(t, mode=args.peers) for t in found]
+    return [
+        replace(t, lookahead=args.lookahead) if isinstance(t, Afd) else replace(t, mode=args.peers)
+        for t in found
+    ]
 
 
 def measure(

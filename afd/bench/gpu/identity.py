@@ -91,12 +91,16 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     made.add_argument(
         "--eager", nargs="*", default=["1A1F"], metavar="NAME", help="topologies run eagerly too"
     )
+    made.add_argument(
+        "--lookahead", nargs="*", default=["1A1F"], metavar="NAME",
+        help="topologies run with pipeline.lookahead too",
+    )  # fmt: skip
     made.add_argument("--kv-gib", type=float, default=float(SETTINGS["kv_cache_gib"]))
     return made.parse_args(argv)
 
 
 def variants(args: argparse.Namespace) -> list[Target]:
-    """Every deployment to compare; on the exact wire some eagerly too."""
+    """Every deployment to compare; on the exact wire some with lookahead and eagerly too."""
     gpus = len(gpu_names())
     names = args.targets or [
         name for name in TOPOLOGIES if args.device == "cpu" or parse(name).gpus <= max(2, gpus)
@@ -108,8 +112,11 @@ def variants(args: argparse.Namespace) -> list[Target]:
             if not isinstance(target, Afd):
                 raise ConfigError(f"{name} is no topology; name deployments such as 2A2F")
             found.append(target)
-            if wire == "exact" and name in args.eager and args.device != "cpu":
-                found.append(replace(target, graphs=False))
+            if wire == "exact" and args.device != "cpu":
+                if name in args.lookahead:
+                    found.append(replace(target, lookahead=True))
+                if name in args.eager:
+                    found.append(replace(target, graphs=False))
     return found
 
 

@@ -41,13 +41,19 @@ def main(argv: Sequence[str]) -> int:
     add_model(made, "qwen3-30b-short")
     made.add_argument("--targets", nargs="+", default=["1A1F", "TP2"], metavar="NAME")
     made.add_argument("--wire", default="exact", choices=("exact", "fp8"))
+    made.add_argument(
+        "--lookahead", action="store_true", help="pipeline.lookahead of our deployments"
+    )
     made.add_argument("--batch", type=int, default=64, help="requests at a time")
     made.add_argument("--prompt", type=int, default=1024, help="tokens of a prompt, filled")
     made.add_argument("--steps", type=int, default=5_000)
     made.add_argument("--depth", type=int, default=3, choices=(1, 2, 3))
     args = made.parse_args(argv)
     budget = Budget(args.seconds)
-    targets = [parse(name, args.wire) for name in args.targets]
+    targets = [
+        replace(t, lookahead=args.lookahead) if isinstance(t, Afd) else t
+        for t in (parse(name, args.wire) for name in args.targets)
+    ]
     piece, path = model_of(args)
     # The load's requests have to outlast the one that is timed.
     length = args.prompt + args.steps + args.steps // 4 + 256

@@ -28,13 +28,15 @@ FILLED = {
 
 @dataclass(frozen=True)
 class Afd:
-    """x attention and y FFN instances, one GPU each. stage_every: see metrics.stage_every."""
+    """x attention and y FFN instances, one GPU each. stage_every: see metrics.stage_every;
+    lookahead: see pipeline.lookahead."""
 
     attention: int
     ffn: int
     wire: str = "exact"
     graphs: bool = True
     stage_every: int = 0
+    lookahead: bool = False
 
     @property
     def gpus(self) -> int:
@@ -57,7 +59,8 @@ class Afd:
     @property
     def label(self) -> str:
         """As the case of a record: ``2A2F fp8``, ``1A1F exact eager``."""
-        return f"{self.name} {self.wire}" + ("" if self.graphs else " eager")
+        ahead = " lookahead" if self.lookahead else ""
+        return f"{self.name} {self.wire}{ahead}" + ("" if self.graphs else " eager")
 
 
 @dataclass(frozen=True)
@@ -184,7 +187,12 @@ def deployment(
         },
         # A profiler that starts, or a kernel that is compiled, is no reason to drop an instance.
         "ffn": {"instances": target.ffn, "device": device, "late_ms": 20_000.0},
-        "pipeline": {"depth": depth, "min_rows": 1, "graphs": target.graphs},
+        "pipeline": {
+            "depth": depth,
+            "min_rows": 1,
+            "graphs": target.graphs,
+            "lookahead": target.lookahead,
+        },
         "wire": {"format": target.wire},
         "control": {"timeout_s": 15.0},
         "deadlines": {"start_s": START_S},
