@@ -30,7 +30,7 @@ from afd.bench.gpu.targets import (
 from afd.bench.records import gpu_names
 from afd.bench.servers import Server
 from afd.errors import AfdError, ConfigError
-from afd.planner.facts.hardware import load_accelerator
+from afd.planner.facts.hardware import Accelerator, load_accelerator
 from afd.planner.facts.model import ModelSpec
 from afd.planner.facts.model_hf import load_model
 
@@ -158,22 +158,26 @@ def measure(
     args: argparse.Namespace,
     budget: Budget,
 ) -> Iterator[Cell]:
-    """Cells as they are measured: per context rising batches, per batch every server in turn."""
+    """Cells as they are measured: per context rising batches, per batch every server in turn.
+    Contexts get equal shares of the time."""
     accelerator = load_accelerator("h200")
-    for context in plan.contexts:
+    for index, context in enumerate(plan.contexts):
+        others = len(plan.contexts) - index - 1
+        kept_s = budget.left * others / (others + 1)
         slow: set[Target] = set()
         for requests in plan.batches:
             for target, server in servers.items():
                 if target in slow:
                     continue
-                if not budget.allows(f"{target.label} batch {requests} context {context}", 5.0):
-                    return
+                what = f"{target.label} batch {requests} context {context}"
+                if not budget.allows(what, kept_s + 5.0):
+                    slow.add(target)
+                    continue
                 needed = kv_bytes(target, requests, context + args.answer, model)
                 needed *= target.replicas * target.kv_gpus / target.gpus
                 if needed > plan.kv_bytes:
                     print(
-                        f"{target.label} batch {requests} context {context}: its KV cache of"
-                        f" {needed / _GIB:.1f} GiB per GPU is over --kv-gib",
+                        f"{what}: its KV cache of {needed / _GIB:.1f} GiB per GPU is over --kv-gib",
                         flush=True,
                     )
                     slow.add(target)
@@ -186,7 +190,12 @@ def measure(
 
 
 def _of_server(
-    target: Target, server: Server, load: Load, plan: Plan, model: ModelSpec, accelerator
+    target: Target,
+    server: Server,
+    load: Load,
+    plan: Plan,
+    model: ModelSpec,
+    accelerator: Accelerator,
 ) -> Iterator[Cell]:
     for depth in plan.depths if isinstance(target, Afd) else (0,):
         try:

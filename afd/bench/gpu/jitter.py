@@ -5,17 +5,20 @@ server. Since the contexts grow while it decodes, so does a step: the ratios are
 and with each time over the median of its neighbourhood ("steady").
 """
 
+import argparse
 import asyncio
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from afd.bench.gpu.common import Budget, add_model, model_of, parser, report
+from afd.bench.gpu.common import Budget, Report, add_model, model_of, parser, report
+from afd.bench.gpu.decode import kv_bytes
 from afd.bench.gpu.load import Load, client, held, moments
 from afd.bench.gpu.targets import PEER, Afd, Sizes, Target, parse, running, vllm_args
 from afd.bench.servers import Server
 from afd.errors import AfdError
+from afd.planner.facts.model_hf import load_model
 
 _NEAR = 250  # steps to either side
 _FIRST = 32  # intervals left out: the server is not warm, and the prompts still come in
@@ -80,9 +83,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _kv_gib(path: str, targets: Sequence[Target], requests: int, length: int) -> float:
-    from afd.bench.gpu.decode import kv_bytes
-    from afd.planner.facts.model_hf import load_model
-
+    """Per GPU, for all requests at full length on any of the targets."""
     model = load_model(path)
     most = max(
         kv_bytes(t, requests, length, model) * t.replicas * t.kv_gpus / t.gpus for t in targets
@@ -135,7 +136,7 @@ def _tell(target: Target, j: Jitter) -> None:
     )
 
 
-def _record(found: Mapping[Target, Jitter], args, out) -> None:
+def _record(found: Mapping[Target, Jitter], args: argparse.Namespace, out: Report) -> None:
     peers = [j for target, j in found.items() if not isinstance(target, Afd)]
     for target, j in found.items():
         if not isinstance(target, Afd) or not peers:
