@@ -27,6 +27,7 @@ from afd.bench.gpu.targets import (
 )
 from afd.bench.records import read_records
 from afd.bench.scrape import StageTimes
+from afd.bench.servers import Server
 from afd.bench.stages import Totals
 from afd.checkpoint import tensor_table
 from afd.config import Deployment
@@ -203,6 +204,19 @@ def test_a_load_is_held_measured_and_given_up(monkeypatch):
     assert found.tpot_s == pytest.approx(0.002, rel=0.2)
     assert found.tokens_per_s == pytest.approx(5 / found.tpot_s)
     assert not server.started
+
+
+def test_a_server_that_is_gone_is_an_error_of_its_own_cell():
+    gone = Server("http://127.0.0.1:9", "m", Path("serve.log"), "", 0)
+    with pytest.raises(AfdError, match=r"127\.0\.0\.1:9 gives no metrics .* see serve\.log"):
+        load.steady(gone, Load(1, 8, 100, 2000), 0.1)
+
+    async def ask():
+        async with load.client() as session:
+            await load.complete(session, gone, {})
+
+    with pytest.raises(AfdError, match="dropped a request"):
+        asyncio.run(ask())
 
 
 def test_requests_are_the_same_for_every_server():

@@ -17,7 +17,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from afd.bench.gpu.common import Budget, Report, add_model, model_of, parser, report
-from afd.bench.gpu.load import Load, held
+from afd.bench.gpu.load import Load, exposition, held
 from afd.bench.gpu.targets import Afd, Sizes, Target, parse, running, vllm_args
 from afd.bench.gpu.timeline import Step, Summary, chrome, fetch, join, summary
 from afd.bench.servers import Server
@@ -111,10 +111,10 @@ async def _watch(server: Server, load: Load, depth: int) -> tuple[list[Step], fl
     """The last steps of a second of decode, and their mean time on the device, seconds."""
     server.set_depth(depth)
     async with held(server, load):
-        before = await asyncio.to_thread(server.metrics)
+        before = await exposition(server)
         await asyncio.sleep(_WAIT_S)
         kept = await asyncio.to_thread(fetch, server)
-        after = await asyncio.to_thread(server.metrics)
+        after = await exposition(server)
     return join(kept, _ATTENTION, depth), device_seconds(before, after, depth)
 
 

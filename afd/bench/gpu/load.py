@@ -147,9 +147,7 @@ def client() -> aiohttp.ClientSession:
 
 async def complete(session: aiohttp.ClientSession, server: Server, body: dict[str, object]) -> None:
     """One request, its answer thrown away. Raises AfdError."""
-    async with session.post(f"{server.url}/v1/completions", json=body) as answer:
-        if answer.status != 200:
-            raise AfdError(f"{server.url} answered {answer.status}: {await answer.text()}")
+    async with _posted(session, server, body) as answer:
         await answer.read()
 
 
@@ -158,10 +156,7 @@ async def moments(
 ) -> list[float]:
     """When each piece of a streamed answer came, clock seconds. Raises AfdError."""
     times = []
-    asked = {**body, "stream": True}
-    async with session.post(f"{server.url}/v1/completions", json=asked) as answer:
-        if answer.status != 200:
-            raise AfdError(f"{server.url} answered {answer.status}: {await answer.text()}")
+    async with _posted(session, server, {**body, "stream": True}) as answer:
         async for line in answer.content:
             if line.startswith(b"data: {"):
                 times.append(time.monotonic())
@@ -170,6 +165,30 @@ async def moments(
     return times
 
 
+@contextlib.asynccontextmanager
+async def _posted(
+    session: aiohttp.ClientSession, server: Server, body: dict[str, object]
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    """The answer to a completion. Raises AfdError: one server's end must not end the others'
+    measurements."""
+    try:
+        async with session.post(f"{server.url}/v1/completions", json=body) as answer:
+            if answer.status != 200:
+                text = " ".join((await answer.text()).split())
+                raise AfdError(f"{server.url} answered {answer.status}: {text[:500]}")
+            yield answer
+    except aiohttp.ClientError as err:
+        raise AfdError(f"{server.url} dropped a request ({err!r}); see {server.log}") from None
+
+
 async def read(server: Server) -> Totals:
-    exposition = await asyncio.to_thread(server.metrics)
-    return totals(exposition, time.monotonic())
+    """The server's counters. Raises AfdError if it does not give them."""
+    return totals(await exposition(server), time.monotonic())
+
+
+async def exposition(server: Server) -> str:
+    """Its metrics page. Raises AfdError if it does not give one."""
+    try:
+        return await asyncio.to_thread(server.metrics)
+    except OSError as err:
+        raise AfdError(f"{server.url} gives no metrics ({err}); see {server.log}") from None
