@@ -51,8 +51,12 @@ class Server:
 
 
 @contextlib.contextmanager
-def disaggregated(config: Mapping[str, object], *, deadline_s: float = 240.0) -> Iterator[Server]:
+def disaggregated(
+    config: Mapping[str, object], *, deadline_s: float = 240.0, log: Path | None = None
+) -> Iterator[Server]:
     """``afd serve`` with ``config`` (the contents of a deployment file) on free ports.
+
+    log: where its output goes; None: into a file that ends with it.
 
     Raises:
         AfdError: it did not become ready; the message ends with the last lines of its log.
@@ -69,7 +73,7 @@ def disaggregated(config: Mapping[str, object], *, deadline_s: float = 240.0) ->
         path.write_text(yaml.safe_dump(merged, sort_keys=False))
         argv = [sys.executable, "-m", "afd.cli", "serve", str(path)]
         url = f"http://127.0.0.1:{port}"
-        log = Path(folder, "serve.log")
+        log = log or Path(folder, "serve.log")
         with process(argv, os.environ, log) as leader:
             await_health(leader, url, log, deadline_s)
             yield Server(url, str(merged["served_model_name"]), log, control, leader.pid)
@@ -89,6 +93,7 @@ def colocated(
     compiled: bool = False,
     gpus: Sequence[int] = (),
     deadline_s: float = 240.0,
+    log: Path | None = None,
 ) -> Iterator[Server]:
     """Plain vLLM with the same settings as an attention instance, without our plugin.
 
@@ -96,6 +101,7 @@ def colocated(
         compiled: vLLM's default of torch.compile and CUDA graphs; False runs eagerly, as attention
             instances do.
         gpus: indices of the GPUs it runs on; () runs on CPU.
+        log: where its output goes; None: into a file that ends with it.
         cpus: cores its computing threads are bound to; () leaves the choice to vLLM.
     """
     family, _ = read_model(model)
@@ -135,7 +141,7 @@ def colocated(
         environment["OMP_NUM_THREADS"] = str(len(cpus))
         environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cpus))
     with tempfile.TemporaryDirectory(prefix="afd-bench-") as folder:
-        log = Path(folder, "vllm.log")
+        log = log or Path(folder, "vllm.log")
         url = f"http://127.0.0.1:{port}"
         with process(argv, environment, log) as leader:
             await_health(leader, url, log, deadline_s)

@@ -2,13 +2,24 @@
 dry run of minutes (--device cpu)."""
 
 import asyncio
+import contextlib
 import json
 import time
 from pathlib import Path
 
 import pytest
 
-from afd.bench.gpu import COMMANDS, decode, identity, jitter, load, main, peer, profile
+from afd.bench.gpu import (
+    COMMANDS,
+    decode,
+    identity,
+    jitter,
+    load,
+    main,
+    peer,
+    profile,
+    targets,
+)
 from afd.bench.gpu.checkpoint import listing, make
 from afd.bench.gpu.common import Budget, Report
 from afd.bench.gpu.decode import Cell, Plan, best, table
@@ -334,3 +345,28 @@ def test_the_peer_runs_its_recipe(tmp_path, capsys):
     there = peer._environment(tmp_path, tmp_path)
     assert there["VLLM_PLUGINS"] == "afd_plugin_checkout"
     assert "afd_plugin:register_afd" in next(tmp_path.rglob("entry_points.txt")).read_text()
+
+
+def test_servers_start_together_and_one_that_does_not_is_named(monkeypatch, tmp_path, capsys):
+    tries = []
+
+    @contextlib.contextmanager
+    def serve(target, *rest):
+        tries.append(target)
+        if target == Colocated(4):
+            raise AfdError("the server exited with status 1")
+        if target == Afd(1, 1) and tries.count(target) == 1:
+            raise AfdError("port 1234 is in use")
+        yield target.label
+
+    monkeypatch.setattr(targets, "serve", serve)
+    asked = [Afd(1, 1), Colocated(4), Colocated(2)]
+    with targets.running(asked, Path("m"), SIZES, "cuda", [], tmp_path) as up:
+        assert up == {Afd(1, 1): "1A1F exact", Colocated(2): "TP2"}
+    assert "TP4: FAILED: the server exited with status 1" in capsys.readouterr().out
+    assert tries.count(Afd(1, 1)) == 2 and tries.count(Colocated(4)) == 1
+    with (
+        pytest.raises(AfdError, match="no server started"),
+        targets.running([Colocated(4)], Path("m"), SIZES, "cuda", [], tmp_path),
+    ):
+        pass

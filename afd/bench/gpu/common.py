@@ -88,6 +88,9 @@ def parser(what: str, doc: str | None, seconds: float) -> argparse.ArgumentParse
     )
     made.add_argument("--seconds", type=float, default=seconds, help="start no cell after it")
     made.add_argument("--seed", type=int, default=1, help="of the requests")
+    made.add_argument(
+        "--logs", type=Path, default=Path("logs/gpu"), metavar="DIR", help="of every server's log"
+    )
     made.add_argument("--out", type=Path, help="result records, JSON, written cell by cell")
     return made
 

@@ -98,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
     sizes = Sizes(max(plan.batches), max(plan.contexts) + args.answer, args.kv_gib, plan.batches)
     flags = [*vllm_args(args.device, not args.computed), *args.vllm_args]
     out = report("gpu", args, "decode", argv)
-    with running(targets, path, sizes, args.device, flags) as servers:
+    with running(targets, path, sizes, args.device, flags, args.logs) as servers:
         print(f"{len(servers)} servers up after {args.seconds - budget.left:.0f} s", flush=True)
         cells = []
         for cell in measure(servers, plan, sizes, model, piece, args, budget):

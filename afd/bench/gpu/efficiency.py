@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     flags = [*vllm_args(args.device, True), *args.vllm_args]
     out = report("gpu", args, "efficiency", argv)
     count = 0
-    with running(targets, path, sizes, args.device, flags) as servers:
+    with running(targets, path, sizes, args.device, flags, args.logs) as servers:
         for target in marked:
             if target not in servers:
                 continue

@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     sets = Workload(mixed(args.seed, vocab=MAX_LOGPROBS), followers(args.seed, vocab=MAX_LOGPROBS))
     out = report("gpu", args, "identity", argv)
     failed = False
-    with running(targets, path, sizes, args.device, flags) as servers:
+    with running(targets, path, sizes, args.device, flags, args.logs) as servers:
         failed = len(servers) < len(targets)
         if REFERENCE not in servers:
             raise AfdError("without colocated vLLM there is nothing to compare with; see above")

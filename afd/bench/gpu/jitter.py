@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     flags = [*vllm_args(args.device, True), *args.vllm_args]
     out = report("gpu", args, "jitter", argv)
     found: dict[Target, Jitter] = {}
-    with running(targets, path, sizes, args.device, flags) as servers:
+    with running(targets, path, sizes, args.device, flags, args.logs) as servers:
         for target, server in servers.items():
             if not budget.allows(target.label):
                 break

@@ -113,7 +113,7 @@ def main(argv: Sequence[str]) -> int:
         except AfdError as err:
             print(f"{recipe.name}: FAILED: {err}", flush=True)
     if budget.allows(ours.label, 60.0):
-        with serve(ours, path, sizes, args.device, flags) as server:
+        with serve(ours, path, sizes, args.device, flags, args.logs) as server:
             for load in loads:
                 for depth in args.depths:
                     server.set_depth(depth)
@@ -221,6 +221,7 @@ def peer(
 ) -> Iterator[Server]:
     """Both sides of the peer, on the first GPUs. Raises AfdError with the end of a log."""
     gpus = recipe.tp * recipe.dp
+    args.logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="afd-peer-") as folder, contextlib.ExitStack() as stack:
         environment = _environment(args.peer_checkout.absolute(), Path(folder))
         # The connector takes the ports after the first as well, one per FFN rank.
@@ -228,7 +229,7 @@ def peer(
         started = {}
         for role, port, first in (("ffn", ports[0], gpus), ("attention", ports[1], 0)):
             argv = command(recipe, role, model.absolute(), sizes, args, flags, port, ports[2])
-            log = Path(folder, f"{role}.log")
+            log = args.logs / f"peer-dp{recipe.dp}tp{recipe.tp}-{role}.log"
             seen = ",".join(map(str, range(first, first + gpus)))
             own = {**environment, "CUDA_VISIBLE_DEVICES": seen}
             started[role] = (stack.enter_context(process(argv, own, log)), port, log)

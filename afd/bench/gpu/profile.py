@@ -153,6 +153,7 @@ def roles(
     ffn_trace = folder / "ffn"
     ffn_trace.mkdir()
     wrapped = ["-m", "afd.bench.gpu.profile_ffn_torch", str(ffn_trace / "trace.json")]
+    args.logs.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         started = {}
         for spec in role_specs(served, ports, available_cores()):
@@ -162,9 +163,9 @@ def roles(
             spec.save(file)
             how = wrapped if spec.role == "ffn" else ["-m", "afd.cli", spec.role]
             argv = [sys.executable, *how, "--role-file", str(file)]
-            log = folder / f"{spec.id}.log"
+            log = args.logs / f"profile-{spec.id}.log"
             started[spec.role] = stack.enter_context(process(argv, os.environ, log))
-        url, log = f"http://127.0.0.1:{ports.attention[0]}", folder / "attention-0.log"
+        url, log = f"http://127.0.0.1:{ports.attention[0]}", args.logs / "profile-attention-0.log"
         await_health(started["attention"], url, log, START_S)
         leader = started["attention"]
         yield Server(url, "model", log, ports.control_address, leader.pid), started["ffn"]

@@ -202,14 +202,17 @@ def deployment(
 
 @contextlib.contextmanager
 def serve(
-    target: Target, model: Path, sizes: Sizes, device: str, args: Sequence[str]
+    target: Target, model: Path, sizes: Sizes, device: str, args: Sequence[str], logs: Path
 ) -> Iterator[Server]:
-    """A running server of this target on the first GPUs. Raises AfdError."""
+    """A running server of this target on the first GPUs, its log in ``logs``. Raises AfdError."""
+    logs.mkdir(parents=True, exist_ok=True)
+    marked = "-marked" if isinstance(target, Afd) and target.stage_every else ""
+    log = logs.absolute() / f"{target.label.replace(' ', '-')}{marked}.log"
     with contextlib.ExitStack() as stack:
         flags = [*args, *([] if device == "cpu" else graph_args(target, sizes))]
         if isinstance(target, Afd):
             config = deployment(target, model, sizes, device, flags)
-            yield stack.enter_context(disaggregated(config, deadline_s=START_S))
+            yield stack.enter_context(disaggregated(config, deadline_s=START_S, log=log))
             return
         parallel = []
         if device == "cpu" and target.gpus > 1:
@@ -228,6 +231,7 @@ def serve(
                 compiled=target.mode != "eager" and device != "cpu",
                 gpus=() if device == "cpu" else range(target.gpus),
                 deadline_s=START_S,
+                log=log,
                 **settings_of(target, sizes),
             )
         )
@@ -235,7 +239,12 @@ def serve(
 
 @contextlib.contextmanager
 def running(
-    targets: Sequence[Target], model: Path, sizes: Sizes, device: str, args: Sequence[str]
+    targets: Sequence[Target],
+    model: Path,
+    sizes: Sizes,
+    device: str,
+    args: Sequence[str],
+    logs: Path,
 ) -> Iterator[Mapping[Target, Server]]:
     """All targets that start; the others are named with the reason. They start and end together.
 
@@ -245,10 +254,14 @@ def running(
 
     def start(target: Target) -> tuple[contextlib.ExitStack, Server] | str:
         stack = contextlib.ExitStack()
-        try:
-            return stack, stack.enter_context(serve(target, model, sizes, device, args))
-        except AfdError as err:
-            return str(err)
+        for last in (False, True):
+            try:
+                return stack, stack.enter_context(serve(target, model, sizes, device, args, logs))
+            except AfdError as err:
+                # Ports are chosen before they are bound, and the servers start at the same time.
+                if last or "in use" not in str(err):
+                    return str(err)
+        raise AssertionError
 
     with ThreadPoolExecutor(len(targets)) as pool:
         started = dict(zip(targets, pool.map(start, targets), strict=True))
