@@ -57,9 +57,11 @@ def _parser() -> argparse.ArgumentParser:
     ):
         command = _add(commands, role, _role, f"{text} of a deployment over several hosts")
         _config(command, optional=True)
-        command.set_defaults(role=role, index=0)
+        command.set_defaults(role=role, index=0, rank=0)
         if role in ("ffn", "attention"):
             command.add_argument("--index", type=int, metavar="N", help="instance number, from 0")
+        if role == "ffn":
+            command.add_argument("--rank", type=int, metavar="R", help="rank in it, from 0")
         command.add_argument("--control", metavar="ADDR", help="control plane, tcp://HOST:PORT")
         command.add_argument("--role-file", type=Path, help=argparse.SUPPRESS)
 
@@ -75,6 +77,25 @@ def _parser() -> argparse.ArgumentParser:
     depth.set_defaults(action="depth")
     depth.add_argument("depth", type=int, metavar="N")
     actions.add_parser("drain", help="finish running requests").set_defaults(action="drain")
+
+    moves = actions.add_parser("rebalance", help="move experts to where their load says")
+    moves.set_defaults(action="rebalance")
+    _policy(moves)
+    moves.add_argument(
+        "--over", type=float, default=0.0, metavar="SECONDS", help="measure the load for so long"
+        " (default: since the FFN instances started)",
+    )  # fmt: skip
+    moves.add_argument("-o", "--out", type=Path, metavar="FILE", help="write the placement too")
+    moves.add_argument("--dry-run", action="store_true", help="only say what would be gained")
+
+    place = _add(commands, "placement", _placement, "place experts by a load, for ffn.placement")
+    _config(place)
+    place.add_argument(
+        "--load", type=Path, required=True, metavar="FILE", help="a file as in configs/routing"
+    )
+    place.add_argument("--text", metavar="NAME", help="one of its texts (default: all)")
+    place.add_argument("-o", "--out", type=Path, required=True, metavar="FILE")
+    _policy(place)
 
     trace = _add(commands, "trace", _trace, "write the last messages of a running deployment")
     trace.add_argument("--control", metavar="ADDR", required=True, help="tcp://HOST:PORT")
@@ -142,6 +163,15 @@ def _config(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
     _set(parser)
 
 
+def _policy(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--policy",
+        choices=("auto", "vllm", "greedy"),
+        default="auto",
+        help="who balances: vLLM's EPLB, or ours (auto: vLLM's where it is installed and fits)",
+    )
+
+
 def _set(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set",
@@ -191,7 +221,8 @@ def _role(args: argparse.Namespace) -> int:
     if not args.config:
         raise ConfigError(f"afd {args.role} needs a deployment file: afd {args.role} CONFIG")
     deployment = _load(args)
-    return run_role(standalone_spec(deployment, args.role, args.index, args.control), None)
+    spec = standalone_spec(deployment, args.role, args.index, args.control, args.rank)
+    return run_role(spec, None)
 
 
 def _keys(args: argparse.Namespace) -> int:
@@ -204,8 +235,20 @@ def _keys(args: argparse.Namespace) -> int:
 
 def _ctl(args: argparse.Namespace) -> int:
     from afd.launch.ctl import run_ctl
+    from afd.launch.rebalance import Rebalance
 
-    return run_ctl(args.action, args.control, args.keys, args.depth if "depth" in args else None)
+    asked = None
+    if args.action == "rebalance":
+        asked = Rebalance(args.policy, args.over, args.out, args.dry_run)
+    depth = args.depth if "depth" in args else None
+    return run_ctl(args.action, args.control, args.keys, depth, asked)
+
+
+def _placement(args: argparse.Namespace) -> int:
+    deployment = _load(args)
+    from afd.launch.rebalance import place
+
+    return place(deployment, args.load, args.text, args.policy, args.out)
 
 
 def _trace(args: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
@@ -119,12 +119,15 @@ class RoleMetrics:
     Gauges:
         slots, slots_in_flight   slots this process may use, and those posted and not yet answered
         peers_up                 members of the other role that are connected
+    Set while the process starts:
+        expert_rows     ffn: gives, by layer, the rows that each expert has computed here
         weights_read_bytes, weights_held_bytes   [Weights] from the checkpoint, and in memory
     """
 
     __slots__ = (
         "_stages",
         "bubble_seconds",
+        "expert_rows",
         "ffn_retries",
         "graph_seconds",
         "graph_steps",
@@ -150,6 +153,7 @@ class RoleMetrics:
         self.wire_bytes = [0] * len(Direction)
         self.wire_traces: dict[str, WireTrace] = {}
         self.step_traces = StepTraces()
+        self.expert_rows: Callable[[], Mapping[int, Sequence[int]]] | None = None
         self.steps = [0] * (max_depth + 1)  # index 0 unused: a step has at least one micro-batch
         self.graph_steps = [0] * (max_depth + 1)
         self.graph_seconds = [0.0] * (max_depth + 1)
@@ -221,6 +225,8 @@ class RoleCollector:
             yield family
         if metrics.wire_traces:
             yield from wire_families(dict(metrics.wire_traces))
+        if metrics.expert_rows is not None:
+            yield _expert_rows(metrics.expert_rows())
         yield from _counters(metrics)
         yield from _gauges(metrics)
 
@@ -264,6 +270,21 @@ def _counters(metrics: RoleMetrics) -> Iterator[Metric]:
             "Times a step went on without an attention instance that was late.",
             value=metrics.late_peers,
         )
+
+
+def _expert_rows(by_layer: Mapping[int, Sequence[int]]) -> Metric:
+    from prometheus_client.core import CounterMetricFamily
+
+    family = CounterMetricFamily(
+        "afd_expert_rows",
+        "Rows that each routed expert has computed in this instance.",
+        labels=["layer", "expert"],
+    )
+    for layer, rows in by_layer.items():
+        for expert, count in enumerate(rows):
+            if count:  # an instance holds a part of the experts
+                family.add_metric([str(layer), str(expert)], count)
+    return family
 
 
 def _graph_counters(metrics: RoleMetrics) -> Iterator[Metric]:

@@ -6,7 +6,10 @@ from typing import TypedDict
 from afd.checkpoint import fingerprint
 from afd.config import Deployment
 from afd.control.messages import Contract
+from afd.dispatch import Dispatch, cheaper_dispatch
+from afd.errors import ConfigError
 from afd.models import Family, MoeModel, read_model
+from afd.placement import Placement, contiguous, load_placement, slot_bounds
 from afd.topology import SlotMap, expert_ranges
 from afd.wire.layout import SlotLayout, layouts
 
@@ -31,15 +34,12 @@ def region_options(deployment: Deployment, device: str) -> RegionOptions:
 def replays(deployment: Deployment) -> bool:
     """Whether decode steps are replayed as graphs.
 
-    Not with several instances on both sides: two FFN instances could start a step with different
-    members, and only a step that the host drives finds out of that (``ffn.late_ms``). Nor with
-    wire.format mxfp4, whose codec copies its tables to the device at each call, which a capture
-    forbids.
+    Not with wire.format mxfp4, whose codec copies its tables to the device at each call, which a
+    capture forbids.
     """
-    several = deployment.attention.instances > 1 and deployment.ffn.instances > 1
     on_gpu = deployment.attention.device != "cpu"
     capturable = deployment.wire.format != "mxfp4"
-    return deployment.pipeline.graphs and on_gpu and capturable and not several
+    return deployment.pipeline.graphs and on_gpu and capturable
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,9 @@ class Resolved:
 
     model: shape of the checkpoint, its ``dtype`` being the serving dtype ("bfloat16", ...).
     a2f / f2a: slot layouts towards and from the FFN.
+    dispatch: to which FFN instances a row is sent. shared_by_rows: whether a row's shared experts
+    are computed by one instance, which holds them whole, or by all, a slice each.
+    placement: the experts of every instance when the deployment starts.
     """
 
     deployment: Deployment
@@ -56,6 +59,9 @@ class Resolved:
     slots: SlotMap
     a2f: SlotLayout
     f2a: SlotLayout
+    dispatch: Dispatch
+    shared_by_rows: bool
+    placement: Placement
     contract: Contract
 
 
@@ -68,7 +74,9 @@ def resolve(deployment: Deployment) -> Resolved:
     family, model = read_model(deployment.model)
     model = family.serve_as(model, deployment.attention.dtype)
     dtype = model.dtype
-    experts = expert_ranges(model.num_experts, deployment.ffn.instances)
+    placement = _placement(deployment, model)
+    dispatch = _dispatch(deployment, model)
+    by_rows = _shared_by_rows(deployment, dispatch)
     capacity = deployment.attention.max_num_batched_tokens
     depth = deployment.pipeline.depth
     wire = deployment.wire
@@ -86,7 +94,59 @@ def resolve(deployment: Deployment) -> Resolved:
         max_depth=depth,
         attention_instances=deployment.attention.instances,
         ffn_instances=deployment.ffn.instances,
-        expert_map=experts,
+        ffn_tp=deployment.ffn.tp,
+        reduce=deployment.ffn.reduce,
+        dispatch=dispatch,
+        shared_experts="rows" if by_rows else "slices",
+        expert_slots=placement.bounds,
+        expert_map=placement.tables,
+        movable=not replays(deployment),
     )
-    slots = SlotMap(deployment.attention.instances, deployment.ffn.instances, depth)
-    return Resolved(deployment, family, model, slots, a2f, f2a, contract)
+    slots = SlotMap(deployment.attention.instances, deployment.ffn.ranks, depth)
+    return Resolved(
+        deployment, family, model, slots, a2f, f2a, dispatch, by_rows, placement, contract
+    )
+
+
+def check_experts(deployment: Deployment, model: MoeModel) -> None:
+    """Whether the FFN instances can hold the experts as asked; raises ConfigError."""
+    _placement(deployment, model)
+    _shared_by_rows(deployment, _dispatch(deployment, model))
+
+
+def _placement(deployment: Deployment, model: MoeModel) -> Placement:
+    ffn, layers = deployment.ffn, len(model.moe_layers)
+    bounds = slot_bounds(model.num_experts, ffn.instances, ffn.redundant_experts)
+    if ffn.placement is None:
+        return contiguous(model.num_experts, bounds, layers)
+    return load_placement(ffn.placement, model.num_experts, bounds, layers)
+
+
+def _dispatch(deployment: Deployment, model: MoeModel) -> Dispatch:
+    wanted = deployment.wire.dispatch
+    if wanted == "routed" and replays(deployment):
+        raise ConfigError(
+            "wire.dispatch routed sends each FFN instance as many rows as their experts say, and a"
+            " captured graph has fixed sizes; use broadcast, or set pipeline.graphs: false"
+        )
+    if wanted != "auto":
+        return wanted
+    if replays(deployment) or deployment.ffn.instances == 1:
+        return "broadcast"
+    ranges = expert_ranges(model.num_experts, deployment.ffn.instances)
+    return cheaper_dispatch([end - start for start, end in ranges], model.top_k)
+
+
+def _shared_by_rows(deployment: Deployment, dispatch: Dispatch) -> bool:
+    wanted = deployment.ffn.shared_experts
+    if wanted == "slices" and dispatch == "routed":
+        raise ConfigError(
+            "ffn.shared_experts slices needs every row on every FFN instance, but wire.dispatch is"
+            " routed; use ffn.shared_experts rows, or wire.dispatch broadcast"
+        )
+    if wanted == "rows" and replays(deployment):
+        raise ConfigError(
+            "ffn.shared_experts rows computes as many rows as their experts say, and a captured"
+            " graph has fixed sizes; use slices, or set pipeline.graphs: false"
+        )
+    return dispatch == "routed" if wanted == "auto" else wanted == "rows"

@@ -1,4 +1,6 @@
-"""The remote half of a layer: rows go to every FFN instance, partial sums come back.
+"""The remote half of a layer: rows go to every FFN rank, partial sums come back.
+
+An FFN instance of several ranks answers in shares: each rank the sum of all for some of the rows.
 
 The calls block and retry within their deadline: an exception in ``forward`` would end the vLLM
 engine and with it every request's KV cache. An FFN instance keeps no request state, so one that was
@@ -6,6 +8,7 @@ restarted gets the unanswered micro-batches again.
 """
 
 import logging
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,17 +16,19 @@ from dataclasses import dataclass
 import torch
 
 from afd.control.client import ControlClient
-from afd.control.messages import Member, Members
-from afd.errors import DeadlineExceeded, PeerLost
+from afd.control.messages import Member, Members, member_id
+from afd.control.moves import followed
+from afd.errors import DeadlineExceeded
 from afd.metrics import Direction, RoleMetrics, Stage
 from afd.resolve import Resolved
 from afd.step_trace import Marks, NoMarks, new_marks
 from afd.topology import session
 from afd.wire.codecs_torch import DTYPE_OF_TAG
 from afd.wire.layout import TAG_OF_DTYPE, Kind
-from afd.wire.slot_torch import SlotView, sum_of_parts
+from afd.wire.slot_torch import SlotView, sum_of_ranks, sum_of_shares
 from afd.wire.streams_torch import HostStreams, settle, slot_bytes
 from afd_comm import Group, Header, Link, PeerTrace, Region, Status, VerbsOptions, make_flag
+from attention_worker.dispatch import ExpertSlots, Splitter
 from attention_worker.outgoing import Outgoing, encode
 
 logger = logging.getLogger("afd.attention")
@@ -37,7 +42,7 @@ _POST_TIMEOUT_US = 5_000_000
 
 @dataclass(frozen=True)
 class Ffn:
-    """Session with one FFN instance."""
+    """Session with one FFN rank."""
 
     id: str
     session: int
@@ -45,7 +50,8 @@ class Ffn:
 
 
 class RemoteExperts:
-    """Client of all FFN instances of a deployment, for one attention instance.
+    """Client of all FFN ranks of a deployment, for one attention instance; ``j`` is the number of
+    one of them (:func:`afd.topology.ffn_number`).
 
     Not thread-safe: called from the model's forward only.
     """
@@ -65,19 +71,32 @@ class RemoteExperts:
         self._metrics = metrics
         self._deadline_s = resolved.deployment.deadlines.ffn_s
         self._dtype = DTYPE_OF_TAG[TAG_OF_DTYPE[resolved.model.dtype]]
+        self._tp = resolved.contract.ffn_tp
         self._ffns: list[Ffn] = []
         self._group = Group([], timeout_us=_POST_TIMEOUT_US)
-        depth, count = resolved.contract.max_depth, resolved.contract.ffn_instances
+        depth, count = resolved.contract.max_depth, resolved.slots.ffn_ranks
+        # What was posted and not yet answered, and the same rows before experts became slots.
         self._pending: list[Outgoing | None] = [None] * depth
+        self._sources: list[Outgoing | None] = [None] * depth
+        self._slots = ExpertSlots(resolved, index)
+        self._splitter = (
+            Splitter(resolved.placement.bounds, self._tp, resolved.deployment.attention.device)
+            if resolved.dispatch == "routed"
+            else None
+        )
+        self._placing = threading.Lock()  # guards self._slots and the next two
+        self._in_step = False
+        self._placed_by = -1  # version of the snapshot that self._slots are of
         self._answers = [[self._answer_view(j, mb) for mb in range(depth)] for j in range(count)]
-        # Last doorbell and last answer per [micro-batch][FFN instance]; the last row: leaving.
+        # Last doorbell and last answer per [micro-batch][FFN rank]; the last row: leaving.
         self._flags = [[0] * count for _ in range(depth + 1)]
         self._answered: list[list[Header | None]] = [[None] * count for _ in range(depth)]
         if resolved.deployment.transport.trace:
             for j in range(count):
                 trace = PeerTrace()
                 region.trace(resolved.slots.attention_claim(j), trace)
-                metrics.wire_traces[f"ffn-{j}"] = trace
+                metrics.wire_traces[self._name(j)] = trace
+        self._generation = 0
         self._stage_every = resolved.deployment.metrics.stage_every
         self._marks: Marks = NoMarks()
         self._began_ns = 0
@@ -92,13 +111,16 @@ class RemoteExperts:
         Raises:
             DeadlineExceeded: names the instances that did not come.
         """
-        count = self._resolved.contract.ffn_instances
-        names = ", ".join(f"ffn-{j}" for j in range(count))
+        count = self._resolved.slots.ffn_ranks
+        names = ", ".join(self._name(j) for j in range(count))
 
         def all_ready(members: Members) -> bool:
             return len(members.of("ffn", state="ready")) == count
 
         members = self._control.wait_for(all_ready, deadline_s=deadline_s, what=names)
+        self._generation = self._control.generation
+        self._control.on_change(lambda _: self._follow())
+        self._follow()
         self._ffns = [self._link(member) for member in members.of("ffn")]
         for j in range(count):
             self._start_session(j)
@@ -107,9 +129,13 @@ class RemoteExperts:
     def begin_step(self, depth: int) -> None:
         """Start a step of ``depth`` micro-batches; renew sessions that ended since the last one."""
         deadline = time.monotonic() + self._deadline_s
-        for j in range(len(self._ffns)):
-            if self._is_lost(j):
-                self._recover(j, deadline)
+        if not self._rejoined(deadline):
+            for j in range(len(self._ffns)):
+                if self._is_lost(j):
+                    self._recover(j, deadline)
+        with self._placing:
+            self._adopt()
+            self._in_step = True
         self._depth = depth
         self._step += 1
         self._present = True
@@ -124,6 +150,9 @@ class RemoteExperts:
         if trace is not None:
             self._metrics.step_traces.add(trace)
         self._metrics.steps[self._depth] += 1
+        with self._placing:
+            self._in_step = False
+            self._adopt()
 
     def announce(self, rows: int) -> None:
         """Tell the FFN instances that a step of ``rows`` rows follows whose doorbells our streams
@@ -157,15 +186,17 @@ class RemoteExperts:
         Raises:
             CapacityExceeded: more rows than a slot holds.
         """
-        pending = encode(self._resolved.a2f, layer, hidden, ids, weights)
-        self._pending[micro_batch] = pending
+        source = encode(self._resolved.a2f, layer, hidden, ids, weights)
+        pending = self._placed(source)
+        self._sources[micro_batch], self._pending[micro_batch] = source, pending
         now = time.monotonic()
         self._metrics.stage(Stage.ATTENTION).observe(now - self._mark)
-        self._marks.done(layer, micro_batch, pending.rows)
+        self._marks.done(layer, micro_batch, source.rows)
         self._metrics.slots_in_flight += len(self._ffns)
         flags = self._flags[micro_batch] = [flag + 1 for flag in self._flags[micro_batch]]
+        before = self.peers
         for j, status in enumerate(self._post(flags, micro_batch, pending)):
-            if status != Status.OK:
+            if status != Status.OK and self._ffns[j] is before[j]:
                 self._recover(j, time.monotonic() + self._deadline_s)
         self._marks.copied()
         self._mark = time.monotonic()
@@ -173,11 +204,11 @@ class RemoteExperts:
     def recv(self, micro_batch: int) -> torch.Tensor:
         """Sum of all partial results of a posted micro-batch: model dtype [rows, hidden].
 
-        With one FFN instance and the exact wire this is the slot's own memory, valid until the
+        With one FFN process and the exact wire this is the slot's own memory, valid until the
         micro-batch is sent again.
 
         Raises:
-            DeadlineExceeded: an FFN instance neither answered nor came back in ``deadlines.ffn_s``.
+            DeadlineExceeded: an FFN rank neither answered nor came back in ``deadlines.ffn_s``.
         """
         pending = self._pending[micro_batch]
         assert pending is not None, f"micro-batch {micro_batch} was not sent"
@@ -190,9 +221,12 @@ class RemoteExperts:
             statuses = self._region.wait_all(slots, flags, _SLICE_US)
             waiting = list(zip(missing, statuses, strict=True))
             missing = [j for j, status in waiting if status != Status.OK]
-            for j in missing:
+            if self._rejoined(deadline):
+                missing = list(range(len(self._ffns)))
+            for j in list(missing):
                 if self._is_lost(j):
                     self._recover(j, deadline)
+                    missing = sorted({*missing, *self._instance_of(j)})
             if Status.PEER_GONE in statuses:
                 # The transport sees a death at once, the control plane a heartbeat later.
                 time.sleep(_GONE_PAUSE_S)
@@ -205,14 +239,18 @@ class RemoteExperts:
         self._mark = time.monotonic()
         self._metrics.bubble_seconds += self._mark - started
         self._marks.working()
-        self._pending[micro_batch] = None
+        pending = self._pending[micro_batch] or pending
+        self._sources[micro_batch] = self._pending[micro_batch] = None
         self._metrics.slots_in_flight -= len(self._ffns)
         self._answered[micro_batch] = [
             self._region.header(self._resolved.slots.to_attention(j, micro_batch))
             for j in range(len(self._ffns))
         ]
         views = [of_ffn[micro_batch] for of_ffn in self._answers]
-        return sum_of_parts(views, pending.rows, self._dtype)
+        if pending.shares is None:
+            return sum_of_ranks(views, self._tp, pending.rows, self._dtype)
+        shares, hidden = pending.shares.of_instances(), self._resolved.model.hidden
+        return sum_of_shares(views, self._tp, shares, pending.rows, hidden, self._dtype)
 
     @property
     def peers(self) -> tuple[Ffn, ...]:
@@ -226,8 +264,10 @@ class RemoteExperts:
             DeadlineExceeded: one did not come back in ``deadlines.ffn_s``.
         """
         deadline = time.monotonic() + self._deadline_s
+        before = self.peers
         for j in lost:
-            self._recover(j, deadline)
+            if self._ffns[j] is before[j]:
+                self._recover(j, deadline)
 
     def close(self) -> None:
         for ffn in self._ffns:
@@ -236,23 +276,25 @@ class RemoteExperts:
 
     def _post(self, flags: list[int], micro_batch: int, pending: Outgoing) -> tuple[Status, ...]:
         """To every FFN instance whose flag is not 0."""
-        layout = self._resolved.a2f
+        layout, slots = self._resolved.a2f, self._resolved.slots
+        slot, answered = slots.to_ffn(self._index, micro_batch), self._answered[micro_batch]
+        shares = pending.shares
+        counts = [pending.rows] * len(flags) if shares is None else shares.of_ranks()
+        sent = sum(rows for rows, flag in zip(counts, flags, strict=True) if flag)
+        self._metrics.wire_bytes[Direction.A2F] += layout.message_bytes(sent)
         settle(pending.payload.device)
-        sent = len(flags) - flags.count(0)
-        self._metrics.wire_bytes[Direction.A2F] += sent * layout.message_bytes(pending.rows)
-        return self._group.broadcast(
-            self._resolved.slots.to_ffn(self._index, micro_batch),
-            flags,
-            pending.layer,
-            micro_batch,
-            pending.rows,
-            self._depth,
-            Kind.DATA,
-            layout.tag,
-            self._step,
-            pending.parts(layout),
-            self._answered[micro_batch],
-        )
+        layer, depth, step = pending.layer, self._depth, self._step
+        if shares is None:
+            return self._group.broadcast(
+                slot, flags, layer, micro_batch, pending.rows, depth, Kind.DATA, layout.tag, step,
+                pending.parts(layout), answered,
+            )  # fmt: skip
+        # Who computes none of the rows gets a message without any, and answers it: the order of
+        # its messages is the order of the step for everybody.
+        return self._group.scatter(
+            slot, flags, layer, micro_batch, counts, depth, Kind.DATA, layout.tag, step,
+            pending.row_parts(layout), answered,
+        )  # fmt: skip
 
     def _tell(self, kind: Kind, rows: int) -> None:
         slot = self._resolved.slots.control_to_ffn(self._index)
@@ -261,22 +303,77 @@ class RemoteExperts:
         # others one step_wait. So the statuses are not looked at.
         self._group.broadcast(slot, flags, -1, -1, rows, self._depth, kind, 0, self._step, [])
 
+    def _placed(self, source: Outgoing) -> Outgoing:
+        """The rows as they go out: experts' ids are slots, and each FFN instance's rows are
+        together where it does not get all of them."""
+        slots = self._slots.of(source.layer, source.ids)
+        placed = source.placed(slots)
+        return placed if self._splitter is None else placed.dealt(self._splitter.split(slots))
+
+    def _follow(self) -> None:
+        """Experts may have moved: found in their new places from the next step on, at once while
+        there is none. Any thread."""
+        with self._placing:
+            if not self._in_step:
+                self._adopt()
+
+    def _adopt(self) -> None:
+        """Take over where the control plane says that experts are, and tell it so."""
+        members = self._control.members
+        if members.version != self._placed_by:
+            self._placed_by = members.version
+            self._slots.adopt(members)
+            self._control.report_move(followed(members))
+
+    def _rejoined(self, deadline: float) -> bool:
+        """Whether the control plane had given this instance up and took it back; all sessions are
+        renewed then. The others did not wait for us: experts may have moved in mid-step, and what
+        is unanswered goes out anew, to their new places."""
+        if self._control.generation == self._generation:
+            return False
+        with self._placing:
+            self._generation = self._control.generation
+            self._adopt()
+        self._pending = [s if s is None else self._placed(s) for s in self._sources]
+        for j in range(0, len(self._ffns), self._tp):
+            self._recover(j, deadline)
+        return True
+
+    def _place(self, j: int) -> tuple[int, int]:
+        """(instance, rank) of FFN rank number j."""
+        return divmod(j, self._tp)
+
+    def _instance_of(self, j: int) -> range:
+        """Numbers of all ranks of the FFN instance that rank number j is of."""
+        first = j - j % self._tp
+        return range(first, first + self._tp)
+
+    def _name(self, j: int) -> str:
+        return member_id("ffn", *self._place(j))
+
     def _session_with(self, member: Member) -> int:
         return session(self._control.generation, member.generation)
 
     def _is_lost(self, j: int) -> bool:
         """Whether the session with FFN instance j ended: it, or this instance, registered anew."""
-        member = self._control.members.find("ffn", j)
+        member = self._control.members.find("ffn", *self._place(j))
         return member is None or self._session_with(member) != self._ffns[j].session
 
     def _recover(self, j: int, deadline: float) -> None:
-        """Wait until FFN instance j is back and send it what it has not answered."""
+        """Wait until FFN rank j is back and send its instance what was not answered.
+
+        The ranks of an instance start again together, and add up what they are all sent.
+        """
+        for k in reversed(self._instance_of(j)):  # what the first rank has, the others look for
+            self._resume(k, deadline)
+
+    def _resume(self, j: int, deadline: float) -> None:
         old = self._ffns[j]
         logger.warning("%s is gone; waiting for it to come back", old.id)
         old.link.close()
 
         def is_back(members: Members) -> bool:
-            member = members.find("ffn", j)
+            member = members.find("ffn", *self._place(j))
             return (
                 member is not None
                 and member.state == "ready"
@@ -285,7 +382,7 @@ class RemoteExperts:
 
         left_s = max(0.0, deadline - time.monotonic())
         members = self._control.wait_for(is_back, deadline_s=left_s, what=old.id)
-        member = members.find("ffn", j)
+        member = members.find("ffn", *self._place(j))
         assert member is not None
         fresh = self._ffns[j] = self._link(member)
         self._start_session(j)
@@ -295,8 +392,7 @@ class RemoteExperts:
         for _, mb, pending in sorted(waiting, key=lambda item: item[:2]):
             self._flags[mb][j] += 1
             flags = [flag if k == j else 0 for k, flag in enumerate(self._flags[mb])]
-            if self._post(flags, mb, pending)[j] != Status.OK:
-                raise PeerLost(f"{old.id} went away again while it was being resumed; see its log")
+            self._post(flags, mb, pending)  # gone again: the wait for the answer finds out
         logger.warning("%s is back (session %d); resumed", fresh.id, fresh.session)
 
     def _link(self, member: Member) -> Ffn:

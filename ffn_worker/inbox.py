@@ -1,5 +1,6 @@
 """Typed views of an FFN instance's receive slots. All memory is made once, at start-up."""
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,7 @@ class Inbox:
 
     def __init__(self, region: Region, resolved: Resolved) -> None:
         self._layout = resolved.a2f
+        self._fewest = 0 if resolved.dispatch == "routed" else 1
         self._dtype = DTYPE_OF_TAG[TAG_OF_DTYPE[resolved.model.dtype]]
         self._views = [
             SlotView(slot_bytes(region, slot), resolved.a2f)
@@ -37,8 +39,8 @@ class Inbox:
     def problem(self, header: Header) -> str | None:
         """Why a message cannot be used, or None. Checked before any row of it is touched."""
         layout = self._layout
-        if not 0 < header.rows <= layout.capacity:
-            return f"{header.rows} rows where 1 to {layout.capacity} fit"
+        if not self._fewest <= header.rows <= layout.capacity:
+            return f"{header.rows} rows where {self._fewest} to {layout.capacity} fit"
         if header.dtype != layout.tag:
             return f"payload tag {header.dtype} where {layout.tag.name} ({layout.tag:d}) was agreed"
         if header.nbytes != layout.message_bytes(header.rows):
@@ -55,11 +57,17 @@ class Inbox:
             return f"a step of {header.rows} rows in {header.depth} micro-batches"
         return None
 
-    def read(self, slots: list[int], rows: list[int]) -> Rows:
-        """Rows of several slots, one below the other; a single slot is not copied."""
+    def read(self, slots: Sequence[int], rows: Sequence[int], masked: Collection[int] = ()) -> Rows:
+        """Rows of several slots, one below the other; a single slot is not copied.
+
+        Rows of ``masked`` slots are no rows that anyone sent: none of their experts is computed.
+        """
         views = [(self._views[slot], n) for slot, n in zip(slots, rows, strict=True)]
         xs = [view.decode(n, self._dtype) for view, n in views]
         ids = [view.ids[:n] for view, n in views]
+        for i, slot in enumerate(slots):
+            if slot in masked:
+                ids[i] = torch.full_like(ids[i], -1)
         weights = [view.weights[:n] for view, n in views]
         if len(slots) == 1:
             return Rows(xs[0], ids[0], weights[0])

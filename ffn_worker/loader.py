@@ -1,9 +1,9 @@
 """Reads one FFN instance's share of the expert weights, and nothing else, from safetensors."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 
@@ -24,13 +24,18 @@ Progress = Callable[[int, int, int], None]
 
 @dataclass(frozen=True)
 class Shard:
-    """What one FFN instance holds of every MoE layer, as half-open ranges.
+    """What one rank of an FFN instance holds of every MoE layer.
 
-    experts: global ids of routed experts. shared: slice of the shared experts' intermediate
-    dimension, None where the model has no shared expert.
+    slots: half-open range of the instance's expert slots (afd/placement.py). all_slots: of all
+    instances. experts: by layer number, the routed expert in each of its slots. width: half-open
+    slice of their intermediate dimension. shared: half-open slice of the shared experts'
+    intermediate dimension, None where the model has no shared expert.
     """
 
-    experts: tuple[int, int]
+    slots: tuple[int, int]
+    all_slots: int
+    experts: Mapping[int, tuple[int, ...]]
+    width: tuple[int, int]
     shared: tuple[int, int] | None
 
 
@@ -38,8 +43,8 @@ class Shard:
 class LayerWeights:
     """One layer of a shard in the serving dtype; gate rows come before up rows.
 
-    w13 [E_local, 2*I, H], w2 [E_local, H, I], shared_gate_up [2*Is_local, H] or None,
-    shared_down [H, Is_local] or None.
+    w13 [E_local, 2*I, H], w2 [E_local, H, I] with I the shard's width, shared_gate_up
+    [2*Is_local, H] or None, shared_down [H, Is_local] or None.
     """
 
     w13: torch.Tensor
@@ -83,6 +88,22 @@ class _Reader:
 def _reader(table: Table) -> Iterator[_Reader]:
     with ExitStack() as files:
         yield _Reader(table, files)
+
+
+def load_layer(
+    path: str | PathLike[str], family: Family, model: MoeModel, shard: Shard, layer: int
+) -> LayerWeights:
+    """The routed experts that ``shard`` names for one layer; its shared parts are None.
+
+    Raises:
+        ConfigError: as :func:`load_shard`.
+    """
+    table = tensor_table(path)
+    routed = _routed_names(family, model, table)
+    alone = replace(shard, shared=None)
+    _check_layer(table, family, routed, model, alone, layer)
+    with _reader(table) as reader:
+        return _load_layer(reader, family, routed, model, alone, layer)
 
 
 def load_shard(
@@ -140,7 +161,7 @@ def _check_layer(
     table: Table, family: Family, routed: MlpNames, model: MoeModel, shard: Shard, layer: int
 ) -> None:
     if routed.per_expert:
-        for expert in range(*shard.experts):
+        for expert in shard.experts[layer]:
             _check_mlp(table, routed.for_layer(layer, expert), model, model.moe_intermediate)
     else:
         leading = (model.num_experts,)
@@ -175,21 +196,23 @@ def _check_mlp(
 def _load_layer(
     reader: _Reader, family: Family, routed: MlpNames, model: MoeModel, shard: Shard, layer: int
 ) -> LayerWeights:
-    dtype, hidden, width = DTYPES[model.dtype], model.hidden, model.moe_intermediate
-    start, end = shard.experts
-    w13 = torch.empty((end - start, 2 * width, hidden), dtype=dtype)
-    w2 = torch.empty((end - start, hidden, width), dtype=dtype)
+    dtype, hidden = DTYPES[model.dtype], model.hidden
+    experts, width = shard.experts[layer], shard.width[1] - shard.width[0]
+    w13 = torch.empty((len(experts), 2 * width, hidden), dtype=dtype)
+    w2 = torch.empty((len(experts), hidden, width), dtype=dtype)
     if routed.per_expert:
-        for expert in range(start, end):
+        for slot, expert in enumerate(experts):
             names = routed.for_layer(layer, expert)
-            for part, name in zip(_parts(w13[expert - start], names), names.gate_up, strict=True):
-                part.copy_(reader.read(name))
-            w2[expert - start].copy_(reader.read(names.down))
+            for half, (name, rows) in zip(*_halves(w13[slot], names, model, shard), strict=True):
+                half.copy_(reader.read(name, rows))
+            w2[slot].copy_(reader.read(names.down, (0, hidden), shard.width))
     else:
         names = routed.for_layer(layer)
-        for part, name in zip(_parts(w13, names), names.gate_up, strict=True):
-            part.copy_(reader.read(name, shard.experts))
-        w2.copy_(reader.read(names.down, shard.experts))
+        for first, run in _runs(experts):
+            there = slice(first, first + run[1] - run[0])
+            for half, (name, rows) in zip(*_halves(w13[there], names, model, shard), strict=True):
+                half.copy_(reader.read(name, run, rows))
+            w2[there].copy_(reader.read(names.down, run, (0, hidden), shard.width))
     if shard.shared is None or family.shared_names is None:
         return LayerWeights(w13, w2, None, None)
     names = family.shared_names.for_layer(layer)
@@ -198,6 +221,22 @@ def _load_layer(
     return LayerWeights(w13, w2, gate_up.to(dtype), down.to(dtype).contiguous())
 
 
-def _parts(gate_up: torch.Tensor, names: MlpNames) -> tuple[torch.Tensor, ...]:
-    """Views of [..., 2*I, H], one for each tensor that the checkpoint stores it as."""
-    return gate_up.chunk(len(names.gate_up), dim=-2)
+def _runs(experts: Sequence[int]) -> Iterator[tuple[int, tuple[int, int]]]:
+    """(first slot, half-open range) of every run of experts that follow each other."""
+    first = 0
+    for slot in range(1, len(experts) + 1):
+        if slot == len(experts) or experts[slot] != experts[slot - 1] + 1:
+            yield first, (experts[first], experts[slot - 1] + 1)
+            first = slot
+
+
+def _halves(
+    gate_up: torch.Tensor, names: MlpNames, model: MoeModel, shard: Shard
+) -> tuple[tuple[torch.Tensor, ...], list[tuple[str, tuple[int, int]]]]:
+    """The gate and the up half of [..., 2*I, H], and for each the tensor and its rows to read."""
+    start, end = shard.width
+    # A checkpoint stores them as two tensors, or as one with the gate rows first.
+    shifts = [0, 0] if len(names.gate_up) == 2 else [0, model.moe_intermediate]
+    names_of_halves = (names.gate_up[0], names.gate_up[-1])
+    rows = [(shift + start, shift + end) for shift in shifts]
+    return gate_up.chunk(2, dim=-2), list(zip(names_of_halves, rows, strict=True))

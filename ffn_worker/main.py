@@ -3,23 +3,35 @@
 import logging
 import os
 import signal
+import sys
+import threading
 import time
+from dataclasses import replace
 from types import FrameType
 
 import torch
 
 from afd.control.connect import client_for
+from afd.control.messages import Members
+from afd.control.moves import settled
 from afd.metrics import RoleMetrics, Weights
 from afd.metrics_server import serve_metrics
 from afd.resolve import Resolved, region_options, resolve
 from afd.roles import RoleSpec
-from afd.topology import PINNED_SPIN_US
+from afd.topology import PINNED_SPIN_US, FfnPlace
 from afd.wire.streams_torch import torch_device
 from afd_comm import Region, VerbsOptions
+from ffn_worker.allreduce.base import Collective
+from ffn_worker.allreduce.registry import make_collective
+from ffn_worker.loader import DTYPES
 from ffn_worker.loop import FfnLoop
 from ffn_worker.model import FfnModel, load_ffn_model
+from ffn_worker.ranks import MakeCollective, Ranks
 
 logger = logging.getLogger("afd.ffn")
+
+_STUCK_S = 2.0
+"""How long a process may take to end by itself after a rank of its instance is lost, seconds."""
 
 
 def run_ffn(role: RoleSpec) -> None:
@@ -53,20 +65,28 @@ def run_ffn(role: RoleSpec) -> None:
         **region_options(deployment, deployment.ffn.device),
         verbs=VerbsOptions(**verbs) if verbs else None,
     )
+    control = client_for(role, resolved.contract)
+    tp = resolved.contract.ffn_tp
+    place = FfnPlace(role.index, role.rank, resolved.contract.ffn_instances, tp)
+    ranks = Ranks(resolved, place, control)
     if role.cpus:
         region.set_spin_us(PINNED_SPIN_US)
-    control = client_for(role, resolved.contract)
+        if ranks.box is not None:
+            ranks.box.region.set_spin_us(PINNED_SPIN_US)
     try:
         generation = control.join(
             addresses=tuple(region.addresses),
+            order_addresses=ranks.addresses,
             api_url="",
             metrics_url=metrics_url,
             deadline_s=deployment.deadlines.start_s,
         )
-        model = _load(role, resolved, metrics)
-        loop = FfnLoop(resolved, role.index, region, control, model, metrics)
-        _stop_on_signals(loop, region)
-        control.on_change(lambda _: region.wake())
+        model = _load(role, resolved, metrics, control.members)
+        ranks.meet(_collective(resolved, place), deployment.deadlines.start_s)
+        loop = FfnLoop(resolved, region, control, model, ranks, metrics)
+        _stop_on_signals(loop)
+        loop.moves.catch_up()
+        control.on_change(lambda members: _follow(loop, ranks, members))
         control.set_state("ready")
         logger.info("ready: generation %d, backend %s", generation, model.backend_name)
         with torch.inference_mode():
@@ -74,11 +94,12 @@ def run_ffn(role: RoleSpec) -> None:
         control.leave()
     finally:
         control.close()
+        ranks.close()
         region.close()
 
 
-def _load(role: RoleSpec, resolved: Resolved, metrics: RoleMetrics) -> FfnModel:
-    """This instance's experts, with progress in the log about every two seconds."""
+def _load(role: RoleSpec, resolved: Resolved, metrics: RoleMetrics, members: Members) -> FfnModel:
+    """This rank's experts by now, with progress in the log about every two seconds."""
     said = time.monotonic()
 
     def progress(done: int, total: int, nbytes: int) -> None:
@@ -88,24 +109,72 @@ def _load(role: RoleSpec, resolved: Resolved, metrics: RoleMetrics) -> FfnModel:
             said = time.monotonic()
             logger.info("experts: %d of %d layers, %.1f MB read", done, total, nbytes / 1e6)
 
+    places = settled(members, resolved.placement, resolved.model.moe_layers)
+    tables = tuple(table for _, table in places.values())
     model = load_ffn_model(
         resolved.deployment.model,
         resolved.family,
         resolved.model,
         instances=resolved.contract.ffn_instances,
         index=role.index,
+        tp=resolved.contract.ffn_tp,
+        rank=role.rank,
+        placement=replace(resolved.placement, tables=tables),
+        banks={layer: bank for layer, (bank, _) in places.items()},
+        shared_by_rows=resolved.shared_by_rows,
         backend=resolved.deployment.ffn.backend,
         device=torch_device(resolved.deployment.ffn.device),
         progress=progress,
     )
     metrics.weights_held_bytes[Weights.EXPERT] = model.weight_bytes
+    if role.rank == 0:  # the others compute the same rows
+        metrics.expert_rows = model.expert_rows
     return model
 
 
-def _stop_on_signals(loop: FfnLoop, region: Region) -> None:
+def _collective(resolved: Resolved, place: FfnPlace) -> MakeCollective:
+    """How this rank adds up with the others of its instance, once their address is known."""
+    ffn = resolved.deployment.ffn
+
+    def make(address: str) -> Collective:
+        return make_collective(
+            "auto",
+            ffn.reduce,
+            place.rank,
+            place.tp,
+            address,
+            torch_device(ffn.device),
+            dtype=DTYPES[resolved.model.dtype],
+            start_s=resolved.deployment.deadlines.start_s,
+        )
+
+    return make
+
+
+def _follow(loop: FfnLoop, ranks: Ranks, members: Members) -> None:
+    """A membership change, on the control client's thread.
+
+    The loop ends by itself when a rank of this instance is lost, unless it is inside of a sum or
+    behind a stream that waits for that rank for good.
+    """
+    loop.wake()
+    lost = ranks.lost_rank(members)
+    if lost is not None and not loop.stopping:
+        timer = threading.Timer(_STUCK_S, _end_now, (loop, lost))
+        timer.daemon = True
+        timer.start()
+
+
+def _end_now(loop: FfnLoop, reason: str) -> None:
+    if not loop.stopping:
+        print(f"afd: error: {reason}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def _stop_on_signals(loop: FfnLoop) -> None:
     def stop(_signum: int, _frame: FrameType | None) -> None:
         loop.stopping = True
-        region.wake()
+        loop.wake()
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)

@@ -1,6 +1,7 @@
 """The experts of one FFN instance, ready to compute."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from os import PathLike
 
 import torch
@@ -8,7 +9,9 @@ import torch.nn.functional as F
 
 from afd.errors import ConfigError
 from afd.models import Family, MoeModel
-from afd.topology import expert_ranges, shared_slice
+from afd.placement import Placement, contiguous, slot_bounds
+from afd.topology import ffn_number, shared_slice, width_slices
+from ffn_worker.load import SlotLoad
 from ffn_worker.loader import DTYPES, LayerWeights, Progress, Shard, load_shard
 from ffn_worker.moe import BACKENDS, Linear, choose_backend
 
@@ -16,26 +19,78 @@ _CPU = torch.device("cpu")
 SharedExpert = Callable[[torch.Tensor], torch.Tensor]
 
 
-def shard_of(model: MoeModel, instances: int, index: int) -> Shard:
-    """Shard of FFN instance `index` of `instances`: whole routed experts, 1/instances of shared.
+def shard_of(
+    model: MoeModel,
+    instances: int,
+    index: int,
+    tp: int = 1,
+    rank: int = 0,
+    placement: Placement | None = None,
+    *,
+    shared_by_rows: bool = False,
+) -> Shard:
+    """Shard of rank `rank` of `tp` in FFN instance `index` of `instances`.
+
+    The instances share the routed experts out, the ranks of one the width of each of these. The
+    shared experts' width is shared out among all, or among the ranks of every instance.
+
+    Args:
+        placement: None: the experts in order, each held once.
+        shared_by_rows: every instance holds the shared experts whole.
 
     Raises:
-        ConfigError: more instances than routed experts.
+        ConfigError: more instances than routed experts, or a width that cannot be cut.
     """
+    if placement is None:
+        bounds = slot_bounds(model.num_experts, instances, redundant=0)
+        placement = contiguous(model.num_experts, bounds, len(model.moe_layers))
     shared = None
     if model.shared_intermediate:
-        shared = shared_slice(model.shared_intermediate, instances, index)
-    return Shard(expert_ranges(model.num_experts, instances)[index], shared)
+        parts = (tp, rank) if shared_by_rows else (instances * tp, ffn_number(index, rank, tp))
+        shared = shared_slice(model.shared_intermediate, *parts)
+    start, end = placement.range_of(index)
+    tables = zip(model.moe_layers, placement.tables, strict=True)
+    experts = {layer: table[start:end] for layer, table in tables}
+    width = width_slices(model.moe_intermediate, tp)[rank]
+    return Shard((start, end), placement.slots, experts, width, shared)
+
+
+@dataclass(frozen=True)
+class _Held:
+    """The experts in this instance's slots of one layer, the bank that they are in, and what they
+    have computed."""
+
+    bank: int
+    experts: tuple[int, ...]
+    nbytes: int
+    load: SlotLoad
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """held: one bank, or both while experts move. past: by expert, rows that were computed in
+    banks that are dropped. Replaced as a whole: another thread may read it."""
+
+    held: tuple[_Held, ...]
+    past: tuple[int, ...]
 
 
 class FfnModel:
-    """MoE layers of one FFN instance; the outputs of all instances add up to the full FFN output.
+    """MoE layers of one rank of an FFN instance; the outputs of all ranks of all instances add up
+    to the full FFN output.
+
+    A layer's routed experts lie in one of two banks. While experts move, the layer has its old ones
+    in one bank and the new ones in the other, and the ids of a row say which are meant: in bank 1
+    slots are counted from `shard.all_slots` on.
 
     Args:
         model: shape and serving dtype.
         shard: what this instance holds.
         layers: weights by global layer number; consumed (emptied), so that repacking them does
             not hold two copies of everything.
+        banks: by layer number, the bank to begin with; 0 where it is not named.
+        shared_by_rows: the shared experts are computed for the rows whose first expert this
+            instance computes; otherwise `shard.shared`, a slice, for every row.
         backend: a name of `ffn_worker.moe.BACKENDS`, or "auto".
         device: where the weights are kept and the experts computed.
 
@@ -49,77 +104,152 @@ class FfnModel:
         shard: Shard,
         layers: dict[int, LayerWeights],
         *,
+        banks: Mapping[int, int] | None = None,
+        shared_by_rows: bool = False,
         backend: str = "auto",
-        index: int = 0,
         device: torch.device = _CPU,
     ) -> None:
         self.model = model
         self.device = device
         self.shard = shard
-        self.index = index
         self.dtype = DTYPES[model.dtype]
         self.weight_bytes = 0
         self.backend_name = choose_backend(
-            backend, self.dtype, model.hidden, model.moe_intermediate, device
+            backend, self.dtype, model.hidden, shard.width[1] - shard.width[0], device
         )
-        self._backend = BACKENDS[self.backend_name](shard.experts, model.num_experts)
+        kind = BACKENDS[self.backend_name]
+        self._banks = tuple(kind(shard.slots, shard.all_slots) for _ in range(2))
+        self._layers = {n: _Layer((), (0,) * model.num_experts) for n in model.moe_layers}
         self._shared: dict[int, SharedExpert] = {}
+        self._shared_by_rows = shared_by_rows
         for layer in model.moe_layers:
             if layer not in layers:
                 raise ConfigError(f"no weights were loaded for layer {layer}")
-            self._add(layer, layers.pop(layer))
+            weights = layers.pop(layer)
+            self.add(layer, (banks or {}).get(layer, 0), shard.experts[layer], weights)
+            self._add_shared(layer, weights)
 
-    def _add(self, layer: int, weights: LayerWeights) -> None:
-        tensors = (weights.w13, weights.w2, weights.shared_gate_up, weights.shared_down)
-        self.weight_bytes += sum(t.nbytes for t in tensors if t is not None)
+    def add(self, layer: int, bank: int, experts: tuple[int, ...], weights: LayerWeights) -> None:
+        """Take over the routed experts of one layer, beside those that it has in the other bank.
+
+        May be called from another thread than `forward`'s.
+
+        Args:
+            experts: routed expert in each of this instance's slots, as in `weights`.
+        """
+        nbytes = weights.w13.nbytes + weights.w2.nbytes
         there = self.device
-        self._backend.prepare(layer, weights.w13.to(there), weights.w2.to(there))
-        if weights.shared_gate_up is not None and weights.shared_down is not None:
-            self._shared[layer] = _shared_expert(
-                self._backend.linear(weights.shared_gate_up.to(there)),
-                self._backend.linear(weights.shared_down.to(there)),
-            )
+        self._banks[bank].prepare(layer, weights.w13.to(there), weights.w2.to(there))
+        held = _Held(bank, experts, nbytes, SlotLoad(experts, self.shard.slots[0], there))
+        known = self._layers[layer]
+        self._layers[layer] = replace(known, held=(*known.held, held))
+        self.weight_bytes += nbytes
+
+    def drop(self, layer: int, bank: int) -> None:
+        """Forget one bank of a layer; between two calls of `forward`."""
+        known = self._layers[layer]
+        (gone,) = (held for held in known.held if held.bank == bank)
+        kept = tuple(held for held in known.held if held is not gone)
+        self._layers[layer] = _Layer(kept, gone.load.added_to(known.past))
+        self.weight_bytes -= gone.nbytes
+        self._banks[bank].release(layer)
+
+    def held(self, layer: int) -> dict[int, tuple[int, ...]]:
+        """By bank, the experts in this instance's slots of a layer."""
+        return {held.bank: held.experts for held in self._layers[layer].held}
+
+    def expert_rows(self) -> dict[int, tuple[int, ...]]:
+        """By layer, how many rows each routed expert has computed here. Any thread."""
+        rows = {}
+        for number, layer in list(self._layers.items()):
+            rows[number] = layer.past
+            for held in layer.held:
+                rows[number] = held.load.added_to(rows[number])
+        return rows
+
+    def _add_shared(self, layer: int, weights: LayerWeights) -> None:
+        if weights.shared_gate_up is None or weights.shared_down is None:
+            return
+        there, backend = self.device, self._banks[0]
+        self.weight_bytes += weights.shared_gate_up.nbytes + weights.shared_down.nbytes
+        self._shared[layer] = _shared_expert(
+            backend.linear(weights.shared_gate_up.to(there)),
+            backend.linear(weights.shared_down.to(there)),
+        )
 
     @property
     def capturable(self) -> bool:
         """Whether :meth:`forward` may be captured in a graph: no host wait, no data-dependent
         shape."""
-        return self._backend.capturable
+        return self._banks[0].capturable
 
-    def warm_up(self, rows: int) -> None:
-        """One call of ``rows`` rows, so that its kernels are compiled and chosen."""
+    def warm_up(self, rows: int) -> torch.Tensor:
+        """One call of ``rows`` rows, so that its kernels are compiled and chosen; its output."""
         layer, kinds = self.model.moe_layers[0], self.model.top_k
         x = torch.zeros((rows, self.model.hidden), dtype=self.dtype, device=self.device)
         ids = torch.arange(rows * kinds, dtype=torch.int32, device=self.device)
-        ids = (ids % self.model.num_experts).view(rows, kinds)
-        self.forward(layer, x, ids, torch.ones_like(ids, dtype=torch.float32))
+        ids = (ids % self.shard.all_slots).view(rows, kinds)
+        return self.forward(layer, x, ids, torch.ones_like(ids, dtype=torch.float32))
 
     @torch.inference_mode()
     def forward(
         self, layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> torch.Tensor:
-        """This instance's part of the FFN output of one layer.
+        """This rank's part of the FFN output of one layer.
 
-        routed_scaling * (sum of local routed experts) + local slice of the shared experts, in the
-        order and dtype of vLLM 0.26 (moe_runner.py, `forward`). Summed over instances it is the
-        full output, up to rounding.
+        routed_scaling * (sum of local routed experts) + local part of the shared experts, in the
+        order and dtype of vLLM 0.26 (moe_runner.py, `forward`). Summed over ranks and instances it
+        is the full output, up to rounding.
 
         Args:
             layer: global layer number, one of `model.moe_layers`.
             x: [rows, hidden] in the serving dtype, contiguous, not modified.
-            topk_ids: [rows, top_k] int32 global expert ids, negative where masked. Masks apply to
-                routed experts only; the shared expert sees every row.
+            topk_ids: [rows, top_k] int32 slots of the deployment (afd/placement.py), negative where
+                masked; in bank 1 they are counted from `shard.all_slots` on.
             topk_weights: [rows, top_k] float32.
 
         Returns:
             A new tensor [rows, hidden] in the serving dtype.
         """
-        out = self._backend.forward(layer, x, topk_ids, topk_weights)
+        first, *others = self._layers[layer].held
+        out = self._routed(first, layer, x, topk_ids, topk_weights, alone=not others)
+        for held in others:
+            out += self._routed(held, layer, x, topk_ids, topk_weights, alone=False)
         if self.model.routed_scaling != 1.0:
             out *= self.model.routed_scaling
         if layer in self._shared:
-            out += self._shared[layer](x)
+            if self._shared_by_rows:
+                rows = self._rows_led(topk_ids)
+                out[rows] += self._shared[layer](x[rows])
+            else:
+                out += self._shared[layer](x)
         return out
+
+    def _routed(
+        self,
+        held: _Held,
+        layer: int,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        *,
+        alone: bool,
+    ) -> torch.Tensor:
+        """The experts of one bank. A row's experts of a layer are all in the same bank."""
+        ids = topk_ids
+        if held.bank:
+            ids = ids - self.shard.all_slots  # those of bank 0 become negative
+        elif not alone:
+            ids = torch.where(ids < self.shard.all_slots, ids, -1)
+        held.load.add(ids)
+        return self._banks[held.bank].forward(layer, x, ids, topk_weights)
+
+    def _rows_led(self, topk_ids: torch.Tensor) -> torch.Tensor:
+        """Rows whose first expert is computed here, int64."""
+        first = topk_ids[:, 0]
+        slot = first % self.shard.all_slots
+        start, end = self.shard.slots
+        return ((first >= 0) & (slot >= start) & (slot < end)).nonzero().squeeze(1)
 
 
 def _shared_expert(gate_up: Linear, down: Linear) -> SharedExpert:
@@ -139,13 +269,31 @@ def load_ffn_model(
     *,
     instances: int,
     index: int,
+    tp: int = 1,
+    rank: int = 0,
+    placement: Placement | None = None,
+    banks: Mapping[int, int] | None = None,
+    shared_by_rows: bool = False,
     backend: str = "auto",
     device: torch.device = _CPU,
     threads: int = 4,
     progress: Progress | None = None,
 ) -> FfnModel:
-    """Loads and prepares FFN instance `index` of `instances`. Raises ConfigError (see parts)."""
-    choose_backend(backend, DTYPES[model.dtype], model.hidden, model.moe_intermediate, device)
-    shard = shard_of(model, instances, index)
+    """Loads and prepares rank `rank` of `tp` in FFN instance `index` of `instances`.
+
+    Raises:
+        ConfigError: see the parts.
+    """
+    shard = shard_of(model, instances, index, tp, rank, placement, shared_by_rows=shared_by_rows)
+    width = shard.width[1] - shard.width[0]
+    choose_backend(backend, DTYPES[model.dtype], model.hidden, width, device)
     loaded = load_shard(path, family, model, shard, threads=threads, progress=progress)
-    return FfnModel(model, shard, loaded.layers, backend=backend, index=index, device=device)
+    return FfnModel(
+        model,
+        shard,
+        loaded.layers,
+        banks=banks,
+        shared_by_rows=shared_by_rows,
+        backend=backend,
+        device=device,
+    )

@@ -26,7 +26,13 @@ REMEDIES: dict[str, str] = {
     "max_depth": _SAME_FILE,
     "attention_instances": _SAME_FILE,
     "ffn_instances": _SAME_FILE,
-    "expert_map": _SAME_FILE,
+    "ffn_tp": _SAME_FILE,
+    "reduce": _SAME_FILE,
+    "dispatch": _SAME_FILE,
+    "shared_experts": _SAME_FILE,
+    "expert_slots": _SAME_FILE,
+    "movable": _SAME_FILE,
+    "expert_map": "give every role the same file (ffn.placement)",
 }
 """What the user does about a difference, per field of :class:`Contract`."""
 
@@ -37,7 +43,11 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``model_hash`` is the checkpoint's fingerprint in hex, ``dtype`` the model's ("bfloat16", ...),
     ``wire`` the codec of the rows ("exact", "fp8", "mxfp4 e4m3fnuz"). ``capacity_rows`` is the
     number of rows of one slot, ``max_depth`` the largest number of micro-batches of a step.
-    ``expert_map[j]`` is the half-open range of global expert ids that FFN instance ``j`` holds.
+    An FFN instance is ``ffn_tp`` ranks, whose partial results are added up as ``reduce`` says
+    ("exact", "int4", ...). ``dispatch`` and ``shared_experts`` are what ``auto`` came to. FFN
+    instance ``j`` holds the slots from ``expert_slots[j]`` to below ``expert_slots[j + 1]``, and
+    ``expert_map`` has the expert in each slot, for every MoE layer (afd/placement.py).
+    ``movable``: they may be given other slots while the deployment serves.
     """
 
     model_hash: str
@@ -52,7 +62,13 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_depth: int
     attention_instances: int
     ffn_instances: int
-    expert_map: tuple[tuple[int, int], ...]
+    ffn_tp: int
+    reduce: str
+    dispatch: str
+    shared_experts: str
+    expert_slots: tuple[int, ...]
+    expert_map: tuple[tuple[int, ...], ...]
+    movable: bool
 
 
 class Mismatch(msgspec.Struct, frozen=True):

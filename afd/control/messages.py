@@ -1,8 +1,9 @@
 """Everything that travels over the control plane: frozen structs, one tagged union, msgpack.
 
 A member speaks ``Hello``, ``Heartbeat``, ``Bye``; an operator speaks ``Status``, ``SetDepth``,
-``Drain``, ``Shutdown``; the server answers with ``Welcome``, ``Wait``, ``Refused``, ``Unknown``,
-``Beat``, ``Members`` and ``Closing``. Every message is one ZeroMQ frame.
+``Drain``, ``MoveExperts``, ``AskContract``, ``Shutdown``; the server answers with ``Welcome``,
+``Wait``, ``Refused``, ``Unknown``, ``Beat``, ``Members``, ``Agreement`` and ``Closing``. Every
+message is one ZeroMQ frame.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import msgspec
 from afd.control.contract import Contract
 from afd.errors import ConfigError
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised whenever a message changes its meaning; members of another protocol are refused."""
 
 State: TypeAlias = Literal["starting", "ready", "draining"]
@@ -25,9 +26,10 @@ CONTRACT_ROLES = ("attention", "ffn")
 ROLES = (*CONTRACT_ROLES, "gateway")
 
 
-def member_id(role: str, index: int) -> str:
-    """The member's name everywhere: ``member_id("ffn", 1) == "ffn-1"``."""
-    return f"{role}-{index}"
+def member_id(role: str, index: int, rank: int = 0) -> str:
+    """The member's name everywhere: ``member_id("ffn", 1) == "ffn-1"``. The first rank of an FFN
+    instance has the instance's name, the second one of this is ``ffn-1.1``."""
+    return f"{role}-{index}.{rank}" if rank else f"{role}-{index}"
 
 
 class Timing(msgspec.Struct, frozen=True):
@@ -47,12 +49,15 @@ class Timing(msgspec.Struct, frozen=True):
 
 
 class Member(msgspec.Struct, frozen=True):
-    """One registered process. ``addresses`` are those of its Region (see afd_comm)."""
+    """One registered process. ``addresses`` are those of its Region (see afd_comm),
+    ``order_addresses`` those of the one in which an FFN rank takes orders."""
 
     role: str
     index: int
     generation: int
+    rank: int = 0
     addresses: tuple[str, ...] = ()
+    order_addresses: tuple[str, ...] = ()
     api_url: str = ""
     metrics_url: str = ""
     pid: int = 0
@@ -62,27 +67,46 @@ class Member(msgspec.Struct, frozen=True):
 
     @property
     def id(self) -> str:
-        return member_id(self.role, self.index)
+        return member_id(self.role, self.index, self.rank)
+
+
+class Move(msgspec.Struct, frozen=True):
+    """One layer's experts in another place than at the start: the expert in every slot, and the
+    bank that they are in (see :mod:`afd.control.moves`)."""
+
+    layer: int
+    bank: int
+    experts: tuple[int, ...]
 
 
 class Members(msgspec.Struct, frozen=True, tag="members"):
     """The whole deployment as one immutable snapshot; ``version`` grows with every change.
 
     ``depth`` is the operator's runtime depth (None: the configured one holds). Members come sorted
-    by role and index.
+    by role, index and rank. ``moved`` are the layers whose experts are not where the contract has
+    them. ``moving`` is the move under way, number ``moves`` of all so far, which attention
+    instances are to follow once ``switching``; ``moves_left`` counts it and those behind it.
+    ``move_fault`` says why the last ones were called off.
     """
 
     version: int = 0
     members: tuple[Member, ...] = ()
     depth: int | None = None
     draining: bool = False
+    moved: tuple[Move, ...] = ()
+    moving: Move | None = None
+    switching: bool = False
+    moves: int = 0
+    moves_left: int = 0
+    move_fault: str = ""
 
-    def find(self, role: str, index: int) -> Member | None:
+    def find(self, role: str, index: int, rank: int = 0) -> Member | None:
         """The member, or None while it is not registered."""
-        return next((m for m in self.members if m.role == role and m.index == index), None)
+        wanted = (role, index, rank)
+        return next((m for m in self.members if (m.role, m.index, m.rank) == wanted), None)
 
     def of(self, role: str, *, state: State | None = None) -> tuple[Member, ...]:
-        """All members of a role (in one state, if given), in the order of their indices."""
+        """All members of a role (in one state, if given), in the order of index and rank."""
         return tuple(m for m in self.members if m.role == role and state in (None, m.state))
 
 
@@ -100,7 +124,9 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     role: str
     index: int
     contract: Contract | None
+    rank: int = 0
     addresses: tuple[str, ...] = ()
+    order_addresses: tuple[str, ...] = ()
     api_url: str = ""
     metrics_url: str = ""
     pid: int = 0
@@ -115,10 +141,16 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     """A member's sign of life; carries its state and the version it knows, so that nothing that
-    was lost on the way stays lost for longer than one heartbeat."""
+    was lost on the way stays lost for longer than one heartbeat.
+
+    ``moves``: number of the last move of experts that it has made. ``move_fault``: why it cannot
+    make the one under way, if it cannot.
+    """
 
     state: State
     version: int
+    moves: int = 0
+    move_fault: str = ""
 
 
 class Bye(msgspec.Struct, frozen=True, tag="bye"):
@@ -132,6 +164,10 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
     """Answered with Members."""
 
 
+class AskContract(msgspec.Struct, frozen=True, tag="ask_contract"):
+    """Answered with Agreement."""
+
+
 class SetDepth(msgspec.Struct, frozen=True, tag="set_depth"):
     """Sets the runtime depth (None: back to the configured one); answered with Members."""
 
@@ -142,6 +178,13 @@ class Drain(msgspec.Struct, frozen=True, tag="drain"):
     """Starts (or calls off) draining the deployment; answered with Members."""
 
     on: bool = True
+
+
+class MoveExperts(msgspec.Struct, frozen=True, tag="move_experts"):
+    """Moves the experts while the deployment serves: the expert in every slot, for every MoE layer
+    (afd/placement.py); answered with Members."""
+
+    tables: tuple[tuple[int, ...], ...]
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
@@ -180,6 +223,12 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     """The server's sign of life."""
 
 
+class Agreement(msgspec.Struct, frozen=True, tag="agreement"):
+    """What all members share; None while nobody is there who brought a contract."""
+
+    contract: Contract | None
+
+
 class Closing(msgspec.Struct, frozen=True, tag="closing"):
     """The server stops; ``stop_members``: the operator ended the whole deployment."""
 
@@ -187,9 +236,9 @@ class Closing(msgspec.Struct, frozen=True, tag="closing"):
 
 
 FromMember: TypeAlias = Hello | Heartbeat | Bye
-FromOperator: TypeAlias = Status | SetDepth | Drain | Shutdown
+FromOperator: TypeAlias = Status | AskContract | SetDepth | Drain | MoveExperts | Shutdown
 ToServer: TypeAlias = FromMember | FromOperator
-FromServer: TypeAlias = Welcome | Wait | Refused | Unknown | Beat | Members | Closing
+FromServer: TypeAlias = Welcome | Wait | Refused | Unknown | Beat | Members | Agreement | Closing
 
 _encoder = msgspec.msgpack.Encoder()
 _to_server: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(ToServer)

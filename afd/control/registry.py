@@ -16,6 +16,7 @@ import msgspec
 from afd.control import messages as m
 from afd.control.contract import Contract, compare, describe
 from afd.control.hosts import pid_space, process_alive
+from afd.control.moves import Moves, objection
 
 MAX_GENERATION = 2**32 - 1  # the upper half of a doorbell flag, see afd_comm.make_flag
 
@@ -49,6 +50,7 @@ class _Entry:
     peer: bytes | None
     contract: Contract | None
     heard: float  # seconds of the monotonic clock
+    moves: int = 0  # the last move of experts that it has made
 
 
 class Registry:
@@ -80,6 +82,7 @@ class Registry:
         self._entries: dict[str, _Entry] = {}
         self._retired: dict[str, int] = {}  # id -> generation of its last forgotten member
         self._contenders: dict[tuple[str, bytes], float] = {}  # second process for an id -> since
+        self._moves = Moves()
         self._generation = generation_at(wall_clock())
         self._started = self._ticked = clock()
         self.incarnation = time.time_ns()
@@ -99,11 +102,17 @@ class Registry:
                 return [*gone, Outgoing(peer, m.Beat())]
             case m.Status():
                 return [Outgoing(peer, self.members)]
+            case m.AskContract():
+                reference = self._reference()
+                contract = reference[1] if reference is not None else None
+                return [Outgoing(peer, m.Agreement(contract))]
             case m.SetDepth():
                 return self._set_depth(peer, message.depth)
             case m.Drain():
                 changed = self._change(draining=message.on)
                 return [*changed, Outgoing(peer, self.members)]
+            case m.MoveExperts():
+                return self._move_experts(peer, message.tables)
             case m.Shutdown():
                 self.stopping = True
                 return [*self.closing(stop_members=True), Outgoing(peer, self.members)]
@@ -132,7 +141,7 @@ class Registry:
     # --- joining --------------------------------------------------------------------------------
 
     def _hello(self, peer: bytes, hello: m.Hello) -> list[Outgoing]:
-        name = m.member_id(hello.role, hello.index)
+        name = m.member_id(hello.role, hello.index, hello.rank)
         entry = self._entries.get(name)
         if entry is not None and entry.peer == peer:  # our Welcome was lost or is still under way
             entry.heard = self._clock()
@@ -157,7 +166,7 @@ class Registry:
 
     def _objection(self, hello: m.Hello) -> str | None:
         """Why this member must not join, or None. The text ends with the remedy."""
-        name = m.member_id(hello.role, hello.index)
+        name = m.member_id(hello.role, hello.index, hello.rank)
         if hello.protocol != m.PROTOCOL:
             return (
                 f"{name} refused: it speaks control protocol {hello.protocol} but the server "
@@ -188,6 +197,13 @@ class Registry:
             return (
                 f"{name} refused: index {hello.index} is out of range because {setting} is "
                 f"{instances}; use an --index from 0 to {instances - 1}, or raise {setting} in the "
+                "configuration of every role"
+            )
+        ranks = hello.contract.ffn_tp if hello.role == "ffn" else 1
+        if not 0 <= hello.rank < ranks:
+            return (
+                f"{name} refused: rank {hello.rank} is out of range because {hello.role} instances"
+                f" have {ranks} here; use a --rank from 0 to {ranks - 1}, or change ffn.tp in the "
                 "configuration of every role"
             )
         if self.members.draining and hello.generation == 0:
@@ -247,7 +263,9 @@ class Registry:
             role=hello.role,
             index=hello.index,
             generation=generation,
+            rank=hello.rank,
             addresses=hello.addresses,
+            order_addresses=hello.order_addresses,
             api_url=hello.api_url,
             metrics_url=hello.metrics_url,
             pid=hello.pid,
@@ -289,14 +307,21 @@ class Registry:
         for member in known.members:
             self._generation = max(self._generation, member.generation)
             if (
-                member.id != m.member_id(hello.role, hello.index)
+                member.id != m.member_id(hello.role, hello.index, hello.rank)
                 and member.id not in self._entries
                 and member.generation > self._retired.get(member.id, 0)
             ):
                 self._entries[member.id] = _Entry(member, None, None, self._clock())
         if known.version > self.members.version:
             self.members = msgspec.structs.replace(
-                self.members, version=known.version, depth=known.depth, draining=known.draining
+                self.members,
+                version=known.version,
+                depth=known.depth,
+                draining=known.draining,
+                moved=known.moved,
+                moving=known.moving,
+                switching=known.switching,
+                moves=known.moves,
             )
 
     # --- being a member -------------------------------------------------------------------------
@@ -306,7 +331,7 @@ class Registry:
         if entry is None:
             return [Outgoing(peer, m.Unknown())]
         entry.heard = self._clock()
-        out = [Outgoing(peer, m.Beat())]
+        out = [Outgoing(peer, m.Beat()), *self._follow_moves(entry, beat)]
         if m.STATES.index(beat.state) > m.STATES.index(entry.member.state):
             entry.member = msgspec.structs.replace(entry.member, state=beat.state)
             _log.info("%s is %s", entry.member.id, beat.state)
@@ -335,6 +360,12 @@ class Registry:
             self._retired[member.id] = member.generation
             _log.info("%s is gone (generation %d): %s", member.id, member.generation, reason)
         in_charge = any(e.member.role in m.CONTRACT_ROLES for e in self._entries.values())
+        if not in_charge:  # those who come next begin where their contract says
+            self._moves = Moves()
+            self.members = msgspec.structs.replace(
+                self.members, moved=(), moving=None, switching=False, moves_left=0
+            )
+        self._advance_moves()
         return self._change(draining=self.members.draining and in_charge)
 
     # --- operator -------------------------------------------------------------------------------
@@ -347,6 +378,42 @@ class Registry:
             return [Outgoing(peer, m.Refused(f"depth {depth} refused: it must be {allowed}"))]
         changed = self._change(depth=depth)
         return [*changed, Outgoing(peer, self.members)]
+
+    def _move_experts(self, peer: bytes, tables: tuple[tuple[int, ...], ...]) -> list[Outgoing]:
+        reference = self._reference()
+        contract = reference[1] if reference is not None else None
+        reason = objection(tables, contract, self.members)
+        if reason is not None or contract is None:
+            return [Outgoing(peer, m.Refused(f"experts not moved: {reason}"))]
+        self.members = self._moves.plan(tables, contract, self.members)
+        _log.info("experts of %d layers are to move", self.members.moves_left)
+        return [*self._change(), Outgoing(peer, self.members)]
+
+    def _follow_moves(self, entry: _Entry, beat: m.Heartbeat) -> list[Outgoing]:
+        """What a member says of the move of experts that is under way."""
+        entry.moves = beat.moves
+        under_way = self.members.moving is not None and beat.moves == self.members.moves - 1
+        if beat.move_fault and under_way:
+            fault = f"{entry.member.id}: {beat.move_fault}"
+            _log.error("experts stay where they are: %s", fault)
+            self.members = self._moves.give_up(self.members, fault)
+            return self._change()
+        return self._change() if self._advance_moves() else []
+
+    def _advance_moves(self) -> bool:
+        reference = self._reference()
+        if reference is None:
+            return False
+        done = {
+            (e.member.role, e.member.index, e.member.rank): e.moves for e in self._entries.values()
+        }
+        following = self._moves.advance(self.members, reference[1], done)
+        if following is None:
+            return False
+        self.members = following
+        if following.moving is None:
+            _log.info("experts have moved")
+        return True
 
     def _allowed_depth(self, contract: Contract | None) -> int | None:
         """The runtime depth, or None where a new contract has no room for it."""
@@ -369,10 +436,14 @@ class Registry:
     ) -> list[Outgoing]:
         """Makes the next snapshot from the entries and sends it to every member."""
         last = self.members
-        self.members = m.Members(
+        self.members = msgspec.structs.replace(
+            last,
             version=last.version + 1,
             members=tuple(
-                sorted((e.member for e in self._entries.values()), key=lambda x: (x.role, x.index))
+                sorted(
+                    (e.member for e in self._entries.values()),
+                    key=lambda x: (x.role, x.index, x.rank),
+                )
             ),
             depth=last.depth if depth is msgspec.UNSET else depth,
             draining=last.draining if draining is None else draining,

@@ -33,6 +33,8 @@ class Session:
         self._said_hello = False
         self.timing = timing
         self.state: m.State = hello.state
+        self.moves = 0
+        self.move_fault = ""
         self.members = m.Members()
         self.generation = 0
         self.joined = False
@@ -44,7 +46,7 @@ class Session:
 
     @property
     def name(self) -> str:
-        return m.member_id(self._hello.role, self._hello.index)
+        return m.member_id(self._hello.role, self._hello.index, self._hello.rank)
 
     @property
     def active(self) -> bool:
@@ -68,7 +70,7 @@ class Session:
             return None
         self._next = self._clock() + self.timing.interval_s
         if self.joined:
-            return m.Heartbeat(self.state, self.members.version)
+            return m.Heartbeat(self.state, self.members.version, self.moves, self.move_fault)
         self._said_hello = True
         if self.generation == 0:
             return msgspec.structs.replace(self._hello, state=self.state)
@@ -116,7 +118,7 @@ class Session:
                     else "the control plane stops; going on with the members known last",
                 )
                 return True
-            case m.Beat():
+            case m.Beat() | m.Agreement():
                 return False
 
     def check_silence(self) -> None:
@@ -138,6 +140,12 @@ class Session:
             raise ValueError(f"{self.name} is {self.state} and cannot become {state} again")
         if state != self.state:
             self.state = state
+            self.speak_now()
+
+    def report_move(self, number: int, fault: str = "") -> None:
+        """This member has made all moves of experts up to ``number``; or cannot make the next."""
+        if (number, fault) != (self.moves, self.move_fault):
+            self.moves, self.move_fault = number, fault
             self.speak_now()
 
     def _welcome(self, welcome: m.Welcome) -> bool:

@@ -8,13 +8,22 @@ from typing import Literal
 from afd.control import operator
 from afd.control.keys import CurveKeys
 from afd.control.messages import Members
+from afd.launch.rebalance import Rebalance, rebalance
 
-Action = Literal["status", "depth", "drain"]
+Action = Literal["status", "depth", "drain", "rebalance"]
 
 
-def run_ctl(action: Action, address: str, keys_file: Path | None, depth: int | None) -> int:
+def run_ctl(
+    action: Action,
+    address: str,
+    keys_file: Path | None,
+    depth: int | None,
+    asked: Rebalance | None = None,
+) -> int:
     """Ask or change, then print the members. Raises ConfigError, DeadlineExceeded."""
     keys = CurveKeys.load(keys_file) if keys_file else None
+    if asked is not None:
+        return rebalance(address, keys, asked)
     if action == "depth":
         members = operator.set_depth(address, keys, depth=depth)
     elif action == "drain":
@@ -35,4 +44,10 @@ def table(members: Members) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
     depth = "as configured" if members.depth is None else str(members.depth)
-    return "\n".join([*lines, f"depth: {depth}{', draining' if members.draining else ''}"])
+    lines.append(f"depth: {depth}{', draining' if members.draining else ''}")
+    if members.moves:
+        moved = f"experts: {len(members.moved)} layers moved since the start"
+        left = f", {members.moves_left} to go" if members.moves_left else ""
+        fault = f", called off ({members.move_fault})" if members.move_fault else ""
+        lines.append(moved + left + fault)
+    return "\n".join(lines)

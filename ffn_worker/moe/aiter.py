@@ -121,6 +121,9 @@ class AiterBackend(MoeBackend):
         mask[self.start : self.end] = 1
         return mask
 
+    def release(self, layer: int) -> None:
+        del self._layers[layer]
+
     def forward(
         self,
         layer: int,

@@ -50,6 +50,10 @@ class MoeBackend(ABC):
         """
 
     @abstractmethod
+    def release(self, layer: int) -> None:
+        """Forgets the weights of one layer; nothing computes with them any more."""
+
+    @abstractmethod
     def forward(
         self,
         layer: int,

@@ -16,6 +16,9 @@ class ReferenceBackend(MoeBackend):
     def prepare(self, layer: int, w13: torch.Tensor, w2: torch.Tensor) -> None:
         self._weights[layer] = (w13, w2)
 
+    def release(self, layer: int) -> None:
+        del self._weights[layer]
+
     def forward(
         self,
         layer: int,

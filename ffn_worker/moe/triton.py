@@ -84,6 +84,9 @@ class TritonBackend(MoeBackend):
             )
         self._layers[layer] = quantise_weight(w13, tag), quantise_weight(w2, tag)
 
+    def release(self, layer: int) -> None:
+        del self._layers[layer]
+
     def forward(
         self,
         layer: int,

@@ -75,6 +75,7 @@ class VllmCpuBackend(MoeBackend):
         if reason is not None:
             raise ConfigError(f"MoE backend vllm_cpu cannot run: {reason}")
         self._weights: dict[int, tuple[torch.Tensor, torch.Tensor, str]] = {}
+        self._holds_all = experts == (0, self.num_experts)
 
     @staticmethod
     def unavailable(dtype: torch.dtype, hidden: int, intermediate: int) -> str | None:
@@ -99,6 +100,9 @@ class VllmCpuBackend(MoeBackend):
             torch.ops._C.prepack_moe_weight(weight, packed[-1], isa)
         self._weights[layer] = (packed[0], packed[1], isa)
 
+    def release(self, layer: int) -> None:
+        del self._weights[layer]
+
     def forward(
         self,
         layer: int,
@@ -106,12 +110,12 @@ class VllmCpuBackend(MoeBackend):
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
     ) -> torch.Tensor:
-        local_ids = topk_ids - self.start if self.start else topk_ids
         if topk_ids.numel() == 0:
             return torch.zeros_like(x)
-        low, high = torch.aminmax(local_ids)
-        if low >= 0 and high < self.end - self.start:
-            return self._run(layer, x, local_ids, topk_weights, skip_weighted=False)
+        low, high = torch.aminmax(topk_ids)
+        # Not wherever all pairs happen to be local: how a row rounds must not depend on the others.
+        if self._holds_all and low >= 0 and high < self.end:
+            return self._run(layer, x, topk_ids, topk_weights, skip_weighted=False)
         # The kernel computes every pair it is given, so it is given the local ones as single-expert
         # rows. Their weights are applied in float32 afterwards.
         pairs = local_pairs(topk_ids, topk_weights, self.start, self.end)

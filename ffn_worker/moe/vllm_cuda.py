@@ -52,6 +52,9 @@ class VllmCudaBackend(MoeBackend):
             self._map[-1] = -1
             self._map = self._map.to(w13.device)
 
+    def release(self, layer: int) -> None:
+        del self._weights[layer]
+
     def forward(
         self,
         layer: int,

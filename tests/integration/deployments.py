@@ -32,12 +32,14 @@ def _openai(model: Path) -> dict[str, object]:
 
 
 def _pair(model: Path) -> dict[str, object]:
-    """2A2F. A step waits long for an active instance, so that waiting for an idle one shows."""
+    """2A2F, rows go where their experts are, some of which are on both. A step waits long for an
+    active instance, so that waiting for an idle one shows."""
     attention = {**SETTINGS, "instances": 2, "max_num_batched_tokens": 128, "vllm_args": [BLOCK]}
     return {
         "model": str(model),
         "attention": attention,
-        "ffn": {"instances": 2, "step_wait_ms": 300, "late_ms": 500},
+        "ffn": {"instances": 2, "redundant_experts": 1, "step_wait_ms": 300, "late_ms": 500},
+        "wire": {"dispatch": "routed"},
         "pipeline": {"depth": 3, "min_rows": 1},
         "deadlines": {"drain_s": 60},
     }
@@ -48,9 +50,21 @@ def _step3(model: Path) -> dict[str, object]:
     return {"model": str(model), "attention": attention, "pipeline": {"depth": 3, "min_rows": 1}}
 
 
+def _ranks(model: Path) -> dict[str, object]:
+    """2A1F, the FFN instance of two ranks."""
+    attention = {**SETTINGS, "instances": 2, "max_num_batched_tokens": 128, "vllm_args": [BLOCK]}
+    return {
+        "model": str(model),
+        "attention": attention,
+        "ffn": {"tp": 2},
+        "pipeline": {"depth": 3, "min_rows": 1},
+    }
+
+
 DEPLOYMENTS: dict[str, tuple[str, Callable[[Path], dict[str, object]]]] = {
     "openai": ("qwen3_moe", _openai),
     "pair": ("qwen3_moe", _pair),
+    "ranks": ("qwen3_moe", _ranks),
     "step3": ("step3", _step3),
 }
 

@@ -20,6 +20,10 @@ from helpers import (
 )
 from reference import References, same_tokens
 
+from afd.control import operator
+from afd.launch.rebalance import Rebalance, rebalance
+from afd.placement import balance
+
 openai = pytest.importorskip("openai", reason="comes with vLLM; ./run test installs it")
 pytestmark = pytest.mark.serve
 
@@ -38,6 +42,28 @@ def test_tokens_are_those_of_colocated_vllm(deployment: Running, references: Ref
     for instance in ("attention-0", "attention-1", "ffn-0", "ffn-1"):
         steps = [p.total("afd_steps_total", instance=instance, depth="3") for p in (before, after)]
         assert steps[1] > steps[0], f"{instance} took part, three micro-batches deep"
+
+
+def test_experts_move_while_requests_run(deployment: Running) -> None:
+    """To other instances and slots and back to where the load wants them: the same tokens."""
+    control = deployment.server.control
+    wanted = tokens_when_whole(start_streams(deployment.url, 4, 250, name="moves"), 60)
+    streams = start_streams(deployment.url, 4, 250, name="moves")
+    all_begun(streams)
+    contract = operator.contract(control)
+    assert contract is not None
+    load = [float(e % 3) for e in range(contract.num_experts)]
+    table = balance(load, contract.expert_slots)
+    layers = len(contract.moe_layers)
+    assert table not in contract.expert_map
+    operator.move_experts(control, tables=(table,) * layers)
+    wait_until(lambda: not deployment.members().moves_left, 60, "the experts have moved")
+    moved = deployment.members()
+    assert [move.experts for move in moved.moved] == [table] * layers and not moved.move_fault
+    done = [len(stream.tokens) for stream in streams]
+    assert rebalance(control, None, Rebalance("greedy")) == 0
+    assert tokens_when_whole(streams, 60) == wanted
+    assert min(done) < 250, "all requests had ended before the experts moved"
 
 
 def test_an_idle_instance_is_not_waited_for(deployment: Running) -> None:

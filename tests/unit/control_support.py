@@ -26,7 +26,13 @@ CONTRACT = Contract(
     max_depth=3,
     attention_instances=2,
     ffn_instances=2,
-    expert_map=((0, 4), (4, 8)),
+    ffn_tp=1,
+    reduce="exact",
+    dispatch="broadcast",
+    shared_experts="slices",
+    expert_slots=(0, 4, 8),
+    expert_map=(tuple(range(8)),) * 3,
+    movable=True,
 )
 
 FAST = Timing(interval_s=0.05, timeout_s=1.0)

@@ -104,6 +104,7 @@ def operating_data(point: Operating) -> dict[str, Any]:
             "depth": shape.depth,
             "rows_per_micro_batch": shape.rows,
             "wire": shape.precision.wire,
+            "dispatch": "broadcast",
             "expert_imbalance": shape.routing.imbalance,
         }
     else:

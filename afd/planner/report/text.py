@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 
+from afd.dispatch import instances_per_row
 from afd.models import FAMILIES
 from afd.planner.cost.shape import AfdShape, ColocatedShape
+from afd.planner.facts.ffn import MoeFfn
 from afd.planner.sizing.plan import Change, ChangeKind, Operating, Plan, Reason, ReasonKind
 from afd.planner.sizing.request import Request
 from afd.planner.sizing.unit_cost import STAGES
+from afd.topology import expert_ranges
 
 MOST_NOTES = 3
 """Notes on a measurement that are shown one by one."""
@@ -175,6 +178,20 @@ def change_text(change: Change) -> str:
     return f"{place} ({change.ratio:.2f}x)"
 
 
+def dispatch_lines(shape: AfdShape | ColocatedShape, request: Request) -> list[str]:
+    """How rows are assumed to reach the experts, where there is a choice."""
+    ffns = [group.ffn for group in request.model.groups if isinstance(group.ffn, MoeFfn)]
+    if not isinstance(shape, AfdShape) or shape.ffn.groups == 1 or not ffns:
+        return []
+    experts, top_k, groups = ffns[0].experts, ffns[0].top_k, shape.ffn.groups
+    held = [end - start for start, end in expert_ranges(experts, groups)]
+    share = instances_per_row(held, top_k) / groups
+    return [
+        "dispatch: broadcast (captured graphs); routed would carry"
+        f" {100 * share:.0f} % of the bytes to {groups} expert groups"
+    ]
+
+
 def assumption_lines(plan: Plan) -> list[str]:
     """What is measured, what modelled, and on which assumptions."""
     request = plan.request
@@ -197,6 +214,8 @@ def assumption_lines(plan: Plan) -> list[str]:
         f"formats: FFN {p.ffn_weights}, attention {p.attention_weights}, KV {p.kv};"
         f" expert load: {request.spread.name} (spread {request.spread.spread:.2f})"
     )
+    if plan.afd is not None:
+        lines += dispatch_lines(plan.afd.shape, request)
     served = {name for family in FAMILIES for name in family.architectures}
     if request.model.architecture not in served:
         lines.append(f"note: afd serve does not serve {request.model.architecture} yet")

@@ -1,0 +1,217 @@
+"""Which FFN instance holds which expert, and how measured load changes that. Pure.
+
+Every instance has *slots*, numbered through over all instances; a slot holds one expert per layer.
+Without spare slots each expert is held once. Spare slots hold second copies of busy experts, and a
+row's expert is computed by exactly one of its copies: the attention side picks it and sends the
+slot's number, not the expert's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from afd.errors import ConfigError
+from afd.topology import expert_ranges
+
+Table = tuple[int, ...]
+"""The expert in each slot of one layer."""
+Load = Sequence[Sequence[float]]
+"""[layers][experts]: rows that chose an expert, in any unit."""
+
+MIN_GAIN = 0.02
+"""A layer is left alone unless its busiest instance would get at least this share less: below it,
+reading a layer's weights again and the noise of the load itself weigh more."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """bounds: instance j holds slots [bounds[j], bounds[j + 1]). tables: one per MoE layer."""
+
+    bounds: tuple[int, ...]
+    tables: tuple[Table, ...]
+
+    @property
+    def slots(self) -> int:
+        """Slots of all instances."""
+        return self.bounds[-1]
+
+    def range_of(self, instance: int) -> tuple[int, int]:
+        return self.bounds[instance], self.bounds[instance + 1]
+
+
+def slot_bounds(num_experts: int, instances: int, redundant: int) -> tuple[int, ...]:
+    """Bounds of the instances' slots, with ``redundant`` spare ones each.
+
+    Raises:
+        ConfigError: more instances than experts, or so many spare slots that an instance would
+            hold an expert twice.
+    """
+    ranges = expert_ranges(num_experts, instances)
+    smallest = min(end - start for start, end in ranges)
+    room = num_experts - max(end - start for start, end in ranges)
+    if redundant > room:
+        raise ConfigError(
+            f"ffn.redundant_experts is {redundant}, but beside its own {smallest} of {num_experts}"
+            f" experts an instance can hold at most {room} more; use {room} or fewer"
+        )
+    sizes = [end - start + redundant for start, end in ranges]
+    return tuple(itertools.accumulate(sizes, initial=0))
+
+
+def contiguous(num_experts: int, bounds: Sequence[int], layers: int) -> Placement:
+    """The placement to start with while no load is known: instance j holds the j-th range of
+    experts, and in its spare slots the experts that follow (after the last comes the first)."""
+    table: list[int] = []
+    ranges = expert_ranges(num_experts, len(bounds) - 1)
+    for (start, _), (low, high) in zip(ranges, itertools.pairwise(bounds), strict=True):
+        table += sorted((start + i) % num_experts for i in range(high - low))
+    return Placement(tuple(bounds), (tuple(table),) * layers)
+
+
+def problem(table: Sequence[int], bounds: Sequence[int], num_experts: int) -> str | None:
+    """Why a table cannot be used, or None."""
+    if len(table) != bounds[-1]:
+        return f"it fills {len(table)} slots where there are {bounds[-1]}"
+    wrong = next((e for e in table if not 0 <= e < num_experts), None)
+    if wrong is not None:
+        return f"it names expert {wrong} of {num_experts}"
+    if missing := set(range(num_experts)) - set(table):
+        return f"nobody holds expert {min(missing)}"
+    for j, (low, high) in enumerate(itertools.pairwise(bounds)):
+        if len(set(table[low:high])) < high - low:
+            return f"instance {j} holds an expert twice"
+    return None
+
+
+def copies(table: Sequence[int], num_experts: int) -> tuple[tuple[int, ...], ...]:
+    """The slots of every expert, in ascending order."""
+    slots: list[list[int]] = [[] for _ in range(num_experts)]
+    for slot, expert in enumerate(table):
+        slots[expert].append(slot)
+    return tuple(tuple(of_expert) for of_expert in slots)
+
+
+def instance_loads(
+    table: Sequence[int], bounds: Sequence[int], load: Sequence[float]
+) -> tuple[float, ...]:
+    """Load of each instance in one layer; copies share their expert's load equally."""
+    count = [len(slots) for slots in copies(table, len(load))]
+    return tuple(
+        sum(load[e] / count[e] for e in table[low:high]) for low, high in itertools.pairwise(bounds)
+    )
+
+
+def imbalance(table: Sequence[int], bounds: Sequence[int], load: Sequence[float]) -> float:
+    """Load of the busiest instance over the mean; 1 where there is no load."""
+    loads = instance_loads(table, bounds, load)
+    return max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0
+
+
+def balance(load: Sequence[float], bounds: Sequence[int]) -> Table:
+    """A table for one layer, greedily: spare slots go, one after the other, to the expert with the
+    most load per copy; then the copies, largest first, go to the least loaded instance with room.
+
+    An expert gets at most one copy per instance.
+    """
+    instances = len(bounds) - 1
+    count = [1] * len(load)
+    for _ in range(bounds[-1] - len(load)):
+        open_ones = [e for e in range(len(load)) if count[e] < instances]
+        count[max(open_ones, key=lambda e: (load[e] / count[e], -count[e], -e))] += 1
+    room = [high - low for low, high in itertools.pairwise(bounds)]
+    held: list[set[int]] = [set() for _ in room]
+    total = [0.0] * instances
+    # Experts with more copies first among equals: they fit fewer places.
+    order = sorted(range(len(load)), key=lambda e: (-load[e] / count[e], -count[e], e))
+    for expert in order:
+        for _ in range(count[expert]):
+            j = _take_place(expert, room, held, total, load, count)
+            held[j].add(expert)
+            total[j] += load[expert] / count[expert]
+    return tuple(e for experts in held for e in sorted(experts))
+
+
+def _take_place(
+    expert: int,
+    room: list[int],
+    held: list[set[int]],
+    total: list[float],
+    load: Sequence[float],
+    count: Sequence[int],
+) -> int:
+    """The instance that gets the next copy; takes a slot of its room.
+
+    Where every instance with room holds the expert already, one of those without passes its
+    lightest other expert on.
+    """
+    free = [j for j, left in enumerate(room) if left and expert not in held[j]]
+    if free:
+        j = min(free, key=lambda i: (total[i], i))
+        room[j] -= 1
+        return j
+    full = min(j for j, left in enumerate(room) if left)
+    donors = [j for j in range(len(room)) if expert not in held[j]]
+    j = min(donors, key=lambda i: (total[i], i))
+    passed = min(held[j] - held[full], key=lambda e: (load[e] / count[e], e))
+    held[j].remove(passed)
+    held[full].add(passed)
+    for i, sign in ((j, -1), (full, 1)):
+        total[i] += sign * load[passed] / count[passed]
+    room[full] -= 1
+    return j
+
+
+def improved(
+    now: Sequence[Table], proposed: Sequence[Table], bounds: Sequence[int], load: Load
+) -> tuple[Table, ...]:
+    """Per layer the proposed table where it relieves the busiest instance by MIN_GAIN or more."""
+    chosen = []
+    for old, new, of_layer in zip(now, proposed, load, strict=True):
+        before = max(instance_loads(old, bounds, of_layer))
+        after = max(instance_loads(new, bounds, of_layer))
+        chosen.append(new if after < (1 - MIN_GAIN) * before else old)
+    return tuple(chosen)
+
+
+def sorted_by_instance(table: Sequence[int], bounds: Sequence[int]) -> Table:
+    """The same placement with every instance's experts in ascending order."""
+    parts = (sorted(table[low:high]) for low, high in itertools.pairwise(bounds))
+    return tuple(itertools.chain.from_iterable(parts))
+
+
+def save_placement(path: Path, placement: Placement) -> None:
+    """Write the file that ``ffn.placement`` names."""
+    data = {"bounds": placement.bounds, "tables": placement.tables}
+    path.write_text(json.dumps(data) + "\n", encoding="utf-8")
+
+
+def load_placement(path: Path, num_experts: int, bounds: tuple[int, ...], layers: int) -> Placement:
+    """Read a placement file and check it against the deployment.
+
+    Raises:
+        ConfigError: not such a file, or made for another model or other numbers of instances.
+    """
+    remedy = "make it anew with `afd placement`"
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        found = Placement(tuple(data["bounds"]), tuple(tuple(table) for table in data["tables"]))
+    except (OSError, ValueError, KeyError, TypeError) as err:
+        reason = " ".join(str(err).split())[:120]
+        raise ConfigError(f"ffn.placement {path} cannot be read ({reason}); {remedy}") from None
+    if found.bounds != bounds or len(found.tables) != layers:
+        raise ConfigError(
+            f"ffn.placement {path} is for slots up to {list(found.bounds[1:])} in"
+            f" {len(found.tables)} layers, this deployment has {list(bounds[1:])} in {layers};"
+            f" {remedy}"
+        )
+    for number, table in enumerate(found.tables):
+        reason = problem(table, bounds, num_experts)
+        if reason is not None:
+            raise ConfigError(
+                f"ffn.placement {path}, MoE layer number {number}: {reason}; {remedy}"
+            )
+    return found
