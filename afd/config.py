@@ -137,6 +137,9 @@ class Pipeline(Section):
     depth: int = Field(default=3, ge=1, le=MAX_DEPTH)  # micro-batches in flight per step
     min_rows: int = Field(default=4, ge=1)  # fewest rows worth a micro-batch of their own
     graphs: bool = True  # GPUs: replay decode steps as captured graphs, on both sides
+    # prepare the next step while a replayed one runs; an FFN instance that dies in a step then ends
+    # the attention instances' engines
+    lookahead: bool = False
 
 
 class Wire(Section):
@@ -200,6 +203,8 @@ class Restart(Section):
 
 class Metrics(Section):
     enabled: bool = True
+    # every n-th step notes when each of its stages ran, see docs/metrics.md; 0: none does
+    stage_every: int = Field(default=0, ge=0)
 
 
 def _folder_name(data: dict[str, Any]) -> str:

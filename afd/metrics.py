@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
+from afd.step_trace import StepTrace, StepTraces
 from afd.wire_metrics import WireTrace, inbound_counts, wire_families
 
 if TYPE_CHECKING:
@@ -114,6 +115,7 @@ class RoleMetrics:
     Traces:
         wire_traces     by member id of the peer; filled while the process starts. They are the
                         role's wire stage, so nothing observes that one.
+        step_traces     when the stages of the last steps ran (metrics.stage_every)
     Gauges:
         slots, slots_in_flight   slots this process may use, and those posted and not yet answered
         peers_up                 members of the other role that are connected
@@ -135,6 +137,7 @@ class RoleMetrics:
         "rows_per_ffn_call",
         "slots",
         "slots_in_flight",
+        "step_traces",
         "steps",
         "weights_held_bytes",
         "weights_read_bytes",
@@ -149,6 +152,7 @@ class RoleMetrics:
         self.bubble_seconds = 0.0
         self.wire_bytes = [0] * len(Direction)
         self.wire_traces: dict[str, WireTrace] = {}
+        self.step_traces = StepTraces()
         self.expert_rows: Callable[[], Mapping[int, Sequence[int]]] | None = None
         self.steps = [0] * (max_depth + 1)  # index 0 unused: a step has at least one micro-batch
         self.graph_steps = [0] * (max_depth + 1)
@@ -164,6 +168,18 @@ class RoleMetrics:
     def stage(self, stage: Stage) -> StageHistogram:
         """Keep the answer in a local variable where even this call is too much."""
         return self._stages[stage]
+
+    def note_replay(self, step: StepTrace) -> None:
+        """Keep a replayed step, and count its stages: no host has timed them."""
+        own, sent = {
+            "attention": (Stage.ATTENTION, Stage.A2F),
+            "ffn": (Stage.FFN, Stage.F2A),
+        }[self.role]
+        for span in step.spans:
+            self._stages[own].observe((span.done_ns - span.started_ns) / 1e9)
+            self._stages[sent].observe((span.copied_ns - span.done_ns) / 1e9)
+        self.bubble_seconds += step.waited_ns / 1e9
+        self.step_traces.add(step)
 
     def exported_stages(self) -> tuple[tuple[Stage, HistogramSnapshot], ...]:
         """The role's own stages, and any other that has been observed."""

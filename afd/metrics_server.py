@@ -1,4 +1,4 @@
-"""A role's own HTTP page: ``/metrics`` for Prometheus, ``/trace`` for `afd trace`."""
+"""A role's own HTTP pages: ``/metrics`` for Prometheus, ``/trace`` for `afd trace`, ``/steps``."""
 
 from __future__ import annotations
 
@@ -58,10 +58,15 @@ def serve_metrics(
     page = make_wsgi_app(registry)
 
     def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        if environ["PATH_INFO"] != "/trace":
+        answer: object
+        if environ["PATH_INFO"] == "/trace":
+            answer = events_of(dict(metrics.wire_traces))
+        elif environ["PATH_INFO"] == "/steps":
+            answer = [step.plain() for step in metrics.step_traces.all()]
+        else:
             return page(environ, start_response)
         start_response("200 OK", [("Content-Type", "application/json")])
-        return [json.dumps(events_of(dict(metrics.wire_traces))).encode()]
+        return [json.dumps(answer).encode()]
 
     class Server(_ThreadingServer):
         address_family = _family(host)

@@ -38,16 +38,16 @@ def chrome(roles: Mapping[str, Mapping[str, Sequence[Event]]]) -> dict[str, Any]
     """
     out: list[dict[str, Any]] = []
     for pid, (role, peers) in enumerate(sorted(roles.items()), start=1):
-        out.append(_name("process_name", pid, 0, role))
+        out.append(label("process_name", pid, 0, role))
         for index, (peer, events) in enumerate(sorted(peers.items())):
             wire, waiting = 2 * index + 1, 2 * index + 2
-            out.append(_name("thread_name", pid, wire, f"from {peer}: on the wire"))
-            out.append(_name("thread_name", pid, waiting, f"from {peer}: waiting"))
+            out.append(label("thread_name", pid, wire, f"from {peer}: on the wire"))
+            out.append(label("thread_name", pid, waiting, f"from {peer}: waiting"))
             for posted, sent, arrived, consumed, layer, micro_batch, rows, nbytes in events:
                 title = "leave" if layer < 0 else f"layer {layer} mb {micro_batch}"
                 args = {"rows": rows, "bytes": nbytes, "posted to sent, us": (sent - posted) / 1e3}
-                out.append(_span(title, pid, wire, posted, arrived, args))
-                out.append(_span(title, pid, waiting, arrived, consumed, {}))
+                out.append(span(title, pid, wire, posted, arrived, args))
+                out.append(span(title, pid, waiting, arrived, consumed, {}))
     return {"traceEvents": out, "displayTimeUnit": "ns"}
 
 
@@ -92,14 +92,15 @@ def run_trace(address: str, keys_file: Path | None, out: Path) -> int:
     return 0
 
 
-def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+def label(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    """What a process (kind process_name) or one of its threads (thread_name) is called."""
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
 
 
-def _span(
+def span(
     title: str, pid: int, tid: int, start: int, end: int, args: dict[str, Any]
 ) -> dict[str, Any]:
-    """start, end: ns. An estimated offset may put the end before the start."""
+    """Something that took time. start, end: ns; an estimated offset may put the end first."""
     duration = max(0, end - start) / 1e3
     return {
         "ph": "X", "name": title, "pid": pid, "tid": tid, "ts": start / 1e3, "dur": duration,

@@ -5,12 +5,28 @@ from contextlib import AbstractContextManager
 
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor
+from vllm.sequence import IntermediateTensors
+from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from attention_worker.graphs import Running, StepGraphs
 from attention_worker.runner import DisaggregatedRunner
+
+
+class SettledOutput(AsyncModelRunnerOutput):
+    """Sampled tokens of a step that the host went on from: none before it is known to be good."""
+
+    def __init__(self, running: Running, output: AsyncModelRunnerOutput) -> None:
+        self._running = running
+        self._output = output
+
+    def get_output(self) -> ModelRunnerOutput:
+        self._running.settle()
+        return self._output.get_output()
 
 
 class AfdGpuModelRunner(DisaggregatedRunner, GPUModelRunner):
@@ -18,11 +34,30 @@ class AfdGpuModelRunner(DisaggregatedRunner, GPUModelRunner):
 
     def load_model(self, load_dummy_weights: bool = False) -> None:
         super().load_model(load_dummy_weights)
+        self._graphs: StepGraphs | None = None
         # Dummy runs, and so captures, read the number of micro-batches from here.
         self.vllm_config = copy.copy(self.vllm_config)
         self.vllm_config.parallel_config = self.parallel_config
         if self.compilation_config.cudagraph_mode.has_full_cudagraphs():
-            self.model = self._session.graphs(self.get_model(), self.vllm_config)
+            self.model = self._graphs = self._session.graphs(self.get_model(), self.vllm_config)
+
+    def sample_tokens(
+        self, grammar_output: GrammarOutput | None
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput | IntermediateTensors:
+        """vLLM's sampling. Of a step that may still run it is only launched, if vLLM schedules
+        asynchronously; else sampling waits for the stream, and so we do it first."""
+        running = self._graphs.running if self._graphs is not None else None
+        if running is not None and not (self.use_async_scheduling and grammar_output is None):
+            running.settle()
+        output = super().sample_tokens(grammar_output)
+        if running is not None and isinstance(output, AsyncModelRunnerOutput):
+            return SettledOutput(running, output)
+        return output
+
+    def leave_epoch(self) -> None:
+        if self._graphs is not None:
+            self._graphs.settle()
+        super().leave_epoch()
 
     def initialize_metadata_builders(
         self, kv_cache_config: KVCacheConfig, kernel_block_sizes: list[int]

@@ -19,11 +19,12 @@ from afd.control.messages import Member, Members, member_id
 from afd.errors import DeadlineExceeded
 from afd.metrics import Direction, RoleMetrics, Stage
 from afd.resolve import Resolved
+from afd.step_trace import Marks, NoMarks, new_marks
 from afd.topology import session
 from afd.wire.codecs_torch import DTYPE_OF_TAG
 from afd.wire.layout import TAG_OF_DTYPE, Kind
 from afd.wire.slot_torch import SlotView, sum_of_ranks, sum_of_shares
-from afd.wire.streams_torch import settle, slot_bytes
+from afd.wire.streams_torch import HostStreams, settle, slot_bytes
 from afd_comm import Group, Header, Link, PeerTrace, Region, Status, VerbsOptions, make_flag
 from attention_worker.outgoing import Outgoing, encode
 from attention_worker.placing import Placing
@@ -86,6 +87,9 @@ class RemoteExperts:
                 region.trace(resolved.slots.attention_claim(j), trace)
                 metrics.wire_traces[self._name(j)] = trace
         self._generation = 0
+        self._stage_every = resolved.deployment.metrics.stage_every
+        self._marks: Marks = NoMarks()
+        self._began_ns = 0
         self._depth = 1
         self._step = 0
         self._present = False
@@ -123,8 +127,15 @@ class RemoteExperts:
         self._step += 1
         self._present = True
         self._mark = time.monotonic()
+        self._marks = new_marks(HostStreams(), self._step, self._stage_every)
+        self._began_ns = time.monotonic_ns()
+        self._marks.begin()
 
     def end_step(self) -> None:
+        self._marks.end()
+        trace = self._marks.read(self._began_ns, replayed=False)
+        if trace is not None:
+            self._metrics.step_traces.add(trace)
         self._metrics.steps[self._depth] += 1
         self._placing.end_step()
 
@@ -165,12 +176,14 @@ class RemoteExperts:
         self._sources[micro_batch], self._pending[micro_batch] = source, pending
         now = time.monotonic()
         self._metrics.stage(Stage.ATTENTION).observe(now - self._mark)
+        self._marks.done(layer, micro_batch, source.rows)
         self._metrics.slots_in_flight += len(self._ffns)
         flags = self._flags[micro_batch] = [flag + 1 for flag in self._flags[micro_batch]]
         before = self.peers
         for j, status in enumerate(self._post(flags, micro_batch, pending)):
             if status != Status.OK and self._ffns[j] is before[j]:
                 self._recover(j, time.monotonic() + self._deadline_s)
+        self._marks.copied()
         self._mark = time.monotonic()
 
     def recv(self, micro_batch: int) -> torch.Tensor:
@@ -210,6 +223,7 @@ class RemoteExperts:
                 )
         self._mark = time.monotonic()
         self._metrics.bubble_seconds += self._mark - started
+        self._marks.working()
         pending = self._pending[micro_batch] or pending
         self._sources[micro_batch] = self._pending[micro_batch] = None
         self._metrics.slots_in_flight -= len(self._ffns)

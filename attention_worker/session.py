@@ -124,6 +124,8 @@ class AttentionSession:
             streams,
             self._metrics,
             self._resolved.deployment.deadlines.ffn_s,
+            self._resolved.deployment.metrics.stage_every,
+            self._resolved.deployment.pipeline.lookahead,
         )
 
     @property

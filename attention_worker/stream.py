@@ -13,6 +13,7 @@ import torch
 
 from afd.resolve import Resolved
 from afd.schedule import resets_doorbells, stream_sequence
+from afd.step_trace import Marks, NoMarks
 from afd.wire.codecs_torch import DTYPE_OF_TAG
 from afd.wire.layout import TAG_OF_DTYPE, Kind
 from afd.wire.slot_torch import SlotView, sum_of_ranks
@@ -68,19 +69,22 @@ class StreamExperts:
         self._slots = ExpertSlots(resolved, index)
         self._peers: tuple[Ffn, ...] = ()
         self._waits = Waits()
+        self._marks: Marks = NoMarks()
         self._depth = 1
         self._position = 0
 
-    def record(self, peers: tuple[Ffn, ...]) -> Waits:
+    def record(self, peers: tuple[Ffn, ...], marks: Marks) -> Waits:
         """The step that the model runs next is between these sessions; answers what it will have
-        waited for when it is through."""
+        waited for when it is through. marks: of its replays."""
         self._peers = peers
+        self._marks = marks
         self._waits = Waits()
         return self._waits
 
     def begin_step(self, depth: int) -> None:
         self._depth = depth
         self._position = 0
+        self._marks.begin()
 
     def send(
         self,
@@ -97,6 +101,7 @@ class StreamExperts:
         self._position += 1
         sequence = stream_sequence(self._position)
         flags = self._awaited[micro_batch] = [make_flag(p.session, sequence) for p in self._peers]
+        self._marks.done(layer, micro_batch, pending.rows)
         self._streams.fork()
         for peer, flag in zip(self._peers, flags, strict=True):
             # A status says only that the peer is gone already; then the wait below tells.
@@ -113,6 +118,7 @@ class StreamExperts:
                 0,
                 pending.parts(layout),
             )
+        self._marks.copied()
 
     def recv(self, micro_batch: int) -> torch.Tensor:
         """As :meth:`attention_worker.remote.RemoteExperts.recv`, but what waits is the computing
@@ -123,6 +129,7 @@ class StreamExperts:
         slots = [self._resolved.slots.to_attention(j, micro_batch) for j in range(count)]
         flags = self._awaited[micro_batch]
         self._region.enqueue_wait(self._streams.compute, slots, flags, reset=self._reset)
+        self._marks.working()
         self._waits.slots += slots
         self._waits.flags += flags
         # The FFN instances have the rows: their memory may be used again from here on.
@@ -131,6 +138,7 @@ class StreamExperts:
         return sum_of_ranks(views, self._tp, pending.rows, self._dtype)
 
     def end_step(self) -> None:
+        self._marks.end()
         self._streams.join()
 
     def _answer(self, ffn: int, micro_batch: int) -> SlotView:

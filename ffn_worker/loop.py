@@ -16,8 +16,9 @@ from afd.errors import PeerLost
 from afd.metrics import Direction, RoleMetrics, Stage
 from afd.resolve import Resolved
 from afd.schedule import Position
+from afd.step_trace import Marks, NoMarks, new_marks
 from afd.wire.layout import Kind
-from afd.wire.streams_torch import make_streams, settle
+from afd.wire.streams_torch import HostStreams, make_streams, settle
 from afd_comm import Header, PeerTrace, Region, Status, make_flag
 from ffn_worker.answers import Answers
 from ffn_worker.arrivals import Arrivals
@@ -67,6 +68,7 @@ class FfnLoop:
             self._shares,
             make_streams(model.device),
             number,
+            metrics,
         )
         self._source = self._make_source(Arrivals(resolved, region, self._inbox, self._table))
         if resolved.deployment.transport.trace:
@@ -78,6 +80,9 @@ class FfnLoop:
         self._first, self._last_layer = Position(layers[0], 0), layers[-1]
         self._late_us = int(resolved.deployment.ffn.late_ms * 1e3)
         self._free_since = time.monotonic()
+        self._stage_every = resolved.deployment.metrics.stage_every
+        self._marks: Marks = NoMarks()
+        self._began_ns = 0
         self.stopping = False
 
     def run(self) -> None:
@@ -137,6 +142,10 @@ class FfnLoop:
         started = time.monotonic()
         if position == self._first:
             self._free_since = started  # idling between steps is no bubble
+            self._began_ns = time.monotonic_ns()
+            self._marks = new_marks(HostStreams(), sum(self._metrics.steps), self._stage_every)
+            self._marks.begin()
+        self._marks.working()
         slots = [
             self._resolved.slots.to_ffn(part.attention, position.micro_batch)
             for part in call.order.parts
@@ -151,11 +160,15 @@ class FfnLoop:
             settle(out.device)  # the host posts them
             self._shares.check()
             self._observe(started, time.monotonic(), sum(rows))
+            self._marks.done(position.layer, position.micro_batch, sum(rows))
             self._answer(call, counts, answers)
         else:  # routed dispatch: nobody sent a row that has an expert here
+            self._marks.done(position.layer, position.micro_batch, 0)
             self._answer(call, rows, None)
+        self._marks.copied()
         self._free_since = time.monotonic()
         if (position.layer, position.micro_batch + 1) == (self._last_layer, call.order.depth):
+            self._note_step()
             self._metrics.steps[call.order.depth] += 1
 
     def _check_banks(self, position: Position, ids: torch.Tensor) -> None:
@@ -166,6 +179,13 @@ class FfnLoop:
                 f"rows of layer {position.layer} ask for experts where they were before a move, or"
                 " will be; starting again to hold what the control plane says"
             )
+
+    def _note_step(self) -> None:
+        self._marks.end()
+        trace = self._marks.read(self._began_ns, replayed=False)
+        if trace is not None:
+            self._metrics.step_traces.add(trace)
+        self._marks = NoMarks()
 
     def _answer(self, call: Call, counts: Sequence[int], answers: Answers | None) -> None:
         """Each peer's share of the rows; ``counts``: of each part of the call."""

@@ -6,13 +6,16 @@ guard).
 """
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from afd.metrics import RoleMetrics
 from afd.resolve import Resolved
 from afd.schedule import Position, resets_doorbells, split_rows, stream_sequence, walk
+from afd.step_trace import Marks, NoMarks, new_marks
 from afd.wire.layout import Kind
 from afd.wire.streams_torch import Streams
 from afd_comm import Region, Status, make_flag
@@ -64,6 +67,8 @@ class _Recorded:
     flags: list[int] = field(default_factory=list)
     peers: list[Peer | None] = field(default_factory=list)
     replay: Callable[[], None] | None = None
+    marks: Marks = field(default_factory=NoMarks)
+    began_ns: int = 0
 
 
 class StreamSteps:
@@ -81,6 +86,7 @@ class StreamSteps:
         shares: Shares,
         streams: Streams,
         number: int,
+        metrics: RoleMetrics,
     ) -> None:
         """number: of this rank in the pool."""
         self._resolved = resolved
@@ -90,6 +96,9 @@ class StreamSteps:
         self._shares = shares
         self._streams = streams
         self._number = number
+        self._metrics = metrics
+        self._stage_every = resolved.deployment.metrics.stage_every
+        self._count = 0
         self._layers = resolved.model.moe_layers
         capturable = model.capturable and shares.capturable
         self._captures = capturable and model.device.type == "cuda"
@@ -114,7 +123,16 @@ class StreamSteps:
         for peer, status in zip(step.peers, statuses, strict=True):
             if status != Status.OK and peer is not None:
                 failed[peer.id] = (peer, status)
+        if not failed:
+            self._note_stages(step)
         return list(failed.values())
+
+    def _note_stages(self, step: _Recorded) -> None:
+        self._count += 1
+        if self._stage_every and self._count % self._stage_every == 0:
+            trace = step.marks.read(step.began_ns, replayed=True)
+            if trace is not None:
+                self._metrics.note_replay(trace)
 
     def forget(self, sessions: set[int]) -> None:
         """Drop the graphs that belong to any session but these."""
@@ -125,7 +143,10 @@ class StreamSteps:
     def _launch(self, members: Sequence[Member]) -> _Recorded:
         if not self._captures:
             self._warm_up(members)
-            return self._record(members)
+            began_ns = time.monotonic_ns()
+            step = self._record(members)
+            step.began_ns = began_ns
+            return step
         shape = tuple((m.attention, m.session, m.rows, m.depth) for m in members)
         step = self._graphs.get(shape)
         if step is None:
@@ -133,6 +154,7 @@ class StreamSteps:
             who = [(f"attention-{m.attention}", m.rows, m.depth) for m in members]
             logger.info("captured a step of %s", who)
         assert step.replay is not None
+        step.began_ns = time.monotonic_ns()
         step.replay()
         return step
 
@@ -163,7 +185,8 @@ class StreamSteps:
 
     def _record(self, members: Sequence[Member]) -> _Recorded:
         """All expert calls of the step, given to the streams in the order of the walk."""
-        step = _Recorded()
+        step = _Recorded(marks=new_marks(self._streams, 0, self._stage_every))
+        step.marks.begin()
         position_of = {m.attention: 0 for m in members}
         held: dict[int, Answers] = {}
         for position in walk(self._layers, _depth(members)):
@@ -176,6 +199,7 @@ class StreamSteps:
                 flags.append(make_flag(member.session, sequence))
                 slots.append(self._resolved.slots.to_ffn(member.attention, position.micro_batch))
             self._region.enqueue_wait(self._streams.compute, slots, flags, reset=self._reset)
+            step.marks.working()
             step.slots += slots
             step.flags += flags
             step.peers += peers
@@ -185,8 +209,11 @@ class StreamSteps:
             out = self._model.forward(position.layer, batch.x, batch.ids, batch.weights)
             out, counts = self._shares.of(out, rows)
             answers = held[position.micro_batch] = Answers.of(out, self._resolved.f2a)
+            step.marks.done(position.layer, position.micro_batch, sum(rows))
             self._streams.fork()
             self._answer(position, _depth(members), peers, counts, flags, answers)
+            step.marks.copied()
+        step.marks.end()
         self._streams.join()
         return step
 

@@ -56,8 +56,12 @@ class Server:
 
 
 @contextlib.contextmanager
-def disaggregated(config: Mapping[str, object], *, deadline_s: float = 240.0) -> Iterator[Server]:
+def disaggregated(
+    config: Mapping[str, object], *, deadline_s: float = 240.0, log: Path | None = None
+) -> Iterator[Server]:
     """``afd serve`` with ``config`` (the contents of a deployment file) on free ports.
+
+    log: where its output goes; None: into a file that ends with it.
 
     Raises:
         AfdError: it did not become ready; the message ends with the last lines of its log.
@@ -76,10 +80,10 @@ def disaggregated(config: Mapping[str, object], *, deadline_s: float = 240.0) ->
         path.write_text(yaml.safe_dump(merged, sort_keys=False))
         argv = [sys.executable, "-m", "afd.cli", "serve", str(path)]
         url = f"http://127.0.0.1:{port}"
-        log = Path(folder, "serve.log")
-        with server_process(argv, os.environ, log) as process:
-            _await_health(process, url, log, deadline_s)
-            yield Server(url, str(merged["served_model_name"]), log, control, process.pid)
+        log = log or Path(folder, "serve.log")
+        with server_process(argv, os.environ, log) as leader:
+            await_health(leader, url, log, deadline_s)
+            yield Server(url, str(merged["served_model_name"]), log, control, leader.pid)
 
 
 @contextlib.contextmanager
@@ -94,15 +98,17 @@ def colocated(
     kv_cache_gib: float = 1.0,
     vllm_args: Sequence[str] = (),
     compiled: bool = False,
-    gpu: int | None = None,
+    gpus: Sequence[int] = (),
     deadline_s: float = 240.0,
+    log: Path | None = None,
 ) -> Iterator[Server]:
     """Plain vLLM with the same settings as an attention instance, without our plugin.
 
     Args:
         compiled: vLLM's default of torch.compile and CUDA graphs; False runs eagerly, as attention
             instances do.
-        gpu: index of the GPU it runs on; None: on CPU.
+        gpus: indices of the GPUs it runs on; () runs on CPU.
+        log: where its output goes; None: into a file that ends with it.
         cpus: cores the whole server is bound to, one computing thread each; () binds nothing. vLLM
             itself binds only under its "mp" executor, with all threads free to move among the
             cores (VLLM_CPU_OMP_THREADS_BIND); "uni", as here, saves it a process and a hop.
@@ -122,7 +128,7 @@ def colocated(
         f"--kv-cache-memory-bytes={int(kv_cache_gib * 2**30)}",
         "--disable-uvicorn-access-log",
         *([] if compiled else ["--enforce-eager"]),
-        *(["--distributed-executor-backend=uni", *family.cpu_args] if gpu is None else []),
+        *(["--distributed-executor-backend=uni", *family.cpu_args] if not gpus else []),
         *vllm_args,
     ]
     environment = {
@@ -132,23 +138,23 @@ def colocated(
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    if gpu is None:
+    if not gpus:
         environment |= family.cpu_env
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         environment["TORCHDYNAMO_DISABLE"] = "0" if compiled else "1"
     else:
-        environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     if cpus:
         environment["OMP_NUM_THREADS"] = str(len(cpus))
     with (
         tempfile.TemporaryDirectory(prefix="afd-bench-") as folder,
         held_ports(["127.0.0.1"]) as (port,),
     ):
-        log = Path(folder, "vllm.log")
+        log = log or Path(folder, "vllm.log")
         url = f"http://127.0.0.1:{port}"
-        with server_process([*argv, f"--port={port}"], environment, log, cpus) as process:
-            _await_health(process, url, log, deadline_s)
-            yield Server(url, "model", log, "", process.pid)
+        with server_process([*argv, f"--port={port}"], environment, log, cpus) as leader:
+            await_health(leader, url, log, deadline_s)
+            yield Server(url, "model", log, "", leader.pid)
 
 
 def _section(config: Mapping[str, object], name: str) -> dict[str, object]:
@@ -161,13 +167,14 @@ def _section(config: Mapping[str, object], name: str) -> dict[str, object]:
 def server_process(
     argv: Sequence[str], environment: Mapping[str, str], log: Path, cpus: Sequence[int] = ()
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process group with its output in ``log``, ended on leaving; cpus: () binds nothing."""
+    """A process group of its own with its output in ``log``, ended with all that is left of it;
+    cpus: () binds nothing."""
     with open(log, "wb") as out:
-        process = _start(argv, environment, out, cpus)
+        leader = _start(argv, environment, out, cpus)
         try:
-            yield process
+            yield leader
         finally:
-            _stop(process)
+            _stop(leader)
 
 
 def _start(
@@ -205,7 +212,8 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     process.wait(10)
 
 
-def _await_health(process: subprocess.Popen[bytes], url: str, log: Path, deadline_s: float) -> None:
+def await_health(process: subprocess.Popen[bytes], url: str, log: Path, deadline_s: float) -> None:
+    """Return when ``url``/health answers 200. Raises AfdError with the end of the log."""
     end = time.monotonic() + deadline_s
     while True:
         if process.poll() is not None:

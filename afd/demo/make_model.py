@@ -37,12 +37,13 @@ def make_model(
         raise ConfigError(f"dtype {dtype!r} is not known; use one of {known}")
     if sizes.vocab < MIN_VOCAB:
         raise ConfigError(f"vocab {sizes.vocab} is too small; use {MIN_VOCAB} or more")
-    config, tensors = weights.MAKERS[family](sizes, seed, dtype)
+    drawn = weights.Drawn(seed, sizes.hidden, dtype)
+    config = weights.MAKERS[family](drawn, sizes, dtype)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(drawn.tensors, directory / "model.safetensors", metadata={"format": "pt"})
     tokenizer.write(directory, sizes.vocab)
-    return sum(tensor.nbytes for tensor in tensors.values())
+    return sum(tensor.nbytes for tensor in drawn.tensors.values())
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:

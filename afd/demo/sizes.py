@@ -14,6 +14,10 @@ class Sizes:
     `intermediate` is the width of one routed expert and of the shared expert;
     `dense_intermediate` that of dense FFN layers. `dense_last` makes the last layer of Step-3
     dense too (in the other families the dense layers are the first ones, or none).
+    `shared_experts`, `groups`, `top_groups` and `mla` are DeepSeek's: shared experts, groups of
+    experts that V3 routes in and chooses, and (no-position, rotary and value width of a head, rank
+    of keys and values, rank of queries). `share_q_dim` is Step-3's rank of queries, by default half
+    of `hidden`.
     """
 
     hidden: int = 256
@@ -26,6 +30,12 @@ class Sizes:
     kv_heads: int = 2
     head_dim: int = 32
     vocab: int = 2048
+    max_positions: int = 4096
+    shared_experts: int = 1
+    groups: int = 2
+    top_groups: int = 1
+    mla: tuple[int, int, int, int, int] = (32, 16, 32, 64, 96)
+    share_q_dim: int | None = None
     dense_last: bool = False
 
 
@@ -49,15 +59,17 @@ def resolve(family: str, preset: str, **overrides: int | bool | None) -> Sizes:
     given = {key: value for key, value in overrides.items() if value is not None}
     sizes = replace(PRESETS[preset], **given)  # type: ignore[arg-type]
     for key, value in vars(sizes).items():
-        if key != "dense_last" and value < 1:
+        if isinstance(value, int) and key != "dense_last" and value < 1:
             raise ConfigError(f"{key} is {value}; every size must be at least 1")
     if sizes.top_k > sizes.experts:
         raise ConfigError(f"top_k {sizes.top_k} is above the number of experts {sizes.experts}")
     dense = (family != "qwen3_moe") + sizes.dense_last
     if sizes.layers <= dense:
         raise ConfigError(f"{family} needs at least {dense + 1} layers, {sizes.layers} were asked")
-    if family == "deepseek_v3" and sizes.experts % 2:
-        raise ConfigError(f"deepseek_v3 routes in 2 groups; {sizes.experts} experts do not divide")
+    if family == "deepseek_v3" and sizes.experts % sizes.groups:
+        raise ConfigError(
+            f"deepseek_v3 routes in {sizes.groups} groups; {sizes.experts} experts do not divide"
+        )
     if sizes.dense_last and family != "step3":
         raise ConfigError("dense_last is for step3 only; its config lists the dense layers")
     return sizes

@@ -1,5 +1,6 @@
 """What both workers need of a device: slots as tensors, and the streams that a step runs on."""
 
+import time
 from typing import Protocol
 
 import torch
@@ -47,6 +48,12 @@ class Streams(Protocol):
     def join(self) -> None:
         """What ``compute`` gets from now on starts after all that ``copy`` was given so far."""
 
+    def stamp(self, *, copying: bool = False) -> object:
+        """The moment at which ``compute`` (or ``copy``) gets here; in a graph: at each replay."""
+
+    def elapsed_ns(self, first: object, then: object) -> int:
+        """From one stamp to another of the same device, both of them past."""
+
 
 class HostStreams:
     """Device cpu: an operation is done when its call returns, so there is nothing to order."""
@@ -57,6 +64,13 @@ class HostStreams:
     def fork(self) -> None: ...
 
     def join(self) -> None: ...
+
+    def stamp(self, *, copying: bool = False) -> object:
+        return time.monotonic_ns()
+
+    def elapsed_ns(self, first: object, then: object) -> int:
+        assert isinstance(first, int) and isinstance(then, int)
+        return then - first
 
 
 class CudaStreams:
@@ -80,6 +94,16 @@ class CudaStreams:
 
     def join(self) -> None:
         torch.cuda.current_stream(self._device).wait_stream(self._copy)
+
+    def stamp(self, *, copying: bool = False) -> object:
+        # external: a node of the graph that records anew at each replay, not an edge of it
+        event = torch.cuda.Event(enable_timing=True, external=True)
+        event.record(self._copy if copying else torch.cuda.current_stream(self._device))
+        return event
+
+    def elapsed_ns(self, first: object, then: object) -> int:
+        assert isinstance(first, torch.cuda.Event) and isinstance(then, torch.cuda.Event)
+        return int(first.elapsed_time(then) * 1e6)
 
 
 def make_streams(device: torch.device) -> Streams:

@@ -18,6 +18,7 @@ from afd.metrics import RoleMetrics
 from afd.resolve import region_options, resolve
 from afd.roles import RoleSpec
 from afd.schedule import split_rows
+from afd.step_trace import Marks, NoMarks
 from afd.wire.streams_torch import CudaStreams
 from afd_comm import Region, Status
 from attention_worker.remote import RemoteExperts
@@ -165,11 +166,12 @@ class Graph:
 
     def __init__(self, step: Step) -> None:
         self.step = step
+        self.marks: Marks = NoMarks()
         self.waits: Waits | None = None
 
     def capture(self) -> None:
         pair = self.step.pair
-        self.waits = pair.stream.record(pair.host.peers)
+        self.waits = pair.stream.record(pair.host.peers, self.marks)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, stream=torch.cuda.current_stream()):
             self.step.run(pair.stream)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from gpu_pair import Graph, Pair, Step
 
+from afd.step_trace import StepMarks
 from afd_comm import Status
 
 pytestmark = [
@@ -51,6 +52,26 @@ def test_host_and_graph_steps_compute_what_one_gpu_computes(make_pair, wire):
             assert set(graph.replay()) == {Status.OK}
             assert step.error(model) < limit
     pair.host.leave()
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_marks_of_a_captured_step_are_read_after_each_replay(make_pair, depth):
+    pair = make_pair(metrics={"stage_every": 1})
+    step = Step(pair, 24, depth)
+    graph = Graph(step)
+    graph.marks = StepMarks(pair.streams)
+    graph.capture()
+    model = pair.reference()
+    for seed in range(3):
+        step.fill(seed)
+        began = time.monotonic_ns()
+        assert set(graph.replay()) == {Status.OK}
+        assert step.error(model) < BF16
+        trace = graph.marks.read(began, replayed=True)
+        assert (trace.depth, trace.rows, len(trace.spans)) == (depth, 24, len(step.layers) * depth)
+        times = [t for s in trace.spans for t in (s.started_ns, s.done_ns)]
+        assert times == sorted(times) and began <= times[0]
+        assert all(s.done_ns < s.copied_ns <= trace.ended_ns for s in trace.spans)
 
 
 def test_a_killed_ffn_frees_the_stream_and_the_step_is_run_again(make_pair):

@@ -1,82 +1,372 @@
-"""`afd bench gpu`: what it deploys, and how it reads counters. The runs need GPUs: tests/gpu."""
+"""`afd bench gpu`: targets, checkpoints, loads and tables. The runs themselves need GPUs, or a
+dry run of minutes (--device cpu)."""
 
 import asyncio
+import contextlib
+import json
 import time
 from pathlib import Path
 
 import pytest
 
-from afd.bench import gpu
-from afd.bench.gpu import Variant, deployment, sample_sum
+from afd.bench.gpu import (
+    COMMANDS,
+    decode,
+    identity,
+    jitter,
+    load,
+    main,
+    peer,
+    profile,
+    targets,
+)
+from afd.bench.gpu.checkpoint import listing, make
+from afd.bench.gpu.common import Budget, Report
+from afd.bench.gpu.decode import Cell, Plan, best, table
+from afd.bench.gpu.load import Load, Steady, rate
+from afd.bench.gpu.predict import Prediction, predict
+from afd.bench.gpu.slices import SLICES, find
+from afd.bench.gpu.targets import (
+    Afd,
+    Colocated,
+    Sizes,
+    best_for,
+    deployment,
+    graph_args,
+    parse,
+    settings_of,
+)
+from afd.bench.records import read_records
+from afd.bench.scrape import StageTimes
+from afd.bench.servers import Server
+from afd.bench.stages import Totals
+from afd.checkpoint import tensor_table
 from afd.config import Deployment
-from afd.errors import AfdError
+from afd.errors import AfdError, ConfigError
+from afd.models import read_model
+from afd.planner.facts.hardware import load_accelerator
+from afd.planner.facts.model_hf import from_config, load_model
 from afd.resolve import replays
 
-EXPOSITION = """\
-# TYPE afd_graph_steps counter
-afd_graph_steps_total{depth="1",instance="attention-0"} 5
-afd_graph_steps_total{depth="3",instance="attention-0"} 7
-# TYPE vllm:num_requests_running gauge
-vllm:num_requests_running{engine="0",instance="attention-0"} 2
-vllm:num_requests_running{engine="0",instance="attention-1"} 3
-"""
+SIZES = Sizes(64, 1624, 2.0)
 
 
-@pytest.mark.parametrize("wire", ["exact", "fp8"])
+def spec(name):
+    return from_config(listing(SLICES[name])[0], name)
+
+
+@pytest.mark.parametrize("name", [name for name, piece in SLICES.items() if piece.of])
+def test_a_slice_has_the_widths_of_its_model(name):
+    piece = SLICES[name]
+    ours, theirs = spec(name), load_model(piece.of)
+    assert (ours.hidden, ours.vocab, ours.architecture) == (
+        theirs.hidden,
+        theirs.vocab,
+        theirs.architecture,
+    )
+    assert piece.full_layers == theirs.num_layers
+    kinds = {(group.attention, group.ffn) for group in theirs.groups}
+    assert {(group.attention, group.ffn) for group in ours.groups} <= kinds
+
+
+def test_coarse_slices_have_the_parameters_of_the_fine_one():
+    fine, coarse = spec("qwen3-30b"), spec("qwen3-30b-coarse")
+    assert abs(fine.parameters / coarse.parameters - 1) < 0.01
+    assert abs(fine.activated_parameters / coarse.activated_parameters - 1) < 0.01
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-deepseek", "tiny-step3"])
+def test_a_checkpoint_is_written_once_and_read_by_its_family(name, tmp_path):
+    piece = find(name, 3)
+    path = make(name, piece, tmp_path)
+    _, model = read_model(path)
+    assert (model.num_layers, model.hidden) == (3, piece.sizes.hidden)
+    wanted = {tensor.name: tensor for tensor in listing(piece)[1]}
+    table = tensor_table(path)
+    assert set(table) == set(wanted)
+    assert all(info.shape == wanted[n].shape for n, info in table.items())
+    written = (path / "outside.safetensors").stat().st_mtime_ns
+    assert make(name, piece, tmp_path) == path
+    assert (path / "outside.safetensors").stat().st_mtime_ns == written
+    words = json.loads((path / "tokenizer.json").read_text())["model"]["vocab"]
+    assert len(words) == piece.sizes.vocab
+
+
+def test_weights_look_like_weights(tmp_path):
+    safetensors = pytest.importorskip("safetensors")
+    path = make("tiny", find("tiny", 1), tmp_path)
+    with safetensors.safe_open(path / "layer-000.safetensors", framework="pt") as file:
+        up, norm = (
+            file.get_tensor(f"model.layers.0.{name}.weight").float()
+            for name in ("mlp.experts.0.up_proj", "input_layernorm")
+        )
+        other = file.get_tensor("model.layers.0.mlp.experts.1.up_proj.weight").float()
+    assert 0.07 < float(up.std()) < 0.09 and abs(float(norm.mean()) - 1) < 0.05
+    assert not bool((up == other).all())
+
+
+def test_targets_by_name():
+    assert parse("2A2F", "fp8") == Afd(2, 2, "fp8")
+    assert (parse("TP4"), parse("DP4+EP"), parse("TP2xDP2")) == (
+        Colocated(4),
+        Colocated(1, 4),
+        Colocated(2, 2),
+    )
+    assert [target.name for target in best_for(4)] == [
+        "2A2F", "3A1F", "1A3F", "TP4", "DP4+EP", "TP2xDP2",
+    ]  # fmt: skip
+    assert [target.name for target in best_for(2)] == ["1A1F", "TP2", "DP2+EP"]
+    assert {target.gpus for target in best_for(4)} == {4}
+    with pytest.raises(ConfigError, match=r"'4A' is no target; write 2A2F"):
+        parse("4A")
+
+
 @pytest.mark.parametrize("graphs", [True, False])
-def test_what_is_deployed_is_a_valid_deployment(wire, graphs):
-    plain = deployment(Path("m"), Variant(wire, graphs), 3, ["--max-logprobs=9"])
-    config = Deployment.from_plain(plain)
-    assert replays(config) is graphs and config.wire.format == wire
-    assert config.attention.vllm_args[-1] == "--max-logprobs=9"
+def test_what_is_deployed_is_a_valid_deployment(graphs):
+    target = Afd(2, 1, "fp8", graphs, stage_every=4)
+    config = Deployment.from_plain(deployment(target, Path("m"), SIZES, "cuda", ["--x=1"]))
+    assert replays(config) is graphs and config.wire.format == "fp8"
+    assert config.attention.instances == 2 and config.attention.max_num_seqs == 40
+    assert config.metrics.stage_every == 4 and config.attention.vllm_args == ("--x=1",)
+    assert settings_of(Colocated(2, 2), SIZES)["max_num_seqs"] == 40
+    assert settings_of(Colocated(4), SIZES)["max_num_seqs"] == 64
+    # the same cache in all: two attention GPUs of three, two replicas of two GPUs, one of four
+    caches = [settings_of(t, SIZES)["kv_cache_gib"] for t in (target, Colocated(2, 2), Afd(1, 3))]
+    assert caches == [3.0, 2.0, 8.0]
 
 
-def test_samples_are_summed_over_instances_and_picked_by_depth():
-    assert sample_sum(EXPOSITION, "afd_graph_steps_total", 3) == 7
-    assert sample_sum(EXPOSITION, "afd_graph_steps_total", 2) == 0
-    assert sample_sum(EXPOSITION, "vllm:num_requests_running") == 5
+def test_graphs_are_captured_for_the_batches_of_a_run():
+    sizes = Sizes(1024, 1624, 2.0, batches=(64, 1024))
+    assert graph_args(Colocated(4), sizes) == ["--cudagraph-capture-sizes", "64", "1024"]
+    # evenly dealt, and as unevenly as there is room for
+    assert graph_args(Afd(2, 2), sizes)[1:] == ["32", "40", "512", "576"]
+    assert graph_args(Afd(2, 2), SIZES) == []
+
+
+def test_unknown_commands_and_helps(capsys):
+    with pytest.raises(ConfigError, match="no 'speed'; use one of identity"):
+        main(["speed"])
+    for name in COMMANDS:
+        with pytest.raises(SystemExit) as ended:
+            main([name, "--help"])
+        assert ended.value.code == 0 and "--device" in capsys.readouterr().out
+
+
+def test_a_budget_stops_new_cells(capsys):
+    now = [0.0]
+    budget = Budget(10.0, clock=lambda: now[0])
+    assert budget.allows("a cell", 5.0)
+    now[0] = 6.0
+    assert not budget.allows("batch 64", 5.0)
+    assert "no time left for batch 64" in capsys.readouterr().out
+
+
+def test_records_are_in_the_file_at_once(tmp_path):
+    out = Report("gpu", tmp_path / "r.json", "afd bench gpu x", machine="m")
+    out.add("a", "tpot_p50", 2.0, "ms", "p", 4.0, more_is_better=False)
+    out.add("b", "kl", 0.0, "nats", "p", 0.0, more_is_better=False)
+    assert [(r.case, r.ratio) for r in read_records(tmp_path / "r.json")] == [("a", 2.0), ("b", 1)]
+
+
+def totals(moment_s, running, generated):
+    return Totals(moment_s, StageTimes({}, {}, {}), 0.0, {}, running, 0.0, generated)
+
+
+def test_a_window_counts_only_where_all_requests_ran():
+    assert rate(totals(1.0, 4, 100), totals(3.0, 4, 300), 4) == Steady(100.0, 0.04, 2.0)
+    with pytest.raises(AfdError, match="3 of 4 requests were left"):
+        rate(totals(1.0, 4, 100), totals(3.0, 3, 300), 4)
+    with pytest.raises(AfdError, match="no token"):
+        rate(totals(1.0, 4, 100), totals(3.0, 4, 100), 4)
 
 
 class FakeServer:
-    """Decodes for as long as a request takes: a step of 4 ms on the device every 5 ms."""
+    """Each request decodes a token every 2 ms until it is given up."""
 
     url, model = "http://nowhere", "m"
 
-    def __init__(self, replays: bool) -> None:
-        self.replays = replays
-        self.began = 0.0
-        self.running = 0
+    def __init__(self):
+        self.started = {}
+        self.done = 0.0
 
-    async def complete(self, session, url, body):
-        self.began = self.began or time.monotonic()
-        self.running += 1
-        await asyncio.sleep(1.0)
-        self.running -= 1
-        return {}
+    async def complete(self, session, server, body):
+        key = object()
+        self.started[key] = time.monotonic()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            self.done += (time.monotonic() - self.started.pop(key)) / 0.002
 
-    def metrics(self) -> str:
-        steps = int((time.monotonic() - self.began) / 0.005) if self.began and self.replays else 0
+    def metrics(self):
+        now = time.monotonic()
+        going = sum((now - begun) / 0.002 for begun in list(self.started.values()))
         return (
             "# TYPE vllm:num_requests_running gauge\n"
-            f"vllm:num_requests_running {self.running}\n"
-            "# TYPE afd_graph_steps counter\n"
-            f'afd_graph_steps_total{{depth="2"}} {steps}\n'
-            "# TYPE afd_graph_step_seconds counter\n"
-            f'afd_graph_step_seconds_total{{depth="2"}} {steps * 0.004}\n'
+            f"vllm:num_requests_running {len(self.started)}\n"
+            "# TYPE vllm:generation_tokens counter\n"
+            f"vllm:generation_tokens_total {self.done + going}\n"
         )
 
 
-def test_steps_are_timed_while_all_requests_decode(monkeypatch):
-    server = FakeServer(replays=True)
-    monkeypatch.setattr(gpu, "post_completion", server.complete)
-    timing = gpu.steady_decode(server, batch=3, prompt=4, tokens=100, depth=2)
-    assert timing.steps >= 50
-    assert timing.device_s == pytest.approx(0.004)
-    assert timing.step_s == pytest.approx(0.005, rel=0.1)
+def test_a_load_is_held_measured_and_given_up(monkeypatch):
+    server = FakeServer()
+    monkeypatch.setattr(load, "complete", server.complete)
+    found = load.steady(server, Load(5, 8, 100, 2000), 0.3)
+    assert found.tpot_s == pytest.approx(0.002, rel=0.2)
+    assert found.tokens_per_s == pytest.approx(5 / found.tpot_s)
+    assert not server.started
 
 
-def test_a_depth_at_which_nothing_was_replayed_is_an_error(monkeypatch):
-    server = FakeServer(replays=False)
-    monkeypatch.setattr(gpu, "post_completion", server.complete)
-    with pytest.raises(AfdError, match="no step was replayed at depth 2"):
-        gpu.steady_decode(server, batch=1, prompt=4, tokens=100, depth=2)
+def test_a_server_that_is_gone_is_an_error_of_its_own_cell():
+    gone = Server("http://127.0.0.1:9", "m", Path("serve.log"), "", 0)
+    with pytest.raises(AfdError, match=r"127\.0\.0\.1:9 gives no metrics .* see serve\.log"):
+        load.steady(gone, Load(1, 8, 100, 2000), 0.1)
+
+    async def ask():
+        async with load.client() as session:
+            await load.complete(session, gone, {})
+
+    with pytest.raises(AfdError, match="dropped a request"):
+        asyncio.run(ask())
+
+
+def test_requests_are_the_same_for_every_server():
+    server = FakeServer()
+    bodies = [Load(2, 16, 100, 2000).body(server, index) for index in (0, 0, 1)]
+    assert bodies[0]["prompt"] == bodies[1]["prompt"] != bodies[2]["prompt"]
+    assert bodies[0]["max_tokens"] == 83 and bodies[0]["cache_salt"] != bodies[1]["cache_salt"]
+
+
+def cell(target, requests, tpot_s, depth=0, context=1024):
+    return Cell(target, depth, requests, context, tpot_s, Prediction(tpot_s, 0.0, 1.0, ""))
+
+
+PLAN = Plan((64,), (1024,), (3,), (0.05, 0.1), 1.0, stretch=4.0, kv_bytes=1e9)
+
+
+def test_the_best_cell_keeps_to_the_time_per_token_of_the_whole_model():
+    cells = [
+        cell(Afd(2, 2), 64, 0.010, 3),
+        cell(Afd(2, 2), 256, 0.020, 2),
+        cell(Colocated(4), 64, 0.009),
+        cell(Colocated(4), 512, 0.026),
+    ]
+    assert best(cells, 1024, 0.05, 4.0, ours=True) is cells[0]  # 4 * 20 ms is over 50 ms
+    assert best(cells, 1024, 0.1, 4.0, ours=True) is cells[1]
+    assert best(cells, 1024, 0.1, 4.0, ours=False) is cells[2]  # 4 * 26 ms is over 100 ms
+    with_rest = Cell(Afd(1, 1), 1, 1, 1, 0.01, Prediction(0.0, 0.004, 1, ""))
+    assert with_rest.whole_s(3) == pytest.approx(0.022)
+    text = table(cells, PLAN)
+    assert "| 1024 | 50 ms | 2A2F exact depth 3 batch 64 | 1600 |" in text
+    assert f"{1600 / (64 / 0.009 / 4):.2f}" in text
+    assert "none" in table(cells[:2], PLAN)
+
+
+def test_a_record_has_the_best_peer_of_its_batch(tmp_path):
+    out = Report("gpu", tmp_path / "r.json", "c", machine="m")
+    cells = []
+    for one in (
+        cell(Afd(1, 1), 64, 0.010, 3),
+        cell(Colocated(2), 64, 0.012),
+        cell(Colocated(1, 2), 64, 0.008),
+    ):
+        cells.append(one)
+        decode._record(one, cells, "qwen3-30b", out)
+    (record,) = read_records(tmp_path / "r.json")
+    assert record.case == "qwen3-30b 1A1F exact depth 3 batch 64 context 1024"
+    assert record.ratio == pytest.approx(0.8)
+
+
+def test_predictions_count_all_gpus():
+    model, h200 = spec("qwen3-30b"), load_accelerator("h200")
+    for target in best_for(4):
+        said = predict(target, 2 if isinstance(target, Afd) else 1, 256, 1024, model, h200)
+        assert said.tokens_per_s_per_gpu == pytest.approx(256 / said.tpot_s / 4)
+        assert " us (" in said.words
+
+
+def test_the_cache_of_a_target():
+    model = spec("qwen3-30b")
+    whole = decode.kv_bytes(Afd(1, 3), 64, 1000, model)
+    assert whole == 64 * 1000 * 12 * 2 * 4 * 128 * 2
+    assert decode.kv_bytes(Afd(2, 2), 64, 1000, model) == whole / 2
+    assert decode.kv_bytes(Colocated(4), 64, 1000, model) == whole / 4
+    assert decode.kv_bytes(Colocated(2, 2), 64, 1000, model) == whole / 4
+
+
+def test_jitter_with_and_without_drift():
+    steps = [0.004 + 1e-6 * i for i in range(4000)]
+    found = jitter.summary(steps)
+    assert found.steps == 4000 and found.p50 == pytest.approx(6.0, rel=0.01)
+    assert found.ratio > 1.3 and found.steady < 1.1
+    assert found.longest == pytest.approx(8.0, rel=0.01)
+
+
+def test_identity_runs_every_topology_that_fits(monkeypatch):
+    monkeypatch.setattr(identity, "gpu_names", lambda: ["H200"] * 3)
+    args = identity._arguments(["--wires", "exact", "fp8"])
+    labels = [target.label for target in identity.variants(args)]
+    assert labels == [
+        "1A1F exact", "1A1F exact lookahead", "1A1F exact eager", "1A1F fp8",
+        "2A1F exact", "2A1F fp8", "1A2F exact", "1A2F fp8",
+    ]  # fmt: skip
+    args = identity._arguments(["--targets", "TP2"])
+    with pytest.raises(ConfigError, match="TP2 is no topology"):
+        identity.variants(args)
+
+
+def event(name, cat="cuda_runtime"):
+    return {"ph": "X", "cat": cat, "name": name}
+
+
+def test_waits_and_copies_of_a_trace_are_counted_per_graph_launch():
+    events = [event("cudaGraphLaunch")] * 4 + [event("cudaEventSynchronize")] * 8
+    events += [event("Memcpy DtoH (Device -> Pinned)", "gpu_memcpy")] * 4
+    events += [event("Memcpy HtoD (Pinned -> Device)", "gpu_memcpy"), event("cudaLaunchKernel")]
+    events += [event("cudaStreamSynchronize", "cpu_op"), {"ph": "M", "name": "cudaGraphLaunch"}]
+    found = profile.calls({"traceEvents": events})
+    assert found.per_step() == (2.0, 1.0) and found.waits == {"cudaEventSynchronize": 8}
+    with pytest.raises(AfdError, match="no graph was launched"):
+        profile.calls({"traceEvents": []}).per_step()
+
+
+def test_the_peer_runs_its_recipe(tmp_path, capsys):
+    with pytest.raises(ConfigError, match=r"has no afd_plugin/__init__\.py"):
+        peer.main(["--peer-checkout", str(tmp_path)])
+    (tmp_path / "afd_plugin").mkdir()
+    (tmp_path / "afd_plugin" / "__init__.py").touch()
+    assert peer.main(["--peer-checkout", str(tmp_path), "--dry-run", "--recipes", "dp2tp1"]) == 0
+    ffn, attention = capsys.readouterr().out.splitlines()
+    assert '"role": "ffn"' in ffn and "DecodeBenchConnector" not in ffn
+    assert '"role": "attention"' in attention and "DecodeBenchConnector" in attention
+    for line in (ffn, attention):
+        assert "--data-parallel-size=2" in line and "--enable-dbo" in line
+        assert '"cudagraph_capture_sizes": [32, 64, 128]' in line
+    there = peer._environment(tmp_path, tmp_path)
+    assert there["VLLM_PLUGINS"] == "afd_plugin_checkout"
+    assert "afd_plugin:register_afd" in next(tmp_path.rglob("entry_points.txt")).read_text()
+
+
+def test_servers_start_together_and_one_that_does_not_is_named(monkeypatch, tmp_path, capsys):
+    tries = []
+
+    @contextlib.contextmanager
+    def serve(target, *rest):
+        tries.append(target)
+        if target == Colocated(4):
+            raise AfdError("the server exited with status 1")
+        if target == Afd(1, 1) and tries.count(target) == 1:
+            raise AfdError("port 1234 is in use")
+        yield target.label
+
+    monkeypatch.setattr(targets, "serve", serve)
+    asked = [Afd(1, 1), Colocated(4), Colocated(2)]
+    with targets.running(asked, Path("m"), SIZES, "cuda", [], tmp_path) as up:
+        assert up == {Afd(1, 1): "1A1F exact", Colocated(2): "TP2"}
+    assert "TP4: FAILED: the server exited with status 1" in capsys.readouterr().out
+    assert tries.count(Afd(1, 1)) == 2 and tries.count(Colocated(4)) == 1
+    with (
+        pytest.raises(AfdError, match="no server started"),
+        targets.running([Colocated(4)], Path("m"), SIZES, "cuda", [], tmp_path),
+    ):
+        pass

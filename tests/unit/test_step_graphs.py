@@ -1,5 +1,7 @@
 """When StepGraphs captures, replays, starts over and gives up; vLLM and CUDA are faked."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -12,8 +14,8 @@ from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor
 
-from afd.errors import DeadlineExceeded
-from afd.metrics import RoleMetrics
+from afd.errors import DeadlineExceeded, PeerLost
+from afd.metrics import RoleMetrics, Stage
 from afd.wire.streams_torch import HostStreams
 from afd_comm import Status
 from attention_worker import graphs
@@ -53,7 +55,11 @@ class Host:
 
 
 class Stream:
-    def record(self, peers):
+    def record(self, peers, marks):
+        marks.begin()
+        marks.done(0, 0, 24)
+        marks.copied()
+        marks.end()
         return Waits([0, 1, 0, 1], [1, 1, 2, 2])
 
 
@@ -62,10 +68,17 @@ class Region:
 
     def __init__(self):
         self.script = []
+        self.through = threading.Event()  # when the stream is
+        self.through.set()
 
     def guard(self, stream, slots, flags):
         statuses = self.script.pop(0) if self.script else [OK] * len(slots)
-        return SimpleNamespace(wait=lambda timeout_us: statuses)
+
+        def wait(timeout_us):
+            assert self.through.wait(5)
+            return statuses
+
+        return SimpleNamespace(wait=wait)
 
 
 class Event:
@@ -81,6 +94,15 @@ class Event:
 
 @pytest.fixture
 def made(monkeypatch):
+    return make(monkeypatch, lookahead=False)
+
+
+@pytest.fixture
+def ahead(monkeypatch):
+    return make(monkeypatch, lookahead=True)
+
+
+def make(monkeypatch, lookahead):
     log = []
     model = SimpleNamespace(remote=None)
 
@@ -108,7 +130,16 @@ def made(monkeypatch):
     host, region, metrics = Host(log), Region(), RoleMetrics("attention")
     model.remote = host
     step = graphs.StepGraphs(
-        model, None, host, Stream(), region, HostStreams(), metrics, deadline_s=1.0
+        model,
+        None,
+        host,
+        Stream(),
+        region,
+        HostStreams(),
+        metrics,
+        deadline_s=1.0,
+        stage_every=2,
+        lookahead=lookahead,
     )
     return SimpleNamespace(
         step=step, log=log, context=context, host=host, region=region, metrics=metrics
@@ -143,6 +174,14 @@ def test_an_ffn_that_dies_is_waited_for_and_the_step_run_again_on_a_new_graph(ma
     assert made.metrics.graph_steps[1] == 2  # the first step and the second, not what failed
 
 
+def test_stages_of_every_second_step_are_read(made):
+    for _ in range(5):
+        made.step()
+    kept = made.metrics.step_traces.all()
+    assert [(step.replayed, step.rows) for step in kept] == [(True, 24)] * 2
+    assert made.metrics.stage(Stage.ATTENTION).snapshot().count == 2
+
+
 def test_a_late_ffn_is_an_error_that_names_it(made):
     made.region.script = [[LATE, OK, LATE, OK]]
     with pytest.raises(DeadlineExceeded, match=r"ffn-0 did not answer a step within 1 s"):
@@ -154,3 +193,49 @@ def test_steps_of_other_modes_go_to_the_model(made):
     made.step.runnable = lambda x: ("eager", x)
     assert made.step(3) == ("eager", 3)
     assert made.log == []
+
+
+def test_with_lookahead_the_host_goes_on_and_the_next_step_waits(ahead):
+    ahead.region.through.clear()
+    assert ahead.step() == "hidden"
+    first = ahead.step.running
+    assert ahead.metrics.graph_steps[1] == 0
+    ahead.log.clear()
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(ahead.step)
+        with pytest.raises(TimeoutError):
+            second.result(0.1)
+        assert ahead.log == []  # nothing of it is announced before the first is through
+        ahead.region.through.set()
+        assert second.result(5) == "hidden"
+    assert ahead.metrics.graph_steps[1] == 1
+    assert ahead.step.running is not first
+    ahead.step.settle()
+    first.settle()  # both of them: again, which changes nothing
+    assert ahead.metrics.graph_steps[1] == 2
+
+
+@pytest.mark.parametrize(
+    ("statuses", "error", "said"),
+    [
+        ([OK, GONE, OK, GONE], PeerLost, "ffn-1 died in a step that cannot be run again"),
+        ([LATE, OK, LATE, OK], DeadlineExceeded, "ffn-0 did not answer a step within 1 s"),
+    ],
+)
+def test_with_lookahead_a_lost_step_gives_no_token(ahead, statuses, error, said):
+    gpu = pytest.importorskip("attention_worker.gpu")
+    ahead.region.script = [statuses]
+    assert ahead.step() == "hidden"
+    tokens = SimpleNamespace(get_output=lambda: "tokens")
+    output = gpu.SettledOutput(ahead.step.running, tokens)
+    with pytest.raises(error, match=said):
+        output.get_output()
+    with pytest.raises(error, match=said):
+        ahead.step()
+
+
+def test_with_lookahead_a_good_step_gives_its_tokens(ahead):
+    gpu = pytest.importorskip("attention_worker.gpu")
+    ahead.step()
+    tokens = SimpleNamespace(get_output=lambda: "tokens")
+    assert gpu.SettledOutput(ahead.step.running, tokens).get_output() == "tokens"

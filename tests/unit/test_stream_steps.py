@@ -11,11 +11,15 @@ import pytest
 import torch
 from remote_support import DEPTH, Deployed, random_rows, reference_model, run_step
 
+from afd.metrics import Stage
 from afd.schedule import split_rows
+from afd.step_trace import NoMarks, StepMarks
 from afd.wire.streams_torch import HostStreams
 from afd_comm import Status
 from attention_worker.stream import StreamExperts, failed_peers
 from ffn_worker.moe.vllm_cuda import local_ids
+
+NO_MARKS = NoMarks()
 
 
 @pytest.fixture
@@ -37,10 +41,10 @@ def stream_of(deployed, i):
     return StreamExperts(deployed.resolved, i, client._region, HostStreams())
 
 
-def run_on_streams(client, stream, resolved, reference, rows, depth, seed):
+def run_on_streams(client, stream, resolved, reference, rows, depth, seed, marks=NO_MARKS):
     """What a replayed graph does: announced by the host, then everything on streams."""
     client.begin_step(depth)
-    waits = stream.record(client.peers)
+    waits = stream.record(client.peers, marks)
     client.announce(rows)
     stream.begin_step(depth)
     sent = {}
@@ -109,13 +113,46 @@ def test_a_step_rings_the_same_doorbells_each_time(deploy, tiny_models):
     assert len(set(first.flags)) == len(first.flags) == 3 * len(deployed.resolved.model.moe_layers)
 
 
+def test_both_sides_keep_when_their_stages_ran(deploy, tiny_models):
+    deployed = deploy("qwen3_moe", 1, 1, metrics={"stage_every": 1})
+    expected = reference_model(tiny_models("qwen3_moe"))
+    client, stream = deployed.clients[0], stream_of(deployed, 0)
+    layers = deployed.resolved.model.moe_layers
+    order = [(layer, mb) for layer in layers for mb in range(3)]
+    marks = StepMarks(HostStreams())
+    began = time.monotonic_ns()
+    run_on_streams(client, stream, deployed.resolved, expected, 7, 3, 0, marks)
+    ours = marks.read(began, replayed=True)
+    run_step(client, deployed.resolved, expected, [3, 2, 2], 1)
+    ffn = deployed.loops[0]._metrics
+    wait_for(lambda: len(ffn.step_traces.all()) == 2)
+    replayed, hosted = ffn.step_traces.all()
+    (by_host,) = client._metrics.step_traces.all()
+    for step in (ours, replayed, by_host, hosted):
+        assert [(span.layer, span.micro_batch) for span in step.spans] == order
+        assert (step.depth, step.rows) == (3, 7)
+        times = [t for s in step.spans for t in (s.started_ns, s.done_ns)]
+        assert times == sorted(times) and step.spans[-1].copied_ns <= step.ended_ns
+        assert 0 < step.busy_ns <= step.ended_ns - step.began_ns
+    assert (replayed.replayed, hosted.replayed, by_host.replayed) == (True, False, False)
+    # On one clock: nothing is worked on before it has been sent.
+    for theirs, mine in zip(replayed.spans, ours.spans, strict=True):
+        assert mine.done_ns <= theirs.started_ns
+    stages = dict(ffn.exported_stages())
+    assert stages[Stage.FFN].count == 2 * len(order) and stages[Stage.F2A].count == len(order)
+
+
 @pytest.mark.parametrize("rows,depth", [(0, 1), (2, 3), (7, 4), (65, 1), (194, 3)])
 def test_an_announcement_that_cannot_be_meant_ends_the_session(deploy, rows, depth):
     deployed = deploy("qwen3_moe", 1, 1)
     deployed.clients[0].begin_step(depth)
     deployed.clients[0].announce(rows)
+    wait_for(lambda: not deployed.loops[0]._table.peers)
+
+
+def wait_for(check):
     end = time.monotonic() + 5.0
-    while deployed.loops[0]._table.peers:
+    while not check():
         assert time.monotonic() < end
         time.sleep(0.01)
 

@@ -1,0 +1,183 @@
+"""Pipeline efficiency: busy time of the busiest role over step time, at each depth.
+
+Both sides mark on the device when each micro-batch's work began and ended (metrics.stage_every),
+and the marks of the last steps of a steady decode load are read from all roles. A second deployment
+without marks runs the same load, so that what marking costs is known. A trace of one step, both
+sides on one clock, is written per cell, for ui.perfetto.dev.
+"""
+
+import argparse
+import asyncio
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from afd.bench.gpu.common import Budget, Report, add_model, model_of, parser, report
+from afd.bench.gpu.load import Load, exposition, held
+from afd.bench.gpu.targets import Afd, Sizes, Target, parse, running, vllm_args
+from afd.bench.gpu.timeline import Step, Summary, chrome, fetch, join, summary
+from afd.bench.servers import Server
+from afd.errors import AfdError, ConfigError
+
+AIM = 0.97
+_WAIT_S = 1.0
+_ATTENTION = "attention-0"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """device_s: mean time of a step on the device, with marks and without; 0 where none was
+    replayed as a graph."""
+
+    target: Afd
+    depth: int
+    batch: int
+    found: Summary
+    one: Step
+    device_s: tuple[float, float]
+
+
+def main(argv: Sequence[str]) -> int:
+    made = parser("efficiency", __doc__, 240.0)
+    add_model(made, "qwen3-30b")
+    made.add_argument("--targets", nargs="+", default=["1A1F"], metavar="NAME")
+    made.add_argument("--wire", default="exact", choices=("exact", "fp8"))
+    made.add_argument("--depths", type=int, nargs="+", default=[3, 2, 1], choices=(1, 2, 3))
+    made.add_argument("--batches", type=int, nargs="+", default=[64, 256])
+    made.add_argument("--context", type=int, default=1024)
+    made.add_argument("--kv-gib", type=float, default=16.0, help="KV cache per GPU and server")
+    made.add_argument("--answer", type=int, default=2_000, help="most tokens of an answer")
+    made.add_argument("--traces", type=Path, default=Path("traces"), help="folder of the traces")
+    args = made.parse_args(argv)
+    budget = Budget(args.seconds)
+    marked = [_afd(name, args.wire) for name in args.targets]
+    targets = [*marked, *(replace(target, stage_every=0) for target in marked)]
+    piece, path = model_of(args)
+    batches = tuple(args.batches)
+    sizes = Sizes(max(batches), args.context + args.answer, args.kv_gib, batches)
+    flags = [*vllm_args(args.device, True), *args.vllm_args]
+    out = report("gpu", args, "efficiency", argv)
+    count = 0
+    with running(targets, path, sizes, args.device, flags, args.logs) as servers:
+        for target in marked:
+            if target not in servers:
+                continue
+            plain = servers.get(replace(target, stage_every=0))
+            for cell in _cells(target, servers[target], plain, args, piece.sizes.vocab, budget):
+                count += 1
+                _tell(cell)
+                _record(cell, args.model, out)
+                _write_trace(cell, args)
+    return 0 if count else 1
+
+
+def _afd(name: str, wire: str) -> Afd:
+    target: Target = parse(name, wire)
+    if not isinstance(target, Afd):
+        raise ConfigError(f"{name} has no pipeline; name topologies such as 1A1F")
+    return replace(target, stage_every=1)
+
+
+def _cells(
+    target: Afd,
+    server: Server,
+    plain: Server | None,
+    args: argparse.Namespace,
+    vocab: int,
+    budget: Budget,
+) -> Iterator[Cell]:
+    for batch in args.batches:
+        load = Load(batch, args.context, args.context + args.answer, vocab, args.seed)
+        for depth in args.depths:
+            if not budget.allows(f"{target.label} batch {batch} depth {depth}", 5.0):
+                return
+            try:
+                steps, with_marks = asyncio.run(_watch(server, load, depth))
+                without = asyncio.run(_watch(plain, load, depth))[1] if plain else 0.0
+                if not steps:
+                    raise AfdError("the roles kept no step at this depth that all took part in")
+            except AfdError as err:
+                print(f"{target.label} batch {batch} depth {depth}: FAILED: {err}", flush=True)
+                continue
+            found = summary(steps)
+            yield Cell(target, depth, batch, found, steps[-1], (with_marks, without))
+
+
+async def _watch(server: Server, load: Load, depth: int) -> tuple[list[Step], float]:
+    """The last steps of a second of decode, and their mean time on the device, seconds."""
+    server.set_depth(depth)
+    async with held(server, load):
+        before = await exposition(server)
+        await asyncio.sleep(_WAIT_S)
+        kept = await asyncio.to_thread(fetch, server)
+        after = await exposition(server)
+    return join(kept, _ATTENTION, depth), device_seconds(before, after, depth)
+
+
+def device_seconds(before: str, after: str, depth: int) -> float:
+    """Mean time of the steps replayed at this depth between two expositions; 0 if none was."""
+    first, last = _replayed(before, depth), _replayed(after, depth)
+    steps = last[0] - first[0]
+    return (last[1] - first[1]) / steps if steps else 0.0
+
+
+def _replayed(exposition: str, depth: int) -> tuple[float, float]:
+    sums = {"afd_graph_steps_total": 0.0, "afd_graph_step_seconds_total": 0.0}
+    for family in text_string_to_metric_families(exposition):
+        for sample in family.samples:
+            if sample.name in sums and sample.labels["depth"] == str(depth):
+                sums[sample.name] += sample.value
+    steps, seconds = sums.values()
+    return steps, seconds
+
+
+def _tell(cell: Cell) -> None:
+    f = cell.found
+    busy = ", ".join(f"{member} {share:.3f}" for member, share in f.busy.items())
+    error = max(cell.one.errors_ns.values()) / 1e3
+    print(
+        f"{cell.target.label} depth {cell.depth} batch {cell.batch}: efficiency"
+        f" {f.efficiency:.3f} ({busy}), step {f.step_s * 1e3:.3f} ms; attention"
+        f" {f.attention_us:.1f} us, to FFN {f.to_ffn_us:.1f}, FFN {f.ffn_us:.1f}, back"
+        f" {f.to_attention_us:.1f}; {f.steps} steps, clocks within {error:.1f} us",
+        flush=True,
+    )
+    marked, plain = cell.device_s
+    if marked and plain:
+        print(
+            f"  step on the device {marked * 1e3:.3f} ms with marks, {plain * 1e3:.3f} without:"
+            f" {marked / plain:.3f}x",
+            flush=True,
+        )
+
+
+def _record(cell: Cell, model: str, out: Report) -> None:
+    case = f"{model} {cell.target.label} depth {cell.depth} batch {cell.batch}"
+    f = cell.found
+    out.add(case, "efficiency", f.efficiency, "fraction of the step", "aim", AIM)
+    for metric, value in (
+        ("attention_us", f.attention_us),
+        ("to_ffn_us", f.to_ffn_us),
+        ("ffn_us", f.ffn_us),
+        ("to_attention_us", f.to_attention_us),
+    ):
+        share = 1e6 * f.step_s / len(cell.one.attention.spans)
+        out.add(case, metric, value, "us", "step per position", share, more_is_better=False)
+    marked, plain = cell.device_s
+    if marked and plain:
+        out.add(
+            case, "step_ms_marked", 1e3 * marked, "ms", "no marks", 1e3 * plain,
+            more_is_better=False,
+        )  # fmt: skip
+
+
+def _write_trace(cell: Cell, args: argparse.Namespace) -> None:
+    args.traces.mkdir(parents=True, exist_ok=True)
+    name = f"{args.model}-{cell.target.label.replace(' ', '-')}-b{cell.batch}-d{cell.depth}.json"
+    file = args.traces / name
+    file.write_text(json.dumps(chrome(cell.one, _ATTENTION)), encoding="utf-8")
+    print(f"  {file} written at {time.strftime('%H:%M:%S')}", flush=True)

@@ -1,0 +1,194 @@
+"""A steady decode load on one server, and what its counters say of it."""
+
+import asyncio
+import contextlib
+import json
+import random
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import aiohttp
+
+from afd.bench.servers import Server
+from afd.bench.stages import Totals, totals
+from afd.bench.workload import FIRST_TOKEN
+from afd.errors import AfdError, DeadlineExceeded
+
+_POLL_S = 0.1
+_READY_S = 120.0
+_EACH_FIRST = 3  # tokens that every request has got when a window opens
+
+
+@dataclass(frozen=True)
+class Load:
+    """``requests`` at a time, each with ``prompt`` tokens; ``length`` is the server's limit.
+
+    vocab: token ids are drawn below it.
+    """
+
+    requests: int
+    prompt: int
+    length: int
+    vocab: int
+    seed: int = 1
+
+    def body(self, server: Server, index: int, tokens: int | None = None) -> dict[str, object]:
+        """A request of /v1/completions; the same for every server. tokens: of the answer; None: as
+        many as there is room for."""
+        draw = random.Random(f"{self.seed} {index}")
+        return {
+            "model": server.model,
+            "prompt": [draw.randrange(FIRST_TOKEN, self.vocab) for _ in range(self.prompt)],
+            "max_tokens": tokens or self.length - self.prompt - 1,
+            "temperature": 0,
+            "ignore_eos": True,
+            "cache_salt": f"{time.monotonic_ns()}",  # no prefill is spared by an earlier one
+        }
+
+
+@dataclass(frozen=True)
+class Steady:
+    """One window: output tokens per second of all requests, and seconds per token of each."""
+
+    tokens_per_s: float
+    tpot_s: float
+    seconds: float
+
+
+def steady(server: Server, load: Load, window_s: float) -> Steady:
+    """Hold the load in decode for ``window_s`` seconds.
+
+    Raises:
+        AfdError: the requests did not all run together, or ended inside the window.
+    """
+    return asyncio.run(_steady(server, load, window_s))
+
+
+async def _steady(server: Server, load: Load, window_s: float) -> Steady:
+    async with held(server, load):
+        first = await read(server)
+        await asyncio.sleep(window_s)
+        last = await read(server)
+    return rate(first, last, load.requests)
+
+
+def rate(first: Totals, last: Totals, requests: int) -> Steady:
+    """What happened between two readings. Raises AfdError unless all requests ran all the time."""
+    if last.running != requests:
+        raise AfdError(
+            f"{last.running:.0f} of {requests} requests were left at the end of the window; raise"
+            " --length, or lower --window"
+        )
+    seconds = last.moment_s - first.moment_s
+    tokens = last.generated - first.generated
+    if tokens <= 0:
+        raise AfdError("no token came inside the window; raise --window")
+    return Steady(tokens / seconds, requests * seconds / tokens, seconds)
+
+
+@contextlib.asynccontextmanager
+async def held(server: Server, load: Load) -> AsyncIterator[None]:
+    """All requests decode inside of the block; they are given up at its end."""
+    await quiet(server)
+    async with client() as session:
+        tasks = [
+            asyncio.create_task(complete(session, server, load.body(server, index)))
+            for index in range(load.requests)
+        ]
+        try:
+            await _await_decode(server, load, tasks)
+            yield
+            for task in tasks:
+                if task.done():
+                    await task  # shows why it ended
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+    await quiet(server)
+
+
+async def _await_decode(server: Server, load: Load, tasks: list[asyncio.Task[None]]) -> None:
+    idle = await read(server)
+    end = time.monotonic() + _READY_S
+    while True:
+        now = await read(server)
+        if now.running == load.requests and (
+            now.generated - idle.generated >= _EACH_FIRST * load.requests
+        ):
+            return
+        for task in tasks:
+            if task.done():
+                await task
+                raise AfdError(f"a request ended before all {load.requests} ran; raise --length")
+        if time.monotonic() > end:
+            raise DeadlineExceeded(
+                f"{now.running:.0f} of {load.requests} requests ran after {_READY_S:g} s; lower"
+                " --batches, or raise --kv-gib"
+            )
+        await asyncio.sleep(_POLL_S)
+
+
+async def quiet(server: Server) -> None:
+    """Wait until no request runs: given up ones are in the batch for a step or two more."""
+    end = time.monotonic() + _READY_S
+    while (await read(server)).running:
+        if time.monotonic() > end:
+            raise DeadlineExceeded(f"requests that were given up still run after {_READY_S:g} s")
+        await asyncio.sleep(_POLL_S)
+
+
+def client() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+    )
+
+
+async def complete(session: aiohttp.ClientSession, server: Server, body: dict[str, object]) -> None:
+    """One request, its answer thrown away. Raises AfdError."""
+    async with _posted(session, server, body) as answer:
+        await answer.read()
+
+
+async def moments(
+    session: aiohttp.ClientSession, server: Server, body: dict[str, object]
+) -> list[float]:
+    """When each piece of a streamed answer came, clock seconds. Raises AfdError."""
+    times = []
+    async with _posted(session, server, {**body, "stream": True}) as answer:
+        async for line in answer.content:
+            if line.startswith(b"data: {"):
+                times.append(time.monotonic())
+                if b'"error"' in line and "error" in json.loads(line[6:]):
+                    raise AfdError(f"{server.url} ended a stream: {line.decode()}")
+    return times
+
+
+@contextlib.asynccontextmanager
+async def _posted(
+    session: aiohttp.ClientSession, server: Server, body: dict[str, object]
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    """The answer to a completion. Raises AfdError: one server's end must not end the others'
+    measurements."""
+    try:
+        async with session.post(f"{server.url}/v1/completions", json=body) as answer:
+            if answer.status != 200:
+                text = " ".join((await answer.text()).split())
+                raise AfdError(f"{server.url} answered {answer.status}: {text[:500]}")
+            yield answer
+    except aiohttp.ClientError as err:
+        raise AfdError(f"{server.url} dropped a request ({err!r}); see {server.log}") from None
+
+
+async def read(server: Server) -> Totals:
+    """The server's counters. Raises AfdError if it does not give them."""
+    return totals(await exposition(server), time.monotonic())
+
+
+async def exposition(server: Server) -> str:
+    """Its metrics page. Raises AfdError if it does not give one."""
+    try:
+        return await asyncio.to_thread(server.metrics)
+    except OSError as err:
+        raise AfdError(f"{server.url} gives no metrics ({err}); see {server.log}") from None

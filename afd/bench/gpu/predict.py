@@ -1,0 +1,97 @@
+"""What the planner's cost model says of a cell, printed beside what was measured. Pure."""
+
+from dataclasses import dataclass, replace
+
+from afd.bench.gpu.targets import Afd, Colocated, Target
+from afd.planner.cost.colocated import colocated_step
+from afd.planner.cost.disaggregated import afd_stages, tokens_per_gpu_second
+from afd.planner.cost.shape import AfdShape, ColocatedShape, Efficiency, Pool
+from afd.planner.cost.stages import StageTime, layer_period, step_seconds
+from afd.planner.facts.hardware import Accelerator
+from afd.planner.facts.model import ModelSpec
+from afd.planner.facts.precision import PRECISIONS
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """tpot_s: of one step. rest_s: the part of it outside of the layers. words: where the time
+    goes, for the table."""
+
+    tpot_s: float
+    rest_s: float
+    tokens_per_s_per_gpu: float
+    words: str
+
+
+def predict(
+    target: Target,
+    depth: int,
+    requests: int,
+    context: float,
+    model: ModelSpec,
+    accelerator: Accelerator,
+    efficiency: Efficiency | None = None,
+) -> Prediction:
+    """One decode step in bfloat16. context: mean tokens attended to. depth: of ours only."""
+    chosen = efficiency or Efficiency()
+    if isinstance(target, Colocated):
+        return _colocated(target, requests, context, model, accelerator, chosen)
+    return _disaggregated(target, depth, requests, context, model, accelerator, chosen)
+
+
+def _disaggregated(
+    target: Afd,
+    depth: int,
+    requests: int,
+    context: float,
+    model: ModelSpec,
+    accelerator: Accelerator,
+    efficiency: Efficiency,
+) -> Prediction:
+    shape = AfdShape(
+        Pool(accelerator, target.attention, 1),
+        Pool(accelerator, target.ffn, 1),
+        depth,
+        requests / depth,
+        context,
+        replace(PRECISIONS["bf16"], wire=target.wire),
+    )
+    stages = afd_stages(model, shape, efficiency)
+    step = step_seconds(stages, depth)
+    remote = next(group for group in stages.groups if group.ffn is not None)
+    assert remote.ffn is not None
+    busiest = max(remote.attention.seconds, remote.ffn.seconds)
+    busy = depth * busiest / layer_period(remote, depth)
+    words = (
+        f"attention {_stage(remote.attention)}, ffn {_stage(remote.ffn)}, wire"
+        f" {(remote.to_ffn + remote.to_attention) * 1e6:.0f} us, busiest side busy {busy:.2f}"
+    )
+    return Prediction(step, stages.rest_s, tokens_per_gpu_second(shape, step), words)
+
+
+def _colocated(
+    target: Colocated,
+    requests: int,
+    context: float,
+    model: ModelSpec,
+    accelerator: Accelerator,
+    efficiency: Efficiency,
+) -> Prediction:
+    shape = ColocatedShape(
+        accelerator,
+        target.gpus,
+        target.tp,
+        1 if target.dp == 1 else target.gpus,
+        requests,
+        context,
+        PRECISIONS["bf16"],
+    )
+    step = colocated_step(model, shape, efficiency)
+    last = step.layers[-1]
+    words = f"layer {_stage(last.compute)}, exchange {last.exchange_s * 1e6:.0f} us"
+    rate = requests / step.seconds / target.gpus
+    return Prediction(step.seconds, step.rest_s, rate, words)
+
+
+def _stage(stage: StageTime) -> str:
+    return f"{stage.seconds * 1e6:.0f} us ({stage.bound})"

@@ -1,0 +1,200 @@
+"""No host synchronisation per layer: what the host asks of CUDA while steps are replayed.
+
+The attention instance runs under vLLM's own profiler, the FFN instance under PyTorch's, both for a
+fraction of a second of steady decode. A step is one graph launch; what a host may do besides must
+not grow with the layers, so a count of at least one per layer and step, of waits or of copies to
+the host, fails. (A guard that asks whether a stream is through is no wait.)
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from afd.bench.gpu.common import Report, add_model, model_of, parser, report
+from afd.bench.gpu.load import Load, held
+from afd.bench.gpu.targets import START_S, Afd, Sizes, deployment, graph_args, vllm_args
+from afd.bench.servers import Server, await_health, server_process
+from afd.config import Deployment
+from afd.errors import AfdError, DeadlineExceeded
+from afd.launch.plan import available_cores, choose_ports, role_specs
+
+WAITS = (
+    "cudaDeviceSynchronize",
+    "cudaStreamSynchronize",
+    "cudaEventSynchronize",
+    "cudaMemcpy",
+    "cuCtxSynchronize",
+    "cuStreamSynchronize",
+    "cuEventSynchronize",
+)
+"""Calls in which a host waits for a GPU. cudaMemcpyAsync to pageable memory shows as a copy."""
+LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
+
+
+@dataclass(frozen=True)
+class Calls:
+    """launches: of graphs. waits: by name. to_host: copies from a device to the host."""
+
+    launches: int
+    waits: Mapping[str, int]
+    to_host: int
+
+    def per_step(self) -> tuple[float, float]:
+        """(waits, copies to the host) per graph launch. Raises AfdError where none was launched."""
+        if not self.launches:
+            raise AfdError("no graph was launched while the profiler ran; see the log")
+        return sum(self.waits.values()) / self.launches, self.to_host / self.launches
+
+
+_STOP_S = 300.0
+"""vLLM sums its profile up before it answers."""
+
+
+def calls(trace: Mapping[str, Any]) -> Calls:
+    """Counts of a trace in Chrome's format, as PyTorch's profiler writes it. Pure."""
+    waits: Counter[str] = Counter()
+    launches = to_host = 0
+    for event in trace["traceEvents"]:
+        if event.get("ph") != "X":
+            continue
+        name, kind = event["name"], event.get("cat", "")
+        if kind in ("cuda_runtime", "cuda_driver"):
+            launches += name in LAUNCHES
+            if name in WAITS:
+                waits[name] += 1
+        elif kind == "gpu_memcpy" and "DtoH" in name:
+            to_host += 1
+    return Calls(launches, dict(waits), to_host)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit status: 1 if a host waited once per layer or more often."""
+    made = parser("profile", __doc__, 240.0)
+    add_model(made, "qwen3-30b")
+    made.add_argument("--batch", type=int, default=64)
+    made.add_argument("--depth", type=int, default=3, choices=(1, 2, 3))
+    made.add_argument("--context", type=int, default=256)
+    made.add_argument("--profiled-s", type=float, default=0.3, help="under the profilers")
+    args = made.parse_args(argv)
+    piece, path = model_of(args)
+    kv_gib = 8.0 if args.device != "cpu" else 0.25
+    sizes = Sizes(args.batch, args.context + 4_000, kv_gib, (args.batch,))
+    out = report("gpu", args, "profile", argv)
+    with tempfile.TemporaryDirectory(prefix="afd-profile-") as folder:
+        with roles(Path(folder), path, sizes, args) as (server, ffn):
+            load = Load(args.batch, args.context, sizes.length, piece.sizes.vocab, args.seed)
+            asyncio.run(_profile(server, ffn, load, args))
+        found = {
+            "attention": calls(_trace_of(Path(folder, "attention"), 5.0)),
+            "ffn": calls(_trace_of(Path(folder, "ffn"), 5.0)),
+        }
+    return _judge(found, piece.sizes.layers, args, out)
+
+
+def _judge(found: Mapping[str, Calls], layers: int, args: argparse.Namespace, out: Report) -> int:
+    status = 0
+    for side, made in found.items():
+        if args.device == "cpu":
+            print(f"{side}: {made.launches} graph launches, as there have to be without a GPU")
+            continue
+        waits, copies = made.per_step()
+        good = waits < layers and copies < layers
+        status |= not good
+        print(
+            f"{side}: {waits:.2f} waits and {copies:.2f} copies to the host per step of {layers}"
+            f" layers x {args.depth}, over {made.launches} steps: {'ok' if good else 'FAILED'}"
+            f" ({dict(made.waits)})",
+            flush=True,
+        )
+        case = f"{args.model} {side} depth {args.depth} batch {args.batch}"
+        for metric, value in (("host_waits_per_step", waits), ("copies_to_host_per_step", copies)):
+            out.add(case, metric, value, "calls", "layers", layers, more_is_better=False)
+    return int(status)
+
+
+@contextlib.contextmanager
+def roles(
+    folder: Path, model: Path, sizes: Sizes, args: argparse.Namespace
+) -> Iterator[tuple[Server, subprocess.Popen[bytes]]]:
+    """1A1F, each role a process of ours, for their profilers; without a gateway."""
+    profiler = {
+        "profiler": "torch",
+        "torch_profiler_dir": str(folder / "attention"),
+        "torch_profiler_with_stack": False,
+        "torch_profiler_use_gzip": False,
+        "ignore_frontend": True,
+    }
+    target = Afd(1, 1)
+    flags = [
+        *vllm_args(args.device, True),
+        *([] if args.device == "cpu" else graph_args(target, sizes)),
+        f"--profiler-config={json.dumps(profiler)}",
+        *args.vllm_args,
+    ]
+    plain = deployment(target, model, sizes, args.device, flags)
+    attention = plain["attention"]
+    assert isinstance(attention, dict)
+    attention["port"] = 0
+    served = Deployment.from_plain({**plain, "served_model_name": "model", "gateway": {"port": 0}})
+    ports = choose_ports(served)
+    ffn_trace = folder / "ffn"
+    ffn_trace.mkdir()
+    wrapped = ["-m", "afd.bench.gpu.profile_ffn_torch", str(ffn_trace / "trace.json")]
+    args.logs.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        started = {}
+        for spec in role_specs(served, ports, available_cores()):
+            if spec.role == "gateway":
+                continue
+            file = folder / f"{spec.id}.json"
+            spec.save(file)
+            how = wrapped if spec.role == "ffn" else ["-m", "afd.cli", spec.role]
+            argv = [sys.executable, *how, "--role-file", str(file)]
+            log = args.logs / f"profile-{spec.id}.log"
+            started[spec.role] = stack.enter_context(server_process(argv, os.environ, log))
+        url, log = f"http://127.0.0.1:{ports.attention[0]}", args.logs / "profile-attention-0.log"
+        await_health(started["attention"], url, log, START_S)
+        leader = started["attention"]
+        yield Server(url, "model", log, ports.control_address, leader.pid), started["ffn"]
+
+
+async def _profile(
+    server: Server, ffn: subprocess.Popen[bytes], load: Load, args: argparse.Namespace
+) -> None:
+    server.set_depth(args.depth)
+    async with held(server, load):
+        ffn.send_signal(signal.SIGUSR1)
+        await asyncio.to_thread(_post, f"{server.url}/start_profile")
+        await asyncio.sleep(args.profiled_s)
+        await asyncio.to_thread(_post, f"{server.url}/stop_profile")
+        ffn.send_signal(signal.SIGUSR2)
+
+
+def _post(url: str) -> None:
+    with urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=_STOP_S):
+        pass
+
+
+def _trace_of(folder: Path, deadline_s: float) -> dict[str, Any]:
+    """The one trace in a folder, once it is whole. Raises DeadlineExceeded."""
+    end = time.monotonic() + deadline_s
+    while time.monotonic() < end:
+        for file in folder.glob("*.json"):
+            with contextlib.suppress(ValueError):  # it is still being written
+                trace: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+                return trace
+        time.sleep(0.2)
+    raise DeadlineExceeded(f"no trace came into {folder} within {deadline_s:g} s; see the log")

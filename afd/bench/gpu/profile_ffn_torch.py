@@ -1,0 +1,40 @@
+"""An FFN instance under PyTorch's profiler: `... TRACE --role-file FILE`.
+
+SIGUSR1 starts the profiler and SIGUSR2 ends it, both in the thread of the loop, between two of its
+steps or in a wait of it. The trace is written when the instance ends: that takes seconds, and its
+peers would wait for it.
+"""
+
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from afd.launch.role import run_role
+from afd.roles import load_role
+
+
+def main(trace: Path, role_file: Path) -> int:
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    profiler = profile(activities=activities)
+
+    def start(_signum: int, _frame: FrameType | None) -> None:
+        profiler.start()
+
+    def stop(_signum: int, _frame: FrameType | None) -> None:
+        profiler.stop()
+
+    signal.signal(signal.SIGUSR1, start)
+    signal.signal(signal.SIGUSR2, stop)
+    status = run_role(load_role(role_file), role_file)
+    profiler.export_chrome_trace(str(trace))
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[3])))

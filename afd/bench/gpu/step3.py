@@ -1,0 +1,173 @@
+"""One layer of Step-3 at the paper's load per GPU: attention and FFN GPUs, without vLLM's engine.
+
+128 rows x 3 micro-batches per attention GPU at 4,096 tokens of context, FP8; 2,048 rows per
+micro-batch on the FFN GPU's shard (TP8 x EP2 of 48 experts, 3 per row, and the shared one); on the
+wire the bytes that a GPU has in 2A2F (afd/bench/gpu/step3_load.py). Left out: the collectives among
+the 8 GPUs of an instance, the wire between hosts, embedding, head and sampling; and all layers have
+experts, where the model has 5 dense ones.
+"""
+
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from afd.bench.gpu.common import Report, parser, report
+from afd.bench.gpu.step3_load import (
+    AIM_US,
+    MODEL_LAYERS,
+    PAPER,
+    PAPER_BUDGET_US,
+    PAPER_TOKENS_PER_S,
+    TINY,
+    Load,
+    floor,
+)
+from afd.bench.gpu.timeline import Step, Summary, chrome, clock_offset, summary
+from afd.bench.records import gpu_names
+from afd.errors import AfdError, ConfigError
+from afd.planner.facts.hardware import load_accelerator
+from afd.step_trace import StepTrace
+
+
+@dataclass(frozen=True)
+class Result:
+    """us: per layer and micro-batch, median over the steps of the first attention GPU. jitter:
+    99th percentile of a step over its median."""
+
+    us: float
+    jitter: float
+    longest_us: float
+    steps: int
+    found: Summary
+    one: Step
+
+
+def main(argv: Sequence[str]) -> int:
+    made = parser("step3", __doc__, 120.0)
+    made.add_argument("--pairs", type=int, choices=(1, 2), help="of GPUs; default: all there are")
+    made.add_argument("--layers", type=int, help=f"of a step; default: {MODEL_LAYERS}")
+    made.add_argument("--distinct", type=int, default=4, help="layers of weights, used in turn")
+    made.add_argument("--steps", type=int, help="that are timed; default: 500")
+    made.add_argument("--trace", type=Path, default=Path("traces/step3.json"), metavar="FILE")
+    args = made.parse_args(argv)
+    dry = args.device == "cpu"
+    load, layers, steps = (TINY, 4, 20) if dry else (PAPER, MODEL_LAYERS, 500)
+    layers, steps = args.layers or layers, args.steps or steps
+    pairs = args.pairs or (1 if dry else min(2, len(gpu_names()) // 2))
+    if pairs < 1 or (not dry and len(gpu_names()) < 2 * pairs):
+        raise ConfigError("the Step-3 slice needs two NVIDIA GPUs; --device cpu is a dry run")
+    result = run(load, layers, steps, pairs, args.distinct, args.device, args.seconds)
+    print(told(load, result, layers))
+    _record(load, result, layers, pairs, report("step3", args, "step3", argv))
+    args.trace.parent.mkdir(parents=True, exist_ok=True)
+    args.trace.write_text(json.dumps(chrome(result.one, "attention-0")), encoding="utf-8")
+    print(f"{args.trace} written; open it at https://ui.perfetto.dev")
+    return 0
+
+
+def run(
+    load: Load, layers: int, steps: int, pairs: int, distinct: int, device: str, timeout_s: float
+) -> Result:
+    """Measure in a process per GPU. Raises AfdError when they fail or take longer."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    settings = {
+        "load": asdict(load),
+        "layers": layers,
+        "steps": steps,
+        "pairs": pairs,
+        "distinct": distinct,
+        "device": device,
+        "port": port,
+    }
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_MODULE_LOADING": "EAGER"}
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "side"
+        argv = [
+            sys.executable,
+            "-m",
+            "afd.bench.gpu.step3_sides_torch",
+            json.dumps(settings),
+            str(out),
+        ]
+        try:
+            done = subprocess.run(argv, env=environment, timeout=timeout_s, check=False)
+        except subprocess.TimeoutExpired:
+            raise AfdError(f"the Step-3 slice took over {timeout_s:g} s; raise --seconds") from None
+        if done.returncode != 0:
+            raise AfdError("a process of the Step-3 slice failed; its message is above")
+        sides = [
+            json.loads(Path(f"{out}.{rank}").read_text(encoding="utf-8"))
+            for rank in range(2 * pairs)
+        ]
+    return result(load, layers, pairs, sides)
+
+
+def result(load: Load, layers: int, pairs: int, sides: Sequence[dict]) -> Result:
+    """sides: what each process wrote, attention GPUs first."""
+    times = sorted(sides[0]["times"])
+    middle = statistics.median(times)
+    each = 1e6 / (layers * load.depth)
+    traces = [[StepTrace.from_plain(step) for step in side["steps"]] for side in sides]
+    steps = []
+    for number, mine in enumerate(traces[0]):
+        ffn = {f"ffn-{j}": traces[pairs + j][number] for j in range(pairs)}
+        clocks = {name: clock_offset(mine, theirs) for name, theirs in ffn.items()}
+        steps.append(
+            Step(
+                mine,
+                ffn,
+                {name: offset for name, (offset, _) in clocks.items()},
+                {name: error for name, (_, error) in clocks.items()},
+            )
+        )
+    return Result(
+        middle * each,
+        times[int(0.99 * (len(times) - 1))] / middle,
+        times[-1] * each,
+        len(times),
+        summary(steps),
+        steps[-1],
+    )
+
+
+def told(load: Load, r: Result, layers: int) -> str:
+    """The measurement in words."""
+    least, f = floor(load, load_accelerator("h200")), r.found
+    clocks = max(r.one.errors_ns.values()) / 1e3
+    return (
+        f"{r.us:.1f} us per layer and micro-batch (median of {r.steps} steps of {layers} layers;"
+        f" p99/p50 {r.jitter:.3f}, longest {r.longest_us:.1f} us); budget {PAPER_BUDGET_US:g}, aim"
+        f" {AIM_US:g}\n"
+        f"stages: attention {f.attention_us:.1f} us (at peak rates {least.attention_us:.0f}), to"
+        f" FFN {f.to_ffn_us:.1f}, FFN {f.ffn_us:.1f} (at peak rates {least.ffn_us:.0f}), back"
+        f" {f.to_attention_us:.1f}; efficiency {f.efficiency:.3f}, clocks within {clocks:.1f} us\n"
+        f"implies {load.tokens_per_s_per_gpu(r.us):.0f} tokens/s/GPU on {load.gpus} GPUs (paper"
+        f" {PAPER_TOKENS_PER_S:g}), without collectives, inter-node wire, head and sampling"
+    )
+
+
+def _record(load: Load, r: Result, layers: int, pairs: int, out: Report) -> None:
+    case = f"step-3 2A2F load, {pairs} + {pairs} GPUs, {layers} layers, depth {load.depth}"
+    out.add(
+        case, "us_per_layer_microbatch", r.us, "us", "Step-3 report, budget", PAPER_BUDGET_US,
+        more_is_better=False,
+    )  # fmt: skip
+    rate = load.tokens_per_s_per_gpu(r.us)
+    out.add(case, "tokens_per_s_per_gpu", rate, "tokens/s/GPU", "Step-3 report", PAPER_TOKENS_PER_S)
+    out.add(case, "efficiency", r.found.efficiency, "fraction of the step", "aim", 0.97)
+    out.add(case, "step_p99_over_p50", r.jitter, "x", "aim", 1.02, more_is_better=False)
+    least = floor(load, load_accelerator("h200"))
+    for metric, value, peak in (
+        ("attention_us", r.found.attention_us, least.attention_us),
+        ("ffn_us", r.found.ffn_us, least.ffn_us),
+    ):
+        out.add(case, metric, value, "us", "peak rates", peak, more_is_better=False)

@@ -1,0 +1,116 @@
+"""The load of one attention GPU and one FFN GPU in the Step-3 report's deployments. Pure.
+
+Step-3 report (arXiv 2507.19427), section 7 and table 8: 2A2F, 8 GPUs per instance, 3 micro-batches
+of 128 rows per attention GPU at 4,096 tokens of context, FP8. Each FFN instance holds half of the
+experts, each of its 8 GPUs an eighth of every expert's width.
+"""
+
+from dataclasses import dataclass
+
+from afd.planner.facts.hardware import Accelerator
+
+PAPER_TOKENS_PER_S = 4039.0
+"""Per GPU, 2A2F with FP8 attention: table 8."""
+PAPER_BUDGET_US = 272.0
+"""Per layer and micro-batch: 50 ms over 61 layers and 3 micro-batches."""
+AIM_US = 200.0
+MODEL_LAYERS = 61
+
+
+@dataclass(frozen=True)
+class Load:
+    """One micro-batch of one layer, per GPU.
+
+    rows, context: of an attention GPU. ffn_rows: of an FFN GPU, those of all attention GPUs.
+    width, shared_width: of an expert and of the shared one, on one FFN GPU. held: experts of an
+    FFN instance. attention_instances, ffn_instances: how many messages of ``rows`` rows an FFN GPU
+    gets, and an attention GPU. gpus: of the deployment that one pair stands for.
+    """
+
+    rows: int = 128
+    depth: int = 3
+    context: int = 4096
+    hidden: int = 7168
+    heads: int = 64
+    head_dim: int = 256
+    q_rank: int = 2048
+    experts: int = 48
+    held: int = 24
+    top_k: int = 3
+    width: int = 640
+    shared_width: int = 320
+    ffn_rows: int = 2048
+    attention_instances: int = 2
+    ffn_instances: int = 2
+    gpus: int = 32
+
+    @property
+    def attention_weights(self) -> int:
+        """Parameters of the projections of one layer."""
+        q = self.heads * self.head_dim
+        return self.hidden * (self.q_rank + 2 * self.head_dim) + self.q_rank * q + q * self.hidden
+
+    @property
+    def kv_bytes(self) -> int:
+        """Keys and values of one micro-batch in one layer, FP8: one head."""
+        return self.rows * self.context * 2 * self.head_dim
+
+    @property
+    def expert_weights(self) -> int:
+        return 3 * self.hidden * (self.held * self.width + self.shared_width)
+
+    @property
+    def expert_flops(self) -> float:
+        pairs = self.ffn_rows * self.top_k * self.held / self.experts
+        return 2.0 * 3 * self.hidden * (pairs * self.width + self.ffn_rows * self.shared_width)
+
+    @property
+    def attention_flops(self) -> float:
+        core = 4.0 * self.rows * self.heads * self.context * self.head_dim
+        return 2.0 * self.rows * self.attention_weights + core
+
+    def tokens_per_s_per_gpu(self, us: float) -> float:
+        """Of the whole deployment, at ``us`` per layer and micro-batch in all of its layers."""
+        half = (
+            self.gpus * self.attention_instances // (self.attention_instances + self.ffn_instances)
+        )
+        step_s = MODEL_LAYERS * self.depth * us / 1e6
+        return self.rows * self.depth * half / step_s / self.gpus
+
+
+PAPER = Load()
+TINY = Load(
+    rows=8,
+    context=32,
+    hidden=256,
+    heads=4,
+    head_dim=32,
+    q_rank=64,
+    experts=8,
+    held=4,
+    top_k=2,
+    width=128,
+    shared_width=64,
+    ffn_rows=32,
+)
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Least times of the stages on one accelerator, us: its peak rates and nothing else."""
+
+    attention_us: float
+    ffn_us: float
+
+
+def floor(load: Load, accelerator: Accelerator) -> Floor:
+    """Memory or arithmetic, whichever takes longer, for projections and core and for the experts;
+    FP8."""
+    rate, bandwidth = accelerator.math_flops("fp8"), accelerator.memory_bandwidth
+    core_flops = 4.0 * load.rows * load.heads * load.context * load.head_dim
+    projections = max(
+        2.0 * load.rows * load.attention_weights / rate, load.attention_weights / bandwidth
+    )
+    core = max(core_flops / rate, load.kv_bytes / bandwidth)
+    experts = max(load.expert_flops / rate, load.expert_weights / bandwidth)
+    return Floor(1e6 * (projections + core), 1e6 * experts)

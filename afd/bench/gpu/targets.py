@@ -1,0 +1,277 @@
+"""What `afd bench gpu` starts: xAyF deployments, and colocated vLLM on as many GPUs.
+
+All of a run's servers are up at the same time and are measured in turns, so that a drift of the
+clocks meets each of them; one without requests does not touch its GPU.
+"""
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from afd.bench.servers import Server, colocated, disaggregated
+from afd.errors import AfdError, ConfigError
+
+START_S = 400.0
+PEER = "vllm colocated"
+FILLED = {
+    "kv_connector": "DecodeBenchConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"fill_mean": 0.0, "fill_std": 0.1},
+}
+"""vLLM's connector that fills the cache of a prompt with random numbers instead of computing it."""
+
+
+@dataclass(frozen=True)
+class Afd:
+    """x attention and y FFN instances, one GPU each. stage_every: see metrics.stage_every;
+    lookahead: see pipeline.lookahead."""
+
+    attention: int
+    ffn: int
+    wire: str = "exact"
+    graphs: bool = True
+    stage_every: int = 0
+    lookahead: bool = False
+
+    @property
+    def gpus(self) -> int:
+        return self.attention + self.ffn
+
+    @property
+    def replicas(self) -> int:
+        """Schedulers that the requests are spread over."""
+        return self.attention
+
+    @property
+    def kv_gpus(self) -> int:
+        """GPUs that share the KV cache of one scheduler."""
+        return 1
+
+    @property
+    def name(self) -> str:
+        return f"{self.attention}A{self.ffn}F"
+
+    @property
+    def label(self) -> str:
+        """As the case of a record: ``2A2F fp8``, ``1A1F exact eager``."""
+        ahead = " lookahead" if self.lookahead else ""
+        return f"{self.name} {self.wire}{ahead}" + ("" if self.graphs else " eager")
+
+
+@dataclass(frozen=True)
+class Colocated:
+    """Plain vLLM: dp replicas of tp GPUs each. With more than one replica the experts are divided
+    over all GPUs (expert parallelism). mode: ``compiled`` is vLLM's default of torch.compile and
+    graphs, whose start takes longest; ``graphs`` has graphs of decode steps only."""
+
+    tp: int
+    dp: int = 1
+    mode: Literal["compiled", "graphs", "eager"] = "compiled"
+
+    @property
+    def gpus(self) -> int:
+        return self.tp * self.dp
+
+    @property
+    def replicas(self) -> int:
+        return self.dp
+
+    @property
+    def kv_gpus(self) -> int:
+        return self.tp
+
+    @property
+    def name(self) -> str:
+        if self.dp == 1:
+            return f"TP{self.tp}"
+        return f"DP{self.dp}+EP" if self.tp == 1 else f"TP{self.tp}xDP{self.dp}"
+
+    @property
+    def label(self) -> str:
+        return self.name + ("" if self.mode == "compiled" else f" {self.mode}")
+
+
+Target = Afd | Colocated
+
+
+def parse(text: str, wire: str = "exact") -> Target:
+    """``2A2F``, ``TP4``, ``DP4+EP`` or ``TP2xDP2``. Raises ConfigError for anything else."""
+    if found := re.fullmatch(r"([1-9])A([1-9])F", text):
+        return Afd(int(found[1]), int(found[2]), wire)
+    if found := re.fullmatch(r"TP([1-8])(?:xDP([1-8]))?", text):
+        return Colocated(int(found[1]), int(found[2] or 1))
+    if found := re.fullmatch(r"DP([1-8])\+EP", text):
+        return Colocated(1, int(found[1]))
+    raise ConfigError(f"{text!r} is no target; write 2A2F, TP4, DP4+EP or TP2xDP2")
+
+
+def best_for(gpus: int, wire: str = "exact") -> list[Target]:
+    """Every topology of this many GPUs (at least two), ours before vLLM's."""
+    ours: list[Target] = [Afd(x, gpus - x, wire) for x in _balanced_first(gpus)]
+    theirs: list[Target] = [Colocated(gpus), Colocated(1, gpus)]
+    if gpus % 2 == 0 and gpus > 2:
+        theirs.append(Colocated(2, gpus // 2))
+    return ours + theirs
+
+
+def _balanced_first(gpus: int) -> list[int]:
+    return sorted(range(1, gpus), key=lambda x: (abs(2 * x - gpus), -x))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Limits that every server of a run is given. requests: over all schedulers. length: tokens of
+    a request, prompt and answer. kv_gib: KV cache per GPU, those without one counted too: every
+    server has room for the same number of tokens. batches: requests at a time, over all schedulers,
+    whose decode steps are to be graphs; () leaves the sizes to vLLM. step_tokens: of a step."""
+
+    requests: int
+    length: int
+    kv_gib: float
+    batches: tuple[int, ...] = ()
+    step_tokens: int = 2048
+
+
+def settings_of(target: Target, sizes: Sizes) -> dict[str, int | float]:
+    """Keyword arguments of :func:`afd.bench.servers.colocated`, keys of a section attention."""
+    requests = share(target, sizes.requests)
+    return {
+        "max_model_len": sizes.length,
+        "max_num_seqs": requests,
+        "max_num_batched_tokens": max(sizes.step_tokens, requests),
+        "kv_cache_gib": sizes.kv_gib * target.gpus / (target.replicas * target.kv_gpus),
+    }
+
+
+def share(target: Target, requests: int) -> int:
+    """Requests that one scheduler must have room for: vLLM's balancer does not deal them evenly."""
+    if target.replicas == 1:
+        return requests
+    each = -(-requests // target.replicas)
+    return -(-(each + max(4, each // 8)) // 8) * 8
+
+
+def graph_args(target: Target, sizes: Sizes) -> list[str]:
+    """vLLM captures sizes up to 512 in steps of 16 at most, where a run needs a few, also above."""
+    even = {-(-batch // target.replicas) for batch in sizes.batches}
+    found = sorted(even | {share(target, batch) for batch in sizes.batches})
+    return ["--cudagraph-capture-sizes", *map(str, found)] if found else []
+
+
+def vllm_args(device: str, filled: bool) -> list[str]:
+    """For every vLLM, ours and theirs. filled: prompts are not computed (:data:`FILLED`)."""
+    args = [f"--kv-transfer-config={json.dumps(FILLED)}"] if filled else []
+    if device != "cpu":
+        # Several servers share a GPU, and vLLM would refuse to start on one that is not all free.
+        args.append("--gpu-memory-utilization=0.05")
+    return args
+
+
+def deployment(
+    target: Afd, model: Path, sizes: Sizes, device: str, args: Sequence[str], depth: int = 3
+) -> dict[str, object]:
+    """Contents of the deployment file. args: of vLLM."""
+    return {
+        "model": str(model.absolute()),
+        "attention": {
+            **settings_of(target, sizes),
+            "instances": target.attention,
+            "device": device,
+            "dtype": "bfloat16",
+            "vllm_args": list(args),
+        },
+        # A profiler that starts, or a kernel that is compiled, is no reason to drop an instance.
+        "ffn": {"instances": target.ffn, "device": device, "late_ms": 20_000.0},
+        "pipeline": {
+            "depth": depth,
+            "min_rows": 1,
+            "graphs": target.graphs,
+            "lookahead": target.lookahead,
+        },
+        "wire": {"format": target.wire},
+        "control": {"timeout_s": 15.0},
+        "deadlines": {"start_s": START_S},
+        "metrics": {"stage_every": target.stage_every},
+    }
+
+
+@contextlib.contextmanager
+def serve(
+    target: Target, model: Path, sizes: Sizes, device: str, args: Sequence[str], logs: Path
+) -> Iterator[Server]:
+    """A running server of this target on the first GPUs, its log in ``logs``. Raises AfdError."""
+    logs.mkdir(parents=True, exist_ok=True)
+    marked = "-marked" if isinstance(target, Afd) and target.stage_every else ""
+    log = logs.absolute() / f"{target.label.replace(' ', '-')}{marked}.log"
+    with contextlib.ExitStack() as stack:
+        flags = [*args, *([] if device == "cpu" else graph_args(target, sizes))]
+        if isinstance(target, Afd):
+            config = deployment(target, model, sizes, device, flags)
+            yield stack.enter_context(disaggregated(config, deadline_s=START_S, log=log))
+            return
+        parallel = []
+        if device == "cpu" and target.gpus > 1:
+            raise ConfigError(f"{target.name} needs {target.gpus} GPUs; on CPU only TP1 is run")
+        if target.gpus > 1:
+            parallel = [f"--tensor-parallel-size={target.tp}"]
+        if target.dp > 1:
+            parallel += [f"--data-parallel-size={target.dp}", "--enable-expert-parallel"]
+        if target.mode == "graphs" and device != "cpu":
+            parallel.append('--compilation-config={"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY"}')
+        yield stack.enter_context(
+            colocated(
+                model.absolute(),
+                dtype="bfloat16",
+                vllm_args=[*parallel, *flags],
+                compiled=target.mode != "eager" and device != "cpu",
+                gpus=() if device == "cpu" else range(target.gpus),
+                deadline_s=START_S,
+                log=log,
+                **settings_of(target, sizes),
+            )
+        )
+
+
+@contextlib.contextmanager
+def running(
+    targets: Sequence[Target],
+    model: Path,
+    sizes: Sizes,
+    device: str,
+    args: Sequence[str],
+    logs: Path,
+) -> Iterator[Mapping[Target, Server]]:
+    """All targets that start; the others are named with the reason. They start and end together.
+
+    Raises:
+        AfdError: none started.
+    """
+
+    def start(target: Target) -> tuple[contextlib.ExitStack, Server] | str:
+        stack = contextlib.ExitStack()
+        for last in (False, True):
+            try:
+                return stack, stack.enter_context(serve(target, model, sizes, device, args, logs))
+            except AfdError as err:
+                # Ports are chosen before they are bound, and the servers start at the same time.
+                if last or "in use" not in str(err):
+                    return str(err)
+        raise AssertionError
+
+    with ThreadPoolExecutor(len(targets)) as pool:
+        started = dict(zip(targets, pool.map(start, targets), strict=True))
+        up = {target: found for target, found in started.items() if not isinstance(found, str)}
+        try:
+            for target, found in started.items():
+                if isinstance(found, str):
+                    print(f"{target.label}: FAILED: {found}", flush=True)
+            if not up:
+                raise AfdError("no server started; the reasons are above")
+            yield {target: server for target, (_, server) in up.items()}
+        finally:
+            list(pool.map(lambda found: found[0].close(), up.values()))

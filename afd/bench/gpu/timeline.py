@@ -1,0 +1,175 @@
+"""One step of all roles on one clock: how busy each was, and a trace for Perfetto.
+
+Event times of two GPUs have nothing to do with each other. But nothing is worked on before it was
+sent: each message from attention to FFN gives a lower bound of how far their clocks are apart, each
+answer an upper one. The bounds of a whole step are closest together where a message met a waiting
+peer, so they are known to within the quickest round trip (as in NTP, RFC 5905 section 8).
+"""
+
+import json
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from afd.bench.servers import Server
+from afd.control import operator
+from afd.errors import AfdError
+from afd.step_trace import Span, StepTrace
+from afd.trace import label, span
+
+Steps = Mapping[str, Sequence[StepTrace]]
+"""The last steps of each member, by its id."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of an attention instance and that of each FFN instance that answered it.
+
+    offsets_ns, errors_ns: by FFN member; what is added to its times to have them by the attention
+    instance's clock, and by how much that may be wrong.
+    """
+
+    attention: StepTrace
+    ffn: Mapping[str, StepTrace]
+    offsets_ns: Mapping[str, int]
+    errors_ns: Mapping[str, int]
+
+    @property
+    def seconds(self) -> float:
+        return (self.attention.ended_ns - self.attention.began_ns) / 1e9
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Means over steps. efficiency: busy time of the busiest role over step time. busy: share of
+    the step, by member. us: of one micro-batch in one layer, per stage."""
+
+    steps: int
+    step_s: float
+    efficiency: float
+    busy: Mapping[str, float]
+    attention_us: float
+    ffn_us: float
+    to_ffn_us: float
+    to_attention_us: float
+
+
+def fetch(server: Server) -> dict[str, list[StepTrace]]:
+    """The last steps of every member. Raises AfdError if one does not answer."""
+    found = {}
+    for member in operator.status(server.control).members:
+        if member.role not in ("attention", "ffn") or not member.metrics_url:
+            continue
+        page = member.metrics_url.removesuffix("/metrics") + "/steps"
+        try:
+            with urllib.request.urlopen(page, timeout=5) as answer:
+                found[member.id] = [StepTrace.from_plain(step) for step in json.load(answer)]
+        except (OSError, ValueError) as err:
+            raise AfdError(f"{member.id} does not give its steps at {page}: {err}") from None
+    return found
+
+
+def join(steps: Steps, attention: str, depth: int) -> list[Step]:
+    """Steps of one attention instance at this depth, each with the FFN instances' own.
+
+    Steps belong together whose hosts began them at the same time, which they tell by one clock.
+    """
+    ffn = {member: list(own) for member, own in steps.items() if member.startswith("ffn")}
+    found = []
+    for mine in steps[attention]:
+        if mine.depth != depth:
+            continue
+        slack = (mine.ended_ns - mine.began_ns) // 2
+        theirs = {}
+        for member, own in ffn.items():
+            near = min(own, key=lambda step: abs(step.began_ns - mine.began_ns), default=None)
+            if near is not None and abs(near.began_ns - mine.began_ns) <= slack:
+                theirs[member] = near
+        if len(theirs) < len(ffn):
+            continue
+        clocks = {member: clock_offset(mine, step) for member, step in theirs.items()}
+        found.append(
+            Step(
+                mine,
+                theirs,
+                {member: offset for member, (offset, _) in clocks.items()},
+                {member: error for member, (_, error) in clocks.items()},
+            )
+        )
+    return found
+
+
+def clock_offset(attention: StepTrace, ffn: StepTrace) -> tuple[int, int]:
+    """(what to add to the FFN instance's times, by how much it may be wrong), ns."""
+    asked = {(s.layer, s.micro_batch): s for s in attention.spans}
+    after = _next_of_micro_batch(attention.spans)
+    lowest, highest = None, None
+    for theirs in ffn.spans:
+        place = (theirs.layer, theirs.micro_batch)
+        mine = asked.get(place)
+        if mine is None:  # another attention instance's rows
+            continue
+        low = mine.copied_ns - theirs.started_ns
+        lowest = low if lowest is None else max(lowest, low)
+        if place in after:
+            high = after[place].started_ns - theirs.copied_ns
+            highest = high if highest is None else min(highest, high)
+    if lowest is None or highest is None:
+        return 0, 0
+    return (lowest + highest) // 2, abs(highest - lowest) // 2
+
+
+def _next_of_micro_batch(spans: Sequence[Span]) -> dict[tuple[int, int], Span]:
+    """The span of the same micro-batch that needs this one's answer: of its next layer."""
+    last: dict[int, Span] = {}
+    found = {}
+    for own in spans:
+        if own.micro_batch in last:
+            before = last[own.micro_batch]
+            found[before.layer, before.micro_batch] = own
+        last[own.micro_batch] = own
+    return found
+
+
+def summary(steps: Sequence[Step]) -> Summary:
+    """Of at least one step."""
+    total = sum(step.seconds for step in steps)
+    busy = {"attention": sum(step.attention.busy_ns for step in steps) / 1e9 / total}
+    for member in steps[0].ffn:
+        busy[member] = sum(step.ffn[member].busy_ns for step in steps) / 1e9 / total
+    mine = [s for step in steps for s in step.attention.spans]
+    theirs = [s for step in steps for own in step.ffn.values() for s in own.spans]
+    return Summary(
+        len(steps),
+        total / len(steps),
+        max(busy.values()),
+        busy,
+        _mean_us([s.done_ns - s.started_ns for s in mine]),
+        _mean_us([s.done_ns - s.started_ns for s in theirs]),
+        _mean_us([s.copied_ns - s.done_ns for s in mine]),
+        _mean_us([s.copied_ns - s.done_ns for s in theirs]),
+    )
+
+
+def _mean_us(times_ns: Sequence[int]) -> float:
+    return sum(times_ns) / len(times_ns) / 1e3
+
+
+def chrome(step: Step, attention: str) -> dict[str, Any]:
+    """One step, all sides, in Chrome's Trace Event Format: a process per role, a thread for its
+    work and one for its messages. Times begin at the step's."""
+    zero = step.attention.began_ns
+    roles = {attention: (step.attention, 0)}
+    roles |= {member: (own, step.offsets_ns[member]) for member, own in step.ffn.items()}
+    out: list[dict[str, Any]] = []
+    for pid, (member, (own, offset)) in enumerate(roles.items(), start=1):
+        out.append(label("process_name", pid, 0, member))
+        out.append(label("thread_name", pid, 1, "work"))
+        out.append(label("thread_name", pid, 2, "messages to peers"))
+        shift = offset - zero
+        for s in own.spans:
+            title, args = f"layer {s.layer} mb {s.micro_batch}", {"rows": s.rows}
+            out.append(span(title, pid, 1, s.started_ns + shift, s.done_ns + shift, args))
+            out.append(span(title, pid, 2, s.done_ns + shift, s.copied_ns + shift, {}))
+    return {"traceEvents": out, "displayTimeUnit": "ns"}

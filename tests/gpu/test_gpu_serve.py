@@ -1,0 +1,143 @@
+"""A whole deployment under vLLM's graphs: its FFN instance killed and stopped, its host profiled.
+
+Greedy tokens of two runs are compared up to near ties: which other requests share a step is a
+matter of milliseconds, and in bfloat16 it decides how a sum is rounded.
+"""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from afd.bench.gpu import profile
+from afd.bench.gpu.targets import Afd, Sizes, deployment, vllm_args
+from afd.bench.servers import disaggregated
+from afd.bench.stages import totals
+from afd.bench.workload import Request, first_difference, run
+from afd.control import operator
+from afd.errors import AfdError
+
+pytestmark = [
+    pytest.mark.multi_gpu,
+    pytest.mark.serve,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs"),
+]
+TOKENS = 600
+NEAR_TIE = 0.1  # nats
+ALONE = (Request(tuple(range(20, 44)), TOKENS, 0.0),)
+TOGETHER = tuple(
+    Request(tuple(range(30 + 7 * i, 50 + 9 * i)), TOKENS, 0.0) for i in range(8)
+)  # depth 3 has rows for every micro-batch
+_FFN_S = 5.0
+
+
+def deployed(model, ffn_s):
+    config = deployment(
+        Afd(1, 1), model, Sizes(8, 1024, 1.0), "cuda", vllm_args("cuda", filled=False)
+    )
+    # A prefix hit would cut the second run's prefill differently.
+    config["attention"]["enable_prefix_caching"] = False
+    config["deadlines"]["ffn_s"] = ffn_s
+    return config
+
+
+def generated(server):
+    return totals(server.metrics(), 0.0).generated
+
+
+def replayed(server):
+    names = (line.split() for line in server.metrics().splitlines())
+    return sum(float(w[1]) for w in names if w and w[0].startswith("afd_graph_steps_total"))
+
+
+def wait_until(check, deadline_s, what):
+    end = time.monotonic() + deadline_s
+    while not check():
+        assert time.monotonic() < end, what
+        time.sleep(0.02)
+
+
+def in_background(server, requests, salt):
+    """A thread that runs the requests; (thread, its answers or error)."""
+    found = []
+
+    def work():
+        try:
+            found.append(run(server.url, server.model, requests, salt=salt))
+        except AfdError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread, found
+
+
+def pid_of(server, role):
+    return operator.status(server.control).find(role, 0).pid
+
+
+@pytest.mark.parametrize("requests", [ALONE, TOGETHER], ids=["alone", "together"])
+def test_a_killed_ffn_instance_costs_no_request_and_no_token(tiny_models, requests):
+    with disaggregated(deployed(tiny_models("qwen3_moe"), 60.0)) as server:
+        calm = run(server.url, server.model, requests, salt="calm")
+        before = generated(server)
+        thread, found = in_background(server, requests, "killed")
+        wait_until(
+            lambda: generated(server) - before > len(requests) * TOKENS / 8, 60, "decode began"
+        )
+        steps = replayed(server)
+        assert steps > 0, "decode steps are replayed as graphs"
+        pid = pid_of(server, "ffn")
+        os.kill(pid, signal.SIGKILL)
+        thread.join(120)
+        (answers,) = found
+        assert not isinstance(answers, AfdError), answers
+        assert pid_of(server, "ffn") != pid
+        assert replayed(server) > steps, "and again after the FFN instance came back"
+        for mine, theirs in zip(answers, calm, strict=True):
+            assert len(mine.tokens) == TOKENS
+            differs = first_difference(mine, theirs)
+            assert differs is None or theirs.gaps[differs] < NEAR_TIE, differs
+
+
+def test_a_stopped_ffn_instance_ends_the_engine_at_the_deadline_and_both_sides_go_on(tiny_models):
+    with disaggregated(deployed(tiny_models("qwen3_moe"), _FFN_S)) as server:
+        before = generated(server)
+        thread, found = in_background(server, TOGETHER, "stopped")
+        wait_until(lambda: generated(server) - before > 200, 60, "decode began")
+        attention, ffn = pid_of(server, "attention"), pid_of(server, "ffn")
+        os.kill(ffn, signal.SIGSTOP)
+        stopped = time.monotonic()
+        said = f"did not answer a step within {_FFN_S:g} s"
+        try:
+            wait_until(lambda: said in server.log.read_text(errors="replace"), 30, said)
+            assert _FFN_S <= time.monotonic() - stopped < _FFN_S + 10
+        finally:
+            os.kill(ffn, signal.SIGCONT)
+        thread.join(180)
+        assert isinstance(found[0], AfdError)
+        # The attention instance is started anew; the FFN instance's stream is free for it.
+        wait_until(lambda: _restarted(server, attention), 180, "attention-0 is back")
+        (answer,) = run(server.url, server.model, ALONE, salt="after")
+        assert len(answer.tokens) == TOKENS
+
+
+def _restarted(server, pid):
+    member = operator.status(server.control).find("attention", 0)
+    if member is None or member.pid == pid or member.state != "ready":
+        return False
+    try:
+        run(server.url, server.model, (Request((20, 21, 22), 1, 0.0),), salt="is it back")
+    except AfdError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_no_host_waits_once_per_layer(tmp_path, depth):
+    """12 layers: a wait of vLLM's own per step does not hide one per layer."""
+    argv = ["--model", "tiny", "--layers", "12", "--models", str(tmp_path), "--batch", "12"]
+    assert profile.main([*argv, "--depth", str(depth)]) == 0

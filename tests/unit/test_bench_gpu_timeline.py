@@ -1,0 +1,121 @@
+"""Steps of two roles on one clock, and the Step-3 slice's processes as a dry run."""
+
+import json
+
+import pytest
+
+from afd.bench.gpu import step3, timeline
+from afd.bench.gpu.step3_load import PAPER, TINY, floor
+from afd.planner.facts.hardware import load_accelerator
+from afd.step_trace import Span, StepTrace
+
+US = 1_000
+
+
+def pipeline(layers, depth, attention_us, ffn_us, wire_us, ahead_ns=0, began_ns=0):
+    """A step of both sides; the FFN instance's clock is ahead."""
+    free = {"attention": 0, "ffn": 0}
+    back = [0] * depth
+    mine, theirs = [], []
+    for layer in range(layers):
+        for mb in range(depth):
+            start = max(free["attention"], back[mb])
+            done = free["attention"] = start + attention_us * US
+            mine.append(Span(layer, mb, 8, start, done, done + wire_us * US))
+            start = max(free["ffn"], done + wire_us * US)
+            end = free["ffn"] = start + ffn_us * US
+            back[mb] = end + wire_us * US
+            theirs.append(Span(layer, mb, 8, start, end, back[mb]))
+
+    def step(spans, shift, end):
+        moved = tuple(
+            Span(s.layer, s.micro_batch, s.rows, *(t + shift + began_ns for t in times))
+            for s in spans
+            for times in [(s.started_ns, s.done_ns, s.copied_ns)]
+        )
+        return StepTrace(began_ns + shift, end + shift + began_ns, True, moved)
+
+    end = max(back)
+    return step(mine, 0, end), step(theirs, ahead_ns, end)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_the_clocks_of_two_sides_are_brought_together(depth):
+    mine, theirs = pipeline(6, depth, 100, 90, 20, ahead_ns=123_456)
+    offset, error = timeline.clock_offset(mine, theirs)
+    assert abs(offset + 123_456) <= max(error, 1)
+    assert error < 40 * US
+
+
+def test_a_full_pipeline_keeps_its_busier_side_busy():
+    found = {}
+    for depth in (1, 3):
+        mine, theirs = pipeline(40, depth, 100, 90, 10)
+        joined = timeline.join({"attention-0": [mine], "ffn-0": [theirs]}, "attention-0", depth)
+        found[depth] = timeline.summary(joined)
+    assert found[1].efficiency == pytest.approx(100 / 210, rel=0.02)
+    assert found[3].efficiency > 0.98
+    one = found[3]
+    assert (one.attention_us, one.ffn_us, one.to_ffn_us) == (100, 90, 10)
+    assert one.busy["ffn-0"] == pytest.approx(0.9 * one.busy["attention"], rel=0.01)
+
+
+def test_steps_are_joined_by_the_time_at_which_their_hosts_began_them():
+    steps = [pipeline(4, 2, 50, 40, 5, began_ns=n * 2_000_000) for n in range(5)]
+    ffn = [theirs for _, theirs in steps]
+    found = timeline.join(
+        {"attention-0": [mine for mine, _ in steps[1:]], "ffn-0": ffn}, "attention-0", 2
+    )
+    assert [step.ffn["ffn-0"] for step in found] == ffn[1:]
+    assert timeline.join({"attention-0": [steps[0][0]], "ffn-0": ffn[3:]}, "attention-0", 2) == []
+    assert timeline.join({"attention-0": [steps[0][0]], "ffn-0": ffn}, "attention-0", 3) == []
+
+
+def test_a_trace_shows_both_sides_on_the_attention_side_s_clock():
+    mine, theirs = pipeline(3, 1, 100, 90, 20, ahead_ns=5_000_000, began_ns=7_000_000)
+    (step,) = timeline.join({"attention-0": [mine], "ffn-0": [theirs]}, "attention-0", 1) or [
+        timeline.Step(mine, {"ffn-0": theirs}, *_clocks(mine, theirs))
+    ]
+    events = timeline.chrome(step, "attention-0")["traceEvents"]
+    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == [
+        "attention-0",
+        "ffn-0",
+    ]
+    work = [e for e in events if e["ph"] == "X" and e["tid"] == 1]
+    ordered = sorted(work, key=lambda e: e["ts"])
+    assert [e["pid"] for e in ordered] == [1, 2] * 3
+    assert ordered[0]["ts"] == 0 and ordered[0]["dur"] == 100
+
+
+def _clocks(mine, theirs):
+    offset, error = timeline.clock_offset(mine, theirs)
+    return {"ffn-0": offset}, {"ffn-0": error}
+
+
+def test_a_step_trace_survives_json():
+    mine, _ = pipeline(2, 2, 10, 10, 1)
+    assert StepTrace.from_plain(json.loads(json.dumps(mine.plain()))) == mine
+    assert (mine.depth, mine.rows) == (2, 16)
+
+
+def test_the_load_is_that_of_the_paper():
+    # Step-3 report, table 8 and section 7: 50 ms over 61 layers and 3 micro-batches
+    assert PAPER.tokens_per_s_per_gpu(272) == pytest.approx(3857, abs=1)
+    assert PAPER.ffn_rows == PAPER.rows * 8 * PAPER.attention_instances
+    assert PAPER.kv_bytes == 128 * 4096 * 512
+    least = floor(PAPER, load_accelerator("h200"))
+    assert 80 < least.attention_us < 100 and 60 < least.ffn_us < 80
+
+
+def test_the_step3_slice_runs_without_a_gpu(tmp_path):
+    pytest.importorskip("torch")
+    pytest.importorskip("afd_comm")
+    out, trace = tmp_path / "r.json", tmp_path / "t.json"
+    argv = ["--device", "cpu", "--layers", "2", "--steps", "3", "--distinct", "1"]
+    assert step3.main([*argv, "--out", str(out), "--trace", str(trace)]) == 0
+    records = {r["metric"]: r for r in json.loads(out.read_text())}
+    assert records["us_per_layer_microbatch"]["bench"] == "step3"
+    assert records["us_per_layer_microbatch"]["peer_value"] == 272
+    assert 0 < records["efficiency"]["value"] <= 1
+    spans = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]
+    assert len(spans) == 2 * 2 * 2 * TINY.depth
