@@ -88,6 +88,9 @@ class Ffn(_Section):
     backend: Literal["auto", "torch", "reference", "vllm_cpu", "vllm_cuda", "aiter", "triton"] = (
         "auto"
     )
+    # format to keep the experts in; auto: as the checkpoint stores them
+    weights: Literal["auto", "plain", "fp8_block", "mxfp4"] = "auto"
+    load: Literal["checkpoint", "dummy"] = "checkpoint"  # dummy: random experts, for benchmarks
     threads: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         default="auto",
         description="auto (one per core of the instance) or a whole number of at least 1",

@@ -32,14 +32,11 @@ def replays(deployment: Deployment) -> bool:
     """Whether decode steps are replayed as graphs.
 
     Not with several instances on both sides: two FFN instances could start a step with different
-    members, and only a step that the host drives finds out of that (``ffn.late_ms``). Nor with
-    wire.format mxfp4, whose codec copies its tables to the device at each call, which a capture
-    forbids.
+    members, and only a step that the host drives finds out of that (``ffn.late_ms``).
     """
     several = deployment.attention.instances > 1 and deployment.ffn.instances > 1
     on_gpu = deployment.attention.device != "cpu"
-    capturable = deployment.wire.format != "mxfp4"
-    return deployment.pipeline.graphs and on_gpu and capturable and not several
+    return deployment.pipeline.graphs and on_gpu and not several
 
 
 @dataclass(frozen=True)

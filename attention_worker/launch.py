@@ -4,7 +4,9 @@ import os
 import sys
 from collections.abc import Mapping
 
-from afd.models import read_model
+from afd.checkpoint import only_experts_are_fp8
+from afd.errors import ConfigError
+from afd.models import read_config, read_model
 from afd.resolve import replays
 from afd.roles import RoleSpec
 
@@ -60,6 +62,14 @@ def attention_command(
         argv.append('--compilation-config={"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY"}')
     else:
         argv.append("--enforce-eager")
+    if read_config(deployment.model).get("quantization_config"):
+        if not only_experts_are_fp8(deployment.model, family):
+            raise ConfigError(
+                f"the attention weights of {deployment.model} are quantised, which attention "
+                "instances do not serve yet; use the bfloat16 checkpoint, with ffn.weights: "
+                "fp8_block for experts in FP8"
+            )
+        argv.append('--hf-overrides={"quantization_config": null}')  # of this side's weights
     if attention.device == "cpu":
         argv.append("--distributed-executor-backend=uni")
         argv += family.cpu_args

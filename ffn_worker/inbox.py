@@ -6,8 +6,7 @@ import torch
 
 from afd.resolve import Resolved
 from afd.schedule import split_rows
-from afd.wire.codecs_torch import DTYPE_OF_TAG
-from afd.wire.layout import TAG_OF_DTYPE
+from afd.wire.rows_torch import EncodedRows
 from afd.wire.slot_torch import SlotView
 from afd.wire.streams_torch import slot_bytes
 from afd_comm import Header, Region
@@ -15,10 +14,10 @@ from afd_comm import Header, Region
 
 @dataclass(frozen=True)
 class Rows:
-    """Input of one expert call: x model dtype [rows, hidden]; ids int32, weights float32
+    """Input of one expert call: x [rows, hidden] in the wire's format; ids int32, weights float32
     [rows, top_k]. Views of slot memory where that is possible."""
 
-    x: torch.Tensor
+    x: EncodedRows
     ids: torch.Tensor
     weights: torch.Tensor
 
@@ -28,7 +27,6 @@ class Inbox:
 
     def __init__(self, region: Region, resolved: Resolved) -> None:
         self._layout = resolved.a2f
-        self._dtype = DTYPE_OF_TAG[TAG_OF_DTYPE[resolved.model.dtype]]
         self._views = [
             SlotView(slot_bytes(region, slot), resolved.a2f)
             for slot in range(resolved.slots.ffn_region_slots)
@@ -58,9 +56,9 @@ class Inbox:
     def read(self, slots: list[int], rows: list[int]) -> Rows:
         """Rows of several slots, one below the other; a single slot is not copied."""
         views = [(self._views[slot], n) for slot, n in zip(slots, rows, strict=True)]
-        xs = [view.decode(n, self._dtype) for view, n in views]
+        x = EncodedRows.cat([view.rows(n) for view, n in views])
         ids = [view.ids[:n] for view, n in views]
         weights = [view.weights[:n] for view, n in views]
         if len(slots) == 1:
-            return Rows(xs[0], ids[0], weights[0])
-        return Rows(torch.cat(xs), torch.cat(ids), torch.cat(weights))
+            return Rows(x, ids[0], weights[0])
+        return Rows(x, torch.cat(ids), torch.cat(weights))

@@ -68,7 +68,8 @@ def run_ffn(role: RoleSpec) -> None:
         _stop_on_signals(loop, region)
         control.on_change(lambda _: region.wake())
         control.set_state("ready")
-        logger.info("ready: generation %d, backend %s", generation, model.backend_name)
+        kept = f"backend {model.backend_name}, {model.scheme.value} weights"
+        logger.info("ready: generation %d, %s", generation, kept)
         with torch.inference_mode():
             loop.run()
         control.leave()
@@ -97,6 +98,8 @@ def _load(role: RoleSpec, resolved: Resolved, metrics: RoleMetrics) -> FfnModel:
         backend=resolved.deployment.ffn.backend,
         device=torch_device(resolved.deployment.ffn.device),
         progress=progress,
+        weights=resolved.deployment.ffn.weights,
+        dummy=resolved.deployment.ffn.load == "dummy",
     )
     metrics.weights_held_bytes[Weights.EXPERT] = model.weight_bytes
     return model

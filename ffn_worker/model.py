@@ -9,8 +9,12 @@ import torch.nn.functional as F
 from afd.errors import ConfigError
 from afd.models import Family, MoeModel
 from afd.topology import expert_ranges, shared_slice
-from ffn_worker.loader import DTYPES, LayerWeights, Progress, Shard, load_shard
-from ffn_worker.moe import BACKENDS, Linear, choose_backend
+from afd.wire.layout import Tag
+from afd.wire.rows_torch import EncodedRows
+from ffn_worker.dummy import dummy_shard
+from ffn_worker.loader import DTYPES, LayerWeights, Progress, Shard, load_shard, stored_scheme
+from ffn_worker.moe import BACKENDS, Linear, Scheme, choose_backend
+from ffn_worker.moe.quantise import Weight, in_scheme
 
 _CPU = torch.device("cpu")
 SharedExpert = Callable[[torch.Tensor], torch.Tensor]
@@ -38,6 +42,8 @@ class FfnModel:
             not hold two copies of everything.
         backend: a name of `ffn_worker.moe.BACKENDS`, or "auto".
         device: where the weights are kept and the experts computed.
+        scheme: the format to keep the experts in; other weights are brought into it.
+        join_shared: let a backend that can compute the shared expert with the routed ones do so.
 
     Raises:
         ConfigError: the backend is unknown or cannot run here, or a layer is missing.
@@ -52,33 +58,46 @@ class FfnModel:
         backend: str = "auto",
         index: int = 0,
         device: torch.device = _CPU,
+        scheme: Scheme = Scheme.PLAIN,
+        join_shared: bool = True,
     ) -> None:
         self.model = model
         self.device = device
         self.shard = shard
         self.index = index
         self.dtype = DTYPES[model.dtype]
+        self.scheme = scheme
+        self._join_shared = join_shared
         self.weight_bytes = 0
         self.backend_name = choose_backend(
-            backend, self.dtype, model.hidden, model.moe_intermediate, device
+            backend, self.dtype, model.hidden, model.moe_intermediate, device, scheme
         )
         self._backend = BACKENDS[self.backend_name](shard.experts, model.num_experts)
         self._shared: dict[int, SharedExpert] = {}
+        self._joined: set[int] = set()  # layers whose shared expert the backend computes
         for layer in model.moe_layers:
             if layer not in layers:
                 raise ConfigError(f"no weights were loaded for layer {layer}")
             self._add(layer, layers.pop(layer))
 
     def _add(self, layer: int, weights: LayerWeights) -> None:
-        tensors = (weights.w13, weights.w2, weights.shared_gate_up, weights.shared_down)
-        self.weight_bytes += sum(t.nbytes for t in tensors if t is not None)
-        there = self.device
-        self._backend.prepare(layer, weights.w13.to(there), weights.w2.to(there))
-        if weights.shared_gate_up is not None and weights.shared_down is not None:
+        w13, w2 = self._kept(weights.w13, self.scheme), self._kept(weights.w2, self.scheme)
+        self.weight_bytes += w13.nbytes + w2.nbytes
+        self._backend.prepare(layer, w13, w2)
+        if weights.shared_gate_up is None or weights.shared_down is None:
+            return
+        shared = weights.shared_gate_up.to(self.device), weights.shared_down.to(self.device)
+        self.weight_bytes += sum(weight.nbytes for weight in shared)
+        if self._join_shared and self._backend.prepare_shared(layer, *shared):
+            self._joined.add(layer)
+        else:
+            gate_up, down = (self._kept(weight, Scheme.PLAIN).codes for weight in shared)
             self._shared[layer] = _shared_expert(
-                self._backend.linear(weights.shared_gate_up.to(there)),
-                self._backend.linear(weights.shared_down.to(there)),
+                self._backend.linear(gate_up), self._backend.linear(down)
             )
+
+    def _kept(self, weight: Weight, scheme: Scheme) -> Weight:
+        return in_scheme(weight.to(self.device), scheme, self._backend.fp8, self.dtype)
 
     @property
     def capturable(self) -> bool:
@@ -86,27 +105,40 @@ class FfnModel:
         shape."""
         return self._backend.capturable
 
-    def warm_up(self, rows: int) -> None:
-        """One call of ``rows`` rows, so that its kernels are compiled and chosen."""
+    @property
+    def joins_shared(self) -> bool:
+        """Whether the backend computes the shared expert of some layer with the routed ones."""
+        return bool(self._joined)
+
+    def warm_up(self, rows: int, tag: Tag) -> torch.Tensor:
+        """One call of ``rows`` rows that come as ``tag``, so that its kernels are compiled and
+        chosen; its output."""
         layer, kinds = self.model.moe_layers[0], self.model.top_k
-        x = torch.zeros((rows, self.model.hidden), dtype=self.dtype, device=self.device)
+        zeros = torch.zeros((rows, self.model.hidden), dtype=self.dtype, device=self.device)
+        x = EncodedRows.of(zeros, tag)
         ids = torch.arange(rows * kinds, dtype=torch.int32, device=self.device)
         ids = (ids % self.model.num_experts).view(rows, kinds)
-        self.forward(layer, x, ids, torch.ones_like(ids, dtype=torch.float32))
+        return self.forward(layer, x, ids, torch.ones_like(ids, dtype=torch.float32))
 
     @torch.inference_mode()
     def forward(
-        self, layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+        self,
+        layer: int,
+        x: EncodedRows | torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
     ) -> torch.Tensor:
         """This instance's part of the FFN output of one layer.
 
         routed_scaling * (sum of local routed experts) + local slice of the shared experts, in the
-        order and dtype of vLLM 0.26 (moe_runner.py, `forward`). Summed over instances it is the
-        full output, up to rounding.
+        order and dtype of vLLM 0.26 (moe_runner.py, `forward`), but for a backend that computes the
+        shared expert with the routed ones: that adds in float32 and rounds once. Summed over
+        instances it is the full output, up to rounding.
 
         Args:
             layer: global layer number, one of `model.moe_layers`.
-            x: [rows, hidden] in the serving dtype, contiguous, not modified.
+            x: [rows, hidden] as the wire brings them, or a tensor in the serving dtype;
+                contiguous, not modified.
             topk_ids: [rows, top_k] int32 global expert ids, negative where masked. Masks apply to
                 routed experts only; the shared expert sees every row.
             topk_weights: [rows, top_k] float32.
@@ -114,11 +146,17 @@ class FfnModel:
         Returns:
             A new tensor [rows, hidden] in the serving dtype.
         """
-        out = self._backend.forward(layer, x, topk_ids, topk_weights)
-        if self.model.routed_scaling != 1.0:
-            out *= self.model.routed_scaling
+        rows = EncodedRows.of(x) if isinstance(x, torch.Tensor) else x
+        if layer in self._shared and not self._backend.takes_encoded:
+            rows = EncodedRows.of(rows.decode(self.dtype))  # once for both
+        scaling = self.model.routed_scaling
+        if layer in self._joined and scaling != 1.0:
+            topk_weights, scaling = topk_weights * scaling, 1.0
+        out = self._backend.forward_encoded(layer, rows, topk_ids, topk_weights, self.dtype)
+        if scaling != 1.0:
+            out *= scaling
         if layer in self._shared:
-            out += self._shared[layer](x)
+            out += self._shared[layer](rows.decode(self.dtype))
         return out
 
 
@@ -143,9 +181,30 @@ def load_ffn_model(
     device: torch.device = _CPU,
     threads: int = 4,
     progress: Progress | None = None,
+    weights: str = "auto",
+    dummy: bool = False,
 ) -> FfnModel:
-    """Loads and prepares FFN instance `index` of `instances`. Raises ConfigError (see parts)."""
-    choose_backend(backend, DTYPES[model.dtype], model.hidden, model.moe_intermediate, device)
+    """Loads and prepares FFN instance `index` of `instances`.
+
+    Args:
+        weights: the format to keep the experts in, a name of `Scheme`; "auto": as the checkpoint
+            stores them. dummy: random weights instead of the checkpoint's.
+
+    Raises:
+        ConfigError: see the parts.
+    """
     shard = shard_of(model, instances, index)
-    loaded = load_shard(path, family, model, shard, threads=threads, progress=progress)
-    return FfnModel(model, shard, loaded.layers, backend=backend, index=index, device=device)
+    if weights != "auto":
+        scheme = Scheme(weights)
+    else:
+        scheme = Scheme.PLAIN if dummy else stored_scheme(path, family, model)
+    # Before anything is read.
+    dtype = DTYPES[model.dtype]
+    choose_backend(backend, dtype, model.hidden, model.moe_intermediate, device, scheme)
+    if dummy:
+        layers = dummy_shard(model, shard, device)
+    else:
+        layers = load_shard(path, family, model, shard, threads=threads, progress=progress).layers
+    return FfnModel(
+        model, shard, layers, backend=backend, index=index, device=device, scheme=scheme
+    )

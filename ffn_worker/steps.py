@@ -124,7 +124,8 @@ class StreamSteps:
         where the driver would wait for an idle device (comm/README.md)."""
         sizes = {sum(rows for _, rows in self._at(arrivals, mb)) for mb in range(_depth(arrivals))}
         for rows in sizes - self._warm:
-            self._model.warm_up(rows)
+            out = self._model.warm_up(rows, self._resolved.a2f.tag)
+            Answers.of(out, self._resolved.f2a)
         self._warm |= sizes
 
     def _capture(self, arrivals: list[Arrival]) -> _Recorded:

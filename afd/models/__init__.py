@@ -68,10 +68,7 @@ def read_model(path: str | PathLike[str]) -> tuple[Family, MoeModel]:
     config = read_config(path)
     family = family_of(config)
     if config.get("quantization_config"):
-        raise ConfigError(
-            f"{path} is a quantized checkpoint (quantization_config in config.json), which FFN "
-            "instances do not read yet; use the bfloat16 checkpoint of the model"
-        )
+        _require_fp8_blocks(config["quantization_config"], path)
     model = family.parse(config)
     if model.top_k > model.num_experts:
         raise ConfigError(
@@ -79,3 +76,15 @@ def read_model(path: str | PathLike[str]) -> tuple[Family, MoeModel]:
             "config.json is inconsistent"
         )
     return family, model
+
+
+def _require_fp8_blocks(quantization: object, path: str | PathLike[str]) -> None:
+    """Raises ConfigError unless it is DeepSeek-V3's format, FP8 by blocks of 128 x 128."""
+    facts = quantization if isinstance(quantization, dict) else {}
+    method, blocks = facts.get("quant_method"), facts.get("weight_block_size")
+    if method != "fp8" or blocks != [128, 128] or facts.get("fmt", "e4m3") != "e4m3":
+        raise ConfigError(
+            f"{path} is a quantized checkpoint of a kind that is not read (quant_method {method}, "
+            f"weight_block_size {blocks} in config.json); use one in FP8 by blocks of [128, 128], "
+            "or the bfloat16 checkpoint of the model"
+        )

@@ -13,6 +13,8 @@ from functools import cache
 from afd.errors import ConfigError
 
 DTYPES = ("bfloat16", "float16", "float32")
+SCALE_SUFFIX = "_scale_inv"
+"""What the name of an FP8 tensor and this name its block scales (DeepSeek-V3's checkpoints)."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ class Family:
     def is_expert_weight(self, name: str) -> bool:
         """True for a tensor that FFN instances read and attention instances must not."""
         shared = (self.shared_names,) if self.shared_names else ()
+        name = name.removesuffix(SCALE_SUFFIX)
         return any(names.matches(name) for names in (*self.routed_names, *shared))
 
     def serve_as(self, model: MoeModel, dtype: str) -> MoeModel:

@@ -19,21 +19,32 @@ SCALE_DTYPE = {
     Tag.E2M1: torch.uint8,  # E8M0 bits
 }
 
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_E2M1 = torch.tensor([*_MAGNITUDES, *(-m for m in _MAGNITUDES)])
-_E2M1_PAIRS = torch.stack([_E2M1.repeat(16), _E2M1.repeat_interleave(16)], dim=1)
-"""float32 [256, 2]: the values in the low and the high four bits of a byte."""
-_E8M0 = torch.exp2(torch.arange(256) - float(E8M0_BIAS))
-_E8M0[E8M0_NAN] = torch.nan
-
 
 def encode(x: torch.Tensor, tag: Tag) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Payload and scales (None: the tag has none) of float rows [rows, hidden] for the wire."""
-    if tag == Tag.E2M1:
-        return quantise_mxfp4(x)
-    if tag in FP8_MAX:
-        return quantise_fp8(x, tag)
-    return x.to(DTYPE_OF_TAG[tag]).contiguous(), None
+    """Payload and scales (None: the tag has none) of float rows [rows, hidden] for the wire.
+
+    On a GPU by one kernel (:mod:`afd.wire.codecs_gpu_torch`), which gives the same bytes.
+    """
+    if tag not in SCALE_DTYPE:
+        return x.to(DTYPE_OF_TAG[tag]).contiguous(), None
+    if x.is_cuda:
+        from afd.wire import codecs_gpu_torch as gpu
+
+        return gpu.quantise_mxfp4(x) if tag == Tag.E2M1 else gpu.quantise_fp8(x, tag)
+    return quantise_mxfp4(x) if tag == Tag.E2M1 else quantise_fp8(x, tag)
+
+
+def decode(
+    payload: torch.Tensor, scales: torch.Tensor, tag: Tag, dtype: torch.dtype
+) -> torch.Tensor:
+    """Rows of a tag with scales, rounded once to ``dtype``; on a GPU by one kernel."""
+    if payload.is_cuda:
+        from afd.wire import codecs_gpu_torch as gpu
+
+        dequantise = gpu.dequantise_mxfp4 if tag == Tag.E2M1 else gpu.dequantise_fp8
+    else:
+        dequantise = dequantise_mxfp4 if tag == Tag.E2M1 else dequantise_fp8
+    return dequantise(payload, scales, dtype)
 
 
 def quantise_fp8(x: torch.Tensor, tag: Tag = Tag.E4M3FN) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,9 +88,17 @@ def quantise_mxfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantise_mxfp4(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Inverse of :func:`quantise_mxfp4`, rounded once to ``dtype``."""
+    """Inverse of :func:`quantise_mxfp4`, rounded once to ``dtype``.
+
+    Computed, not looked up: a table would have to be on the device before a graph is captured.
+    """
     rows, half = codes.shape
-    pairs = _E2M1_PAIRS.to(codes.device)[codes.int()]  # [rows, hidden/2, 2]
-    values = pairs.view(rows, 2 * half // MX_BLOCK, MX_BLOCK)
-    values = values * _E8M0.to(codes.device)[scales.int()].unsqueeze(-1)
-    return values.view(rows, 2 * half).to(dtype)
+    nibbles = torch.stack([codes & 15, codes >> 4], dim=-1)  # [rows, hidden/2, 2]
+    size = (nibbles & 7).float()
+    # 0, 0.5, 1, 1.5, 2, 3, 4, 6 is convex: the largest of three straight lines.
+    values = torch.maximum(torch.maximum(size / 2, size - 2), 2 * size - 8)
+    values = torch.where(nibbles > 7, -values, values).view(rows, 2 * half // MX_BLOCK, MX_BLOCK)
+    powers = (scales.int() << 23).view(torch.float32)  # a scale code is a float32 exponent field
+    powers = torch.where(scales == 0, 2.0**-E8M0_BIAS, powers)
+    powers = torch.where(scales == E8M0_NAN, torch.nan, powers)
+    return (values * powers.unsqueeze(-1)).view(rows, 2 * half).to(dtype)

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
-from afd.wire.codecs_torch import DTYPE_OF_TAG, SCALE_DTYPE, dequantise_fp8, dequantise_mxfp4
-from afd.wire.layout import SlotLayout, Tag
+from afd.wire.codecs_torch import DTYPE_OF_TAG, SCALE_DTYPE
+from afd.wire.layout import SlotLayout
+from afd.wire.rows_torch import EncodedRows
 
 
 class SlotView:
@@ -32,14 +33,14 @@ class SlotView:
             self.ids = part(layout.ids_offset, torch.int32, 4 * layout.top_k)
             self.weights = part(layout.weights_offset, torch.float32, 4 * layout.top_k)
 
+    def rows(self, count: int) -> EncodedRows:
+        """The first ``count`` rows of the payload: views of slot memory."""
+        scales = None if self.scales is None else self.scales[:count]
+        return EncodedRows(self.tag, self.payload[:count], scales)
+
     def decode(self, rows: int, dtype: torch.dtype) -> torch.Tensor:
         """The first rows of the payload in ``dtype``: slot memory itself where nothing changes."""
-        payload = self.payload[:rows]
-        if self.scales is None:
-            return payload.to(dtype)
-        if self.tag == Tag.E2M1:
-            return dequantise_mxfp4(payload, self.scales[:rows], dtype)
-        return dequantise_fp8(payload, self.scales[:rows], dtype)
+        return self.rows(rows).decode(dtype)
 
 
 def sum_of_parts(views: Sequence[SlotView], rows: int, dtype: torch.dtype) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 Two launches make an MoE layer: gate and up with SiLU between them, then down. Pairs (row, expert)
 are sorted by expert and padded so that every block of BM pairs has one expert
-(:mod:`ffn_worker.moe.sorting`). Activations stay in the format in which the wire brought them.
+(:mod:`ffn_worker.moe.sorting`). Activations stay in the format in which the wire brought them. A
+shared expert joins as one more expert, the last, which every row chooses.
 """
 
 import triton
@@ -104,10 +105,13 @@ def grouped_gemm_kernel(
     K,
     pairs,
     rows_per,
+    shared_expert,
+    shared_width,
     A: tl.constexpr,
     B: tl.constexpr,
     C: tl.constexpr,
     GATED: tl.constexpr,
+    SHARED: tl.constexpr,
     FP8_MAX: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -124,6 +128,10 @@ def grouped_gemm_kernel(
     pairs_ptr: int32, pair numbers sorted by expert, padding >= ``pairs``; experts_ptr: int32, the
     local expert of each block of BM; used_ptr: int32 [1], how many entries of pairs_ptr are in
     use. K is a multiple of BK; for a quantised C, N of BN. Grid: (blocks of pairs * blocks of N).
+
+    SHARED: expert ``shared_expert`` is only ``shared_width`` wide, a multiple of BK (of the second
+    launch) and of what its scales cover: further columns of C (GATED) are not computed, further
+    columns of A (else) are not read.
     """
     blocks_n = tl.cdiv(N, BN)
     blocks_m = tl.num_programs(0) // blocks_n
@@ -140,12 +148,19 @@ def grouped_gemm_kernel(
     pair = tl.where(inside, pair, 0).to(tl.int64)
     row = pair // rows_per
     expert = tl.load(experts_ptr + block_m).to(tl.int64)
+    k_end = K
+    if SHARED:
+        if GATED:
+            if expert == shared_expert and block_n * BN >= shared_width:
+                return
+        else:
+            k_end = tl.where(expert == shared_expert, shared_width, K)
     n = block_n * BN + tl.arange(0, BN)
     n_read = n % N  # columns beyond N repeat others and are not stored
     n_rows = 2 * N if GATED else N
     acc = tl.zeros((BM, BN), dtype=tl.float32)
     up = tl.zeros((BM, BN), dtype=tl.float32)
-    for k0 in range(0, K, BK):
+    for k0 in range(0, k_end, BK):
         a, a_scale = _a_tile(a_ptr, a_scale_ptr, row, inside, k0, K, A, BK)
         acc = _product(acc, a, a_scale, b_ptr, b_scale_ptr, expert, n_read, n_rows, k0, K, A, B, BK)
         if GATED:
@@ -167,21 +182,27 @@ def combine_kernel(
     first_expert,
     last_expert,
     TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """out[row] = sum over k of weights[row, k] * y[row * TOP_K + k], local experts only.
+    """out[row] = sum over k of weights[row, k] * y[row * EACH + k], local experts only; with SHARED
+    plus y[row * EACH + TOP_K], the shared expert's. EACH: TOP_K, with SHARED TOP_K + 1.
 
-    y [rows * TOP_K, hidden]; a pair whose expert lies outside of [first_expert, last_expert) is
+    y [rows * EACH, hidden]; a pair whose expert lies outside of [first_expert, last_expert) is
     not read. Adds in float32 in the order of k. Grid (rows, ceil(hidden / BLOCK)).
     """
+    EACH: tl.constexpr = TOP_K + 1 if SHARED else TOP_K
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for k in tl.static_range(TOP_K):
-        pair = row * TOP_K + k
-        expert = tl.load(ids_ptr + pair)
+        expert = tl.load(ids_ptr + row * TOP_K + k)
         local = (expert >= first_expert) & (expert < last_expert)
-        y = tl.load(y_ptr + pair * hidden + column, mask=(column < hidden) & local, other=0.0)
-        weight = tl.load(weights_ptr + pair)
+        at = (row * EACH + k) * hidden + column
+        y = tl.load(y_ptr + at, mask=(column < hidden) & local, other=0.0)
+        weight = tl.load(weights_ptr + row * TOP_K + k)
         total += tl.where(local, y.to(tl.float32) * weight, 0.0)
+    if SHARED:
+        at = (row * EACH + TOP_K) * hidden + column
+        total += tl.load(y_ptr + at, mask=column < hidden, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * hidden + column, total.to(out_ptr.dtype.element_ty), column < hidden)

@@ -8,67 +8,52 @@ that commit: fused_moe.py (`fused_moe`, `_fused_moe_impl`), ops/shuffle.py (`shu
 
 import importlib.util
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 
 from afd.errors import ConfigError
-from afd.wire.codecs_torch import DTYPE_OF_TAG
 from afd.wire.layout import Tag
+from afd.wire.rows_torch import EncodedRows
 from ffn_worker.moe.base import MoeBackend
-from ffn_worker.moe.quantise import Weight, quantise_weight
-
-
-class Scheme(Enum):
-    """Number format of the expert weights. AITER quantises activations to match."""
-
-    PLAIN = "plain"  # the serving dtype
-    FP8_BLOCK = "fp8_block"  # FP8, 128 x 128 blocks, activations per 1 x 128
-    MXFP4 = "mxfp4"  # e2m1, activations per 1 x 32
-
-
-FP8_OF_ARCH = {"gfx942": Tag.E4M3FNUZ, "gfx950": Tag.E4M3FN}
-"""The FP8 kind of each architecture's matrix instructions."""
+from ffn_worker.moe.device import FP8_OF_ARCH, architecture
+from ffn_worker.moe.quantise import Scheme, Weight
 
 
 @dataclass(frozen=True)
 class _Layer:
     """Shuffled weights and the scales that go with them, ready for `fused_moe`."""
 
+    scheme: Scheme
     w1: torch.Tensor
     w2: torch.Tensor
     w1_scale: torch.Tensor | None
     w2_scale: torch.Tensor | None
 
 
-def architecture() -> str | None:
-    """The GPU's LLVM name ("gfx950"), None without a ROCm device."""
-    if torch.version.hip is None or not torch.cuda.is_available():
-        return None
-    return torch.cuda.get_device_properties(0).gcnArchName.partition(":")[0]
-
-
 class AiterBackend(MoeBackend):
-    """Experts [start, end) through `aiter.fused_moe`.
+    """Experts [start, end) through `aiter.fused_moe`, which quantises rows to match the weights.
+
+    Rows that come in the format that the weights are multiplied with, FP8 of this architecture for
+    FP8 blocks and MXFP4 for MXFP4, are given to it as they are.
 
     Args:
         experts: half-open range of global expert ids of this instance.
         num_experts: experts of the model; ``end`` where this instance is the last.
-        scheme: number format of the weights; they are quantised on ``prepare``.
         arch: "gfx942" or "gfx950"; None asks the device.
 
     Raises:
-        ConfigError: no ROCm device of these, or MXFP4 on gfx942, which has no FP4 instructions.
+        ConfigError: no ROCm device of these.
     """
 
     devices = ("cuda",)
+    schemes = tuple(Scheme)
+    takes_encoded = True
 
     def __init__(
         self,
         experts: tuple[int, int],
         num_experts: int | None = None,
         *,
-        scheme: Scheme = Scheme.PLAIN,
         arch: str | None = None,
     ) -> None:
         super().__init__(experts, num_experts)
@@ -78,9 +63,7 @@ class AiterBackend(MoeBackend):
                 f"MoE backend aiter runs on {' and '.join(FP8_OF_ARCH)}, not on {self._arch}; use "
                 "the backend torch"
             )
-        if scheme is Scheme.MXFP4 and self._arch == "gfx942":
-            raise ConfigError("gfx942 has no FP4 matrix instructions; use fp8_block weights there")
-        self._scheme = scheme
+        self.fp8 = FP8_OF_ARCH[self._arch]
         self._layers: dict[int, _Layer] = {}
         self._mask: torch.Tensor | None = None
 
@@ -96,23 +79,23 @@ class AiterBackend(MoeBackend):
             return f"weights are shuffled in tiles of 32, hidden {hidden} x {intermediate} is not"
         return None
 
-    def prepare(self, layer: int, w13: torch.Tensor, w2: torch.Tensor) -> None:
+    def prepare(self, layer: int, w13: Weight, w2: Weight) -> None:
+        """Raises ConfigError for MXFP4 on gfx942, which has no FP4 instructions."""
         from aiter.ops.shuffle import shuffle_weight
 
-        tag = {
-            Scheme.PLAIN: Tag.FLOAT16 if w13.dtype == torch.float16 else Tag.BFLOAT16,
-            Scheme.FP8_BLOCK: FP8_OF_ARCH[self._arch],
-            Scheme.MXFP4: Tag.E2M1,
-        }[self._scheme]
-        first, second = quantise_weight(w13, tag), quantise_weight(w2, tag)
+        if w13.scheme is Scheme.MXFP4 and self._arch == "gfx942":
+            raise ConfigError(
+                "gfx942 has no FP4 matrix instructions; use ffn.weights: fp8_block there"
+            )
         self._layers[layer] = _Layer(
-            shuffle_weight(_aiter_codes(first), layout=(16, 16)),
-            shuffle_weight(_aiter_codes(second), layout=(16, 16)),
-            _aiter_scales(first),
-            _aiter_scales(second),
+            w13.scheme,
+            shuffle_weight(_aiter_codes(w13), layout=(16, 16)),
+            shuffle_weight(_aiter_codes(w2), layout=(16, 16)),
+            _aiter_scales(w13),
+            _aiter_scales(w2),
         )
         if self._mask is None:
-            self._mask = self._expert_mask(w13.device)
+            self._mask = self._expert_mask(w13.codes.device)
 
     def _expert_mask(self, device: torch.device) -> torch.Tensor:
         """int32 [num_experts + 1]: 1 where the expert is local. The last entry is nobody's: the
@@ -128,42 +111,30 @@ class AiterBackend(MoeBackend):
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
     ) -> torch.Tensor:
-        return self.run(layer, x, topk_ids, topk_weights)
+        return self.forward_encoded(layer, EncodedRows.of(x), topk_ids, topk_weights, x.dtype)
 
-    def run(
+    def forward_encoded(
         self,
         layer: int,
-        x: torch.Tensor,
+        rows: EncodedRows,
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
+        dtype: torch.dtype,
         *,
-        scales: torch.Tensor | None = None,
-        rows: torch.Tensor | None = None,
-        dtype: torch.dtype = torch.bfloat16,
+        real: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`forward`, also for rows that are quantised already and for padded batches.
+        """As the interface says, and for padded batches.
 
         Args:
-            x: [capacity, H] in the serving dtype; or, with ``scales``, as the wire brings it: FP8
-                of this architecture with float32 [capacity, H/128], or uint8 [capacity, H/2] of
-                e2m1 pairs with E8M0 uint8 [capacity, H/32].
-            topk_ids: int32 [capacity, K]. topk_weights: float32 [capacity, K].
-            rows: int32 [1] on the device: how many rows are real; None: all. Graphs replay with
-                another value in it.
-            dtype: of the result, where ``x`` does not say it.
-
-        Raises:
-            ConfigError: rows in a format that these weights cannot take.
+            real: int32 [1] on the device: how many rows are real, the others' results are
+                undefined; None: all. Graphs replay with another value in it.
         """
         from aiter import ActivationType
         from aiter.fused_moe import fused_moe
 
         weights = self._layers[layer]
-        if scales is None:
-            dtype = x.dtype
-        else:
-            x, scales = self._quantised_rows(x, scales)
-        if x.shape[0] == 0:
+        x, scales = self._operands(rows, weights.scheme, dtype)
+        if len(rows) == 0:
             return torch.zeros((0, weights.w2.shape[1]), dtype=dtype, device=x.device)
         ids = torch.where(topk_ids < 0, self.num_experts, topk_ids).to(torch.int32)
         return fused_moe(
@@ -174,40 +145,37 @@ class AiterBackend(MoeBackend):
             ids,
             expert_mask=self._mask,
             activation=ActivationType.Silu,
-            quant_type=self._quant_type(),
+            quant_type=_quant_type(weights.scheme),
             w1_scale=weights.w1_scale,
             w2_scale=weights.w2_scale,
             a1_scale=scales,
-            num_local_tokens=rows,
+            num_local_tokens=real,
             dtype=dtype,
         )
 
-    def _quant_type(self) -> object:
-        """AITER's name for the scheme (aiter_enum.h, `QuantType`); never the bare number."""
-        from aiter import QuantType
+    def _operands(
+        self, rows: EncodedRows, weights: Scheme, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rows and scales for AITER: as they came where these weights take them so."""
+        if weights is Scheme.FP8_BLOCK and rows.tag == self.fp8:
+            return rows.payload, rows.scales
+        if weights is Scheme.MXFP4 and rows.tag == Tag.E2M1 and rows.scales is not None:
+            return (
+                rows.payload.view(torch.float4_e2m1fn_x2),
+                rows.scales.view(torch.float8_e8m0fnu),
+            )
+        return rows.decode(dtype), None
 
-        return {
-            Scheme.PLAIN: QuantType.No,
-            Scheme.FP8_BLOCK: QuantType.per_1x128,
-            Scheme.MXFP4: QuantType.per_1x32,
-        }[self._scheme]
 
-    def _quantised_rows(
-        self, x: torch.Tensor, scales: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._scheme is Scheme.FP8_BLOCK and scales.dtype == torch.float32:
-            wanted = FP8_OF_ARCH[self._arch]
-            if x.dtype != DTYPE_OF_TAG[wanted]:
-                raise ConfigError(
-                    f"rows arrive as {x.dtype} but {self._arch} multiplies {wanted.name.lower()}; "
-                    f"set wire.fp8: {wanted.name.lower()}"
-                )
-            return x, scales
-        if self._scheme is Scheme.MXFP4 and scales.dtype == torch.uint8:
-            return x.view(torch.float4_e2m1fn_x2), scales.view(torch.float8_e8m0fnu)
-        raise ConfigError(
-            f"{self._scheme.value} experts cannot take rows of {x.dtype} with {scales.dtype} scales"
-        )
+def _quant_type(scheme: Scheme) -> object:
+    """AITER's name for the scheme (aiter_enum.h, `QuantType`); never the bare number."""
+    from aiter import QuantType
+
+    return {
+        Scheme.PLAIN: QuantType.No,
+        Scheme.FP8_BLOCK: QuantType.per_1x128,
+        Scheme.MXFP4: QuantType.per_1x32,
+    }[scheme]
 
 
 def _aiter_codes(weight: Weight) -> torch.Tensor:

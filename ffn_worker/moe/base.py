@@ -7,6 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from afd.errors import ConfigError
+from afd.wire.layout import Tag
+from afd.wire.rows_torch import EncodedRows
+from ffn_worker.moe.quantise import Scheme, Weight
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 
@@ -25,6 +28,12 @@ class MoeBackend(ABC):
     """Whether ``forward`` may be captured in a CUDA graph."""
     devices: tuple[str, ...] = ("cpu", "cuda")
     """Device types it runs on, as torch names them."""
+    takes_encoded = False
+    """Whether ``forward_encoded`` has a use for rows as the wire brings them."""
+    schemes: tuple[Scheme, ...] = (Scheme.PLAIN,)
+    """Weight formats that ``prepare`` takes."""
+    fp8 = Tag.E4M3FN
+    """The FP8 kind of its FP8_BLOCK weights."""
 
     def __init__(self, experts: tuple[int, int], num_experts: int | None = None) -> None:
         start, end = experts
@@ -40,14 +49,27 @@ class MoeBackend(ABC):
         return None
 
     @abstractmethod
-    def prepare(self, layer: int, w13: torch.Tensor, w2: torch.Tensor) -> None:
+    def prepare(self, layer: int, w13: Weight, w2: Weight) -> None:
         """Takes over the weights of one layer; may repack them, so do not use them afterwards.
 
         Args:
             layer: global layer number.
-            w13: [E_local, 2*I, H] in the serving dtype, I gate rows then I up rows per expert.
-            w2: [E_local, H, I] in the serving dtype.
+            w13: [E_local, 2*I, H] of one of ``schemes`` (plain: in the serving dtype), I gate rows
+                then I up rows per expert.
+            w2: [E_local, H, I] of the same scheme.
         """
+
+    def prepare_shared(self, layer: int, gate_up: Weight, down: Weight) -> bool:
+        """Takes over the layer's shared expert, after ``prepare``, where it can be computed with
+        the routed ones: then ``forward`` adds its output, with weight 1, to every row.
+
+        Args:
+            gate_up: [2*Is, H], gate rows then up rows. down: [H, Is]. Plain or FP8_BLOCK.
+
+        Returns:
+            False (and nothing is taken): the caller computes it apart.
+        """
+        return False
 
     @abstractmethod
     def forward(
@@ -71,6 +93,22 @@ class MoeBackend(ABC):
         Returns:
             A new tensor [rows, H] in the serving dtype.
         """
+
+    def forward_encoded(
+        self,
+        layer: int,
+        rows: EncodedRows,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """`forward` of rows as the wire brings them; the result is in ``dtype``.
+
+        This is the one place where rows are decoded. A backend whose kernels multiply the wire's
+        format overrides it. Rows whose pairs are all masked are not computed, so that it does not
+        matter what their payload and scales hold.
+        """
+        return self.forward(layer, rows.decode(dtype), topk_ids, topk_weights)
 
     def linear(self, weight: torch.Tensor) -> Linear:
         """x [rows, in] -> x @ weight.T [rows, out], for weights [out, in] of shared experts.

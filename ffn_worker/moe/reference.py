@@ -4,16 +4,19 @@ import torch
 import torch.nn.functional as F
 
 from ffn_worker.moe.base import Linear, MoeBackend
+from ffn_worker.moe.quantise import Scheme, Weight, dequantise_weight
 
 
 class ReferenceBackend(MoeBackend):
     """Rounds to the serving dtype once, at the end; every other backend is tested against it."""
 
+    schemes = tuple(Scheme)
+
     def __init__(self, experts: tuple[int, int], num_experts: int | None = None) -> None:
         super().__init__(experts, num_experts)
-        self._weights: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._weights: dict[int, tuple[Weight, Weight]] = {}
 
-    def prepare(self, layer: int, w13: torch.Tensor, w2: torch.Tensor) -> None:
+    def prepare(self, layer: int, w13: Weight, w2: Weight) -> None:
         self._weights[layer] = (w13, w2)
 
     def forward(
@@ -32,8 +35,9 @@ class ReferenceBackend(MoeBackend):
             if not rows.any():
                 continue
             weight = torch.where(chosen, topk_weights, 0.0).sum(dim=1, keepdim=True)  # [rows, 1]
-            gate, up = F.linear(x32[rows], w13[expert - self.start].float()).chunk(2, dim=-1)
-            y = F.linear(F.silu(gate) * up, w2[expert - self.start].float())
+            first = dequantise_weight(w13[expert - self.start])
+            gate, up = F.linear(x32[rows], first).chunk(2, dim=-1)
+            y = F.linear(F.silu(gate) * up, dequantise_weight(w2[expert - self.start]))
             total[rows] += weight[rows] * y
         return total.to(x.dtype)
 

@@ -1,8 +1,10 @@
 """Pairs (row, expert) sorted by expert and padded, for grouped matrix kernels."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 
 
 @dataclass(frozen=True)
@@ -11,7 +13,7 @@ class SortedPairs:
 
     pairs: int32 [capacity], pair numbers (row * K + k), each expert's run padded with the number
     of all pairs to a multiple of the block. experts: int32 [capacity / block], local expert of
-    each block. used: int32 [1], how much of ``pairs`` is in use.
+    each block. used: int32 [1], how much of both is in use; the rest is undefined.
     """
 
     pairs: torch.Tensor
@@ -25,13 +27,45 @@ def capacity(pairs: int, experts: int, block: int) -> int:
     return -(-padded // block) * block
 
 
-def sort_pairs(topk_ids: torch.Tensor, start: int, end: int, block: int) -> SortedPairs:
-    """Sorts the pairs whose expert lies in [start, end). Sizes depend on shapes only and nothing
-    is copied to the host, so that it can be captured in a graph.
+def sort_pairs_on_gpu(
+    topk_ids: torch.Tensor, start: int, end: int, block: int, *, shared: bool = False
+) -> SortedPairs:
+    """:func:`sort_pairs` in two Triton launches, optionally with the shared expert's pairs.
+
+    Args:
+        shared: every row has one pair more, its last, of the local expert ``end - start``.
+    """
+    from ffn_worker.kernels.sorting import count_pairs_kernel, sort_pairs_kernel
+
+    rows, top_k = topk_ids.shape
+    experts, pairs = end - start, rows * (top_k + shared)
+    programs = experts + shared
+    size = capacity(pairs, programs, block)
+    new = partial(torch.empty, dtype=torch.int32, device=topk_ids.device)
+    counts, used, chunk = new(programs), new(1), 1024
+    order, owners = new(size), new(size // block)
+    count_pairs_kernel[(programs,)](
+        topk_ids, counts, pairs, start, experts, K=top_k, SHARED=shared, CHUNK=chunk
+    )
+    sort_pairs_kernel[(programs,)](
+        topk_ids, counts, order, owners, used, pairs, start, experts,
+        K=top_k, SHARED=shared, CHUNK=chunk, EXPERTS=1 << programs.bit_length(), BLOCK=block,
+    )  # fmt: skip
+    return SortedPairs(order, owners, used)
+
+
+def sort_pairs(
+    topk_ids: torch.Tensor, start: int, end: int, block: int, *, shared: bool = False
+) -> SortedPairs:
+    """Sorts the pairs whose expert lies in [start, end): the reference of the kernels.
 
     Args:
         topk_ids: int32 [rows, K], global expert ids; ids outside of the range are left out.
+        shared: as in :func:`sort_pairs_on_gpu`.
     """
+    if shared:
+        local = torch.where((topk_ids >= start) & (topk_ids < end), topk_ids - start, -1)
+        topk_ids, start, end = F.pad(local, (0, 1), value=end - start), 0, end - start + 1
     count, experts = topk_ids.numel(), end - start
     device, size = topk_ids.device, capacity(topk_ids.numel(), end - start, block)
     local = (topk_ids >= start) & (topk_ids < end)

@@ -5,18 +5,22 @@ import torch.nn.functional as F
 
 from ffn_worker.moe.base import MoeBackend
 from ffn_worker.moe.pairs import LocalPairs, local_pairs, sum_pairs
+from ffn_worker.moe.quantise import Scheme, Weight, dequantise_weight
 
 
 class TorchBackend(MoeBackend):
     """Runs wherever PyTorch runs. Expert outputs are rounded to the serving dtype, then weighted
     and summed in float32, as vLLM's own fallback does (cpu_fused_moe.py, `cpu_fused_moe_torch`).
+    Quantised weights are kept as they are and decoded expert by expert, at every call.
     """
+
+    schemes = tuple(Scheme)
 
     def __init__(self, experts: tuple[int, int], num_experts: int | None = None) -> None:
         super().__init__(experts, num_experts)
-        self._weights: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._weights: dict[int, tuple[Weight, Weight]] = {}
 
-    def prepare(self, layer: int, w13: torch.Tensor, w2: torch.Tensor) -> None:
+    def prepare(self, layer: int, w13: Weight, w2: Weight) -> None:
         self._weights[layer] = (w13, w2)
 
     def forward(
@@ -38,7 +42,11 @@ class TorchBackend(MoeBackend):
             if count == 0:
                 continue
             group = slice(first, first + count)
-            gate, up = F.linear(inputs[group], w13[expert]).chunk(2, dim=-1)
-            outputs[group] = F.linear(F.silu(gate) * up, w2[expert])
+            gate, up = F.linear(inputs[group], _plain(w13[expert], x.dtype)).chunk(2, dim=-1)
+            outputs[group] = F.linear(F.silu(gate) * up, _plain(w2[expert], x.dtype))
             first += count
         return sum_pairs(pairs, outputs, x)
+
+
+def _plain(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
+    return weight.codes if weight.scales is None else dequantise_weight(weight).to(dtype)

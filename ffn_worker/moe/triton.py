@@ -1,66 +1,60 @@
 """Backend on this project's grouped Triton kernels, for CUDA and ROCm."""
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from afd.errors import ConfigError
 from afd.wire.codecs import FP8_MAX
 from afd.wire.codecs_torch import DTYPE_OF_TAG
 from afd.wire.layout import MX_BLOCK, SCALE_BLOCK, Tag
+from afd.wire.rows_torch import EncodedRows
 from ffn_worker.moe.base import MoeBackend
-from ffn_worker.moe.quantise import Weight, quantise_weight
-from ffn_worker.moe.sorting import SortedPairs, sort_pairs
+from ffn_worker.moe.device import native_fp8
+from ffn_worker.moe.quantise import Scheme, Weight, in_scheme, widened, with_expert
+from ffn_worker.moe.sorting import SortedPairs, sort_pairs_on_gpu
+from ffn_worker.moe.tiles import LayerShape, Tile, Tilings, tuned_tilings
 
 
 @dataclass(frozen=True)
-class Tile:
-    """How one launch is cut: rows, columns and depth of a tile, and the programs' schedule."""
+class _Layer:
+    """Weights of one layer: the routed experts, and behind them the shared one, if any.
 
-    m: int
-    n: int
-    k: int
-    group_m: int
-    warps: int
-    stages: int
-
-
-def tile_for(pairs_per_expert: float, depth: int, quantised: bool, hip: bool) -> Tile:
-    """A tile that runs everywhere; tuned ones are data, not code.
-
-    Args:
-        pairs_per_expert: mean over the local experts.
-        depth: K of the product, a multiple of 32.
-        quantised: whether the weights are FP8 or MXFP4.
-        hip: 64 KiB of LDS on gfx942 hold fewer stages. On Hopper, FP8 is multiplied in tiles of 64
-            rows only: with fewer, Triton converts to float16 (seen in its PTX).
+    shape: what tilings are looked up by, but for top_k, which comes with the rows.
     """
-    smallest = 64 if quantised and not hip else 16
-    m = next((size for size in (16, 32) if max(pairs_per_expert, smallest) <= size), 64)
-    widest = 128 if quantised else 64
-    k = next(size for size in (128, 64, 32) if size <= widest and depth % size == 0)
-    return Tile(m, 128, k, 8, 4 if m <= 32 else 8, 2 if hip else 3)
+
+    w13: Weight
+    w2: Weight
+    shape: LayerShape
 
 
 class TritonBackend(MoeBackend):
     """Experts [start, end); weights as they are, in FP8 by blocks, or in MXFP4.
 
-    FP8 weights take FP8 rows (others are quantised first). MXFP4 weights take MXFP4 rows, or
-    bfloat16 rows as they are.
+    FP8 weights multiply FP8 rows of their kind, MXFP4 weights MXFP4 rows or bfloat16 rows as they
+    are; other rows are decoded, and quantised again for FP8 weights. The shared expert is computed
+    in the same launches where it is no wider than a routed one.
 
     Args:
-        tag: format of the weights, which are quantised on ``prepare``; None: the serving dtype.
+        tilings: how to cut the launches; None: by the tuning files of this device.
     """
 
+    capturable = True
     devices = ("cuda",)
+    schemes = tuple(Scheme)
+    takes_encoded = True
 
     def __init__(
-        self, experts: tuple[int, int], num_experts: int | None = None, *, tag: Tag | None = None
+        self,
+        experts: tuple[int, int],
+        num_experts: int | None = None,
+        *,
+        tilings: Tilings | None = None,
     ) -> None:
         super().__init__(experts, num_experts)
-        self._tag = tag
-        self._layers: dict[int, tuple[Weight, Weight]] = {}
+        self.fp8 = native_fp8()
+        self._tilings = tilings
+        self._layers: dict[int, _Layer] = {}
 
     @staticmethod
     def unavailable(dtype: torch.dtype, hidden: int, intermediate: int) -> str | None:
@@ -74,15 +68,33 @@ class TritonBackend(MoeBackend):
             return f"sizes must be multiples of 32, not {hidden} and {intermediate}"
         return None
 
-    def prepare(self, layer: int, w13: torch.Tensor, w2: torch.Tensor) -> None:
-        plain = {torch.bfloat16: Tag.BFLOAT16, torch.float16: Tag.FLOAT16}
-        tag = plain[w13.dtype] if self._tag is None else self._tag
-        if tag in FP8_MAX and w2.shape[2] % SCALE_BLOCK:
-            raise ConfigError(
-                f"FP8 experts need an intermediate size divisible by {SCALE_BLOCK}, not "
-                f"{w2.shape[2]}; use bfloat16"
-            )
-        self._layers[layer] = quantise_weight(w13, tag), quantise_weight(w2, tag)
+    def prepare(self, layer: int, w13: Weight, w2: Weight) -> None:
+        hidden, width = w2.shape[1:]
+        held = self.end - self.start
+        shape = LayerShape(hidden, width, held, self.num_experts, 0, w13.scheme.value)
+        self._layers[layer] = _Layer(w13, w2, shape)
+        if self._tilings is None:
+            name = torch.cuda.get_device_name(w13.codes.device)
+            self._tilings = tuned_tilings(name, torch.version.hip is not None)
+
+    def prepare_shared(self, layer: int, gate_up: Weight, down: Weight) -> bool:
+        held = self._layers[layer]
+        width = held.shape.width
+        # Whole blocks of columns are computed, so that its scales cover what is read.
+        computed = -(-down.shape[-1] // SCALE_BLOCK) * SCALE_BLOCK
+        if computed > width:
+            return False
+        dtype = DTYPE_OF_TAG[held.w2.tag] if held.w2.scales is None else torch.bfloat16
+        scheme = held.w2.scheme
+        gate_up, down = (
+            in_scheme(weight, scheme, self.fp8, dtype) for weight in widened(gate_up, down, width)
+        )
+        self._layers[layer] = _Layer(
+            with_expert(held.w13, gate_up),
+            with_expert(held.w2, down),
+            replace(held.shape, shared=computed),
+        )
+        return True
 
     def forward(
         self,
@@ -91,55 +103,46 @@ class TritonBackend(MoeBackend):
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
     ) -> torch.Tensor:
-        tag = self._layers[layer][0].tag
-        if tag in FP8_MAX:
-            from afd.wire.codecs_gpu_torch import quantise_fp8
+        return self.forward_encoded(layer, EncodedRows.of(x), topk_ids, topk_weights, x.dtype)
 
-            codes, scales = quantise_fp8(x, tag)
-            return self.run(layer, codes, topk_ids, topk_weights, scales=scales, dtype=x.dtype)
-        return self.run(layer, x, topk_ids, topk_weights, dtype=x.dtype)
-
-    def run(
+    def forward_encoded(
         self,
         layer: int,
-        x: torch.Tensor,
+        rows: EncodedRows,
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
-        *,
-        scales: torch.Tensor | None = None,
-        dtype: torch.dtype = torch.bfloat16,
+        dtype: torch.dtype,
     ) -> torch.Tensor:
-        """`forward`, also for rows as the wire brings them.
-
-        Args:
-            x: [rows, H] in the serving dtype; with ``scales``: FP8 and float32 [rows, H/128], or
-                uint8 [rows, H/2] of e2m1 pairs and E8M0 uint8 [rows, H/32].
-            dtype: of the result.
-
-        Raises:
-            ConfigError: rows in a format that these weights cannot take.
-        """
         from ffn_worker.kernels.moe import combine_kernel
 
-        w13, w2 = self._layers[layer]
-        rows, top_k = topk_ids.shape
-        hidden, width = w2.codes.shape[1], w13.codes.shape[1] // 2
-        out = torch.empty((rows, hidden), dtype=dtype, device=x.device)
-        if rows == 0:
+        held = self._layers[layer]
+        count, top_k = topk_ids.shape
+        hidden, width, shared = held.shape.hidden, held.shape.width, held.shape.shared
+        out = torch.empty((count, hidden), dtype=dtype, device=rows.device)
+        if count == 0:
             return out
-        kind = _row_kind(x, scales, w13.tag)
-        pairs, hip = rows * top_k, torch.version.hip is not None
-        load = pairs / (self.end - self.start)
-        first = tile_for(load, hidden, w13.scales is not None, hip)
-        second = tile_for(load, width, w13.scales is not None, hip)
-        order = sort_pairs(topk_ids, self.start, self.end, first.m)
-        act, act_scales = _activation(kind, w13.tag, pairs, width, dtype, x.device)
-        y = torch.empty((pairs, hidden), dtype=dtype, device=x.device)
-        _launch(x, scales, kind, w13, act, act_scales, kind, order, pairs, top_k, True, first)
-        _launch(act, act_scales, kind, w2, y, None, "plain", order, pairs, 1, False, second)
+        assert self._tilings is not None  # set by prepare
+        rows = _accepted(rows, held.w13.tag, dtype)
+        tiling = self._tilings(replace(held.shape, top_k=top_k), count)
+        order = sort_pairs_on_gpu(topk_ids, self.start, self.end, tiling.m, shared=bool(shared))
+        each = top_k + 1 if shared else top_k
+        pairs = count * each
+        act = _activation(rows.tag, pairs, width, dtype, rows.device)
+        y = EncodedRows.of(torch.empty((pairs, hidden), dtype=dtype, device=rows.device))
+        _launch(rows, held.w13, act, order, tiling.m, tiling.gate_up, each, shared)
+        _launch(act, held.w2, y, order, tiling.m, tiling.down, 1, shared, gated=False)
         block = 1024
-        combine_kernel[(rows, -(-hidden // block))](
-            y, topk_ids, topk_weights, out, hidden, self.start, self.end, top_k, block
+        combine_kernel[(count, -(-hidden // block))](
+            y.payload,
+            topk_ids,
+            topk_weights,
+            out,
+            hidden,
+            self.start,
+            self.end,
+            TOP_K=top_k,
+            SHARED=bool(shared),
+            BLOCK=block,
         )
         return out
 
@@ -148,72 +151,73 @@ def _kind(tag: Tag) -> str:
     return "fp8" if tag in FP8_MAX else "mxfp4" if tag == Tag.E2M1 else "plain"
 
 
-def _row_kind(x: torch.Tensor, scales: torch.Tensor | None, weights: Tag) -> str:
-    """Format of the rows, checked against that of the weights."""
-    if scales is None:
-        kind, fits = "plain", weights not in FP8_MAX
-    elif scales.dtype == torch.float32:
-        kind, fits = "fp8", weights in FP8_MAX and x.dtype == DTYPE_OF_TAG[weights]
-    else:
-        kind, fits = "mxfp4", weights == Tag.E2M1
-    if not fits:
-        raise ConfigError(f"{weights.name} experts cannot take rows of {x.dtype}")
-    return kind
+def _accepted(rows: EncodedRows, weights: Tag, dtype: torch.dtype) -> EncodedRows:
+    """Rows in a format that ``weights`` are multiplied with: as they are where that is possible."""
+    if weights == Tag.E2M1:
+        if rows.tag in (Tag.E2M1, Tag.BFLOAT16):
+            return rows
+        return EncodedRows.of(rows.decode(torch.bfloat16))
+    if weights not in FP8_MAX:
+        return EncodedRows.of(rows.decode(DTYPE_OF_TAG[weights]))
+    if rows.tag == weights:
+        return rows
+    return EncodedRows.of(rows.decode(dtype), weights)
 
 
 def _activation(
-    kind: str, tag: Tag, pairs: int, width: int, dtype: torch.dtype, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    tag: Tag, pairs: int, width: int, dtype: torch.dtype, device: torch.device
+) -> EncodedRows:
     """Memory between the two products, in the format of the rows."""
-    if kind == "plain":
-        return torch.empty((pairs, width), dtype=dtype, device=device), None
-    if kind == "fp8":
+    if tag in FP8_MAX:
         codes = torch.empty((pairs, width), dtype=DTYPE_OF_TAG[tag], device=device)
-        return codes, torch.empty((pairs, width // SCALE_BLOCK), dtype=torch.float32, device=device)
-    codes = torch.empty((pairs, width // 2), dtype=torch.uint8, device=device)
-    return codes, torch.empty((pairs, width // MX_BLOCK), dtype=torch.uint8, device=device)
+        scales = torch.empty((pairs, width // SCALE_BLOCK), dtype=torch.float32, device=device)
+        return EncodedRows(tag, codes, scales)
+    if tag == Tag.E2M1:
+        codes = torch.empty((pairs, width // 2), dtype=torch.uint8, device=device)
+        scales = torch.empty((pairs, width // MX_BLOCK), dtype=torch.uint8, device=device)
+        return EncodedRows(tag, codes, scales)
+    return EncodedRows(tag, torch.empty((pairs, width), dtype=DTYPE_OF_TAG[tag], device=device))
 
 
 def _launch(
-    a: torch.Tensor,
-    a_scales: torch.Tensor | None,
-    kind_a: str,
+    a: EncodedRows,
     weight: Weight,
-    c: torch.Tensor,
-    c_scales: torch.Tensor | None,
-    kind_c: str,
+    c: EncodedRows,
     order: SortedPairs,
-    pairs: int,
-    rows_per: int,
-    gated: bool,
+    m: int,
     tile: Tile,
+    rows_per: int,
+    shared: int,
+    gated: bool = True,
 ) -> None:
     from ffn_worker.kernels.moe import grouped_gemm_kernel
 
-    kind_b = _kind(weight.tag)
-    n = weight.codes.shape[1] // (2 if gated else 1)
-    k = weight.codes.shape[2] * (2 if kind_b == "mxfp4" else 1)
+    experts, n, k = weight.shape
+    n //= 2 if gated else 1
     blocks = order.experts.numel() * -(-n // tile.n)
     grouped_gemm_kernel[(blocks,)](
-        a,
-        a if a_scales is None else a_scales,
+        a.payload,
+        a.payload if a.scales is None else a.scales,
         weight.codes,
         weight.codes if weight.scales is None else weight.scales,
-        c,
-        c if c_scales is None else c_scales,
+        c.payload,
+        c.payload if c.scales is None else c.scales,
         order.pairs,
         order.experts,
         order.used,
         n,
         k,
-        pairs,
+        len(c),
         rows_per,
-        A=kind_a,
-        B=kind_b,
-        C=kind_c,
+        experts - 1,
+        shared,
+        A=_kind(a.tag),
+        B=_kind(weight.tag),
+        C=_kind(c.tag),
         GATED=gated,
+        SHARED=bool(shared),
         FP8_MAX=FP8_MAX.get(weight.tag, 0.0),
-        BM=tile.m,
+        BM=m,
         BN=tile.n,
         BK=tile.k,
         GROUP_M=tile.group_m,

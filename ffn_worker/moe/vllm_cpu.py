@@ -16,6 +16,7 @@ import torch
 from afd.errors import ConfigError
 from ffn_worker.moe.base import Linear, MoeBackend
 from ffn_worker.moe.pairs import local_pairs, sum_pairs
+from ffn_worker.moe.quantise import Weight
 
 _X86 = ("x86_64", "AMD64", "i386", "i686")
 _ARM = ("aarch64", "arm64")
@@ -86,15 +87,15 @@ class VllmCpuBackend(MoeBackend):
             )
         return reason
 
-    def prepare(self, layer: int, w13: torch.Tensor, w2: torch.Tensor) -> None:
-        isa = kernel_isa(w13.dtype, w13.shape[2], w2.shape[2])
+    def prepare(self, layer: int, w13: Weight, w2: Weight) -> None:
+        isa = kernel_isa(w13.codes.dtype, w13.shape[2], w2.shape[2])
         if isa is None:
             raise ConfigError(
-                f"MoE backend vllm_cpu has no kernel for experts {tuple(w13.shape)} {w13.dtype} "
-                "on this processor; use the backend torch"
+                f"MoE backend vllm_cpu has no kernel for experts {w13.shape} {w13.tag.name} on "
+                "this processor; use the backend torch"
             )
         packed = []
-        for weight in (w13, w2):
+        for weight in (w13.codes, w2.codes):
             packed.append(torch.empty_like(weight))
             torch.ops._C.prepack_moe_weight(weight, packed[-1], isa)
         self._weights[layer] = (packed[0], packed[1], isa)

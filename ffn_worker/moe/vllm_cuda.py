@@ -1,6 +1,7 @@
 """Backend on vLLM's fused Triton experts: the kernels that colocated vLLM runs on the same GPU.
 
-Source, vLLM 0.26: model_executor/layers/fused_moe/fused_moe.py (`fused_experts`).
+Source, vLLM 0.26: model_executor/layers/fused_moe/fused_moe.py (`fused_experts`) and config.py
+(`fp8_w8a8_moe_quant_config`). The FP8 path has not run on a GPU.
 """
 
 import importlib.util
@@ -8,7 +9,10 @@ from collections.abc import Callable
 
 import torch
 
+from afd.wire.layout import SCALE_BLOCK
 from ffn_worker.moe.base import MoeBackend
+from ffn_worker.moe.device import native_fp8
+from ffn_worker.moe.quantise import Scheme, Weight
 
 
 def _fused_experts() -> Callable[..., torch.Tensor]:
@@ -18,20 +22,31 @@ def _fused_experts() -> Callable[..., torch.Tensor]:
     return fused_experts
 
 
+def _block_config(w13: Weight, w2: Weight) -> object:
+    """What tells `fused_experts` that weights are FP8 by blocks; it quantises the rows itself."""
+    from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
+
+    return fp8_w8a8_moe_quant_config(
+        w1_scale=w13.scales, w2_scale=w2.scales, block_shape=[SCALE_BLOCK, SCALE_BLOCK]
+    )
+
+
 class VllmCudaBackend(MoeBackend):
-    """Weights and rows in the serving dtype. Runs what colocated vLLM runs where one instance holds
-    all experts; where it does not, ids of other instances' experts are mapped to -1, which the
-    kernels skip.
+    """Weights in the serving dtype or in FP8 by blocks, rows in the serving dtype. Runs what
+    colocated vLLM runs where one instance holds all experts; where it does not, ids of other
+    instances' experts are mapped to -1, which the kernels skip.
     """
 
     capturable = True
     devices = ("cuda",)
+    schemes = (Scheme.PLAIN, Scheme.FP8_BLOCK)
 
     def __init__(self, experts: tuple[int, int], num_experts: int | None = None) -> None:
         super().__init__(experts, num_experts)
         self._holds_all = num_experts is not None and experts == (0, num_experts)
         self._fused_experts = _fused_experts()
-        self._weights: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.fp8 = native_fp8()
+        self._weights: dict[int, tuple[torch.Tensor, torch.Tensor, object]] = {}
         self._map: torch.Tensor | None = None
 
     @staticmethod
@@ -44,13 +59,14 @@ class VllmCudaBackend(MoeBackend):
             return f"its kernels take bfloat16 and float16, not {dtype}"
         return None
 
-    def prepare(self, layer: int, w13: torch.Tensor, w2: torch.Tensor) -> None:
-        self._weights[layer] = (w13, w2)
+    def prepare(self, layer: int, w13: Weight, w2: Weight) -> None:
+        config = _block_config(w13, w2) if w13.scheme is Scheme.FP8_BLOCK else None
+        self._weights[layer] = (w13.codes, w2.codes, config)
         if not self._holds_all and self._map is None:
             # One entry more than there are local experts: where all other ids go.
             self._map = torch.arange(self.end - self.start + 1, dtype=torch.int32)
             self._map[-1] = -1
-            self._map = self._map.to(w13.device)
+            self._map = self._map.to(w13.codes.device)
 
     def forward(
         self,
@@ -61,14 +77,21 @@ class VllmCudaBackend(MoeBackend):
     ) -> torch.Tensor:
         if x.shape[0] == 0:
             return torch.empty_like(x)
-        w13, w2 = self._weights[layer]
+        w13, w2, config = self._weights[layer]
         count = self.end - self.start
         if self._holds_all:
             ids, experts = topk_ids, count
         else:
             ids, experts = local_ids(topk_ids, self.start, self.end), count + 1
         return self._fused_experts(
-            x, w13, w2, topk_weights, ids, global_num_experts=experts, expert_map=self._map
+            x,
+            w13,
+            w2,
+            topk_weights,
+            ids,
+            global_num_experts=experts,
+            expert_map=self._map,
+            quant_config=config,
         )
 
 

@@ -110,7 +110,10 @@ def dispatch(arch: str, schemes: list[str]) -> int:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from afd.wire.codecs_torch import DTYPE_OF_TAG
+    from afd.wire.layout import Tag
+    from afd.wire.rows_torch import EncodedRows
     from ffn_worker.moe.aiter import FP8_OF_ARCH, AiterBackend, Scheme
+    from ffn_worker.moe.quantise import Weight, in_scheme
 
     module = importlib.import_module("aiter.fused_moe")
     importlib.import_module("aiter").moe_sorting_opus_get_workspace_size = lambda *_: 1024
@@ -125,34 +128,39 @@ def dispatch(arch: str, schemes: list[str]) -> int:
             return torch.empty(shape, dtype=dtype, device="cuda")
 
         wire = {
-            Scheme.FP8_BLOCK: (DTYPE_OF_TAG[FP8_OF_ARCH[arch]], 1, torch.float32, 128),
-            Scheme.MXFP4: (torch.uint8, 2, torch.uint8, 32),
+            Scheme.FP8_BLOCK: (FP8_OF_ARCH[arch], 1, torch.float32, 128),
+            Scheme.MXFP4: (Tag.E2M1, 2, torch.uint8, 32),
         }
-        out = [("bfloat16 rows", fake(count, hidden), None)]
+        out = [("bfloat16 rows", EncodedRows.of(fake(count, hidden)))]
         if scheme in wire:
-            dtype, packing, scale, block = wire[scheme]
-            codes = fake(count, hidden // packing, dtype=dtype)
-            out.append(("wire rows", codes, fake(count, hidden // block, dtype=scale)))
+            tag, packing, scale, block = wire[scheme]
+            codes = fake(count, hidden // packing, dtype=DTYPE_OF_TAG[tag])
+            scales = fake(count, hidden // block, dtype=scale)
+            out.append(("wire rows", EncodedRows(tag, codes, scales)))
         return out
 
     for scheme in map(Scheme, schemes):
         for name, (hidden, width, here, experts, top_k) in SHAPES.items():
             with FakeTensorMode(allow_non_fake_inputs=True):
-                backend = AiterBackend((0, here), experts, scheme=scheme, arch=arch)
+                backend = AiterBackend((0, here), experts, arch=arch)
                 shapes = (here, 2 * width, hidden), (here, hidden, width)
+                plain = [torch.empty(s, dtype=torch.bfloat16, device="cuda") for s in shapes]
+                weights = [Weight.of(weight) for weight in plain]
                 backend.prepare(
-                    0, *(torch.empty(s, dtype=torch.bfloat16, device="cuda") for s in shapes)
+                    0, *(in_scheme(w, scheme, backend.fp8, torch.bfloat16) for w in weights)
                 )
                 for count in (64, 2048):
                     ids = torch.empty((count, top_k), dtype=torch.int32, device="cuda")
                     real = torch.empty(1, dtype=torch.int32, device="cuda")
-                    for kind, x, scales in rows_of(scheme, count, hidden):
+                    for kind, rows in rows_of(scheme, count, hidden):
                         for level, function in (("A", operator), ("B", implementation)):
                             module.fused_moe = function
                             line = f"{level} {arch} {scheme.value} {name}, {count} {kind}"
                             start = time.monotonic()
                             try:
-                                y = backend.run(0, x, ids, ids.float(), scales=scales, rows=real)
+                                y = backend.forward_encoded(
+                                    0, rows, ids, ids.float(), torch.bfloat16, real=real
+                                )
                                 assert y.shape == (count, hidden) and y.dtype == torch.bfloat16
                                 print(f"ok   {line} {time.monotonic() - start:.1f} s", flush=True)
                             except Exception as error:  # a report, whatever AITER raises

@@ -11,7 +11,7 @@ from triton.runtime.jit import JITFunction
 from afd.wire import codecs_triton as wire
 from ffn_worker.allreduce import formats_triton as reduce
 from ffn_worker.allreduce.formats import FORMATS
-from ffn_worker.kernels import moe
+from ffn_worker.kernels import moe, sorting
 
 TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
@@ -139,6 +139,7 @@ _GEMM_TYPES = {
     "a_ptr": "*bf16", "a_scale_ptr": "*fp32", "b_ptr": "*bf16", "b_scale_ptr": "*fp32",
     "c_ptr": "*bf16", "c_scale_ptr": "*fp32", "pairs_ptr": "*i32", "experts_ptr": "*i32",
     "used_ptr": "*i32", "N": "i32", "K": "i32", "pairs": "i32", "rows_per": "i32",
+    "shared_expert": "i32", "shared_width": "i32",
 }  # fmt: skip
 _MFMA_FP8 = {
     "gfx942": (r"v_mfma_f32_\d+x\d+x\d+_fp8_fp8",),
@@ -159,22 +160,24 @@ def moe_builds(target: str) -> Iterator[Build]:
     fp8 = NATIVE_FP8[target]
     pointers = {"plain": ("*bf16", "*fp32"), "fp8": (f"*{fp8}", "*fp32"), "mxfp4": ("*u8", "*u8")}
     cases = [
-        ("plain", "plain", _MFMA_BF16, 64, 64),
-        ("fp8", "fp8", _MFMA_FP8, 64, 128),
-        ("mxfp4", "mxfp4", _MFMA_MX, 64, 128),
-        ("plain", "mxfp4", _MFMA_BF16, 64, 64),
+        ("plain", "plain", _MFMA_BF16, 64, 64, False),
+        ("fp8", "fp8", _MFMA_FP8, 64, 128, False),
+        ("fp8", "fp8", _MFMA_FP8, 64, 128, True),
+        ("mxfp4", "mxfp4", _MFMA_MX, 64, 128, False),
+        ("plain", "mxfp4", _MFMA_BF16, 64, 64, False),
     ]
     if target != "sm_90":  # wgmma has 64 rows at least; with fewer, Triton would not multiply FP8
-        cases.append(("fp8", "fp8", _MFMA_FP8, 16, 128))
-    for a, b, wanted, rows, step in cases:
+        cases.append(("fp8", "fp8", _MFMA_FP8, 16, 128, False))
+    for a, b, wanted, rows, step, shared in cases:
         for gated in (True, False):
             out = a if gated else "plain"
             types = dict(_GEMM_TYPES)
             for letter, form in (("a", a), ("b", b), ("c", out)):
                 types[f"{letter}_ptr"], types[f"{letter}_scale_ptr"] = pointers[form]
             formats = {"A": a, "B": b, "C": out, "GATED": gated, "FP8_MAX": FP8_MAX[fp8]}
+            formats["SHARED"] = shared
             yield Build(
-                f"{'gate_up' if gated else 'down'}[{a},{b},{rows}]",
+                f"{'gate_up' if gated else 'down'}[{a},{b},{rows}{',shared' if shared else ''}]",
                 moe.grouped_gemm_kernel,
                 types,
                 {**formats, "BM": rows, "BN": 128, "BK": step, "GROUP_M": 8},
@@ -182,20 +185,41 @@ def moe_builds(target: str) -> Iterator[Build]:
                 warps=8 if rows > 32 else 4,
                 wanted=wanted,
             )
+    for shared in (False, True):
+        top_k, suffix = (3, "[shared]") if shared else (8, "")
+        yield Build(
+            f"combine{suffix}",
+            moe.combine_kernel,
+            {
+                "y_ptr": "*bf16",
+                "ids_ptr": "*i32",
+                "weights_ptr": "*fp32",
+                "out_ptr": "*bf16",
+                "hidden": "i32",
+                "first_expert": "i32",
+                "last_expert": "i32",
+            },
+            {"TOP_K": top_k, "SHARED": shared, "BLOCK": 1024},
+            aligned=("hidden",),
+        )
+        yield from _sorting_builds(top_k, shared, suffix)
+
+
+def _sorting_builds(top_k: int, shared: bool, suffix: str) -> Iterator[Build]:
+    sizes = {"pairs": "i32", "start": "i32", "experts": "i32"}
+    constants = {"K": top_k, "SHARED": shared, "CHUNK": 1024}
     yield Build(
-        "combine",
-        moe.combine_kernel,
-        {
-            "y_ptr": "*bf16",
-            "ids_ptr": "*i32",
-            "weights_ptr": "*fp32",
-            "out_ptr": "*bf16",
-            "hidden": "i32",
-            "first_expert": "i32",
-            "last_expert": "i32",
-        },
-        {"TOP_K": 8, "BLOCK": 1024},
-        aligned=("hidden",),
+        f"count_pairs{suffix}",
+        sorting.count_pairs_kernel,
+        {"ids_ptr": "*i32", "counts_ptr": "*i32", **sizes},
+        constants,
+    )
+    results = {"sorted_ptr": "*i32", "owners_ptr": "*i32", "used_ptr": "*i32"}
+    yield Build(
+        f"sort_pairs{suffix}",
+        sorting.sort_pairs_kernel,
+        {"ids_ptr": "*i32", "counts_ptr": "*i32", **results, **sizes},
+        {**constants, "EXPERTS": 16, "BLOCK": 16},
     )
 
 

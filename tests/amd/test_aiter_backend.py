@@ -1,6 +1,7 @@
 """Rung 1: the AITER backend against a stand-in that undoes AITER's layouts and computes."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -9,10 +10,12 @@ torch = pytest.importorskip("torch")
 import fake_aiter  # noqa: E402
 
 from afd.errors import ConfigError  # noqa: E402
-from afd.wire.codecs_torch import DTYPE_OF_TAG, quantise_fp8, quantise_mxfp4  # noqa: E402
+from afd.wire.codecs_torch import DTYPE_OF_TAG  # noqa: E402
+from afd.wire.layout import Tag  # noqa: E402
+from afd.wire.rows_torch import EncodedRows  # noqa: E402
 from ffn_worker.allreduce.aiter_quick import FORMATS, Provider, QuickAllReduceBackend  # noqa: E402
 from ffn_worker.moe.aiter import FP8_OF_ARCH, AiterBackend, Scheme  # noqa: E402
-from ffn_worker.moe.quantise import dequantise_weight, quantise_weight  # noqa: E402
+from ffn_worker.moe.quantise import Weight, in_scheme  # noqa: E402
 from ffn_worker.moe.reference import ReferenceBackend  # noqa: E402
 
 EXPERTS, TOP_K, HIDDEN, WIDTH = 6, 2, 256, 128
@@ -39,14 +42,17 @@ def batch(rows):
     return x, ids, torch.rand(rows, TOP_K)
 
 
+def quantised(w13, w2, scheme, arch, experts=(0, EXPERTS)):
+    return [
+        in_scheme(Weight.of(w[slice(*experts)].clone()), scheme, FP8_OF_ARCH[arch], torch.bfloat16)
+        for w in (w13, w2)
+    ]
+
+
 def expected(w13, w2, scheme, arch, experts, x, ids, scale):
     """Reference on the quantised weights: what the layouts must come back to."""
-    tag = {Scheme.FP8_BLOCK: FP8_OF_ARCH[arch], Scheme.MXFP4: fake_aiter.Tag.E2M1}.get(scheme)
-    if tag is not None:
-        w13, w2 = (dequantise_weight(quantise_weight(w, tag)) for w in (w13, w2))
     reference = ReferenceBackend(experts)
-    start, end = experts
-    reference.prepare(0, w13[start:end], w2[start:end])
+    reference.prepare(0, *quantised(w13, w2, scheme, arch, experts))
     return reference.forward(0, x.float(), ids, scale)
 
 
@@ -62,8 +68,8 @@ def test_layouts_masks_and_scales(monkeypatch, arch, scheme, experts):
     w13, w2 = weights()
     x, ids, scale = batch(9)
     ids[3, 1] = -1
-    backend = AiterBackend(experts, EXPERTS, scheme=scheme, arch=arch)
-    backend.prepare(0, w13[slice(*experts)].clone(), w2[slice(*experts)].clone())
+    backend = AiterBackend(experts, EXPERTS, arch=arch)
+    backend.prepare(0, *quantised(w13, w2, scheme, arch, experts))
     close(
         backend.forward(0, x, ids, scale),
         expected(w13, w2, scheme, arch, experts, x, ids, scale),
@@ -78,34 +84,36 @@ def test_layouts_masks_and_scales(monkeypatch, arch, scheme, experts):
 @pytest.mark.parametrize(("arch", "scheme"), [c for c in CASES if c[1] is not Scheme.PLAIN])
 def test_rows_stay_quantised_and_padding_is_not_computed(monkeypatch, arch, scheme):
     fp8 = FP8_OF_ARCH[arch]
-    fake_aiter.install(monkeypatch, DTYPE_OF_TAG[fp8])
+    fake = fake_aiter.install(monkeypatch, DTYPE_OF_TAG[fp8])
     w13, w2 = weights()
     x, ids, scale = batch(8)
-    if scheme is Scheme.MXFP4:
-        codes, scales = quantise_mxfp4(x)
-        back = fake_aiter.dequantise_mxfp4(codes, scales, torch.float32)
-    else:
-        codes, scales = quantise_fp8(x, fp8)
-        back = fake_aiter.dequantise_fp8(codes, scales, torch.float32)
-    backend = AiterBackend((0, EXPERTS), EXPERTS, scheme=scheme, arch=arch)
-    backend.prepare(0, w13.clone(), w2.clone())
-    got = backend.run(0, codes, ids, scale, scales=scales, rows=torch.tensor([5]))
+    rows = EncodedRows.of(x, Tag.E2M1 if scheme is Scheme.MXFP4 else fp8)
+    back = rows.decode(torch.float32)
+    backend = AiterBackend((0, EXPERTS), EXPERTS, arch=arch)
+    backend.prepare(0, *quantised(w13, w2, scheme, arch))
+    real = torch.tensor([5])
+    got = backend.forward_encoded(0, rows, ids, scale, torch.bfloat16, real=real)
+    given = fake.calls[-1][1]
+    assert given["hidden_states"].data_ptr() == rows.payload.data_ptr()
+    assert given["a1_scale"].data_ptr() == rows.scales.data_ptr()
     want = expected(w13, w2, scheme, arch, (0, EXPERTS), back, ids, scale)
     close(got[:5], want[:5])
     assert got[5:].isnan().all()
 
 
-def test_rows_of_another_fp8_kind_are_refused(monkeypatch):
-    fake_aiter.install(monkeypatch, torch.float8_e4m3fnuz)
-    backend = AiterBackend((0, EXPERTS), EXPERTS, scheme=Scheme.FP8_BLOCK, arch="gfx942")
-    backend.prepare(0, *weights())
+def test_rows_of_another_format_are_decoded(monkeypatch):
+    fake = fake_aiter.install(monkeypatch, torch.float8_e4m3fnuz)
+    w13, w2 = weights()
+    backend = AiterBackend((0, EXPERTS), EXPERTS, arch="gfx942")
+    backend.prepare(0, *quantised(w13, w2, Scheme.FP8_BLOCK, "gfx942"))
     x, ids, scale = batch(4)
-    codes, scales = quantise_fp8(x)
-    with pytest.raises(ConfigError, match=r"gfx942 multiplies e4m3fnuz; set wire.fp8: e4m3fnuz"):
-        backend.run(0, codes, ids, scale, scales=scales)
-    codes, scales = quantise_mxfp4(x)
-    with pytest.raises(ConfigError, match=r"fp8_block experts cannot take rows of torch.uint8"):
-        backend.run(0, codes, ids, scale, scales=scales)
+    for tag in (Tag.E4M3FN, Tag.E2M1):
+        rows = EncodedRows.of(x, tag)
+        got = backend.forward_encoded(0, rows, ids, scale, torch.bfloat16)
+        assert fake.calls[-1][1].get("a1_scale") is None
+        back = rows.decode(torch.bfloat16).float()
+        shard = (w13, w2, Scheme.FP8_BLOCK, "gfx942", (0, EXPERTS))
+        close(got, expected(*shard, back, ids, scale))
 
 
 def test_the_stand_in_notices_an_unshuffled_weight(monkeypatch):
@@ -114,19 +122,24 @@ def test_the_stand_in_notices_an_unshuffled_weight(monkeypatch):
     w13, w2 = weights()
     x, ids, scale = batch(4)
     backend = AiterBackend((0, EXPERTS), EXPERTS, arch="gfx950")
-    backend.prepare(0, w13.clone(), w2.clone())
+    backend.prepare(0, *quantised(w13, w2, Scheme.PLAIN, "gfx950"))
     layer = backend._layers[0]
     plain = fake._unshuffle_weight(layer.w2)
     plain.is_shuffled = True
-    backend._layers[0] = type(layer)(layer.w1, plain, None, None)
+    backend._layers[0] = replace(layer, w2=plain)
     got = backend.forward(0, x, ids, scale).float()
     want = expected(w13, w2, Scheme.PLAIN, "gfx950", (0, EXPERTS), x, ids, scale)
     assert torch.nn.functional.cosine_similarity(got.flatten(), want.flatten(), 0) < 0.5
 
 
-def test_what_it_cannot_run_on():
+def test_fp4_weights_are_refused_where_there_is_no_fp4(monkeypatch):
+    fake_aiter.install(monkeypatch, torch.float8_e4m3fnuz)
+    fp4 = quantised(*weights(), Scheme.MXFP4, "gfx942")
     with pytest.raises(ConfigError, match="gfx942 has no FP4 matrix instructions"):
-        AiterBackend((0, 1), 1, scheme=Scheme.MXFP4, arch="gfx942")
+        AiterBackend((0, EXPERTS), EXPERTS, arch="gfx942").prepare(0, *fp4)
+
+
+def test_what_it_cannot_run_on():
     with pytest.raises(ConfigError, match="runs on gfx942 and gfx950, not on gfx90a"):
         AiterBackend((0, 1), 1, arch="gfx90a")
     assert "not installed" in AiterBackend.unavailable(torch.bfloat16, 256, 128)

@@ -60,10 +60,11 @@ class Batch:
         self.w2 = rng.standard_normal((EXPERTS, HIDDEN, WIDTH)) / WIDTH**0.5
 
 
-def launch(runner, name, batch, a, b, c, c_scale, n, k, rows_per):
+def launch(runner, name, batch, a, b, c, c_scale, n, k, rows_per, shared=(-1, 0)):
     inputs = [a[0], a[1], b[0], b[1]]
     sorted_pairs = [batch.pairs, batch.experts, batch.used]
     scalars = [("i", n), ("i", k), ("i", PAIRS), ("i", rows_per)]
+    scalars += [("i", value) for value in shared]
     blocks = len(batch.experts) * -(-n // 128)
     return runner.in_order(name, [*inputs, c, c_scale, *sorted_pairs], [4, 5], scalars, (blocks,))
 
@@ -72,7 +73,8 @@ def silu_product(x: np.ndarray, w13: np.ndarray, ids: np.ndarray) -> np.ndarray:
     rows = np.repeat(x, TOP_K, axis=0)
     h = np.einsum("pk,pnk->pn", rows, w13[ids.reshape(-1)])
     gate, up = h[:, :WIDTH], h[:, WIDTH:]
-    return gate / (1 + np.exp(-gate)) * up
+    with np.errstate(over="ignore"):  # exp(huge) is infinite, and the quotient zero
+        return gate / (1 + np.exp(-gate)) * up
 
 
 def close(got: np.ndarray, want: np.ndarray, bound: float) -> None:
@@ -123,6 +125,120 @@ def test_down(compiled, arch, a, b, block):
     out, scale, _ = quantised(np.zeros((PAIRS, HIDDEN)), "plain", tag)
     got, _ = launch(runner, f"down[{a},{b},{block}]", batch, act, w2, out, scale, HIDDEN, WIDTH, 1)
     want = np.einsum("pk,pnk->pn", act[2], w2[2][batch.ids.reshape(-1)])
+    close(got, want, 2**-8)
+
+
+@pytest.mark.parametrize("arch", FP8)
+def test_a_narrower_shared_expert(compiled, arch):
+    """FP8, expert 1 as the shared one, 128 of 256 columns wide: the others are neither computed
+    nor read, though its weights and the memory between the launches hold NaN there."""
+    runner, tag, batch, width = Runner(compiled, arch), FP8[arch], Batch(64), 256
+    rng = np.random.default_rng(7)
+    nan = {Tag.E4M3FN: 0x7F, Tag.E4M3FNUZ: 0x80}[tag]
+    x = quantised(batch.x, "fp8", tag)
+    w13 = quantised_weight(rng.standard_normal((EXPERTS, 2 * width, HIDDEN)) / 16, "fp8", tag)
+    w2 = quantised_weight(rng.standard_normal((EXPERTS, HIDDEN, width)) / 16, "fp8", tag)
+    shared = batch.ids.reshape(-1) == 1
+    act, act_scale = np.full((PAIRS, width), nan, np.uint8), np.full((PAIRS, 2), np.nan, "f4")
+    w13[0][1, 128:256], w13[0][1, 384:], w2[0][1, :, 128:] = nan, nan, nan
+    act, act_scale = launch(
+        runner, "gate_up[fp8,fp8,64,shared]", batch, x, w13, act, act_scale, width, HIDDEN, TOP_K,
+        shared=(1, 128),
+    )  # fmt: skip
+    values = codecs.dequantise_fp8(act, act_scale, tag).astype(np.float64)
+    rows = np.repeat(x[2], TOP_K, axis=0)
+    h = np.einsum("pk,pnk->pn", rows, w13[2][batch.ids.reshape(-1)])
+    want = h[:, :width] / (1 + np.exp(-h[:, :width])) * h[:, width:]
+    close(values[~shared], want[~shared], ACTIVATION_BOUND["fp8"])
+    close(values[shared, :128], want[shared, :128], ACTIVATION_BOUND["fp8"])
+    assert np.isnan(values[shared, 128:]).all()
+    out = np.zeros((PAIRS, HIDDEN), ml_dtypes.bfloat16)
+    got, _ = launch(
+        runner, "down[fp8,fp8,64,shared]", batch, (act, act_scale), w2, out,
+        np.zeros(1, np.float32), HIDDEN, width, 1, shared=(1, 128),
+    )  # fmt: skip
+    weights = w2[2][batch.ids.reshape(-1)]
+    values[shared, 128:], weights[shared, :, 128:] = 0, 0
+    close(got, np.einsum("pk,pnk->pn", values, weights), 2**-8)
+
+
+def adversarial_rows() -> np.ndarray:
+    """Nine rows: zeros, huge, tiny, an outlier that flattens its block, ties, and NaN in row 8."""
+    x = np.random.default_rng(8).standard_normal((ROWS, HIDDEN))
+    x[0], x[1], x[2], x[3, 7] = 0, x[1] * 1e4, x[2] * 1e-3, 3e3
+    x[4] = np.tile([-0.25, 0.75, 1.25, 5.0], HIDDEN // 4)
+    x[5, :128] = 0
+    x[8, 3] = np.nan
+    return x
+
+
+@pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
+@pytest.mark.parametrize("arch", FP8)
+def test_rows_as_the_wire_brings_them(compiled, arch, kind):
+    """Equal to decoding first and computing then, row by row; NaN surfaces, in its row only."""
+    runner, tag, batch = Runner(compiled, arch), FP8[arch], Batch(64)
+    x, w13 = quantised(adversarial_rows(), kind, tag), quantised_weight(batch.w13, kind, tag)
+    out, scale, _ = quantised(np.zeros((PAIRS, WIDTH)), kind, tag)
+    name = f"gate_up[{kind},{kind},64]"
+    got, got_scale = launch(runner, name, batch, x, w13, out, scale, WIDTH, HIDDEN, TOP_K)
+    values = (
+        codecs.dequantise_fp8(got, got_scale, tag)
+        if kind == "fp8"
+        else codecs.dequantise_mxfp4(got, got_scale)
+    )
+    want = silu_product(x[2], w13[2], batch.ids)
+    pairs = np.arange(PAIRS) // TOP_K
+    assert np.isnan(values[pairs == 8]).all() and not np.isnan(values[pairs < 8]).any()
+    assert (values[pairs == 0] == 0).all()
+    for row in range(1, 8):
+        close(values[pairs == row], want[pairs == row], ACTIVATION_BOUND[kind])
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("arch", FP8)
+def test_sorting(compiled, arch, shared):
+    """The order of a plain loop; what is beyond it is not written."""
+    runner, suffix, top_k = Runner(compiled, arch), "[shared]" if shared else "", 3 if shared else 8
+    rng = np.random.default_rng(9)
+    rows, start, experts, block = 170, 4, 5, 16  # more than one chunk of 1,024 pairs with top 8
+    ids = rng.integers(-1, 12, (rows, top_k)).astype(np.int32)
+    ids[:, 0] = 4
+    each, programs = top_k + shared, experts + shared
+    pairs = rows * each
+    local = np.where((ids >= start) & (ids < start + experts), ids - start, -1)
+    if shared:
+        local = np.pad(local, ((0, 0), (0, 1)), constant_values=experts)
+    runs = [np.flatnonzero(local.reshape(-1) == e) for e in range(programs)]
+    sizes = [("i", pairs), ("i", start), ("i", experts)]
+    counts = np.full(programs, -7, np.int32)
+    (counts,) = runner(f"count_pairs{suffix}", [ids], [counts], sizes, (programs,))
+    assert counts.tolist() == [len(run) for run in runs]
+    padded = [np.pad(r, (0, -len(r) % block), constant_values=pairs) for r in runs]
+    size = sum(map(len, padded))
+    outputs = [np.full(size + 64, -7, np.int32), np.full(size // block + 4, -7, np.int32)]
+    outputs.append(np.zeros(1, np.int32))
+    order, owners, used = runner(f"sort_pairs{suffix}", [ids, counts], outputs, sizes, (programs,))
+    assert used[0] == size
+    assert order.tolist() == np.concatenate(padded).tolist() + [-7] * 64
+    blocks = [len(run) // block for run in padded]
+    assert owners.tolist() == np.repeat(np.arange(programs), blocks).tolist() + [-7] * 4
+
+
+@pytest.mark.parametrize("arch", FP8)
+def test_combine_adds_the_shared_expert(compiled, arch):
+    rng = np.random.default_rng(2)
+    rows, top_k, hidden = 2, 3, 1024
+    y = rng.standard_normal((rows, top_k + 1, hidden)).astype(ml_dtypes.bfloat16)
+    ids = np.array([[0, 5, 9], [-1, -1, -1]], np.int32)
+    y[0, [0, 2]], y[1, :3] = np.nan, np.nan
+    weights = rng.random((rows, top_k)).astype(np.float32)
+    out = np.zeros((rows, hidden), ml_dtypes.bfloat16)
+    scalars = [("i", hidden), ("i", 4), ("i", 8)]
+    runner = Runner(compiled, arch)
+    arrays = [y.reshape(-1, hidden), ids, weights, out]
+    (got,) = runner.in_order("combine[shared]", arrays, [3], scalars, (rows, 1))
+    want = y[:, 3].astype(np.float64)
+    want[0] += y[0, 1].astype(np.float64) * weights[0, 1]
     close(got, want, 2**-8)
 
 

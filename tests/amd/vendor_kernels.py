@@ -105,17 +105,18 @@ def run(hidden: int, width: int, launcher: Launcher) -> None:
 
     from afd.wire.codecs_torch import dequantise_mxfp4, quantise_mxfp4
     from afd.wire.layout import Tag
-    from ffn_worker.moe.aiter import AiterBackend, Scheme
+    from ffn_worker.moe.aiter import AiterBackend
     from ffn_worker.moe.quantise import dequantise_weight, quantise_weight
     from ffn_worker.moe.sorting import sort_pairs
 
     torch.manual_seed(0)
     w13 = (torch.randn(EXPERTS, 2 * width, hidden) / 10).bfloat16()
     w2 = (torch.randn(EXPERTS, hidden, width) / 10).bfloat16()
-    backend = AiterBackend((0, EXPERTS), EXPERTS, scheme=Scheme.MXFP4, arch="gfx950")
-    backend.prepare(0, w13, w2)
+    quantised = [quantise_weight(w, Tag.E2M1) for w in (w13, w2)]
+    backend = AiterBackend((0, EXPERTS), EXPERTS, arch="gfx950")
+    backend.prepare(0, *quantised)
     layer = backend._layers[0]
-    w13, w2 = (dequantise_weight(quantise_weight(w, Tag.E2M1)) for w in (w13, w2))
+    w13, w2 = (dequantise_weight(w) for w in quantised)
     ids = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(ROWS)]).int()
     weights = torch.rand(ROWS, TOP_K)
 

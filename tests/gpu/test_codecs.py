@@ -10,6 +10,7 @@ if not torch.cuda.is_available():
 from afd.wire import codecs_gpu_torch as gpu  # noqa: E402
 from afd.wire import codecs_torch as cpu  # noqa: E402
 from afd.wire.layout import Tag  # noqa: E402
+from afd.wire.rows_torch import EncodedRows  # noqa: E402
 from ffn_worker.allreduce import formats, formats_gpu  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -47,6 +48,21 @@ def test_mxfp4(hidden):
     assert torch.equal(scales.cpu(), want_scales) and torch.equal(codes.cpu(), want)
     back = gpu.dequantise_mxfp4(codes, scales, torch.bfloat16)
     assert torch.equal(back.cpu(), cpu.dequantise_mxfp4(want, want_scales, torch.bfloat16))
+
+
+@pytest.mark.parametrize("tag", [TAG, Tag.E2M1])
+def test_the_kernels_are_what_rows_take_on_a_gpu(tag):
+    x = rows(5, 256)
+    there, here = EncodedRows.of(x.cuda(), tag), EncodedRows.of(x, tag)
+    assert torch.equal(there.payload.cpu().view(torch.uint8), here.payload.view(torch.uint8))
+    assert torch.equal(there.decode(torch.float32).cpu(), here.decode(torch.float32))
+    eager = EncodedRows.of(there.decode(torch.bfloat16), tag)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # the codecs of both formats may be captured
+        again = EncodedRows.of(there.decode(torch.bfloat16), tag)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(again.payload.view(torch.uint8), eager.payload.view(torch.uint8))
 
 
 def test_a_nan_surfaces():

@@ -6,44 +6,46 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from afd.wire.codecs_torch import (  # noqa: E402
-    dequantise_fp8,
-    dequantise_mxfp4,
-    quantise_fp8,
-    quantise_mxfp4,
-)
 from afd.wire.layout import Tag  # noqa: E402
-from ffn_worker.moe.quantise import dequantise_weight, quantise_weight  # noqa: E402
+from afd.wire.rows_torch import EncodedRows  # noqa: E402
+from ffn_worker.moe.device import native_fp8  # noqa: E402
+from ffn_worker.moe.quantise import Scheme, Weight, in_scheme, widened  # noqa: E402
 from ffn_worker.moe.reference import ReferenceBackend  # noqa: E402
+from ffn_worker.moe.sorting import sort_pairs, sort_pairs_on_gpu  # noqa: E402
 from ffn_worker.moe.triton import TritonBackend  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 EXPERTS, TOP_K, HIDDEN, WIDTH = 16, 4, 512, 384
-FP8 = (
-    Tag.E4M3FNUZ
-    if torch.version.hip and "gfx942" in (torch.cuda.get_device_properties(0).gcnArchName)
-    else Tag.E4M3FN
-)
+FP8 = native_fp8()
 # Largest error, relative to the largest value of the exact result. FP8 and MXFP4 rows also round
 # the activations between the two products.
-BOUND = {None: 2**-6, FP8: 0.06, Tag.E2M1: 0.3}
+BOUND = {Scheme.PLAIN: 2**-6, Scheme.FP8_BLOCK: 0.06, Scheme.MXFP4: 0.3}
 
 
-def problem(rows, seed=0):
+def problem(rows, scheme, seed=0, experts=(0, EXPERTS)):
+    """Weights of ``experts`` on the CPU, rows, ids and router weights."""
     torch.manual_seed(seed)
     w13 = torch.randn(EXPERTS, 2 * WIDTH, HIDDEN) / HIDDEN**0.5
     w2 = torch.randn(EXPERTS, HIDDEN, WIDTH) / WIDTH**0.5
+    held = [
+        in_scheme(Weight.of(w[slice(*experts)].bfloat16()), scheme, FP8, torch.bfloat16)
+        for w in (w13, w2)
+    ]
     x = torch.randn(rows, HIDDEN).bfloat16()
     ids = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(rows)]).int()
-    return w13.bfloat16(), w2.bfloat16(), x, ids, torch.rand(rows, TOP_K)
+    return held, x, ids, torch.rand(rows, TOP_K)
 
 
-def exact(w13, w2, tag, experts, x, ids, scale):
-    if tag is not None:
-        w13, w2 = (dequantise_weight(quantise_weight(w, tag)) for w in (w13, w2))
+def exact(held, experts, x, ids, scale):
     reference = ReferenceBackend(experts)
-    reference.prepare(0, w13[slice(*experts)].float(), w2[slice(*experts)].float())
+    reference.prepare(0, *held)
     return reference.forward(0, x.float(), ids, scale)
+
+
+def triton(held, experts=(0, EXPERTS)):
+    backend = TritonBackend(experts, EXPERTS)
+    backend.prepare(0, *(w.to(torch.device("cuda")) for w in held))
+    return backend
 
 
 def close(got, want, bound):
@@ -53,47 +55,69 @@ def close(got, want, bound):
 
 @pytest.mark.parametrize("experts", [(0, EXPERTS), (5, 9)])
 @pytest.mark.parametrize("rows", [1, 7, 64, 300])
-@pytest.mark.parametrize("tag", BOUND, ids=lambda t: t.name if t else "plain")
-def test_forward(tag, rows, experts):
-    w13, w2, x, ids, scale = problem(rows)
-    backend = TritonBackend(experts, EXPERTS, tag=tag)
-    backend.prepare(0, w13[slice(*experts)].cuda(), w2[slice(*experts)].cuda())
+@pytest.mark.parametrize("scheme", Scheme)
+def test_forward(scheme, rows, experts):
+    held, x, ids, scale = problem(rows, scheme, experts=experts)
+    got = triton(held, experts).forward(0, x.cuda(), ids.cuda(), scale.cuda())
+    # MXFP4 weights take bfloat16 rows as they are.
+    bound = 2**-6 if scheme is Scheme.MXFP4 else BOUND[scheme]
+    close(got, exact(held, experts, x, ids, scale), bound)
+
+
+@pytest.mark.parametrize("scheme", [Scheme.FP8_BLOCK, Scheme.MXFP4])
+def test_rows_as_the_wire_brings_them(scheme):
+    held, x, ids, scale = problem(33, scheme)
+    rows = EncodedRows.of(x, Tag.E2M1 if scheme is Scheme.MXFP4 else FP8)
+    there = EncodedRows(rows.tag, rows.payload.cuda(), rows.scales.cuda())
+    got = triton(held).forward_encoded(0, there, ids.cuda(), scale.cuda(), torch.bfloat16)
+    close(got, exact(held, (0, EXPERTS), rows.decode(torch.float32), ids, scale), BOUND[scheme])
+
+
+@pytest.mark.parametrize("narrow", [WIDTH, 80])
+@pytest.mark.parametrize("scheme", Scheme)
+def test_a_shared_expert_joins(scheme, narrow):
+    held, x, ids, scale = problem(130, scheme)
+    gate_up = Weight.of((torch.randn(2 * narrow, HIDDEN) / HIDDEN**0.5).bfloat16())
+    down = Weight.of((torch.randn(HIDDEN, narrow) / narrow**0.5).bfloat16())
+    backend = triton(held)
+    cuda = torch.device("cuda")
+    assert backend.prepare_shared(0, gate_up.to(cuda), down.to(cuda))
     got = backend.forward(0, x.cuda(), ids.cuda(), scale.cuda())
-    close(
-        got, exact(w13, w2, tag, experts, x, ids, scale), 2**-6 if tag == Tag.E2M1 else BOUND[tag]
-    )
+    alone = ReferenceBackend((0, 1))
+    wide = [in_scheme(w, scheme, FP8, torch.bfloat16) for w in widened(gate_up, down, WIDTH)]
+    alone.prepare(0, *(w[None] for w in wide))
+    ones, zeros = torch.ones(130, 1), torch.zeros(130, 1, dtype=torch.int32)
+    want = exact(held, (0, EXPERTS), x, ids, scale) + alone.forward(0, x.float(), zeros, ones)
+    close(got, want, 2**-6 if scheme is Scheme.MXFP4 else BOUND[scheme])
 
 
-@pytest.mark.parametrize("tag", [FP8, Tag.E2M1], ids=lambda t: t.name)
-def test_rows_as_the_wire_brings_them(tag):
-    w13, w2, x, ids, scale = problem(33)
-    if tag == Tag.E2M1:
-        codes, scales = quantise_mxfp4(x)
-        back = dequantise_mxfp4(codes, scales, torch.float32)
-    else:
-        codes, scales = quantise_fp8(x, tag)
-        back = dequantise_fp8(codes, scales, torch.float32)
-    backend = TritonBackend((0, EXPERTS), EXPERTS, tag=tag)
-    backend.prepare(0, w13.cuda(), w2.cuda())
-    got = backend.run(0, codes.cuda(), ids.cuda(), scale.cuda(), scales=scales.cuda())
-    close(got, exact(w13, w2, tag, (0, EXPERTS), back, ids, scale), BOUND[tag])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("experts", [(0, EXPERTS), (5, 9)])
+@pytest.mark.parametrize("rows", [1, 300, 3000])
+def test_sorting(rows, experts, shared):
+    ids = problem(rows, Scheme.PLAIN)[2]
+    ids[0, 1] = -1
+    got = sort_pairs_on_gpu(ids.cuda(), *experts, 16, shared=shared)
+    want = sort_pairs(ids, *experts, 16, shared=shared)
+    used = int(want.used)
+    assert int(got.used) == used
+    assert torch.equal(got.pairs[:used].cpu(), want.pairs[:used])
+    assert torch.equal(got.experts[: used // 16].cpu(), want.experts[: used // 16])
 
 
 def test_masked_pairs_and_a_graph():
-    w13, w2, x, ids, scale = problem(16)
+    held, x, ids, scale = problem(16, Scheme.PLAIN)
     ids[3] = -1
     x[3] = torch.nan
-    backend = TritonBackend((0, EXPERTS), EXPERTS)
-    backend.prepare(0, w13.cuda(), w2.cuda())
+    backend = triton(held)
     inputs = [t.cuda() for t in (x, ids, scale)]
     eager = backend.forward(0, *inputs)
     assert (eager[3] == 0).all() and not eager.isnan().any()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = backend.forward(0, *inputs)
-    other = problem(16, seed=1)
-    for held, new in zip(inputs, other[2:], strict=True):
-        held.copy_(new)
+    for kept, new in zip(inputs, problem(16, Scheme.PLAIN, seed=1)[1:], strict=True):
+        kept.copy_(new)
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(captured, backend.forward(0, *inputs))

@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 from afd.errors import ConfigError  # noqa: E402
 from ffn_worker.moe import AUTO_ORDER, BACKENDS, choose_backend  # noqa: E402
 from ffn_worker.moe.pairs import local_pairs  # noqa: E402
+from ffn_worker.moe.quantise import Weight  # noqa: E402
 from ffn_worker.moe.vllm_cpu import kernel_isa, load_operators  # noqa: E402
 
 EXPERTS, TOP_K, HIDDEN, WIDTH = 8, 3, 128, 96
@@ -50,7 +51,7 @@ def batch(rows, dtype):
 def build(name, w13, w2, experts=(0, EXPERTS)):
     backend = BACKENDS[name](experts)
     start, end = experts
-    backend.prepare(5, w13[start:end].clone(), w2[start:end].clone())
+    backend.prepare(5, Weight.of(w13[start:end].clone()), Weight.of(w2[start:end].clone()))
     return backend
 
 

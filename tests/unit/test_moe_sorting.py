@@ -5,7 +5,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from ffn_worker.moe.sorting import capacity, sort_pairs  # noqa: E402
-from ffn_worker.moe.triton import tile_for  # noqa: E402
 
 
 def by_hand(ids, start, end, block):
@@ -51,11 +50,10 @@ def check(ids, experts, block):
     assert (got.experts >= 0).all() and (got.experts < experts[1] - experts[0]).all()
 
 
-@pytest.mark.parametrize(
-    ("load", "quantised", "hip", "rows"),
-    [(1, False, False, 16), (20, False, True, 32), (1, True, False, 64), (9, True, True, 16)],
-)
-def test_tiles_have_no_more_rows_than_needed(load, quantised, hip, rows):
-    tile = tile_for(load, 384, quantised, hip)
-    assert tile.m == rows and 384 % tile.k == 0
-    assert tile_for(1e6, 96, quantised, hip).m == 64 and tile_for(1, 96, quantised, hip).k == 32
+def test_the_shared_experts_pairs_come_last():
+    ids = torch.tensor([[1, 5], [-1, 2], [4, 3]], dtype=torch.int32)
+    got = sort_pairs(ids, 2, 5, 2, shared=True)
+    used = int(got.used)
+    # Pairs are numbered row * 3 + k; the third of each row is the shared expert's.
+    assert got.pairs[:used].tolist() == [4, 9, 7, 9, 6, 9, 2, 5, 8, 9]
+    assert got.experts[: used // 2].tolist() == [0, 1, 2, 3, 3]

@@ -105,8 +105,10 @@ def matrix(instruction: Any) -> Step:
         b[places["b"]] = _elements(read_b(w), kind_b, w.fnuz)
         if scales is not None:
             for tile, read in zip((a, b), scales, strict=True):
-                exponent = read(w).reshape(groups, m).T.astype(np.int64) - 127
-                tile *= np.ldexp(1.0, exponent).repeat(_SCALE_BLOCK, axis=1)
+                code = read(w).reshape(groups, m).T.astype(np.int64)
+                # 255 is NaN (OCP Microscaling 1.0, section 5.4.1); the CDNA4 document is silent.
+                scale = np.where(code == 255, np.nan, np.ldexp(1.0, code - 127))
+                tile *= scale.repeat(_SCALE_BLOCK, axis=1)
         product = a @ b.T
         total = product[out_row, row[:, None]] + read_c(w).T
         w.v[out : out + count] = total.astype(np.float32).T.view(np.uint32)

@@ -1,0 +1,1 @@
+"""`afd bench moe`: one MoE layer, as an FFN instance computes it."""

@@ -1,0 +1,121 @@
+"""Stand-ins, in torch, for the Triton kernels of the experts: they do what the kernels' docstrings
+say, so that how the backend launches them is tested without Triton and without a GPU."""
+
+import inspect
+import sys
+import types
+
+import torch
+
+from afd.wire.codecs_torch import DTYPE_OF_TAG
+from afd.wire.layout import Tag
+from afd.wire.rows_torch import EncodedRows
+from ffn_worker.moe.quantise import Weight, dequantise_weight
+from ffn_worker.moe.sorting import sort_pairs
+
+TAG = {DTYPE_OF_TAG[t]: t for t in (Tag.BFLOAT16, Tag.FLOAT16, Tag.FLOAT32, Tag.E4M3FN)}
+
+
+class Kernel:
+    """``kernel[grid](...)`` as Triton has it: keywords of the launch are taken away."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def __getitem__(self, grid):
+        def launch(*args, **kwargs):
+            given = {k: v for k, v in kwargs.items() if k not in ("num_warps", "num_stages")}
+            bound = inspect.signature(self.function).bind(grid, *args, **given)
+            self.function(*bound.args, **bound.kwargs)
+
+        return launch
+
+
+def tag_of(kind, payload):
+    return Tag.E2M1 if kind == "mxfp4" else TAG[payload.dtype]
+
+
+def grouped_gemm(
+    grid, a, a_scale, b, b_scale, c, c_scale, pairs_ptr, experts_ptr, used, N, K, pairs, rows_per,
+    shared_expert, shared_width, *, A, B, C, GATED, SHARED, FP8_MAX, BM, BN, BK, GROUP_M,
+):  # fmt: skip
+    assert K % BK == 0 and (C == "plain" or N % BN == 0)
+    assert grid == (experts_ptr.numel() * -(-N // BN),)
+    plain = "plain"
+    rows = EncodedRows(tag_of(A, a), a, None if plain == A else a_scale).decode(torch.float32)
+    weight = dequantise_weight(Weight(tag_of(B, b), b, None if plain == B else b_scale))
+    assert weight.shape[1:] == (2 * N if GATED else N, K)
+    for at in range(int(used)):
+        pair, expert = int(pairs_ptr[at]), int(experts_ptr[at // BM])
+        if pair >= pairs:
+            continue
+        x, w, n, narrow = rows[pair // rows_per], weight[expert], N, SHARED
+        if narrow and expert == shared_expert:
+            if GATED:  # whole tiles are computed
+                n = min(N, -(-shared_width // BN) * BN)
+            else:
+                assert shared_width % BK == 0
+                x, w = x[:shared_width], w[:, :shared_width]
+        if GATED:
+            gate, up = w[:N] @ x, w[N:] @ x
+            value = gate / (1 + torch.exp(-gate)) * up
+        else:
+            value = w @ x
+        value = value[:n]
+        if plain == C:
+            c[pair, :n] = value.to(c.dtype)
+            continue
+        out = EncodedRows.of(value[None], tag_of(C, c))
+        c[pair, : out.payload.shape[1]] = out.payload[0]
+        c_scale[pair, : out.scales.shape[1]] = out.scales[0]
+
+
+def combine(grid, y, ids, weights, out, hidden, first, last, *, TOP_K, SHARED, BLOCK):
+    rows, each = len(out), TOP_K + SHARED
+    assert y.shape == (rows * each, hidden) and ids.shape == (rows, TOP_K)
+    for row in range(rows):
+        total = torch.zeros(hidden)
+        for k in range(TOP_K):
+            if first <= ids[row, k] < last:
+                total += y[row * each + k].float() * weights[row, k]
+        if SHARED:
+            total += y[row * each + TOP_K].float()
+        out[row] = total.to(out.dtype)
+
+
+def count_pairs(grid, ids, counts, pairs, start, experts, *, K, SHARED, CHUNK):
+    order = sort_pairs(ids, start, start + experts, 1, shared=SHARED)
+    used = order.experts[: int(order.used)]
+    counts.copy_(torch.bincount(used.long(), minlength=counts.numel()))
+
+
+def sort_kernel(
+    grid, ids, counts, sorted_, owners, used, pairs, start, experts,
+    *, K, SHARED, CHUNK, EXPERTS, BLOCK,
+):  # fmt: skip
+    assert grid[0] == experts + SHARED < EXPERTS and pairs == ids.shape[0] * (K + SHARED)
+    order = sort_pairs(ids, start, start + experts, BLOCK, shared=SHARED)
+    sorted_.fill_(1 << 30), owners.fill_(1 << 30)  # beyond what is used nothing is defined
+    count = int(order.used)
+    used.copy_(order.used)
+    sorted_[:count] = order.pairs[:count]
+    owners[: count // BLOCK] = order.experts[: count // BLOCK]
+
+
+def install(monkeypatch):
+    """Makes the backend find the stand-ins for the duration of a test."""
+    modules = {
+        "ffn_worker.kernels.moe": {
+            "grouped_gemm_kernel": Kernel(grouped_gemm),
+            "combine_kernel": Kernel(combine),
+        },
+        "ffn_worker.kernels.sorting": {
+            "count_pairs_kernel": Kernel(count_pairs),
+            "sort_pairs_kernel": Kernel(sort_kernel),
+        },
+    }
+    for name, members in modules.items():
+        module = types.ModuleType(name)
+        for member, value in members.items():
+            setattr(module, member, value)
+        monkeypatch.setitem(sys.modules, name, module)

@@ -1,0 +1,114 @@
+"""`afd bench moe`: the roofline by hand, the records, and a tiny run on this host."""
+
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import fake_kernels  # noqa: E402
+
+from afd.errors import ConfigError  # noqa: E402
+from ffn_worker.bench import measure  # noqa: E402
+from ffn_worker.bench.cli import line, main, records  # noqa: E402
+from ffn_worker.bench.layers import batch, cost_of, problem  # noqa: E402
+from ffn_worker.bench.measure import Cell  # noqa: E402
+from ffn_worker.bench.shapes import SHAPES, Ceilings, in_scheme, layer_cost, named  # noqa: E402
+from ffn_worker.moe.triton import TritonBackend  # noqa: E402
+from ffn_worker.moe.vllm_cpu import load_operators  # noqa: E402
+
+
+def test_roofline_of_a_layer():
+    shape = in_scheme(SHAPES["step-3-tp8ep2-step"], "fp8_block")
+    cost = layer_cost(shape, rows=2048, pairs=3072, experts_hit=24)
+    one = 3 * 7168 * 640 * (1 + 4 / 16384)
+    assert cost.nbytes == pytest.approx(24 * one + one / 2 + 2048 * 7168 * (1 + 4 / 128 + 2))
+    assert cost.flops == 6 * 7168 * (3072 * 640 + 2048 * 320)
+    fast_memory = Ceilings(1e15, {"fp8_block": 1e12})
+    assert cost.seconds(fast_memory, "fp8_block") == cost.flops / 1e12
+    assert cost.bound(fast_memory, "fp8_block") == "compute"
+    slow_memory = Ceilings(1e9, {"fp8_block": 1e18})
+    assert cost.seconds(slow_memory, "fp8_block") == cost.nbytes / 1e9
+    assert cost.bound(slow_memory, "fp8_block") == "memory"
+    four = layer_cost(in_scheme(shape, "mxfp4"), 2048, 3072, 24)
+    assert four.nbytes < 0.75 * cost.nbytes and four.flops == cost.flops
+
+
+def test_only_local_pairs_and_chosen_experts_count():
+    shape = SHAPES["tiny-step"]  # 4 of 8 experts
+    given = batch(shape, 64, torch.device("cpu"))
+    assert len(set(map(tuple, given.ids.sort(1).values.tolist()))) > 1
+    assert (given.ids[:, 0] != given.ids[:, 1]).all()
+    local = int((given.ids < 4).sum())
+    assert cost_of(shape, given) == layer_cost(shape, 64, local, 4)
+
+
+def test_shapes():
+    assert set(named("tiny")) == {"tiny", "tiny-step"} and "tiny" not in named("all")
+    assert in_scheme(SHAPES["qwen3-30b-a3b-tp2"], "fp8_block").scheme == "fp8_block"
+    with pytest.raises(ConfigError, match="unknown shape 'qwen'; use all, tiny"):
+        named("qwen")
+    for argv, message in (
+        (["--schemes", "int8"], "use of plain, fp8_block, mxfp4"),
+        (["--rows", "0"], "whole numbers above 0"),
+        (["--device", "cpu", "--shapes", "tiny", "--tune"], "tiles of GPU kernels"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            main(argv)
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="torch sees no GPU"):
+            main([])
+
+
+def test_records_say_who_was_quicker():
+    cell = Cell("s", "plain", 64, "graph", "triton", 50.0, 100.0, 60.0, 40.0, "memory", 1e-3)
+    got = {r.peer: r for r in records(cell, "m", "c")}
+    assert {peer: r.ratio for peer, r in got.items()} == {
+        "vllm": 2.0, "roofline": 0.8, "shared apart": 1.2,
+    }  # fmt: skip
+    assert got["vllm"].case == "s plain 64 rows graph" and got["vllm"].unit == "us"
+    assert "| 2.00 | 60.0 | 40.0 | 80% | memory |" in line(cell)
+
+
+def test_cells_of_a_step_whose_shared_expert_joins(monkeypatch):
+    """What a GPU run measures, on stand-ins for the kernels."""
+    fake_kernels.install(monkeypatch)
+    monkeypatch.setattr(TritonBackend, "devices", ("cpu",))
+    monkeypatch.setattr(TritonBackend, "unavailable", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU without tuned tiles")
+    monkeypatch.setattr(measure, "_CHECKED_ROWS", 8)
+    monkeypatch.setattr(measure, "clock_of", lambda _: lambda call, _repetitions: call() or 1e-6)
+    shape, ceilings = SHAPES["tiny-step"], Ceilings(1e9, {"plain": 1e9, "fp8_block": 1e9})
+    for scheme in ("plain", "fp8_block"):
+        with problem(in_scheme(shape, scheme), torch.device("cpu"), cache_bytes=0) as given:
+            who = measure.contenders(given, "triton", "vllm_cpu")
+            fits_vllm = scheme == "plain" and load_operators() is None
+            assert set(who) == {"ours", "apart"} | ({"vllm"} if fits_vllm else set())
+            (cell,) = measure.cells("s", given, (3,), ("eager",), ceilings, ("triton", "vllm_cpu"))
+        assert cell.us == cell.apart_us == 1.0 and (cell.vllm_us is None) is not fits_vllm
+        assert 0 < cell.error < 0.1
+
+
+def test_a_wrong_result_is_not_timed(monkeypatch, capsys):
+    from ffn_worker.moe.torch_grouped import TorchBackend
+
+    forward = TorchBackend.forward
+    monkeypatch.setattr(TorchBackend, "forward", lambda *args: forward(*args) * 1.5)
+    argv = ["--device", "cpu", "--shapes", "tiny", "--rows", "2", "--schemes", "plain"]
+    assert main(argv) == 1
+    said = capsys.readouterr().out
+    assert "failed: tiny plain: torch is wrong" in said and "| tiny | plain" not in said
+
+
+def test_a_tiny_run(tmp_path, capsys):
+    torch.set_num_threads(1)
+    out = tmp_path / "moe.json"
+    argv = ["--device", "cpu", "--shapes", "tiny", "--rows", "2", "--out", str(out)]
+    assert main([*argv, "--schemes", "plain,fp8_block"]) == 0
+    entries = json.loads(out.read_text())
+    peers = {(entry["case"], entry["peer"]) for entry in entries}
+    assert ("tiny plain 2 rows eager", "roofline") in peers
+    assert ("tiny-step fp8_block 2 rows eager", "roofline") in peers
+    assert "| tiny | fp8_block | 2 | eager |" in out.with_suffix(".md").read_text()
+    assert main([*argv, "--schemes", "plain", "--seconds", "0"]) == 0
+    assert "left out, --seconds 0 were over: tiny plain" in capsys.readouterr().out

@@ -1,0 +1,144 @@
+"""Tuned tiles as data, the rule where there are none, and the search, with a clock of its own."""
+
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import fake_kernels  # noqa: E402
+
+from afd.errors import ConfigError  # noqa: E402
+from ffn_worker.bench.layers import problem  # noqa: E402
+from ffn_worker.bench.tune import AXES, Found, read_space, search, tune  # noqa: E402
+from ffn_worker.moe import tiles  # noqa: E402
+from ffn_worker.moe.tiles import Bucket, LayerShape, Tile, Tiling  # noqa: E402
+
+SHAPE = LayerShape(7168, 640, 24, 48, 3, "fp8_block", shared=384)
+TILE = Tile(128, 128, 8, 8, 3)
+
+
+@pytest.mark.parametrize(
+    ("rows", "scheme", "hip", "m"),
+    [(64, "plain", False, 16), (512, "plain", True, 32), (4096, "plain", False, 64),
+     (64, "fp8_block", False, 64), (64, "fp8_block", True, 16)],
+)  # fmt: skip
+def test_the_rule_has_no_more_rows_than_needed(rows, scheme, hip, m):
+    shape = replace(SHAPE, scheme=scheme)
+    tiling = tiles.default_tiling(shape, rows, hip)
+    assert tiling.m == m and tiles.problem(shape, tiling) is None
+    narrow = LayerShape(64, 96, 2, 2, 1, "plain")
+    assert tiles.default_tiling(narrow, rows, hip).down.k == 32
+    assert tiles.problem(narrow, tiles.default_tiling(narrow, rows, hip)) is None
+
+
+def test_a_tiling_that_does_not_fit_is_named():
+    good = Tiling(64, TILE, TILE)
+    assert tiles.problem(SHAPE, good) is None
+    for changed, why in (
+        (replace(good, down=replace(TILE, k=256)), "640 is no multiple of 256"),
+        (replace(good, gate_up=replace(TILE, k=256)), "one scale covers 128 of the 256"),
+        (replace(good, gate_up=replace(TILE, n=256)), "640 columns are no multiple of 256"),
+        (replace(good, gate_up=replace(TILE, n=64)), "does not fill a scale"),
+    ):
+        assert why in tiles.problem(SHAPE, changed)
+
+
+def test_files_are_read_by_bucket(tmp_path):
+    small, large = Tiling(16, TILE, TILE), Tiling(128, TILE, replace(TILE, warps=4))
+    buckets = (Bucket(64, small, 10.5, 12.0), Bucket(1024, large, 30.0, 30.0))
+    file = tmp_path / tiles.slug("NVIDIA H200") / f"{SHAPE.name}.json"
+    assert file.parent.name == "nvidia-h200"
+    assert file.stem == "h7168-w640-e24of48-k3-fp8_block-s384"
+    tiles.write_buckets(file, "NVIDIA H200", SHAPE, buckets, "afd bench moe --tune", "2026-01-01")
+    assert tiles.read_buckets(file) == buckets
+    tiling = tiles.tuned_tilings("NVIDIA H200", False, tmp_path)
+    assert [tiling(SHAPE, rows) for rows in (1, 64, 65, 9999)] == [small, small, large, large]
+    other = replace(SHAPE, width=512)
+    assert tiling(other, 64) == tiles.default_tiling(other, 64, False)
+    assert tiles.tuned_tilings("NVIDIA H100", True, tmp_path)(SHAPE, 64) == tiles.default_tiling(
+        SHAPE, 64, True
+    )
+    # A tuned tiling that the shape cannot take, by hand or by age, is no reason to fail.
+    unfit = (Bucket(64, Tiling(64, replace(TILE, k=256), TILE), 1.0, 1.0),)
+    tiles.write_buckets(file, "NVIDIA H200", SHAPE, unfit, "", "")
+    fresh = tiles.tuned_tilings("NVIDIA H200", False, tmp_path)
+    assert fresh(SHAPE, 64) == tiles.default_tiling(SHAPE, 64, False)
+    file.write_text("{}")
+    with pytest.raises(ConfigError, match="is no tuning file"):
+        tiles.read_buckets(file)
+
+
+def test_every_shipped_file_fits_its_shape():
+    for file in tiles.FOLDER.glob("*/*.json"):
+        assert tiles.read_buckets(file)
+
+
+def test_the_search_finds_the_best_of_independent_axes():
+    space = read_space()
+    wanted = Tiling(128, Tile(64, 64, 1, 4, 5), Tile(256, 32, 16, 8, 2))
+    refused = replace(wanted, m=64)
+
+    def evaluate(tiling):
+        if tiling == refused:
+            return None
+        parts = (tiling, wanted), (tiling.gate_up, wanted.gate_up), (tiling.down, wanted.down)
+        wrong = sum(
+            vars(a)[name] != vars(b)[name] for a, b in parts for name in vars(a) if name.islower()
+        )
+        return 1.0 + wrong / 10
+
+    start = Tiling(64, TILE, TILE)
+    found = search(start, space, evaluate, time.monotonic() + 60)
+    assert found.tiling == wanted and found.seconds == 1.0
+    assert len(AXES) < found.tried < 120  # of some hundred thousand
+    none_left = search(start, space, evaluate, time.monotonic() - 1)
+    assert none_left == Found(start, evaluate(start), 1)
+    assert search(refused, space, evaluate, time.monotonic() - 1) is None
+    assert search(refused, space, evaluate, time.monotonic() + 60).tiling == wanted
+
+
+def test_what_is_wrong_or_refused_does_not_count(monkeypatch, caplog):
+    """The whole tuner on stand-ins for the kernels; its clock likes what it must not take."""
+    fake_kernels.install(monkeypatch)
+    space = {"m": (16, 32, 64), "n": (64, 128), "k": (64, 128), "group_m": (8,), "warps": (4, 8),
+             "stages": (2, 3)}  # fmt: skip
+    taken = {}
+    gemm = fake_kernels.grouped_gemm
+
+    class Kernel(fake_kernels.Kernel):
+        def __getitem__(self, grid):
+            launch = super().__getitem__(grid)
+
+            def recorded(*args, **given):
+                taken[given["GATED"]] = given
+                if given["num_warps"] == 4 and given["BM"] == 32:
+                    raise RuntimeError("out of resource: shared memory")
+                launch(*args, **given)
+                if given["BK"] == 64 and given["GATED"]:
+                    args[4].zero_()  # a miscompiled tile
+
+            return recorded
+
+    monkeypatch.setattr(sys.modules["ffn_worker.kernels.moe"], "grouped_gemm_kernel", Kernel(gemm))
+
+    def clock(call, _repetitions):
+        call()
+        first, second = taken[True], taken[False]
+        return 1e-6 * (
+            100 - first["BM"] / 16 + first["BK"] / 64 + second["BK"] / 64 + 9 * first["num_stages"]
+        ) - 1e-5 * (first["num_warps"] == 4)
+
+    shape = LayerShape(128, 128, 2, 4, 1, "plain", shared=80)
+    with problem(shape, torch.device("cpu"), cache_bytes=0) as given:
+        named, buckets = tune(given, (4, 2), space, clock, hip=True, seconds=60)
+    assert named.name == "h128-w128-e2of4-k1-plain-s128"
+    assert [bucket.rows for bucket in buckets] == [2, 4]
+    for bucket in buckets:
+        best = bucket.tiling
+        assert best.gate_up.k == 128, "a wrong result is no result"
+        assert best == Tiling(64, Tile(128, 128, 8, 4, 2), best.down) and best.down.k == 64
+        assert bucket.us == pytest.approx(100 - 4 + 2 + 1 + 18 - 10)
+    assert "left out" in caplog.text
