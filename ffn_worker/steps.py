@@ -169,7 +169,7 @@ class StreamSteps:
             batch = self._inbox.read(slots, [rows for _, rows in taking_part])
             out = self._model.forward(position.layer, batch.x, batch.ids, batch.weights)
             answers = held[position.micro_batch] = Answers.of(out, self._resolved.f2a)
-            step.marks.done(position.layer, position.micro_batch, batch.x.shape[0])
+            step.marks.done(position.layer, position.micro_batch, len(batch.x))
             self._streams.fork()
             self._answer(position, _depth(arrivals), taking_part, flags, answers)
             step.marks.copied()
