@@ -112,6 +112,7 @@ def test_the_step3_slice_runs_without_a_gpu(tmp_path):
     pytest.importorskip("afd_comm")
     out, trace = tmp_path / "r.json", tmp_path / "t.json"
     argv = ["--device", "cpu", "--layers", "2", "--steps", "3", "--distinct", "1"]
+    argv += ["--logs", str(tmp_path)]
     assert step3.main([*argv, "--out", str(out), "--trace", str(trace)]) == 0
     records = {r["metric"]: r for r in json.loads(out.read_text())}
     assert records["us_per_layer_microbatch"]["bench"] == "step3"
