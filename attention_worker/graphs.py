@@ -138,13 +138,11 @@ class StepGraphs(CUDAGraphWrapper):
             guard = self._region.guard(self._streams.compute, step.waits.slots, step.waits.flags)
             timeout_us = int(self._deadline_s * 1e6)
             if self._watcher is not None:
-                self._host.end_step()
                 judge = partial(self._check, step.marks, depth, began_ns)
                 self.running = Running(self._watcher.submit(guard.wait, timeout_us), judge)
                 return output
             if self._through(guard.wait(timeout_us)):
-                self._host.end_step()
-                self._note(step.marks, depth, began_ns)
+                self._finish(step.marks, depth, began_ns)
                 return output
 
     def settle(self) -> None:
@@ -153,8 +151,9 @@ class StepGraphs(CUDAGraphWrapper):
         if running is not None:
             running.settle()
 
-    def _note(self, marks: Marks, depth: int, began_ns: int) -> None:
+    def _finish(self, marks: Marks, depth: int, began_ns: int) -> None:
         """A replay is through. Its marks are read now and then: it takes microseconds for each."""
+        self._host.end_step()
         self._metrics.graph_steps[depth] += 1
         self._metrics.graph_seconds[depth] += self._began.elapsed_time(self._ended) / 1e3
         self._replays += 1
@@ -200,7 +199,7 @@ class StepGraphs(CUDAGraphWrapper):
                 f"{self._names(gone)} died in a step that cannot be run again because"
                 " pipeline.lookahead is on; the engine ends, and its requests with it"
             )
-        self._note(marks, depth, began_ns)
+        self._finish(marks, depth, began_ns)
 
     def _gone(self, statuses: Sequence[Status]) -> tuple[int, ...]:
         """FFN instances that died in a step. Raises DeadlineExceeded where one is late."""
