@@ -13,7 +13,15 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from afd.bench.gpu.common import Budget, Report, add_model, model_of, parser, report
+from afd.bench.gpu.common import (
+    Budget,
+    Report,
+    add_model,
+    case_of,
+    model_of,
+    parser,
+    report,
+)
 from afd.bench.gpu.load import Load, steady
 from afd.bench.gpu.predict import Prediction, predict
 from afd.bench.gpu.slices import Slice
@@ -104,7 +112,7 @@ def main(argv: Sequence[str]) -> int:
         for cell in measure(servers, plan, sizes, model, piece, args, budget):
             cells.append(cell)
             _tell(cell, plan)
-            _record(cell, cells, args.model, out)
+            _record(cell, cells, case_of(args, piece), out)
     print(table(cells, plan))
     return 0 if cells else 1
 

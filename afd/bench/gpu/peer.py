@@ -18,7 +18,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from afd.bench.gpu.common import Budget, Report, add_model, model_of, parser, report
+from afd.bench.gpu.common import (
+    Budget,
+    Report,
+    add_model,
+    case_of,
+    model_of,
+    parser,
+    report,
+)
 from afd.bench.gpu.load import Load, Steady, steady
 from afd.bench.gpu.targets import Afd, Sizes, parse, serve, vllm_args
 from afd.bench.servers import Server, await_health, process
@@ -120,7 +128,7 @@ def main(argv: Sequence[str]) -> int:
                     time.sleep(_SETTLE_S)
                     rate = _rate(f"{ours.label} depth {depth}", server, load, args.window)
                     if rate:
-                        _record(args.model, ours, depth, load, rate, theirs, out)
+                        _record(case_of(args, piece), ours, depth, load, rate, theirs, out)
     return 0 if theirs else 1
 
 

@@ -56,7 +56,9 @@ def main(argv: Sequence[str]) -> int:
     made.add_argument("--layers", type=int, help=f"of a step; default: {MODEL_LAYERS}")
     made.add_argument("--distinct", type=int, default=4, help="layers of weights, used in turn")
     made.add_argument("--steps", type=int, help="that are timed; default: 500")
-    made.add_argument("--trace", type=Path, default=Path("traces/step3.json"), metavar="FILE")
+    made.add_argument(
+        "--trace", type=Path, default=Path("logs/gpu/traces/step3.json"), metavar="FILE"
+    )
     args = made.parse_args(argv)
     dry = args.device == "cpu"
     load, layers, steps = (TINY, 4, 20) if dry else (PAPER, MODEL_LAYERS, 500)
