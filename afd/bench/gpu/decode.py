@@ -42,7 +42,7 @@ from afd.planner.facts.hardware import Accelerator, load_accelerator
 from afd.planner.facts.model import ModelSpec
 from afd.planner.facts.model_hf import load_model
 
-_ANSWER = 600  # tokens: more than any window's steps
+_ANSWER = 1_200  # tokens: more than the steps of a ramp and a window
 _SETTLE_S = 0.3  # the depth reaches the instances with the next message of the control plane
 _GIB = 2**30
 

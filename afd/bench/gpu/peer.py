@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
     made.add_argument("--depths", type=int, nargs="+", default=[3, 2, 1], choices=(1, 2, 3))
     made.add_argument("--batches", type=int, nargs="+", default=[64, 128, 256])
     made.add_argument("--context", type=int, default=1024)
-    made.add_argument("--answer", type=int, default=600, help="most tokens of an answer")
+    made.add_argument("--answer", type=int, default=1_200, help="most tokens of an answer")
     made.add_argument("--window", type=float, default=2.0, help="seconds per cell")
     made.add_argument("--kv-gib", type=float, default=16.0, help="KV cache per GPU and server")
     made.add_argument("--peer-args", nargs="*", default=[], help="for the peer's vLLMs only")
