@@ -86,17 +86,15 @@ class Ffn(Section):
     backend: Literal["auto", "torch", "reference", "vllm_cpu", "vllm_cuda", "aiter", "triton"] = (
         "auto"
     )
-    # format to keep the experts in; auto: as the checkpoint stores them
-    weights: Literal["auto", "plain", "fp8_block", "mxfp4"] = "auto"
+    weights: Literal["auto", "plain", "fp8_block", "mxfp4"] = "auto"  # of experts; auto: as stored
     load: Literal["checkpoint", "dummy"] = "checkpoint"  # dummy: random experts, for benchmarks
     threads: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         default="auto",
         description="auto (one per core of the instance) or a whole number of at least 1",
     )
     cpus: CoreLists = Field(default="auto", description=CORE_LISTS)
-    step_wait_ms: float = Field(
-        default=10.0, ge=0
-    )  # how long a step waits for active attention instances
+    # how long a step waits for active attention instances
+    step_wait_ms: float = Field(default=10.0, ge=0)
     late_ms: float = Field(default=1000.0, gt=0)  # later than this inside a step: served on its own
     redundant_experts: int = Field(default=0, ge=0)  # spare slots per instance and layer (copies)
     placement: Path | None = Field(  # which instance holds which expert; null: in order
@@ -137,9 +135,7 @@ class Pipeline(Section):
     depth: int = Field(default=3, ge=1, le=MAX_DEPTH)  # micro-batches in flight per step
     min_rows: int = Field(default=4, ge=1)  # fewest rows worth a micro-batch of their own
     graphs: bool = True  # GPUs: replay decode steps as captured graphs, on both sides
-    # prepare the next step while a replayed one runs; an FFN instance that dies in a step then ends
-    # the attention instances' engines
-    lookahead: bool = False
+    lookahead: bool = False  # prepare a step while one is replayed; what it costs: docs/gpu.md
 
 
 class Wire(Section):
@@ -203,8 +199,7 @@ class Restart(Section):
 
 class Metrics(Section):
     enabled: bool = True
-    # every n-th step notes when each of its stages ran, see docs/metrics.md; 0: none does
-    stage_every: int = Field(default=0, ge=0)
+    stage_every: int = Field(default=0, ge=0)  # every n-th step times its stages; 0: none does
 
 
 def _folder_name(data: dict[str, Any]) -> str:

@@ -217,7 +217,7 @@ def await_health(process: subprocess.Popen[bytes], url: str, log: Path, deadline
     end = time.monotonic() + deadline_s
     while True:
         if process.poll() is not None:
-            raise AfdError(f"the server exited with status {process.returncode}:\n{_tail(log)}")
+            raise AfdError(f"the server exited with status {process.returncode}:\n{tail(log)}")
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=2) as answer:
                 if answer.status == 200:
@@ -225,9 +225,10 @@ def await_health(process: subprocess.Popen[bytes], url: str, log: Path, deadline
         except (urllib.error.URLError, OSError):
             pass  # not up yet
         if time.monotonic() > end:
-            raise AfdError(f"the server was not healthy within {deadline_s:g} s:\n{_tail(log)}")
+            raise AfdError(f"the server was not healthy within {deadline_s:g} s:\n{tail(log)}")
         time.sleep(_POLL_S)
 
 
-def _tail(log: Path, lines: int = 15) -> str:
+def tail(log: Path, lines: int = 15) -> str:
+    """The last lines of a file, for a message."""
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])

@@ -1,13 +1,16 @@
 """Steps of two roles on one clock, and the Step-3 slice's processes as a dry run."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from afd.bench.gpu import step3, timeline
 from afd.bench.gpu.step3_load import PAPER, TINY, floor
+from afd.metrics import RoleMetrics, Stage
+from afd.metrics_server import serve_metrics
 from afd.planner.facts.hardware import load_accelerator
-from afd.step_trace import Span, StepTrace
+from afd.step_trace import KEPT, Span, StepTrace
 
 US = 1_000
 
@@ -112,6 +115,7 @@ def test_the_step3_slice_runs_without_a_gpu(tmp_path):
     pytest.importorskip("afd_comm")
     out, trace = tmp_path / "r.json", tmp_path / "t.json"
     argv = ["--device", "cpu", "--layers", "2", "--steps", "3", "--distinct", "1"]
+    argv += ["--logs", str(tmp_path)]
     assert step3.main([*argv, "--out", str(out), "--trace", str(trace)]) == 0
     records = {r["metric"]: r for r in json.loads(out.read_text())}
     assert records["us_per_layer_microbatch"]["bench"] == "step3"
@@ -119,3 +123,31 @@ def test_the_step3_slice_runs_without_a_gpu(tmp_path):
     assert 0 < records["efficiency"]["value"] <= 1
     spans = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]
     assert len(spans) == 2 * 2 * 2 * TINY.depth
+
+
+def test_a_role_serves_its_last_steps_and_counts_their_stages(monkeypatch):
+    mine, theirs = pipeline(3, 2, 100, 90, 20)
+    pages = {}
+    for role, step in (("attention", mine), ("ffn", theirs)):
+        metrics = RoleMetrics(role)
+        for _ in range(KEPT + 1):
+            metrics.note_replay(step)
+        pages[role] = serve_metrics(metrics)
+    try:
+        members = [
+            SimpleNamespace(id=f"{role}-0", role=role, metrics_url=page.url)
+            for role, page in pages.items()
+        ]
+        members.append(SimpleNamespace(id="gateway-0", role="gateway", metrics_url="http://x"))
+        seen = SimpleNamespace(members=members)
+        monkeypatch.setattr(timeline.operator, "status", lambda address: seen)
+        found = timeline.fetch(SimpleNamespace(control="tcp://nowhere"))
+        assert found == {"attention-0": [mine] * KEPT, "ffn-0": [theirs] * KEPT}
+    finally:
+        for page in pages.values():
+            page.close()
+    stages = {stage: snap for stage, snap in metrics.exported_stages() if snap.count}
+    assert set(stages) == {Stage.FFN, Stage.F2A}
+    assert stages[Stage.FFN].total == pytest.approx((KEPT + 1) * 6 * 90e-6)
+    assert stages[Stage.F2A].count == (KEPT + 1) * 6
+    assert metrics.bubble_seconds == pytest.approx((KEPT + 1) * theirs.waited_ns / 1e9)

@@ -113,5 +113,10 @@ def model_of(args: argparse.Namespace) -> tuple[Slice, Path]:
     return piece, path
 
 
+def case_of(args: argparse.Namespace, piece: Slice) -> str:
+    """How the model is called in records: a slice is no whole model."""
+    return f"{args.model} {piece.sizes.layers} layers"
+
+
 def report(bench: str, args: argparse.Namespace, what: str, argv: Sequence[str]) -> Report:
     return Report(bench, args.out, " ".join(["afd bench gpu", what, *argv]))

@@ -13,7 +13,15 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from afd.bench.gpu.common import Budget, Report, add_model, model_of, parser, report
+from afd.bench.gpu.common import (
+    Budget,
+    Report,
+    add_model,
+    case_of,
+    model_of,
+    parser,
+    report,
+)
 from afd.bench.gpu.load import Load, steady
 from afd.bench.gpu.predict import Prediction, predict
 from afd.bench.gpu.slices import Slice
@@ -34,7 +42,7 @@ from afd.planner.facts.hardware import Accelerator, load_accelerator
 from afd.planner.facts.model import ModelSpec
 from afd.planner.facts.model_hf import load_model
 
-_ANSWER = 600  # tokens: more than any window's steps
+_ANSWER = 1_200  # tokens: more than the steps of a ramp and a window
 _SETTLE_S = 0.3  # the depth reaches the instances with the next message of the control plane
 _GIB = 2**30
 
@@ -104,7 +112,7 @@ def main(argv: Sequence[str]) -> int:
         for cell in measure(servers, plan, sizes, model, piece, args, budget):
             cells.append(cell)
             _tell(cell, plan)
-            _record(cell, cells, args.model, out)
+            _record(cell, cells, case_of(args, piece), out)
     print(table(cells, plan))
     return 0 if cells else 1
 

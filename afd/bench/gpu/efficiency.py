@@ -16,7 +16,15 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from afd.bench.gpu.common import Budget, Report, add_model, model_of, parser, report
+from afd.bench.gpu.common import (
+    Budget,
+    Report,
+    add_model,
+    case_of,
+    model_of,
+    parser,
+    report,
+)
 from afd.bench.gpu.load import Load, exposition, held
 from afd.bench.gpu.targets import Afd, Sizes, Target, parse, running, vllm_args
 from afd.bench.gpu.timeline import Step, Summary, chrome, fetch, join, summary
@@ -51,7 +59,9 @@ def main(argv: Sequence[str]) -> int:
     made.add_argument("--context", type=int, default=1024)
     made.add_argument("--kv-gib", type=float, default=16.0, help="KV cache per GPU and server")
     made.add_argument("--answer", type=int, default=2_000, help="most tokens of an answer")
-    made.add_argument("--traces", type=Path, default=Path("traces"), help="folder of the traces")
+    made.add_argument(
+        "--traces", type=Path, default=Path("logs/gpu/traces"), help="folder of the traces"
+    )
     args = made.parse_args(argv)
     budget = Budget(args.seconds)
     marked = [_afd(name, args.wire) for name in args.targets]
@@ -70,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
             for cell in _cells(target, servers[target], plain, args, piece.sizes.vocab, budget):
                 count += 1
                 _tell(cell)
-                _record(cell, args.model, out)
+                _record(cell, case_of(args, piece), out)
                 _write_trace(cell, args)
     return 0 if count else 1
 

@@ -15,7 +15,15 @@ from dataclasses import dataclass, replace
 
 from afd.bench.agreement import Agreement, compare, score
 from afd.bench.cases import MAX_LOGPROBS, SETTINGS
-from afd.bench.gpu.common import Budget, Report, add_model, model_of, parser, report
+from afd.bench.gpu.common import (
+    Budget,
+    Report,
+    add_model,
+    case_of,
+    model_of,
+    parser,
+    report,
+)
 from afd.bench.gpu.targets import PEER, Afd, Colocated, Sizes, Target, parse, running, vllm_args
 from afd.bench.measure import Scores, Workload, check_depth, forced, read_counters
 from afd.bench.records import gpu_names
@@ -50,7 +58,8 @@ def main(argv: Sequence[str]) -> int:
     args = _arguments(argv)
     budget = Budget(args.seconds)
     targets = [REFERENCE, Colocated(1), *variants(args)]
-    _, path = model_of(args)
+    piece, path = model_of(args)
+    model = case_of(args, piece)
     sizes = Sizes(
         int(SETTINGS["max_num_seqs"]),
         int(SETTINGS["max_model_len"]),
@@ -66,11 +75,11 @@ def main(argv: Sequence[str]) -> int:
         if REFERENCE not in servers:
             raise AfdError("without colocated vLLM there is nothing to compare with; see above")
         reference, itself = _reference(servers[REFERENCE], sets)
-        _tell(itself, args.model, out)
+        _tell(itself, model, out)
         others = {target: server for target, server in servers.items() if target != REFERENCE}
         with ThreadPoolExecutor(len(others)) as pool:
             jobs = {
-                target: pool.submit(_all, target, server, reference, sets, args, budget, out)
+                target: pool.submit(_all, target, server, reference, sets, args, model, budget, out)
                 for target, server in others.items()
             }
             for target, job in jobs.items():
@@ -139,12 +148,13 @@ def _all(
     reference: Reference,
     sets: Workload,
     args: argparse.Namespace,
+    model: str,
     budget: Budget,
     out: Report,
 ) -> None:
     """Every comparison of one server, told as it comes."""
     for found in _compared(target, server, reference, sets, args.depths, budget):
-        _tell(found, args.model, out)
+        _tell(found, model, out)
 
 
 def _compared(

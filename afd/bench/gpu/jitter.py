@@ -12,7 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from afd.bench.gpu.common import Budget, Report, add_model, model_of, parser, report
+from afd.bench.gpu.common import (
+    Budget,
+    Report,
+    add_model,
+    case_of,
+    model_of,
+    parser,
+    report,
+)
 from afd.bench.gpu.decode import kv_bytes
 from afd.bench.gpu.load import Load, client, held, moments
 from afd.bench.gpu.targets import PEER, Afd, Sizes, Target, parse, running, vllm_args
@@ -78,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
                 print(f"{target.label}: FAILED: {err}", flush=True)
                 continue
             _tell(target, found[target])
-            _record(found, args, out)
+            _record(found, case_of(args, piece), args, out)
     return 0 if len(found) == len(targets) else 1
 
 
@@ -136,12 +144,14 @@ def _tell(target: Target, j: Jitter) -> None:
     )
 
 
-def _record(found: Mapping[Target, Jitter], args: argparse.Namespace, out: Report) -> None:
+def _record(
+    found: Mapping[Target, Jitter], model: str, args: argparse.Namespace, out: Report
+) -> None:
     peers = [j for target, j in found.items() if not isinstance(target, Afd)]
     for target, j in found.items():
         if not isinstance(target, Afd) or not peers:
             continue
-        case = f"{args.model} {target.label} depth {args.depth} batch {args.batch}"
+        case = f"{model} {target.label} depth {args.depth} batch {args.batch}"
         for metric, value, theirs, unit in (
             ("tpot_p99_over_p50", j.ratio, peers[0].ratio, "x"),
             ("tpot_p99_over_p50_steady", j.steady, peers[0].steady, "x"),

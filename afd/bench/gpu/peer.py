@@ -18,7 +18,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from afd.bench.gpu.common import Budget, Report, add_model, model_of, parser, report
+from afd.bench.gpu.common import (
+    Budget,
+    Report,
+    add_model,
+    case_of,
+    model_of,
+    parser,
+    report,
+)
 from afd.bench.gpu.load import Load, Steady, steady
 from afd.bench.gpu.targets import Afd, Sizes, parse, serve, vllm_args
 from afd.bench.servers import Server, await_health, server_process
@@ -69,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
     made.add_argument("--depths", type=int, nargs="+", default=[3, 2, 1], choices=(1, 2, 3))
     made.add_argument("--batches", type=int, nargs="+", default=[64, 128, 256])
     made.add_argument("--context", type=int, default=1024)
-    made.add_argument("--answer", type=int, default=600, help="most tokens of an answer")
+    made.add_argument("--answer", type=int, default=1_200, help="most tokens of an answer")
     made.add_argument("--window", type=float, default=2.0, help="seconds per cell")
     made.add_argument("--kv-gib", type=float, default=16.0, help="KV cache per GPU and server")
     made.add_argument("--peer-args", nargs="*", default=[], help="for the peer's vLLMs only")
@@ -120,7 +128,7 @@ def main(argv: Sequence[str]) -> int:
                     time.sleep(_SETTLE_S)
                     rate = _rate(f"{ours.label} depth {depth}", server, load, args.window)
                     if rate:
-                        _record(args.model, ours, depth, load, rate, theirs, out)
+                        _record(case_of(args, piece), ours, depth, load, rate, theirs, out)
     return 0 if theirs else 1
 
 

@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from afd.bench.gpu.common import Report, add_model, model_of, parser, report
+from afd.bench.gpu.common import Report, add_model, case_of, model_of, parser, report
 from afd.bench.gpu.load import Load, held
+from afd.bench.gpu.slices import Slice
 from afd.bench.gpu.targets import START_S, Afd, Sizes, deployment, graph_args, vllm_args
 from afd.bench.servers import Server, await_health, server_process
 from afd.config import Deployment
@@ -101,11 +102,11 @@ def main(argv: Sequence[str]) -> int:
             "attention": calls(_trace_of(Path(folder, "attention"), 5.0)),
             "ffn": calls(_trace_of(Path(folder, "ffn"), 5.0)),
         }
-    return _judge(found, piece.sizes.layers, args, out)
+    return _judge(found, piece, args, out)
 
 
-def _judge(found: Mapping[str, Calls], layers: int, args: argparse.Namespace, out: Report) -> int:
-    status = 0
+def _judge(found: Mapping[str, Calls], piece: Slice, args: argparse.Namespace, out: Report) -> int:
+    status, layers = 0, piece.sizes.layers
     for side, made in found.items():
         if args.device == "cpu":
             print(f"{side}: {made.launches} graph launches, as there have to be without a GPU")
@@ -119,7 +120,7 @@ def _judge(found: Mapping[str, Calls], layers: int, args: argparse.Namespace, ou
             f" ({dict(made.waits)})",
             flush=True,
         )
-        case = f"{args.model} {side} depth {args.depth} batch {args.batch}"
+        case = f"{case_of(args, piece)} {side} depth {args.depth} batch {args.batch}"
         for metric, value in (("host_waits_per_step", waits), ("copies_to_host_per_step", copies)):
             out.add(case, metric, value, "calls", "layers", layers, more_is_better=False)
     return int(status)

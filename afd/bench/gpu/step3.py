@@ -31,6 +31,7 @@ from afd.bench.gpu.step3_load import (
 )
 from afd.bench.gpu.timeline import Step, Summary, chrome, clock_offset, summary
 from afd.bench.records import gpu_names
+from afd.bench.servers import process, tail
 from afd.errors import AfdError, ConfigError
 from afd.planner.facts.hardware import load_accelerator
 from afd.step_trace import StepTrace
@@ -55,7 +56,9 @@ def main(argv: Sequence[str]) -> int:
     made.add_argument("--layers", type=int, help=f"of a step; default: {MODEL_LAYERS}")
     made.add_argument("--distinct", type=int, default=4, help="layers of weights, used in turn")
     made.add_argument("--steps", type=int, help="that are timed; default: 500")
-    made.add_argument("--trace", type=Path, default=Path("traces/step3.json"), metavar="FILE")
+    made.add_argument(
+        "--trace", type=Path, default=Path("logs/gpu/traces/step3.json"), metavar="FILE"
+    )
     args = made.parse_args(argv)
     dry = args.device == "cpu"
     load, layers, steps = (TINY, 4, 20) if dry else (PAPER, MODEL_LAYERS, 500)
@@ -63,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
     pairs = args.pairs or (1 if dry else min(2, len(gpu_names()) // 2))
     if pairs < 1 or (not dry and len(gpu_names()) < 2 * pairs):
         raise ConfigError("the Step-3 slice needs two NVIDIA GPUs; --device cpu is a dry run")
-    result = run(load, layers, steps, pairs, args.distinct, args.device, args.seconds)
+    result = run(load, layers, steps, pairs, args.distinct, args.device, args.seconds, args.logs)
     print(told(load, result, layers))
     _record(load, result, layers, pairs, report("step3", args, "step3", argv))
     args.trace.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +76,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(
-    load: Load, layers: int, steps: int, pairs: int, distinct: int, device: str, timeout_s: float
+    load: Load,
+    layers: int,
+    steps: int,
+    pairs: int,
+    distinct: int,
+    device: str,
+    timeout_s: float,
+    logs: Path,
 ) -> Result:
     """Measure in a process per GPU. Raises AfdError when they fail or take longer."""
     with socket.socket() as probe:
@@ -98,12 +108,17 @@ def run(
             json.dumps(settings),
             str(out),
         ]
-        try:
-            done = subprocess.run(argv, env=environment, timeout=timeout_s, check=False)
-        except subprocess.TimeoutExpired:
-            raise AfdError(f"the Step-3 slice took over {timeout_s:g} s; raise --seconds") from None
-        if done.returncode != 0:
-            raise AfdError("a process of the Step-3 slice failed; its message is above")
+        logs.mkdir(parents=True, exist_ok=True)
+        log = logs / "step3.log"
+        with process(argv, environment, log) as leader:
+            try:
+                status = leader.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                raise AfdError(
+                    f"the Step-3 slice took over {timeout_s:g} s; raise --seconds:\n{tail(log)}"
+                ) from None
+        if status != 0:
+            raise AfdError(f"a process of the Step-3 slice failed:\n{tail(log, 40)}")
         sides = [
             json.loads(Path(f"{out}.{rank}").read_text(encoding="utf-8"))
             for rank in range(2 * pairs)

@@ -16,6 +16,8 @@ from afd.bench.gpu.step3_load import Load
 from afd.errors import ConfigError
 from afd.models import MoeModel
 from afd.wire import codecs_torch
+from afd.wire.layout import Tag
+from afd.wire.rows_torch import EncodedRows
 from afd.wire.slot_torch import SlotView
 
 _FP8 = torch.float8_e4m3fn
@@ -196,44 +198,56 @@ class CudaAttention:
 
 
 class Experts:
-    """Experts of one FFN GPU, for all rows of its deployment's attention GPUs.
+    """Experts of one FFN GPU, for all rows of its deployment's attention GPUs: those of an FFN
+    instance, on CUDA in FP8 with rows taken as they come.
 
     Of ``ffn_rows`` rows those of its own messages come by the wire; the others, which in the real
     deployment the instance's GPUs gather from each other, are random and stay the same.
     """
 
     def __init__(self, load: Load, distinct: int, device: torch.device) -> None:
+        # Imported where it is used: the bench needs the FFN workers for this one measurement.
+        from ffn_worker.dummy import dummy_shard
+        from ffn_worker.loader import Shard
+        from ffn_worker.model import FfnModel
+        from ffn_worker.moe import Scheme
+
         self._load, self._distinct = load, distinct
         self._own = load.rows * load.attention_instances
         x = torch.randn(load.ffn_rows, load.hidden, dtype=torch.bfloat16, device=device)
-        self._codes, self._scales = codecs_torch.quantise_fp8(x)
+        self._rows = EncodedRows.of(x, Tag.E4M3FN)
         scores = torch.rand(load.ffn_rows, load.experts, device=device)
         weights, ids = scores.topk(load.top_k, dim=-1)
         self._ids, self._weights = ids.int(), (weights / load.top_k).contiguous()
-        self._model = _ffn_model(load, distinct, device)
+        model, shard = _model(load, distinct), Shard((0, load.held), (0, load.shared_width))
+        on_gpu = device.type != "cpu"
+        self._model = FfnModel(
+            model,
+            shard,
+            dummy_shard(model, shard, device),
+            backend="triton" if on_gpu else "auto",
+            device=device,
+            scheme=Scheme.FP8_BLOCK if on_gpu else Scheme.PLAIN,
+        )
 
     def compute(self, layer: int, views: list[SlotView]) -> torch.Tensor:
         """Partial sums of the rows of these messages, one below the other: bfloat16."""
-        rows = self._load.rows
+        rows, scales = self._load.rows, self._rows.scales
+        assert scales is not None
         for index, view in enumerate(views):
             here = slice(index * rows, (index + 1) * rows)
             assert view.scales is not None and view.ids is not None and view.weights is not None
-            self._codes[here].copy_(view.payload[:rows])
-            self._scales[here].copy_(view.scales[:rows])
+            self._rows.payload[here].copy_(view.payload[:rows])
+            scales[here].copy_(view.scales[:rows])
             self._ids[here].copy_(view.ids[:rows])
             self._weights[here].copy_(view.weights[:rows])
-        x = codecs_torch.dequantise_fp8(self._codes, self._scales, torch.bfloat16)
-        out = self._model.forward(layer % self._distinct, x, self._ids, self._weights)
-        return out[: self._own].to(torch.bfloat16)
+        layer %= self._distinct
+        return self._model.forward(layer, self._rows, self._ids, self._weights)[: self._own]
 
 
-def _ffn_model(load: Load, distinct: int, device: torch.device):
-    # Imported where it is used: this package needs the FFN workers for this one measurement.
-    from ffn_worker.loader import LayerWeights, Shard
-    from ffn_worker.model import FfnModel
-
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    model = MoeModel(
+def _model(load: Load, distinct: int) -> MoeModel:
+    """The GPU's part of the model, as if its experts were that narrow."""
+    return MoeModel(
         family="step3",
         architecture="Step3TextForCausalLM",
         num_layers=distinct,
@@ -246,18 +260,3 @@ def _ffn_model(load: Load, distinct: int, device: torch.device):
         routed_scaling=1.0,
         dtype="bfloat16",
     )
-
-    def draw(*shape: int) -> torch.Tensor:
-        return (0.02 * torch.randn(shape, device=device, dtype=dtype)).to(torch.bfloat16)
-
-    layers = {
-        layer: LayerWeights(
-            draw(load.held, 2 * load.width, load.hidden),
-            draw(load.held, load.hidden, load.width),
-            draw(2 * load.shared_width, load.hidden),
-            draw(load.hidden, load.shared_width),
-        )
-        for layer in range(distinct)
-    }
-    shard = Shard((0, load.held), (0, load.shared_width))
-    return FfnModel(model, shard, layers, device=device)
