@@ -28,6 +28,7 @@ uint32_t next_number = 100;
 bool port_down[kDevices];
 bool ack_lost[kDevices];  // data arrive, then the sender is told that they did not
 int delay_us = 0;
+bool receivers_stopped = false;  // what arrives is not seen
 int register_errno = 0;
 int dmabufs = 0;
 int device_count = kDevices;

@@ -6,6 +6,7 @@
 //   sizes      64 B to 15 MB, from registered and from other memory, one and several parts
 //   soak       random sizes over several slots for SECONDS; meant for packet loss and port failures
 //   kill       the sender is killed in the middle of its posts, then the receiver
+//   stop       the sender is stopped, then the receiver: shortly, and until its queues are full
 //   late       a newer writer takes the slots while an older one is sending
 //   memlock    registration must be refused, with the sentence that says what to raise
 //   offset     soak, with one stripe written 64 B too far: the payload check must notice
@@ -190,6 +191,101 @@ void kill_either(const std::string& rx, const std::string& tx) {
   reap(child);
 }
 
+// Stops a process and waits until all of its threads stand still.
+void stop_process(pid_t child) {
+  check(kill(child, SIGSTOP) == 0, "SIGSTOP");
+  check(waitpid(child, nullptr, WUNTRACED) == child, "the process stops");
+}
+
+double ms_since(uint64_t since) { return static_cast<double>(now_ns() - since) / 1e6; }
+
+void stop_sender(const std::string& rx, const std::string& tx) {
+  Shared* shared = shared_page();
+  const pid_t child = spawn([&] {
+    await_region(shared);
+    const auto link = connect(*shared, tx, SlotRange{0, kSlots});
+    shared->claimed.fetch_add(1);
+    const std::vector<uint8_t> data(1 << 20, 6);
+    for (uint32_t seq = 1; seq <= 2; ++seq) {
+      while (shared->wanted[0].load(std::memory_order_acquire) <= seq) usleep(1000);
+      check(post(*link, 0, make_flag(1, seq), data.data(), data.size(), 1) == Status::Ok, "post");
+    }
+    while (shared->stop.load() == 0) usleep(1000);
+  });
+  const auto region = make_region(rx);
+  publish(shared, *region);
+  while (shared->claimed.load() == 0) usleep(1000);
+  shared->wanted[0].store(2);
+  check(await(*region, 0, make_flag(1, 1), kTimeoutUs) == Status::Ok, "before the stop");
+  stop_process(child);
+  shared->wanted[0].store(3);
+  const uint64_t since = now_ns();
+  check(await(*region, 0, make_flag(1, 2), 500000) == Status::Deadline, "the sender stands still");
+  check(ms_since(since) < 1500, "a deadline is kept");
+  check(!region->gone(0), "a stopped sender is late, not gone");
+  printf("stop: a wait for a stopped sender ended after %.0f ms\n", ms_since(since));
+  kill(child, SIGCONT);
+  check(await(*region, 0, make_flag(1, 2), kTimeoutUs) == Status::Ok, "after the stop");
+  shared->stop.store(1);
+  check(reap(child) == 0, "sender");
+}
+
+// `often`: not one message per slot is posted while the receiver stands still, but all that go.
+void stop_receiver(const std::string& rx, const std::string& tx, bool often) {
+  constexpr int64_t deadline_us = 2000000;
+  const uint64_t last = make_flag(1, 9999);
+  Shared* shared = shared_page();
+  const pid_t child = spawn([&] {
+    const auto region = make_region(rx);
+    publish(shared, *region);
+    for (uint32_t slot = 0; slot < kSlots; ++slot) {
+      const Status status = await(*region, slot, last, kTimeoutUs);
+      check(status == (often ? Status::PeerGone : Status::Ok), "the receiver's outcome");
+      check(often || region->payload(slot)[(1 << 20) - 1] == 8, "payload");
+    }
+    shared->stop.store(1);
+  });
+  await_region(shared);
+  const auto link = connect(*shared, tx, SlotRange{0, kSlots}, deadline_us);
+  const std::vector<uint8_t> before(1 << 20, 7), data(1 << 20, 8);
+  check(post(*link, 0, make_flag(1, 1), before.data(), before.size(), 1) == Status::Ok, "post");
+  stop_process(child);
+  if (!often) {
+    for (uint32_t slot = 0; slot < kSlots; ++slot)
+      check(post(*link, slot, last, data.data(), data.size(), 1) == Status::Ok,
+            "its NIC goes on answering");
+    kill(child, SIGCONT);
+  } else {
+    Status status = Status::Ok;
+    uint64_t since = 0;
+    uint32_t posted = 0;
+    for (; status == Status::Ok && posted < 10000; ++posted) {
+      since = now_ns();
+      status = post(*link, posted % kSlots, make_flag(2, posted + 1), data.data(), 4096, 1);
+    }
+    check(status == Status::Deadline, "status of a post to a stopped receiver");
+    check(ms_since(since) < 1.5e-3 * deadline_us, "a deadline is kept");
+    printf("stop: post %u to a stopped receiver ended after %.0f ms\n", posted, ms_since(since));
+    kill(child, SIGCONT);
+    // It cannot know what it missed.
+    since = now_ns();
+    for (status = Status::Ok; status != Status::PeerGone; usleep(1000)) {
+      check(ms_since(since) < 5000, "the connection ends");
+      status = post(*link, 0, last, data.data(), 64, 1);
+    }
+    printf("stop: a receiver that missed messages ended the link after %.0f ms\n",
+           ms_since(since));
+  }
+  check(reap(child) == 0 && shared->stop.load() == 1, "receiver");
+}
+
+void stop_either(const std::string& rx, const std::string& tx) {
+  stop_sender(rx, tx);
+  stop_receiver(rx, tx, false);
+  printf("stop: one message per slot came after the receiver went on\n");
+  stop_receiver(rx, tx, true);
+}
+
 void late(const std::string& rx, const std::string& tx) {
   Shared* shared = shared_page();
   const pid_t first = spawn([&] {
@@ -276,6 +372,8 @@ int main(int argc, char** argv) {
       if (!soak(rx, tx, seconds, [] {})) broke("payload");
     } else if (which == "kill") {
       kill_either(rx, tx);
+    } else if (which == "stop") {
+      stop_either(rx, tx);
     } else if (which == "late") {
       late(rx, tx);
     } else if (which == "memlock") {

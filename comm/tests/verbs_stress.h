@@ -99,11 +99,12 @@ Status await(Region& region, uint32_t slot, uint64_t flag, int64_t timeout_us) {
   return awaited.status;
 }
 
-std::unique_ptr<Link> connect(const Shared& shared, const std::string& ports, SlotRange slots) {
+std::unique_ptr<Link> connect(const Shared& shared, const std::string& ports, SlotRange slots,
+                              int64_t timeout_us = kTimeoutUs) {
   LinkOptions options;
   options.backend = "verbs";
   options.slots = slots;
-  options.timeout_us = kTimeoutUs;
+  options.timeout_us = timeout_us;
   options.verbs = verbs(ports);
   std::vector<std::string> addresses;
   for (const char* address : {shared.addresses[0], shared.addresses[1]})

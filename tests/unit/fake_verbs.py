@@ -38,6 +38,10 @@ class FakeVerbs:
     def delay_us(self, us: int) -> None:
         self._lib.fake_delay_us(us)
 
+    def stop_receivers(self, stop: bool = True) -> None:
+        """What arrives is acknowledged, but its receiver's thread does not see it."""
+        self._lib.fake_stop_receivers(int(stop))
+
     def refuse_memory(self, errno: int) -> None:
         self._lib.fake_refuse_memory(errno)
 
@@ -53,6 +57,7 @@ class FakeVerbs:
             self.port(device, up=True)
             self.lose_acks(device, False)
         self.delay_us(0)
+        self.stop_receivers(False)
         self.refuse_memory(0)
         self.devices(2)
 

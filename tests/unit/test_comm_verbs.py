@@ -192,6 +192,45 @@ def test_a_message_that_was_overwritten_holds_up_nobody(region: Region, fake: Fa
     assert region.wait_all([0, 1, 2], [198, 199, 200], TIMEOUT_US) == [Status.OK] * 3
 
 
+def test_a_slot_overwritten_once_unseen_holds_up_nobody(region: Region, fake: FakeVerbs) -> None:
+    link = connect(region, fake)
+    fake.stop_receivers()
+    for slot in (0, 1):
+        for seq in (1, 2):
+            assert link.post(slot, seq, 0, 0, 0, 1, 0, 0, 0, []) == Status.OK
+    fake.stop_receivers(False)
+    assert region.wait_all([0, 1], [2, 2], TIMEOUT_US) == [Status.OK] * 2
+    Sender(region, link).exchange(1 << 20)
+
+
+def test_a_slot_overwritten_often_unseen_ends_the_link(region: Region, fake: FakeVerbs) -> None:
+    """A receiver that was stopped cannot know what it missed: both sides must hear of it."""
+    link = connect(region, fake)
+    fake.stop_receivers()
+    for seq in (1, 2, 3):
+        assert link.post(0, seq, 0, 0, 0, 1, 0, 0, 0, []) == Status.OK
+    fake.stop_receivers(False)
+    assert region.wait_all([0, 1], [3, 3], TIMEOUT_US) == [Status.PEER_GONE] * 2
+    assert comes_to(link, Status.PEER_GONE)
+    Sender(region, connect(region, fake)).exchange(1 << 20)
+
+
+def test_posts_to_a_stopped_receiver_end_in_time(region: Region, fake: FakeVerbs) -> None:
+    """They succeed until its receive queues are full, and then take their deadline."""
+    link = Link(
+        region.addresses, backend="verbs", slots=(0, 4), timeout_us=200_000, verbs=fake.options()
+    )
+    fake.stop_receivers()
+    started, status, count = time.monotonic(), Status.OK, 0
+    while status == Status.OK and count < 10_000:
+        count += 1
+        status = link.post(count % 4, count, 0, 0, 0, 1, 0, 0, 0, [])
+    assert status == Status.DEADLINE and time.monotonic() - started < 3
+    assert region.wait_all([0], [99_999], 100_000) == [Status.DEADLINE]
+    fake.stop_receivers(False)
+    assert region.wait_all([0], [99_999], TIMEOUT_US) == [Status.PEER_GONE]
+
+
 def test_registered_memory_is_sent_in_place(region: Region, fake: FakeVerbs) -> None:
     fake.delay_us(20_000)
     link = connect(region, fake)
