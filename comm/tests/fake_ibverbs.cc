@@ -264,6 +264,12 @@ void fake_stop_receivers(int stop) {
   const std::lock_guard<std::mutex> lock(world);
   receivers_stopped = stop != 0;
 }
+// The next write with an immediate has this word at this byte, as a hostile sender's might.
+void fake_damage_record(int at, uint32_t word) {
+  const std::lock_guard<std::mutex> lock(world);
+  damage_at = at;
+  damage = word;
+}
 // errno of every registration from now on; 0: they succeed.
 void fake_refuse_memory(int error) {
   const std::lock_guard<std::mutex> lock(world);

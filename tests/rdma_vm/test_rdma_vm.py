@@ -99,6 +99,8 @@ def test_loss_and_delay(cases: dict[str, Case]) -> None:
 
 def test_death_of_either_end(cases: dict[str, Case]) -> None:
     passed(cases, "kill", "the sender's death was seen", "the receiver's death was seen")
+    writers = re.search(r"(\d+) kills, (\d+) of them writers", cases["kill"].text)
+    assert writers is not None and 0 < int(writers[2]) <= int(writers[1])
 
 
 def test_either_end_is_stopped(cases: dict[str, Case]) -> None:

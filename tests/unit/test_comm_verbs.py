@@ -148,6 +148,10 @@ def test_what_a_link_cannot_use(region: Region, fake: FakeVerbs) -> None:
     plain = Region(1, 64, name="plain")
     with pytest.raises(CommError, match="offers no address for backend 'verbs'"):
         connect(plain, fake, slots=(0, 1))
+    fake.refuse_memory(errno.ENOMEM)
+    with pytest.raises(CommError, match=r"limit of locked memory is .*ulimit -l unlimited"):
+        connect(region, fake)
+    fake.refuse_memory(0)
     fake.port("fake0", up=False)
     fake.port("fake1", up=False)
     with pytest.raises(CommError, match=r"no pair of ports.*fake0:1 is down.*fake1:1 is down"):
@@ -391,6 +395,39 @@ def test_nonsense_in_the_handshake_harms_nobody(region: Region, fake: FakeVerbs)
     sender.exchange(1 << 20)
     assert not region.buffer(2).any()
     Sender(region, connect(region, fake, slots=(2, 1))).exchange(64, slot=2)
+
+
+@pytest.mark.parametrize(
+    "at,word",
+    [
+        pytest.param(4, 3, id="slot that is not the immediate's"),
+        pytest.param(8, 0, id="flag 0"),
+        pytest.param(44, 1 << 31, id="negative size"),
+        pytest.param(44, 1, id="size beyond the slot"),
+        pytest.param(72, 1 << 20, id="turn far ahead"),
+        pytest.param(80, 0, id="no stripes"),
+        pytest.param(80, 17, id="too many stripes"),
+    ],
+)
+def test_a_wrong_record_ends_the_link(
+    region: Region, fake: FakeVerbs, at: int, word: int
+) -> None:
+    link = connect(region, fake, slots=(0, 1))
+    fake.damage_record(at, word)
+    assert link.post(0, 1, 0, 0, 0, 1, 0, 0, 0, []) == Status.OK
+    assert region.wait_all([0], [1], TIMEOUT_US) == [Status.PEER_GONE]
+    assert comes_to(link, Status.PEER_GONE)
+    assert not region.ready(0, 1) and not region.ready(3, 1)
+    Sender(region, connect(region, fake)).exchange(1 << 20)
+
+
+def test_a_torn_record_never_rings(region: Region, fake: FakeVerbs) -> None:
+    link = connect(region, fake)
+    fake.damage_record(84, 77)
+    assert link.post(0, 1, 0, 0, 0, 1, 0, 0, 0, []) == Status.OK
+    assert region.wait_all([0], [1], 50_000) == [Status.DEADLINE]
+    assert link.post(0, 2, 0, 0, 0, 1, 0, 0, 0, []) == Status.OK
+    assert region.wait_all([0], [2], TIMEOUT_US) == [Status.OK]
 
 
 def test_slots_taken_by_shm_end_the_verbs_writer(region: Region, fake: FakeVerbs) -> None:
