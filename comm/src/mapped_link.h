@@ -16,8 +16,8 @@ class MappedLink : public Link {
   void close() override;
 
  protected:
-  // Ok, or why the message must not be written.
-  Status check(const Message& message);
+  // Ok, or why the message must not be written. `now`: 0, or now_ns() where it is known.
+  Status check(const Message& message, uint64_t now = 0);
   // A newer writer may come at any time; its doorbell must not be overwritten.
   bool owns(uint32_t slot) const {
     return slots_.count == 0 || holds_claim(memory_, slot, ticket_);
@@ -26,7 +26,7 @@ class MappedLink : public Link {
   Memory memory_;
 
  private:
-  bool receiver_alive();
+  bool receiver_alive(uint64_t now);
 
   SlotRange slots_;
   uint64_t ticket_ = 0;
