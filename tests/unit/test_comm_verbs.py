@@ -409,9 +409,7 @@ def test_nonsense_in_the_handshake_harms_nobody(region: Region, fake: FakeVerbs)
         pytest.param(80, 17, id="too many stripes"),
     ],
 )
-def test_a_wrong_record_ends_the_link(
-    region: Region, fake: FakeVerbs, at: int, word: int
-) -> None:
+def test_a_wrong_record_ends_the_link(region: Region, fake: FakeVerbs, at: int, word: int) -> None:
     link = connect(region, fake, slots=(0, 1))
     fake.damage_record(at, word)
     assert link.post(0, 1, 0, 0, 0, 1, 0, 0, 0, []) == Status.OK
