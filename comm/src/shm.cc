@@ -23,7 +23,7 @@ class ShmLink final : public MappedLink {
     const Status checked = check(m, posted);
     if (checked != Status::Ok) return checked;
     SlotControl& control = memory_.control(m.slot);
-    // Nobody polls this line, so it may be fetched from the reader's core while the bytes are copied.
+    // Nobody polls this line: it may come from the reader's core while the bytes are copied.
     if (trace) __builtin_prefetch(&control.times, 1);
     uint8_t* payload = memory_.payload(m.slot);
     for (std::size_t i = 0; i < m.part_count; ++i)

@@ -108,8 +108,8 @@ class EventRing {
 // All that one peer's messages told. Any thread may call any function; none waits for another.
 class PeerTrace {
  public:
-  // A message with these times was seen by a wait. The content may be a lie. Only puts it aside: the
-  // counting is done by absorb(), for which a wait has time while it waits for the next message.
+  // A message with these times was seen by a wait. The content may be a lie. This only puts it
+  // aside; absorb() counts it, for which a wait has time until the next message comes.
   void note(const Header& header, const Times& times);
   // Counts what was put aside.
   void absorb() {

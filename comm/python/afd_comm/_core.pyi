@@ -275,7 +275,11 @@ class Region:
     def wake(self) -> None:
         """Make the waits now in progress return early (DEADLINE, -1). Later waits are not affected."""
     def set_spin_us(self, us: int) -> None:
-        """How long a wait spins before it sleeps; default 50, on at most two usable CPUs 5."""
+        """How long a wait spins before it sleeps; default 50, on at most two usable CPUs 5.
+
+        After less than 50 us it goes on looking until then, but lets other threads run in between. 0: it
+        sleeps at once.
+        """
     def close(self) -> None:
         """End connections and waits; peers get PEER_GONE. Idempotent."""
 
