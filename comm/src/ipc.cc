@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "mapped_link.h"
+#include "trace_clock.h"
 
 namespace afd_comm {
 namespace {
@@ -92,7 +93,7 @@ class IpcLink final : public MappedLink {
   // As enqueue() on a stream of our own, but for header and doorbell, which the CPU writes.
   Status post(const Message& m) override {
     const bool trace = traced();
-    const uint64_t posted = trace ? now_ns() : 0;
+    const uint64_t posted = trace ? trace_now_ns() : 0;
     const Status checked = check(m);
     if (checked != Status::Ok) return checked;
     {
@@ -110,7 +111,7 @@ class IpcLink final : public MappedLink {
     SlotControl& control = memory_.control(m.slot);
     if (trace) {
       control.times = times_of(m, posted);
-      control.times.sent = control.times.arrived = static_cast<int64_t>(now_ns());
+      control.times.sent = control.times.arrived = static_cast<int64_t>(trace_now_ns());
     }
     control.header = m.header;
     control.header.traced = trace;

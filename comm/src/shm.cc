@@ -3,6 +3,7 @@
 
 #include "copy.h"
 #include "mapped_link.h"
+#include "trace_clock.h"
 
 namespace afd_comm {
 namespace {
@@ -19,7 +20,7 @@ class ShmLink final : public MappedLink {
 
   Status post(const Message& m) override {
     const bool trace = traced();
-    const uint64_t posted = trace ? now_ns() : 0;
+    const uint64_t posted = trace ? trace_now_ns() : 0;
     const Status checked = check(m, posted);
     if (checked != Status::Ok) return checked;
     SlotControl& control = memory_.control(m.slot);
@@ -34,7 +35,7 @@ class ShmLink final : public MappedLink {
     if (trace) {
       Times times = times_of(m, posted);
       times.sent = times.arrived =
-          m.header.nbytes <= kOneReading ? times.posted : static_cast<int64_t>(now_ns());
+          m.header.nbytes <= kOneReading ? times.posted : static_cast<int64_t>(trace_now_ns());
       control.times = times;
     }
     control.header = m.header;

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "afd_comm/link.h"
+#include "trace_clock.h"
 
 namespace afd_comm {
 namespace {
@@ -138,7 +139,7 @@ bool TcpConnection::deliver() {
   control.header = head_.header;
   if (head_.header.traced != 0) {
     control.times = head_.times;
-    control.times.arrived = static_cast<int64_t>(now_ns());
+    control.times.arrived = static_cast<int64_t>(trace_now_ns());
   }
   memory_.ring(head_.slot, head_.flag);
   phase_ = Phase::Head;

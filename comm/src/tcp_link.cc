@@ -12,6 +12,7 @@
 #include "backends.h"
 #include "socket.h"
 #include "tcp_wire.h"
+#include "trace_clock.h"
 #include "zero_copy.h"
 
 namespace afd_comm {
@@ -88,14 +89,14 @@ class TcpLink final : public Link {
     const Status checked = check_message(m, slots_, slot_bytes_, options_.slots);
     if (checked != Status::Ok) return checked;
     const bool trace = traced();
-    const uint64_t posted = trace ? now_ns() : 0;
+    const uint64_t posted = trace ? trace_now_ns() : 0;
     if (!take_turn()) return Status::Deadline;
     if (ended_ == Status::Ok) ended_ = farewell(Status::Ok);
     if (ended_ != Status::Ok) return finish(ended_);
     load(m, trace);
     if (trace) {
       head_.times = times_of(m, posted);
-      head_.times.sent = static_cast<int64_t>(now_ns());
+      head_.times.sent = static_cast<int64_t>(trace_now_ns());
     }
     return advance();
   }

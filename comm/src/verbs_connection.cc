@@ -11,6 +11,7 @@
 #include <cstring>
 
 #include "afd_comm/link.h"
+#include "trace_clock.h"
 
 namespace afd_comm {
 namespace {
@@ -327,7 +328,7 @@ void VerbsConnection::deliver(const Record& record) {
   control.header = record.header;
   if (record.header.traced != 0) {
     control.times = record.times;
-    control.times.arrived = static_cast<int64_t>(now_ns());
+    control.times.arrived = static_cast<int64_t>(trace_now_ns());
   }
   host_.memory.ring(record.slot, record.flag);
 }

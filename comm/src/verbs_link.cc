@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "trace_clock.h"
+
 namespace afd_comm {
 namespace {
 
@@ -43,7 +45,7 @@ Status VerbsLink::post(const Message& m) {
   if (closed_.load(std::memory_order_acquire)) return Status::Closed;
   const Status checked = check_message(m, region_slots_, slot_bytes_, options_.slots);
   if (checked != Status::Ok) return checked;
-  const uint64_t posted = traced() ? now_ns() : 0;
+  const uint64_t posted = traced() ? trace_now_ns() : 0;
   const uint32_t index = m.slot - first_;
   Outgoing& out = out_[index];
   // Its bounce buffer and record may still be read by a NIC.
@@ -84,7 +86,7 @@ Status VerbsLink::post(const Message& m) {
   record.stripes = out.plan.count;
   if (out.traced) {
     record.times = times_of(m, posted);
-    record.times.sent = static_cast<int64_t>(now_ns());
+    record.times.sent = static_cast<int64_t>(trace_now_ns());
   }
   std::memcpy(record_at(index), &record, sizeof record);
   for (uint32_t i = 0; i < out.plan.count; ++i)

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "afd_comm/region.h"
+#include "trace_clock.h"
 
 namespace afd_comm {
 namespace {
@@ -71,7 +72,7 @@ void Region::note(uint32_t slot, uint64_t flag, PeerTrace& trace) {
   __builtin_prefetch(&control.times);  // on its way while the clock is read
   SlotTrace& noted = slot_traces_[slot];
   if (noted.seen.exchange(flag, std::memory_order_relaxed) == flag) return;
-  const auto consumed = static_cast<int64_t>(now_ns());
+  const auto consumed = static_cast<int64_t>(trace_now_ns());
   noted.consumed.store(consumed, std::memory_order_relaxed);
   Times times = control.times;
   times.consumed = consumed;
