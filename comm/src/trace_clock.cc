@@ -24,8 +24,11 @@ constexpr uint64_t kCompareNs = 1000000;
 // A rate is taken over at least this time, and anew after that.
 constexpr uint64_t kCalibrateNs = 50000000;
 constexpr uint64_t kRecalibrateNs = 1000000000;
-// A pair of readings that took longer was interrupted.
-constexpr uint64_t kPairTicks = 2000;
+// A pair of readings is wrong by half of what it took. Of a few tries the first good one is taken,
+// else the best, unless all were interrupted.
+constexpr int kTries = 3;
+constexpr uint64_t kGoodTicks = 300;
+constexpr uint64_t kWorstTicks = 2000;
 constexpr int kShift = 32;  // of the fixed point rate
 
 // Whether the kernel trusts the counter to run evenly and alike on all cores.
@@ -53,27 +56,30 @@ struct Counter {
   uint64_t last = 0;   // what was returned last
 };
 
+// False: the two could not be read close to each other.
 bool compare(Counter& counter) {
   Pair now;
-  for (int tries = 0; tries < 3; ++tries) {
+  uint64_t best = kWorstTicks;
+  for (int tries = 0; tries < kTries && best > kGoodTicks; ++tries) {
     const uint64_t before = __rdtsc();
-    now.ns = now_ns();
+    const uint64_t ns = now_ns();
     const uint64_t took = __rdtsc() - before;
-    if (took > kPairTicks) continue;
-    now.ticks = before + took / 2;
-    if (counter.calibrated.ticks == 0) counter.calibrated = now;
-    const uint64_t span = now.ns - counter.calibrated.ns;
-    if (span > (counter.rate == 0 ? kCalibrateNs : kRecalibrateNs)) {
-      const auto ratio = static_cast<double>(span) /
-                         static_cast<double>(now.ticks - counter.calibrated.ticks);
-      counter.rate = static_cast<uint64_t>(ratio * static_cast<double>(uint64_t{1} << kShift));
-      counter.valid = static_cast<uint64_t>(static_cast<double>(kCompareNs) / ratio);
-      counter.calibrated = now;
-    }
-    counter.compared = now;
-    return true;
+    if (took >= best) continue;
+    best = took;
+    now = {before + took / 2, ns};
   }
-  return false;
+  if (now.ticks == 0) return false;
+  if (counter.calibrated.ticks == 0) counter.calibrated = now;
+  const uint64_t span = now.ns - counter.calibrated.ns;
+  if (span > (counter.rate == 0 ? kCalibrateNs : kRecalibrateNs)) {
+    const auto ratio = static_cast<double>(span) /
+                       static_cast<double>(now.ticks - counter.calibrated.ticks);
+    counter.rate = static_cast<uint64_t>(ratio * static_cast<double>(uint64_t{1} << kShift));
+    counter.valid = static_cast<uint64_t>(static_cast<double>(kCompareNs) / ratio);
+    counter.calibrated = now;
+  }
+  counter.compared = now;
+  return true;
 }
 
 }  // namespace
