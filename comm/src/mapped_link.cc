@@ -4,6 +4,8 @@
 
 #include <utility>
 
+#include "packed_times.h"
+
 namespace afd_comm {
 namespace {
 
@@ -17,6 +19,7 @@ MappedLink::MappedLink(Memory memory, const LinkOptions& options)
       memory_(std::move(memory)),
       slots_(options.slots),
       creator_(getpid()),
+      same_clock_(memory_.head().clock == clock_identity()),
       receiver_(memory_.head().owner) {
   if (!receiver_.alive() || memory_.head().closed.load(std::memory_order_acquire) != 0)
     throw CommError(
@@ -30,6 +33,19 @@ void MappedLink::close() {
   if (closed_.exchange(true, std::memory_order_acq_rel)) return;
   // A forked child's copy of this object must not end its parent's claim.
   if (getpid() == creator_ && slots_.count != 0) end_claim(memory_, slots_, ticket_);
+}
+
+void MappedLink::describe(SlotControl& control, const Message& m, bool trace, uint64_t posted,
+                          uint64_t arrived) const {
+  const auto begin = static_cast<int64_t>(posted), end = static_cast<int64_t>(arrived);
+  Header header = m.header;
+  header.traced = kNotTraced;
+  if (trace && !(same_clock_ && pack_times(header, begin, end, m.echo))) {
+    control.times = times_of(m, posted);
+    control.times.sent = control.times.arrived = end;
+    header.traced = kTimesInLine;
+  }
+  control.header = header;
 }
 
 Status MappedLink::check(const Message& m, uint64_t now) {

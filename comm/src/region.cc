@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "backends.h"
+#include "packed_times.h"
 
 namespace afd_comm {
 namespace {
@@ -131,8 +132,8 @@ void Region::trace(SlotRange range, std::shared_ptr<PeerTrace> trace) {
 
 Times Region::times(uint32_t slot) const {
   const SlotControl& control = memory_.control(slot);
-  if (control.header.traced == 0) return Times{};
-  Times times = control.times;
+  Times times = read_times(control, clock_identity());
+  if (control.header.traced == kNotTraced) return times;
   const SlotTrace& noted = slot_traces_[slot];
   const bool seen = noted.seen.load(std::memory_order_relaxed) ==
                     control.doorbell.load(std::memory_order_relaxed);

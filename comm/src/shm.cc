@@ -23,23 +23,14 @@ class ShmLink final : public MappedLink {
     const uint64_t posted = trace ? trace_now_ns() : 0;
     const Status checked = check(m, posted);
     if (checked != Status::Ok) return checked;
-    SlotControl& control = memory_.control(m.slot);
-    // Nobody polls this line: it may come from the reader's core while the bytes are copied.
-    if (trace) __builtin_prefetch(&control.times, 1);
     uint8_t* payload = memory_.payload(m.slot);
     for (std::size_t i = 0; i < m.part_count; ++i)
       if (m.parts[i].nbytes != 0)
         copy(payload + m.parts[i].offset, m.parts[i].data, m.parts[i].nbytes);
     // A newer writer may have come while this one copied; its doorbell must not be overwritten.
     if (!owns(m.slot)) return Status::Closed;
-    if (trace) {
-      Times times = times_of(m, posted);
-      times.sent = times.arrived =
-          m.header.nbytes <= kOneReading ? times.posted : static_cast<int64_t>(trace_now_ns());
-      control.times = times;
-    }
-    control.header = m.header;
-    control.header.traced = trace;
+    const bool read_again = trace && m.header.nbytes > kOneReading;
+    describe(memory_.control(m.slot), m, trace, posted, read_again ? trace_now_ns() : posted);
     memory_.ring(m.slot, m.flag);
     return Status::Ok;
   }

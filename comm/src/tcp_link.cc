@@ -11,6 +11,7 @@
 
 #include "backends.h"
 #include "socket.h"
+#include "packed_times.h"
 #include "tcp_wire.h"
 #include "trace_clock.h"
 #include "zero_copy.h"
@@ -192,7 +193,7 @@ class TcpLink final : public Link {
     head_.flag = m.flag;
     head_.part_count = static_cast<uint32_t>(m.part_count);
     head_.header = m.header;
-    head_.header.traced = trace;
+    head_.header.traced = trace ? kTimesInLine : kNotTraced;
     pieces_[0] = {&head_, sizeof head_};
     in_place_[0] = false;
     const bool zero_copy = options_.zero_copy_from >= 0 || !zero_copy_.copied();

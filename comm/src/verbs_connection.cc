@@ -11,6 +11,7 @@
 #include <cstring>
 
 #include "afd_comm/link.h"
+#include "packed_times.h"
 #include "trace_clock.h"
 
 namespace afd_comm {
@@ -326,7 +327,8 @@ void VerbsConnection::deliver(const Record& record) {
   if (ticket_ != 0 && !holds_claim(host_.memory, record.slot, ticket_)) return complain();
   SlotControl& control = host_.memory.control(record.slot);
   control.header = record.header;
-  if (record.header.traced != 0) {
+  control.header.traced = record.header.traced != kNotTraced ? kTimesInLine : kNotTraced;
+  if (record.header.traced != kNotTraced) {
     control.times = record.times;
     control.times.arrived = static_cast<int64_t>(trace_now_ns());
   }

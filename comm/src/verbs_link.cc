@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "packed_times.h"
 #include "trace_clock.h"
 
 namespace afd_comm {
@@ -78,7 +79,7 @@ Status VerbsLink::post(const Message& m) {
   record.slot = m.slot;
   record.flag = m.flag;
   record.header = m.header;
-  record.header.traced = out.traced;
+  record.header.traced = out.traced ? kTimesInLine : kNotTraced;
   // From here on the message will be sent: a number that never came would hold up all others.
   record.before = out.order.load(std::memory_order_relaxed);
   record.order = order_.fetch_add(1, std::memory_order_relaxed) + 1;

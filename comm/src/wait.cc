@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "afd_comm/region.h"
+#include "packed_times.h"
 #include "trace_clock.h"
 
 namespace afd_comm {
@@ -68,13 +69,14 @@ bool Region::poll(Awaited* awaited, std::size_t count, WaitFor mode) {
 
 void Region::note(uint32_t slot, uint64_t flag, PeerTrace& trace) {
   const SlotControl& control = memory_.control(slot);
-  if (control.header.traced == 0) return;
-  __builtin_prefetch(&control.times);  // on its way while the clock is read
+  if (control.header.traced == kNotTraced) return;
+  // On its way while the clock is read.
+  if (control.header.traced == kTimesInLine) __builtin_prefetch(&control.times);
   SlotTrace& noted = slot_traces_[slot];
   if (noted.seen.exchange(flag, std::memory_order_relaxed) == flag) return;
   const auto consumed = static_cast<int64_t>(trace_now_ns());
   noted.consumed.store(consumed, std::memory_order_relaxed);
-  Times times = control.times;
+  Times times = read_times(control, clock_identity());
   times.consumed = consumed;
   trace.note(control.header, times);
 }
