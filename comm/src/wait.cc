@@ -132,13 +132,14 @@ bool Region::wait(Awaited* awaited, std::size_t count, WaitFor mode, uint64_t de
     const bool may_yield =
         spin_ns != 0 && now >= crowded_until_.load(std::memory_order_relaxed);
     uint64_t yield_end = may_yield ? std::min(now + kYieldNs, deadline) : 0;
+    // Who serves rings the doorbells himself, so there is nothing to look for in between.
+    const int looks = spin_ns == 0 || serving.receiver != nullptr ? 1 : kSpinsPerClockRead;
     do {
-      for (int i = 0; i < kSpinsPerClockRead; ++i) {
+      if (serving.receiver != nullptr) serving.receiver->serve(0, 0);
+      for (int i = 0; i < looks; ++i) {
         if (poll(awaited, count, mode)) return false;
-        if (spin_ns == 0) break;
         relax();
       }
-      if (serving.receiver != nullptr) serving.receiver->serve(0, 0);
       now = now_ns();
       if (now < spin_end || now >= yield_end) continue;
       sched_yield();
