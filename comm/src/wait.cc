@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "afd_comm/region.h"
 #include "packed_times.h"
@@ -44,8 +45,9 @@ struct Serving {
   Receiver* receiver = nullptr;
   Serving() = default;
   Serving(const Serving&) = delete;
-  ~Serving() {
-    if (receiver != nullptr) receiver->end_serving();
+  ~Serving() { end(); }
+  void end() {
+    if (receiver != nullptr) std::exchange(receiver, nullptr)->end_serving();
   }
 };
 
@@ -171,7 +173,9 @@ bool Region::wait(Awaited* awaited, std::size_t count, WaitFor mode, uint64_t de
                                            : memory_.sleep(seen, until - now);
     }
     now = now_ns();
-    if (interrupt != nullptr && (signal || now >= next_look) && interrupt()) return true;
+    if (interrupt == nullptr || (!signal && now < next_look)) continue;
+    serving.end();  // it may have to wait for an interpreter's lock
+    if (interrupt()) return true;
   }
 }
 

@@ -66,7 +66,8 @@ class Header:
         whose link does not trace."""
     @property
     def t_sent(self) -> int:
-        """The first byte was handed to the wire (shm: all were copied); ns, clock of the sender's host."""
+        """The first byte was handed to the wire (shm: all were copied); ns, clock of the sender's host. Over
+        shm it equals ``t_posted`` up to 1 KiB."""
     @property
     def t_arrived(self) -> int:
         """Complete, just before the doorbell; ns, clock of the receiver's host. Never subtract the sender's
