@@ -88,10 +88,15 @@ uint64_t trace_now_ns() {
   static const bool usable = counter_is_the_clock();
   if (!usable) return now_ns();
   __attribute__((tls_model("initial-exec"))) thread_local Counter counter;
+  if (counter.rate == 0) {
+    const uint64_t ns = now_ns();
+    if (counter.calibrated.ticks == 0 || ns - counter.calibrated.ns > kCalibrateNs)
+      compare(counter);
+    return counter.last = std::max(counter.last, ns);
+  }
   uint64_t since = __rdtsc() - counter.compared.ticks;
   if (since >= counter.valid) {
-    if (!compare(counter) || counter.rate == 0)
-      return counter.last = std::max(counter.last, now_ns());
+    if (!compare(counter)) return counter.last = std::max(counter.last, now_ns());
     since = __rdtsc() - counter.compared.ticks;
   }
   const uint64_t ns = counter.compared.ns + (since * counter.rate >> kShift);
