@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from fake_verbs import FakeVerbs, built_fake
 
-from afd_comm import CommError, Link, Region, Status, VerbsOptions, make_flag
+from afd_comm import CommError, Link, Region, Status, make_flag
 
 TIMEOUT_US = 5_000_000
 SLOT_BYTES = 4 << 20
@@ -86,40 +86,7 @@ def comes_to(link: Link, end: Status) -> bool:
     return status == end
 
 
-# -- options and sentences
-
-
-@pytest.mark.parametrize(
-    "changes,sentence",
-    [
-        ({"ports": []}, "number of ports is 0; it must be from 1 to 8; name them"),
-        ({"ports": ["mlx5_0:0"]}, "'mlx5_0:0' is not a port; write device or device:port"),
-        ({"ports": ["mlx5_0:x"]}, "is not a port"),
-        ({"ports": [":1"]}, "is not a port"),
-        ({"ports": ["/dev/x"]}, "is not a port"),
-        ({"retry": 7}, "retry is 7; it must be from 0 to 6; 7 means for ever"),
-        ({"timeout": 0}, "timeout is 0; it must be from 1 to 31"),
-        ({"gid_index": 256}, "gid_index is 256"),
-        ({"service_level": 16}, "service_level is 16"),
-        ({"traffic_class": -1}, "traffic_class is -1"),
-        ({"qps_per_port": 0}, "qps_per_port is 0"),
-    ],
-)
-def test_options_out_of_range(changes: dict, sentence: str) -> None:
-    with pytest.raises(CommError, match=sentence):
-        VerbsOptions(**{"ports": ["mlx5_0:1"], **changes})
-
-
-def test_without_a_library() -> None:
-    options = VerbsOptions(ports=["mlx5_0"], host="127.0.0.1", library="libnone_such.so.7")
-    with pytest.raises(CommError, match=r"cannot load libnone_such.so.7 .*apt-get install"):
-        Region(1, 64, name="r", verbs=options)
-
-
-def test_a_library_that_is_another() -> None:
-    options = VerbsOptions(ports=["mlx5_0"], host="127.0.0.1", library="libc.so.6")
-    with pytest.raises(CommError, match="has no ibv_get_device_list"):
-        Region(1, 64, name="r", verbs=options)
+# -- sentences
 
 
 def test_what_a_region_cannot_use(fake: FakeVerbs) -> None:
@@ -256,14 +223,6 @@ def test_registered_memory_is_sent_in_place(region: Region, fake: FakeVerbs) -> 
     assert region.wait_all([0], [flag], TIMEOUT_US) == [Status.OK]
     assert (region.buffer(0)[: plain.nbytes] == 3).all()
     assert link.wait_sent(99, 0) == Status.BAD_HEADER
-
-
-def test_register_memory_and_wait_sent_of_other_backends() -> None:
-    region = Region(1, 64, name="plain")
-    link = Link(region.addresses, timeout_us=TIMEOUT_US)
-    data = np.zeros(64, np.uint8)
-    link.register_memory(data.ctypes.data, 64)
-    assert link.wait_sent(0, 0) == Status.OK and link.notes == ""
 
 
 def test_traced_messages_carry_their_times(region: Region, fake: FakeVerbs) -> None:
