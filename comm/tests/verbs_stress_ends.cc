@@ -29,6 +29,7 @@ void kill_senders(const std::string& rx, const std::string& tx) {
       await_region(shared);
       if (i < kills) post_for_ever(shared, tx, static_cast<uint32_t>(i) + 1);
       const auto link = connect(*shared, tx, SlotRange{0, kSlots});
+      shared->claimed.fetch_add(1);
       const std::vector<uint8_t> data(1 << 20, 4);
       check(post(*link, 1, make_flag(1000, 1), data.data(), data.size(), 1) == Status::Ok, "post");
       link->close();
@@ -52,6 +53,11 @@ void kill_senders(const std::string& rx, const std::string& tx) {
     ++writers;
   }
   publish(pages[kills], *region);
+  // Until then its slots are those of a dead writer.
+  while (pages[kills]->claimed.load() == 0) {
+    usleep(1000);
+    check(waitpid(children[kills], nullptr, WNOHANG) == 0, "the next sender did not connect");
+  }
   check(await(*region, 1, make_flag(1000, 1), kTimeoutUs) == Status::Ok, "the next sender");
   check(reap(children[kills]) == 0, "the next sender");
   printf("kill: the sender's death was seen after %.0f ms at most; %d kills, %d of them writers\n",
