@@ -12,13 +12,14 @@ import contextlib
 import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from afd.bench.comm_report import Cells, Times, page
 from afd.bench.records import Record, machine, today, write_records
 from afd.errors import AfdError
 
@@ -39,35 +40,23 @@ COMPARED = (
 )
 
 
-@dataclass(frozen=True)
-class Times:
-    """One way's cell: half round trips in us; GB/s of both directions together over a round."""
-
-    p50: float
-    p99: float
-    max: float
-    GBps: float
-
-    @classmethod
-    def of(cls, round_trips: npt.NDArray[np.int64], up: int, down: int) -> Times:
-        """round_trips: ns [rounds]."""
-        p50, p99, most = np.percentile(round_trips, (50, 99, 100)) / 2e3
-        return cls(float(p50), float(p99), float(most), (up + down) / (2e3 * float(p50)))
-
-
 def main(argv: Sequence[str]) -> int:
-    args = _arguments(argv)
-    if args.device == "cuda":
+    # The other bench has options of its own, some by the same names.
+    where = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    where.add_argument("--device", default="cpu")
+    device, rest = where.parse_known_args(argv)
+    if device.device == "cuda":
         from afd.bench.comm_gpu import main as gpu_main
 
-        return gpu_main(args.rest)
+        return gpu_main(rest)
+    args = _arguments(argv)
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise AfdError("afd bench comm needs two cores; run it where two are free")
     from afd.bench.comm_ways import NAMES
 
     names = [n for n in NAMES if args.only is None or n in args.only]
-    cells: dict[tuple[int, str], Times] = {}
+    cells: Cells = {}
     with _other_side(cores[1], names) as pipe:
         os.sched_setaffinity(0, {cores[0]})
         runner = _Runner(0, names, pipe)
@@ -88,9 +77,11 @@ def main(argv: Sequence[str]) -> int:
         pipe.send(None)
         runner.close()
         os.sched_setaffinity(0, cores)
-    print(table(cells))
     command = " ".join(["afd bench comm", *argv])
     write_records(args.out, records(cells, machine(), command, today()))
+    text = page(cells, machine(), command, today())
+    args.out.with_suffix(".md").write_text(text, encoding="utf-8")
+    print(text)
     return 0
 
 
@@ -100,11 +91,13 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=8, help="turns per way and size")
     parser.add_argument("--seconds", type=float, default=2.0, help="about, per way and size")
     parser.add_argument("--only", nargs="+", metavar="WAY", help="such as shm or gloo")
-    parser.add_argument("--out", type=Path, default=Path("docs/results/comm.json"))
-    args, args.rest = parser.parse_known_args(argv)
-    if args.rest and args.device == "cpu":
-        parser.error(f"unknown arguments: {' '.join(args.rest)}")
-    return args
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("docs/results/comm.json"),
+        help="records; the page beside them has the same name and .md",
+    )
+    return parser.parse_args(argv)
 
 
 # About how long one round trip takes, us: for the number of rounds only.
@@ -160,22 +153,7 @@ def _other_side(core: int, names: Sequence[str]) -> Iterator[Connection]:
         process.join()
 
 
-def table(cells: dict[tuple[int, str], Times]) -> str:
-    """Markdown: a row per size and way."""
-    lines = [
-        "| bytes each way | way | p50 us | p99 us | max us | GB/s |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for (size, name), t in cells.items():
-        lines.append(
-            f"| {size} | {name} | {t.p50:.2f} | {t.p99:.2f} | {t.max:.0f} | {t.GBps:.2f} |"
-        )
-    return "\n".join(lines)
-
-
-def records(
-    cells: dict[tuple[int, str], Times], host: str, command: str, date: str
-) -> list[Record]:
+def records(cells: Cells, host: str, command: str, date: str) -> list[Record]:
     """Each of our ways against each peer. ratio: above 1 means that ours is better."""
     out = []
     for size in SIZES:

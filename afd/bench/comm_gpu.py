@@ -3,7 +3,8 @@
 Ours (backend ipc) beside two bare copies of the same bytes, which nothing that moves them can beat
 by much, and beside NCCL send/recv; eagerly enqueued and captured in a graph. The first case is the
 paper's traffic of one attention GPU in 2A2F: 128 rows of 7168, FP8 up and BF16 down. Then what each
-way costs a large GEMM that runs beside it, and how many kernels its transfers launch.
+way costs a large GEMM that runs beside it, and how many kernels its transfers launch. Last, three
+micro-batches in flight behind about 100 us of computing on either side.
 """
 
 import argparse
@@ -24,6 +25,7 @@ PAPER = (917_504, 1_835_008)
 SIZES = (PAPER, (64, 64), (14_336, 14_336), (917_504, 917_504), (14_700_000, 14_700_000))
 ROUNDS = 100_000
 OTHER_ROUNDS = 5_000
+PIPELINED_ROUNDS = 20_000
 TIMEOUT_S = 540
 PEERS = {"copies": "bare copies", "nccl": "NCCL send/recv"}
 
@@ -31,6 +33,8 @@ Cells = dict[tuple[str, str, int, int], dict[str, float]]
 """(way, mode, up, down) -> fields of comm_gpu_torch.Cell."""
 Besides = list[dict[str, float | str]]
 """Fields of comm_gpu_torch.Beside."""
+InFlight = list[dict[str, float]]
+"""Fields of comm_gpu_pipeline_torch.Pipelined; empty where ipc was not run."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -48,21 +52,27 @@ def main(argv: Sequence[str]) -> int:
         raise AfdError("the GPU bench needs two NVIDIA GPUs on one host; use --device cpu")
     if args.rounds < 100:
         raise AfdError(f"--rounds {args.rounds} is too few for a 99th percentile; use 100 or more")
-    cells, besides = run(args.rounds, args.ways.split(","), args.connections)
+    cells, besides, in_flight = run(args.rounds, args.ways.split(","), args.connections)
     command = f"afd bench comm --device cuda --rounds {args.rounds}"
     where = ""
     if args.connections is not None:
         command += f" --connections {args.connections}"
         where = f", CUDA_DEVICE_MAX_CONNECTIONS={args.connections}"
-    records = [*time_records(cells, where, command), *beside_records(besides, where, command)]
+    records = [
+        *time_records(cells, where, command),
+        *beside_records(besides, where, command),
+        *in_flight_records(in_flight, where, command),
+    ]
     write_records(args.out, records)
-    text = table(cells, besides, command)
+    text = table(cells, besides, in_flight, command)
     args.out.with_suffix(".md").write_text(text, encoding="utf-8")
     print(text)
     return 0
 
 
-def run(rounds: int, ways: Sequence[str], connections: int | None) -> tuple[Cells, Besides]:
+def run(
+    rounds: int, ways: Sequence[str], connections: int | None
+) -> tuple[Cells, Besides, InFlight]:
     """Measure in two processes. Raises AfdError when they fail or do not end in time."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -73,6 +83,7 @@ def run(rounds: int, ways: Sequence[str], connections: int | None) -> tuple[Cell
         "devices": (0, 1),
         "ways": ways,
         "beside": PAPER,
+        "pipelined": min(rounds, PIPELINED_ROUNDS),
         "port": port,
     }
     environment = dict(os.environ)
@@ -87,8 +98,9 @@ def run(rounds: int, ways: Sequence[str], connections: int | None) -> tuple[Cell
             raise AfdError(f"the GPU bench took over {TIMEOUT_S} s; lower --rounds") from None
         if done.returncode != 0:
             raise AfdError("a process of the GPU bench failed; its message is above")
-        cells, besides = json.loads(out.read_text(encoding="utf-8"))
-    return {(c["way"], c["mode"], c["up"], c["down"]): c for c in cells}, besides
+        found = json.loads(out.read_text(encoding="utf-8"))
+    cells = {(c["way"], c["mode"], c["up"], c["down"]): c for c in found["cells"]}
+    return cells, found["besides"], found["pipelined"]
 
 
 def time_records(cells: Cells, where: str, command: str) -> list[Record]:
@@ -138,6 +150,23 @@ def beside_records(besides: Besides, where: str, command: str) -> list[Record]:
     return records
 
 
+def in_flight_records(in_flight: InFlight, where: str, command: str) -> list[Record]:
+    """p50, p99, max of a micro-batch with transfers against the same computing without them."""
+    return [
+        _record(
+            f"ipc {p['up']}/{p['down']}, graph{where}, 3 in flight behind computing",
+            metric,
+            "us",
+            p[metric],
+            "the computing alone",
+            p[f"alone_{metric}"],
+            command,
+        )
+        for p in in_flight
+        for metric in ("p50", "p99", "max")
+    ]
+
+
 def _record(
     case: str,
     metric: str,
@@ -154,7 +183,7 @@ def _record(
     return Record("comm", case, metric, *numbers, machine(), command, today())
 
 
-def table(cells: Cells, besides: Besides, command: str) -> str:
+def table(cells: Cells, besides: Besides, in_flight: InFlight, command: str) -> str:
     """The page beside the records."""
     lines = [
         "# Transport between two GPUs",
@@ -193,4 +222,19 @@ def table(cells: Cells, besides: Besides, command: str) -> str:
             f"| {b['way']} | {gemm[0]:.3f} | {gemm[1]:.3f} | {gemm[1] / gemm[0]:.3f} "
             f"| {trip[0]:.1f} | {trip[1]:.1f} | {trip[1] / trip[0]:.2f} | {b['kernels']} |"
         )
+    lines += [
+        "",
+        "Three micro-batches in flight behind computing (a GEMM on each side, graph): us from the",
+        "end of one micro-batch to the end of the next on the attention side.",
+        "",
+        "| bytes up / down | micro-batches | | p50 | p99 | max | p99/p50 | added to the p50 |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for p in in_flight:
+        head = f"| {p['up']} / {p['down']} | {p['rounds']} "
+        for words, prefix in (("computing alone", "alone_"), ("with transfers", "")):
+            p50, p99, most = (p[prefix + metric] for metric in ("p50", "p99", "max"))
+            added = f"{p50 - p['alone_p50']:.1f}" if not prefix else ""
+            times = f"{p50:.1f} | {p99:.1f} | {most:.1f} | {p99 / p50:.2f}"
+            lines.append(f"{head}| {words} | {times} | {added} |")
     return "\n".join(lines) + "\n"

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from afd.bench.comm_gpu_pipeline_torch import pipelined
 from afd_comm import Link, Region, Status, make_flag
 
 GRAPH_ROUNDS = 50
@@ -71,11 +72,15 @@ class Beside:
 
 @dataclass(frozen=True)
 class Settings:
+    """rounds: per size. beside: bytes of the rounds beside a GEMM and of those in flight behind
+    computing; pipelined: how many of the latter."""
+
     sizes: tuple[tuple[int, int], ...]
     rounds: tuple[int, ...]
     devices: tuple[int, int]
     ways: tuple[str, ...]
     beside: tuple[int, int]
+    pipelined: int
     port: int
 
 
@@ -281,7 +286,7 @@ def kernels_of(captured: torch.cuda.CUDAGraph) -> int:
 
 
 def measure(rank: int, settings: Settings, out: str) -> None:
-    """One of the two processes. Rank 0 writes cells and besides to the file ``out``."""
+    """One of the two processes. Rank 0 writes what it found to the file ``out``."""
     device, peer = settings.devices[rank], settings.devices[1 - rank]
     torch.cuda.set_device(device)
     dist.init_process_group(
@@ -311,13 +316,22 @@ def measure(rank: int, settings: Settings, out: str) -> None:
     for way in ways:
         if not isinstance(way, Copies):
             dist.barrier()
-            found = beside(way, rank, *settings.beside)
-            if found is not None:
-                besides.append(found)
-                print(found, flush=True)
+            one = beside(way, rank, *settings.beside)
+            if one is not None:
+                besides.append(one)
+                print(one, flush=True)
+    in_flight = None
+    if "ipc" in settings.ways:
+        in_flight = pipelined(rank, device, *settings.beside, settings.pipelined)
     if rank == 0:
+        found = {
+            "cells": [asdict(c) for c in cells],
+            "besides": [asdict(b) for b in besides],
+            "pipelined": [asdict(p) for p in [in_flight] if p is not None],
+        }
+        print(found["pipelined"], flush=True)
         with open(out, "w", encoding="utf-8") as file:
-            json.dump([[asdict(c) for c in cells], [asdict(b) for b in besides]], file)
+            json.dump(found, file)
     dist.barrier()
 
 

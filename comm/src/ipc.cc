@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "mapped_link.h"
+#include "trace_clock.h"
 
 namespace afd_comm {
 namespace {
@@ -92,7 +93,7 @@ class IpcLink final : public MappedLink {
   // As enqueue() on a stream of our own, but for header and doorbell, which the CPU writes.
   Status post(const Message& m) override {
     const bool trace = traced();
-    const uint64_t posted = trace ? now_ns() : 0;
+    const uint64_t posted = trace ? trace_now_ns() : 0;
     const Status checked = check(m);
     if (checked != Status::Ok) return checked;
     {
@@ -107,19 +108,13 @@ class IpcLink final : public MappedLink {
       }
     }
     if (!owns(m.slot)) return Status::Closed;
-    SlotControl& control = memory_.control(m.slot);
-    if (trace) {
-      control.times = times_of(m, posted);
-      control.times.sent = control.times.arrived = static_cast<int64_t>(now_ns());
-    }
-    control.header = m.header;
-    control.header.traced = trace;
+    describe(memory_.control(m.slot), m, trace, posted, trace ? trace_now_ns() : 0);
     memory_.ring(m.slot, m.flag);
     return Status::Ok;
   }
 
  private:
-  // All but the reserved last word.
+  // All but the last word, which is for packed times only.
   static constexpr std::size_t kHeaderWords = sizeof(Header) / sizeof(uint64_t) - 1;
 
   bool on_host() const { return !memory_.geometry().on_device; }

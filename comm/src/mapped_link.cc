@@ -4,6 +4,8 @@
 
 #include <utility>
 
+#include "packed_times.h"
+
 namespace afd_comm {
 namespace {
 
@@ -17,6 +19,7 @@ MappedLink::MappedLink(Memory memory, const LinkOptions& options)
       memory_(std::move(memory)),
       slots_(options.slots),
       creator_(getpid()),
+      same_clock_(memory_.head().clock == clock_identity()),
       receiver_(memory_.head().owner) {
   if (!receiver_.alive() || memory_.head().closed.load(std::memory_order_acquire) != 0)
     throw CommError(
@@ -32,19 +35,32 @@ void MappedLink::close() {
   if (getpid() == creator_ && slots_.count != 0) end_claim(memory_, slots_, ticket_);
 }
 
-Status MappedLink::check(const Message& m) {
+void MappedLink::describe(SlotControl& control, const Message& m, bool trace, uint64_t posted,
+                          uint64_t arrived) const {
+  const auto begin = static_cast<int64_t>(posted), end = static_cast<int64_t>(arrived);
+  Header header = m.header;
+  header.traced = kNotTraced;
+  if (trace && !(same_clock_ && pack_times(header, begin, end, m.echo))) {
+    control.times = times_of(m, posted);
+    control.times.sent = control.times.arrived = end;
+    header.traced = kTimesInLine;
+  }
+  control.header = header;
+}
+
+Status MappedLink::check(const Message& m, uint64_t now) {
   if (closed_.load(std::memory_order_acquire)) return Status::Closed;
   const Geometry& g = memory_.geometry();
   const Status checked = check_message(m, g.slots, g.slot_bytes, slots_);
   if (checked != Status::Ok) return checked;
-  if (!receiver_alive()) return Status::PeerGone;
+  if (!receiver_alive(now)) return Status::PeerGone;
   return owns(m.slot) ? Status::Ok : Status::Closed;
 }
 
-bool MappedLink::receiver_alive() {
+bool MappedLink::receiver_alive(uint64_t now) {
   if (memory_.head().closed.load(std::memory_order_acquire) != 0) return false;
   if (receiver_ended_.load(std::memory_order_relaxed)) return false;
-  const uint64_t now = coarse_now_ns();
+  if (now == 0) now = coarse_now_ns();
   if (now - last_look_.load(std::memory_order_relaxed) < kLookNs) return true;
   last_look_.store(now, std::memory_order_relaxed);
   if (receiver_.alive()) return true;

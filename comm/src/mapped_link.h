@@ -16,8 +16,11 @@ class MappedLink : public Link {
   void close() override;
 
  protected:
-  // Ok, or why the message must not be written.
-  Status check(const Message& message);
+  // Ok, or why the message must not be written. `now`: 0, or now_ns() where it is known.
+  Status check(const Message& message, uint64_t now = 0);
+  // Writes the header and, where `trace`, the times.
+  void describe(SlotControl& control, const Message& message, bool trace, uint64_t posted,
+                uint64_t arrived) const;
   // A newer writer may come at any time; its doorbell must not be overwritten.
   bool owns(uint32_t slot) const {
     return slots_.count == 0 || holds_claim(memory_, slot, ticket_);
@@ -26,11 +29,12 @@ class MappedLink : public Link {
   Memory memory_;
 
  private:
-  bool receiver_alive();
+  bool receiver_alive(uint64_t now);
 
   SlotRange slots_;
   uint64_t ticket_ = 0;
   pid_t creator_;
+  bool same_clock_;  // as the receiver's
   ProcessWatch receiver_;
   std::atomic<bool> closed_{false};
   std::atomic<bool> receiver_ended_{false};

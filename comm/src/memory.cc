@@ -136,6 +136,7 @@ Memory Memory::create(const Geometry& g, const Token& token, const std::string& 
   head->on_device = g.on_device;
   head->owner = identify_process(getpid());
   std::memcpy(head->token, token.data(), token.size());
+  head->clock = clock_identity();
   for (uint32_t i = 0; i < g.slots; ++i) {
     new (&memory.claim(i)) Claim{};
     new (&memory.control(i)) SlotControl{};

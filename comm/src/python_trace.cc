@@ -56,7 +56,7 @@ struct Snapshot {
   uint64_t count = 0;
 };
 
-nb::list events(const PeerTrace& trace) {
+nb::list events(PeerTrace& trace) {
   nb::list out;
   for (const TraceEvent& e : trace.events())
     out.append(nb::make_tuple(e.posted, e.sent, e.arrived, e.consumed, e.layer, e.micro_batch,
@@ -75,7 +75,7 @@ void bind_trace(nb::module_& m) {
       .def("cumulative", &Snapshot::cumulative, "bounds_ns"_a);
 
   const auto taken = [](Path path) {
-    return [path](const PeerTrace& trace) { return Snapshot(trace.histogram(path)); };
+    return [path](PeerTrace& trace) { return Snapshot(trace.histogram(path)); };
   };
   nb::class_<PeerTrace>(m, "PeerTrace")
       .def(nb::init<>())
@@ -84,9 +84,9 @@ void bind_trace(nb::module_& m) {
       .def_prop_ro("round_trip", taken(Path::RoundTrip))
       .def_prop_ro("waiting", taken(Path::Waiting))
       .def("events", &events)
-      .def_prop_ro("offset_ns", [](const PeerTrace& trace) { return trace.offset().ns; })
+      .def_prop_ro("offset_ns", [](PeerTrace& trace) { return trace.offset().ns; })
       .def_prop_ro("offset_error_ns",
-                   [](const PeerTrace& trace) { return trace.offset().error_ns; });
+                   [](PeerTrace& trace) { return trace.offset().error_ns; });
 }
 
 }  // namespace afd_comm

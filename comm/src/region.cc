@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "backends.h"
+#include "packed_times.h"
 
 namespace afd_comm {
 namespace {
@@ -123,9 +124,21 @@ void Region::trace(SlotRange range, std::shared_ptr<PeerTrace> trace) {
   const std::lock_guard<std::mutex> lock(trace_mutex_);
   for (uint32_t i = 0; i < range.count; ++i)
     slot_traces_[range.first + i].trace.store(trace.get(), std::memory_order_release);
+  if (trace != nullptr) traced_.store(true, std::memory_order_relaxed);
   // A wait may still hold the pointer it replaced, so all of them stay.
   if (trace != nullptr && std::find(traces_.begin(), traces_.end(), trace) == traces_.end())
     traces_.push_back(std::move(trace));
+}
+
+Times Region::times(uint32_t slot) const {
+  const SlotControl& control = memory_.control(slot);
+  Times times = read_times(control, clock_identity());
+  if (control.header.traced == kNotTraced) return times;
+  const SlotTrace& noted = slot_traces_[slot];
+  const bool seen = noted.seen.load(std::memory_order_relaxed) ==
+                    control.doorbell.load(std::memory_order_relaxed);
+  times.consumed = seen ? noted.consumed.load(std::memory_order_relaxed) : 0;
+  return times;
 }
 
 void Region::wake() {

@@ -3,9 +3,13 @@
 
 #include "copy.h"
 #include "mapped_link.h"
+#include "trace_clock.h"
 
 namespace afd_comm {
 namespace {
+
+// Copying so little takes no longer than reading the clock: one reading does for both ends of it.
+constexpr int64_t kOneReading = 1024;
 
 class ShmLink final : public MappedLink {
  public:
@@ -16,8 +20,8 @@ class ShmLink final : public MappedLink {
 
   Status post(const Message& m) override {
     const bool trace = traced();
-    const uint64_t posted = trace ? now_ns() : 0;
-    const Status checked = check(m);
+    const uint64_t posted = trace ? trace_now_ns() : 0;
+    const Status checked = check(m, posted);
     if (checked != Status::Ok) return checked;
     uint8_t* payload = memory_.payload(m.slot);
     for (std::size_t i = 0; i < m.part_count; ++i)
@@ -25,13 +29,8 @@ class ShmLink final : public MappedLink {
         copy(payload + m.parts[i].offset, m.parts[i].data, m.parts[i].nbytes);
     // A newer writer may have come while this one copied; its doorbell must not be overwritten.
     if (!owns(m.slot)) return Status::Closed;
-    SlotControl& control = memory_.control(m.slot);
-    if (trace) {
-      control.times = times_of(m, posted);
-      control.times.sent = control.times.arrived = static_cast<int64_t>(now_ns());
-    }
-    control.header = m.header;
-    control.header.traced = trace;
+    const bool read_again = trace && m.header.nbytes > kOneReading;
+    describe(memory_.control(m.slot), m, trace, posted, read_again ? trace_now_ns() : posted);
     memory_.ring(m.slot, m.flag);
     return Status::Ok;
   }

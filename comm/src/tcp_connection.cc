@@ -6,6 +6,8 @@
 #include <cstring>
 
 #include "afd_comm/link.h"
+#include "packed_times.h"
+#include "trace_clock.h"
 
 namespace afd_comm {
 namespace {
@@ -136,9 +138,10 @@ bool TcpConnection::deliver() {
   }
   SlotControl& control = memory_.control(head_.slot);
   control.header = head_.header;
-  if (head_.header.traced != 0) {
+  control.header.traced = head_.header.traced != kNotTraced ? kTimesInLine : kNotTraced;
+  if (head_.header.traced != kNotTraced) {
     control.times = head_.times;
-    control.times.arrived = static_cast<int64_t>(now_ns());
+    control.times.arrived = static_cast<int64_t>(trace_now_ns());
   }
   memory_.ring(head_.slot, head_.flag);
   phase_ = Phase::Head;

@@ -11,7 +11,9 @@
 
 #include "backends.h"
 #include "socket.h"
+#include "packed_times.h"
 #include "tcp_wire.h"
+#include "trace_clock.h"
 #include "zero_copy.h"
 
 namespace afd_comm {
@@ -88,14 +90,14 @@ class TcpLink final : public Link {
     const Status checked = check_message(m, slots_, slot_bytes_, options_.slots);
     if (checked != Status::Ok) return checked;
     const bool trace = traced();
-    const uint64_t posted = trace ? now_ns() : 0;
+    const uint64_t posted = trace ? trace_now_ns() : 0;
     if (!take_turn()) return Status::Deadline;
     if (ended_ == Status::Ok) ended_ = farewell(Status::Ok);
     if (ended_ != Status::Ok) return finish(ended_);
     load(m, trace);
     if (trace) {
       head_.times = times_of(m, posted);
-      head_.times.sent = static_cast<int64_t>(now_ns());
+      head_.times.sent = static_cast<int64_t>(trace_now_ns());
     }
     return advance();
   }
@@ -191,7 +193,7 @@ class TcpLink final : public Link {
     head_.flag = m.flag;
     head_.part_count = static_cast<uint32_t>(m.part_count);
     head_.header = m.header;
-    head_.header.traced = trace;
+    head_.header.traced = trace ? kTimesInLine : kNotTraced;
     pieces_[0] = {&head_, sizeof head_};
     in_place_[0] = false;
     const bool zero_copy = options_.zero_copy_from >= 0 || !zero_copy_.copied();

@@ -1,7 +1,6 @@
 // Backend tcp, receiver: one thread that accepts connections and reads frames straight into the
 // slots.
 #include <fcntl.h>
-#include <sched.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -30,8 +29,6 @@ constexpr int kReadsPerTurn = 64;
 // A waiter has nothing better to do than to ask again for the rest of a message; going to sleep
 // between its segments would cost a wake-up for each.
 constexpr uint64_t kPatienceNs = 50000;
-// How often the thread lets others run, about 1 us each, before it looks for events again.
-constexpr int kYields = 1000;
 
 class TcpReceiver final : public Receiver {
  public:
@@ -39,6 +36,7 @@ class TcpReceiver final : public Receiver {
       : memory_(memory),
         token_(token),
         epoll_(epoll_create1(EPOLL_CLOEXEC)),
+        peers_(epoll_create1(EPOLL_CLOEXEC)),
         stop_(eventfd(0, EFD_CLOEXEC)),
         kick_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
     SocketAddress bound;
@@ -49,12 +47,13 @@ class TcpReceiver final : public Receiver {
     // Its own open file description, so that the lock also excludes links of this very process.
     const std::string self = "/proc/self/fd/" + std::to_string(memory.fd().get());
     claim_lock_ = Fd(open(self.c_str(), O_RDWR | O_CLOEXEC));
-    if (!epoll_ || !stop_ || !kick_ || !claim_lock_)
+    if (!epoll_ || !peers_ || !stop_ || !kick_ || !claim_lock_)
       throw CommError("cannot open the descriptors of a tcp receiver: " + errno_text(errno) +
                       "; raise the open-files limit");
-    watch(listener_.get());
-    watch(stop_.get());
-    watch(kick_.get(), EPOLLIN | EPOLLET);
+    watch(epoll_, listener_.get());
+    watch(epoll_, stop_.get());
+    watch(epoll_, peers_.get());
+    watch(peers_, kick_.get(), EPOLLIN | EPOLLET);
     start();
   }
 
@@ -62,30 +61,36 @@ class TcpReceiver final : public Receiver {
 
   std::string address() const override { return format(address_); }
 
-  bool begin_serving() override { return !serving_.exchange(true, std::memory_order_acquire); }
-  void end_serving() override { serving_.store(false, std::memory_order_release); }
+  // While a waiter serves, the thread does not hear of the peers: on a core that both share, every
+  // message would wake it to find nothing, and now and then it would be the quicker one and make
+  // the waiter wait for a time slice.
+  bool begin_serving() override {
+    if (serving_.exchange(true, std::memory_order_acquire)) return false;
+    watch(epoll_, peers_.get(), 0, EPOLL_CTL_MOD);
+    return true;
+  }
+  void end_serving() override {
+    watch(epoll_, peers_.get(), EPOLLIN, EPOLL_CTL_MOD);
+    serving_.store(false, std::memory_order_release);
+  }
 
   bool serve(uint32_t seen, uint64_t timeout_ns) override {
     epoll_event events[kEvents];
     int n = 0;
     if (timeout_ns == 0) {
-      n = epoll_wait(epoll_.get(), events, kEvents, 0);
+      n = epoll_wait(peers_.get(), events, kEvents, 0);
     } else {
       waiting_.store(true, std::memory_order_seq_cst);
       // Either the ringer sees that somebody waits, or we see that it has rung.
       if (memory_.head().arrivals.load(std::memory_order_seq_cst) == seen)
-        n = epoll_wait(epoll_.get(), events, kEvents,
+        n = epoll_wait(peers_.get(), events, kEvents,
                        static_cast<int>((timeout_ns + 999999) / 1000000));
       waiting_.store(false, std::memory_order_relaxed);
     }
     if (n <= 0) return n < 0 && errno == EINTR;
     const std::lock_guard<std::mutex> lock(mutex_);
-    for (int i = 0; i < n; ++i) {
-      // Strangers and newcomers are the thread's business.
-      const auto found = connections_.find(events[i].data.fd);
-      if (found != connections_.end() && found->second->greeted())
-        serve_connection(found->first, kPatienceNs);
-    }
+    for (int i = 0; i < n; ++i)
+      if (events[i].data.fd != kick_.get()) serve_connection(events[i].data.fd, kPatienceNs);
     return false;
   }
 
@@ -110,46 +115,48 @@ class TcpReceiver final : public Receiver {
     thread_ = start_thread("afd-tcp", [this] { run(); });
   }
 
-  void watch(int fd, uint32_t wanted = EPOLLIN, int operation = EPOLL_CTL_ADD) const {
+  static void watch(const Fd& epoll, int fd, uint32_t wanted = EPOLLIN,
+                    int operation = EPOLL_CTL_ADD) {
     epoll_event event{};
     event.events = wanted;
     event.data.fd = fd;
-    epoll_ctl(epoll_.get(), operation, fd, &event);
+    epoll_ctl(epoll.get(), operation, fd, &event);
   }
 
-  // The receiver's own thread. A waiter that serves waits on the same epoll: an event of a greeted
-  // connection wakes one of the two, and Linux prefers the one that came last.
+  // The receiver's own thread: newcomers always, peers while no waiter serves them.
   void run() {
     epoll_event events[kEvents];
     int timeout_ms = -1;
     while (true) {
       const int n = epoll_wait(epoll_.get(), events, kEvents, timeout_ms);
+      const std::lock_guard<std::mutex> lock(mutex_);
       bool tell = false;
-      {
-        const std::lock_guard<std::mutex> lock(mutex_);
-        for (int i = 0; i < n; ++i) {
-          const int fd = events[i].data.fd;
-          if (fd == stop_.get()) return;
-          if (fd == listener_.get()) {
-            accept_all();
-          } else {
-            tell = true;
-            if (fd != kick_.get()) serve_connection(fd, 0);
-          }
+      for (int i = 0; i < n; ++i) {
+        const int fd = events[i].data.fd;
+        if (fd == stop_.get()) return;
+        if (fd == listener_.get()) {
+          accept_all();
+          continue;
         }
-        if (ungreeted_ != 0) drop_ungreeted(now_ns());
-        timeout_ms = ungreeted_ == 0 ? -1 : 250;
+        tell = true;
+        if (fd == peers_.get())
+          serve_peers();
+        else
+          serve_connection(fd, 0);
       }
-      if (tell) tell_waiter();
+      // A waiter that has begun to serve may be asleep: it learns of what was done here, or of the
+      // kick that was taken from it. This thread will not take that one.
+      if (tell && waiting_.load(std::memory_order_seq_cst)) kick();
+      if (ungreeted_ != 0) drop_ungreeted(now_ns());
+      timeout_ms = ungreeted_ == 0 ? -1 : 250;
     }
   }
 
-  // A waiter asleep in serve() learns of what this thread did, or of the kick that it took. Until
-  // the waiter has it, this thread must not wait for events, or it would take this kick, too.
-  void tell_waiter() {
-    if (!waiting_.load(std::memory_order_seq_cst)) return;
-    kick();
-    for (int i = 0; i < kYields && waiting_.load(std::memory_order_relaxed); ++i) sched_yield();
+  void serve_peers() {
+    epoll_event events[kEvents];
+    const int n = epoll_wait(peers_.get(), events, kEvents, 0);
+    for (int i = 0; i < n; ++i)
+      if (events[i].data.fd != kick_.get()) serve_connection(events[i].data.fd, 0);
   }
 
   void accept_all() {
@@ -160,7 +167,7 @@ class TcpReceiver final : public Receiver {
       connections_[number] =
           std::make_unique<TcpConnection>(std::move(fd), memory_, token_, claim_lock_.get());
       ++ungreeted_;
-      watch(number);
+      watch(epoll_, number);
       if (ungreeted_ > kMaxUngreeted) drop_ungreeted(0);
     }
   }
@@ -175,10 +182,12 @@ class TcpReceiver final : public Receiver {
     bool keep = connection.on_readable();
     if (!greeted && connection.greeted()) {
       --ungreeted_;
-      if (keep) replace_older(connection);
+      if (keep) {
+        replace_older(connection);
+        watch(epoll_, fd, 0, EPOLL_CTL_DEL);
+        watch(peers_, fd);
+      }
     }
-    // A greeted connection has one event and is then silent until it is armed again: segments that
-    // come while a waiter reads must not wake the thread. So all of them are read.
     uint64_t give_up = 0;
     for (int reads = 1; keep && connection.greeted() && reads < kReadsPerTurn;) {
       if (connection.may_have_more()) {
@@ -192,12 +201,7 @@ class TcpReceiver final : public Receiver {
       }
       keep = connection.on_readable();
     }
-    if (!keep) {
-      drop(fd);
-    } else if (connection.greeted()) {
-      // Armed again, which also tells of what has come since.
-      watch(fd, EPOLLIN | EPOLLONESHOT, EPOLL_CTL_MOD);
-    }
+    if (!keep) drop(fd);
   }
 
   void drop(int fd) {
@@ -234,7 +238,8 @@ class TcpReceiver final : public Receiver {
 
   const Memory& memory_;
   Token token_;
-  Fd epoll_;
+  Fd epoll_;  // the thread's: newcomers, and peers_ while no waiter serves them
+  Fd peers_;  // an epoll of its own: connections that have been greeted
   Fd stop_;
   Fd kick_;
   Fd listener_;

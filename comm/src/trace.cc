@@ -99,7 +99,21 @@ std::vector<TraceEvent> EventRing::events() const {
   return out;
 }
 
-void PeerTrace::note(const Header& h, const Times& t) {
+void PeerTrace::note(const Header& h, const Times& times) {
+  const Noted message{times, h.layer, h.micro_batch, h.rows, h.nbytes};
+  if (aside_.push(message)) return;
+  // Nobody has had time for a while: the oldest makes room.
+  Noted oldest;
+  if (aside_.pop(oldest)) count(oldest);
+  if (!aside_.push(message)) count(message);
+}
+
+void PeerTrace::absorb_all() {
+  for (Noted message; aside_.pop(message);) count(message);
+}
+
+void PeerTrace::count(const Noted& m) {
+  const Times& t = m.times;
   record(Path::Waiting, minus(t.consumed, t.arrived));
   const bool same_clock = t.clock == clock_identity();
   same_clock_.store(same_clock, std::memory_order_relaxed);
@@ -120,11 +134,22 @@ void PeerTrace::note(const Header& h, const Times& t) {
   if (offset.error_ns < 0) return;
   record(Path::Inbound, plus(back, offset.ns));
   if (answers) record(Path::Outbound, minus(there, offset.ns));
-  ring_.add({minus(t.posted, offset.ns), minus(t.sent, offset.ns), t.arrived, t.consumed, h.layer,
-             h.micro_batch, h.rows, h.nbytes});
+  ring_.add({minus(t.posted, offset.ns), minus(t.sent, offset.ns), t.arrived, t.consumed, m.layer,
+             m.micro_batch, m.rows, m.nbytes});
 }
 
-Offset PeerTrace::offset() const {
+std::vector<TraceEvent> PeerTrace::events() {
+  absorb();
+  return ring_.events();
+}
+
+const Histogram& PeerTrace::histogram(Path path) {
+  absorb();
+  return paths_[static_cast<std::size_t>(path)];
+}
+
+Offset PeerTrace::offset() {
+  absorb();
   if (same_clock_.load(std::memory_order_relaxed)) return {0, 0};
   return filter_.now(static_cast<int64_t>(now_ns()));
 }

@@ -11,6 +11,8 @@
 #include <cstring>
 
 #include "afd_comm/link.h"
+#include "packed_times.h"
+#include "trace_clock.h"
 
 namespace afd_comm {
 namespace {
@@ -296,10 +298,16 @@ void VerbsConnection::complete(Immediate immediate, uint32_t stripes) {
 void VerbsConnection::deliver_in_turn(const Record& record) {
   while (turning_.test_and_set(std::memory_order_acquire)) relax();
   const auto inside = [this](uint32_t order) { return order - next_ < kOrderWindow; };
-  if (!inside(record.order)) {
+  uint32_t& newest = incoming_[record.slot - slots_.first].newest;
+  const auto ahead = static_cast<int32_t>(record.head - newest);
+  // A record names the turn of the message before it. If that one was overwritten, too, before this
+  // process saw it (one that was stopped), the turn of the one before that is known to nobody, and
+  // all later ones would wait for it for ever. Not ahead: another NIC's thread was quicker.
+  if (ahead <= 0 || ahead > 2 || !inside(record.order)) {
     turning_.clear(std::memory_order_release);
-    return complain();
+    return ahead > 0 ? complain() : void();
   }
+  newest = record.head;
   // The slot's previous message is gone, if its turn has not come yet.
   if (record.before != 0 && inside(record.before))
     window_[record.before % kOrderWindow].state = Arrived::State::Overwritten;
@@ -319,9 +327,10 @@ void VerbsConnection::deliver(const Record& record) {
   if (ticket_ != 0 && !holds_claim(host_.memory, record.slot, ticket_)) return complain();
   SlotControl& control = host_.memory.control(record.slot);
   control.header = record.header;
-  if (record.header.traced != 0) {
+  control.header.traced = record.header.traced != kNotTraced ? kTimesInLine : kNotTraced;
+  if (record.header.traced != kNotTraced) {
     control.times = record.times;
-    control.times.arrived = static_cast<int64_t>(now_ns());
+    control.times.arrived = static_cast<int64_t>(trace_now_ns());
   }
   host_.memory.ring(record.slot, record.flag);
 }

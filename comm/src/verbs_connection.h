@@ -50,6 +50,7 @@ class VerbsConnection final : private CompletionSink {
   // One slot, as far as this sender is concerned. Only the progress threads write it.
   struct Incoming {
     std::atomic<uint64_t> arrivals{0};  // see verbs_plan.h
+    uint32_t newest = 0;  // number of the last message that was complete; guarded by turning_
   };
   // A message that is complete, or one that was overwritten before its turn came.
   struct Arrived {
@@ -97,7 +98,7 @@ class VerbsConnection final : private CompletionSink {
   std::vector<std::unique_ptr<Half>> halves_;
   std::vector<Incoming> incoming_;
   // Turns: doorbells ring in the order of the posts, over whatever paths the messages came.
-  std::atomic_flag turning_ = ATOMIC_FLAG_INIT;  // guards the next two; shared by progress threads
+  std::atomic_flag turning_ = ATOMIC_FLAG_INIT;  // guards the next two and Incoming::newest
   uint32_t next_ = 1;
   std::vector<Arrived> window_;  // by order modulo its size
   std::atomic<bool> broken_{false};

@@ -7,6 +7,9 @@
 #include <algorithm>
 #include <cstring>
 
+#include "packed_times.h"
+#include "trace_clock.h"
+
 namespace afd_comm {
 namespace {
 
@@ -43,7 +46,7 @@ Status VerbsLink::post(const Message& m) {
   if (closed_.load(std::memory_order_acquire)) return Status::Closed;
   const Status checked = check_message(m, region_slots_, slot_bytes_, options_.slots);
   if (checked != Status::Ok) return checked;
-  const uint64_t posted = traced() ? now_ns() : 0;
+  const uint64_t posted = traced() ? trace_now_ns() : 0;
   const uint32_t index = m.slot - first_;
   Outgoing& out = out_[index];
   // Its bounce buffer and record may still be read by a NIC.
@@ -76,7 +79,7 @@ Status VerbsLink::post(const Message& m) {
   record.slot = m.slot;
   record.flag = m.flag;
   record.header = m.header;
-  record.header.traced = out.traced;
+  record.header.traced = out.traced ? kTimesInLine : kNotTraced;
   // From here on the message will be sent: a number that never came would hold up all others.
   record.before = out.order.load(std::memory_order_relaxed);
   record.order = order_.fetch_add(1, std::memory_order_relaxed) + 1;
@@ -84,7 +87,7 @@ Status VerbsLink::post(const Message& m) {
   record.stripes = out.plan.count;
   if (out.traced) {
     record.times = times_of(m, posted);
-    record.times.sent = static_cast<int64_t>(now_ns());
+    record.times.sent = static_cast<int64_t>(trace_now_ns());
   }
   std::memcpy(record_at(index), &record, sizeof record);
   for (uint32_t i = 0; i < out.plan.count; ++i)

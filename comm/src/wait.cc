@@ -1,9 +1,13 @@
 // Waiting for doorbells: a brief spin, then sleep in the kernel.
+#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "afd_comm/region.h"
+#include "packed_times.h"
+#include "trace_clock.h"
 
 namespace afd_comm {
 namespace {
@@ -15,6 +19,14 @@ constexpr uint64_t kFirstLookNs = 1000000;
 // A GPU that rings a doorbell cannot wake anybody, so sleeps are this short where one may.
 constexpr uint64_t kSilentNs = 20000;
 constexpr int kSpinsPerClockRead = 32;
+// A wait that has spun for less goes on looking for so long, but lets others run between two looks:
+// to sleep and be woken takes 25 us on a virtual machine, and 1 in 20 wake-ups up to a timer tick.
+constexpr uint64_t kYieldNs = 50000;
+// A yield that took so long had somebody else run. Whoever sleeps may preempt others when his
+// message comes, but who yields waits for the end of their time slice: so no wait yields for a
+// while, as many times longer than what was lost.
+constexpr uint64_t kCrowdedNs = 20000;
+constexpr uint64_t kCrowdedFactor = 16;
 
 class Sleeper {
  public:
@@ -33,8 +45,9 @@ struct Serving {
   Receiver* receiver = nullptr;
   Serving() = default;
   Serving(const Serving&) = delete;
-  ~Serving() {
-    if (receiver != nullptr) receiver->end_serving();
+  ~Serving() { end(); }
+  void end() {
+    if (receiver != nullptr) std::exchange(receiver, nullptr)->end_serving();
   }
 };
 
@@ -57,11 +70,24 @@ bool Region::poll(Awaited* awaited, std::size_t count, WaitFor mode) {
 }
 
 void Region::note(uint32_t slot, uint64_t flag, PeerTrace& trace) {
-  SlotControl& control = memory_.control(slot);
-  if (control.header.traced == 0) return;
-  if (slot_traces_[slot].seen.exchange(flag, std::memory_order_relaxed) == flag) return;
-  control.times.consumed = static_cast<int64_t>(now_ns());
-  trace.note(control.header, control.times);
+  const SlotControl& control = memory_.control(slot);
+  if (control.header.traced == kNotTraced) return;
+  // On its way while the clock is read.
+  if (control.header.traced == kTimesInLine) __builtin_prefetch(&control.times);
+  SlotTrace& noted = slot_traces_[slot];
+  if (noted.seen.exchange(flag, std::memory_order_relaxed) == flag) return;
+  const auto consumed = static_cast<int64_t>(trace_now_ns());
+  noted.consumed.store(consumed, std::memory_order_relaxed);
+  Times times = read_times(control, clock_identity());
+  times.consumed = consumed;
+  trace.note(control.header, times);
+}
+
+void Region::absorb(const Awaited* awaited, std::size_t count) const {
+  for (std::size_t i = 0; i < count; ++i) {
+    PeerTrace* const trace = slot_traces_[awaited[i].slot].trace.load(std::memory_order_acquire);
+    if (trace != nullptr) trace->absorb();
+  }
 }
 
 Receiver* Region::begin_serving(const Awaited* awaited, std::size_t count) const {
@@ -93,6 +119,9 @@ bool Region::mark_gone(Awaited* awaited, std::size_t count, WaitFor mode, bool a
 
 bool Region::wait(Awaited* awaited, std::size_t count, WaitFor mode, uint64_t deadline,
                   Interrupt interrupt) {
+  if (poll(awaited, count, mode)) return false;
+  // Counting what earlier messages left aside: there is time now.
+  if (traced_.load(std::memory_order_relaxed)) absorb(awaited, count);
   const uint32_t wakes = wakes_.load(std::memory_order_acquire);
   const uint64_t spin_ns = static_cast<uint64_t>(spin_ns_.load(std::memory_order_relaxed));
   std::atomic<uint32_t>& arrivals = memory_.head().arrivals;
@@ -102,15 +131,27 @@ bool Region::wait(Awaited* awaited, std::size_t count, WaitFor mode, uint64_t de
   while (true) {
     if (serving.receiver == nullptr) serving.receiver = begin_serving(awaited, count);
     const uint64_t spin_end = std::min(now + spin_ns, deadline);
+    const bool may_yield =
+        spin_ns != 0 && now >= crowded_until_.load(std::memory_order_relaxed);
+    uint64_t yield_end = may_yield ? std::min(now + kYieldNs, deadline) : 0;
+    // Who serves rings the doorbells himself, so there is nothing to look for in between.
+    const int looks = spin_ns == 0 || serving.receiver != nullptr ? 1 : kSpinsPerClockRead;
     do {
-      for (int i = 0; i < kSpinsPerClockRead; ++i) {
+      if (serving.receiver != nullptr) serving.receiver->serve(0, 0);
+      for (int i = 0; i < looks; ++i) {
         if (poll(awaited, count, mode)) return false;
-        if (spin_ns == 0) break;
         relax();
       }
-      if (serving.receiver != nullptr) serving.receiver->serve(0, 0);
       now = now_ns();
-    } while (now < spin_end);
+      if (now < spin_end || now >= yield_end) continue;
+      sched_yield();
+      const uint64_t back = now_ns();
+      if (back - now > kCrowdedNs) {
+        crowded_until_.store(back + kCrowdedFactor * (back - now), std::memory_order_relaxed);
+        yield_end = 0;
+      }
+      now = back;
+    } while (now < std::max(spin_end, yield_end));
 
     bool signal = false;
     {
@@ -132,7 +173,9 @@ bool Region::wait(Awaited* awaited, std::size_t count, WaitFor mode, uint64_t de
                                            : memory_.sleep(seen, until - now);
     }
     now = now_ns();
-    if (interrupt != nullptr && (signal || now >= next_look) && interrupt()) return true;
+    if (interrupt == nullptr || (!signal && now < next_look)) continue;
+    serving.end();  // it may have to wait for an interpreter's lock
+    if (interrupt()) return true;
   }
 }
 

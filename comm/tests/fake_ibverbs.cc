@@ -12,6 +12,7 @@ namespace {
 int poll_cq(ib::Cq* cq, int entries, ib::Wc* out) {
   const std::lock_guard<std::mutex> lock(world);
   auto& done = static_cast<FakeCq*>(cq)->done;
+  if (receivers_stopped && !done.empty() && done.front().opcode == ib::kWcRecvWithImm) return 0;
   int n = 0;
   for (; n < entries && !done.empty(); ++n) {
     out[n] = done.front();
@@ -257,6 +258,17 @@ void fake_lose_acks(const char* device, int lose) {
 void fake_delay_us(int us) {
   const std::lock_guard<std::mutex> lock(world);
   delay_us = us;
+}
+// As if the receiver's process were stopped: its NIC goes on, but nobody looks at what came.
+void fake_stop_receivers(int stop) {
+  const std::lock_guard<std::mutex> lock(world);
+  receivers_stopped = stop != 0;
+}
+// The next write with an immediate has this word at this byte, as a hostile sender's might.
+void fake_damage_record(int at, uint32_t word) {
+  const std::lock_guard<std::mutex> lock(world);
+  damage_at = at;
+  damage = word;
 }
 // errno of every registration from now on; 0: they succeed.
 void fake_refuse_memory(int error) {

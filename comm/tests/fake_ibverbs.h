@@ -28,6 +28,9 @@ uint32_t next_number = 100;
 bool port_down[kDevices];
 bool ack_lost[kDevices];  // data arrive, then the sender is told that they did not
 int delay_us = 0;
+bool receivers_stopped = false;  // what arrives is not seen
+int damage_at = -1;              // where the next record gets `damage`; -1: it stays as it is
+uint32_t damage = 0;
 int register_errno = 0;
 int dmabufs = 0;
 int device_count = kDevices;
@@ -151,6 +154,10 @@ void FakeQp::run() {
       const void* from = request.copied.empty() ? reinterpret_cast<void*>(request.sge.addr)
                                                 : request.copied.data();
       std::memcpy(reinterpret_cast<void*>(at), from, request.sge.length);
+      if (immediate && damage_at >= 0) {
+        std::memcpy(reinterpret_cast<uint8_t*>(at) + damage_at, &damage, sizeof damage);
+        damage_at = -1;
+      }
     }
     if (immediate) {
       to->complete(to->recv_queue(), to->receives.front(), ib::kWcSuccess, ib::kWcRecvWithImm,

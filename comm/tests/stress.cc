@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "../src/copy.h"
+#include "../src/packed_times.h"
 #include "../src/socket.h"
 #include "../src/tcp_wire.h"
 #include "afd_comm/group.h"
@@ -216,6 +217,31 @@ void buckets() {
   check(Histogram::bucket_of(UINT64_MAX) == Histogram::kBuckets - 1, "last bucket");
 }
 
+// Packed times say what they were made of, and what does not fit is not packed.
+void packing(int rounds) {
+  std::mt19937_64 random(6);
+  for (int i = 0; i < rounds; ++i) {
+    const auto posted = static_cast<int64_t>(random() >> 2) + 1;
+    const auto took = static_cast<int64_t>(random() >> (2 + random() % 62));
+    const auto way = static_cast<int64_t>(random() >> (2 + random() % 62));
+    const int64_t arrived = posted + took;
+    const bool answers = i % 3 != 0;
+    const Echo echo{answers ? 7 : 0, answers ? 7 + way : 0};
+    const bool fits =
+        took <= int64_t{UINT32_MAX} && (!answers || way < int64_t{kTimesPacked} - 1);
+    SlotControl control{};
+    check(pack_times(control.header, posted, arrived, echo) == fits, "whether times fit");
+    if (!fits) {
+      check(read_times(control, 5).posted == 0, "times that were not packed");
+      continue;
+    }
+    const Times times = read_times(control, 5);
+    check(times.posted == posted && times.arrived == arrived && times.sent == arrived, "times");
+    check(times.clock == 5 && (times.echo_posted != 0) == answers, "clock and echo");
+    check(!answers || times.echo_arrived - times.echo_posted == way, "the echo's way");
+  }
+}
+
 }  // namespace
 
 // Usage: stress [KILLS]: how often each kind of process is killed.
@@ -223,7 +249,8 @@ int main(int argc, char** argv) {
   const int kills = argc > 1 ? atoi(argv[1]) : 100;
   streaming(2000);
   buckets();
-  printf("copy and buckets ok\n");
+  packing(100000);
+  printf("copy, buckets and packed times ok\n");
   for (const char* backend : {"shm", "tcp"}) {
     integrity(backend, 150);
     printf("integrity %s ok\n", backend);

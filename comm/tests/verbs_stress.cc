@@ -5,7 +5,8 @@
 // Ports are comma separated. CASE:
 //   sizes      64 B to 15 MB, from registered and from other memory, one and several parts
 //   soak       random sizes over several slots for SECONDS; meant for packet loss and port failures
-//   kill       the sender is killed in the middle of its posts, then the receiver
+//   kill       the sender is killed at random moments, then the receiver
+//   stop       the sender is stopped, then the receiver: shortly, and until its queues are full
 //   late       a newer writer takes the slots while an older one is sending
 //   memlock    registration must be refused, with the sentence that says what to raise
 //   offset     soak, with one stripe written 64 B too far: the payload check must notice
@@ -131,101 +132,6 @@ bool soak(const std::string& rx, const std::string& tx, double seconds,
   return right;
 }
 
-void post_for_ever(Shared* shared, const std::string& tx, uint32_t generation) {
-  const auto link = connect(*shared, tx, SlotRange{0, kSlots});
-  shared->claimed.fetch_add(1);
-  const std::vector<uint8_t> data(kMaxBytes, static_cast<uint8_t>(generation));
-  for (uint32_t seq = 1;; ++seq) {
-    const Status status =
-        post(*link, seq % kSlots, make_flag(generation, seq), data.data(), 1 << 20, 1);
-    if (status == Status::Closed || status == Status::PeerGone)
-      _exit(40 + static_cast<int>(status));
-    check(status == Status::Ok, "post");
-  }
-}
-
-void kill_either(const std::string& rx, const std::string& tx) {
-  Shared* shared = shared_page();
-  // The sender dies: the receiver must learn of it.
-  pid_t child = spawn([&] {
-    await_region(shared);
-    post_for_ever(shared, tx, 1);
-  });
-  {
-    const auto region = make_region(rx);
-    publish(shared, *region);
-    while (shared->claimed.load() == 0) usleep(1000);
-    usleep(300000);
-    kill(child, SIGKILL);
-    const uint64_t since = now_ns();
-    check(await(*region, 0, make_flag(9, 9), kTimeoutUs) == Status::PeerGone, "sender's death");
-    printf("kill: the sender's death was seen after %.0f ms\n",
-           static_cast<double>(now_ns() - since) / 1e6);
-    reap(child);
-  }
-  // The receiver dies: the sender's post must say so. This process is the sender now.
-  Shared* second = shared_page();
-  child = spawn([&] {
-    const auto region = make_region(rx);
-    publish(second, *region);
-    pause();
-  });
-  await_region(second);
-  const auto link = connect(*second, tx, SlotRange{0, kSlots});
-  const std::vector<uint8_t> data(1 << 20, 5);
-  uint64_t since = 0;
-  Status status = Status::Ok;
-  for (uint32_t seq = 1; status == Status::Ok && seq < 100000; ++seq) {
-    if (seq == 20) {
-      kill(child, SIGKILL);
-      since = now_ns();
-    }
-    status = post(*link, seq % kSlots, make_flag(1, seq), data.data(), data.size(), 1);
-  }
-  check(status == Status::PeerGone, "receiver's death");
-  check(now_ns() - since < 5000000000u, "receiver's death in time");
-  printf("kill: the receiver's death was seen after %.0f ms\n",
-         static_cast<double>(now_ns() - since) / 1e6);
-  check(post(*link, 0, 1, data.data(), 64, 1) == Status::PeerGone, "post after it");
-  reap(child);
-}
-
-void late(const std::string& rx, const std::string& tx) {
-  Shared* shared = shared_page();
-  const pid_t first = spawn([&] {
-    await_region(shared);
-    post_for_ever(shared, tx, 1);
-  });
-  const pid_t second = spawn([&] {
-    await_region(shared);
-    while (shared->claimed.load() == 0) usleep(1000);
-    usleep(200000);
-    const auto link = connect(*shared, tx, SlotRange{0, kSlots});
-    const std::vector<uint8_t> data(kMaxBytes, 2);
-    for (uint32_t slot = 0; slot < kSlots; ++slot)
-      check(post(*link, slot, make_flag(2, 1), data.data(), 1 << 20, 1) == Status::Ok, "post");
-    shared->claimed.fetch_add(1);
-    while (shared->stop.load() == 0) usleep(1000);
-  });
-  const auto region = make_region(rx);
-  publish(shared, *region);
-  for (uint32_t slot = 0; slot < kSlots; ++slot)
-    check(await(*region, slot, make_flag(2, 1), kTimeoutUs) == Status::Ok, "newer writer");
-  check(reap(first) == 40 + static_cast<int>(Status::Closed), "older writer is told CLOSED");
-  // Nothing of the older generation may arrive behind it.
-  for (int i = 0; i < 20; ++i) {
-    for (uint32_t slot = 0; slot < kSlots; ++slot) {
-      check(region->ready(slot, make_flag(2, 1)), "doorbell of a dead generation");
-      for (uint64_t at = 0; at < 1 << 20; at += 997)
-        check(region->payload(slot)[at] == 2, "payload of a dead generation");
-    }
-    usleep(20000);
-  }
-  shared->stop.store(1);
-  check(reap(second) == 0, "newer writer");
-  printf("late: nothing of the older generation came\n");
-}
-
 void memlock(const std::string& rx) {
   try {
     make_region(rx);
@@ -276,6 +182,8 @@ int main(int argc, char** argv) {
       if (!soak(rx, tx, seconds, [] {})) broke("payload");
     } else if (which == "kill") {
       kill_either(rx, tx);
+    } else if (which == "stop") {
+      stop_either(rx, tx);
     } else if (which == "late") {
       late(rx, tx);
     } else if (which == "memlock") {

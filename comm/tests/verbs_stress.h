@@ -21,14 +21,19 @@
 
 using namespace afd_comm;
 
+inline std::string library = "libibverbs.so.1";
+
+// The cases of verbs_stress_ends.cc.
+void kill_either(const std::string& rx, const std::string& tx);
+void stop_either(const std::string& rx, const std::string& tx);
+void late(const std::string& rx, const std::string& tx);
+
 namespace {
 
 constexpr int64_t kTimeoutUs = 20000000;
 constexpr uint32_t kSlots = 3;
 constexpr uint64_t kMaxBytes = 15 << 20;
 constexpr int kCaught = 7;  // exit status of a payload check that failed
-
-std::string library = "libibverbs.so.1";
 
 [[noreturn]] void broke(const char* what) {
   fprintf(stderr, "verbs_stress: failed: %s\n", what);
@@ -38,6 +43,8 @@ std::string library = "libibverbs.so.1";
 void check(bool ok, const char* what) {
   if (!ok) broke(what);
 }
+
+double ms_since(uint64_t since) { return static_cast<double>(now_ns() - since) / 1e6; }
 
 std::vector<std::string> split(const std::string& text) {
   std::vector<std::string> out;
@@ -99,11 +106,12 @@ Status await(Region& region, uint32_t slot, uint64_t flag, int64_t timeout_us) {
   return awaited.status;
 }
 
-std::unique_ptr<Link> connect(const Shared& shared, const std::string& ports, SlotRange slots) {
+std::unique_ptr<Link> connect(const Shared& shared, const std::string& ports, SlotRange slots,
+                              int64_t timeout_us = kTimeoutUs) {
   LinkOptions options;
   options.backend = "verbs";
   options.slots = slots;
-  options.timeout_us = kTimeoutUs;
+  options.timeout_us = timeout_us;
   options.verbs = verbs(ports);
   std::vector<std::string> addresses;
   for (const char* address : {shared.addresses[0], shared.addresses[1]})

@@ -6,6 +6,10 @@ echo  {device, slots, slot_bytes, sizes}: eagerly; message i is of sizes[i] byte
 graph {device, slots, slot_bytes, positions, replays}: full slots; ``replays`` times one captured
       graph of ``positions`` messages, position p in slot p % slots
 cpu   {slots, slot_bytes, sizes}: as echo, on the CPU, over a Region in host memory
+attention {device, who, depth, share}: the other role. It reads the other side's addresses first,
+      then prints its own. Each further line is a number of steps: ``depth`` micro-batches of
+      ``share`` random bytes, into slot who * depth + micro-batch at offset who * share, whose
+      answers are awaited. When these are through it prints how many of their bytes were wrong.
 """
 
 from __future__ import annotations
@@ -31,10 +35,10 @@ def slots_of(region: Region) -> torch.Tensor:
     return torch.from_dlpack(region.view(0, region.slots))
 
 
-def send(link: Link, slot: int, flag: int, data: torch.Tensor) -> None:
+def send(link: Link, slot: int, flag: int, data: torch.Tensor, offset: int = 0) -> None:
     """Enqueue one contiguous uint8 tensor on the current stream."""
     stream = torch.cuda.current_stream().cuda_stream
-    parts = [(0, data.data_ptr(), data.nbytes)]
+    parts = [(offset, data.data_ptr(), data.nbytes)]
     status = link.enqueue(stream, slot, flag, 0, 0, data.nbytes, 1, 0, 0, 0, parts)
     assert status == Status.OK, status
 
@@ -130,11 +134,37 @@ def cpu(arguments: dict[str, Any]) -> Ends:
     return region, link
 
 
+def attention(arguments: dict[str, Any]) -> Ends:
+    who, depth, share = (int(arguments[name]) for name in ("who", "depth", "share"))
+    device = arguments["device"]
+    region = Region(depth, share, name=f"attention-{who}", device=device)
+    addresses = json.loads(sys.stdin.readline())
+    link = Link(addresses, slots=(who * depth, depth), timeout_us=TIMEOUT_US, device=device)
+    memory = slots_of(region)[:, :share]
+    data = torch.empty(depth, share, dtype=torch.uint8, device="cuda").random_()
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    wrong += (memory != data + 1).sum()  # loads the kernels
+    wrong.zero_()
+    print(json.dumps(region.addresses), flush=True)
+    seq = 0
+    for line in sys.stdin:
+        for _ in range(int(line)):
+            seq += 1
+            data.random_()
+            for mb in range(depth):
+                send(link, who * depth + mb, make_flag(1, seq), data[mb], offset=who * share)
+            wait(region, list(range(depth)), [make_flag(1, seq)] * depth)
+            wrong += (memory != data + 1).sum()
+        print(json.dumps(wrong.item()), flush=True)
+    return region, link
+
+
 if __name__ == "__main__":
     settings = json.loads(sys.argv[2])
     if "device" in settings:
         torch.cuda.set_device(settings["device"])
-    held = {"echo": echo, "graph": graph, "cpu": cpu}[sys.argv[1]](settings)
+    modes = {"echo": echo, "graph": graph, "cpu": cpu, "attention": attention}
+    held = modes[sys.argv[1]](settings)
     if "device" in settings:
         torch.cuda.synchronize()
     sys.stdin.read()

@@ -56,6 +56,7 @@ fi
 run_case sizes "$STRESS" sizes $RX $TX
 run_case loss lossy_soak
 run_case kill "$STRESS" kill $RX $TX
+run_case stop "$STRESS" stop $RX $TX
 run_case late "$STRESS" late $RX $TX
 run_case offset "$STRESS" offset $RX $TX
 run_case short "$STRESS" short $RX $TX

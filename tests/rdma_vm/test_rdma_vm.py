@@ -99,6 +99,19 @@ def test_loss_and_delay(cases: dict[str, Case]) -> None:
 
 def test_death_of_either_end(cases: dict[str, Case]) -> None:
     passed(cases, "kill", "the sender's death was seen", "the receiver's death was seen")
+    writers = re.search(r"(\d+) kills, (\d+) of them writers", cases["kill"].text)
+    assert writers is not None and 0 < int(writers[2]) <= int(writers[1])
+
+
+def test_either_end_is_stopped(cases: dict[str, Case]) -> None:
+    passed(
+        cases,
+        "stop",
+        "a wait for a stopped sender ended",
+        "one message per slot came after the receiver went on",
+        "to a stopped receiver ended",
+        "a receiver that missed messages ended the link",
+    )
 
 
 def test_a_late_message_of_a_dead_generation(cases: dict[str, Case]) -> None:

@@ -1,7 +1,7 @@
 """The other process of the comm tests: ``python comm_peer.py MODE JSON``.
 
 It talks JSON lines on stdin and stdout and ends when stdin does. Modes:
-own   {slots, slot_bytes, tcp}
+own   {slots, slot_bytes, tcp[, device]}
       make a Region, print its addresses
 send  {addresses, backend, slots, flag, value[, device]}
       claim slots, post ``value`` bytes to each, print "posted"
@@ -73,7 +73,13 @@ def say(value: object) -> None:
 
 def region_of(arguments: dict[str, Any]) -> Region:
     host = "127.0.0.1" if arguments["tcp"] else None
-    return Region(arguments["slots"], arguments["slot_bytes"], name="peer", tcp_host=host)
+    return Region(
+        arguments["slots"],
+        arguments["slot_bytes"],
+        name="peer",
+        tcp_host=host,
+        device=arguments.get("device", "cpu"),
+    )
 
 
 def own(arguments: dict[str, Any]) -> None:

@@ -155,6 +155,12 @@ int batch(Stream* stream, unsigned count, const Op* ops) {
   return 0;
 }
 
+// As under a limit of locked memory, while FAKE_GPU_REFUSE_PIN is set.
+int pin(unsigned flags) {
+  log_call("pin flags %u", flags);
+  return std::getenv("FAKE_GPU_REFUSE_PIN") == nullptr ? 0 : 2;
+}
+
 int copy(Stream* stream, void* to, const void* from, std::size_t bytes, int kind) {
   log_call("copy %zu kind %d", bytes, kind);
   stream->add([=] { std::memcpy(to, from, bytes); });
@@ -202,9 +208,7 @@ CUresult cuMemFree_v2(CUdeviceptr memory) {
   return log_call("free"), release(reinterpret_cast<void*>(memory));
 }
 CUresult cuMemsetD8Async(CUdeviceptr, unsigned char, std::size_t, CUstream) { return 0; }
-CUresult cuMemHostRegister_v2(void*, std::size_t, unsigned flags) {
-  return log_call("pin flags %u", flags), 0;
-}
+CUresult cuMemHostRegister_v2(void*, std::size_t, unsigned flags) { return pin(flags); }
 CUresult cuMemHostUnregister(void*) { return log_call("unpin"), 0; }
 CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr* out, void* host, unsigned) {
   return *out = reinterpret_cast<CUdeviceptr>(host), 0;
@@ -271,9 +275,7 @@ hipError_t hipThreadExchangeStreamCaptureMode(int* mode) {
 hipError_t hipMalloc(void** out, std::size_t bytes) { return allocate(out, bytes); }
 hipError_t hipFree(void* memory) { return log_call("free"), release(memory); }
 hipError_t hipMemsetAsync(void*, int, std::size_t, hipStream_t) { return 0; }
-hipError_t hipHostRegister(void*, std::size_t, unsigned flags) {
-  return log_call("pin flags %u", flags), 0;
-}
+hipError_t hipHostRegister(void*, std::size_t, unsigned flags) { return pin(flags); }
 hipError_t hipHostUnregister(void*) { return log_call("unpin"), 0; }
 hipError_t hipHostGetDevicePointer(void** out, void* host, unsigned) { return *out = host, 0; }
 hipError_t hipIpcGetMemHandle(IpcHandle* handle, void* memory) { return share(handle, memory); }

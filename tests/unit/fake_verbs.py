@@ -38,6 +38,14 @@ class FakeVerbs:
     def delay_us(self, us: int) -> None:
         self._lib.fake_delay_us(us)
 
+    def stop_receivers(self, stop: bool = True) -> None:
+        """What arrives is acknowledged, but its receiver's thread does not see it."""
+        self._lib.fake_stop_receivers(int(stop))
+
+    def damage_record(self, at: int, word: int) -> None:
+        """The next message's record (verbs_wire.h) arrives with another word at byte ``at``."""
+        self._lib.fake_damage_record(at, ctypes.c_uint32(word))
+
     def refuse_memory(self, errno: int) -> None:
         self._lib.fake_refuse_memory(errno)
 
@@ -53,6 +61,8 @@ class FakeVerbs:
             self.port(device, up=True)
             self.lose_acks(device, False)
         self.delay_us(0)
+        self.stop_receivers(False)
+        self.damage_record(-1, 0)
         self.refuse_memory(0)
         self.devices(2)
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from afd.bench.comm import COMPARED, SIZES, Times, main, records, table
+from afd.bench.comm import COMPARED, SIZES, main, records
+from afd.bench.comm_report import Times, page, table
 from afd.bench.comm_ways import NAMES
 
 
@@ -34,6 +35,22 @@ def test_a_ratio_above_one_means_ours_is_better() -> None:
     assert "| 8 | shm | 2.00 | 4.00 | 6 | 0.50 |" in table(cells)
 
 
+def test_the_page_says_what_the_cells_say() -> None:
+    cells = {
+        (SIZES[1], "shm"): cell(0.4),
+        (SIZES[1], "memcpy"): cell(0.5),
+        (SIZES[1], "shm, traced"): cell(0.44),
+        (SIZES[1], "tcp"): cell(50.0),
+        (SIZES[1], "ZeroMQ, tcp"): cell(40.0),
+    }
+    text = page(cells, "host", "afd bench comm", "2026-01-01")
+    assert table(cells) in text and "`afd bench comm`, host, 2026-01-01." in text
+    assert "- p50 of shm over that of memcpy: 0.80 at 14336 B (aims:" in text
+    assert "message over shm: +0.04 us (+10.0 %) at 14336 B (aim: 1 %)" in text
+    assert "- p99 of tcp over that of ZeroMQ, tcp: 1.25 at 14336 B (below 1 is a win)." in text
+    assert "gloo:" not in text
+
+
 def test_every_comparison_names_ways_that_exist() -> None:
     assert {name for pair in COMPARED for name in pair} <= set(NAMES)
 
@@ -46,3 +63,4 @@ def test_a_short_run_writes_records(tmp_path: Path) -> None:
     cases = {record["case"] for record in json.loads(out.read_text())}
     assert "shm 14680064/14680064" in cases
     assert "shm, traced 8/8" in cases
+    assert "| 14680064 | tcp |" in out.with_suffix(".md").read_text()

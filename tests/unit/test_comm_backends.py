@@ -129,6 +129,16 @@ def test_deadline_is_kept(region: Region, timeout_ms: int) -> None:
     assert 2 * timeout_ms <= elapsed_ms < 2 * timeout_ms + 1000
 
 
+@pytest.mark.parametrize("spin_us", [None, 0])
+def test_a_long_wait_sleeps(region: Region, spin_us: int | None) -> None:
+    """It looks for the message in a hurry only at first."""
+    if spin_us is not None:
+        region.set_spin_us(spin_us)
+    before = time.thread_time()
+    assert region.wait_all([0], [FLAG], 300_000) == [Status.DEADLINE]
+    assert time.thread_time() - before < 0.05
+
+
 def test_stale_generation_is_ignored(region: Region, backend: str) -> None:
     link = connect(region, backend)
     post(link, 0, make_flag(1, 5), DATA)

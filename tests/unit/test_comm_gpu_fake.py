@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import gpu_cases
+import gpu_fault_cases
 import numpy as np
 import pytest
 from fake_verbs import built_fake
@@ -33,6 +34,11 @@ CASES = [
     gpu_cases.many_waits_in_one_call,
     gpu_cases.capture,
     gpu_cases.bad_input,
+    gpu_fault_cases.stopped_sender,
+    gpu_fault_cases.stopped_and_killed_owner,
+    gpu_fault_cases.late_message_of_a_dead_epoch,
+    gpu_fault_cases.refused_page_locking,
+    gpu_fault_cases.three_peers,
 ]
 
 
@@ -64,7 +70,7 @@ def test_on_fake_driver(
         FAKE_GPU_LOG=str(tmp_path / "log"),
     )
     (tmp_path / "log").touch()
-    command = [sys.executable, str(HERE / "gpu_cases.py"), case.__name__, kind]
+    command = [sys.executable, str(HERE / f"{case.__module__}.py"), case.__name__, kind]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 

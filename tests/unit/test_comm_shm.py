@@ -146,3 +146,11 @@ def test_buffers_are_aligned_views() -> None:
     a, b = region.buffer(0), region.buffer(1)
     a[:] = 1
     assert not b.any()
+
+
+def test_registered_memory_is_copied_at_once() -> None:
+    region = Region(1, 64, name="plain")
+    link = Link(region.addresses, timeout_us=TIMEOUT_US)
+    data = np.zeros(64, np.uint8)
+    link.register_memory(data.ctypes.data, 64)
+    assert link.wait_sent(0, 0) == Status.OK and link.notes == ""

@@ -8,7 +8,9 @@ import signal
 import socket
 import struct
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -54,6 +56,33 @@ def test_hand_made_frame_is_understood(region: Region) -> None:
         assert region.wait_all([1], [FLAG], TIMEOUT_US) == [Status.OK]
         assert bytes(region.buffer(1)[:14]) == b"abcd" + bytes(6) + b"efgh"
         assert struct.unpack("<IIiIQ", s.recv(24)) == (WELCOME, 2, 0, 3, SLOT_BYTES)
+
+
+def switches(thread: str) -> int:
+    """How often this process's threads of that name have gone to sleep."""
+    total = 0
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has ended meanwhile
+            if (task / "comm").read_text().strip() == thread:
+                status = (task / "status").read_text()
+                total += int(status.split("\nvoluntary_ctxt_switches:")[1].split()[0])
+    return total
+
+
+def test_the_receivers_thread_leaves_peers_to_a_waiter(region: Region) -> None:
+    """It would take the core that the waiter is on, for nothing."""
+    last = make_flag(1, 100)
+    with raw(region, hello(region), frame() + b"abcdefgh") as s:
+        assert region.wait_all([1], [FLAG], TIMEOUT_US) == [Status.OK]
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(region.wait_all, [1], [last], TIMEOUT_US)
+            time.sleep(0.1)
+            before = switches("afd-tcp")
+            for seq in range(2, 101):
+                s.sendall(frame(flag=make_flag(1, seq)) + b"abcdefgh")
+                time.sleep(0.001)
+            assert waiting.result() == [Status.OK]
+        assert switches("afd-tcp") - before < 10
 
 
 def test_byte_by_byte(region: Region) -> None:

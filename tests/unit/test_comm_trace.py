@@ -71,6 +71,24 @@ def test_histograms_hold_what_the_headers_say(backend: str) -> None:
     assert pair.trace.offset_ns == 0 and pair.trace.offset_error_ns == 0
 
 
+def test_times_keep_to_the_systems_clock() -> None:
+    """Also where they are read from the CPU's counter: after a thread's first 50 ms."""
+    pair = Pair("shm")
+    seq, last, end = 0, 0, time.monotonic() + 0.3
+    while time.monotonic() < end:
+        seq += 1
+        before = time.monotonic_ns()
+        flag = post(pair.ask, seq)
+        posted = pair.far.header(0).t_posted
+        assert pair.far.ready(0, flag)
+        assert before - 1000 <= posted <= time.monotonic_ns() + 1000
+        assert posted >= last
+        last = posted
+        if seq % 500 == 0:
+            time.sleep(0.003)  # longer than a comparison with the clock is good for
+    assert seq > 500
+
+
 def test_the_time_an_answer_is_held_is_not_on_the_wire() -> None:
     pair = Pair("shm")
     pair.round(1, held_s=0.05)

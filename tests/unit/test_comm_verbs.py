@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from fake_verbs import FakeVerbs, built_fake
 
-from afd_comm import CommError, Link, Region, Status, VerbsOptions, make_flag
+from afd_comm import CommError, Link, Region, Status, make_flag
 
 TIMEOUT_US = 5_000_000
 SLOT_BYTES = 4 << 20
@@ -86,40 +86,7 @@ def comes_to(link: Link, end: Status) -> bool:
     return status == end
 
 
-# -- options and sentences
-
-
-@pytest.mark.parametrize(
-    "changes,sentence",
-    [
-        ({"ports": []}, "number of ports is 0; it must be from 1 to 8; name them"),
-        ({"ports": ["mlx5_0:0"]}, "'mlx5_0:0' is not a port; write device or device:port"),
-        ({"ports": ["mlx5_0:x"]}, "is not a port"),
-        ({"ports": [":1"]}, "is not a port"),
-        ({"ports": ["/dev/x"]}, "is not a port"),
-        ({"retry": 7}, "retry is 7; it must be from 0 to 6; 7 means for ever"),
-        ({"timeout": 0}, "timeout is 0; it must be from 1 to 31"),
-        ({"gid_index": 256}, "gid_index is 256"),
-        ({"service_level": 16}, "service_level is 16"),
-        ({"traffic_class": -1}, "traffic_class is -1"),
-        ({"qps_per_port": 0}, "qps_per_port is 0"),
-    ],
-)
-def test_options_out_of_range(changes: dict, sentence: str) -> None:
-    with pytest.raises(CommError, match=sentence):
-        VerbsOptions(**{"ports": ["mlx5_0:1"], **changes})
-
-
-def test_without_a_library() -> None:
-    options = VerbsOptions(ports=["mlx5_0"], host="127.0.0.1", library="libnone_such.so.7")
-    with pytest.raises(CommError, match=r"cannot load libnone_such.so.7 .*apt-get install"):
-        Region(1, 64, name="r", verbs=options)
-
-
-def test_a_library_that_is_another() -> None:
-    options = VerbsOptions(ports=["mlx5_0"], host="127.0.0.1", library="libc.so.6")
-    with pytest.raises(CommError, match="has no ibv_get_device_list"):
-        Region(1, 64, name="r", verbs=options)
+# -- sentences
 
 
 def test_what_a_region_cannot_use(fake: FakeVerbs) -> None:
@@ -148,6 +115,10 @@ def test_what_a_link_cannot_use(region: Region, fake: FakeVerbs) -> None:
     plain = Region(1, 64, name="plain")
     with pytest.raises(CommError, match="offers no address for backend 'verbs'"):
         connect(plain, fake, slots=(0, 1))
+    fake.refuse_memory(errno.ENOMEM)
+    with pytest.raises(CommError, match=r"limit of locked memory is .*ulimit -l unlimited"):
+        connect(region, fake)
+    fake.refuse_memory(0)
     fake.port("fake0", up=False)
     fake.port("fake1", up=False)
     with pytest.raises(CommError, match=r"no pair of ports.*fake0:1 is down.*fake1:1 is down"):
@@ -192,6 +163,45 @@ def test_a_message_that_was_overwritten_holds_up_nobody(region: Region, fake: Fa
     assert region.wait_all([0, 1, 2], [198, 199, 200], TIMEOUT_US) == [Status.OK] * 3
 
 
+def test_a_slot_overwritten_once_unseen_holds_up_nobody(region: Region, fake: FakeVerbs) -> None:
+    link = connect(region, fake)
+    fake.stop_receivers()
+    for slot in (0, 1):
+        for seq in (1, 2):
+            assert link.post(slot, seq, 0, 0, 0, 1, 0, 0, 0, []) == Status.OK
+    fake.stop_receivers(False)
+    assert region.wait_all([0, 1], [2, 2], TIMEOUT_US) == [Status.OK] * 2
+    Sender(region, link).exchange(1 << 20)
+
+
+def test_a_slot_overwritten_often_unseen_ends_the_link(region: Region, fake: FakeVerbs) -> None:
+    """A receiver that was stopped cannot know what it missed: both sides must hear of it."""
+    link = connect(region, fake)
+    fake.stop_receivers()
+    for seq in (1, 2, 3):
+        assert link.post(0, seq, 0, 0, 0, 1, 0, 0, 0, []) == Status.OK
+    fake.stop_receivers(False)
+    assert region.wait_all([0, 1], [3, 3], TIMEOUT_US) == [Status.PEER_GONE] * 2
+    assert comes_to(link, Status.PEER_GONE)
+    Sender(region, connect(region, fake)).exchange(1 << 20)
+
+
+def test_posts_to_a_stopped_receiver_end_in_time(region: Region, fake: FakeVerbs) -> None:
+    """They succeed until its receive queues are full, and then take their deadline."""
+    link = Link(
+        region.addresses, backend="verbs", slots=(0, 4), timeout_us=200_000, verbs=fake.options()
+    )
+    fake.stop_receivers()
+    started, status, count = time.monotonic(), Status.OK, 0
+    while status == Status.OK and count < 10_000:
+        count += 1
+        status = link.post(count % 4, count, 0, 0, 0, 1, 0, 0, 0, [])
+    assert status == Status.DEADLINE and time.monotonic() - started < 3
+    assert region.wait_all([0], [99_999], 100_000) == [Status.DEADLINE]
+    fake.stop_receivers(False)
+    assert region.wait_all([0], [99_999], TIMEOUT_US) == [Status.PEER_GONE]
+
+
 def test_registered_memory_is_sent_in_place(region: Region, fake: FakeVerbs) -> None:
     fake.delay_us(20_000)
     link = connect(region, fake)
@@ -213,14 +223,6 @@ def test_registered_memory_is_sent_in_place(region: Region, fake: FakeVerbs) -> 
     assert region.wait_all([0], [flag], TIMEOUT_US) == [Status.OK]
     assert (region.buffer(0)[: plain.nbytes] == 3).all()
     assert link.wait_sent(99, 0) == Status.BAD_HEADER
-
-
-def test_register_memory_and_wait_sent_of_other_backends() -> None:
-    region = Region(1, 64, name="plain")
-    link = Link(region.addresses, timeout_us=TIMEOUT_US)
-    data = np.zeros(64, np.uint8)
-    link.register_memory(data.ctypes.data, 64)
-    assert link.wait_sent(0, 0) == Status.OK and link.notes == ""
 
 
 def test_traced_messages_carry_their_times(region: Region, fake: FakeVerbs) -> None:
@@ -352,6 +354,37 @@ def test_nonsense_in_the_handshake_harms_nobody(region: Region, fake: FakeVerbs)
     sender.exchange(1 << 20)
     assert not region.buffer(2).any()
     Sender(region, connect(region, fake, slots=(2, 1))).exchange(64, slot=2)
+
+
+@pytest.mark.parametrize(
+    "at,word",
+    [
+        pytest.param(4, 3, id="slot that is not the immediate's"),
+        pytest.param(8, 0, id="flag 0"),
+        pytest.param(44, 1 << 31, id="negative size"),
+        pytest.param(44, 1, id="size beyond the slot"),
+        pytest.param(72, 1 << 20, id="turn far ahead"),
+        pytest.param(80, 0, id="no stripes"),
+        pytest.param(80, 17, id="too many stripes"),
+    ],
+)
+def test_a_wrong_record_ends_the_link(region: Region, fake: FakeVerbs, at: int, word: int) -> None:
+    link = connect(region, fake, slots=(0, 1))
+    fake.damage_record(at, word)
+    assert link.post(0, 1, 0, 0, 0, 1, 0, 0, 0, []) == Status.OK
+    assert region.wait_all([0], [1], TIMEOUT_US) == [Status.PEER_GONE]
+    assert comes_to(link, Status.PEER_GONE)
+    assert not region.ready(0, 1) and not region.ready(3, 1)
+    Sender(region, connect(region, fake)).exchange(1 << 20)
+
+
+def test_a_torn_record_never_rings(region: Region, fake: FakeVerbs) -> None:
+    link = connect(region, fake)
+    fake.damage_record(84, 77)
+    assert link.post(0, 1, 0, 0, 0, 1, 0, 0, 0, []) == Status.OK
+    assert region.wait_all([0], [1], 50_000) == [Status.DEADLINE]
+    assert link.post(0, 2, 0, 0, 0, 1, 0, 0, 0, []) == Status.OK
+    assert region.wait_all([0], [2], TIMEOUT_US) == [Status.OK]
 
 
 def test_slots_taken_by_shm_end_the_verbs_writer(region: Region, fake: FakeVerbs) -> None:

@@ -17,7 +17,7 @@
 namespace afd_comm {
 
 constexpr uint64_t kRegionMagic = 0x4e4f494745524641;  // "AFREGION"
-constexpr uint32_t kRegionVersion = 3;
+constexpr uint32_t kRegionVersion = 4;
 constexpr std::size_t kLine = 64;
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free &&
@@ -33,6 +33,7 @@ struct alignas(kLine) RegionHead {
   uint32_t on_device;
   ProcessIdentity owner;
   uint8_t token[16];
+  uint64_t clock;  // clock_identity() of the owner
   alignas(kLine) std::atomic<uint32_t> closed;
   std::atomic<uint32_t> silent;   // 1: some doorbells come from GPUs, without a wake
   std::atomic<uint64_t> tickets;  // last claim ticket given out
@@ -49,7 +50,7 @@ struct alignas(kLine) Claim {
 constexpr uint64_t kTicketGone = uint64_t{1} << 63;  // set in Claim::ticket once the writer is gone
 
 // The header rides in the doorbell's line: one line fewer to move between cores per message. The
-// times are touched only while tracing.
+// times are touched only while tracing, and not even then where the header can hold them.
 struct alignas(kLine) SlotControl {
   std::atomic<uint64_t> doorbell;
   Header header;

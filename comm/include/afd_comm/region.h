@@ -61,10 +61,7 @@ class Region {
     return memory_.control(slot).doorbell.load(std::memory_order_acquire) == flag;
   }
   // What the slot's Times say; zeros for a message without them.
-  Times times(uint32_t slot) const {
-    const SlotControl& control = memory_.control(slot);
-    return control.header.traced != 0 ? control.times : Times{};
-  }
+  Times times(uint32_t slot) const;
   // From now on the waits that see a message in these slots stamp it and note it in `trace` (null:
   // stop). Throws CommError for slots outside of the region.
   void trace(SlotRange slots, std::shared_ptr<PeerTrace> trace);
@@ -102,12 +99,16 @@ class Region {
  private:
   const Geometry& geometry() const { return memory_.geometry(); }
   // What tracing keeps per slot. `seen`: the last flag noted, since several waits may see one.
+  // `consumed` of that message is not written into the slot, whose line the sender would then have
+  // to get back from this core.
   struct SlotTrace {
     std::atomic<PeerTrace*> trace{nullptr};
     std::atomic<uint64_t> seen{0};
+    std::atomic<int64_t> consumed{0};
   };
   IpcAddress place_on_device(const ShmAddress& shm);
   void note(uint32_t slot, uint64_t flag, PeerTrace& trace);
+  void absorb(const Awaited* awaited, std::size_t count) const;
   // The receiver that may be served by a wait for these doorbells: one whose connections ring all
   // of them that are open. Null: there is none, or another waiter serves it.
   Receiver* begin_serving(const Awaited* awaited, std::size_t count) const;
@@ -123,12 +124,14 @@ class Region {
   std::vector<std::unique_ptr<Receiver>> receivers_;
   WriterWatch watch_;
   std::unique_ptr<SlotTrace[]> slot_traces_;
+  std::atomic<bool> traced_{false};  // whether any slot has ever been traced
   std::mutex trace_mutex_;
   std::vector<std::shared_ptr<PeerTrace>> traces_;  // those a slot has ever named
   pid_t creator_;
   std::atomic<bool> closed_{false};
   std::atomic<uint32_t> wakes_{0};
   std::atomic<int64_t> spin_ns_;
+  std::atomic<uint64_t> crowded_until_{0};  // others want this core: no yielding before this time
 };
 
 }  // namespace afd_comm

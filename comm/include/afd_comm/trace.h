@@ -18,6 +18,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "afd_comm/bounded_queue.h"
 #include "afd_comm/types.h"
 
 namespace afd_comm {
@@ -104,17 +105,33 @@ class EventRing {
   std::array<Entry, kEvents> entries_{};
 };
 
-// All that one peer's messages told.
+// All that one peer's messages told. Any thread may call any function; none waits for another.
 class PeerTrace {
  public:
-  // A message with these times was seen by a wait. The content may be a lie.
+  // A message with these times was seen by a wait. The content may be a lie. This only puts it
+  // aside; absorb() counts it, for which a wait has time until the next message comes.
   void note(const Header& header, const Times& times);
-  std::vector<TraceEvent> events() const { return ring_.events(); }
-  const Histogram& histogram(Path path) const { return paths_[static_cast<std::size_t>(path)]; }
-  Offset offset() const;
+  // Counts what was put aside.
+  void absorb() {
+    if (!aside_.empty()) absorb_all();
+  }
+  // Of all messages noted so far.
+  std::vector<TraceEvent> events();
+  const Histogram& histogram(Path path);
+  Offset offset();
 
  private:
+  // What is counted of a message.
+  struct Noted {
+    Times times;
+    int32_t layer, micro_batch, rows;
+    int64_t nbytes;
+  };
+  static constexpr std::size_t kAside = 64;
+  void absorb_all();
+  void count(const Noted& message);
   void record(Path path, int64_t ns) { paths_[static_cast<std::size_t>(path)].record(ns); }
+  BoundedQueue<Noted, kAside> aside_;
   std::array<Histogram, kPaths> paths_;
   OffsetFilter filter_;
   EventRing ring_;

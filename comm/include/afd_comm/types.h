@@ -30,9 +30,9 @@ struct Header {
   int32_t dtype = 0;
   int64_t nbytes = 0;  // sum of the parts
   int64_t step = 0;
-  int32_t traced = 0;  // not 0: the slot's Times belong to this message
-  int32_t reserved = 0;
-  int64_t reserved2 = 0;
+  uint32_t traced = 0;  // not 0: the message has Times; where, says packed_times.h
+  uint32_t took = 0;    // packed Times
+  int64_t posted = 0;   // packed Times
 };
 static_assert(sizeof(Header) == 56, "doorbell and header share a cache line");
 

@@ -66,7 +66,8 @@ class Header:
         whose link does not trace."""
     @property
     def t_sent(self) -> int:
-        """The first byte was handed to the wire (shm: all were copied); ns, clock of the sender's host."""
+        """The first byte was handed to the wire (shm: all were copied); ns, clock of the sender's host. Over
+        shm it equals ``t_posted`` up to 1 KiB."""
     @property
     def t_arrived(self) -> int:
         """Complete, just before the doorbell; ns, clock of the receiver's host. Never subtract the sender's
@@ -275,7 +276,11 @@ class Region:
     def wake(self) -> None:
         """Make the waits now in progress return early (DEADLINE, -1). Later waits are not affected."""
     def set_spin_us(self, us: int) -> None:
-        """How long a wait spins before it sleeps; default 50, on at most two usable CPUs 5."""
+        """How long a wait spins before it sleeps; default 50, on at most two usable CPUs 5.
+
+        After less than 50 us it goes on looking until then, but lets other threads run in between. 0: it
+        sleeps at once.
+        """
     def close(self) -> None:
         """End connections and waits; peers get PEER_GONE. Idempotent."""
 
