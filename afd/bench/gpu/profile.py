@@ -30,7 +30,7 @@ from afd.bench.gpu.targets import START_S, Afd, Sizes, deployment, graph_args, v
 from afd.bench.servers import Server, await_health, server_process
 from afd.config import Deployment
 from afd.errors import AfdError, DeadlineExceeded
-from afd.launch.plan import available_cores, choose_ports, role_specs
+from afd.launch.plan import available_cores, held_addresses, role_specs
 
 WAITS = (
     "cudaDeviceSynchronize",
@@ -150,12 +150,12 @@ def roles(
     assert isinstance(attention, dict)
     attention["port"] = 0
     served = Deployment.from_plain({**plain, "served_model_name": "model", "gateway": {"port": 0}})
-    ports = choose_ports(served)
     ffn_trace = folder / "ffn"
     ffn_trace.mkdir()
     wrapped = ["-m", "afd.bench.gpu.profile_ffn_torch", str(ffn_trace / "trace.json")]
     args.logs.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
+        ports = stack.enter_context(held_addresses(served))
         started = {}
         for spec in role_specs(served, ports, available_cores()):
             if spec.role == "gateway":

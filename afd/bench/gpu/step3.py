@@ -31,7 +31,7 @@ from afd.bench.gpu.step3_load import (
 )
 from afd.bench.gpu.timeline import Step, Summary, chrome, clock_offset, summary
 from afd.bench.records import gpu_names
-from afd.bench.servers import process, tail
+from afd.bench.servers import server_process, tail
 from afd.errors import AfdError, ConfigError
 from afd.planner.facts.hardware import load_accelerator
 from afd.step_trace import StepTrace
@@ -110,7 +110,7 @@ def run(
         ]
         logs.mkdir(parents=True, exist_ok=True)
         log = logs / "step3.log"
-        with process(argv, environment, log) as leader:
+        with server_process(argv, environment, log) as leader:
             try:
                 status = leader.wait(timeout_s)
             except subprocess.TimeoutExpired:
