@@ -100,7 +100,10 @@ def synonym(net: WordNet, random: Random, pos: str, word: str, sense: Sense) -> 
         f"Give me a synonym of {word}.",
         f"Is there another word for {word}?",
     )
-    answers: tuple[str, ...] = (f"Another word for {word} is {others[0]}.", f"You can also say {others[0]}.")
+    answers: tuple[str, ...] = (
+        f"Another word for {word} is {others[0]}.",
+        f"You can also say {others[0]}.",
+    )
     if len(others) > 1:
         answers = (f"Other words for {word} are {listing(others[:3])}.",)
     return random.choice(ways), random.choice(answers)
