@@ -57,9 +57,11 @@ def _parser() -> argparse.ArgumentParser:
     ):
         command = _add(commands, role, _role, f"{text} of a deployment over several hosts")
         _config(command, optional=True)
-        command.set_defaults(role=role, index=0)
+        command.set_defaults(role=role, index=0, rank=0)
         if role in ("ffn", "attention"):
             command.add_argument("--index", type=int, metavar="N", help="instance number, from 0")
+        if role == "ffn":
+            command.add_argument("--rank", type=int, metavar="R", help="rank in it, from 0")
         command.add_argument("--control", metavar="ADDR", help="control plane, tcp://HOST:PORT")
         command.add_argument("--role-file", type=Path, help=argparse.SUPPRESS)
 
@@ -193,7 +195,8 @@ def _role(args: argparse.Namespace) -> int:
     if not args.config:
         raise ConfigError(f"afd {args.role} needs a deployment file: afd {args.role} CONFIG")
     deployment = _load(args)
-    return run_role(standalone_spec(deployment, args.role, args.index, args.control), None)
+    spec = standalone_spec(deployment, args.role, args.index, args.control, args.rank)
+    return run_role(spec, None)
 
 
 def _keys(args: argparse.Namespace) -> int:

@@ -7,16 +7,17 @@ is a ``ConfigError`` of one sentence. ``check_model`` compares it with the check
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from afd.config_messages import sentence
+from afd.config_transport import Section, Transport
 from afd.errors import ConfigError
+from afd.topology import width_slices
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Cores = tuple[Annotated[int, Field(ge=0)], ...]
@@ -24,28 +25,21 @@ CoreLists = Literal["auto"] | tuple[Cores, ...]
 Device = Literal["cpu", "cuda"]
 
 MAX_DEPTH = 3
-PORT_LIST = "a list of at most 8 RDMA ports, such as [mlx5_0:1, mlx5_1:1]"
-CORE_LISTS = "auto or a list of core lists, one per instance, such as [[0, 1], [2, 3]]"
+CORE_LISTS = "auto or a list of core lists, one per process, such as [[0, 1], [2, 3]]"
 
 
-class _Section(BaseModel):
-    """Strict: ``depth: "2"`` and ``instances: true`` are mistakes, not numbers."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-def _check_core_lists(cpus: CoreLists, instances: int) -> None:
+def _check_core_lists(cpus: CoreLists, processes: int) -> None:
     if cpus == "auto":
         return
-    if len(cpus) != instances:
+    if len(cpus) != processes:
         raise ValueError(
-            f"cpus has {len(cpus)} core lists for {instances} instances; give one list each"
+            f"cpus has {len(cpus)} core lists for {processes} processes; give one list each"
         )
     if any(not cores for cores in cpus):
         raise ValueError("cpus has an empty core list; name at least one core for every instance")
 
 
-class Attention(_Section):
+class Attention(Section):
     """The attention pool: x vLLM servers that hold everything but the experts."""
 
     instances: int = Field(default=1, ge=1)
@@ -80,10 +74,14 @@ class Attention(_Section):
         return tuple(self.port + i if self.port else 0 for i in range(self.instances))
 
 
-class Ffn(_Section):
-    """The FFN pool: y processes that share every layer's experts among them."""
+class Ffn(Section):
+    """The FFN pool: y instances that share every layer's experts among them, of ``tp`` processes
+    each."""
 
     instances: int = Field(default=1, ge=1)
+    tp: int = Field(default=1, ge=1)  # ranks of an instance: each holds a slice of every expert
+    # how the ranks of an instance add up their partial results: exactly, or in fewer bytes
+    reduce: Literal["exact", "int8", "int6", "int4", "fp4"] = "exact"
     device: Device = "cpu"
     backend: Literal["auto", "torch", "reference", "vllm_cpu", "vllm_cuda", "aiter", "triton"] = (
         "auto"
@@ -100,7 +98,12 @@ class Ffn(_Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Ffn:
-        _check_core_lists(self.cpus, self.instances)
+        _check_core_lists(self.cpus, self.ranks)
+        if self.reduce != "exact" and self.tp == 1:
+            raise ValueError(
+                f"reduce {self.reduce} is how the ranks of an instance add up, but tp is 1 and"
+                " there is nothing to add; set tp to 2 or more, or leave reduce at exact"
+            )
         fitting = {"vllm_cpu": "cpu", "vllm_cuda": "cuda"}.get(self.backend, self.device)
         if self.device != fitting:
             raise ValueError(
@@ -114,14 +117,19 @@ class Ffn(_Section):
             )
         return self
 
+    @property
+    def ranks(self) -> int:
+        """Processes of the pool, one device each."""
+        return self.instances * self.tp
 
-class Pipeline(_Section):
+
+class Pipeline(Section):
     depth: int = Field(default=3, ge=1, le=MAX_DEPTH)  # micro-batches in flight per step
     min_rows: int = Field(default=4, ge=1)  # fewest rows worth a micro-batch of their own
     graphs: bool = True  # GPUs: replay decode steps as captured graphs, on both sides
 
 
-class Wire(_Section):
+class Wire(Section):
     format: Literal["exact", "fp8", "mxfp4"] = "exact"
     fp8: Literal["e4m3fn", "e4m3fnuz"] = "e4m3fn"  # e4m3fnuz where an FFN runs on MI300 (gfx942)
 
@@ -131,86 +139,7 @@ class Wire(_Section):
         return self.format if self.fp8 == "e4m3fn" else f"{self.format} {self.fp8}"
 
 
-class VerbsKeywords(TypedDict):
-    """Keyword arguments of the transport library's ``VerbsOptions``."""
-
-    host: str
-    ports: list[str]
-    qps_per_port: int
-    gid_index: int
-    traffic_class: int
-    service_level: int
-    timeout: int
-    retry: int
-    library: str
-
-
-class Verbs(_Section):
-    """RDMA over InfiniBand or RoCE (docs/rdma.md). Without ports there is none."""
-
-    # device:port, in rail order: the i-th of one end talks to the i-th of the other
-    ports: tuple[str, ...] = Field(default=(), max_length=8, description=PORT_LIST)
-    ffn_ports: tuple[str, ...] = Field(  # of FFN instances, where their ports have other names
-        default=(), max_length=8, description=PORT_LIST
-    )
-    host: str | None = None  # address of the handshake; null: transport.host
-    qps_per_port: int = Field(default=2, ge=1, le=16)  # connections per pair of ports
-    gid_index: Literal["auto"] | Annotated[int, Field(ge=0, le=255)] = Field(
-        default="auto", description="auto (the first RoCE v2 address) or a whole number to 255"
-    )
-    traffic_class: int = Field(default=0, ge=0, le=255)  # RoCE: DSCP times 4
-    service_level: int = Field(default=0, ge=0, le=15)
-    timeout: int = Field(default=14, ge=1, le=31)  # of an acknowledgement: 4.096 us << timeout
-    retry: int = Field(default=6, ge=0, le=6)  # 7 is "for ever" on some devices
-    library: str = "libibverbs.so.1"  # the system's; a bundled copy would see no device
-
-    @field_validator("ports", "ffn_ports")
-    @classmethod
-    def _are_ports(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if any(not re.fullmatch(r"[^:/\s]+(:[1-9]\d{0,2})?", port) for port in value):
-            raise ValueError("must be " + PORT_LIST)
-        return value
-
-
-class Transport(_Section):
-    backend: Literal["auto", "shm", "tcp", "ipc", "verbs"] = "auto"
-    host: str = "127.0.0.1"  # address at which peers reach this host
-    trace: bool = True  # messages carry their times: afd_wire_seconds, and the wire's stage times
-    verbs: Verbs = Verbs()
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Transport:
-        if self.backend == "verbs" and not self.verbs.ports:
-            raise ValueError(
-                "backend verbs needs verbs.ports, the RDMA ports to use, such as [mlx5_0:1];"
-                " `afd doctor` lists this host's"
-            )
-        return self
-
-    @property
-    def tcp_host(self) -> str | None:
-        """Where a role listens for backend tcp; None where that backend is not wanted."""
-        return self.host if self.backend in ("auto", "tcp") else None
-
-    def verbs_keywords(self, role: Literal["attention", "ffn"]) -> VerbsKeywords | None:
-        """Options of backend verbs for one role; None where that backend is not wanted."""
-        v = self.verbs
-        if not v.ports or self.backend not in ("auto", "verbs"):
-            return None
-        return VerbsKeywords(
-            host=v.host or self.host,
-            ports=list(v.ffn_ports or v.ports if role == "ffn" else v.ports),
-            qps_per_port=v.qps_per_port,
-            gid_index=-1 if v.gid_index == "auto" else v.gid_index,
-            traffic_class=v.traffic_class,
-            service_level=v.service_level,
-            timeout=v.timeout,
-            retry=v.retry,
-            library=v.library,
-        )
-
-
-class Control(_Section):
+class Control(Section):
     address: str = "auto"  # auto: a free local port that `afd serve` chooses
     keys: Path | None = Field(
         default=None, description="the path of a key file made by afd keys, or null"
@@ -237,12 +166,12 @@ class Control(_Section):
         return self
 
 
-class Gateway(_Section):
+class Gateway(Section):
     host: str = "127.0.0.1"
     port: Port = 8000
 
 
-class Deadlines(_Section):
+class Deadlines(Section):
     start_s: float = Field(default=180.0, gt=0)  # until every role is up
     ffn_s: float = Field(
         default=60.0, gt=0
@@ -250,14 +179,14 @@ class Deadlines(_Section):
     drain_s: float = Field(default=30.0, ge=0)  # running requests may still finish
 
 
-class Restart(_Section):
+class Restart(Section):
     max_restarts: int = Field(
         default=3, ge=0
     )  # of one role within window_s; one more ends the deployment
     window_s: float = Field(default=60.0, gt=0)
 
 
-class Metrics(_Section):
+class Metrics(Section):
     enabled: bool = True
 
 
@@ -265,7 +194,7 @@ def _folder_name(data: dict[str, Any]) -> str:
     return data["model"].name if "model" in data else "model"  # absent where it was refused
 
 
-class Deployment(_Section):
+class Deployment(Section):
     """One deployment file. ``model`` is absolute once it comes from ``load_config``."""
 
     model: Path
@@ -350,6 +279,7 @@ def check_model(deployment: Deployment) -> None:
             f"ffn.instances is {deployment.ffn.instances} but {deployment.model.name} has"
             f" {model.num_experts} experts per layer; use at most {model.num_experts} FFN instances"
         )
+    width_slices(model.moe_intermediate, deployment.ffn.tp)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -31,15 +31,12 @@ def region_options(deployment: Deployment, device: str) -> RegionOptions:
 def replays(deployment: Deployment) -> bool:
     """Whether decode steps are replayed as graphs.
 
-    Not with several instances on both sides: two FFN instances could start a step with different
-    members, and only a step that the host drives finds out of that (``ffn.late_ms``). Nor with
-    wire.format mxfp4, whose codec copies its tables to the device at each call, which a capture
-    forbids.
+    Not with wire.format mxfp4, whose codec copies its tables to the device at each call, which a
+    capture forbids.
     """
-    several = deployment.attention.instances > 1 and deployment.ffn.instances > 1
     on_gpu = deployment.attention.device != "cpu"
     capturable = deployment.wire.format != "mxfp4"
-    return deployment.pipeline.graphs and on_gpu and capturable and not several
+    return deployment.pipeline.graphs and on_gpu and capturable
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,9 @@ def resolve(deployment: Deployment) -> Resolved:
         max_depth=depth,
         attention_instances=deployment.attention.instances,
         ffn_instances=deployment.ffn.instances,
+        ffn_tp=deployment.ffn.tp,
+        reduce=deployment.ffn.reduce,
         expert_map=experts,
     )
-    slots = SlotMap(deployment.attention.instances, deployment.ffn.instances, depth)
+    slots = SlotMap(deployment.attention.instances, deployment.ffn.ranks, depth)
     return Resolved(deployment, family, model, slots, a2f, f2a, contract)

@@ -16,8 +16,9 @@ from typing import Literal
 from pydantic import ValidationError
 
 from afd.config import Deployment
+from afd.control.messages import member_id
 from afd.errors import ConfigError
-from afd.topology import gpu_order, visible_gpus
+from afd.topology import ffn_number, gpu_order, visible_gpus
 
 ROLE_FILE_ENV = "AFD_ROLE_FILE"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -29,7 +30,8 @@ ROLES: tuple[Role, ...] = ("control", "ffn", "attention", "gateway")
 class RoleSpec:
     """One role instance.
 
-    role/index: the member id is "attention-0" and so on; index counts from 0.
+    role/index/rank: the member id is "attention-0" and so on, "ffn-0.1" for the second rank of an
+    FFN instance; both count from 0.
     control_address: "tcp://HOST:PORT". keys_file: CURVE keys, or None for a plain local socket.
     api_port: where an attention instance serves HTTP (the gateway's port for the gateway), else 0.
     metrics_port: 0 = any free port. cpus: cores to compute on; () = not pinned.
@@ -43,10 +45,17 @@ class RoleSpec:
     api_port: int = 0
     metrics_port: int = 0
     cpus: tuple[int, ...] = ()
+    rank: int = 0
 
     @property
     def id(self) -> str:
-        return f"{self.role}-{self.index}"
+        return member_id(self.role, self.index, self.rank)
+
+    @property
+    def number(self) -> int:
+        """Place among the processes of its role."""
+        tp = self.deployment.ffn.tp if self.role == "ffn" else 1
+        return ffn_number(self.index, self.rank, tp)
 
     @property
     def threads(self) -> int:
@@ -63,7 +72,7 @@ class RoleSpec:
         if pool.device == "cpu":
             return {}
         order = gpu_order(
-            self.role, self.index, deployment.attention.instances, deployment.ffn.instances
+            self.role, self.number, deployment.attention.instances, deployment.ffn.ranks
         )
         return {_VISIBLE: visible_gpus(order, environment.get(_VISIBLE))}
 

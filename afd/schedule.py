@@ -1,5 +1,6 @@
 """The pipeline as data: the order of a step's expert calls, and how deep a step runs. Pure."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -53,6 +54,17 @@ def split_rows(rows: int, depth: int) -> tuple[int, ...]:
     """
     each = rows // depth
     return (*[each] * (depth - 1), rows - each * (depth - 1))
+
+
+def row_shares(rows: int, world: int) -> tuple[tuple[int, int], ...]:
+    """Half-open range of ``rows`` rows per rank: contiguous, in rank order, the first ones one row
+    longer, empty where there are fewer rows than ranks.
+
+    Each rank of an FFN instance answers its own share of the rows that it was sent.
+    """
+    base, longer = divmod(rows, world)
+    starts = [rank * base + min(rank, longer) for rank in range(world + 1)]
+    return tuple(itertools.pairwise(starts))
 
 
 def padded_depth(depth: int, num_tokens: int, padded: int) -> int:

@@ -1,4 +1,6 @@
-"""The remote half of a layer: rows go to every FFN instance, partial sums come back.
+"""The remote half of a layer: rows go to every FFN rank, partial sums come back.
+
+An FFN instance of several ranks answers in shares: each rank the sum of all for some of the rows.
 
 The calls block and retry within their deadline: an exception in ``forward`` would end the vLLM
 engine and with it every request's KV cache. An FFN instance keeps no request state, so one that was
@@ -13,14 +15,14 @@ from dataclasses import dataclass
 import torch
 
 from afd.control.client import ControlClient
-from afd.control.messages import Member, Members
-from afd.errors import DeadlineExceeded, PeerLost
+from afd.control.messages import Member, Members, member_id
+from afd.errors import DeadlineExceeded
 from afd.metrics import Direction, RoleMetrics, Stage
 from afd.resolve import Resolved
 from afd.topology import session
 from afd.wire.codecs_torch import DTYPE_OF_TAG
 from afd.wire.layout import TAG_OF_DTYPE, Kind
-from afd.wire.slot_torch import SlotView, sum_of_parts
+from afd.wire.slot_torch import SlotView, sum_of_ranks
 from afd.wire.streams_torch import settle, slot_bytes
 from afd_comm import Group, Header, Link, PeerTrace, Region, Status, VerbsOptions, make_flag
 from attention_worker.outgoing import Outgoing, encode
@@ -36,7 +38,7 @@ _POST_TIMEOUT_US = 5_000_000
 
 @dataclass(frozen=True)
 class Ffn:
-    """Session with one FFN instance."""
+    """Session with one FFN rank."""
 
     id: str
     session: int
@@ -44,7 +46,8 @@ class Ffn:
 
 
 class RemoteExperts:
-    """Client of all FFN instances of a deployment, for one attention instance.
+    """Client of all FFN ranks of a deployment, for one attention instance; ``j`` is the number of
+    one of them (:func:`afd.topology.ffn_number`).
 
     Not thread-safe: called from the model's forward only.
     """
@@ -64,19 +67,20 @@ class RemoteExperts:
         self._metrics = metrics
         self._deadline_s = resolved.deployment.deadlines.ffn_s
         self._dtype = DTYPE_OF_TAG[TAG_OF_DTYPE[resolved.model.dtype]]
+        self._tp = resolved.contract.ffn_tp
         self._ffns: list[Ffn] = []
         self._group = Group([], timeout_us=_POST_TIMEOUT_US)
-        depth, count = resolved.contract.max_depth, resolved.contract.ffn_instances
+        depth, count = resolved.contract.max_depth, resolved.slots.ffn_ranks
         self._pending: list[Outgoing | None] = [None] * depth
         self._answers = [[self._answer_view(j, mb) for mb in range(depth)] for j in range(count)]
-        # Last doorbell and last answer per [micro-batch][FFN instance]; the last row: leaving.
+        # Last doorbell and last answer per [micro-batch][FFN rank]; the last row: leaving.
         self._flags = [[0] * count for _ in range(depth + 1)]
         self._answered: list[list[Header | None]] = [[None] * count for _ in range(depth)]
         if resolved.deployment.transport.trace:
             for j in range(count):
                 trace = PeerTrace()
                 region.trace(resolved.slots.attention_claim(j), trace)
-                metrics.wire_traces[f"ffn-{j}"] = trace
+                metrics.wire_traces[self._name(j)] = trace
         self._depth = 1
         self._step = 0
         self._present = False
@@ -88,8 +92,8 @@ class RemoteExperts:
         Raises:
             DeadlineExceeded: names the instances that did not come.
         """
-        count = self._resolved.contract.ffn_instances
-        names = ", ".join(f"ffn-{j}" for j in range(count))
+        count = self._resolved.slots.ffn_ranks
+        names = ", ".join(self._name(j) for j in range(count))
 
         def all_ready(members: Members) -> bool:
             return len(members.of("ffn", state="ready")) == count
@@ -152,19 +156,20 @@ class RemoteExperts:
         self._metrics.stage(Stage.ATTENTION).observe(now - self._mark)
         self._metrics.slots_in_flight += len(self._ffns)
         flags = self._flags[micro_batch] = [flag + 1 for flag in self._flags[micro_batch]]
+        before = self.peers
         for j, status in enumerate(self._post(flags, micro_batch, pending)):
-            if status != Status.OK:
+            if status != Status.OK and self._ffns[j] is before[j]:
                 self._recover(j, time.monotonic() + self._deadline_s)
         self._mark = time.monotonic()
 
     def recv(self, micro_batch: int) -> torch.Tensor:
         """Sum of all partial results of a posted micro-batch: model dtype [rows, hidden].
 
-        With one FFN instance and the exact wire this is the slot's own memory, valid until the
+        With one FFN process and the exact wire this is the slot's own memory, valid until the
         micro-batch is sent again.
 
         Raises:
-            DeadlineExceeded: an FFN instance neither answered nor came back in ``deadlines.ffn_s``.
+            DeadlineExceeded: an FFN rank neither answered nor came back in ``deadlines.ffn_s``.
         """
         pending = self._pending[micro_batch]
         assert pending is not None, f"micro-batch {micro_batch} was not sent"
@@ -177,9 +182,10 @@ class RemoteExperts:
             statuses = self._region.wait_all(slots, flags, _SLICE_US)
             waiting = list(zip(missing, statuses, strict=True))
             missing = [j for j, status in waiting if status != Status.OK]
-            for j in missing:
+            for j in list(missing):
                 if self._is_lost(j):
                     self._recover(j, deadline)
+                    missing = sorted({*missing, *self._instance_of(j)})
             if Status.PEER_GONE in statuses:
                 # The transport sees a death at once, the control plane a heartbeat later.
                 time.sleep(_GONE_PAUSE_S)
@@ -198,7 +204,7 @@ class RemoteExperts:
             for j in range(len(self._ffns))
         ]
         views = [of_ffn[micro_batch] for of_ffn in self._answers]
-        return sum_of_parts(views, pending.rows, self._dtype)
+        return sum_of_ranks(views, self._tp, pending.rows, self._dtype)
 
     @property
     def peers(self) -> tuple[Ffn, ...]:
@@ -212,8 +218,10 @@ class RemoteExperts:
             DeadlineExceeded: one did not come back in ``deadlines.ffn_s``.
         """
         deadline = time.monotonic() + self._deadline_s
+        before = self.peers
         for j in lost:
-            self._recover(j, deadline)
+            if self._ffns[j] is before[j]:
+                self._recover(j, deadline)
 
     def close(self) -> None:
         for ffn in self._ffns:
@@ -247,22 +255,41 @@ class RemoteExperts:
         # others one step_wait. So the statuses are not looked at.
         self._group.broadcast(slot, flags, -1, -1, rows, self._depth, kind, 0, self._step, [])
 
+    def _place(self, j: int) -> tuple[int, int]:
+        """(instance, rank) of FFN rank number j."""
+        return divmod(j, self._tp)
+
+    def _instance_of(self, j: int) -> range:
+        """Numbers of all ranks of the FFN instance that rank number j is of."""
+        first = j - j % self._tp
+        return range(first, first + self._tp)
+
+    def _name(self, j: int) -> str:
+        return member_id("ffn", *self._place(j))
+
     def _session_with(self, member: Member) -> int:
         return session(self._control.generation, member.generation)
 
     def _is_lost(self, j: int) -> bool:
         """Whether the session with FFN instance j ended: it, or this instance, registered anew."""
-        member = self._control.members.find("ffn", j)
+        member = self._control.members.find("ffn", *self._place(j))
         return member is None or self._session_with(member) != self._ffns[j].session
 
     def _recover(self, j: int, deadline: float) -> None:
-        """Wait until FFN instance j is back and send it what it has not answered."""
+        """Wait until FFN rank j is back and send its instance what was not answered.
+
+        The ranks of an instance start again together, and add up what they are all sent.
+        """
+        for k in reversed(self._instance_of(j)):  # what the first rank has, the others look for
+            self._resume(k, deadline)
+
+    def _resume(self, j: int, deadline: float) -> None:
         old = self._ffns[j]
         logger.warning("%s is gone; waiting for it to come back", old.id)
         old.link.close()
 
         def is_back(members: Members) -> bool:
-            member = members.find("ffn", j)
+            member = members.find("ffn", *self._place(j))
             return (
                 member is not None
                 and member.state == "ready"
@@ -271,7 +298,7 @@ class RemoteExperts:
 
         left_s = max(0.0, deadline - time.monotonic())
         members = self._control.wait_for(is_back, deadline_s=left_s, what=old.id)
-        member = members.find("ffn", j)
+        member = members.find("ffn", *self._place(j))
         assert member is not None
         fresh = self._ffns[j] = self._link(member)
         self._start_session(j)
@@ -281,8 +308,7 @@ class RemoteExperts:
         for _, mb, pending in sorted(waiting, key=lambda item: item[:2]):
             self._flags[mb][j] += 1
             flags = [flag if k == j else 0 for k, flag in enumerate(self._flags[mb])]
-            if self._post(flags, mb, pending)[j] != Status.OK:
-                raise PeerLost(f"{old.id} went away again while it was being resumed; see its log")
+            self._post(flags, mb, pending)  # gone again: the wait for the answer finds out
         logger.warning("%s is back (session %d); resumed", fresh.id, fresh.session)
 
     def _link(self, member: Member) -> Ffn:

@@ -15,7 +15,7 @@ from afd.resolve import Resolved
 from afd.schedule import resets_doorbells, stream_sequence
 from afd.wire.codecs_torch import DTYPE_OF_TAG
 from afd.wire.layout import TAG_OF_DTYPE, Kind
-from afd.wire.slot_torch import SlotView, sum_of_parts
+from afd.wire.slot_torch import SlotView, sum_of_ranks
 from afd.wire.streams_torch import Streams, slot_bytes
 from afd_comm import Region, Status, make_flag
 from attention_worker.outgoing import Outgoing, encode
@@ -25,17 +25,17 @@ from attention_worker.remote import Ffn
 @dataclass
 class Waits:
     """Doorbells that a step's stream waits for, in order: what a guard has to ring in the place of
-    a peer that died. slots, flags: per wait, of every FFN instance in turn."""
+    a peer that died. slots, flags: per wait, of every FFN rank in turn."""
 
     slots: list[int] = field(default_factory=list)
     flags: list[int] = field(default_factory=list)
 
 
 def failed_peers(statuses: Sequence[Status], count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """FFN instances (gone, late) of a step by the statuses of its waits.
+    """Numbers of FFN ranks (gone, late) of a step by the statuses of its waits.
 
     Args:
-        count: number of FFN instances; every answer was awaited from each of them in turn.
+        count: number of FFN ranks; every answer was awaited from each of them in turn.
     """
 
     def which(wanted: Status) -> tuple[int, ...]:
@@ -58,8 +58,9 @@ class StreamExperts:
         self._dtype = DTYPE_OF_TAG[TAG_OF_DTYPE[resolved.model.dtype]]
         self._answers = [
             [self._answer(j, mb) for mb in range(resolved.contract.max_depth)]
-            for j in range(resolved.contract.ffn_instances)
+            for j in range(resolved.slots.ffn_ranks)
         ]
+        self._tp = resolved.contract.ffn_tp
         self._reset = resets_doorbells(resolved.model.moe_layers)
         self._pending: list[Outgoing | None] = [None] * resolved.contract.max_depth
         self._awaited: list[list[int]] = [[] for _ in range(resolved.contract.max_depth)]
@@ -124,7 +125,7 @@ class StreamExperts:
         # The FFN instances have the rows: their memory may be used again from here on.
         self._pending[micro_batch] = None
         views = [of_ffn[micro_batch] for of_ffn in self._answers]
-        return sum_of_parts(views, pending.rows, self._dtype)
+        return sum_of_ranks(views, self._tp, pending.rows, self._dtype)
 
     def end_step(self) -> None:
         self._streams.join()

@@ -23,6 +23,8 @@ class Answers:
 
     def parts(self, first: int, rows: int) -> list[tuple[int, int, int]]:
         """(offset in the slot, address, bytes) of ``rows`` rows from row ``first`` on."""
+        if not rows:
+            return []
         payload = self.payload[first : first + rows]
         parts = [(0, payload.data_ptr(), payload.nbytes)]
         if self.scales is not None:

@@ -1,5 +1,6 @@
 """Typed views of an FFN instance's receive slots. All memory is made once, at start-up."""
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,11 +56,17 @@ class Inbox:
             return f"a step of {header.rows} rows in {header.depth} micro-batches"
         return None
 
-    def read(self, slots: list[int], rows: list[int]) -> Rows:
-        """Rows of several slots, one below the other; a single slot is not copied."""
+    def read(self, slots: Sequence[int], rows: Sequence[int], masked: Collection[int] = ()) -> Rows:
+        """Rows of several slots, one below the other; a single slot is not copied.
+
+        Rows of ``masked`` slots are no rows that anyone sent: none of their experts is computed.
+        """
         views = [(self._views[slot], n) for slot, n in zip(slots, rows, strict=True)]
         xs = [view.decode(n, self._dtype) for view, n in views]
         ids = [view.ids[:n] for view, n in views]
+        for i, slot in enumerate(slots):
+            if slot in masked:
+                ids[i] = torch.full_like(ids[i], -1)
         weights = [view.weights[:n] for view, n in views]
         if len(slots) == 1:
             return Rows(xs[0], ids[0], weights[0])

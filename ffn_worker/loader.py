@@ -24,13 +24,14 @@ Progress = Callable[[int, int, int], None]
 
 @dataclass(frozen=True)
 class Shard:
-    """What one FFN instance holds of every MoE layer, as half-open ranges.
+    """What one rank of an FFN instance holds of every MoE layer, as half-open ranges.
 
-    experts: global ids of routed experts. shared: slice of the shared experts' intermediate
-    dimension, None where the model has no shared expert.
+    experts: global ids of routed experts. width: slice of their intermediate dimension. shared:
+    slice of the shared experts' intermediate dimension, None where the model has no shared expert.
     """
 
     experts: tuple[int, int]
+    width: tuple[int, int]
     shared: tuple[int, int] | None
 
 
@@ -38,8 +39,8 @@ class Shard:
 class LayerWeights:
     """One layer of a shard in the serving dtype; gate rows come before up rows.
 
-    w13 [E_local, 2*I, H], w2 [E_local, H, I], shared_gate_up [2*Is_local, H] or None,
-    shared_down [H, Is_local] or None.
+    w13 [E_local, 2*I, H], w2 [E_local, H, I] with I the shard's width, shared_gate_up
+    [2*Is_local, H] or None, shared_down [H, Is_local] or None.
     """
 
     w13: torch.Tensor
@@ -175,21 +176,23 @@ def _check_mlp(
 def _load_layer(
     reader: _Reader, family: Family, routed: MlpNames, model: MoeModel, shard: Shard, layer: int
 ) -> LayerWeights:
-    dtype, hidden, width = DTYPES[model.dtype], model.hidden, model.moe_intermediate
-    start, end = shard.experts
+    dtype, hidden = DTYPES[model.dtype], model.hidden
+    (start, end), width = shard.experts, shard.width[1] - shard.width[0]
     w13 = torch.empty((end - start, 2 * width, hidden), dtype=dtype)
     w2 = torch.empty((end - start, hidden, width), dtype=dtype)
     if routed.per_expert:
         for expert in range(start, end):
             names = routed.for_layer(layer, expert)
-            for part, name in zip(_parts(w13[expert - start], names), names.gate_up, strict=True):
-                part.copy_(reader.read(name))
-            w2[expert - start].copy_(reader.read(names.down))
+            for half, (name, rows) in zip(
+                *_halves(w13[expert - start], names, model, shard), strict=True
+            ):
+                half.copy_(reader.read(name, rows))
+            w2[expert - start].copy_(reader.read(names.down, (0, hidden), shard.width))
     else:
         names = routed.for_layer(layer)
-        for part, name in zip(_parts(w13, names), names.gate_up, strict=True):
-            part.copy_(reader.read(name, shard.experts))
-        w2.copy_(reader.read(names.down, shard.experts))
+        for half, (name, rows) in zip(*_halves(w13, names, model, shard), strict=True):
+            half.copy_(reader.read(name, shard.experts, rows))
+        w2.copy_(reader.read(names.down, shard.experts, (0, hidden), shard.width))
     if shard.shared is None or family.shared_names is None:
         return LayerWeights(w13, w2, None, None)
     names = family.shared_names.for_layer(layer)
@@ -198,6 +201,13 @@ def _load_layer(
     return LayerWeights(w13, w2, gate_up.to(dtype), down.to(dtype).contiguous())
 
 
-def _parts(gate_up: torch.Tensor, names: MlpNames) -> tuple[torch.Tensor, ...]:
-    """Views of [..., 2*I, H], one for each tensor that the checkpoint stores it as."""
-    return gate_up.chunk(len(names.gate_up), dim=-2)
+def _halves(
+    gate_up: torch.Tensor, names: MlpNames, model: MoeModel, shard: Shard
+) -> tuple[tuple[torch.Tensor, ...], list[tuple[str, tuple[int, int]]]]:
+    """The gate and the up half of [..., 2*I, H], and for each the tensor and its rows to read."""
+    start, end = shard.width
+    # A checkpoint stores them as two tensors, or as one with the gate rows first.
+    shifts = [0, 0] if len(names.gate_up) == 2 else [0, model.moe_intermediate]
+    names_of_halves = (names.gate_up[0], names.gate_up[-1])
+    rows = [(shift + start, shift + end) for shift in shifts]
+    return gate_up.chunk(2, dim=-2), list(zip(names_of_halves, rows, strict=True))

@@ -3,23 +3,32 @@
 import logging
 import os
 import signal
+import sys
+import threading
 import time
 from types import FrameType
 
 import torch
 
 from afd.control.connect import client_for
+from afd.control.messages import Members
 from afd.metrics import RoleMetrics, Weights
 from afd.metrics_server import serve_metrics
 from afd.resolve import Resolved, region_options, resolve
 from afd.roles import RoleSpec
-from afd.topology import PINNED_SPIN_US
+from afd.topology import PINNED_SPIN_US, FfnPlace
 from afd.wire.streams_torch import torch_device
 from afd_comm import Region, VerbsOptions
+from ffn_worker.allreduce.base import Collective
+from ffn_worker.allreduce.registry import make_collective
 from ffn_worker.loop import FfnLoop
 from ffn_worker.model import FfnModel, load_ffn_model
+from ffn_worker.ranks import MakeCollective, Ranks
 
 logger = logging.getLogger("afd.ffn")
+
+_STUCK_S = 2.0
+"""How long a process may take to end by itself after a rank of its instance is lost, seconds."""
 
 
 def run_ffn(role: RoleSpec) -> None:
@@ -56,17 +65,22 @@ def run_ffn(role: RoleSpec) -> None:
     if role.cpus:
         region.set_spin_us(PINNED_SPIN_US)
     control = client_for(role, resolved.contract)
+    tp = resolved.contract.ffn_tp
+    place = FfnPlace(role.index, role.rank, resolved.contract.ffn_instances, tp)
+    ranks = Ranks(resolved, place, control)
     try:
         generation = control.join(
             addresses=tuple(region.addresses),
+            order_addresses=ranks.addresses,
             api_url="",
             metrics_url=metrics_url,
             deadline_s=deployment.deadlines.start_s,
         )
         model = _load(role, resolved, metrics)
-        loop = FfnLoop(resolved, role.index, region, control, model, metrics)
-        _stop_on_signals(loop, region)
-        control.on_change(lambda _: region.wake())
+        ranks.meet(_collective(resolved, place), deployment.deadlines.start_s)
+        loop = FfnLoop(resolved, region, control, model, ranks, metrics)
+        _stop_on_signals(loop)
+        control.on_change(lambda members: _follow(loop, ranks, members))
         control.set_state("ready")
         logger.info("ready: generation %d, backend %s", generation, model.backend_name)
         with torch.inference_mode():
@@ -74,11 +88,12 @@ def run_ffn(role: RoleSpec) -> None:
         control.leave()
     finally:
         control.close()
+        ranks.close()
         region.close()
 
 
 def _load(role: RoleSpec, resolved: Resolved, metrics: RoleMetrics) -> FfnModel:
-    """This instance's experts, with progress in the log about every two seconds."""
+    """This rank's experts, with progress in the log about every two seconds."""
     said = time.monotonic()
 
     def progress(done: int, total: int, nbytes: int) -> None:
@@ -94,6 +109,8 @@ def _load(role: RoleSpec, resolved: Resolved, metrics: RoleMetrics) -> FfnModel:
         resolved.model,
         instances=resolved.contract.ffn_instances,
         index=role.index,
+        tp=resolved.contract.ffn_tp,
+        rank=role.rank,
         backend=resolved.deployment.ffn.backend,
         device=torch_device(resolved.deployment.ffn.device),
         progress=progress,
@@ -102,10 +119,45 @@ def _load(role: RoleSpec, resolved: Resolved, metrics: RoleMetrics) -> FfnModel:
     return model
 
 
-def _stop_on_signals(loop: FfnLoop, region: Region) -> None:
+def _collective(resolved: Resolved, place: FfnPlace) -> MakeCollective:
+    """How this rank adds up with the others of its instance, once their address is known."""
+    ffn = resolved.deployment.ffn
+
+    def make(address: str) -> Collective:
+        return make_collective(
+            "auto",
+            ffn.reduce,
+            place.rank,
+            place.tp,
+            address,
+            torch_device(ffn.device),
+            start_s=resolved.deployment.deadlines.start_s,
+        )
+
+    return make
+
+
+def _follow(loop: FfnLoop, ranks: Ranks, members: Members) -> None:
+    """A membership change, on the control client's thread.
+
+    The loop ends by itself when a rank of this instance is lost, unless it is inside of a sum or
+    behind a stream that waits for that rank for good.
+    """
+    loop.wake()
+    lost = ranks.lost_rank(members)
+    if lost is not None and not loop.stopping:
+        threading.Timer(_STUCK_S, _end_now, (lost,)).start()
+
+
+def _end_now(reason: str) -> None:
+    print(f"afd: error: {reason}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def _stop_on_signals(loop: FfnLoop) -> None:
     def stop(_signum: int, _frame: FrameType | None) -> None:
         loop.stopping = True
-        region.wake()
+        loop.wake()
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)

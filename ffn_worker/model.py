@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from afd.errors import ConfigError
 from afd.models import Family, MoeModel
-from afd.topology import expert_ranges, shared_slice
+from afd.topology import expert_ranges, ffn_number, shared_slice, width_slices
 from ffn_worker.loader import DTYPES, LayerWeights, Progress, Shard, load_shard
 from ffn_worker.moe import BACKENDS, Linear, choose_backend
 
@@ -16,20 +16,26 @@ _CPU = torch.device("cpu")
 SharedExpert = Callable[[torch.Tensor], torch.Tensor]
 
 
-def shard_of(model: MoeModel, instances: int, index: int) -> Shard:
-    """Shard of FFN instance `index` of `instances`: whole routed experts, 1/instances of shared.
+def shard_of(model: MoeModel, instances: int, index: int, tp: int = 1, rank: int = 0) -> Shard:
+    """Shard of rank `rank` of `tp` in FFN instance `index` of `instances`.
+
+    The instances share the routed experts out, the ranks of one the width of each of these. The
+    shared experts' width is shared out among all.
 
     Raises:
-        ConfigError: more instances than routed experts.
+        ConfigError: more instances than routed experts, or a width that cannot be cut.
     """
     shared = None
     if model.shared_intermediate:
-        shared = shared_slice(model.shared_intermediate, instances, index)
-    return Shard(expert_ranges(model.num_experts, instances)[index], shared)
+        number = ffn_number(index, rank, tp)
+        shared = shared_slice(model.shared_intermediate, instances * tp, number)
+    experts = expert_ranges(model.num_experts, instances)[index]
+    return Shard(experts, width_slices(model.moe_intermediate, tp)[rank], shared)
 
 
 class FfnModel:
-    """MoE layers of one FFN instance; the outputs of all instances add up to the full FFN output.
+    """MoE layers of one rank of an FFN instance; the outputs of all ranks of all instances add up
+    to the full FFN output.
 
     Args:
         model: shape and serving dtype.
@@ -50,17 +56,15 @@ class FfnModel:
         layers: dict[int, LayerWeights],
         *,
         backend: str = "auto",
-        index: int = 0,
         device: torch.device = _CPU,
     ) -> None:
         self.model = model
         self.device = device
         self.shard = shard
-        self.index = index
         self.dtype = DTYPES[model.dtype]
         self.weight_bytes = 0
         self.backend_name = choose_backend(
-            backend, self.dtype, model.hidden, model.moe_intermediate, device
+            backend, self.dtype, model.hidden, shard.width[1] - shard.width[0], device
         )
         self._backend = BACKENDS[self.backend_name](shard.experts, model.num_experts)
         self._shared: dict[int, SharedExpert] = {}
@@ -86,23 +90,23 @@ class FfnModel:
         shape."""
         return self._backend.capturable
 
-    def warm_up(self, rows: int) -> None:
-        """One call of ``rows`` rows, so that its kernels are compiled and chosen."""
+    def warm_up(self, rows: int) -> torch.Tensor:
+        """One call of ``rows`` rows, so that its kernels are compiled and chosen; its output."""
         layer, kinds = self.model.moe_layers[0], self.model.top_k
         x = torch.zeros((rows, self.model.hidden), dtype=self.dtype, device=self.device)
         ids = torch.arange(rows * kinds, dtype=torch.int32, device=self.device)
         ids = (ids % self.model.num_experts).view(rows, kinds)
-        self.forward(layer, x, ids, torch.ones_like(ids, dtype=torch.float32))
+        return self.forward(layer, x, ids, torch.ones_like(ids, dtype=torch.float32))
 
     @torch.inference_mode()
     def forward(
         self, layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> torch.Tensor:
-        """This instance's part of the FFN output of one layer.
+        """This rank's part of the FFN output of one layer.
 
         routed_scaling * (sum of local routed experts) + local slice of the shared experts, in the
-        order and dtype of vLLM 0.26 (moe_runner.py, `forward`). Summed over instances it is the
-        full output, up to rounding.
+        order and dtype of vLLM 0.26 (moe_runner.py, `forward`). Summed over ranks and instances it
+        is the full output, up to rounding.
 
         Args:
             layer: global layer number, one of `model.moe_layers`.
@@ -139,13 +143,20 @@ def load_ffn_model(
     *,
     instances: int,
     index: int,
+    tp: int = 1,
+    rank: int = 0,
     backend: str = "auto",
     device: torch.device = _CPU,
     threads: int = 4,
     progress: Progress | None = None,
 ) -> FfnModel:
-    """Loads and prepares FFN instance `index` of `instances`. Raises ConfigError (see parts)."""
-    choose_backend(backend, DTYPES[model.dtype], model.hidden, model.moe_intermediate, device)
-    shard = shard_of(model, instances, index)
+    """Loads and prepares rank `rank` of `tp` in FFN instance `index` of `instances`.
+
+    Raises:
+        ConfigError: see the parts.
+    """
+    shard = shard_of(model, instances, index, tp, rank)
+    width = shard.width[1] - shard.width[0]
+    choose_backend(backend, DTYPES[model.dtype], model.hidden, width, device)
     loaded = load_shard(path, family, model, shard, threads=threads, progress=progress)
-    return FfnModel(model, shard, loaded.layers, backend=backend, index=index, device=device)
+    return FfnModel(model, shard, loaded.layers, backend=backend, device=device)

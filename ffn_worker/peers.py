@@ -19,50 +19,62 @@ class Peer:
     """One attention instance, for one session (see :func:`afd.topology.session`).
 
     seq: per slot, the sequence number of the last message taken from it; the answer to a message
-    carries the message's own number. active: has taken part and not left the epoch since.
-    announced: the step it has announced and not begun yet.
+    carries the message's own number. taken: per micro-batch, step and layer of that message.
+    adrift: micro-batches in which what it sends may never be ordered (:mod:`ffn_worker.follower`).
+    active: has taken part and not left the epoch since. announced: the step it has announced and
+    not begun yet.
     """
 
     id: str
     index: int
+    generation: int
     session: int
     link: Link
     seq: list[int]
+    taken: list[tuple[int, int]]
+    adrift: set[int]
     active: bool = False
     announced: Announced | None = None
 
 
 @dataclass(frozen=True)
 class Announced:
-    """A step that a peer's streams will run: its rows, and how many micro-batches they make."""
+    """A step that a peer's streams will run: its rows, how many micro-batches they make, and the
+    peer's number of it."""
 
     rows: int
     depth: int
+    step: int
 
 
 @dataclass(frozen=True)
 class Arrival:
     """A message that begins a peer's part of a step: where it starts and how deep it runs.
 
-    rows: of the whole step if it was announced; 0 where every message says its own.
+    rows: of the whole step if it was announced; 0 where every message says its own. step: the
+    peer's number of it.
     """
 
     peer: Peer
     start: Position
     depth: int
     rows: int = 0
+    step: int = 0
 
 
 class PeerTable:
     """Follows the membership: links to attention instances that come, forgets those that go."""
 
-    def __init__(self, resolved: Resolved, index: int, device: str) -> None:
-        """device: of our region, as afd_comm names it; answers are written from there."""
+    def __init__(self, resolved: Resolved, number: int, device: str) -> None:
+        """number: of this rank in the pool. device: of our region, as afd_comm names it; answers
+        are written from there."""
         self._resolved = resolved
-        self._index = index
+        self._number = number
         self._device = device
         self._seen = (-1, -1)
         self._peers: dict[str, Peer] = {}
+        self._members: dict[int, int] = {}  # attention instances of now: index -> generation
+        self._newest: dict[int, int] = {}
 
     @property
     def peers(self) -> list[Peer]:
@@ -75,6 +87,8 @@ class PeerTable:
             return
         self._seen = (members.version, generation)
         wanted = {m.id: m for m in members.of("attention")}
+        self._members = {m.index: m.generation for m in wanted.values()}
+        self._newest |= self._members
         for peer in self.peers:
             member = wanted.get(peer.id)
             if member is None or session(member.generation, generation) != peer.session:
@@ -88,6 +102,16 @@ class PeerTable:
         """End a session; the peer may come back with the next membership change."""
         peer.link.close()
         self._peers.pop(peer.id, None)
+
+    def find(self, attention: int) -> Peer | None:
+        """The peer of this index; None while there is no session with it."""
+        return next((p for p in self._peers.values() if p.index == attention), None)
+
+    def has_left(self, attention: int, generation: int) -> bool:
+        """Whether this attention instance was a member in this life, or a later one, and its life
+        is over."""
+        known = self._newest.get(attention, 0) >= generation
+        return known and self._members.get(attention) != generation
 
     def slot(self, peer: Peer, micro_batch: int) -> int:
         return self._resolved.slots.to_ffn(peer.index, micro_batch)
@@ -107,7 +131,7 @@ class PeerTable:
             link = Link(
                 list(member.addresses),
                 backend=transport.backend,
-                slots=self._resolved.slots.attention_claim(self._index),
+                slots=self._resolved.slots.attention_claim(self._number),
                 timeout_us=5_000_000,
                 device=self._device,
                 trace=transport.trace,
@@ -119,7 +143,16 @@ class PeerTable:
             self._seen = (-1, -1)
             return
         slots = self._resolved.contract.max_depth + 1
-        peer = Peer(member.id, member.index, number, link, [0] * slots)
+        peer = Peer(
+            member.id,
+            member.index,
+            member.generation,
+            number,
+            link,
+            [0] * slots,
+            [(-1, -1)] * self._resolved.contract.max_depth,
+            set(range(self._resolved.contract.max_depth)),
+        )
         self._peers[member.id] = peer
         logger.info("%s joined (session %d, %s)", peer.id, number, link.backend)
         if link.notes:

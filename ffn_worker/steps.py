@@ -1,11 +1,12 @@
 """Steps of an FFN instance that run on GPU streams alone: one graph per shape, replayed.
 
-The attention side announces such a step; then every wait, expert call and answer of it is on a
-stream, and the host only watches that it ends (afd_comm's guard).
+The attention side announces such a step and the leader orders it; then every wait, expert call,
+sum over ranks and answer of it is on a stream, and the host only watches that it ends (afd_comm's
+guard).
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,14 +17,43 @@ from afd.wire.layout import Kind
 from afd.wire.streams_torch import Streams
 from afd_comm import Region, Status, make_flag
 from ffn_worker.answers import Answers
+from ffn_worker.calls import Call
 from ffn_worker.inbox import Inbox
 from ffn_worker.model import FfnModel
-from ffn_worker.peers import Arrival, Peer, PeerTable
+from ffn_worker.peers import Peer
+from ffn_worker.shares import Shares
 
 logger = logging.getLogger("afd.ffn")
 
 Shape = tuple[tuple[int, int, int, int], ...]
-"""Per peer of a step: its index, session, rows and depth."""
+"""Per attention instance of a step: its index, session, rows and depth."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """An attention instance in a step, and the session whose doorbells it rings.
+
+    peer: None once it is gone. Its waits are released at once then, and nothing is sent to it.
+    """
+
+    attention: int
+    session: int
+    rows: int
+    depth: int
+    peer: Peer | None
+
+
+def members_of(call: Call) -> list[Member]:
+    return [
+        Member(
+            part.attention,
+            0 if sender is None else sender.peer.session,
+            part.rows,
+            part.depth,
+            None if sender is None else sender.peer,
+        )
+        for part, sender in zip(call.order.parts, call.senders, strict=True)
+    ]
 
 
 @dataclass
@@ -32,7 +62,7 @@ class _Recorded:
 
     slots: list[int] = field(default_factory=list)
     flags: list[int] = field(default_factory=list)
-    peers: list[Peer] = field(default_factory=list)
+    peers: list[Peer | None] = field(default_factory=list)
     replay: Callable[[], None] | None = None
 
 
@@ -47,34 +77,42 @@ class StreamSteps:
         resolved: Resolved,
         region: Region,
         inbox: Inbox,
-        table: PeerTable,
         model: FfnModel,
+        shares: Shares,
         streams: Streams,
+        number: int,
     ) -> None:
+        """number: of this rank in the pool."""
         self._resolved = resolved
         self._region = region
         self._inbox = inbox
-        self._table = table
         self._model = model
+        self._shares = shares
         self._streams = streams
+        self._number = number
         self._layers = resolved.model.moe_layers
-        self._captures = model.capturable and model.device.type == "cuda"
+        capturable = model.capturable and shares.capturable
+        self._captures = capturable and model.device.type == "cuda"
         self._reset = resets_doorbells(self._layers)
-        self._warm: set[int] = set()
+        self._warm: set[tuple[int, ...]] = set()
         self._graphs: dict[Shape, _Recorded] = {}
 
-    def run(self, arrivals: list[Arrival], timeout_us: int) -> list[tuple[Peer, Status]]:
+    def run(self, call: Call, timeout_us: int) -> list[tuple[Peer, Status]]:
         """One announced step of these peers; answers who did not keep up, and how.
 
-        The peers' rows are those of their announcements. Late and dead ones are released after
-        ``timeout_us`` and at once, and what they got in this step is garbage.
+        Late and dead ones are released after ``timeout_us`` and at once, and what they got in this
+        step is garbage.
+
+        Raises:
+            PeerLost, DeadlineExceeded: a rank of this instance did not keep up.
         """
-        step = self._launch(arrivals)
+        step = self._launch(members_of(call))
         guard = self._region.guard(self._streams.compute, step.slots, step.flags)
         statuses = guard.wait(timeout_us)
+        self._shares.check()
         failed: dict[str, tuple[Peer, Status]] = {}
         for peer, status in zip(step.peers, statuses, strict=True):
-            if status != Status.OK:
+            if status != Status.OK and peer is not None:
                 failed[peer.id] = (peer, status)
         return list(failed.values())
 
@@ -84,68 +122,69 @@ class StreamSteps:
         for shape in ended:
             del self._graphs[shape]
 
-    def _launch(self, arrivals: list[Arrival]) -> _Recorded:
+    def _launch(self, members: Sequence[Member]) -> _Recorded:
         if not self._captures:
-            self._warm_up(arrivals)
-            return self._record(arrivals)
-        shape = tuple((a.peer.index, a.peer.session, a.rows, a.depth) for a in arrivals)
+            self._warm_up(members)
+            return self._record(members)
+        shape = tuple((m.attention, m.session, m.rows, m.depth) for m in members)
         step = self._graphs.get(shape)
         if step is None:
-            step = self._graphs[shape] = self._capture(arrivals)
-            logger.info("captured a step of %s", [(a.peer.id, a.rows, a.depth) for a in arrivals])
+            step = self._graphs[shape] = self._capture(members)
+            who = [(f"attention-{m.attention}", m.rows, m.depth) for m in members]
+            logger.info("captured a step of %s", who)
         assert step.replay is not None
         step.replay()
         return step
 
-    def _warm_up(self, arrivals: list[Arrival]) -> None:
+    def _warm_up(self, members: Sequence[Member]) -> None:
         """Compile and load the kernels of these shapes: not inside of a capture, nor behind a wait,
         where the driver would wait for an idle device (comm/README.md)."""
-        sizes = {sum(rows for _, rows in self._at(arrivals, mb)) for mb in range(_depth(arrivals))}
-        for rows in sizes - self._warm:
-            self._model.warm_up(rows)
-        self._warm |= sizes
+        for micro_batch in range(_depth(members)):
+            rows = tuple(n for _, n in self._at(members, micro_batch))
+            if rows not in self._warm:
+                self._shares.of(self._model.warm_up(sum(rows)), rows)
+                self._warm.add(rows)
 
-    def _capture(self, arrivals: list[Arrival]) -> _Recorded:
-        self._warm_up(arrivals)
+    def _capture(self, members: Sequence[Member]) -> _Recorded:
+        self._warm_up(members)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-            step = self._record(arrivals)
+            step = self._record(members)
         step.replay = graph.replay
         return step
 
-    def _at(self, arrivals: list[Arrival], micro_batch: int) -> list[tuple[Peer, int]]:
+    def _at(self, members: Sequence[Member], micro_batch: int) -> list[tuple[Member, int]]:
         """Who sends rows in this micro-batch, and how many."""
         return [
-            (a.peer, split_rows(a.rows, a.depth)[micro_batch])
-            for a in arrivals
-            if micro_batch < a.depth
+            (m, split_rows(m.rows, m.depth)[micro_batch]) for m in members if micro_batch < m.depth
         ]
 
-    def _record(self, arrivals: list[Arrival]) -> _Recorded:
+    def _record(self, members: Sequence[Member]) -> _Recorded:
         """All expert calls of the step, given to the streams in the order of the walk."""
         step = _Recorded()
-        position_of: dict[str, int] = {a.peer.id: 0 for a in arrivals}
+        position_of = {m.attention: 0 for m in members}
         held: dict[int, Answers] = {}
-        for position in walk(self._layers, _depth(arrivals)):
-            taking_part = self._at(arrivals, position.micro_batch)
-            for peer, _ in taking_part:
-                position_of[peer.id] += 1
-            flags = [
-                make_flag(peer.session, stream_sequence(position_of[peer.id]))
-                for peer, _ in taking_part
-            ]
-            slots = [self._table.slot(peer, position.micro_batch) for peer, _ in taking_part]
+        for position in walk(self._layers, _depth(members)):
+            taking_part = self._at(members, position.micro_batch)
+            peers, rows = [m.peer for m, _ in taking_part], [n for _, n in taking_part]
+            flags, slots = [], []
+            for member, _ in taking_part:
+                position_of[member.attention] += 1
+                sequence = stream_sequence(position_of[member.attention])
+                flags.append(make_flag(member.session, sequence))
+                slots.append(self._resolved.slots.to_ffn(member.attention, position.micro_batch))
             self._region.enqueue_wait(self._streams.compute, slots, flags, reset=self._reset)
             step.slots += slots
             step.flags += flags
-            step.peers += [peer for peer, _ in taking_part]
+            step.peers += peers
             # Only now is the answer before this one surely copied, and its memory free.
             held.pop(position.micro_batch, None)
-            batch = self._inbox.read(slots, [rows for _, rows in taking_part])
+            batch = self._inbox.read(slots, rows)
             out = self._model.forward(position.layer, batch.x, batch.ids, batch.weights)
+            out, counts = self._shares.of(out, rows)
             answers = held[position.micro_batch] = Answers.of(out, self._resolved.f2a)
             self._streams.fork()
-            self._answer(position, _depth(arrivals), taking_part, flags, answers)
+            self._answer(position, _depth(members), peers, counts, flags, answers)
         self._streams.join()
         return step
 
@@ -153,28 +192,31 @@ class StreamSteps:
         self,
         position: Position,
         depth: int,
-        taking_part: list[tuple[Peer, int]],
-        flags: list[int],
+        peers: Sequence[Peer | None],
+        counts: Sequence[int],
+        flags: Sequence[int],
         answers: Answers,
     ) -> None:
+        """Each peer's share of the rows; ``counts``: of each of them."""
         offset = 0
-        slot = self._resolved.slots.to_attention(self._model.index, position.micro_batch)
-        for (peer, rows), flag in zip(taking_part, flags, strict=True):
-            peer.link.enqueue(
-                self._streams.copy,
-                slot,
-                flag,
-                position.layer,
-                position.micro_batch,
-                rows,
-                depth,
-                Kind.DATA,
-                self._resolved.f2a.tag,
-                0,
-                answers.parts(offset, rows),
-            )
+        slot = self._resolved.slots.to_attention(self._number, position.micro_batch)
+        for peer, rows, flag in zip(peers, counts, flags, strict=True):
+            if peer is not None:
+                peer.link.enqueue(
+                    self._streams.copy,
+                    slot,
+                    flag,
+                    position.layer,
+                    position.micro_batch,
+                    rows,
+                    depth,
+                    Kind.DATA,
+                    self._resolved.f2a.tag,
+                    0,
+                    answers.parts(offset, rows),
+                )
             offset += rows
 
 
-def _depth(arrivals: list[Arrival]) -> int:
-    return max(a.depth for a in arrivals)
+def _depth(members: Sequence[Member]) -> int:
+    return max(member.depth for member in members)

@@ -12,6 +12,8 @@ from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
+import msgspec
+
 from afd.control import messages as m
 from afd.control.channel import Channel
 from afd.control.contract import Contract
@@ -47,6 +49,7 @@ class ControlClient:
         *,
         role: str,
         index: int,
+        rank: int = 0,
         contract: Contract | None = None,
         timing: m.Timing | None = None,
         progress: Progress | None = None,
@@ -54,14 +57,15 @@ class ControlClient:
         self.address = address
         self.role = role
         self.index = index
-        self.id = m.member_id(role, index)
+        self.rank = rank
+        self.id = m.member_id(role, index, rank)
         self._keys = keys
         self._contract = contract
         self._timing = (timing or m.Timing()).checked()
         self._progress = progress or (lambda line: _log.info("%s: %s", self.id, line))
         self._changed = threading.Condition()  # guards everything below
         self._callbacks: list[Callback] = []
-        self._session = Session(self._hello((), "", ""), self._timing)
+        self._session = Session(self._hello(), self._timing)
         self._thread: threading.Thread | None = None
         self._fault: str | None = None
         self._fault_is_final = False
@@ -121,6 +125,7 @@ class ControlClient:
         self,
         *,
         addresses: tuple[str, ...] | list[str] = (),
+        order_addresses: tuple[str, ...] | list[str] = (),
         api_url: str = "",
         metrics_url: str = "",
         deadline_s: float,
@@ -135,7 +140,14 @@ class ControlClient:
         if self._thread is not None:
             raise AfdError(f"{self.id} has joined already; close() the client first")
         channel = Channel(self.address, self._keys, uuid.uuid4().hex.encode("ascii"))
-        self._session = Session(self._hello(tuple(addresses), api_url, metrics_url), self._timing)
+        hello = msgspec.structs.replace(
+            self._hello(),
+            addresses=tuple(addresses),
+            order_addresses=tuple(order_addresses),
+            api_url=api_url,
+            metrics_url=metrics_url,
+        )
+        self._session = Session(hello, self._timing)
         self._fault, self._broken, self._closing = None, None, False
         self._fault_is_final = False
         self._wake_read, self._wake_write = os.pipe()
@@ -337,14 +349,12 @@ class ControlClient:
                 with suppress(BlockingIOError):
                     os.write(self._wake_write, b"w")
 
-    def _hello(self, addresses: tuple[str, ...], api_url: str, metrics_url: str) -> m.Hello:
+    def _hello(self) -> m.Hello:
         return m.Hello(
             role=self.role,
             index=self.index,
+            rank=self.rank,
             contract=self._contract,
-            addresses=addresses,
-            api_url=api_url,
-            metrics_url=metrics_url,
             pid=os.getpid(),
             host=host_name(),
             pid_space=pid_space(),

@@ -26,6 +26,7 @@ def client_for(spec: RoleSpec, contract: Contract | None = None) -> ControlClien
         keys_of(spec),
         role=spec.role,
         index=spec.index,
+        rank=spec.rank,
         contract=contract,
         timing=timing_of(spec),
     )

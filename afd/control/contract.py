@@ -26,6 +26,8 @@ REMEDIES: dict[str, str] = {
     "max_depth": _SAME_FILE,
     "attention_instances": _SAME_FILE,
     "ffn_instances": _SAME_FILE,
+    "ffn_tp": _SAME_FILE,
+    "reduce": _SAME_FILE,
     "expert_map": _SAME_FILE,
 }
 """What the user does about a difference, per field of :class:`Contract`."""
@@ -37,7 +39,9 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``model_hash`` is the checkpoint's fingerprint in hex, ``dtype`` the model's ("bfloat16", ...),
     ``wire`` the codec of the rows ("exact", "fp8", "mxfp4 e4m3fnuz"). ``capacity_rows`` is the
     number of rows of one slot, ``max_depth`` the largest number of micro-batches of a step.
-    ``expert_map[j]`` is the half-open range of global expert ids that FFN instance ``j`` holds.
+    An FFN instance is ``ffn_tp`` ranks, whose partial results are added up as ``reduce`` says
+    ("exact", "int4", ...). ``expert_map[j]`` is the half-open range of global expert ids that FFN
+    instance ``j`` holds.
     """
 
     model_hash: str
@@ -52,6 +56,8 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_depth: int
     attention_instances: int
     ffn_instances: int
+    ffn_tp: int
+    reduce: str
     expert_map: tuple[tuple[int, int], ...]
 
 

@@ -14,7 +14,7 @@ import msgspec
 from afd.control.contract import Contract
 from afd.errors import ConfigError
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised whenever a message changes its meaning; members of another protocol are refused."""
 
 State: TypeAlias = Literal["starting", "ready", "draining"]
@@ -25,9 +25,10 @@ CONTRACT_ROLES = ("attention", "ffn")
 ROLES = (*CONTRACT_ROLES, "gateway")
 
 
-def member_id(role: str, index: int) -> str:
-    """The member's name everywhere: ``member_id("ffn", 1) == "ffn-1"``."""
-    return f"{role}-{index}"
+def member_id(role: str, index: int, rank: int = 0) -> str:
+    """The member's name everywhere: ``member_id("ffn", 1) == "ffn-1"``. The first rank of an FFN
+    instance has the instance's name, the second one of this is ``ffn-1.1``."""
+    return f"{role}-{index}.{rank}" if rank else f"{role}-{index}"
 
 
 class Timing(msgspec.Struct, frozen=True):
@@ -47,12 +48,15 @@ class Timing(msgspec.Struct, frozen=True):
 
 
 class Member(msgspec.Struct, frozen=True):
-    """One registered process. ``addresses`` are those of its Region (see afd_comm)."""
+    """One registered process. ``addresses`` are those of its Region (see afd_comm),
+    ``order_addresses`` those of the one in which an FFN rank takes orders."""
 
     role: str
     index: int
     generation: int
+    rank: int = 0
     addresses: tuple[str, ...] = ()
+    order_addresses: tuple[str, ...] = ()
     api_url: str = ""
     metrics_url: str = ""
     pid: int = 0
@@ -62,14 +66,14 @@ class Member(msgspec.Struct, frozen=True):
 
     @property
     def id(self) -> str:
-        return member_id(self.role, self.index)
+        return member_id(self.role, self.index, self.rank)
 
 
 class Members(msgspec.Struct, frozen=True, tag="members"):
     """The whole deployment as one immutable snapshot; ``version`` grows with every change.
 
     ``depth`` is the operator's runtime depth (None: the configured one holds). Members come sorted
-    by role and index.
+    by role, index and rank.
     """
 
     version: int = 0
@@ -77,12 +81,13 @@ class Members(msgspec.Struct, frozen=True, tag="members"):
     depth: int | None = None
     draining: bool = False
 
-    def find(self, role: str, index: int) -> Member | None:
+    def find(self, role: str, index: int, rank: int = 0) -> Member | None:
         """The member, or None while it is not registered."""
-        return next((m for m in self.members if m.role == role and m.index == index), None)
+        wanted = (role, index, rank)
+        return next((m for m in self.members if (m.role, m.index, m.rank) == wanted), None)
 
     def of(self, role: str, *, state: State | None = None) -> tuple[Member, ...]:
-        """All members of a role (in one state, if given), in the order of their indices."""
+        """All members of a role (in one state, if given), in the order of index and rank."""
         return tuple(m for m in self.members if m.role == role and state in (None, m.state))
 
 
@@ -100,7 +105,9 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     role: str
     index: int
     contract: Contract | None
+    rank: int = 0
     addresses: tuple[str, ...] = ()
+    order_addresses: tuple[str, ...] = ()
     api_url: str = ""
     metrics_url: str = ""
     pid: int = 0

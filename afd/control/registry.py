@@ -132,7 +132,7 @@ class Registry:
     # --- joining --------------------------------------------------------------------------------
 
     def _hello(self, peer: bytes, hello: m.Hello) -> list[Outgoing]:
-        name = m.member_id(hello.role, hello.index)
+        name = m.member_id(hello.role, hello.index, hello.rank)
         entry = self._entries.get(name)
         if entry is not None and entry.peer == peer:  # our Welcome was lost or is still under way
             entry.heard = self._clock()
@@ -157,7 +157,7 @@ class Registry:
 
     def _objection(self, hello: m.Hello) -> str | None:
         """Why this member must not join, or None. The text ends with the remedy."""
-        name = m.member_id(hello.role, hello.index)
+        name = m.member_id(hello.role, hello.index, hello.rank)
         if hello.protocol != m.PROTOCOL:
             return (
                 f"{name} refused: it speaks control protocol {hello.protocol} but the server "
@@ -188,6 +188,13 @@ class Registry:
             return (
                 f"{name} refused: index {hello.index} is out of range because {setting} is "
                 f"{instances}; use an --index from 0 to {instances - 1}, or raise {setting} in the "
+                "configuration of every role"
+            )
+        ranks = hello.contract.ffn_tp if hello.role == "ffn" else 1
+        if not 0 <= hello.rank < ranks:
+            return (
+                f"{name} refused: rank {hello.rank} is out of range because {hello.role} instances"
+                f" have {ranks} here; use a --rank from 0 to {ranks - 1}, or change ffn.tp in the "
                 "configuration of every role"
             )
         if self.members.draining and hello.generation == 0:
@@ -247,7 +254,9 @@ class Registry:
             role=hello.role,
             index=hello.index,
             generation=generation,
+            rank=hello.rank,
             addresses=hello.addresses,
+            order_addresses=hello.order_addresses,
             api_url=hello.api_url,
             metrics_url=hello.metrics_url,
             pid=hello.pid,
@@ -289,7 +298,7 @@ class Registry:
         for member in known.members:
             self._generation = max(self._generation, member.generation)
             if (
-                member.id != m.member_id(hello.role, hello.index)
+                member.id != m.member_id(hello.role, hello.index, hello.rank)
                 and member.id not in self._entries
                 and member.generation > self._retired.get(member.id, 0)
             ):
@@ -372,7 +381,10 @@ class Registry:
         self.members = m.Members(
             version=last.version + 1,
             members=tuple(
-                sorted((e.member for e in self._entries.values()), key=lambda x: (x.role, x.index))
+                sorted(
+                    (e.member for e in self._entries.values()),
+                    key=lambda x: (x.role, x.index, x.rank),
+                )
             ),
             depth=last.depth if depth is msgspec.UNSET else depth,
             draining=last.draining if draining is None else draining,

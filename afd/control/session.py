@@ -44,7 +44,7 @@ class Session:
 
     @property
     def name(self) -> str:
-        return m.member_id(self._hello.role, self._hello.index)
+        return m.member_id(self._hello.role, self._hello.index, self._hello.rank)
 
     @property
     def active(self) -> bool:

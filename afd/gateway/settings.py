@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass
 
+from afd.control.messages import member_id
+
 
 @dataclass(frozen=True)
 class GatewaySettings:
     """Durations are in seconds, sizes in bytes.
 
-    attention_instances / ffn_instances: how many members the deployment has when it is complete.
+    attention_instances / ffn_instances / ffn_tp: what the deployment has when it is complete.
     max_body_bytes: a request body is kept in memory until its answer begins, to be sent again.
     max_json_bytes: a JSON answer up to this size is sent once it is whole; a longer one streams.
     probe_timeout_s: a busy API server may answer /health late, so this is generous, and it takes
@@ -20,6 +22,7 @@ class GatewaySettings:
     port: int = 8000
     attention_instances: int = 1
     ffn_instances: int = 1
+    ffn_tp: int = 1
     max_body_bytes: int = 64 * 2**20
     max_json_bytes: int = 16 * 2**20
     connect_timeout_s: float = 5.0
@@ -38,5 +41,7 @@ class GatewaySettings:
     def expected_ids(self) -> tuple[str, ...]:
         """Member ids of the complete deployment."""
         return tuple(f"attention-{i}" for i in range(self.attention_instances)) + tuple(
-            f"ffn-{i}" for i in range(self.ffn_instances)
+            member_id("ffn", i, rank)
+            for i in range(self.ffn_instances)
+            for rank in range(self.ffn_tp)
         )

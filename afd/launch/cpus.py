@@ -12,7 +12,7 @@ Cores = tuple[int, ...]
 
 @dataclass(frozen=True)
 class CpuPlan:
-    """Cores of each attention instance and each FFN instance, by index.
+    """Cores of each attention instance by index, and of each FFN rank by number.
 
     Gateway, control plane and the HTTP side of attention are not pinned: they mostly sleep.
     """
@@ -43,7 +43,7 @@ def cpu_plan(available: Sequence[int], attention: int, ffn: int) -> CpuPlan:
 
 def plan_for(deployment: Deployment, available: Sequence[int]) -> CpuPlan:
     """The plan of a deployment: core lists given in the file win over the automatic ones."""
-    auto = cpu_plan(available, deployment.attention.instances, deployment.ffn.instances)
+    auto = cpu_plan(available, deployment.attention.instances, deployment.ffn.ranks)
     return CpuPlan(
         _given(deployment.attention.cpus, auto.attention), _given(deployment.ffn.cpus, auto.ffn)
     )

@@ -54,10 +54,14 @@ def choose_ports(deployment: Deployment) -> Ports:
 def role_specs(deployment: Deployment, ports: Ports, cores: Sequence[int]) -> list[RoleSpec]:
     """One spec per process, in start order. Pure."""
     cpus = plan_for(deployment, cores)
+    tp = deployment.ffn.tp
     base = RoleSpec("control", 0, deployment, ports.control_address, deployment.control.keys)
     return [
         base,
-        *(replace(base, role="ffn", index=j, cpus=own) for j, own in enumerate(cpus.ffn)),
+        *(
+            replace(base, role="ffn", index=number // tp, rank=number % tp, cpus=own)
+            for number, own in enumerate(cpus.ffn)
+        ),
         *(
             replace(base, role="attention", index=i, cpus=own, api_port=ports.attention[i])
             for i, own in enumerate(cpus.attention)

@@ -83,7 +83,7 @@ class Readiness:
 def _member_wait(members: Members | None, spec: RoleSpec, group: int) -> str | None:
     if members is None:
         return "for the control plane to answer"
-    member = members.find(spec.role, spec.index)
+    member = members.find(spec.role, spec.index, spec.rank)
     if member is None or not _is_of(member, group):
         return "to join the control plane"
     return None if member.state == "ready" else f"to be ready (it is {member.state})"

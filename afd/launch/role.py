@@ -14,10 +14,11 @@ from afd.errors import ConfigError
 from afd.launch.ports import free_ports
 from afd.launch.serve import run_directory
 from afd.roles import ROLE_FILE_ENV, Role, RoleSpec
+from afd.topology import ffn_number
 
 
 def standalone_spec(
-    deployment: Deployment, role: Role, index: int, control: str | None
+    deployment: Deployment, role: Role, index: int, control: str | None, rank: int = 0
 ) -> RoleSpec:
     """The spec of a role that is started by hand. Raises ConfigError naming what is missing."""
     address = control or deployment.control.address
@@ -34,6 +35,11 @@ def standalone_spec(
             f"--index {index} does not exist with {role}.instances = {instances};"
             f" use 0 to {instances - 1}"
         )
+    ranks = deployment.ffn.tp if role == "ffn" else 1
+    if not 0 <= rank < ranks:
+        raise ConfigError(
+            f"--rank {rank} does not exist with ffn.tp = {ranks}; use 0 to {ranks - 1}"
+        )
     return RoleSpec(
         role,
         index,
@@ -41,7 +47,8 @@ def standalone_spec(
         address,
         deployment.control.keys,
         api_port=_api_port(deployment, role, index),
-        cpus=pool.cpus[index] if pool and pool.cpus != "auto" else (),
+        cpus=pool.cpus[ffn_number(index, rank, ranks)] if pool and pool.cpus != "auto" else (),
+        rank=rank,
     )
 
 
@@ -114,6 +121,7 @@ def _gateway(spec: RoleSpec) -> int:
         port=spec.api_port,
         attention_instances=deployment.attention.instances,
         ffn_instances=deployment.ffn.instances,
+        ffn_tp=deployment.ffn.tp,
         drain_s=deployment.deadlines.drain_s,
         instance=spec.id,
         metrics=deployment.metrics.enabled,

@@ -55,10 +55,11 @@ def serve(
 
 
 def summary(deployment: Deployment) -> str:
-    """``model demo, 1 attention + 1 FFN, depth 3, exact wire``."""
+    """``model demo, 1 attention + 1 FFN of 2 ranks, depth 3, exact wire``."""
+    ranks = f" of {deployment.ffn.tp} ranks" if deployment.ffn.tp > 1 else ""
     return (
         f"model {deployment.served_model_name}, {deployment.attention.instances} attention +"
-        f" {deployment.ffn.instances} FFN, depth {deployment.pipeline.depth},"
+        f" {deployment.ffn.instances} FFN{ranks}, depth {deployment.pipeline.depth},"
         f" {deployment.wire.format} wire"
     )
 

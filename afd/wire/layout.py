@@ -30,6 +30,7 @@ class Kind(enum.IntEnum):
     DATA = 0
     LEAVE = 1  # on the control slot: nothing is coming until further notice
     STEP = 2  # on the control slot: a step of `rows` rows follows whose doorbells streams ring
+    HELLO = 3  # the first order of a session (afd/wire/orders.py)
 
 
 @dataclass(frozen=True)

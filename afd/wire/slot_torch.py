@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from afd.schedule import row_shares
 from afd.wire.codecs_torch import DTYPE_OF_TAG, SCALE_DTYPE, dequantise_fp8, dequantise_mxfp4
 from afd.wire.layout import SlotLayout, Tag
 
@@ -40,6 +41,24 @@ class SlotView:
         if self.tag == Tag.E2M1:
             return dequantise_mxfp4(payload, self.scales[:rows], dtype)
         return dequantise_fp8(payload, self.scales[:rows], dtype)
+
+
+def sum_of_ranks(views: Sequence[SlotView], tp: int, rows: int, dtype: torch.dtype) -> torch.Tensor:
+    """What all FFN ranks answered to ``rows`` rows: [rows, hidden], see :func:`sum_of_parts`.
+
+    Args:
+        views: by number of the rank. Those of one instance, ``tp``, each answer a share of the rows
+            (afd/schedule.py: row_shares); the instances' answers add up.
+    """
+    if tp == 1:
+        return sum_of_parts(views, rows, dtype)
+    shares = row_shares(rows, tp)
+    return torch.cat(
+        [
+            sum_of_parts(views[rank::tp], end - start, dtype)
+            for rank, (start, end) in enumerate(shares)
+        ]
+    )
 
 
 def sum_of_parts(views: Sequence[SlotView], rows: int, dtype: torch.dtype) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""All-reduce inside one FFN instance: block formats and, one file each, the backends."""
+"""Collectives inside one FFN instance: block formats and, one file each, the backends."""

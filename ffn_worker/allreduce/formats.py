@@ -7,7 +7,8 @@ even or the odd ones of 64 neighbours. An encoded atom is its codes, thread by t
 float16 scales, even and odd of each group of 64 side by side.
 
 FP4 is the format of the blog article "QuickReduce FP4 Quantization and Benchmarking on MI355":
-e2m1 codes with a float16 scale, where OCP's MXFP4 has a power of two.
+e2m1 codes with a float16 scale, where OCP's MXFP4 has a power of two. FP16 is the plain values,
+without scales: only sums and bfloat16 rows lose by it.
 """
 
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ class ReduceFormat:
     @property
     def atom_bytes(self) -> int:
         """Bytes of an encoded atom."""
-        return self.code_bytes + ATOM_VALUES // BLOCK * 2
+        return self.code_bytes + (ATOM_VALUES // BLOCK * 2 if self.bits < 16 else 0)
 
     @property
     def bits_per_value(self) -> float:
@@ -61,7 +62,8 @@ def _integer(bits: int) -> ReduceFormat:
 
 INT8, INT6, INT4 = _integer(8), _integer(6), _integer(4)
 FP4 = ReduceFormat("fp4", 4, 1 / 6, -6, 6, 0)
-FORMATS = {f.name: f for f in (INT8, INT6, INT4, FP4)}
+FP16 = ReduceFormat("fp16", 16, 1, -65504, 65504, 0)
+FORMATS = {f.name: f for f in (FP16, INT8, INT6, INT4, FP4)}
 
 
 def encode(x: npt.NDArray[np.float16], fmt: ReduceFormat) -> npt.NDArray[np.uint8]:
@@ -79,6 +81,8 @@ def encode(x: npt.NDArray[np.float16], fmt: ReduceFormat) -> npt.NDArray[np.uint
     Returns:
         uint8 [n / 2048, fmt.atom_bytes].
     """
+    if fmt is FP16:
+        return x.reshape(-1, ATOM_VALUES).view(np.uint8)
     atoms = x.reshape(-1, _GROUPS, 8, 4, 2)  # group of 8 threads, thread, pair, even or odd
     high, low = atoms.max(axis=(2, 3)), atoms.min(axis=(2, 3))
     finite = np.isfinite(atoms).all(axis=(2, 3))
@@ -100,6 +104,8 @@ def encode(x: npt.NDArray[np.float16], fmt: ReduceFormat) -> npt.NDArray[np.uint
 
 def decode(data: npt.NDArray[np.uint8], fmt: ReduceFormat) -> npt.NDArray[np.float16]:
     """Inverse of :func:`encode`: float16 [n] from uint8 [atoms, fmt.atom_bytes]."""
+    if fmt is FP16:
+        return np.ascontiguousarray(data).view(np.float16).reshape(-1)
     scale = np.ascontiguousarray(data[:, fmt.code_bytes :]).view(np.float16)
     codes = _unpack(np.ascontiguousarray(data[:, : fmt.code_bytes]), fmt)
     if fmt.bias:

@@ -48,9 +48,21 @@ def _step3(model: Path) -> dict[str, object]:
     return {"model": str(model), "attention": attention, "pipeline": {"depth": 3, "min_rows": 1}}
 
 
+def _ranks(model: Path) -> dict[str, object]:
+    """2A1F, the FFN instance of two ranks."""
+    attention = {**SETTINGS, "instances": 2, "max_num_batched_tokens": 128, "vllm_args": [BLOCK]}
+    return {
+        "model": str(model),
+        "attention": attention,
+        "ffn": {"tp": 2},
+        "pipeline": {"depth": 3, "min_rows": 1},
+    }
+
+
 DEPLOYMENTS: dict[str, tuple[str, Callable[[Path], dict[str, object]]]] = {
     "openai": ("qwen3_moe", _openai),
     "pair": ("qwen3_moe", _pair),
+    "ranks": ("qwen3_moe", _ranks),
     "step3": ("step3", _step3),
 }
 

@@ -85,10 +85,14 @@ class Running:
         return operator.status(self.server.control)
 
     def member(self, member_id: str) -> Member:
-        role, _, index = member_id.rpartition("-")
-        found = self.members().find(role, int(index))
-        assert found is not None, f"{member_id} is not registered"
-        return found
+        found = [m for m in self.members().members if m.id == member_id]
+        assert found, f"{member_id} is not registered"
+        return found[0]
+
+    def generation(self, member_id: str) -> int | None:
+        """Of this member; None while it is not registered."""
+        found = [m.generation for m in self.members().members if m.id == member_id]
+        return found[0] if found else None
 
     def is_running(self) -> bool:
         with contextlib.suppress(psutil.NoSuchProcess):

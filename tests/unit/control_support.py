@@ -26,6 +26,8 @@ CONTRACT = Contract(
     max_depth=3,
     attention_instances=2,
     ffn_instances=2,
+    ffn_tp=1,
+    reduce="exact",
     expert_map=((0, 4), (4, 8)),
 )
 

@@ -4,17 +4,21 @@ import threading
 import time
 from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from afd.config import Deployment
 from afd.control.messages import Member, Members
-from afd.errors import DeadlineExceeded
+from afd.errors import AfdError, DeadlineExceeded
 from afd.metrics import RoleMetrics
 from afd.resolve import Resolved, resolve
+from afd.topology import FfnPlace
 from afd_comm import Region, VerbsOptions
 from attention_worker.remote import RemoteExperts
+from ffn_worker.allreduce.registry import make_collective
 from ffn_worker.loop import FfnLoop
 from ffn_worker.model import FfnModel, load_ffn_model
+from ffn_worker.ranks import Ranks
 
 DEPTH = 3
 
@@ -26,7 +30,7 @@ class Registry:
         self.members = Members(0, ())
 
     def set(self, *members: Member) -> None:
-        ordered = sorted(members, key=lambda m: (m.role, m.index))
+        ordered = sorted(members, key=lambda m: (m.role, m.index, m.rank))
         self.members = Members(self.members.version + 1, tuple(ordered))
 
 
@@ -70,27 +74,42 @@ class Deployed:
         self.streams = self.deployment.transport.backend == "ipc"
         self.registry = Registry()
         self.generation = 100
-        self.loops, self.threads, self.regions = {}, {}, {}
+        self.loops, self.threads, self.regions, self.ranks = {}, {}, {}, {}  # by number
+        self.ended: dict[int, AfdError] = {}
         self.members: dict[str, Member] = {}
-        for j in range(y):
-            self.start_ffn(j)
+        self.lock = threading.Lock()
+        for number in range(y * self.resolved.contract.ffn_tp):
+            self.start_ffn(number)
         self.clients = [self.client(i) for i in range(x)]
 
-    def member(self, role, index, region):
-        self.generation += 1
+    def member(self, role, index, region, *, rank=0, state="ready", generation=None, orders=()):
+        if generation is None:
+            self.generation += 1
         member = Member(
             role=role,
             index=index,
-            generation=self.generation,
+            rank=rank,
+            generation=generation or self.generation,
             addresses=tuple(region.addresses),
-            api_url="",
-            metrics_url="",
-            pid=0,
-            state="ready",
+            order_addresses=orders,
+            state=state,
         )
-        self.members[member.id] = member
-        self.registry.set(*self.members.values())
+        self.join(member)
         return member
+
+    def join(self, member):
+        with self.lock:
+            self.members[member.id] = member
+            self.registry.set(*self.members.values())
+        for number in list(self.loops):
+            self.loops[number].wake()
+
+    def leave(self, name):
+        with self.lock:
+            self.members.pop(name, None)
+            self.registry.set(*self.members.values())
+        for number in list(self.loops):
+            self.loops[number].wake()
 
     def region(self, role, slots, nbytes, index):
         verbs = self.deployment.transport.verbs_keywords(role)
@@ -100,34 +119,66 @@ class Deployed:
             region.pin("cpu")
         return region
 
-    def start_ffn(self, j):
+    def start_ffn(self, number):
+        """One rank; it serves from the moment on that it has met the others."""
         r = self.resolved
-        region = self.region("ffn", r.slots.ffn_region_slots, r.a2f.nbytes, j)
-        member = self.member("ffn", j, region)
-        model = load_ffn_model(
-            r.deployment.model,
-            r.family,
-            r.model,
-            instances=r.contract.ffn_instances,
-            index=j,
-            backend="reference",
+        index, rank = divmod(number, r.contract.ffn_tp)
+        place = FfnPlace(index, rank, r.contract.ffn_instances, r.contract.ffn_tp)
+        region = self.region("ffn", r.slots.ffn_region_slots, r.a2f.nbytes, number)
+        self.generation += 1
+        control = FakeControl(self.registry, self.generation)
+        ranks = Ranks(r, place, control)
+        orders = ranks.addresses
+        member = self.member(
+            "ffn", index, region, rank=rank, state="starting", generation=control.generation,
+            orders=orders,
+        )  # fmt: skip
+        thread = threading.Thread(
+            target=self.serve, args=(number, member, region, control, ranks), daemon=True
         )
-        metrics = RoleMetrics("ffn")
-        control = FakeControl(self.registry, member.generation)
-        loop = FfnLoop(r, j, region, control, model, metrics)
-        thread = threading.Thread(target=loop.run, daemon=True)
-        self.loops[j], self.threads[j], self.regions[j] = loop, thread, region
+        self.threads[number], self.regions[number], self.ranks[number] = thread, region, ranks
+        self.ended.pop(number, None)
         thread.start()
 
-    def stop_ffn(self, j):
-        self.loops[j].stopping = True
-        self.regions[j].wake()
-        self.threads[j].join(5)
-        for peer in self.loops[j]._table.peers:
-            peer.link.close()
-        self.regions[j].close()
-        del self.members[f"ffn-{j}"]
-        self.registry.set(*self.members.values())
+    def serve(self, number, member, region, control, ranks):
+        r, place = self.resolved, ranks.place
+        try:
+            model = load_ffn_model(
+                r.deployment.model,
+                r.family,
+                r.model,
+                instances=place.instances,
+                index=place.instance,
+                tp=place.tp,
+                rank=place.rank,
+                backend="reference",
+            )
+
+            def make(address):
+                return make_collective(
+                    "auto", r.contract.reduce, place.rank, place.tp, address, deadline_s=1.5
+                )
+
+            ranks.meet(make, 10.0)
+            loop = FfnLoop(r, region, control, model, ranks, RoleMetrics("ffn"))
+            self.loops[number] = loop
+            self.join(msgspec.structs.replace(member, state="ready"))
+            loop.run()
+        except AfdError as error:
+            self.ended[number] = error
+        finally:
+            if number in self.loops:
+                for peer in self.loops[number]._table.peers:
+                    peer.link.close()
+            ranks.close()
+            region.close()
+            self.leave(member.id)
+
+    def stop_ffn(self, number):
+        self.loops[number].stopping = True
+        self.loops[number].wake()
+        self.threads[number].join(10)
+        assert not self.threads[number].is_alive()
 
     def client(self, i):
         r = self.resolved
@@ -139,9 +190,10 @@ class Deployed:
         return client
 
     def close(self):
-        for j in list(self.loops):
-            if f"ffn-{j}" in self.members:
-                self.stop_ffn(j)
+        for number in list(self.loops):
+            self.loops[number].stopping = True
+        for number in list(self.loops):
+            self.stop_ffn(number)
         for client in self.clients:
             client.close()
 
@@ -170,24 +222,24 @@ def random_rows(resolved, rows, seed):
     return x, ids.int().contiguous(), weights.contiguous()
 
 
-def run_step(client, resolved, reference, sizes, seed, pause=0.0):
+def run_step(client, resolved, reference, sizes, seed, pause=0.0, tol=1e-5):
     """One step through all layers with len(sizes) micro-batches; checks every answer."""
     client.begin_step(len(sizes))
     sent = {}
     for layer in resolved.model.moe_layers:
         for mb, rows in enumerate(sizes):
             if mb in sent:
-                check(client, reference, mb, sent.pop(mb))
+                check(client, reference, mb, sent.pop(mb), tol)
             x, ids, weights = random_rows(resolved, rows, hash((seed, layer, mb)) % 2**31)
             client.send(layer, mb, x, ids, weights)
             sent[mb] = (layer, x, ids, weights)
             time.sleep(pause)
     for mb in list(sent):
-        check(client, reference, mb, sent.pop(mb))
+        check(client, reference, mb, sent.pop(mb), tol)
     client.end_step()
 
 
-def check(client, reference, mb, sent):
+def check(client, reference, mb, sent, tol):
     layer, x, ids, weights = sent
     expected = reference.forward(layer, x, ids, weights)
-    torch.testing.assert_close(client.recv(mb), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(client.recv(mb), expected, rtol=tol, atol=tol)

@@ -79,6 +79,8 @@ def test_roles_started_by_hand_need_a_file_and_an_address(tmp_path, capsys, monk
     address = "tcp://127.0.0.1:5"
     assert cli.main(["ffn", write(tmp_path), "--control", address, "--index", "1"]) == 2
     assert "--index 1 does not exist with ffn.instances = 1; use 0 to 0" in capsys.readouterr().err
+    assert cli.main(["ffn", write(tmp_path), "--control", address, "--rank", "1"]) == 2
+    assert "--rank 1 does not exist with ffn.tp = 1; use 0 to 0" in capsys.readouterr().err
 
 
 def test_ctrl_c_is_quiet(monkeypatch, capsys):

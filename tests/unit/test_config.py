@@ -112,7 +112,15 @@ def test_deployment_cannot_be_changed(write):
         ),
         (
             "model: m\nffn: {cpus: [[0], [1]]}",
-            "ffn.cpus has 2 core lists for 1 instances; give one list each",
+            "ffn.cpus has 2 core lists for 1 processes; give one list each",
+        ),
+        (
+            "model: m\nffn: {tp: 2, cpus: [[0]]}",
+            "ffn.cpus has 1 core lists for 2 processes; give one list each",
+        ),
+        (
+            "model: m\nffn: {reduce: int4}",
+            "ffn.reduce int4 is how the ranks of an instance add up, but tp is 1",
         ),
         (
             "model: m\nattention: {vllm_args: --seed}",
@@ -249,6 +257,17 @@ def test_more_ffn_instances_than_experts_names_both_numbers(write, tmp_path):
     check_model(load_config(write("model: m\nffn: {instances: 4}\n")))
     with pytest.raises(ConfigError, match=r"ffn\.instances is 5 but m has 4 experts.*at most 4"):
         check_model(load_config(write("model: m\nffn: {instances: 5}\n")))
+
+
+def test_experts_too_narrow_for_the_ranks_name_width_and_remedy(write, tmp_path):
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text(json.dumps(MODEL))
+    width = MODEL["moe_intermediate_size"]
+    most = width // 8
+    check_model(load_config(write(f"model: m\nffn: {{tp: {most}, reduce: fp4}}\n")))
+    message = rf"width {width} cannot be cut for {most + 1} ranks.*ffn\.tp to {most} or fewer"
+    with pytest.raises(ConfigError, match=message):
+        check_model(load_config(write(f"model: m\nffn: {{tp: {most + 1}}}\n")))
 
 
 @pytest.mark.parametrize("make", [True, False])

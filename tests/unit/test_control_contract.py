@@ -26,6 +26,8 @@ contracts = st.builds(
     max_depth=st.integers(1, 3),
     attention_instances=counts,
     ffn_instances=counts,
+    ffn_tp=counts,
+    reduce=st.sampled_from(["exact", "int4"]),
     expert_map=st.lists(st.tuples(counts, counts), max_size=3).map(tuple),
 )
 
@@ -89,4 +91,5 @@ def test_members_lookup() -> None:
     assert members.find("ffn", 1) is ready
     assert members.find("ffn", 2) is None
     assert [x.id for x in members.of("ffn")] == ["ffn-0", "ffn-1"]
+    assert m.Member("ffn", 1, 7, rank=2).id == "ffn-1.2" and members.find("ffn", 1, 2) is None
     assert members.of("ffn", state="ready") == (ready,)

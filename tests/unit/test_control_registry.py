@@ -81,6 +81,7 @@ def test_index_out_of_range_names_both_numbers(deployment: Deployment, role: str
         ("ffn", 0, {"contract": None}, "no contract"),
         ("router", 0, {}, "no role 'router'"),
         ("ffn", 0, {"protocol": 99}, "install the same version of afd"),
+        ("ffn", 0, {"rank": 1}, "rank 1 is out of range because ffn instances have 1"),
     ],
 )
 def test_other_refusals(

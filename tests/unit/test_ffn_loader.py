@@ -29,23 +29,35 @@ def checkpoints(tmp_path_factory):
     return root
 
 
-def load(path, instances, index, **options):
+SPLITS = [(1, 1), (2, 1), (3, 1), (1, 2), (2, 3)]
+"""FFN instances, and ranks of each."""
+
+
+def load(path, instances, index, tp=1, rank=0, **options):
     family, model = read_model(path)
-    shard = shard_of(model, instances, index)
+    shard = shard_of(model, instances, index, tp, rank)
     return load_shard(path, family, model, shard, **options)
 
 
-@pytest.mark.parametrize("instances", [1, 2, 3])
+def whole(parts, tp, dim):
+    """Experts of all instances, put together from the slices of their ranks."""
+    instances = [parts[i : i + tp] for i in range(0, len(parts), tp)]
+    return torch.cat([torch.cat(slices, dim=dim) for slices in instances])
+
+
+@pytest.mark.parametrize(("instances", "tp"), SPLITS)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_shards_recombine_to_the_checkpoint(checkpoints, name, instances):
+def test_shards_recombine_to_the_checkpoint(checkpoints, name, instances, tp):
     path = checkpoints / name
     family, model = read_model(path)
     stored = load_file(path / "model.safetensors")
-    shards = [load(path, instances, j) for j in range(instances)]
+    shards = [load(path, instances, j, tp, r) for j in range(instances) for r in range(tp)]
     for layer in model.moe_layers:
         parts = [shard.layers[layer] for shard in shards]
-        w13 = torch.cat([part.w13 for part in parts])
-        w2 = torch.cat([part.w2 for part in parts])
+        halves = [part.w13.chunk(2, dim=1) for part in parts]
+        gates, ups = (whole([half[i] for half in halves], tp, dim=1) for i in (0, 1))
+        w13 = torch.cat([gates, ups], dim=1)
+        w2 = whole([part.w2 for part in parts], tp, dim=2)
         routed = family.routed_names[0]
         for expert in range(model.num_experts):
             names = routed.for_layer(layer, expert)
@@ -65,16 +77,16 @@ def test_shards_recombine_to_the_checkpoint(checkpoints, name, instances):
         assert torch.equal(torch.cat([part.shared_down for part in parts], dim=1), down)
 
 
-@pytest.mark.parametrize("instances", [1, 2, 3])
+@pytest.mark.parametrize(("instances", "tp"), SPLITS)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_bytes_read_are_exactly_the_expert_bytes(checkpoints, name, instances):
+def test_bytes_read_are_exactly_the_expert_bytes(checkpoints, name, instances, tp):
     path = checkpoints / name
     family, _ = read_model(path)
     table = tensor_table(path)
     expert_bytes = sum(t.nbytes for n, t in table.items() if family.is_expert_weight(n))
-    read = [load(path, instances, j).bytes_read for j in range(instances)]
+    read = [load(path, instances, j, tp, r).bytes_read for j in range(instances) for r in range(tp)]
     assert sum(read) == expert_bytes
-    assert max(read) <= -(-expert_bytes // instances) * 1.5
+    assert max(read) <= -(-expert_bytes // (instances * tp)) * 1.5
     assert expert_bytes < sum(t.nbytes for t in table.values())
 
 
@@ -206,9 +218,9 @@ def dense_reference(path, model, family, layer, x, ids, scale):
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch", "auto"])
-@pytest.mark.parametrize("instances", [1, 2, 3])
+@pytest.mark.parametrize(("instances", "tp"), [(1, 1), (3, 1), (2, 3)])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_ffn_model_instances_add_up(checkpoints, name, instances, backend):
+def test_ranks_of_ffn_instances_add_up(checkpoints, name, instances, tp, backend):
     torch.manual_seed(1)
     path = checkpoints / name
     family, model = read_model(path)
@@ -217,11 +229,18 @@ def test_ffn_model_instances_add_up(checkpoints, name, instances, backend):
     ids = torch.stack([torch.randperm(6)[: model.top_k] for _ in range(11)]).to(torch.int32)
     scale = torch.rand(11, model.top_k)
     total, held = torch.zeros_like(x), 0
-    for index in range(instances):
+    for number in range(instances * tp):
+        index, rank = divmod(number, tp)
         part = load_ffn_model(
-            path, family, model, instances=instances, index=index, backend=backend
+            path,
+            family,
+            model,
+            instances=instances,
+            index=index,
+            tp=tp,
+            rank=rank,
+            backend=backend,
         )
-        assert part.index == index
         total += part.forward(2, x, ids, scale)
         held += part.weight_bytes
     expected = dense_reference(path, model, family, 2, x, ids, scale)

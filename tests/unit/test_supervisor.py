@@ -15,9 +15,11 @@ from afd.config import Deployment, Restart
 from afd.errors import ConfigError
 from afd.launch.cpus import cpu_plan, plan_for
 from afd.launch.logs import RoleLog
+from afd.launch.plan import Ports, role_specs
 from afd.launch.ports import accepts, check_free, free_ports
 from afd.launch.process import Command, describe_exit, group_members
 from afd.launch.restarts import backoff_s
+from afd.launch.serve import summary
 from afd.launch.supervisor import Stage, Supervisor
 
 # A role that writes its pid to DIR/NAME.pid (one line per start), says it is ready and waits.
@@ -325,6 +327,16 @@ def test_cpu_plan_uses_every_core_once_when_there_are_enough():
                     assert sorted(dealt) == list(range(cores))
                 else:
                     assert all(len(cores_of) == 1 for cores_of in plan.attention + plan.ffn)
+
+
+def test_every_rank_is_a_process_with_cores_of_its_own():
+    data = {"model": "m", "attention": {"port": 0}, "ffn": {"instances": 2, "tp": 2}}
+    deployment = Deployment.from_plain(data)
+    specs = role_specs(deployment, Ports(1, (2,), "tcp://127.0.0.1:3"), range(5))
+    ranks = [spec for spec in specs if spec.role == "ffn"]
+    assert [spec.id for spec in ranks] == ["ffn-0", "ffn-0.1", "ffn-1", "ffn-1.1"]
+    assert [spec.cpus for spec in ranks] == [(1,), (2,), (3,), (4,)]
+    assert "1 attention + 2 FFN of 2 ranks" in summary(deployment)
 
 
 def test_core_lists_of_the_file_win():

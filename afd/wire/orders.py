@@ -1,0 +1,69 @@
+"""What the processes of the FFN pool tell each other: who is in the next expert call. Pure.
+
+An order travels as one message in a ring of small slots in host memory, so that the host of a
+follower knows what to run before it runs or replays it.
+"""
+
+import struct
+from dataclasses import dataclass
+
+from afd.schedule import Position
+from afd.wire.layout import Kind
+
+_PART = struct.Struct("<4Iq")
+_HELLO_BYTES = 256
+"""Room for the address of a rendezvous."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one attention instance brings to a call or step.
+
+    attention, generation: which instance, in which of its lives. rows: of this call, or of the
+    whole step on streams. depth: micro-batches of its step. step: its own number of the step.
+    """
+
+    attention: int
+    generation: int
+    rows: int
+    depth: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Order:
+    """One expert call (kind DATA) over the rows of all parts, one below the other; or a whole step
+    whose doorbells streams ring (kind STEP), with ``position`` its first."""
+
+    kind: Kind
+    position: Position
+    parts: tuple[Part, ...]
+
+    @property
+    def depth(self) -> int:
+        return max(part.depth for part in self.parts)
+
+    def payload(self) -> bytes:
+        return b"".join(
+            _PART.pack(p.attention, p.generation, p.rows, p.depth, p.step) for p in self.parts
+        )
+
+
+def read_order(kind: int, layer: int, micro_batch: int, payload: bytes) -> Order:
+    """The order of a message with this header and payload."""
+    parts = tuple(Part(*fields) for fields in _PART.iter_unpack(payload))
+    return Order(Kind(kind), Position(layer, micro_batch), parts)
+
+
+def order_slot_bytes(attention_instances: int) -> int:
+    """Bytes of a slot that holds an order or a hello."""
+    return max(_HELLO_BYTES, _PART.size * attention_instances)
+
+
+def order_slots(attention_instances: int, max_depth: int) -> int:
+    """Slots of the ring: more than the orders that can be under way to one follower.
+
+    An order names at least one message of an attention instance, which sends no other one for this
+    micro-batch until the follower has answered; the rest is room for instances that start anew.
+    """
+    return 4 * attention_instances * (max_depth + 1) + 4

@@ -1,0 +1,215 @@
+"""FFN instances of several ranks, in one process: RemoteExperts against leader, heads and ranks.
+
+Every answer is compared with the reference experts computed locally on the same rows.
+"""
+
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from remote_support import DEPTH, Deployed, reference_model, run_step
+from test_stream_steps import run_on_streams, stream_of
+
+from afd.errors import ConfigError
+from afd.schedule import Position, row_shares
+from afd.topology import FfnPlace, width_slices
+from afd.wire.layout import Kind
+from afd.wire.orders import Order, Part, read_order
+from ffn_worker.shares import by_rank
+
+
+@pytest.fixture
+def deploy(tiny_models):
+    running = []
+
+    def make(family, x, y, **sections):
+        running.append(Deployed(tiny_models(family), x, y, **sections))
+        return running[-1]
+
+    yield make
+    for deployed in running:
+        deployed.close()
+
+
+@pytest.fixture
+def reference(tiny_models):
+    return lambda family: reference_model(tiny_models(family))
+
+
+def run_clients(deployed, work):
+    """``work(i)`` for every attention client, on threads; what they raised."""
+    errors = []
+
+    def run(i):
+        try:
+            work(i)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(deployed.clients))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(40)
+    assert not any(thread.is_alive() for thread in threads)
+    return errors
+
+
+@given(width=st.integers(1, 4096), ranks=st.integers(1, 16), multiple=st.sampled_from([8, 32, 128]))
+def test_width_slices_cover_the_width_in_units(width, ranks, multiple):
+    if ranks > 1 and width // multiple < ranks:
+        with pytest.raises(ConfigError, match=f"width {width} cannot be cut for {ranks} ranks"):
+            width_slices(width, ranks, multiple)
+        return
+    slices = width_slices(width, ranks, multiple)
+    assert [i for start, end in slices for i in range(start, end)] == list(range(width))
+    assert all(start % multiple == 0 for start, _ in slices)
+    sizes = [end - start for start, end in slices]
+    assert min(sizes) > 0
+    if width % multiple == 0:
+        assert max(sizes) <= 2 * min(sizes)
+
+
+def test_everyone_is_led_by_exactly_one_and_the_leader_by_nobody():
+    places = [FfnPlace(j, r, 3, 2) for j in range(3) for r in range(2)]
+    assert [place.number for place in places] == list(range(6))
+    led = [follower for place in places for follower in (*place.mates, *place.heads)]
+    assert sorted(led) == [(p.instance, p.rank) for p in places[1:]]
+    for place in places[1:]:
+        superior = FfnPlace(*place.superior, 3, 2)
+        assert (place.instance, place.rank) in (*superior.mates, *superior.heads)
+    assert places[0].superior is None
+
+
+def test_an_order_survives_the_wire():
+    parts = (Part(0, 2**32 - 1, 7, 3, 2**40), Part(300, 1, 0, 1, 5))
+    order = Order(Kind.DATA, Position(60, 2), parts)
+    assert read_order(Kind.DATA, 60, 2, order.payload()) == order
+    assert order.depth == 3
+
+
+@given(rows=st.lists(st.integers(0, 9), min_size=1, max_size=4), world=st.integers(2, 5))
+def test_rows_sorted_by_rank_are_those_of_row_shares(rows, world):
+    out = torch.arange(1.0, sum(rows) + 1).unsqueeze(1)
+    got = by_rank(out, rows, world)
+    firsts = [sum(rows[:i]) for i in range(len(rows))]
+    cuts = row_shares(len(got), world)
+    for rank in range(world):
+        wanted = [
+            float(first + row + 1)
+            for first, n in zip(firsts, rows, strict=True)
+            for row in range(*row_shares(n, world)[rank])
+        ]
+        mine = got[slice(*cuts[rank])].squeeze(1).tolist()
+        assert mine[: len(wanted)] == wanted and not any(mine[len(wanted) :])
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "tp", "reduce"),
+    [(1, 1, 2, "exact"), (2, 1, 3, "exact"), (3, 2, 2, "exact"), (2, 2, 2, "int8")],
+)
+def test_ranks_answer_what_the_reference_computes(deploy, reference, x, y, tp, reduce):
+    deployed = deploy("deepseek_v3", x, y, ffn={"tp": tp, "reduce": reduce})
+    expected = reference("deepseek_v3")
+    tolerance = 1e-5 if reduce == "exact" else 0.1
+
+    def work(i):
+        for step in range(4):
+            sizes = [1 + (i + step + mb) % 5 for mb in range(1 + (step + i) % DEPTH)]
+            run_step(
+                deployed.clients[i], deployed.resolved, expected, sizes, (i, step), tol=tolerance
+            )
+        deployed.clients[i].leave()
+
+    assert not run_clients(deployed, work)
+    steps = [sum(loop._metrics.steps) for loop in deployed.loops.values()]
+    assert len(steps) == y * tp and steps[0] >= 4
+    ways_back = [loop._metrics.wire_bytes[1] for loop in deployed.loops.values()]
+    rows = sum(1 + (i + s + mb) % 5 for i in range(x) for s in range(4)
+               for mb in range(1 + (s + i) % DEPTH))  # fmt: skip
+    layers = len(deployed.resolved.model.moe_layers)
+    assert sum(ways_back) == y * layers * deployed.resolved.f2a.message_bytes(rows)
+
+
+@pytest.mark.parametrize(("x", "y", "tp"), [(2, 2, 1), (2, 1, 2), (3, 2, 2)])
+def test_steps_on_streams_are_led(deploy, tiny_models, x, y, tp):
+    sections = {"transport": {"backend": "ipc"}, "ffn": {"tp": tp}}
+    deployed = deploy("deepseek_v3", x, y, **sections)
+    expected = reference_model(tiny_models("deepseek_v3"))
+
+    def work(i):
+        client, stream = deployed.clients[i], stream_of(deployed, i)
+        for step in range(6):
+            depth = 1 + (step + i) % DEPTH
+            if step % 3 == 2:
+                run_step(client, deployed.resolved, expected, [2] * depth, (i, step))
+            else:
+                rows = depth + 2 + step
+                run_on_streams(client, stream, deployed.resolved, expected, rows, depth, (i, step))
+            if step == 3:
+                client.leave()
+
+    assert not run_clients(deployed, work)
+    assert not any(loop._metrics.late_peers for loop in deployed.loops.values())
+
+
+@pytest.mark.parametrize(("y", "tp", "dies"), [(1, 2, 1), (2, 1, 0), (2, 2, 3)])
+def test_a_rank_that_dies_takes_its_instance_with_it_and_nothing_else(
+    deploy, reference, y, tp, dies
+):
+    """dies: number of the rank. The supervisor's part, to start the instance again, is played."""
+    deployed = deploy("deepseek_v2", 2, y, ffn={"tp": tp, "late_ms": 300.0, "step_wait_ms": 5.0})
+    expected = reference("deepseek_v2")
+
+    def supervise():
+        time.sleep(0.3)
+        deployed.stop_ffn(dies)
+        mates = [n for n in range(y * tp) if n // tp == dies // tp]
+        for number in mates:
+            deployed.threads[number].join(5)
+            assert not deployed.threads[number].is_alive()
+        assert set(deployed.ended) == set(mates) - {dies}
+        for number in mates:
+            deployed.start_ffn(number)
+
+    def work(i):
+        for step in range(4):
+            sizes = [2, 3, 1]
+            run_step(deployed.clients[i], deployed.resolved, expected, sizes, (i, step), pause=0.04)
+        deployed.clients[i].leave()
+
+    supervisor = threading.Thread(target=supervise)
+    supervisor.start()
+    assert not run_clients(deployed, work)
+    supervisor.join(5)
+    assert not deployed.ended
+    assert all(client._metrics.ffn_retries == tp for client in deployed.clients)
+
+
+def test_an_attention_instance_that_dies_is_dropped_for_everybody(deploy, reference):
+    deployed = deploy("qwen3_moe", 2, 2, ffn={"tp": 2, "late_ms": 300.0})
+    expected = reference("qwen3_moe")
+    dying, other = deployed.clients
+    for step in range(2):
+        assert not run_clients(
+            deployed,
+            lambda i, step=step: run_step(
+                deployed.clients[i], deployed.resolved, expected, [2, 3], (i, step)
+            ),
+        )
+    dying.begin_step(2)
+    layer = deployed.resolved.model.moe_layers[0]
+    x = torch.zeros(2, deployed.resolved.model.hidden)
+    ids = torch.zeros(2, deployed.resolved.model.top_k, dtype=torch.int32)
+    dying.send(layer, 0, x, ids, torch.ones_like(ids, dtype=torch.float32))
+    dying.close()
+    deployed.leave("attention-0")
+    started = time.monotonic()
+    for step in range(2, 5):
+        run_step(other, deployed.resolved, expected, [2, 3], (1, step))
+    assert time.monotonic() - started < 3.0
+    assert not deployed.ended
+    deployed.clients.remove(dying)
