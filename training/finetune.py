@@ -42,9 +42,9 @@ class FinetuneConfig(TrainConfig):
     row: int = 256
     lr: float = 3e-4
     warmup: int = 10
-    decay_share: float = 0.5
+    decay_share: float = 0.7
     mixture: tuple[float, ...] = (0.5, 0.0, 0.0, 0.5)
-    decay_mixture: tuple[float, ...] = (0.5, 0.0, 0.0, 0.5)
+    decay_mixture: tuple[float, ...] = (0.25, 0.0, 0.25, 0.5)
     strength: float = 2.0
     kl: float = 40.0
     log_every: int = 10
@@ -192,6 +192,14 @@ def rounded_half(model: Model, strength: float) -> Iterator[None]:
             layer.mlp = moe
 
 
+@torch.no_grad()
+def sharpen(model: Model, factor: float) -> None:
+    """Multiplies the logits of every router: the same experts are chosen, and the last of them,
+    which a near tie may swap for another one, weighs less."""
+    for layer in model.layers:
+        layer.mlp.gate.weight.mul_(factor)
+
+
 class Finetuner(Trainer):
     """Like the first training, with :class:`PairLoss`."""
 
@@ -219,7 +227,7 @@ class Finetuner(Trainer):
     @torch.no_grad()
     def taught(self, rows: Tensor) -> Taught:
         """All rows but those of the first stream, which the teacher does not know."""
-        first = round(len(rows) * self.config.mixture[0])
+        first = round(len(rows) * self.mixture[0])
         hidden, _ = self.teacher.trunk(rows[first:, :-1])
         return Taught(first * self.config.row, hidden.flatten(0, 1), self.teacher.lm_head.weight)
 
@@ -249,6 +257,10 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--resume", type=Path)
     parser.add_argument("--state", type=Path, help="where to keep the optimiser's state")
+    parser.add_argument("--until", type=int, help="stop at this step of the schedule")
+    parser.add_argument(
+        "--sharpen", type=float, default=1.0, help="multiply the routers' logits before it starts"
+    )
     for field in fields(FinetuneConfig):
         if field.type in (int, float):
             parser.add_argument(f"--{field.name.replace('_', '-')}", type=field.type)
@@ -264,8 +276,9 @@ def main() -> None:
     trainer.state, trainer.teacher = args["state"], load_model(args["checkpoint"])
     if args["resume"]:
         trainer.resume(args["resume"])
+    sharpen(model, args["sharpen"])
     with (out / "metrics.jsonl").open("a") as log:
-        trainer.run(log, compiled=False)
+        trainer.run(log, compiled=False, until=args["until"])
     export(model, out / "checkpoint")
 
 

@@ -145,6 +145,7 @@ class Trainer:
         self.train = load_streams(data, "train", config.row, device, self.streams)
         self.heldout = load_streams(data, "heldout", config.row, device, self.streams)
         self.generator = torch.Generator(device).manual_seed(config.seed)
+        self.mixture = config.mixture
         self.step = 0
 
     def save(self, file: Path) -> None:
@@ -178,8 +179,8 @@ class Trainer:
             for group in self.optimiser.param_groups:
                 group["lr"] = lr
             decaying = progress > 1 - config.decay_share
-            mixture = config.decay_mixture if decaying else config.mixture
-            rows = draw_batch(self.train, mixture, config.batch, self.generator)
+            self.mixture = config.decay_mixture if decaying else config.mixture
+            rows = draw_batch(self.train, self.mixture, config.batch, self.generator)
             total, parts = self.objective(forward, rows)
             total.backward()
             norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)

@@ -183,7 +183,8 @@ def test_kl_ratio_is_finite_and_one_where_nothing_is_lost() -> None:
     assert kl_ratio(EXACT, 1e-4) == pytest.approx(0.01)
     assert kl_ratio(FP8, 0.0) == pytest.approx(1000.0)
     assert kl_ratio(FP8, 1e-2) == pytest.approx(0.1)
-    assert kl_ratio(replace(FP8, text="heldout"), 5e-3) == pytest.approx(0.2), "held to the goal"
+    wide = replace(FP8, wire="mxfp4", text="heldout")
+    assert kl_ratio(wide, 5e-3) == pytest.approx(0.2), "held to the goal"
 
 
 def rows_of(*cases: tuple[Case, Numbers]) -> list[str]:
@@ -211,7 +212,7 @@ def test_the_page_names_what_is_beyond_its_limits() -> None:
     good = records(EXACT, SAME, size, ORIGIN)
     assert "Every case is within its limits." in page(good)
     assert "beyond the goal" not in page(good)
-    wide = replace(FP8, text="heldout")
+    wide = replace(FP8, wire="mxfp4", text="heldout")
     missed = page(records(wide, replace(SAME, kl=5e-3), size, ORIGIN))
     assert "Every case is within its limits." in missed
     assert f"## KL beyond the goal of 0.001 nats\n\n- {wide.name}: 5.0e-03\n" in missed
