@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterable, Sequence
 from afd.resolve import Resolved
 from afd.schedule import Position
 from afd.wire.layout import Kind
+from afd.wire.orders import Part
 from afd_comm import Header, Region, Status
 from ffn_worker.inbox import Inbox
 from ffn_worker.peers import Announced, Arrival, Peer, PeerTable
 
 logger = logging.getLogger("afd.ffn")
 
+_PAUSE_S = 0.005
 SLICE_US = 200_000
 """How long one wait lasts before membership and shutdown are looked at, microseconds."""
 
@@ -105,6 +107,20 @@ class Arrivals:
             if Status.DEADLINE not in statuses or time.monotonic() >= deadline:
                 return statuses
             hold()
+
+    def await_peer(self, part: Part, deadline: float, hold: Hold) -> Peer | None:
+        """Who brings this part, once this process has heard of it too; None if it has left, or
+        begun anew, or is not heard of."""
+        while True:
+            hold()
+            if self._table.has_left(part.attention, part.generation):
+                return None
+            peer = self._table.find(part.attention)
+            if peer is not None and peer.generation == part.generation:
+                return peer
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(_PAUSE_S)
 
     def await_announced(self, peer: Peer, step: int, deadline: float, hold: Hold) -> bool:
         """Wait until the peer has announced its step of this number."""

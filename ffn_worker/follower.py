@@ -110,10 +110,11 @@ class Head:
         mb, layer = order.position.micro_batch, order.position.layer
         due = []
         for part in order.parts:
-            peer = self._peer(part)
-            if peer is not None:
-                peer.adrift.discard(mb)
-            if peer is not None and peer.taken[mb] < (part.step, layer):
+            peer = self._table.find(part.attention)
+            if peer is None or peer.generation != part.generation:
+                continue  # not known here yet, so adrift
+            peer.adrift.discard(mb)
+            if peer.taken[mb] < (part.step, layer):
                 due.append((peer, part))
         if not due:
             return None
@@ -140,7 +141,7 @@ class Head:
         parts, senders = [], []
         deadline = time.monotonic() + self._late_s
         for part in order.parts:
-            peer = self._peer(part)
+            peer = self._arrivals.await_peer(part, deadline, self._hold)
             if peer is None:
                 continue
             if self._arrivals.await_announced(peer, part.step, deadline, self._hold):
@@ -153,13 +154,6 @@ class Head:
             return None
         return Call(Order(order.kind, order.position, tuple(parts)), tuple(senders))
 
-    def _peer(self, part: Part) -> Peer | None:
-        """Who brings this part; None while it is not known here, or known in another life."""
-        peer = self._table.find(part.attention)
-        if peer is None or peer.generation != part.generation:
-            return None
-        return peer
-
 
 class Rank:
     """Follows the head of its instance in everything."""
@@ -167,28 +161,33 @@ class Rank:
     def __init__(
         self,
         resolved: Resolved,
-        table: PeerTable,
         arrivals: Arrivals,
         box: OrderBox,
-        metrics: RoleMetrics,
         hold: Hold,
     ) -> None:
-        self._table = table
         self._arrivals = arrivals
         self._box = box
-        self._metrics = metrics
         self._hold = hold
         self._lost_s = resolved.deployment.deadlines.ffn_s
 
     def calls(self) -> Iterator[Call | None]:
-        """For ever; None where nothing came for a while."""
+        """For ever; None where nothing came for a while.
+
+        Raises:
+            PeerLost: the head is gone, or see :meth:`_sender`.
+        """
         while True:
             self._hold()
             order = self._box.wait(SLICE_US)
             if isinstance(order, Order):
                 yield Call(order, tuple(self._sender(order, part) for part in order.parts))
-            else:
+            elif self._box.led:
                 yield None
+            else:
+                raise PeerLost(
+                    f"{self._box.superior_id}, a rank of the same instance, is gone; all its ranks"
+                    " start again"
+                )
 
     def _sender(self, order: Order, part: Part) -> Sender | None:
         """Who sent this part, once it is here; None if the sender is gone.
@@ -199,23 +198,15 @@ class Rank:
         deadline = time.monotonic() + self._lost_s
         mb = order.position.micro_batch
         while time.monotonic() < deadline:
-            self._hold()
-            if self._table.has_left(part.attention, part.generation):
+            peer = self._arrivals.await_peer(part, deadline, self._hold)
+            if peer is None:
                 return None  # what it has no answer to it sends again if it comes back
-            peer = self._table.find(part.attention)
-            if peer is None or peer.generation != part.generation:
-                time.sleep(_PAUSE_S)  # the head has heard of it before us
-                continue
             soon = time.monotonic() + SLICE_US / 1e6
             if order.kind == Kind.STEP:
                 if self._arrivals.await_announced(peer, part.step, soon, self._hold):
                     peer.announced = None
                     return Sender(peer, None)
-                continue
-            status = self._arrivals.await_messages([peer], mb, soon, self._hold)[0]
-            if status == Status.PEER_GONE:
-                time.sleep(_PAUSE_S)  # the transport sees a death before the control plane
-            if status == Status.OK:
+            elif self._arrivals.await_messages([peer], mb, soon, self._hold) == [Status.OK]:
                 header = self._arrivals.take(peer, mb)
                 problem = _mismatch(self._arrivals, header, part, order)
                 if problem is None and header.rows != part.rows:
@@ -223,6 +214,7 @@ class Rank:
                 if problem is not None:
                     raise PeerLost(f"attention-{part.attention} sent {problem}; start again")
                 return Sender(peer, header)
+            time.sleep(_PAUSE_S)  # the transport sees a death before the control plane
         raise PeerLost(
             f"attention-{part.attention} sent nothing for {order.position}, but to "
             f"{self._box.superior_id}; its rows are asked for again after a restart"

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 
 from afd.control.client import ControlClient
+from afd.errors import PeerLost
 from afd.metrics import Direction, RoleMetrics, Stage
 from afd.resolve import Resolved
 from afd.schedule import Position
@@ -82,17 +83,21 @@ class FfnLoop:
             PeerLost, DeadlineExceeded: a rank of this instance is gone or does not keep up; all
                 ranks of the instance have to start again.
         """
-        for call in self._source.calls():
-            if self.stopping:
-                return
-            if call is None:
-                self._steps.forget(self._table.sessions)
-                continue
-            self._ranks.tell(call.order)
-            if call.order.kind == Kind.STEP:
-                self._run_on_streams(call)
-            else:
-                self._run(call)
+        try:
+            for call in self._source.calls():
+                if self.stopping:
+                    return
+                if call is None:
+                    self._steps.forget(self._table.sessions)
+                    continue
+                self._ranks.tell(call.order)
+                if call.order.kind == Kind.STEP:
+                    self._run_on_streams(call)
+                else:
+                    self._run(call)
+        except PeerLost:
+            if not self.stopping:  # otherwise everybody goes, in any order
+                raise
 
     def wake(self) -> None:
         """Have the loop look at ``stopping`` and at the membership; any thread."""
@@ -100,15 +105,15 @@ class FfnLoop:
         self._ranks.wake()
 
     def _make_source(self, arrivals: Arrivals) -> Leader | Head | Rank:
-        box, table, metrics = self._ranks.box, self._table, self._metrics
+        box, hold = self._ranks.box, self._follow_membership
         if box is None:
-            return Leader(self._resolved, table, arrivals, metrics, self._follow_membership)
-        kind = Rank if self._ranks.place.rank else Head
-        return kind(self._resolved, table, arrivals, box, metrics, self._follow_membership)
+            return Leader(self._resolved, self._table, arrivals, self._metrics, hold)
+        if self._ranks.place.rank:
+            return Rank(self._resolved, arrivals, box, hold)
+        return Head(self._resolved, self._table, arrivals, box, self._metrics, hold)
 
     def _follow_membership(self) -> None:
-        if not self.stopping:  # then ranks go, each in its own time
-            self._ranks.reconcile()
+        self._ranks.reconcile()
         self._table.reconcile(self._control.members, self._control.generation)
         self._metrics.peers_up = len(self._table.peers)
 

@@ -21,6 +21,7 @@ from afd.wire.streams_torch import torch_device
 from afd_comm import Region, VerbsOptions
 from ffn_worker.allreduce.base import Collective
 from ffn_worker.allreduce.registry import make_collective
+from ffn_worker.loader import DTYPES
 from ffn_worker.loop import FfnLoop
 from ffn_worker.model import FfnModel, load_ffn_model
 from ffn_worker.ranks import MakeCollective, Ranks
@@ -62,12 +63,14 @@ def run_ffn(role: RoleSpec) -> None:
         **region_options(deployment, deployment.ffn.device),
         verbs=VerbsOptions(**verbs) if verbs else None,
     )
-    if role.cpus:
-        region.set_spin_us(PINNED_SPIN_US)
     control = client_for(role, resolved.contract)
     tp = resolved.contract.ffn_tp
     place = FfnPlace(role.index, role.rank, resolved.contract.ffn_instances, tp)
     ranks = Ranks(resolved, place, control)
+    if role.cpus:
+        region.set_spin_us(PINNED_SPIN_US)
+        if ranks.box is not None:
+            ranks.box.region.set_spin_us(PINNED_SPIN_US)
     try:
         generation = control.join(
             addresses=tuple(region.addresses),
@@ -131,6 +134,7 @@ def _collective(resolved: Resolved, place: FfnPlace) -> MakeCollective:
             place.tp,
             address,
             torch_device(ffn.device),
+            dtype=DTYPES[resolved.model.dtype],
             start_s=resolved.deployment.deadlines.start_s,
         )
 
@@ -146,12 +150,15 @@ def _follow(loop: FfnLoop, ranks: Ranks, members: Members) -> None:
     loop.wake()
     lost = ranks.lost_rank(members)
     if lost is not None and not loop.stopping:
-        threading.Timer(_STUCK_S, _end_now, (lost,)).start()
+        timer = threading.Timer(_STUCK_S, _end_now, (loop, lost))
+        timer.daemon = True
+        timer.start()
 
 
-def _end_now(reason: str) -> None:
-    print(f"afd: error: {reason}", file=sys.stderr, flush=True)
-    os._exit(1)
+def _end_now(loop: FfnLoop, reason: str) -> None:
+    if not loop.stopping:
+        print(f"afd: error: {reason}", file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 def _stop_on_signals(loop: FfnLoop) -> None:

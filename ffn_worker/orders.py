@@ -115,11 +115,18 @@ class Followers:
     """Those that this process tells what to do: ranks of its instance, and heads of others."""
 
     def __init__(
-        self, resolved: Resolved, places: tuple[tuple[int, int], ...], hello: str = ""
+        self,
+        resolved: Resolved,
+        places: tuple[tuple[int, int], ...],
+        *,
+        together: bool,
+        hello: str = "",
     ) -> None:
-        """places: (instance, rank) of each. hello: the text of the first message to each."""
+        """places: (instance, rank) of each. together: they live and die with this process. hello:
+        the text of the first message to each."""
         self._resolved = resolved
         self._places = places
+        self._together = together
         self._hello = hello
         self._seen = (-1, -1)
         self._followers: dict[tuple[int, int], _Follower] = {}
@@ -143,12 +150,15 @@ class Followers:
         return [member_id("ffn", *place) for place in self._places if place not in self._followers]
 
     def tell(self, order: Order) -> None:
-        """Does not wait for anyone. Raises PeerLost for a follower that lives but is cut off."""
+        """Does not wait for anyone.
+
+        Raises:
+            PeerLost: a follower that must not miss anything is gone, or one that lives is cut off.
+        """
         for follower in self._followers.values():
             status = follower.tell(order)
-            if status == Status.PEER_GONE:
-                # Dead, or nearly so: it comes back with a new generation.
-                logger.warning("%s is gone", follower.id)
+            if status == Status.PEER_GONE and not self._together:
+                logger.warning("%s is gone", follower.id)  # it comes back with a new generation
             elif status != Status.OK:
                 raise PeerLost(f"{follower.id} does not take orders ({status.name}); see its log")
 

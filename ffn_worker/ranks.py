@@ -36,9 +36,9 @@ class Ranks:
         superior = place.superior
         self.box = None if superior is None else OrderBox(resolved, name, superior)
         host = resolved.deployment.transport.host
-        self._meeting = f"tcp://{host}:{free_ports([host])[0]}" if place.tp > 1 else ""
-        self._mates = Followers(resolved, place.mates, self._meeting)
-        self._heads = Followers(resolved, place.heads)
+        self._meeting = f"tcp://{host}:{free_ports([host])[0]}" if place.mates else ""
+        self._mates = Followers(resolved, place.mates, together=True, hello=self._meeting)
+        self._heads = Followers(resolved, place.heads, together=False)
         self._control = control
         self._generations: dict[str, int] = {}
 
@@ -48,7 +48,7 @@ class Ranks:
         return () if self.box is None else tuple(self.box.region.addresses)
 
     def meet(self, make: MakeCollective, deadline_s: float) -> None:
-        """Find the other ranks of this instance, then the leader or those that it leads.
+        """Find the other ranks of this instance, then the leader, or the heads that it leads.
 
         Raises:
             DeadlineExceeded: names who did not come.
@@ -56,17 +56,12 @@ class Ranks:
         end = time.monotonic() + deadline_s
         if self.place.tp > 1:
             self._meet_ranks(make, end)
-        if self.place.rank:
-            return
-        if self.box is not None:
+        if self.box is None:
+            # Heads that are there have to hear of every step from now on. Those that are not yet
+            # there are not ready before they have heard of us.
+            self.reconcile()
+        elif not self.place.rank:
             self._hello(end)
-            return
-        self._control.wait_for(
-            lambda members: all(members.find("ffn", *head) for head in self.place.heads),
-            deadline_s=max(0.0, end - time.monotonic()),
-            what=", ".join(member_id("ffn", *head) for head in self.place.heads),
-        )
-        self.reconcile()
 
     def reconcile(self) -> None:
         """Follow the membership. Raises PeerLost when a rank of this instance is gone."""
@@ -131,6 +126,7 @@ class Ranks:
         """Wait for the hello of the process that this one follows; answers its text."""
         box = self.box
         assert box is not None
+        logger.info("waiting for %s", box.superior_id)
         while time.monotonic() < end:
             box.reconcile(self._control.members, self._control.generation)
             text = box.wait(_SLICE_US)

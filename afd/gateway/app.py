@@ -12,7 +12,7 @@ from aiohttp import hdrs, web
 
 from afd.gateway.errors import GatewayError, error_response
 from afd.gateway.pool import Pool
-from afd.gateway.proxy import Proxy
+from afd.gateway.proxy import ANSWERED, Proxy
 from afd.gateway.scrape import CONTENT_TYPE, metrics_page
 from afd.gateway.settings import GatewaySettings
 from afd.gateway.telemetry import Telemetry
@@ -101,13 +101,15 @@ async def _run_background(app: web.Application) -> AsyncIterator[None]:
 async def _count(request: web.Request, handler: _Handler) -> web.StreamResponse:
     gateway = request.app[GATEWAY]
     gateway.begin()
-    code = _CLIENT_GONE
+    code = None
     try:
         response = await handler(request)
         code = response.status
         return response
     finally:
         gateway.end()
+        if code is None:
+            code = request.get(ANSWERED, _CLIENT_GONE)
         gateway.telemetry.request(request.method, request.path, code)
 
 

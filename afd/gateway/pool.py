@@ -101,7 +101,7 @@ class Pool:
         self.refresh()
         present = (entry for entry in self._entries.values() if entry.present)
         views = [View(entry.upstream, entry.health, len(entry.leases)) for entry in present]
-        return tuple(sorted(views, key=lambda view: (view.upstream.role, view.upstream.index)))
+        return tuple(sorted(views, key=lambda view: (view.upstream.role, view.upstream.place)))
 
     def acquire(self, exclude: Collection[tuple[str, int, str]] = ()) -> Lease | None:
         """A hold on the best upstream that is not excluded, or None."""

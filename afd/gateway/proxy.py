@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import logging
 from collections.abc import AsyncIterator
@@ -20,11 +21,14 @@ from afd.gateway.headers import (
 )
 from afd.gateway.pool import Lease, Pool
 from afd.gateway.settings import GatewaySettings
-from afd.gateway.sse import EventSplitter, error_event
+from afd.gateway.sse import DONE, EventSplitter, error_event
 from afd.gateway.telemetry import Telemetry
 from afd.gateway.upstreams import why_none
 
 log = logging.getLogger("afd.gateway")
+
+ANSWERED = web.RequestKey("answered", int)
+"""Status of a stream whose last event has been passed on: a client may leave then."""
 
 
 class UpstreamLost(Exception):
@@ -176,6 +180,8 @@ class Proxy:
                 whole = events.feed(data) if events else data
                 if whole:
                     await response.write(whole)
+                if whole.endswith(DONE):
+                    request[ANSWERED] = response.status
                 data = await anext(chunks, b"")
         except UpstreamLost as lost:
             if not self._pool.closed:
@@ -193,7 +199,8 @@ class Proxy:
         else:
             if events is not None and (rest := events.flush()):
                 await response.write(rest)
-        await response.write_eof()
+        with contextlib.suppress(ConnectionError):  # who has everything may leave
+            await response.write_eof()
         return response
 
     async def _gather(self, first: bytes, chunks: AsyncIterator[bytes]) -> bytes:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from afd.gateway.errors import error_body
 
 MAX_EVENT_BYTES = 2**20
+DONE = b"data: [DONE]\n\n"
+"""The last event of an OpenAI stream."""
 
 
 def _end_of_last_event(data: bytes) -> int:

@@ -30,7 +30,13 @@ class Upstream:
 
     @property
     def index(self) -> int:
-        return int(self.id.rpartition("-")[2])
+        return self.place[0]
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """(instance, rank): "ffn-1.2" is rank 2 of instance 1."""
+        index, _, rank = self.id.rpartition("-")[2].partition(".")
+        return int(index), int(rank or 0)
 
     @property
     def key(self) -> tuple[str, int, str]:

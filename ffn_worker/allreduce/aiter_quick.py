@@ -12,9 +12,13 @@ from contextlib import contextmanager
 from enum import Enum
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from afd.errors import ConfigError
+from ffn_worker.allreduce.base import Collective
+from ffn_worker.allreduce.formats import FP16, INT4, INT6, INT8, ReduceFormat
+from ffn_worker.allreduce.nccl import NcclCollective
 
 
 class Provider(Enum):
@@ -28,6 +32,66 @@ FORMATS = {
     Provider.AITER: ("FP", "FP8", "INT6", "INT4", "INT3"),
     Provider.VLLM: ("FP", "INT8", "INT6", "INT4", "INT3"),
 }
+
+NAMES = {FP16: "FP", INT8: "INT8", INT6: "INT6", INT4: "INT4"}
+"""The providers' names of our formats; neither has FP4."""
+
+
+class AiterQuickCollective(Collective):
+    """See :class:`Collective`: messages above the provider's crossover through QuickAllReduce,
+    others and all exact ones through RCCL. Arguments as for :class:`NcclCollective`; a format that
+    AITER does not have is looked for in vLLM.
+
+    Raises:
+        ConfigError: exact, or neither provider has the format, is installed, or takes the GPUs.
+    """
+
+    capturable = True
+
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        fmt: ReduceFormat | None,
+        address: str,
+        *,
+        device: torch.device,
+        deadline_s: float,
+        start_s: float,
+    ) -> None:
+        super().__init__(rank, world)
+        if fmt not in NAMES:
+            known = ", ".join(f.name for f in NAMES)
+            raise ConfigError(
+                f"aiter_quick has no all-reduce format {fmt.name if fmt else 'exact'}; use one of "
+                f"{known}, or the all-reduce quick or nccl"
+            )
+        name = NAMES[fmt]
+        provider = next(p for p in Provider if name in FORMATS[p])
+        problem = unavailable(provider)
+        if problem is not None:
+            raise ConfigError(f"the all-reduce aiter_quick cannot run: {problem}; use quick")
+        self._library = NcclCollective(
+            rank, world, None, address, device=device, deadline_s=deadline_s, start_s=start_s
+        )
+        group = dist.new_group(backend="gloo")
+        self._quick = QuickAllReduceBackend(group, device, name, provider)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        self.check()
+        return self._quick(x) if self._quick.takes(x) else self._library.all_reduce(x)
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        return self._library.reduce_scatter(x)
+
+    def all_gather(self, x: torch.Tensor, rows: int) -> torch.Tensor:
+        return self._library.all_gather(x, rows)
+
+    def check(self) -> None:
+        self._library.check()
+
+    def close(self) -> None:
+        self._library.close()
 
 
 class QuickAllReduceBackend:

@@ -1,19 +1,12 @@
 """The contract of a collective: sums and gathers among the ranks of one FFN instance."""
 
-import itertools
 from abc import ABC, abstractmethod
 
 import torch
 
+from afd.schedule import row_shares
 
-def row_shares(rows: int, world: int) -> tuple[tuple[int, int], ...]:
-    """Half-open row range of every rank: contiguous, in rank order, the first ones one row longer.
-
-    A range is empty where there are fewer rows than ranks. Pure.
-    """
-    base, longer = divmod(rows, world)
-    starts = [rank * base + min(rank, longer) for rank in range(world + 1)]
-    return tuple(itertools.pairwise(starts))
+__all__ = ["Alone", "Collective", "row_shares"]
 
 
 class Collective(ABC):

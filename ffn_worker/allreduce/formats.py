@@ -42,6 +42,10 @@ class ReduceFormat:
     bias: int
 
     @property
+    def is_fp4(self) -> bool:
+        return self.bits == 4 and not self.bias
+
+    @property
     def code_bytes(self) -> int:
         return ATOM_VALUES * self.bits // 8
 

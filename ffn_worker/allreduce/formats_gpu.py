@@ -15,14 +15,14 @@ def encode(x: torch.Tensor, fmt: ReduceFormat) -> torch.Tensor:
     """float [n], contiguous -> uint8 [ceil(n / 2048), fmt.atom_bytes]; pads with zeros."""
     n = x.numel()
     data = torch.empty((_atoms(n), fmt.atom_bytes), dtype=torch.uint8, device=x.device)
-    kernels.encode_kernel[(_atoms(n),)](x, data, n, fmt.factor, fmt.bits, not fmt.bias)
+    kernels.encode_kernel[(_atoms(n),)](x, data, n, fmt.factor, fmt.bits, fmt.is_fp4)
     return data
 
 
 def decode(data: torch.Tensor, n: int, fmt: ReduceFormat, dtype: torch.dtype) -> torch.Tensor:
     """Inverse of :func:`encode`: the first n values."""
     x = torch.empty(n, dtype=dtype, device=data.device)
-    kernels.decode_kernel[(_atoms(n),)](data, x, n, fmt.bits, not fmt.bias)
+    kernels.decode_kernel[(_atoms(n),)](data, x, n, fmt.bits, fmt.is_fp4)
     return x
 
 
@@ -30,6 +30,6 @@ def decode_sum(data: torch.Tensor, n: int, fmt: ReduceFormat) -> torch.Tensor:
     """Sum over ranks in rank order: uint8 [world, atoms, fmt.atom_bytes] -> float16 [n]."""
     x = torch.empty(n, dtype=torch.float16, device=data.device)
     kernels.decode_sum_kernel[(_atoms(n),)](
-        data, x, n, data.stride(0), data.shape[0], fmt.bits, not fmt.bias
+        data, x, n, data.stride(0), data.shape[0], fmt.bits, fmt.is_fp4
     )
     return x

@@ -1,16 +1,89 @@
-"""Collectives by name. A new one is one file and one line here."""
+"""Collectives by name. A new one is one file and one line in BACKENDS."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from afd.errors import ConfigError
 from ffn_worker.allreduce.base import Alone, Collective
-from ffn_worker.allreduce.formats import FORMATS
-from ffn_worker.allreduce.gloo import GlooCollective
+from ffn_worker.allreduce.crossover import DEFAULT, read_crossover
+from ffn_worker.allreduce.formats import FORMATS, ReduceFormat
 
 EXACT = "exact"
 REDUCE_FORMATS = (EXACT, *FORMATS)
-BACKENDS = {"gloo": GlooCollective}
 _CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class _Request:
+    """Arguments of make_collective, checked. form: None for exact."""
+
+    rank: int
+    world: int
+    form: ReduceFormat | None
+    address: str
+    device: torch.device
+    dtype: torch.dtype
+    deadline_s: float
+    start_s: float
+    table: Path
+
+
+def _gloo(r: _Request) -> Collective:
+    from ffn_worker.allreduce.gloo import GlooCollective
+
+    if r.device.type != "cpu":
+        raise ConfigError(f"gloo runs on CPUs, not on {r.device}; use nccl or quick")
+    times = {"deadline_s": r.deadline_s, "start_s": r.start_s}
+    return GlooCollective(r.rank, r.world, r.form, r.address, **times)
+
+
+def _nccl(r: _Request) -> Collective:
+    from ffn_worker.allreduce.nccl import NcclCollective
+
+    times = {"deadline_s": r.deadline_s, "start_s": r.start_s}
+    return NcclCollective(r.rank, r.world, r.form, r.address, device=r.device, **times)
+
+
+def _quick(r: _Request) -> Collective:
+    _need_gpu("quick", r)
+    from ffn_worker.allreduce.quick import QuickCollective  # needs triton
+
+    name = r.form.name if r.form else EXACT
+    return QuickCollective(
+        r.rank,
+        r.world,
+        r.form,
+        r.address,
+        device=r.device,
+        deadline_s=r.deadline_s,
+        start_s=r.start_s,
+        crossover=read_crossover(r.table, r.world, str(r.dtype).removeprefix("torch."), name),
+        dtype=r.dtype,
+    )
+
+
+def _aiter_quick(r: _Request) -> Collective:
+    _need_gpu("aiter_quick", r)
+    from ffn_worker.allreduce.aiter_quick import AiterQuickCollective
+
+    times = {"deadline_s": r.deadline_s, "start_s": r.start_s}
+    return AiterQuickCollective(r.rank, r.world, r.form, r.address, device=r.device, **times)
+
+
+def _need_gpu(name: str, r: _Request) -> None:
+    if r.device.type != "cuda":
+        raise ConfigError(f"the all-reduce {name} runs on GPUs, not on {r.device}; use gloo")
+
+
+BACKENDS: dict[str, Callable[[_Request], Collective]] = {
+    "gloo": _gloo,
+    "nccl": _nccl,
+    "quick": _quick,
+    "aiter_quick": _aiter_quick,
+}
 
 
 def make_collective(
@@ -21,16 +94,21 @@ def make_collective(
     address: str,
     device: torch.device = _CPU,
     *,
+    dtype: torch.dtype = torch.bfloat16,
     deadline_s: float = 10.0,
     start_s: float = 120.0,
+    table: Path = DEFAULT,
 ) -> Collective:
     """This process's end of the collectives of one FFN instance. Blocks until all ranks are there.
 
     Args:
-        name: a key of BACKENDS, or "auto" for the device's own.
+        name: a key of BACKENDS; "auto" takes gloo on CPUs, on GPUs nccl where the format is exact
+            and quick where it is not.
         fmt: one of REDUCE_FORMATS, how partial sums travel.
         address: where the ranks meet, see :func:`ffn_worker.allreduce.rendezvous.open_store`.
+        dtype: of the rows.
         deadline_s: how long a collective waits for a rank. start_s: the same for the start.
+        table: quick's crossover table.
 
     Raises:
         ConfigError: unknown names, or the backend cannot do this here.
@@ -47,5 +125,8 @@ def make_collective(
         raise ConfigError(f"rank {rank} of {world} does not exist; ranks count from 0")
     if world == 1:
         return Alone()
-    backend = BACKENDS["gloo" if name == "auto" else name]
-    return backend(rank, world, FORMATS.get(fmt), address, deadline_s=deadline_s, start_s=start_s)
+    form = FORMATS.get(fmt)
+    if name == "auto":
+        name = "gloo" if device.type == "cpu" else "quick" if form else "nccl"
+    times = (deadline_s, start_s)
+    return BACKENDS[name](_Request(rank, world, form, address, device, dtype, *times, table))

@@ -10,7 +10,9 @@ from triton.runtime.jit import JITFunction
 
 from afd.wire import codecs_triton as wire
 from ffn_worker.allreduce import formats_triton as reduce
-from ffn_worker.allreduce.formats import FORMATS
+from ffn_worker.allreduce import quick_triton as quick
+from ffn_worker.allreduce.formats import FORMATS, ReduceFormat
+from ffn_worker.allreduce.quick_plan import CUDA, HIP, ONE_SHOT_BLOCK
 from ffn_worker.kernels import moe
 
 TARGETS = {
@@ -110,10 +112,17 @@ def codec_builds(target: str) -> Iterator[Build]:
     )
 
 
-def reduce_builds() -> Iterator[Build]:
+PROTOCOL = (
+    ("fp16", 4, 1, True), ("int8", 2, 1, True), ("int6", 2, 2, False), ("int4", 2, 2, True),
+    ("fp4", 4, 1, True),
+)  # fmt: skip
+"""Formats, worlds, atoms of a tile, and whether all ranks get the sum, of what tests/amd runs."""
+
+
+def reduce_builds(target: str) -> Iterator[Build]:
     """The block formats of the quantised all-reduce, among 4 ranks."""
     for fmt in FORMATS.values():
-        shape = {"BITS": fmt.bits, "FP4": not fmt.bias}
+        shape = {"BITS": fmt.bits, "FP4": fmt.is_fp4}
         yield Build(
             f"encode[{fmt.name}]",
             reduce.encode_kernel,
@@ -133,6 +142,68 @@ def reduce_builds() -> Iterator[Build]:
             {"WORLD": 4, **shape},
             aligned=("rank_stride",),
         )
+    for name, world, atoms, gather in PROTOCOL:
+        yield two_shot(target, FORMATS[name], world, atoms, gather)
+    yield one_shot(target, 2)
+    names = ("flags_ptr", "late_ptr", "note_ptr")
+    yield Build("spin", quick.spin_kernel, {**dict.fromkeys(names, "*i32"), "spins": "i32"}, {})
+
+
+_PEER_TYPES = {
+    "x_ptr": "*bf16", "out_ptr": "*bf16", "peers_ptr": "*i64", "sequence_ptr": "*i32",
+    "late_ptr": "*i32", "note_ptr": "*i32",
+}  # fmt: skip
+# A flag is raised after all stores and read before all loads, as other GPUs see them.
+_ORDER = {
+    "gfx942": (r"buffer_wbl2 sc0 sc1", r"buffer_inv sc0 sc1"),
+    "gfx950": (r"buffer_wbl2 sc0 sc1", r"buffer_inv sc0 sc1"),
+    "sm_90": (r"atom\.global\.sys\.release", r"atom\.global\.acquire\.sys\.cas"),
+}
+
+
+def two_shot(target: str, fmt: ReduceFormat, world: int, atoms: int, gather: bool) -> Build:
+    words = (
+        "n",
+        "unit",
+        "base",
+        "longer",
+        "first",
+        "tiles",
+        "spins",
+        "my_rank",
+        "max_tiles",
+        "inbox_offset",
+    )
+    return Build(
+        f"two_shot[{fmt.name},{world},{atoms},{'all' if gather else 'own'}]",
+        quick.two_shot_kernel,
+        {**_PEER_TYPES, **dict.fromkeys(words, "i32"), "segment_bytes": "i64"},
+        {
+            "FACTOR": fmt.factor, "BITS": fmt.bits, "FP4": fmt.is_fp4, "ATOMS": atoms,
+            "WORLD": world, "LANES": 1 << (world - 1).bit_length(), "GATHER": gather,
+            "AMD": target != "sm_90",
+        },
+        aligned=("n", "unit", "inbox_offset", "segment_bytes"),
+        warps=(CUDA if target == "sm_90" else HIP).warps,
+        wanted=_ORDER,
+    )  # fmt: skip
+
+
+def one_shot(target: str, world: int) -> Build:
+    words = ("n", "spins", "my_rank", "max_tiles", "flags_offset", "inbox_offset")
+    return Build(
+        f"one_shot[{world}]",
+        quick.one_shot_kernel,
+        {**_PEER_TYPES, **dict.fromkeys(words, "i32")},
+        {
+            "BLOCK": ONE_SHOT_BLOCK,
+            "WORLD": world,
+            "LANES": 1 << (world - 1).bit_length(),
+            "AMD": target != "sm_90",
+        },
+        aligned=("n", "max_tiles", "flags_offset", "inbox_offset"),
+        wanted=_ORDER,
+    )
 
 
 _GEMM_TYPES = {
@@ -200,4 +271,4 @@ def moe_builds(target: str) -> Iterator[Build]:
 
 
 def builds(target: str) -> list[Build]:
-    return [*codec_builds(target), *reduce_builds(), *moe_builds(target)]
+    return [*codec_builds(target), *reduce_builds(target), *moe_builds(target)]

@@ -24,3 +24,23 @@ def test_each_target_converts_its_own_fp8_only(compiled, target: str) -> None:
     other = {"gfx942": "fp8e4nv", "gfx950": "fp8e4b8"}[target]
     pattern = r"v_cvt_\w*fp8\w*"
     assert not re.search(pattern, compiled(target).text(f"quantise_fp8[{other}]"))
+
+
+@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+def test_each_wave_waits_for_its_stores_before_a_flag_goes_up(compiled, target: str) -> None:
+    """A barrier alone leaves stores of other waves under way, and the release is one wave's own."""
+    raising = [b.name for b in builds(target) if b.name.startswith(("two_shot", "one_shot"))]
+    assert raising
+    for name in raising:
+        text = compiled(target).text(name)
+        found = re.findall(r"s_waitcnt vmcnt\(0\)\s+;+#ASMEND(.*?)s_barrier", text, re.DOTALL)
+        assert len(found) >= text.count("global_atomic_swap") > 0
+        assert not any("_store_" in between for between in found)
+
+
+@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+def test_encoders_use_no_approximate_reciprocal(compiled, target: str) -> None:
+    """v_rcp_f16 may be off by a unit: codes would differ from target to target."""
+    for build in builds(target):
+        if build.name.startswith(("encode", "two_shot")):
+            assert "v_rcp_f16" not in compiled(target).text(build.name)

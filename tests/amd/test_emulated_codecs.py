@@ -1,11 +1,14 @@
 """Rung 5: the codec kernels run on the emulator and give the references' bytes."""
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import pytest
 
 pytest.importorskip("tinygrad", reason="tinygrad is not installed here; ./run test-amd")
 
+from emulator import alu
 from emulator.state import MemoryFault
 from kernel_run import Runner
 
@@ -109,6 +112,24 @@ def test_encode(runner, fmt):
             np.ascontiguousarray(d[:, scale_at:]).view(np.float16) for d in (got, want)
         )
         assert same_bits(got_scales, want_scales)
+
+
+@pytest.mark.parametrize("ulps", [-1, 1])
+def test_encoded_bytes_do_not_depend_on_the_reciprocal(compiled, monkeypatch, ulps):
+    """v_rcp_f32 may be off by a unit in the last place."""
+    right = alu.OPERATIONS["V_RCP_F32"]
+
+    def off(x: np.ndarray) -> np.ndarray:
+        inverse = right.function(x)
+        return np.where(
+            np.isfinite(inverse), (inverse.view(np.int32) + ulps).view(np.float32), inverse
+        )
+
+    monkeypatch.setitem(alu.OPERATIONS, "V_RCP_F32", replace(right, function=off))
+    x = partials()[0]
+    want = formats.encode(x, formats.INT8)
+    (got,) = Runner(compiled, "gfx950")("encode[int8]", [x], [want * 0], [("i", 4096)], (2,))
+    np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)

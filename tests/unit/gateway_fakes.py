@@ -45,6 +45,7 @@ class FakeInstance:
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
     port: int = 0
     hold_metrics_s: float = 0.0
+    hold_end_s: float = 0.0  # between a stream's last event and its end
     _runner: web.ServerRunner | None = None
 
     async def start(self) -> None:
@@ -97,6 +98,7 @@ class FakeInstance:
         await self.go_on.wait()
         await response.write(b'data: {"n": 1}\n\n')
         await response.write(b"data: [DONE]\n\n")
+        await asyncio.sleep(self.hold_end_s)
         return response
 
     async def _plain(self, request: web.BaseRequest) -> web.StreamResponse:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 import torch
+from thread_collective import meet
 
 from afd.config import Deployment
 from afd.control.messages import Member, Members
@@ -15,7 +16,6 @@ from afd.resolve import Resolved, resolve
 from afd.topology import FfnPlace
 from afd_comm import Region, VerbsOptions
 from attention_worker.remote import RemoteExperts
-from ffn_worker.allreduce.registry import make_collective
 from ffn_worker.loop import FfnLoop
 from ffn_worker.model import FfnModel, load_ffn_model
 from ffn_worker.ranks import Ranks
@@ -154,12 +154,7 @@ class Deployed:
                 backend="reference",
             )
 
-            def make(address):
-                return make_collective(
-                    "auto", r.contract.reduce, place.rank, place.tp, address, deadline_s=1.5
-                )
-
-            ranks.meet(make, 10.0)
+            ranks.meet(lambda address: meet(place.rank, place.tp, address), 10.0)
             loop = FfnLoop(r, region, control, model, ranks, RoleMetrics("ffn"))
             self.loops[number] = loop
             self.join(msgspec.structs.replace(member, state="ready"))
@@ -222,24 +217,24 @@ def random_rows(resolved, rows, seed):
     return x, ids.int().contiguous(), weights.contiguous()
 
 
-def run_step(client, resolved, reference, sizes, seed, pause=0.0, tol=1e-5):
+def run_step(client, resolved, reference, sizes, seed, pause=0.0):
     """One step through all layers with len(sizes) micro-batches; checks every answer."""
     client.begin_step(len(sizes))
     sent = {}
     for layer in resolved.model.moe_layers:
         for mb, rows in enumerate(sizes):
             if mb in sent:
-                check(client, reference, mb, sent.pop(mb), tol)
+                check(client, reference, mb, sent.pop(mb))
             x, ids, weights = random_rows(resolved, rows, hash((seed, layer, mb)) % 2**31)
             client.send(layer, mb, x, ids, weights)
             sent[mb] = (layer, x, ids, weights)
             time.sleep(pause)
     for mb in list(sent):
-        check(client, reference, mb, sent.pop(mb), tol)
+        check(client, reference, mb, sent.pop(mb))
     client.end_step()
 
 
-def check(client, reference, mb, sent, tol):
+def check(client, reference, mb, sent):
     layer, x, ids, weights = sent
     expected = reference.forward(layer, x, ids, weights)
-    torch.testing.assert_close(client.recv(mb), expected, rtol=tol, atol=tol)
+    torch.testing.assert_close(client.recv(mb), expected, rtol=1e-5, atol=1e-5)

@@ -127,6 +127,27 @@ def test_a_client_that_leaves_ends_the_upstream_request(path: str) -> None:
     run(work())
 
 
+def test_a_client_that_leaves_after_the_last_event_was_served() -> None:
+    async def work() -> None:
+        instance = FakeInstance(hold_end_s=5.0)
+        instance.go_on.set()
+        async with rig(instance) as gw:
+            host, port = gw.url.removeprefix("http://").split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"POST /v1/stream HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}")
+            await reader.readuntil(b"data: [DONE]\n\n")
+            writer.close()
+            await asyncio.wait_for(instance.aborted.wait(), 1.0)
+            while gw.server.gateway.pool.views()[0].outstanding:
+                await asyncio.sleep(0.01)
+            async with gw.client.get(f"{gw.url}/metrics") as answer:
+                page = await answer.text()
+            assert 'code="200"' in page
+            assert 'code="499"' not in page
+
+    run(work())
+
+
 @pytest.mark.parametrize("die", ["before", "head"])
 def test_a_request_lost_before_the_first_byte_is_sent_elsewhere(die: str) -> None:
     async def work() -> None:

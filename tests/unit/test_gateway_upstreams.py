@@ -40,6 +40,8 @@ def probe(health: Health, result: Probe, now: float = 0.0, failures: int | None 
 def test_upstream_facts() -> None:
     upstream = Upstream("attention-12", "http://h:1")
     assert (upstream.role, upstream.index) == ("attention", 12)
+    rank = Upstream("ffn-1.10")
+    assert (rank.role, rank.place) == ("ffn", (1, 10)) and Upstream("ffn-1").place == (1, 0)
     assert upstream.key != Upstream("attention-12", "http://h:1", generation=1).key
     with pytest.raises(AttributeError):
         upstream.generation = 2  # type: ignore[misc]

@@ -179,3 +179,58 @@ def test_relative_error_of_normal_data():
         return float(np.sqrt((difference**2).mean()))
 
     assert error(INT8) < 0.006 < error(INT6) < 0.022 < error(INT4) < 0.09 < error(FP4) < 0.11
+
+
+def two_shot(parts: np.ndarray, fmt) -> np.ndarray:
+    """float64 sum of float16 parts [world, n], as a two-shot reduction leaves it."""
+    total = decode_sum(np.stack([encode(part, fmt) for part in parts]), fmt)
+    return decode(encode(total, fmt), fmt).astype(np.float64)
+
+
+@pytest.mark.parametrize("fmt", ALL, ids=lambda f: f.name)
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_error_of_a_sum_is_bounded(fmt, world):
+    """Against float64: a step of every part's block, one of the sum's, and float16's rounding."""
+    parts = np.stack([adversarial(seed) for seed in range(world)])
+    got, want = two_shot(parts, fmt), parts.astype(np.float64).sum(axis=0)
+    units = 6 if fmt is FP4 else fmt.bias
+
+    def step(largest: np.ndarray) -> np.ndarray:
+        if fmt.bits == 16:
+            return largest * 0
+        return largest / units * (1 + units * 2.0**-9) + units * 2.0**-24
+
+    largest = np.abs(np.stack([groups(p.astype(np.float64)) for p in parts])).max(-1, keepdims=True)
+    bound = step(largest).sum(axis=0)
+    sums = np.abs(groups(want)).max(-1, keepdims=True) + bound
+    bound = bound + step(sums) + np.maximum(sums * 2.0**-9, 2.0**-24)
+    far = (sums > 65000)[:, 0]  # beyond float16: infinity or NaN, not a wrong number
+    got, want = groups(got), groups(want)
+    assert (np.abs(got - want) <= bound)[~far].all()
+    if fmt.bits < 16:  # its blocks are either right or NaN throughout
+        assert (np.isnan(got).all(-1) | (np.abs(got - want) <= bound).all(-1)).all()
+
+
+@pytest.mark.parametrize("fmt", ALL, ids=lambda f: f.name)
+def test_what_one_rank_breaks_every_rank_sees(fmt):
+    parts = np.ones((4, ATOM_VALUES), np.float16)
+    parts[2, 66] = np.nan
+    got = two_shot(parts, fmt)
+    assert np.isnan(got[66])
+    if fmt.bits < 16:
+        assert np.isnan(got[64:128:2]).all()
+    np.testing.assert_allclose(np.delete(got, np.arange(64, 128)), 4, rtol=2**-8)
+
+
+RMS = {"fp16": 0.00023, "int8": 0.0076, "int6": 0.0302, "int4": 0.1225, "fp4": 0.144}
+"""Of a sum of 2 to 8 normally distributed parts, relative, at most; docs/formats.md prints it."""
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_relative_error_of_a_sum(world):
+    parts = np.random.default_rng(world).standard_normal((world, 32 * ATOM_VALUES))
+    parts = parts.astype(np.float16)
+    want = parts.astype(np.float64).sum(axis=0)
+    for fmt in ALL:
+        error = np.sqrt(((two_shot(parts, fmt) - want) ** 2).mean() / (want**2).mean())
+        assert 0.9 * RMS[fmt.name] < error < RMS[fmt.name]

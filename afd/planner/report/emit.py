@@ -1,8 +1,9 @@
 """From a plan to the deployment file that ``afd serve`` runs.
 
-The file holds what afd/config.py knows. There an instance is one process on one device, so the file
-has one per data-parallel rank of attention and per expert-parallel rank of the FFN; how the plan
-groups them into instances of several GPUs stands above it as a comment.
+The file holds what afd/config.py knows. There an attention instance is one process on one device,
+so the file has one per data-parallel rank, and one FFN instance of ``ffn.tp`` ranks per
+expert-parallel group; how the plan puts them on servers of several GPUs stands above it as a
+comment.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "float16": "float16", "flo
 def deployment_data(point: Operating, request: Request, model: str) -> dict[str, Any]:
     """Keys of a deployment file for one unit of ``point``; ``model`` as it should stand there.
 
-    One attention instance per data-parallel rank, one FFN instance per expert-parallel rank.
+    One attention instance per data-parallel rank, one FFN instance per expert-parallel group.
 
     Raises:
         ConfigError: ``point`` is not an xAyF plan.
@@ -56,10 +57,13 @@ def deployment_data(point: Operating, request: Request, model: str) -> dict[str,
     }
     if request.precision.kv == "fp8":
         attention["vllm_args"] = ["--kv-cache-dtype", "fp8"]
+    ffn: dict[str, Any] = {"instances": shape.ffn.groups, "device": "cuda"}
+    if shape.ffn.tp > 1:
+        ffn["tp"] = shape.ffn.tp
     return {
         "model": model,
         "attention": attention,
-        "ffn": {"instances": shape.ffn.groups, "device": "cuda"},
+        "ffn": ffn,
         "pipeline": {"depth": shape.depth, "min_rows": split_from_rows(point, request)},
         "wire": {"format": shape.precision.wire},
     }
@@ -136,14 +140,16 @@ def file_text(point: Operating, request: Request, model: str, advice: str) -> st
             " float32 checkpoints, which carry fewer rows"
         )
     if max(shape.attention.gpus, shape.ffn.gpus) > 1:
+        groups, tp = shape.ffn.groups, shape.ffn.tp
+        ranks = f"{groups} x {tp}" if tp > 1 else f"{groups}"
         notes.append(
-            f"below: one process per rank, {shape.attention.groups} + {shape.ffn.groups}; the"
+            f"below: one process per rank, {shape.attention.groups} + {ranks}; the"
             " plan's instances are servers whose GPUs pass rows on among themselves"
         )
-    if max(shape.attention.tp, shape.ffn.tp) > 1:
+    if shape.attention.tp > 1:
         notes.append(
-            f"a rank has {shape.attention.tp} (attention) and {shape.ffn.tp} (FFN) GPUs under TP,"
-            " which afd serve does not start yet"
+            f"an attention rank has {shape.attention.tp} GPUs under TP, which afd serve does not"
+            " start yet"
         )
     comment = "".join(f"# {note}\n" for note in notes)
     data = deployment_data(point, request, model)

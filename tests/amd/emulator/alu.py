@@ -258,6 +258,9 @@ _add(
         np.uint32
     ),
 )
+for _name, _first in (("V_MBCNT_LO_U32_B32", 0), ("V_MBCNT_HI_U32_B32", 32)):
+    _below = np.array([(1 << min(max(i - _first, 0), 32)) - 1 for i in range(64)], np.uint32)
+    _add(_name, "u32", "u32 u32", lambda a, b, m=_below: np.bitwise_count(a & m) + b)
 _add("V_PERM_B32", "u32", "u32 u32 u32", _permute_bytes)
 _add("V_MUL_LO_U32 V_MUL_LO_I32", "u32", "u32 u32", np.multiply)
 _add("V_MUL_LO_U16", "u16", "u16 u16", np.multiply)

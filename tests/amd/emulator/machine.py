@@ -1,7 +1,8 @@
 """Loads a code object and runs its kernel, workgroup by workgroup."""
 
+import itertools
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,8 @@ __all__ = ["Kernel", "Memory", "MemoryFault", "Unsupported"]
 Argument = tuple[str, int | float]
 _MAX_STEPS = 2_000_000
 """Instructions one wave may execute: a kernel that loops for ever is an error, not a hang."""
+_TURN = 200
+"""Instructions of a wave before another workgroup may go on."""
 _VOP3PX2 = 0xD3AC
 
 
@@ -87,13 +90,19 @@ class Kernel:
             MemoryFault: an access outside of every buffer.
             TimeoutError: a wave does not end.
         """
+        for workgroup in self.workgroups(memory, arguments, grid, warps):
+            for _ in workgroup:
+                pass
+
+    def workgroups(
+        self, memory: Memory, arguments: Sequence[Argument], grid: Sequence[int], warps: int
+    ) -> list[Iterator[None]]:
+        """The launch of ``run`` as one iterator per workgroup, which the caller advances in any
+        order: each step runs one wave for a while."""
         sizes = (*grid, 1, 1)[:3]
         block = memory.put(np.frombuffer(self._pack(arguments, sizes), np.uint8))
-        with np.errstate(all="ignore"):
-            for z in range(sizes[2]):
-                for y in range(sizes[1]):
-                    for x in range(sizes[0]):
-                        self._workgroup(memory, block, (x, y, z), warps)
+        places = itertools.product(*(range(size) for size in reversed(sizes)))
+        return [self._workgroup(memory, block, (x, y, z), warps) for z, y, x in places]
 
     def _pack(self, arguments: Sequence[Argument], grid: Sequence[int]) -> bytes:
         """The block of kernel arguments: ours, then the sizes of the grid where they are asked."""
@@ -111,11 +120,24 @@ class Kernel:
 
     def _workgroup(
         self, memory: Memory, block: int, place: tuple[int, int, int], warps: int
-    ) -> None:
+    ) -> Iterator[None]:
         lds = np.zeros(self._descriptor.lds, np.uint8)
         waves = [self._wave(memory, lds, block, place, i) for i in range(warps)]
         while waves:
-            waves = [w for w in waves if self._run_to_barrier(w)]
+            at_barrier = []
+            for w in waves:
+                for _ in range(_MAX_STEPS // _TURN):
+                    with np.errstate(all="ignore"):
+                        event = self._run_until(w)
+                    if event is not None:
+                        break
+                    yield
+                else:
+                    raise TimeoutError(f"a wave did not end within {_MAX_STEPS} instructions")
+                if event == "barrier":
+                    at_barrier.append(w)
+            waves = at_barrier
+            yield
 
     def _wave(
         self, memory: Memory, lds: npt.NDArray, block: int, place: tuple[int, int, int], index: int
@@ -137,17 +159,17 @@ class Kernel:
         w.set64(126, (1 << 64) - 1)
         return w
 
-    def _run_to_barrier(self, w: Wave) -> bool:
-        """Runs a wave until a barrier (True) or its end (False)."""
-        for _ in range(_MAX_STEPS):
+    def _run_until(self, w: Wave) -> str | None:
+        """Runs a wave until a barrier, its end, or for one turn (None)."""
+        for _ in range(_TURN):
             step = self._steps.get(w.pc)
             if step is None:
                 step = self._steps[w.pc] = self._decode(w.pc)
             w.pc += step[1]
             event = step[0](w)
             if event is not None:
-                return event == "barrier"
-        raise TimeoutError(f"a wave did not end within {_MAX_STEPS} instructions")
+                return event
+        return None
 
     def _decode(self, pc: int) -> tuple[Callable[[Wave], Any], int]:
         data = self._image[pc : pc + 16]

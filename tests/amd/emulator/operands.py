@@ -229,6 +229,10 @@ def dpp_lanes(control: int) -> tuple[Array, Array]:
         source, exists = lane - amount, i >= amount
     elif 0x121 <= control <= 0x12F:
         source = row + ((i - amount) & 15)
+    elif control == 0x130:
+        source, exists = lane + 1, lane < LANES - 1
+    elif control == 0x138:
+        source, exists = lane - 1, lane > 0
     elif control == 0x140:
         source = row + 15 - i
     elif control == 0x141:

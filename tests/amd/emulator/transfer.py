@@ -85,6 +85,20 @@ def _global(name: str, f: dict[str, int]) -> Step | None:
             _lds_direct(w, lanes, w.memory.load(addresses(w, lanes), size), offset)
 
         return direct
+    if name in ("GLOBAL_ATOMIC_SWAP", "GLOBAL_ATOMIC_CMPSWAP"):
+        data = base + f["data"]
+
+        def swap(w: Wave) -> None:
+            lanes = np.flatnonzero(w.active)
+            for lane, address in zip(lanes, addresses(w, lanes), strict=True):
+                at = np.array([address])
+                old = w.memory.load(at, 4)
+                if name.endswith("_SWAP") or old.view(np.uint32)[0, 0] == w.v[data + 1, lane]:
+                    w.memory.store(at, w.v[data : data + 1, lane : lane + 1].view(np.uint8))
+                if f["sc0"]:  # returns what was there
+                    w.v[base + f["vdst"], lane] = old.view(np.uint32)[0, 0]
+
+        return swap
     found = _parse(name, "GLOBAL")
     if found is None:
         return None

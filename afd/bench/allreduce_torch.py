@@ -1,0 +1,193 @@
+"""One rank of `afd bench allreduce`: ``python -m afd.bench.allreduce_torch SETTINGS RANK``.
+
+Rank 0 writes ``cells.json`` into the folder of the settings: [way, bytes, us].
+"""
+
+import itertools
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ffn_worker.allreduce.formats import FORMATS, INT4
+from ffn_worker.allreduce.rendezvous import open_store
+
+TURNS = 5
+START_S = 180.0
+SWEEP_SIZES = (1 << 20, 16 << 20, 256 << 20)
+
+Way = Callable[[torch.Tensor], torch.Tensor]
+Capture = Callable[[], AbstractContextManager[None]]
+Cell = tuple[str, int, float]
+
+
+def main() -> None:
+    settings, rank = json.loads(sys.argv[1]), int(sys.argv[2])
+    run = cpu_cells if settings["device"] == "cpu" else gpu_cells
+    cells = list(run(settings, rank))
+    if rank == 0:
+        path = Path(settings["folder"]) / "cells.json"
+        path.write_text(json.dumps(cells), encoding="utf-8")
+
+
+def cpu_cells(settings: dict[str, Any], rank: int) -> Iterator[Cell]:
+    """gloo's own all-reduce, then ours in every format."""
+    from ffn_worker.allreduce.registry import make_collective
+
+    torch.set_num_threads(1)
+    world, folder = settings["world"], settings["folder"]
+    store = open_store(f"file://{folder}/plain", rank, world, START_S)
+    timeout = timedelta(seconds=START_S)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(x)
+        return x
+
+    ways: dict[str, Way] = {"gloo": plain}
+    collectives = []
+    for name in settings["ours"]:
+        address = f"file://{folder}/{name}"
+        collectives.append(make_collective("gloo", name, rank, world, address, start_s=START_S))
+        ways[name] = collectives[-1].all_reduce
+    for nbytes in settings["sizes"]:
+        x = torch.zeros(1, nbytes // 2, dtype=torch.bfloat16)
+        for name, way in ways.items():
+            once = _together(_seconds(way, x, 3))
+            calls = max(3, min(1000, int(settings["seconds"] / TURNS / once)))
+            times = [_seconds(way, x, calls) for _ in range(TURNS)]
+            yield name, nbytes, _together(statistics.median(times)) * 1e6
+    dist.barrier()
+    for collective in collectives:
+        collective.close()
+    dist.destroy_process_group()
+
+
+def _seconds(way: Way, x: torch.Tensor, calls: int) -> float:
+    """Of one call."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        way(x)
+    return (time.perf_counter() - start) / calls
+
+
+def _together(value: float) -> float:
+    """The largest of all ranks' values, so that all decide and report alike."""
+    most = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return float(most[0])
+
+
+def gpu_cells(settings: dict[str, Any], rank: int) -> Iterator[Cell]:
+    """NCCL, vLLM's custom all-reduce where it is installed, and ours."""
+    # Multicast changes what NCCL does from 4 GPUs on; it is left off as in our own memory, unless
+    # the caller says otherwise.
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    from ffn_worker.allreduce.crossover import Crossover
+    from ffn_worker.allreduce.formats import FP16
+    from ffn_worker.allreduce.quick import CAPACITY_BYTES, QuickCollective
+
+    world = settings["world"]
+    device = torch.device("cuda", rank)
+    ours = QuickCollective(
+        rank,
+        world,
+        INT4,
+        f"file://{settings['folder']}/store",
+        device=device,
+        deadline_s=60,
+        start_s=START_S,
+        crossover=Crossover(0, None),
+        room=FP16,
+        # So that INT4 takes as many launches as where the room is its own.
+        capacity_bytes=CAPACITY_BYTES * FP16.atom_bytes // INT4.atom_bytes,
+    )
+    if settings["sweep"]:
+        yield from sweep(ours, settings)
+    else:
+        yield from compare(ours, device, settings)
+    ours.check()
+    ours.close()
+
+
+def compare(ours: Any, device: torch.device, settings: dict[str, Any]) -> Iterator[Cell]:
+    def nccl(x: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(x)
+        return x
+
+    vllm = _vllm(device)
+    for nbytes in settings["sizes"]:
+        x = torch.zeros(nbytes // 2, dtype=torch.bfloat16, device=device)
+        ways: dict[str, Way] = {"nccl": nccl}
+        if vllm is not None and vllm.should_custom_ar(x):
+            ways["vllm"] = vllm.custom_all_reduce
+        if ours.fits_one_shot(x):
+            ways["one_shot"] = ours.one_shot
+        for name, fmt in FORMATS.items():
+            ways[name] = lambda x, fmt=fmt: ours.two_shot(x, fmt)
+        for name, way in ways.items():
+            capture = vllm.capture if name == "vllm" else nullcontext
+            yield name, nbytes, timed(way, x, settings["seconds"], capture)
+
+
+def sweep(ours: Any, settings: dict[str, Any]) -> Iterator[Cell]:
+    """INT4 with other cuts of the kernel, named programs x tile atoms x warps."""
+    from ffn_worker.allreduce.quick_plan import Tuning
+
+    for nbytes in SWEEP_SIZES:
+        x = torch.zeros(nbytes // 2, dtype=torch.bfloat16, device="cuda")
+        for cut in itertools.product((1, 2, 3), (1, 2, 4, 8), (4, 8)):
+            ours.tuning = Tuning(*cut)
+            us = timed(lambda x: ours.two_shot(x, INT4), x, settings["seconds"], nullcontext)
+            yield "x".join(str(n) for n in cut), nbytes, us
+
+
+def timed(way: Way, x: torch.Tensor, seconds: float, capture: Capture) -> float:
+    """us of one call among many in a graph: the slowest rank's median of TURNS replays."""
+    for _ in range(2):
+        way(x)
+    torch.cuda.synchronize()
+    once = _together(_replayed(way, x, 2, capture, 1)[0])
+    calls = max(2, min(200, int(seconds * 1e6 / TURNS / once)))
+    return _together(statistics.median(_replayed(way, x, calls, capture, TURNS)))
+
+
+def _replayed(way: Way, x: torch.Tensor, calls: int, capture: Capture, turns: int) -> list[float]:
+    graph = torch.cuda.CUDAGraph()
+    with capture(), torch.cuda.graph(graph):
+        for _ in range(calls):
+            way(x)
+    times = []
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(turns + 1):  # the first one warms up
+        torch.cuda.synchronize()
+        _together(0.0)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / calls)
+    return times[1:]
+
+
+def _vllm(device: torch.device) -> Any:
+    """vLLM's custom all-reduce, None where it is not installed or does not take these GPUs."""
+    try:
+        from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
+    except ImportError:
+        return None
+    made = CustomAllreduce(dist.new_group(backend="gloo"), device, max_size=64 << 20)
+    return None if made.disabled else made
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Which way a message of so many bytes goes: a table per number of ranks, dtype and format.
+
+``afd bench allreduce --table FILE`` measures one on a machine; the shipped one is from sources.
+Pure, without torch.
+"""
+
+import json
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from afd.errors import ConfigError
+
+DEFAULT = Path(__file__).parents[2] / "configs" / "allreduce" / "default.json"
+_FIELDS = {"world", "dtype", "format", "one_shot_max_bytes", "two_shot_min_bytes"}
+
+
+class Way(Enum):
+    ONE_SHOT = "one_shot"
+    """exact, through peer memory"""
+    LIBRARY = "library"
+    """exact, NCCL or RCCL"""
+    TWO_SHOT = "two_shot"
+    """in the format that was asked for, through peer memory"""
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """Bytes of a message, in its own dtype, at which the way changes.
+
+    two_shot_min_bytes: None where the library is never slower.
+    """
+
+    one_shot_max_bytes: int
+    two_shot_min_bytes: int | None
+
+    def way(self, nbytes: int) -> Way:
+        if self.two_shot_min_bytes is not None and nbytes >= self.two_shot_min_bytes:
+            return Way.TWO_SHOT
+        return Way.ONE_SHOT if nbytes <= self.one_shot_max_bytes else Way.LIBRARY
+
+
+def read_crossover(path: Path, world: int, dtype: str, fmt: str) -> Crossover:
+    """The row for these ranks, this dtype ("bfloat16") and format ("int4", "exact").
+
+    A number of ranks that was not measured takes the row of the next larger one, else of the
+    largest. Exact messages never take two shots.
+
+    Raises:
+        ConfigError: the file is not such a table, or has no row for the dtype and format.
+    """
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        if not all(set(row) == _FIELDS for row in rows):
+            raise ValueError(f"a row has other fields than {', '.join(sorted(_FIELDS))}")
+    except (OSError, ValueError, KeyError, TypeError) as err:
+        raise ConfigError(
+            f"{path} is no all-reduce table ({err}); write one with afd bench allreduce --table"
+        ) from None
+    fitting = [row for row in rows if row["dtype"] == dtype and row["format"] == fmt]
+    if not fitting:
+        raise ConfigError(
+            f"{path} has no row for {dtype} and {fmt}; add one with afd bench allreduce --table"
+        )
+    larger = [row for row in fitting if row["world"] >= world]
+    if larger:
+        row = min(larger, key=lambda row: row["world"])
+    else:
+        row = max(fitting, key=lambda row: row["world"])
+    return Crossover(row["one_shot_max_bytes"], row["two_shot_min_bytes"])
+
+
+def crossover_of(
+    one_shot_us: dict[int, float], library_us: dict[int, float], two_shot_us: dict[int, float]
+) -> Crossover:
+    """The table's row from latencies by message size, each in microseconds.
+
+    One shot up to the last size from which on downwards it always wins over the library; two shots
+    from the first size on from which they always win over the better of both. A way that was not
+    measured at a size loses there.
+    """
+    never = float("inf")
+    one_shot_max = 0
+    for size in sorted(library_us):
+        if one_shot_us.get(size, never) > library_us[size]:
+            break
+        one_shot_max = size
+    two_shot_min = None
+    for size in sorted(library_us, reverse=True):
+        best = min(library_us[size], one_shot_us.get(size, never))
+        if two_shot_us.get(size, never) >= best:
+            break
+        two_shot_min = size
+    return Crossover(one_shot_max, two_shot_min)

@@ -1,0 +1,139 @@
+"""Collectives through NCCL, or RCCL on ROCm: exact, in the library's order of additions."""
+
+import threading
+from contextlib import AbstractContextManager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from afd.errors import ConfigError, PeerLost
+from ffn_worker.allreduce.base import Collective, row_shares
+from ffn_worker.allreduce.formats import ReduceFormat
+from ffn_worker.allreduce.rendezvous import named_errors, open_store
+from ffn_worker.allreduce.watch import PeerWatch
+
+_WATCH_S = 0.2
+
+
+class NcclCollective(Collective):
+    """See :class:`Collective`. Makes torch's default process group, one in a process.
+
+    A rank whose process ended is noticed within ``_WATCH_S``: the communicator is aborted, which
+    ends kernels that wait, captured ones too. A rank that lives but does not come is noticed by
+    torch's own watchdog, for calls that are not replayed.
+
+    Args:
+        fmt: must be None: NCCL adds values as they are.
+        device: this rank's GPU.
+        address, start_s: see :func:`open_store`. deadline_s: torch's timeout of a call.
+    """
+
+    capturable = True
+
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        fmt: ReduceFormat | None,
+        address: str,
+        *,
+        device: torch.device,
+        deadline_s: float,
+        start_s: float,
+    ) -> None:
+        super().__init__(rank, world)
+        if fmt is not None:
+            raise ConfigError(f"nccl has no all-reduce format {fmt.name}; use quick, or exact")
+        if device.type != "cuda":
+            raise ConfigError(f"nccl runs on GPUs, not on {device}; use gloo")
+        if dist.is_initialized():
+            raise ConfigError("this process has a process group; make one collective only")
+        self.device = device
+        self.store = open_store(address, rank, world, start_s)
+        torch.cuda.set_device(device)
+        with named_errors("connecting to the other ranks", rank, world, start_s):
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl",
+                store=self.store,
+                rank=rank,
+                world_size=world,
+                timeout=timedelta(seconds=start_s),
+                device_id=device,
+            )
+            self.watch = PeerWatch(self.store, rank, world)
+            dist.barrier()
+        self._backend = dist.group.WORLD._get_backend(device)
+        self._backend._set_default_timeout(timedelta(seconds=deadline_s))
+        self._deadline_s = deadline_s
+        self._lost: int | None = None
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._watch_peers, daemon=True)
+        self._thread.start()
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        if x.numel():
+            self.check()
+            with self._named():
+                dist.all_reduce(x)
+        return x
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        self.check()
+        shares = row_shares(len(x), self.world)
+        longest = shares[0][1]
+        if longest * self.world != len(x):  # NCCL's pieces are all alike
+            padded = x.new_zeros((self.world, longest, *x.shape[1:]))
+            for part, (start, end) in zip(padded, shares, strict=True):
+                part[: end - start] = x[start:end]
+            x = padded.flatten(0, 1)
+        out = x.new_empty((longest, *x.shape[1:]))
+        if out.numel():
+            with self._named():
+                dist.reduce_scatter_tensor(out, x)
+        start, end = shares[self.rank]
+        return out[: end - start]
+
+    def all_gather(self, x: torch.Tensor, rows: int) -> torch.Tensor:
+        self.check()
+        shares = row_shares(rows, self.world)
+        longest = shares[0][1]
+        if len(x) != longest:
+            x = torch.cat([x, x.new_zeros((longest - len(x), *x.shape[1:]))])
+        out = x.new_empty((self.world * longest, *x.shape[1:]))
+        if out.numel():
+            with self._named():
+                dist.all_gather_into_tensor(out, x)
+        if longest * self.world == rows:
+            return out
+        parts = out.view(self.world, longest, *x.shape[1:])
+        return torch.cat(
+            [part[: end - start] for part, (start, end) in zip(parts, shares, strict=True)]
+        )
+
+    def check(self) -> None:
+        if self._lost is not None:
+            raise PeerLost(
+                f"rank {self.rank} of {self.world}: the process of rank {self._lost} ended; "
+                "restart the instance"
+            )
+
+    def close(self) -> None:
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._thread.join()
+        self.watch.close()
+        self._backend.abort()
+        dist.destroy_process_group()
+
+    def _named(self) -> AbstractContextManager[None]:
+        return named_errors("in a collective", self.rank, self.world, self._deadline_s)
+
+    def _watch_peers(self) -> None:
+        while not self._closing.wait(_WATCH_S):
+            lost = self.watch.lost()
+            if lost is not None:
+                self._lost = lost
+                self._backend.abort()
+                return

@@ -1,0 +1,279 @@
+"""Quantised all-reduce over peer memory, portable: our kernels on CUDA and ROCm.
+
+Large messages take two shots in a lossy format, small ones one exact shot, those between and exact
+large ones NCCL or RCCL; the crossover table says where. Not run on ROCm hardware: see docs/amd.md.
+
+Peer memory is torch's symmetric memory, which knows CUDA and ROCm; NVLink multicast stays off.
+"""
+
+import os
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
+
+from afd.errors import ConfigError, DeadlineExceeded, PeerLost
+from ffn_worker.allreduce import quick_plan, quick_triton
+from ffn_worker.allreduce.base import Collective, row_shares
+from ffn_worker.allreduce.crossover import Crossover, Way
+from ffn_worker.allreduce.formats import FP16, ReduceFormat
+from ffn_worker.allreduce.nccl import NcclCollective
+from ffn_worker.allreduce.quick_plan import Launch, Segments
+
+CAPACITY_BYTES = 256 << 20
+"""Of the inboxes of two shots, on each GPU; larger messages take several launches."""
+_ONE_SHOT_TILES = 1024
+_PROBE_SPINS = 16_384
+_MOST_SPINS = 1 << 30
+
+
+class QuickCollective(Collective):
+    """See :class:`Collective`. ``check`` says whether a rank was lost or late; the result of the
+    call in which it was is worthless, and so are all later ones.
+
+    Args:
+        fmt: of two shots; None: everything is exact.
+        device, address, start_s: see :class:`NcclCollective`.
+        deadline_s: how long a kernel waits for a rank.
+        crossover: which way a message goes, by its size.
+        dtype: what is compiled and tried at the start; other types are at their first call.
+        room: the format that the inboxes are laid out for; None: fmt. Other formats of at most its
+            size may be given to the methods that take one.
+        capacity_bytes: about what the inboxes of two shots take.
+
+    Raises:
+        ConfigError: the GPUs cannot map each other's memory.
+    """
+
+    capturable = True
+
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        fmt: ReduceFormat | None,
+        address: str,
+        *,
+        device: torch.device,
+        deadline_s: float,
+        start_s: float,
+        crossover: Crossover,
+        dtype: torch.dtype = torch.bfloat16,
+        room: ReduceFormat | None = None,
+        capacity_bytes: int = CAPACITY_BYTES,
+    ) -> None:
+        super().__init__(rank, world)
+        self._library = NcclCollective(
+            rank, world, None, address, device=device, deadline_s=deadline_s, start_s=start_s
+        )
+        self._fmt = fmt or FP16
+        self._lossy = fmt is not None
+        self._crossover = crossover
+        self._deadline_s = deadline_s
+        atom_bytes = (room or self._fmt).atom_bytes
+        atoms = capacity_bytes // (2 * world * atom_bytes)
+        self._buffer = quick_plan.Buffer(world, atoms, atom_bytes, _ONE_SHOT_TILES)
+        self._processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._hip = torch.version.hip is not None
+        self.tuning = quick_plan.HIP if self._hip else quick_plan.CUDA
+        os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+        try:
+            self._memory = symmetric.empty(self._buffer.nbytes, dtype=torch.uint8, device=device)
+            self._handle = symmetric.rendezvous(self._memory, dist.group.WORLD)
+        except RuntimeError as err:
+            self._library.close()
+            raise ConfigError(
+                f"the GPUs cannot map each other's memory ({str(err).splitlines()[0]}); use the "
+                "all-reduce nccl"
+            ) from err
+        self._memory.zero_()
+        bases = list(self._handle.buffer_ptrs)
+        within = self._memory.data_ptr() - bases[rank]  # the same on every rank
+        self._peers = torch.tensor([base + within for base in bases], device=device)
+        counters = torch.zeros((2, max(atoms, _ONE_SHOT_TILES)), dtype=torch.int32, device=device)
+        self._two_shot_sequence, self._one_shot_sequence = counters
+        self._late = torch.zeros(1, dtype=torch.int32, device=device)
+        self._note = torch.zeros(1, dtype=torch.int32).pin_memory()
+        self._noted: np.ndarray = self._note.numpy()
+        torch.cuda.synchronize(device)
+        dist.barrier()  # all buffers are zero before anyone writes to one
+        spin_us = self._spin_us()
+        self._spins = _spins(start_s, spin_us)
+        self._try_out(dtype)
+        self._spins = _spins(deadline_s, spin_us)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        self.check()
+        way = self._way(x)
+        if not x.numel():
+            return x
+        if way is Way.LIBRARY:
+            return self._library.all_reduce(x)
+        if way is Way.ONE_SHOT:
+            return self.one_shot(x)
+        return self.two_shot(x)
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        self.check()
+        if self._way(x) is Way.TWO_SHOT and x.numel():
+            return self.two_shot_scatter(x)
+        if self._way(x) is Way.ONE_SHOT and x.numel():
+            start, end = row_shares(len(x), self.world)[self.rank]
+            return self.one_shot(x.clone())[start:end]
+        return self._library.reduce_scatter(x)
+
+    def all_gather(self, x: torch.Tensor, rows: int) -> torch.Tensor:
+        self.check()
+        return self._library.all_gather(x, rows)
+
+    def check(self) -> None:
+        late = int(self._noted[0]) - 1
+        if late < 0:
+            return
+        who = f"rank {self.rank} of {self.world}"
+        if self._library.watch.lost() == late:
+            raise PeerLost(f"{who}: the process of rank {late} ended; restart the instance")
+        raise DeadlineExceeded(
+            f"{who}: rank {late} did not take part in a reduction within {self._deadline_s:g} s; "
+            "look at that rank's log"
+        )
+
+    def close(self) -> None:
+        self._library.close()
+
+    @staticmethod
+    def fits_one_shot(x: torch.Tensor) -> bool:
+        return x.numel() <= _ONE_SHOT_TILES * quick_plan.ONE_SHOT_BLOCK
+
+    def one_shot(self, x: torch.Tensor) -> torch.Tensor:
+        """The exact sum, in place, of a message that fits_one_shot."""
+        n, b = x.numel(), self._buffer
+        quick_triton.one_shot_kernel[(-(-n // quick_plan.ONE_SHOT_BLOCK),)](
+            x,
+            x,
+            self._peers,
+            self._one_shot_sequence,
+            self._late,
+            self._note,
+            n,
+            self._spins,
+            self.rank,
+            b.one_shot_tiles,
+            b.one_shot_flags,
+            b.one_shot_inbox,
+            BLOCK=quick_plan.ONE_SHOT_BLOCK,
+            **self._ranks(),
+        )
+        return x
+
+    def two_shot(self, x: torch.Tensor, fmt: ReduceFormat | None = None) -> torch.Tensor:
+        """The sum in the lossy format, in place, whatever the size."""
+        segments = quick_plan.flat_segments(x.numel(), self.world)
+        for launch in quick_plan.launches(segments, self._buffer, self._processors, self.tuning):
+            self._two_shot(x, x, segments, launch, fmt or self._fmt, gather=True)
+        return x
+
+    def two_shot_scatter(self, x: torch.Tensor, fmt: ReduceFormat | None = None) -> torch.Tensor:
+        """This rank's rows of the sum after the first shot, whatever the size."""
+        rows, hidden = x.shape
+        start, end = row_shares(rows, self.world)[self.rank]
+        out = x.new_empty((end - start, hidden))
+        segments = quick_plan.row_segments(rows, hidden, self.world)
+        for launch in quick_plan.launches(segments, self._buffer, self._processors, self.tuning):
+            self._two_shot(x, out, segments, launch, fmt or self._fmt, gather=False)
+        return out
+
+    def _way(self, x: torch.Tensor) -> Way:
+        way = self._crossover.way(x.nbytes)
+        if way is Way.TWO_SHOT and not self._lossy:
+            return Way.LIBRARY
+        if way is Way.ONE_SHOT and not self.fits_one_shot(x):
+            return Way.LIBRARY
+        return way
+
+    def _ranks(self) -> dict[str, int | bool]:
+        lanes = 1 << (self.world - 1).bit_length()
+        return {"WORLD": self.world, "LANES": lanes, "AMD": self._hip}
+
+    def _two_shot(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        segments: Segments,
+        launch: Launch,
+        fmt: ReduceFormat,
+        *,
+        gather: bool,
+    ) -> None:
+        b = self._buffer
+        quick_triton.two_shot_kernel[(launch.programs,)](
+            x,
+            out,
+            self._peers,
+            self._two_shot_sequence,
+            self._late,
+            self._note,
+            x.numel(),
+            segments.unit,
+            segments.base,
+            segments.longer,
+            launch.first,
+            launch.tiles,
+            self._spins,
+            self.rank,
+            b.segment_atoms,
+            b.two_shot_inbox,
+            b.segment_bytes,
+            FACTOR=fmt.factor,
+            BITS=fmt.bits,
+            FP4=fmt.is_fp4,
+            ATOMS=launch.tile_atoms,
+            GATHER=gather,
+            num_warps=self.tuning.warps,
+            **self._ranks(),
+        )
+
+    def _spin_us(self) -> float:
+        """What one look at the flags of a wait costs on this device."""
+        flags, late = torch.zeros((2, 2), dtype=torch.int32, device=self._library.device)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for _ in range(2):  # the first one compiles
+            start.record()
+            quick_triton.spin_kernel[(1,)](flags, _PROBE_SPINS, late, late)
+            end.record()
+            end.synchronize()
+            late.zero_()
+        return start.elapsed_time(end) * 1000 / _PROBE_SPINS
+
+    def _try_out(self, dtype: torch.dtype) -> None:
+        """Compiles every kernel before a deadline counts, and sees that the ranks add up.
+
+        Raises:
+            ConfigError: they do not.
+        """
+        for atoms in (1, 2, 4) if self._lossy else ():
+            x = torch.ones((64 * self.world, 2048), dtype=dtype, device=self._library.device)
+            flat = quick_plan.flat_segments(x.numel(), self.world)
+            rows = quick_plan.row_segments(*x.shape, self.world)
+            out = x.new_empty((64, 2048))
+            tiles = -(-rows.atoms // atoms)
+            self._two_shot(x, out, rows, Launch(0, tiles, atoms, 1), self._fmt, gather=False)
+            self._two_shot(x, x, flat, Launch(0, tiles, atoms, 1), self._fmt, gather=True)
+            self._expect(out)
+            self._expect(x)
+        self._expect(self.one_shot(torch.ones((1, 4096), dtype=dtype, device=self._library.device)))
+
+    def _expect(self, total: torch.Tensor) -> None:
+        most = (total.float() - self.world).abs().max().item()
+        self.check()
+        if most > self.world * 2.0**-6:
+            raise ConfigError(
+                f"rank {self.rank} of {self.world}: ones of all ranks do not add up to "
+                f"{self.world} in the all-reduce quick; use nccl, and report this"
+            )
+
+
+def _spins(deadline_s: float, spin_us: float) -> int:
+    """Looks at a flag in a deadline: a multiple of 16, so that no other kernel is compiled."""
+    return min(_MOST_SPINS, int(deadline_s * 1e6 / spin_us) // 16 * 16 + 16)

@@ -1,0 +1,307 @@
+"""All-reduce kernels over peer memory, for CUDA and ROCm.
+
+Two shots: rank r owns segment r of the values. (1) Every rank encodes segment o into the inbox of
+rank o and raises a flag there. (2) The owner waits for all flags, decodes, adds in rank order,
+encodes the sum into every rank's inbox and raises the second flag. (3) Everyone decodes. A *tile*
+is the same few atoms of every segment; it has flags of its own, and one program carries it through
+all three parts, after it has sent all of its tiles.
+
+Flags are sequence numbers, one more for each launch that touches the tile: nothing is ever reset,
+and a captured launch counts on like any other. No inbox needs a second copy or a barrier after
+the launch: who finishes a launch has heard from every owner, so that all have read the first inbox;
+and who sends a second shot has got first shots of this launch from all ranks, which a rank only
+sends after its previous launch, in which it read the second inbox, is over.
+One shot (small messages, exact) has no such chain: its inbox has two halves in turns.
+
+A wait ends after ``spins`` looks at the flags: it notes the late rank, and all later waits end at
+once. The caller finds the note (:meth:`Collective.check`).
+"""
+
+import triton
+import triton.language as tl
+
+from ffn_worker.allreduce.formats_triton import (
+    atom_nbytes,
+    decode_atom,
+    dequantise_atom,
+    encode_atom,
+    pack_atom,
+    quantise_atom,
+)
+
+
+@triton.jit
+def _peer(peers_ptr, rank):
+    """Base of a rank's buffer in this process's address space."""
+    base = tl.load(peers_ptr + rank).to(tl.pointer_type(tl.uint8))
+    return tl.multiple_of(base, 16)
+
+
+@triton.jit
+def _flags(base, offset):
+    return (base + offset).to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
+def _signal(
+    peers_ptr,
+    offset,
+    sequence,
+    rank,
+    WORLD: tl.constexpr,
+    LANES: tl.constexpr,
+    AMD: tl.constexpr,
+):
+    """Raises this rank's flag, ``offset`` bytes into the buffer of every other rank.
+
+    All stores of the program come before it, as any rank sees them: the barrier orders the threads,
+    the release what the thread of the flag has seen. On AMD a barrier does not wait for stores
+    that other waves have under way, so each wave waits for its own.
+    """
+    lane = tl.arange(0, LANES)
+    if AMD:
+        tl.inline_asm_elementwise(
+            "s_waitcnt vmcnt(0)", "=v,v", [lane], dtype=tl.int32, is_pure=False, pack=1
+        )
+    tl.debug_barrier()
+    others = (lane < WORLD) & (lane != rank)
+    base = tl.load(peers_ptr + lane, mask=others, other=0)
+    flag = (base + offset).to(tl.pointer_type(tl.int32))
+    tl.atomic_xchg(flag, sequence, mask=others, sem="release", scope="sys")
+
+
+@triton.jit
+def _most_behind(flags_ptr, sequence, others):
+    """1 + the last of the other ranks whose flag is below ``sequence``, 0 for none."""
+    # A look is an exchange of 0 for 0: a plain load could not acquire.
+    zero = tl.zeros(flags_ptr.shape, tl.int32)
+    seen = tl.atomic_cas(flags_ptr, zero, zero, sem="acquire", scope="sys")
+    lane = tl.arange(0, flags_ptr.shape[0])
+    return tl.max(tl.where(others & (seen - sequence < 0), lane + 1, 0), axis=0)
+
+
+@triton.jit
+def _await(
+    flags_ptr,
+    sequence,
+    spins,
+    late_ptr,
+    note_ptr,
+    rank,
+    WORLD: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Waits until the flags of all other ranks reached ``sequence``; the spins that are left for
+    later waits: 0 once a rank was late."""
+    lane = tl.arange(0, LANES)
+    others = (lane < WORLD) & (lane != rank)
+    flags_ptr += tl.minimum(lane, WORLD - 1)
+    left = spins
+    behind = _most_behind(flags_ptr, sequence, others)
+    while (behind > 0) & (left > 0):
+        behind = _most_behind(flags_ptr, sequence, others)
+        left -= 1
+    if (behind > 0) & (spins > 0):  # who is behind after that may only wait for the first one
+        tl.store(late_ptr, behind)
+        tl.store(note_ptr, behind)
+    tl.debug_barrier()
+    return tl.where(behind > 0, 0, spins)
+
+
+@triton.jit
+def _segment(owner, n, unit, base, longer):
+    """First value of a rank's segment: ``base`` units each, the first ``longer`` ranks one more."""
+    units = tl.cast(owner * base + tl.minimum(owner, longer), tl.int64)
+    return tl.minimum(units * unit, n)
+
+
+@triton.jit
+def _load_atom(x_ptr, at, end):
+    at += tl.arange(0, 2048)
+    return tl.load(x_ptr + at, mask=at < end, other=0.0).to(tl.float16)
+
+
+@triton.jit
+def _store_atom(out_ptr, at, end, value):
+    at += tl.arange(0, 2048)
+    tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=at < end)
+
+
+@triton.jit(do_not_specialize=["base", "longer", "first", "tiles", "my_rank"])
+def two_shot_kernel(
+    x_ptr,
+    out_ptr,
+    peers_ptr,
+    sequence_ptr,
+    late_ptr,
+    note_ptr,
+    n,
+    unit,
+    base,
+    longer,
+    first,
+    tiles,
+    spins,
+    my_rank,
+    max_tiles,
+    inbox_offset,
+    segment_bytes,
+    FACTOR: tl.constexpr,
+    BITS: tl.constexpr,
+    FP4: tl.constexpr,
+    ATOMS: tl.constexpr,
+    WORLD: tl.constexpr,
+    LANES: tl.constexpr,
+    GATHER: tl.constexpr,
+    AMD: tl.constexpr,
+):
+    """Sum of x [n] over ranks into out: [n] with GATHER, else only this rank's segment of it.
+
+    x, out: float16, bfloat16 or float32; out may be x. peers: addresses of all ranks' buffers,
+    each flags [2 shots, max_tiles, WORLD] int32, then at ``inbox_offset`` two inboxes of WORLD
+    segments of ``segment_bytes``. sequence [max_tiles] int32: launches that touched a tile, this
+    one not counted. late, note [1] int32: 1 + a rank that did not come, on this device and where
+    the host reads it. unit, base, longer: the segments, see _segment. Any grid; a tile is ATOMS
+    atoms of each segment, tile 0 begins at atom ``first``. LANES: WORLD or the next power of two.
+    """
+    nbytes: tl.constexpr = atom_nbytes(BITS)
+    n = tl.cast(n, tl.int64)
+    segment_bytes = tl.cast(segment_bytes, tl.int64)
+    second = 4 * WORLD * tl.cast(max_tiles, tl.int64)  # bytes from the first shot's flags on
+    gathered = inbox_offset + WORLD * segment_bytes
+    mine = _peer(peers_ptr, my_rank)
+    first_value = _segment(my_rank, n, unit, base, longer)
+    last_value = _segment(my_rank + 1, n, unit, base, longer)
+    spins = tl.where(tl.load(late_ptr) > 0, 0, spins)
+
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        for i in range(1, WORLD):
+            owner = (my_rank + i) % WORLD  # each rank begins with another one
+            start = _segment(owner, n, unit, base, longer)
+            end = _segment(owner + 1, n, unit, base, longer)
+            inbox = _peer(peers_ptr, owner) + inbox_offset + my_rank * segment_bytes
+            for atom in range(tile * ATOMS, tile * ATOMS + ATOMS):
+                at = start + tl.cast(first + atom, tl.int64) * 2048
+                if at < end:
+                    x = _load_atom(x_ptr, at, end)
+                    encode_atom(x, inbox + tl.cast(atom, tl.int64) * nbytes, FACTOR, BITS, FP4)
+        flag = 4 * (tile * WORLD + my_rank)
+        _signal(peers_ptr, flag, tl.load(sequence_ptr + tile) + 1, my_rank, WORLD, LANES, AMD)
+
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        sequence = tl.load(sequence_ptr + tile) + 1
+        flags = _flags(mine, 4 * tile * WORLD)
+        spins = _await(flags, sequence, spins, late_ptr, note_ptr, my_rank, WORLD, LANES)
+        for atom in range(tile * ATOMS, tile * ATOMS + ATOMS):
+            at = first_value + tl.cast(first + atom, tl.int64) * 2048
+            place = tl.cast(atom, tl.int64) * nbytes
+            if at < last_value:
+                x = _load_atom(x_ptr, at, last_value)
+                total = tl.full((2048,), -0.0, tl.float32)  # -0 + x is x, also where x is -0
+                for rank in range(WORLD):
+                    if rank == my_rank:  # as if it had been sent
+                        code, scale = quantise_atom(x, FACTOR, BITS, FP4)
+                        part = dequantise_atom(code, scale, BITS, FP4)
+                    else:
+                        sent = mine + inbox_offset + rank * segment_bytes + place
+                        part = decode_atom(sent, BITS, FP4)
+                    total += part
+                y = total.to(tl.float16)
+                if GATHER:
+                    code, scale = quantise_atom(y, FACTOR, BITS, FP4)
+                    for i in range(1, WORLD):
+                        peer = (my_rank + i) % WORLD
+                        inbox = _peer(peers_ptr, peer) + gathered + my_rank * segment_bytes
+                        pack_atom(code, scale, inbox + place, BITS, FP4)
+                    y = dequantise_atom(code, scale, BITS, FP4)
+                    _store_atom(out_ptr, at, last_value, y)
+                else:
+                    _store_atom(out_ptr, at - first_value, last_value - first_value, y)
+        if GATHER:
+            flag = second + 4 * (tile * WORLD + my_rank)
+            _signal(peers_ptr, flag, sequence, my_rank, WORLD, LANES, AMD)
+        else:
+            tl.store(sequence_ptr + tile, sequence)
+
+    if GATHER:
+        for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+            sequence = tl.load(sequence_ptr + tile) + 1
+            flags = _flags(mine, second + 4 * tile * WORLD)
+            spins = _await(flags, sequence, spins, late_ptr, note_ptr, my_rank, WORLD, LANES)
+            for i in range(1, WORLD):
+                owner = (my_rank + WORLD - i) % WORLD
+                start = _segment(owner, n, unit, base, longer)
+                end = _segment(owner + 1, n, unit, base, longer)
+                inbox = mine + gathered + owner * segment_bytes
+                for atom in range(tile * ATOMS, tile * ATOMS + ATOMS):
+                    at = start + tl.cast(first + atom, tl.int64) * 2048
+                    if at < end:
+                        value = decode_atom(inbox + tl.cast(atom, tl.int64) * nbytes, BITS, FP4)
+                        _store_atom(out_ptr, at, end, value)
+            tl.store(sequence_ptr + tile, sequence)
+
+
+@triton.jit
+def _slot(inbox, row, max_tiles, tile, BLOCK: tl.constexpr, like_ptr):
+    """Pointers to the values of a tile in one row of the one-shot inboxes."""
+    place = tl.cast(row * max_tiles + tile, tl.int64) * (4 * BLOCK)
+    values = (inbox + place).to(tl.pointer_type(like_ptr.dtype.element_ty))
+    return values + tl.arange(0, BLOCK)
+
+
+@triton.jit(do_not_specialize=["my_rank"])
+def one_shot_kernel(
+    x_ptr,
+    out_ptr,
+    peers_ptr,
+    sequence_ptr,
+    late_ptr,
+    note_ptr,
+    n,
+    spins,
+    my_rank,
+    max_tiles,
+    flags_offset,
+    inbox_offset,
+    BLOCK: tl.constexpr,
+    WORLD: tl.constexpr,
+    LANES: tl.constexpr,
+    AMD: tl.constexpr,
+):
+    """Sum of x [n] over ranks into out [n], added in float32 in rank order, rounded once.
+
+    Grid (ceil(n / BLOCK)), at most max_tiles. Everyone sends everything to everyone: flags
+    [max_tiles, WORLD] int32 at ``flags_offset``; inboxes [2 halves, WORLD, max_tiles] of 4 BLOCK
+    bytes at ``inbox_offset``. The rest is as in two_shot_kernel.
+    """
+    tile = tl.program_id(0)
+    sequence = tl.load(sequence_ptr + tile) + 1
+    spins = tl.where(tl.load(late_ptr) > 0, 0, spins)
+    at = tile * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < n, other=0.0)
+    half = (sequence & 1) * WORLD
+    for i in range(1, WORLD):
+        inbox = _peer(peers_ptr, (my_rank + i) % WORLD) + inbox_offset
+        tl.store(_slot(inbox, half + my_rank, max_tiles, tile, BLOCK, x_ptr), x)
+    _signal(
+        peers_ptr, flags_offset + 4 * (tile * WORLD + my_rank), sequence, my_rank, WORLD, LANES, AMD
+    )
+    mine = _peer(peers_ptr, my_rank)
+    flags = _flags(mine, flags_offset + 4 * tile * WORLD)
+    _await(flags, sequence, spins, late_ptr, note_ptr, my_rank, WORLD, LANES)
+    total = tl.full((BLOCK,), -0.0, tl.float32)
+    for rank in range(WORLD):
+        if rank == my_rank:
+            part = x.to(tl.float32)
+        else:
+            sent = _slot(mine + inbox_offset, half + rank, max_tiles, tile, BLOCK, x_ptr)
+            part = tl.load(sent).to(tl.float32)
+        total += part
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=at < n)
+    tl.store(sequence_ptr + tile, sequence)
+
+
+@triton.jit
+def spin_kernel(flags_ptr, spins, late_ptr, note_ptr):
+    """Waits in vain for rank 1 of 2: its time per spin turns a deadline into a count."""
+    _await(flags_ptr, 1, spins, late_ptr, note_ptr, 0, 2, 2)

@@ -1,0 +1,66 @@
+"""Sums among the ranks of an FFN instance whose ranks are threads of one process.
+
+gloo is for processes: two of its groups made at once by two threads can crash.
+"""
+
+import threading
+from typing import ClassVar
+
+import torch
+
+from afd.errors import PeerLost
+from afd.schedule import row_shares
+from ffn_worker.allreduce.base import Alone, Collective
+
+DEADLINE_S = 1.5
+
+
+class _Meeting:
+    def __init__(self, world):
+        self.barrier = threading.Barrier(world)
+        self.parts = [None] * world
+
+
+class ThreadCollective(Collective):
+    """Exact: float32, in rank order. Ranks of the same ``address`` meet."""
+
+    _meetings: ClassVar[dict[str, _Meeting]] = {}
+    _lock = threading.Lock()
+
+    def __init__(self, rank, world, address):
+        super().__init__(rank, world)
+        with self._lock:
+            self._meeting = self._meetings.setdefault(address, _Meeting(world))
+        self._wait(10.0)
+
+    def all_reduce(self, x):
+        parts = self._everyones(x)
+        return torch.stack([part.float() for part in parts]).sum(0).to(x.dtype)
+
+    def reduce_scatter(self, x):
+        start, end = row_shares(len(x), self.world)[self.rank]
+        return self.all_reduce(x)[start:end]
+
+    def all_gather(self, x, rows):
+        return torch.cat(self._everyones(x))
+
+    def close(self):
+        self._meeting.barrier.abort()
+
+    def _everyones(self, x):
+        self._meeting.parts[self.rank] = x.clone()
+        self._wait(DEADLINE_S)
+        parts = list(self._meeting.parts)
+        self._wait(DEADLINE_S)
+        assert len({part.shape[1:] for part in parts}) == 1
+        return parts
+
+    def _wait(self, timeout_s):
+        try:
+            self._meeting.barrier.wait(timeout_s)
+        except threading.BrokenBarrierError:
+            raise PeerLost(f"rank {self.rank} of {self.world}: another rank is gone") from None
+
+
+def meet(rank, world, address):
+    return Alone() if world == 1 else ThreadCollective(rank, world, address)
