@@ -8,7 +8,6 @@ docs/results/finetuning.json and writes the table of docs/results/finetuning.md.
 
 import argparse
 import datetime
-import json
 from pathlib import Path
 
 from afd.bench.records import Record, write_records
@@ -75,9 +74,7 @@ def main() -> None:
     write_records(RESULTS / "finetuning.json", found)
     page = RESULTS / "finetuning.md"
     head = page.read_text().split(_MARKER)[0] if page.exists() else "# Second training\n\n"
-    config = json.loads((args.run / "run.json").read_text())[0]
-    chosen = ", ".join(f"{name} {value}" for name, value in config.items())
-    page.write_text(f"{head}{_MARKER}\n\nSettings: {chosen}.\n\n{table(args.run)}\n")
+    page.write_text(f"{head}{_MARKER}\n\n{table(args.run)}\n")
 
 
 if __name__ == "__main__":
