@@ -249,6 +249,10 @@ class Finetuner(Trainer):
             self.save(self.state)
 
 
+def _shares(text: str) -> tuple[float, ...]:
+    return tuple(float(share) for share in text.split(","))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train on, with the wire's rounding in the loop.")
     parser.add_argument("checkpoint", type=Path)
@@ -264,6 +268,8 @@ def main() -> None:
     for field in fields(FinetuneConfig):
         if field.type in (int, float):
             parser.add_argument(f"--{field.name.replace('_', '-')}", type=field.type)
+    for name in ("mixture", "decay_mixture"):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=_shares, metavar="F,P,L,C")
     args = vars(parser.parse_args())
     given = {f.name: args.get(f.name) for f in fields(FinetuneConfig)}
     config = FinetuneConfig(**{k: v for k, v in given.items() if v is not None})  # type: ignore[arg-type]
