@@ -111,8 +111,10 @@ def _parser() -> argparse.ArgumentParser:
     _config(check)
     for name, metavar, what in (
         ("wire", "NAME,...", "wire formats (default: all)"),
+        ("reduce", "NAME,...", "formats in which FFN ranks add up (default: all, where tp > 1)"),
         ("depth", "N,...", "micro-batches in flight (default: 1 to the file's)"),
         ("ffn", "N,...", "numbers of FFN instances (default: the file's)"),
+        ("tp", "N,...", "ranks of each FFN instance (default: the file's)"),
         ("dtype", "NAME,...", "serving dtypes (default: the file's)"),
     ):
         check.add_argument(f"--{name}", metavar=metavar, help=what)

@@ -1,8 +1,8 @@
 """Fetches the packages of training/sources.py and writes their prose: `python -m training.corpus`.
 
-Output in DIRECTORY: `prose.jsonl`, one {"source", "title", "paragraphs"} per line, and
-`corpus.json` with what was read (package, version, licence, characters). The same package
-versions give the same file.
+Output in DIRECTORY: `prose.jsonl` and `fresh.jsonl` (SOURCES and FRESH), one {"source", "title",
+"paragraphs"} per line, and `corpus.json` with what was read (package, version, licence,
+characters). The same package versions give the same files.
 """
 
 import argparse
@@ -11,10 +11,11 @@ import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 from training.clean import prose
 from training.readers import READERS, Document
-from training.sources import SOURCES, WORDNET, Source
+from training.sources import FRESH, SOURCES, WORDNET, Source
 
 
 def unpack(source: Source, cache: Path) -> Path:
@@ -29,6 +30,7 @@ def unpack(source: Source, cache: Path) -> Path:
     packages = cache / "packages"
     packages.mkdir(parents=True, exist_ok=True)
     found = sorted(packages.glob(f"{source.package}_*.deb"))
+    target.parent.mkdir(exist_ok=True)
     try:
         if not found:
             subprocess.run(["apt-get", "-q", "download", source.package], cwd=packages, check=True)
@@ -70,29 +72,34 @@ def unique(found: Iterator[Document], seen: set[bytes]) -> Iterator[Document]:
 
 
 def build(cache: Path, out: Path) -> list[dict[str, object]]:
-    """Writes prose.jsonl and corpus.json to `out`; returns the table of what was read."""
+    """Writes the files of the module's head to `out`; returns the table of what was read."""
     out.mkdir(parents=True, exist_ok=True)
     seen: set[bytes] = set()
     table: list[dict[str, object]] = []
-    with (out / "prose.jsonl").open("w") as stream:
-        for source in SOURCES:
-            characters = count = 0
-            for document in unique(documents(source, cache), seen):
-                record = {
-                    "source": source.package,
-                    "title": document.title,
-                    "paragraphs": document.paragraphs,
-                    "weight": source.weight,
-                }
-                stream.write(json.dumps(record) + "\n")
-                characters += sum(map(len, document.paragraphs))
-                count += 1
-            table.append(_row(source, cache, count, characters))
-            print(f"{source.title}: {count} documents, {characters / 1e6:.2f} M characters")
+    for name, sources in (("prose.jsonl", SOURCES), ("fresh.jsonl", FRESH)):
+        with (out / name).open("w") as stream:
+            table += [_write(source, cache, stream, seen) for source in sources]
     unpack(WORDNET, cache)
     table.append(_row(WORDNET, cache, 0, 0))
     (out / "corpus.json").write_text(json.dumps(table, indent=1) + "\n")
     return table
+
+
+def _write(source: Source, cache: Path, stream: TextIO, seen: set[bytes]) -> dict[str, object]:
+    """Writes one source's documents; returns its row of the table."""
+    characters = count = 0
+    for document in unique(documents(source, cache), seen):
+        record = {
+            "source": source.package,
+            "title": document.title,
+            "paragraphs": document.paragraphs,
+            "weight": source.weight,
+        }
+        stream.write(json.dumps(record) + "\n")
+        characters += sum(map(len, document.paragraphs))
+        count += 1
+    print(f"{source.title}: {count} documents, {characters / 1e6:.2f} M characters")
+    return _row(source, cache, count, characters)
 
 
 def _row(source: Source, cache: Path, count: int, characters: int) -> dict[str, object]:

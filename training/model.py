@@ -1,9 +1,10 @@
 """Qwen3-MoE in plain torch, for training. Parameter names follow the Hugging Face checkpoint.
 
-Every expert computes every row and the router's weights (zero for experts that were not chosen)
-select: exact, without dropped rows or sorting, and for 32 narrow experts faster than a grouped
-product, because one wide matrix product replaces 32 small ones. Source: vLLM 0.26
-models/qwen3_moe.py and Transformers' Qwen3MoeForCausalLM, which compute the same function.
+On a GPU every expert computes every row and the router's weights (zero for experts that were not
+chosen) select: exact, without dropped rows or sorting, and for 32 narrow experts faster than a
+grouped product, because one wide matrix product replaces 32 small ones. On a CPU, where arithmetic
+counts, an expert computes the rows that chose it. Source: vLLM 0.26 models/qwen3_moe.py and
+Transformers' Qwen3MoeForCausalLM, which compute the same function.
 """
 
 from dataclasses import asdict, dataclass
@@ -11,6 +12,8 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+_GROUP = 64
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,31 @@ class Moe(nn.Module):
 
     def experts(self, rows: Tensor, weights: Tensor) -> Tensor:
         """rows [rows, hidden], weights [rows, experts] -> [rows, hidden]."""
+        return self.wide(rows, weights) if rows.is_cuda else self.grouped(rows, weights)
+
+    def grouped(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """Each expert on its own rows, filled up with zeros to as many as the busiest one has."""
+        kept, ids = weights.topk(self.c.top_k, -1)
+        order = ids.flatten().argsort(stable=True)
+        expert = ids.flatten()[order]
+        counts = torch.bincount(expert, minlength=self.c.experts)
+        place = torch.arange(len(order), device=rows.device) - (counts.cumsum(0) - counts)[expert]
+        # Few different sizes, so that the library's kernels are prepared once.
+        size = -(-int(counts.max()) // _GROUP) * _GROUP
+        slot = expert * size + place
+        source = torch.full((self.c.experts * size,), len(rows), device=rows.device)
+        source[slot] = order // self.c.top_k
+        scale = kept.new_zeros(self.c.experts * size).index_copy(0, slot, kept.flatten()[order])
+        groups = F.pad(rows, (0, 0, 0, 1))[source].view(self.c.experts, size, -1)
+        both = torch.bmm(groups, torch.cat((self.gate_proj, self.up_proj), 1).transpose(1, 2))
+        gate, up = both.chunk(2, -1)
+        inner = F.silu(gate) * up * scale.view(self.c.experts, size, 1).to(both.dtype)
+        out = torch.bmm(inner, self.down_proj).flatten(0, 1)
+        total = rows.new_zeros(len(rows) + 1, out.shape[-1], dtype=torch.float32)
+        return total.index_add(0, source, out.float())[:-1].to(out.dtype)
+
+    def wide(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """Every expert on every row."""
         inner = F.silu(F.linear(rows, self.gate_proj.flatten(0, 1))) * F.linear(
             rows, self.up_proj.flatten(0, 1)
         )
@@ -172,13 +200,18 @@ class Model(nn.Module):
 
     def forward(self, ids: Tensor) -> tuple[Tensor, list[Routing]]:
         """ids [batch, length] int64 -> logits [batch, length, vocab], and the routing per layer."""
+        hidden, routings = self.trunk(ids)
+        return self.lm_head(hidden), routings
+
+    def trunk(self, ids: Tensor) -> tuple[Tensor, list[Routing]]:
+        """ids [batch, length] int64 -> what the head reads [batch, length, hidden], routing."""
         cos, sin = rope_tables(self.c, ids.shape[1], ids.device)
         x = self.embed_tokens(ids)
         routings = []
         for layer in self.layers:
             x, routing = layer(x, cos, sin)
             routings.append(routing)
-        return self.lm_head(self.norm(x)), routings
+        return self.norm(x), routings
 
 
 def auxiliary_losses(routings: list[Routing], top_k: int) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,8 @@ Reads DIRECTORY/prose.jsonl and WordNet (training/corpus.py), makes conversation
 tokenizer, and writes to DIRECTORY/packed: the tokenizer, `tokens.npz`, `heldout.txt` (prose) and
 `heldout-chat.txt` (conversations as the chat template renders them).
 
-tokens.npz holds for each stream (prose, lexicon, chat) and split (train, heldout) the token ids
+tokens.npz holds for each stream (prose, lexicon, chat; fresh: the prose of fresh.jsonl, which the
+tokenizer was not trained on either) and split (train, heldout) the token ids
 `<stream>.<split>` (uint16) and the places where a text begins `<stream>.<split>.starts` (int64).
 """
 
@@ -82,6 +83,17 @@ def texts(
     return found
 
 
+def fresh_texts(prose: list[tuple[str, int, Document]]) -> dict[str, list[list[str]]]:
+    """Texts of `fresh.<split>`, in a fixed order that mixes the sources."""
+    found: dict[str, list[list[str]]] = {f"fresh.{split}": [] for split in SPLITS}
+    for _, weight, document in prose:
+        held = is_heldout(document.paragraphs[0])
+        found[f"fresh.{SPLITS[held]}"] += [list(document.paragraphs)] * (1 if held else weight)
+    for pieces in found.values():
+        Random(SEED).shuffle(pieces)
+    return found
+
+
 def encode(found: list[list[str]], model: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
     """(ids uint16, starts int64): paragraphs joined by a blank line, texts by BOS."""
     bos = model.token_to_id(BOS)
@@ -154,6 +166,7 @@ def main() -> None:
               for text in found[name][:40_000] for p in text]  # fmt: skip
     model = tokenizer.train(sample, VOCAB)
     tokenizer.write(model, out, context=CONTEXT)
+    found |= fresh_texts(list(read_prose(args.directory / "fresh.jsonl")))
     arrays: dict[str, np.ndarray] = {}
     for name, pieces in found.items():
         arrays[name], arrays[f"{name}.starts"] = encode(pieces, model)

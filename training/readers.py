@@ -58,6 +58,18 @@ def read_plain(root: Path, glob: str) -> Iterator[Document]:
     yield from _chunks(root.stem, re.split(r"\n\s*\n", data.decode("utf-8", errors="replace")))
 
 
+_GUTENBERG_EDGE = re.compile(
+    r"^.*(?:\*\*\* ?(?:START|END) OF|End of (?:the )?Project Gutenberg).*$", re.M | re.I
+)
+
+
+def read_gutenberg(root: Path, glob: str) -> Iterator[Document]:
+    """A book of Project Gutenberg without what it says before and after the book."""
+    text = root.read_text("utf-8", errors="replace").replace("\r\n", "\n")
+    book = max(_GUTENBERG_EDGE.split(text), key=len)
+    yield from _chunks(root.stem, re.split(r"\n\s*\n", book))
+
+
 def read_sword(root: Path, glob: str) -> Iterator[Document]:
     """A SWORD zText module: blocks of zlib-compressed OSIS, found through .bzs (blocks) and
     .bzv (verses). One document per block, a paragraph per some verses."""
@@ -115,6 +127,7 @@ def _chunks(title: str, paragraphs: list[str]) -> Iterator[Document]:
 READERS: dict[str, Callable[[Path, str], Iterator[Document]]] = {
     "html": read_html,
     "plain": read_plain,
+    "gutenberg": read_gutenberg,
     "sword": read_sword,
     "austen": read_austen,
 }

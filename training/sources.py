@@ -32,6 +32,8 @@ _RUST = "usr/share/doc/rust-doc/html"
 _RUST_BOOKS = ("book", "reference", "nomicon", "rustc", "rustdoc", "embedded-book",
                "rust-by-example", "edition-guide", "std")  # fmt: skip
 
+_LZ4 = "usr/share/gocode/src/github.com/pierrec/lz4/testdata"
+
 SOURCES: tuple[Source, ...] = (
     Source(
         "r-cran-janeaustenr", "1.0.0-1", "public domain", "Jane Austen's six novels", "austen",
@@ -122,6 +124,36 @@ SOURCES: tuple[Source, ...] = (
         for book in _RUST_BOOKS
     ),
 )  # fmt: skip
+
+FRESH: tuple[Source, ...] = (
+    Source(
+        "golang-github-pierrec-lz4-dev", "2.5.2-2", "public domain",
+        "Arthur Conan Doyle, The Adventures of Sherlock Holmes (test data of the package)",
+        "gutenberg", f"{_LZ4}/pg1661.txt", weight=2,
+    ),
+    Source(
+        "golang-github-pierrec-lz4-dev", "2.5.2-2", "public domain",
+        "Mark Twain, The Adventures of Tom Sawyer (test data of the package)",
+        "gutenberg", f"{_LZ4}/Mark.Twain-Tom.Sawyer.txt", weight=2,
+    ),
+    Source(
+        "sword-comm-mhcc", "2.0-1", "public domain", "Matthew Henry's Concise Commentary", "sword",
+        "usr/share/sword/modules/comments/zcom/mhcc",
+    ),
+    Source(
+        "tomcat10-docs", "10.1.60-1~deb12u1", "Apache-2.0", "Apache Tomcat documentation", "html",
+        "usr/share/tomcat10-docs/docs",
+    ),
+    Source(
+        "swift-doc", "2.30.1-0+deb12u3", "Apache-2.0", "OpenStack Swift documentation", "html",
+        "usr/share/doc/swift-doc",
+    ),
+    Source(
+        "python-tornado-doc", "6.2.0-3+deb12u4", "Apache-2.0", "Tornado documentation", "html",
+        "usr/share/doc/python-tornado-doc/html", "[a-z]*/*.html",
+    ),
+)  # fmt: skip
+"""Prose that the first training did not see, for the second one (training/finetune.py)."""
 
 WORDNET = Source(
     "wordnet-base", "1:3.0-37", "WordNet 3.0", "WordNet: definitions, examples, relations",

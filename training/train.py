@@ -9,6 +9,7 @@ import argparse
 import json
 import math
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TextIO
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from training.export import export
-from training.model import Model, ModelConfig, auxiliary_losses
+from training.model import Model, ModelConfig, Routing, auxiliary_losses
 
 STREAMS = ("prose", "lexicon", "chat")
 
@@ -27,7 +28,8 @@ STREAMS = ("prose", "lexicon", "chat")
 @dataclass(frozen=True)
 class TrainConfig:
     steps: int = 10_000
-    batch: int = 64  # rows of `context` tokens
+    batch: int = 64  # rows
+    row: int = 1024  # tokens of a row
     lr: float = 1.2e-3
     warmup: int = 300
     decay_share: float = 0.3  # of all steps
@@ -76,13 +78,15 @@ class Stream:
         return self.rows(torch.linspace(0, last, min(count, last + 1)).long().to(self.ids.device))
 
 
-def load_streams(file: Path, split: str, length: int, device: str) -> dict[str, Stream]:
+def load_streams(
+    file: Path, split: str, length: int, device: str, names: tuple[str, ...] = STREAMS
+) -> dict[str, Stream]:
     with np.load(file) as arrays:
         return {
             name: Stream(
                 arrays[f"{name}.{split}"], arrays[f"{name}.{split}.starts"], length, device
             )
-            for name in STREAMS
+            for name in names
         }
 
 
@@ -103,8 +107,7 @@ def optimiser(model: Model, config: TrainConfig) -> torch.optim.AdamW:
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    fused = next(model.parameters()).is_cuda
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=fused)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
 
 
 @torch.no_grad()
@@ -134,12 +137,15 @@ def evaluate(model: Model, streams: dict[str, Stream], rows: int, batch: int) ->
 class Trainer:
     """The state of a run: model, optimiser, step, random stream."""
 
+    streams = STREAMS
+
     def __init__(self, model: Model, config: TrainConfig, data: Path, device: str) -> None:
         self.model, self.config, self.device = model.to(device), config, device
         self.optimiser = optimiser(model, config)
-        self.train = load_streams(data, "train", model.c.context, device)
-        self.heldout = load_streams(data, "heldout", model.c.context, device)
+        self.train = load_streams(data, "train", config.row, device, self.streams)
+        self.heldout = load_streams(data, "heldout", config.row, device, self.streams)
         self.generator = torch.Generator(device).manual_seed(config.seed)
+        self.mixture = config.mixture
         self.step = 0
 
     def save(self, file: Path) -> None:
@@ -161,7 +167,8 @@ class Trainer:
         config = self.config
         forward = torch.compile(self.model) if compiled else self.model
         began = time.monotonic()
-        first, sums, since = self.step, torch.zeros(4, device=self.device), began
+        first, since = self.step, began
+        sums: dict[str, Tensor] = {}
         end = config.steps if until is None else min(until, config.steps)
         while self.step < end:
             elapsed = (time.monotonic() - began) / 60
@@ -172,33 +179,42 @@ class Trainer:
             for group in self.optimiser.param_groups:
                 group["lr"] = lr
             decaying = progress > 1 - config.decay_share
-            mixture = config.decay_mixture if decaying else config.mixture
-            rows = draw_batch(self.train, mixture, config.batch, self.generator)
-            cuda = self.device == "cuda"
-            with torch.autocast(self.device, torch.bfloat16, enabled=cuda):
-                logits, routings = forward(rows[:, :-1])
-                loss = F.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
-                balance, z = auxiliary_losses(routings, self.model.c.top_k)
-                total = loss + config.balance * balance + config.z * z
+            self.mixture = config.decay_mixture if decaying else config.mixture
+            rows = draw_batch(self.train, self.mixture, config.batch, self.generator)
+            total, parts = self.objective(forward, rows)
             total.backward()
             norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
             self.optimiser.step()
             self.optimiser.zero_grad(set_to_none=True)
-            sums += torch.stack((loss.detach(), balance.detach(), z.detach(), norm))
+            for name, part in (*parts.items(), ("grad_norm", norm)):
+                sums[name] = sums.get(name, 0.0) + part.detach()
             self.step += 1
             if self.step % config.log_every == 0:
-                means = (sums / config.log_every).tolist()
+                line: dict[str, object] = {
+                    name: (value / config.log_every).item() for name, value in sums.items()
+                }
                 now = time.monotonic()
                 rate = config.log_every * rows[:, 1:].numel() / (now - since)
                 since = now
-                sums.zero_()
-                line = dict(zip(("loss", "balance", "z", "grad_norm"), means, strict=True))
+                sums.clear()
                 line |= {"lr": lr, "tokens_per_s": rate, "seconds": now - began}
                 self.write(log, line)
             if self.step % config.eval_every == 0 or self.step in (end, first + 1):
                 self.measure(log)
                 since = time.monotonic()
         self.measure(log)
+
+    def objective(
+        self, forward: Callable[[Tensor], tuple[Tensor, list[Routing]]], rows: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """What is made small on rows [batch, row + 1], and its parts for the log."""
+        cuda = self.device == "cuda"
+        with torch.autocast(self.device, torch.bfloat16, enabled=cuda):
+            logits, routings = forward(rows[:, :-1])
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
+            balance, z = auxiliary_losses(routings, self.model.c.top_k)
+            total = loss + self.config.balance * balance + self.config.z * z
+        return total, {"loss": loss, "balance": balance, "z": z}
 
     def measure(self, log: TextIO) -> None:
         self.model.eval()

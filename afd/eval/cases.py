@@ -1,18 +1,19 @@
 """What `afd eval` runs: every wire format, reduce format, depth, topology and dtype. Pure."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import get_args
 
-from afd.config import Deployment, Wire
+from afd.config import Deployment, Ffn, Wire
 from afd.errors import ConfigError
 
 WIRES: tuple[str, ...] = get_args(Wire.model_fields["format"].annotation)
 """Every wire format that a deployment file may name, in its order (afd/config.py)."""
 
-REDUCES: Mapping[str, Mapping[str, Mapping[str, object]]] = {"sum": {}}
-"""How partial results of several FFN instances become one -> what it sets in a deployment file, by
-section. ``sum`` adds them up in float32 (attention_worker/remote.py) and is all there is so far."""
+REDUCES: tuple[str, ...] = get_args(Ffn.model_fields["reduce"].annotation)
+"""Every format in which the ranks of an FFN instance may add up their parts, the exact one first.
+The parts of several instances are always added up exactly (attention_worker/remote.py)."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """``fp8 sum 3 1A2F bfloat16 heldout``."""
+        """``fp8 exact 3 1A2F bfloat16 heldout``."""
         parts = (self.wire, self.reduce, str(self.depth), self.topology, self.dtype, self.text)
         return " ".join(parts)
 
@@ -41,17 +42,21 @@ def parse_case(name: str) -> Case:
 
 @dataclass(frozen=True)
 class Target:
-    """One deployment under test; its depth is switched while it runs."""
+    """One deployment under test; its depth is switched while it runs. tp: ranks of each FFN
+    instance."""
 
     wire: str
     reduce: str
     attention: int
     ffn: int
     dtype: str
+    tp: int = 1
 
     @property
     def topology(self) -> str:
-        return f"{self.attention}A{self.ffn}F"
+        """``1A2F``; with two ranks in each FFN instance ``1A2F/TP2``."""
+        ranks = f"/TP{self.tp}" if self.tp > 1 else ""
+        return f"{self.attention}A{self.ffn}F{ranks}"
 
     def case(self, depth: int, text: str) -> Case:
         return Case(self.wire, self.reduce, depth, self.topology, self.dtype, text)
@@ -66,21 +71,26 @@ def targets(
     ffns: Sequence[int],
     dtype: str,
     wires: Sequence[str],
-    reduces: Sequence[str] = tuple(REDUCES),
+    tps: Sequence[int] = (1,),
+    reduces: Sequence[str] = REDUCES,
 ) -> Iterator[Target]:
-    """Deployments of one dtype. With one FFN instance nothing is reduced, so one reduce is run.
+    """Deployments of one dtype. An instance of one rank reduces nothing: it is run once, as exact.
 
     Raises:
-        ConfigError: a format that is not known.
+        ConfigError: a format that is not known, or a lossy reduce format alone without ranks.
     """
     for known, asked, what in ((WIRES, wires, "wire"), (REDUCES, reduces, "reduce")):
         for name in asked:
             if name not in known:
                 raise ConfigError(f"{what} format {name!r} is not known; use {' or '.join(known)}")
-    for ffn in ffns:
-        for wire in wires:
-            for reduce in reduces if ffn > 1 else reduces[:1]:
-                yield Target(wire, reduce, attention, ffn, dtype)
+    if REDUCES[0] not in reduces and max(tps) == 1:
+        raise ConfigError(
+            f"--reduce {','.join(reduces)} is how the ranks of an FFN instance add up, and with one"
+            " rank there is nothing to add; give --tp 2 too"
+        )
+    for ffn, tp, wire in product(ffns, tps, wires):
+        for reduce in reduces if tp > 1 else REDUCES[:1]:
+            yield Target(wire, reduce, attention, ffn, dtype, tp)
 
 
 def deployment_file(
@@ -98,12 +108,11 @@ def deployment_file(
         "host": "127.0.0.1",
         "vllm_args": [*base.attention.vllm_args, *vllm_args],
     }
-    if target.ffn != base.ffn.instances:
-        data["ffn"] |= {"instances": target.ffn, "cpus": "auto"}
+    if (target.ffn, target.tp) != (base.ffn.instances, base.ffn.tp):
+        data["ffn"]["cpus"] = "auto"
+    data["ffn"] |= {"instances": target.ffn, "tp": target.tp, "reduce": target.reduce}
     data["pipeline"]["depth"] = depth
     data["wire"]["format"] = target.wire
     data["transport"]["host"] = "127.0.0.1"
     data["control"]["keys"] = None
-    for section, values in REDUCES[target.reduce].items():
-        data[section] |= values
     return data

@@ -3,21 +3,24 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from afd.eval.cases import Case
+from afd.eval.cases import REDUCES, Case
 
 ANY = "*"
+EXACT = REDUCES[0]
 _ONE, _MANY = "1F", ">1F"
 
 
 @dataclass(frozen=True)
 class Gate:
-    """Limits of the cases that match ``wire``, ``dtype``, ``ffn`` ("1F", ">1F") and ``text``.
+    """Limits of the cases that match ``wire``, ``reduce``, ``dtype``, ``ffn`` ("1F": one process,
+    ">1F": the parts of several are added up) and ``text``.
 
     kl: nats, at most. perplexity: relative change, at most, either way. top1, cloze: fractions of
     equal choices, at least. why: where the limits come from. 0 and 1 mean identical.
     """
 
     wire: str
+    reduce: str
     dtype: str
     ffn: str
     text: str
@@ -46,21 +49,27 @@ class Reading:
 
 
 GATES = (
-    Gate("exact", ANY, _ONE, ANY, 0.0, 0.0, 1.0, 1.0, "one FFN instance computes what vLLM does"),
     Gate(
-        "exact", "float32", _MANY, ANY, 1e-5, 1e-4, 0.999, 0.98,
+        "exact", EXACT, ANY, _ONE, ANY, 0.0, 0.0, 1.0, 1.0,
+        "one FFN instance computes what vLLM does",
+    ),
+    Gate(
+        "exact", EXACT, "float32", _MANY, ANY, 1e-5, 1e-4, 0.999, 0.98,
         "sums in another order, which may decide a near tie in a router",
     ),
     Gate(
-        "exact", ANY, _MANY, "heldout", 5e-3, 1e-2, 0.96, 0.9,
+        "exact", EXACT, ANY, _MANY, "heldout", 5e-3, 1e-2, 0.96, 0.9,
         "measured; each part is rounded to the dtype, and all that follows rounds anew",
     ),
-    Gate("exact", ANY, _MANY, ANY, 1e-3, 2e-3, 0.98, 0.9, "measured; as above"),
-    Gate("fp8", ANY, ANY, "heldout", 1e-2, 1e-2, 0.94, 0.9, "measured; goal missed"),
-    Gate("fp8", ANY, ANY, "heldout-chat", 2e-3, 3e-3, 0.98, 0.9, "measured; goal just missed"),
-    Gate("fp8", ANY, ANY, ANY, 1e-3, 1e-3, 0.98, 0.9, "the project's goal for FP8"),
-    Gate("mxfp4", ANY, ANY, "heldout", 0.12, 8e-2, 0.8, 0.85, "measured"),
-    Gate("mxfp4", ANY, ANY, "heldout-chat", 2e-2, 2e-2, 0.96, 0.9, "measured"),
+    Gate("exact", EXACT, ANY, _MANY, ANY, 1e-3, 2e-3, 0.98, 0.9, "measured; as above"),
+    Gate("fp8", EXACT, ANY, ANY, "heldout", 1e-2, 1e-2, 0.94, 0.9, "measured; goal missed"),
+    Gate(
+        "fp8", EXACT, ANY, ANY, "heldout-chat", 2e-3, 3e-3, 0.98, 0.9,
+        "measured; goal just missed",
+    ),
+    Gate("fp8", EXACT, ANY, ANY, ANY, 1e-3, 1e-3, 0.98, 0.9, "the project's goal for FP8"),
+    Gate("mxfp4", EXACT, ANY, ANY, "heldout", 0.12, 8e-2, 0.8, 0.85, "measured"),
+    Gate("mxfp4", EXACT, ANY, ANY, "heldout-chat", 2e-2, 2e-2, 0.96, 0.9, "measured"),
 )  # fmt: skip
 """The first one that matches holds. A format without one is measured, not judged."""
 
@@ -72,9 +81,9 @@ KL_FLOOR = 1e-6
 
 def gate_of(case: Case) -> Gate | None:
     ffn = _ONE if case.topology.endswith("A1F") else _MANY
-    facts = (case.wire, case.dtype, ffn, case.text)
+    facts = (case.wire, case.reduce, case.dtype, ffn, case.text)
     for gate in GATES:
-        wanted = (gate.wire, gate.dtype, gate.ffn, gate.text)
+        wanted = (gate.wire, gate.reduce, gate.dtype, gate.ffn, gate.text)
         if all(want in (ANY, fact) for want, fact in zip(wanted, facts, strict=True)):
             return gate
     return None

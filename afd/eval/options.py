@@ -8,7 +8,7 @@ from pathlib import Path
 
 from afd.config import MAX_DEPTH, Deployment
 from afd.errors import ConfigError
-from afd.eval.cases import WIRES
+from afd.eval.cases import REDUCES, WIRES
 from afd.eval.scoring import Effort
 
 FULL = Effort(tokens=6144, cloze=40, whole=64)
@@ -24,6 +24,8 @@ class Options:
     wires: tuple[str, ...]
     depths: tuple[int, ...]
     ffns: tuple[int, ...]
+    tps: tuple[int, ...]
+    reduces: tuple[str, ...]
     dtypes: tuple[str, ...]
     texts: tuple[Path, ...]
     effort: Effort
@@ -42,6 +44,9 @@ def options_of(args: argparse.Namespace, deployment: Deployment) -> Options:
     ffns = _numbers("--ffn", args.ffn) or (deployment.ffn.instances,)
     if min(ffns) < 1:
         raise ConfigError(f"--ffn {args.ffn} has a deployment without FFN instances; use 1 or more")
+    tps = _numbers("--tp", args.tp) or (deployment.ffn.tp,)
+    if min(tps) < 1:
+        raise ConfigError(f"--tp {args.tp} has an FFN instance without ranks; use 1 or more")
     if args.page is not None and args.out is None:
         raise ConfigError("--page takes its table from the results in --out DIR; give that too")
     at_once = 1 if args.at_once is None else args.at_once
@@ -51,6 +56,8 @@ def options_of(args: argparse.Namespace, deployment: Deployment) -> Options:
         wires=_names(args.wire) or WIRES,
         depths=depths[-1:] if args.quick and not args.depth else depths,
         ffns=ffns,
+        tps=tps,
+        reduces=_names(args.reduce) or REDUCES,
         dtypes=_names(args.dtype) or (deployment.attention.dtype,),
         texts=tuple(args.text),
         effort=QUICK if args.quick else FULL,
@@ -77,7 +84,7 @@ def _numbers(option: str, text: str | None) -> tuple[int, ...]:
 def _command(args: argparse.Namespace) -> str:
     """The command line that does the same again, but for where results go."""
     words = ["afd", "eval", str(args.config)]
-    for name in ("wire", "depth", "ffn", "dtype"):
+    for name in ("wire", "reduce", "depth", "ffn", "tp", "dtype"):
         value: str | None = vars(args)[name]
         words += [f"--{name}", value] if value else []
     words += _repeated("--set", args.overrides) + _repeated("--text", map(str, args.text))

@@ -197,13 +197,14 @@ def _beyond_goal(cases: Mapping[Case, _Values]) -> list[str]:
 def gate_table() -> list[str]:
     """The limits as Markdown."""
     lines = [
-        "| wire | dtype | FFN instances | text | KL | perplexity | top-1 | cloze | because |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| wire | reduce | dtype | FFN processes | text | KL | perplexity | top-1 | cloze"
+        " | because |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for gate in GATES:
         cells = (
-            gate.wire, gate.dtype, gate.ffn, gate.text, f"{gate.kl:g}", f"{gate.perplexity:.2%}",
-            f"{gate.top1:g}", f"{gate.cloze:g}", gate.why,
+            gate.wire, gate.reduce, gate.dtype, gate.ffn, gate.text, f"{gate.kl:g}",
+            f"{gate.perplexity:.2%}", f"{gate.top1:g}", f"{gate.cloze:g}", gate.why,
         )  # fmt: skip
         lines.append("| " + " | ".join("any" if cell == "*" else cell for cell in cells) + " |")
     return lines

@@ -45,7 +45,12 @@ def evaluate(deployment: Deployment, options: Options) -> int:
     failures: list[str] = []
     for asked in options.dtypes:
         dtype = family.serve_as(model, asked).dtype
-        wanted = list(targets(deployment.attention.instances, options.ffns, dtype, options.wires))
+        wanted = list(
+            targets(
+                deployment.attention.instances, options.ffns, dtype, options.wires,
+                options.tps, options.reduces,
+            )
+        )  # fmt: skip
         failures += _Evaluation(deployment, options, texts, dtype).run(wanted)
     if options.out is not None:
         found = [r for r in read_records(options.out / "eval.json") if r.bench == "eval"]

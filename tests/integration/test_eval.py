@@ -35,7 +35,7 @@ def found(out: Path) -> dict[tuple[str, str], Record]:
 def test_every_wire_format_is_measured_on_every_text(
     found: dict[tuple[str, str], Record],
 ) -> None:
-    cases = {f"{wire} sum 3 1A1F float32 {text}" for wire in WIRES for text in TEXTS}
+    cases = {f"{wire} exact 3 1A1F float32 {text}" for wire in WIRES for text in TEXTS}
     assert {case for case, _ in found} == cases
     for case in cases:
         tokens = found[case, "positions"].value
@@ -44,7 +44,7 @@ def test_every_wire_format_is_measured_on_every_text(
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_the_exact_wire_is_colocated_vllm(found: dict[tuple[str, str], Record], text: str) -> None:
-    case = f"exact sum 3 1A1F float32 {text}"
+    case = f"exact exact 3 1A1F float32 {text}"
     assert found[case, "kl"].value == 0.0
     assert found[case, "top1"].value == found[case, "cloze_same"].value == 1.0
     assert found[case, "perplexity"].value == found[case, "perplexity"].peer_value
@@ -53,7 +53,7 @@ def test_the_exact_wire_is_colocated_vllm(found: dict[tuple[str, str], Record], 
 def test_the_model_speaks(found: dict[tuple[str, str], Record]) -> None:
     """Else agreement would say nothing: chance is 8192, and 1 in 4."""
     for text, perplexity in (("heldout-chat", 2.0), ("heldout", 100.0)):
-        case = f"exact sum 3 1A1F float32 {text}"
+        case = f"exact exact 3 1A1F float32 {text}"
         assert found[case, "perplexity"].value < perplexity
         assert found[case, "cloze"].value > 0.5
 
@@ -61,7 +61,7 @@ def test_the_model_speaks(found: dict[tuple[str, str], Record]) -> None:
 def test_fp8_is_measured_as_something_else(found: dict[tuple[str, str], Record]) -> None:
     """A comparison that cannot see rounding would let everything pass."""
     for text in TEXTS:
-        assert found[f"fp8 sum 3 1A1F float32 {text}", "kl"].value > 1e-5
+        assert found[f"fp8 exact 3 1A1F float32 {text}", "kl"].value > 1e-5
 
 
 def test_the_page_is_written(out: Path) -> None:

@@ -26,36 +26,48 @@ from afd.eval.report import (
 
 ROOT = Path(__file__).parents[2]
 ORIGIN = Origin("2 cores", "afd eval x.yaml", "2026-01-01")
-EXACT = Case("exact", "sum", 3, "1A1F", "bfloat16", "heldout")
-FP8 = Case("fp8", "sum", 2, "1A2F", "bfloat16", "heldout-chat")
+EXACT = Case("exact", "exact", 3, "1A1F", "bfloat16", "heldout")
+FP8 = Case("fp8", "exact", 2, "1A2F", "bfloat16", "heldout-chat")
 SAME = Numbers(0.0, 1.0, 0.95, 100, 7.5, 7.5, Cloze(0.8, 0.8, 1.0), Whole(0.0, 1.0))
 
 
-def test_every_wire_format_of_the_deployment_file_is_run() -> None:
+def test_every_format_of_the_deployment_file_is_run() -> None:
     assert WIRES == ("exact", "fp8", "mxfp4")
-    assert tuple(REDUCES) == ("sum",)
+    assert REDUCES == ("exact", "int8", "int6", "int4", "fp4")
     for wire in WIRES:
         Deployment.from_plain({"model": "m", "wire": {"format": wire}})
+    for reduce in REDUCES:
+        Deployment.from_plain({"model": "m", "ffn": {"tp": 2, "reduce": reduce}})
 
 
 def test_targets_are_every_combination() -> None:
     found = list(targets(1, (1, 2), "float32", ("exact", "fp8")))
     assert [t.name for t in found] == [
-        "exact sum 1A1F float32",
-        "fp8 sum 1A1F float32",
-        "exact sum 1A2F float32",
-        "fp8 sum 1A2F float32",
+        "exact exact 1A1F float32",
+        "fp8 exact 1A1F float32",
+        "exact exact 1A2F float32",
+        "fp8 exact 1A2F float32",
     ]
+    ranks = targets(2, (1,), "bfloat16", ("fp8",), (1, 2), ("exact", "int4"))
+    assert [t.name for t in ranks] == [
+        "fp8 exact 2A1F bfloat16",
+        "fp8 exact 2A1F/TP2 bfloat16",
+        "fp8 int4 2A1F/TP2 bfloat16",
+    ], "one rank adds nothing up, so there is nothing lossy about it"
     with pytest.raises(
         ConfigError, match="wire format 'fp9' is not known; use exact or fp8 or mxfp4"
     ):
         list(targets(1, (1,), "float32", ("fp9",)))
-    with pytest.raises(ConfigError, match="reduce format 'avg' is not known; use sum"):
-        list(targets(1, (1,), "float32", WIRES, ("avg",)))
+    with pytest.raises(ConfigError, match="reduce format 'avg' is not known; use exact or int8"):
+        list(targets(1, (1,), "float32", WIRES, (2,), ("avg",)))
+    with pytest.raises(
+        ConfigError, match=r"--reduce int8,int6 is how the ranks .* give --tp 2 too"
+    ):
+        list(targets(1, (1,), "float32", WIRES, (1,), ("int8", "int6")))
 
 
 def test_case_names_are_read_back() -> None:
-    assert FP8.name == "fp8 sum 2 1A2F bfloat16 heldout-chat"
+    assert FP8.name == "fp8 exact 2 1A2F bfloat16 heldout-chat"
     for case in (EXACT, FP8, replace(FP8, text="a text with spaces")):
         assert parse_case(case.name) == case
 
@@ -70,7 +82,7 @@ def test_a_deployment_over_hosts_runs_on_this_one() -> None:
             "control": {"keys": "k"},
         }
     )
-    file = deployment_file(base, Target("fp8", "sum", 2, 2, "float32"), 2, ["--b"])
+    file = deployment_file(base, Target("fp8", "exact", 2, 2, "float32"), 2, ["--b"])
     assert Deployment.from_plain(file) == Deployment.from_plain(
         {
             "model": "m",
@@ -81,8 +93,11 @@ def test_a_deployment_over_hosts_runs_on_this_one() -> None:
             "transport": {"backend": "tcp"},
         }
     )
-    kept = deployment_file(base, Target("exact", "sum", 2, 1, "float32"), 2, [])
+    kept = deployment_file(base, Target("exact", "exact", 2, 1, "float32"), 2, [])
     assert Deployment.from_plain(kept).ffn.cpus == ((0,),)
+    ranks = deployment_file(base, Target("exact", "int6", 2, 1, "float32", tp=2), 2, [])
+    ffn = Deployment.from_plain(ranks).ffn
+    assert (ffn.instances, ffn.tp, ffn.reduce, ffn.cpus) == (1, 2, "int6", "auto")
 
 
 def test_the_first_matching_gate_holds() -> None:
@@ -101,7 +116,7 @@ def test_the_first_matching_gate_holds() -> None:
 def test_identical_numbers_keep_every_limit() -> None:
     for gate in GATES:
         topology = "1A1F" if gate.ffn != ">1F" else "1A2F"
-        case = Case(gate.wire, "sum", 1, topology, gate.dtype, gate.text)
+        case = Case(gate.wire, gate.reduce, 1, topology, gate.dtype, gate.text)
         assert gate_of(case) is gate
         assert list(breaches(case, Reading(0.0, 5.0, 5.0, 1.0, 1.0))) == []
 
@@ -119,7 +134,7 @@ def test_identical_numbers_keep_every_limit() -> None:
 def test_each_limit_is_told_in_a_sentence(change: dict[str, float], words: str) -> None:
     good = Reading(0.0, 7.5, 7.5, 1.0, 1.0)
     (line,) = breaches(EXACT, replace(good, **change))
-    assert line.startswith("exact sum 3 1A1F bfloat16 heldout: ") and words in line
+    assert line.startswith("exact exact 3 1A1F bfloat16 heldout: ") and words in line
     assert list(breaches(EXACT, replace(good, cloze_same=None))) == []
 
 
@@ -168,7 +183,8 @@ def test_kl_ratio_is_finite_and_one_where_nothing_is_lost() -> None:
     assert kl_ratio(EXACT, 1e-4) == pytest.approx(0.01)
     assert kl_ratio(FP8, 0.0) == pytest.approx(1000.0)
     assert kl_ratio(FP8, 1e-2) == pytest.approx(0.1)
-    assert kl_ratio(replace(FP8, text="heldout"), 5e-3) == pytest.approx(0.2), "held to the goal"
+    wide = replace(FP8, wire="mxfp4", text="heldout")
+    assert kl_ratio(wide, 5e-3) == pytest.approx(0.2), "held to the goal"
 
 
 def rows_of(*cases: tuple[Case, Numbers]) -> list[str]:
@@ -180,7 +196,7 @@ def test_depths_with_the_same_numbers_share_a_row() -> None:
     first = replace(SAME, whole=None)
     rows = rows_of((replace(EXACT, depth=1), first), (replace(EXACT, depth=3), SAME))
     assert rows[2:] == [
-        "| exact | sum | 1, 3 | 1A1F | bfloat16 | heldout | 0 | 0 | 7.5000 | 7.5000 | +0.000% "
+        "| exact | exact | 1, 3 | 1A1F | bfloat16 | heldout | 0 | 0 | 7.5000 | 7.5000 | +0.000% "
         "| 1.0000 | 0.800 | 0.800 | 1.000 |"
     ]
     noise = replace(first, kl=-3e-9)
@@ -196,7 +212,7 @@ def test_the_page_names_what_is_beyond_its_limits() -> None:
     good = records(EXACT, SAME, size, ORIGIN)
     assert "Every case is within its limits." in page(good)
     assert "beyond the goal" not in page(good)
-    wide = replace(FP8, text="heldout")
+    wide = replace(FP8, wire="mxfp4", text="heldout")
     missed = page(records(wide, replace(SAME, kl=5e-3), size, ORIGIN))
     assert "Every case is within its limits." in missed
     assert f"## KL beyond the goal of 0.001 nats\n\n- {wide.name}: 5.0e-03\n" in missed

@@ -15,6 +15,7 @@ from afd.bench.servers import Server
 from afd.cli import main
 from afd.errors import AfdError
 from afd.eval import run
+from afd.eval.cases import REDUCES
 from afd.eval.numbers import numbers
 from afd.eval.scoring import Effort, prepare, score
 from afd.eval.texts import Text
@@ -114,16 +115,29 @@ def test_every_case_is_run_written_and_judged(
     assert evaluate(config, "--out", str(out), "--page", str(page), "--at-once", "3") == 0
     found = read_records(out / "eval.json")
     assert {r.case for r in found if r.metric == "kl"} == {
-        f"{wire} sum {depth} 1A1F bfloat16 heldout-chat"
+        f"{wire} exact {depth} 1A1F bfloat16 heldout-chat"
         for wire in ("exact", "fp8", "mxfp4")
         for depth in (1, 2)
     }
     assert {r.command for r in found} == {f"afd eval {config}"}
     whole = [r.case for r in found if r.metric == "kl_whole_vocabulary"]
     assert all(" 2 " in case for case in whole) and whole, "what takes long is done once"
-    assert "| exact | sum | 1, 2 | 1A1F |" in page.read_text()
+    assert "| exact | exact | 1, 2 | 1A1F |" in page.read_text()
     assert "Every case is within its limits." in (out / "eval.md").read_text()
     assert capsys.readouterr().out.count("within limits") == 6
+
+
+def test_ranks_are_run_with_every_reduce_format(
+    config: Path, systems: dict[str, Model], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    evaluate(config, "--tp", "2", "--wire", "fp8", "--quick", "--out", str(out))
+    found = read_records(out / "eval.json")
+    assert {r.case for r in found} == {
+        f"fp8 {reduce} 2 1A1F/TP2 bfloat16 heldout-chat" for reduce in REDUCES
+    }
+    assert {r.command for r in found} == {f"afd eval {config} --wire fp8 --tp 2 --quick"}
 
 
 def test_a_limit_that_is_not_kept_is_told_and_exits_with_1(
@@ -132,8 +146,8 @@ def test_a_limit_that_is_not_kept_is_told_and_exits_with_1(
     systems["exact"].error = 0.01
     assert evaluate(config, "--wire", "exact", "--quick") == 1
     out = capsys.readouterr().out
-    assert "afd eval: exact sum 2 1A1F bfloat16 heldout-chat: KL is" in out
-    assert " sum 1 " not in out, "quick runs the deepest depth only"
+    assert "afd eval: exact exact 2 1A1F bfloat16 heldout-chat: KL is" in out
+    assert " exact 1 " not in out, "quick runs the deepest depth only"
 
 
 def test_a_depth_that_did_not_run_is_an_error(
@@ -163,6 +177,9 @@ def test_a_prefix_cache_that_hides_positions_is_an_error(
         (["--wire", "fp9"], "wire format 'fp9' is not known; use exact or fp8 or mxfp4"),
         (["--depth", "4"], "--depth 4 is not between 1 and 3"),
         (["--depth", "x"], "--depth x is not a list of whole numbers"),
+        (["--tp", "0"], "--tp 0 has an FFN instance without ranks"),
+        (["--reduce", "int8"], "with one rank there is nothing to add; give --tp 2 too"),
+        (["--reduce", "avg", "--tp", "2"], "reduce format 'avg' is not known; use exact or int8"),
         (["--ffn", "0"], "--ffn 0 has a deployment without FFN instances"),
         (["--dtype", "int3"], "dtype 'int3' is not known"),
         (["--page", "x.md"], "give that too"),

@@ -41,6 +41,9 @@ def test_moe_equals_the_expert_by_expert_reference(seed):
     x = torch.randn(3, 7, TINY.hidden)
     out, routing = moe(x)
     torch.testing.assert_close(out, moe.reference(x), rtol=1e-5, atol=1e-5)
+    rows = x.flatten(0, 1)
+    wide = moe.wide(rows, moe.route(rows)[0]).view_as(x)
+    torch.testing.assert_close(out, wide, rtol=1e-5, atol=1e-5)
     assert routing.chosen.sum(-1).eq(TINY.top_k).all()
 
 

@@ -1,0 +1,292 @@
+"""Goes on training a checkpoint so that rounding on the wire matters less:
+
+    python -m training.finetune CHECKPOINT DIR/packed/tokens.npz OUT
+
+Every row of tokens runs twice, once as it is and once rounded: in every layer the rows on their way
+to the experts by the FP8 wire, and what a layer puts out to bfloat16, both with the error made
+``strength`` times as large. Gradients pass the rounding as if it were not there ("straight
+through"). A second term keeps the two runs' next-token distributions together: KL(unrounded ||
+rounded). Both learn prose that the first training did not see (stream ``fresh``), since a model
+that knows its text by heart is too sure of itself, and what it is sure of depends on every bit; of
+conversations they learn what the checkpoint itself says, so that they stay as they were. Made for
+a CPU: short rows, bfloat16 products.
+"""
+
+import argparse
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TextIO
+
+import torch
+from torch import Tensor, nn
+
+from training.export import export
+from training.model import Model, Moe, Routing, auxiliary_losses
+from training.rounding import Code, bfloat16, divergence, fp8_wire, identity, run
+from training.routing import load_model
+from training.train import TrainConfig, Trainer
+
+_CHUNK = 512  # positions whose logits are held at a time: 16 MiB of them
+
+
+@dataclass(frozen=True)
+class FinetuneConfig(TrainConfig):
+    """mixture: of fresh, prose, lexicon and chat. strength: of the rounding errors. kl: weight of
+    the second term."""
+
+    steps: int = 400
+    batch: int = 4
+    row: int = 256
+    lr: float = 3e-4
+    warmup: int = 10
+    decay_share: float = 0.7
+    mixture: tuple[float, ...] = (0.5, 0.0, 0.0, 0.5)
+    decay_mixture: tuple[float, ...] = (0.25, 0.0, 0.25, 0.5)
+    strength: float = 2.0
+    kl: float = 40.0
+    log_every: int = 10
+    eval_every: int = 40
+    eval_rows: int = 4
+
+
+@dataclass(frozen=True)
+class Taught:
+    """Rows whose target is not the text's next token but all that the model before this training
+    said of it: hidden [rows, hidden] and its head [vocab, hidden]. ``first``: the rows before have
+    the text's."""
+
+    first: int
+    hidden: Tensor
+    head: Tensor
+
+    def put(self, target: Tensor, start: int) -> None:
+        """Fills in its rows of target [rows, vocab], of which the first is row ``start``."""
+        begin = max(self.first - start, 0)
+        if begin < len(target):
+            at = start + begin - self.first
+            known = self.hidden[at : at + len(target) - begin]
+            low = self.head.dtype if not torch.is_autocast_enabled("cpu") else torch.bfloat16
+            target[begin:] = (known.to(low) @ self.head.to(low).T).float().softmax(-1)
+
+
+class PairLoss(torch.autograd.Function):
+    """Cross entropy and divergence of an unrounded and a rounded run, through the output head.
+
+    forward(plain, rounded [rows, hidden], head [vocab, hidden], targets [rows], taught or None,
+    weight of KL) -> float32 (total, mean cross entropy of both runs, KL(plain || rounded)), means
+    over the rows. Gradients are those of ``total``; they are made on the way forward, some rows at
+    a time, so that logits stay in the processor's cache. :func:`pair_loss_reference` is the same
+    in plain steps.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        plain: Tensor,
+        rounded: Tensor,
+        head: Tensor,
+        targets: Tensor,
+        taught: Taught | None,
+        weight: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        low = head.bfloat16() if torch.is_autocast_enabled(head.device.type) else head
+        grads = [torch.empty_like(plain), torch.empty_like(rounded)]
+        head_grad = torch.zeros_like(head)
+        entropy = plain.new_zeros(()).float()
+        kl = plain.new_zeros(()).float()
+        count = len(targets)
+        for start in range(0, count, _CHUNK):
+            part = slice(start, start + _CHUNK)
+            rows = (plain[part].to(low.dtype), rounded[part].to(low.dtype))
+            p, q = ((x @ low.T).float().log_softmax(-1) for x in rows)
+            target = torch.zeros_like(p).scatter_(1, targets[part, None], 1.0)
+            if taught is not None:
+                taught.put(target, start)
+            entropy -= (target * (p + q)).sum() / (2 * count)
+            difference = p - q
+            p, q = p.exp_(), q.exp_()
+            mine = (p * difference).sum(-1, keepdim=True)
+            kl += mine.sum() / count
+            # d KL / d logits: p (log p - log q - KL) and q - p; of cross entropy: p - target.
+            slopes = (
+                difference.sub_(mine).mul_(weight).add_(0.5).mul_(p),
+                q.mul(weight + 0.5).sub_(p, alpha=weight),
+            )
+            for slope, x, grad in zip(slopes, rows, grads, strict=True):
+                low_slope = slope.sub_(target, alpha=0.5).div_(count).to(low.dtype)
+                grad[part] = low_slope @ low
+                head_grad += low_slope.T @ x
+        ctx.save_for_backward(*grads, head_grad)
+        ctx.mark_non_differentiable(entropy, kl)
+        return entropy + weight * kl, entropy, kl
+
+    @staticmethod
+    def backward(
+        ctx: torch.autograd.function.FunctionCtx, total: Tensor, *_: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        plain, rounded, head = ctx.saved_tensors  # type: ignore[attr-defined]
+        return plain * total, rounded * total, head * total, None, None, None
+
+
+def pair_loss_reference(
+    plain: Tensor,
+    rounded: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    taught: Taught | None,
+    weight: float,
+) -> Tensor:
+    """``total`` of :class:`PairLoss`."""
+    p, q = ((x @ head.T).log_softmax(-1) for x in (plain, rounded))
+    target = torch.nn.functional.one_hot(targets, len(head)).to(p.dtype)
+    if taught is not None:
+        target[taught.first :] = (taught.hidden @ taught.head.T).softmax(-1)
+    entropy = -(target * (p + q)).sum(-1).mean() / 2
+    return entropy + weight * (p.exp() * (p - q)).sum(-1).mean()
+
+
+def noisy(x: Tensor, code: Code, strength: float) -> Tensor:
+    """x [rows, ...] with the rounding error of ``code`` times ``strength`` on the second half of
+    its rows; the gradient is that of x."""
+    half = len(x) // 2
+    with torch.no_grad():
+        error = strength * (code(x[half:]) - x[half:])
+    return torch.cat((x[:half], x[half:] + error))
+
+
+class NoisyMoe(nn.Module):
+    """A MoE layer that gets the second half of its rows rounded; the router gets them as they
+    are."""
+
+    def __init__(self, moe: Moe, strength: float) -> None:
+        super().__init__()
+        self.moe, self.strength = moe, strength
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
+        rows = x.reshape(-1, x.shape[-1])
+        weights, routing = self.moe.route(rows)
+        out = self.moe.experts(noisy(rows, fp8_wire, self.strength), weights)
+        return out.view_as(x), routing
+
+
+@contextlib.contextmanager
+def rounded_half(model: Model, strength: float) -> Iterator[None]:
+    """Within, the second half of a batch is rounded in every layer."""
+
+    def after(_: nn.Module, __: object, found: tuple[Tensor, Routing]) -> tuple[Tensor, Routing]:
+        return noisy(found[0], bfloat16, strength), found[1]
+
+    hooks = [layer.register_forward_hook(after) for layer in model.layers]
+    plain = [layer.mlp for layer in model.layers]
+    for layer in model.layers:
+        layer.mlp = NoisyMoe(layer.mlp, strength)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for layer, moe in zip(model.layers, plain, strict=True):
+            layer.mlp = moe
+
+
+@torch.no_grad()
+def sharpen(model: Model, factor: float) -> None:
+    """Multiplies the logits of every router: the same experts are chosen, and the last of them,
+    which a near tie may swap for another one, weighs less."""
+    for layer in model.layers:
+        layer.mlp.gate.weight.mul_(factor)
+
+
+class Finetuner(Trainer):
+    """Like the first training, with :class:`PairLoss`."""
+
+    streams = ("fresh", "prose", "lexicon", "chat")
+    config: FinetuneConfig
+    teacher: Model
+    state: Path | None = None  # where to keep the optimiser's state at every measurement
+
+    def objective(
+        self, forward: Callable[[Tensor], tuple[Tensor, list[Routing]]], rows: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        config = self.config
+        with torch.autocast(self.device, torch.bfloat16), rounded_half(self.model, config.strength):
+            hidden, routings = self.model.trunk(rows[:, :-1].repeat(2, 1))
+            plain, rounded = hidden.flatten(0, 1).chunk(2)
+            head = self.model.lm_head.weight
+            targets = rows[:, 1:].flatten()
+            total, loss, kl = PairLoss.apply(
+                plain, rounded, head, targets, self.taught(rows), config.kl
+            )
+            balance, z = auxiliary_losses(routings, self.model.c.top_k)
+        total = total + config.balance * balance + config.z * z
+        return total, {"loss": loss, "kl": kl, "balance": balance, "z": z}
+
+    @torch.no_grad()
+    def taught(self, rows: Tensor) -> Taught:
+        """All rows but those of the first stream, which the teacher does not know."""
+        first = round(len(rows) * self.mixture[0])
+        hidden, _ = self.teacher.trunk(rows[first:, :-1])
+        return Taught(first * self.config.row, hidden.flatten(0, 1), self.teacher.lm_head.weight)
+
+    def measure(self, log: TextIO) -> None:
+        """Of held-out rows in float32: perplexity, and KL of the FP8 wire."""
+        found: dict[str, object] = {}
+        self.model.eval()
+        for name, stream in self.heldout.items():
+            rows = list(stream.fixed(self.config.eval_rows))
+            base = run(self.model, rows, identity)
+            own = torch.cat([row[1:] for row in rows])[:, None]
+            found[f"perplexity.{name}"] = (
+                (-torch.cat(base.logprobs).gather(1, own).mean()).exp().item()
+            )
+            found[f"kl.{name}"] = divergence(base, run(self.model, rows, fp8_wire), rows).kl
+        self.model.train()
+        self.write(log, found)
+        if self.state is not None:
+            self.save(self.state)
+
+
+def _shares(text: str) -> tuple[float, ...]:
+    return tuple(float(share) for share in text.split(","))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train on, with the wire's rounding in the loop.")
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--resume", type=Path)
+    parser.add_argument("--state", type=Path, help="where to keep the optimiser's state")
+    parser.add_argument("--until", type=int, help="stop at this step of the schedule")
+    parser.add_argument(
+        "--sharpen", type=float, default=1.0, help="multiply the routers' logits before it starts"
+    )
+    for field in fields(FinetuneConfig):
+        if field.type in (int, float):
+            parser.add_argument(f"--{field.name.replace('_', '-')}", type=field.type)
+    for name in ("mixture", "decay_mixture"):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=_shares, metavar="F,P,L,C")
+    args = vars(parser.parse_args())
+    given = {f.name: args.get(f.name) for f in fields(FinetuneConfig)}
+    config = FinetuneConfig(**{k: v for k, v in given.items() if v is not None})  # type: ignore[arg-type]
+    torch.manual_seed(config.seed)
+    model = load_model(args["checkpoint"]).train()
+    out: Path = args["out"]
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "run.json").write_text(json.dumps([asdict(config), model.c.asdict()], indent=1) + "\n")
+    trainer = Finetuner(model, config, args["data"], args["device"])
+    trainer.state, trainer.teacher = args["state"], load_model(args["checkpoint"])
+    if args["resume"]:
+        trainer.resume(args["resume"])
+    sharpen(model, args["sharpen"])
+    with (out / "metrics.jsonl").open("a") as log:
+        trainer.run(log, compiled=False, until=args["until"])
+    export(model, out / "checkpoint")
+
+
+if __name__ == "__main__":
+    main()
