@@ -27,6 +27,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from afd.bench.message_times import Samples, Times, times_of
 from afd.bench.records import machine, today
 from afd.bench.servers import Server, disaggregated
+from afd.bench.workload import kept_running
 from afd.config import load_config
 from afd.errors import AfdError, DeadlineExceeded
 from afd.planner.cost.measured import FORMAT, parse_measured
@@ -217,15 +218,8 @@ async def _load(server: Server, count: int, context: int, tokens: int) -> AsyncI
             asyncio.create_task(_complete(session, server, [_prompt(index, context)], tokens))
             for index in range(count)
         ]
-        try:
+        async with kept_running(tasks):
             yield
-            for task in tasks:
-                if task.done():
-                    await task  # shows why it ended
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _prompt(index: int, length: int) -> list[int]:

@@ -8,8 +8,9 @@ afd/schedule.py: reads_block_written_in_step): without that veto this set fails.
 """
 
 import asyncio
+import contextlib
 import random
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 
 import aiohttp
@@ -192,6 +193,21 @@ async def post_completion(
         ) from None
     choice: dict[str, object] = data["choices"][0]
     return choice
+
+
+@contextlib.asynccontextmanager
+async def kept_running(tasks: Sequence[asyncio.Task[None]]) -> AsyncIterator[None]:
+    """Requests that run inside of the block and are given up at its end; one that ended before
+    raises here why it did."""
+    try:
+        yield
+        for task in tasks:
+            if task.done():
+                await task
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def parse_answer(choice: dict[str, object]) -> Answer:

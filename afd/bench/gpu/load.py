@@ -12,7 +12,7 @@ import aiohttp
 
 from afd.bench.servers import Server
 from afd.bench.stages import Totals, totals
-from afd.bench.workload import FIRST_TOKEN
+from afd.bench.workload import FIRST_TOKEN, kept_running
 from afd.errors import AfdError, DeadlineExceeded
 
 _POLL_S = 0.1
@@ -96,16 +96,9 @@ async def held(server: Server, load: Load) -> AsyncIterator[None]:
             asyncio.create_task(complete(session, server, load.body(server, index)))
             for index in range(load.requests)
         ]
-        try:
+        async with kept_running(tasks):
             await _await_decode(server, load, tasks)
             yield
-            for task in tasks:
-                if task.done():
-                    await task  # shows why it ended
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
     await quiet(server)
 
 
