@@ -37,7 +37,6 @@ from afd.bench.gpu.targets import (
     settings_of,
 )
 from afd.bench.records import read_records
-from afd.bench.scrape import StageTimes
 from afd.bench.servers import Server
 from afd.bench.stages import Totals
 from afd.checkpoint import tensor_table
@@ -169,7 +168,7 @@ def test_records_are_in_the_file_at_once(tmp_path):
 
 
 def totals(moment_s, running, generated):
-    return Totals(moment_s, StageTimes({}, {}, {}), 0.0, {}, running, 0.0, generated)
+    return Totals(round(moment_s * 1e9), running, generated)
 
 
 def test_a_window_counts_only_where_all_requests_ran():

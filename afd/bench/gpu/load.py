@@ -80,7 +80,7 @@ def rate(first: Totals, last: Totals, requests: int) -> Steady:
             f"{last.running:.0f} of {requests} requests were left at the end of the window; raise"
             " --length, or lower --window"
         )
-    seconds = last.moment_s - first.moment_s
+    seconds = (last.moment_ns - first.moment_ns) / 1e9
     tokens = last.generated - first.generated
     if tokens <= 0:
         raise AfdError("no token came inside the window; raise --window")
@@ -176,7 +176,7 @@ async def _posted(
 
 async def read(server: Server) -> Totals:
     """The server's counters. Raises AfdError if it does not give them."""
-    return totals(await exposition(server), time.monotonic())
+    return totals(await exposition(server), time.monotonic_ns())
 
 
 async def exposition(server: Server) -> str:

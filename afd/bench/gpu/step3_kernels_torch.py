@@ -219,7 +219,14 @@ class Experts:
         scores = torch.rand(load.ffn_rows, load.experts, device=device)
         weights, ids = scores.topk(load.top_k, dim=-1)
         self._ids, self._weights = ids.int(), (weights / load.top_k).contiguous()
-        model, shard = _model(load, distinct), Shard((0, load.held), (0, load.shared_width))
+        model = _model(load, distinct)
+        shard = Shard(
+            slots=(0, load.held),
+            all_slots=load.experts,
+            experts=dict.fromkeys(model.moe_layers, tuple(range(load.held))),
+            width=(0, load.width),
+            shared=(0, load.shared_width),
+        )
         on_gpu = device.type != "cpu"
         self._model = FfnModel(
             model,
