@@ -206,7 +206,7 @@ def wedged_peer(gpu: Gpu) -> None:
         assert enqueue(link, there, slot, flag) == Status.OK
         while not region.ready(slot, flag):  # one slot's messages must not overtake each other
             time.sleep(0.0001)
-        time.sleep(0.001)
+        time.sleep(0.02)  # the stream has to look at this one before the next
     assert guard.wait(TIMEOUT_US) == [Status.OK] * 12
     # The same flags again, as in a replay: the doorbells still show the last ones.
     guard = step()
