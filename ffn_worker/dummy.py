@@ -17,6 +17,18 @@ def dummy_weight(
     return weight.normal_().mul_(shape[-1] ** -0.5)
 
 
+def whole_shard(model: MoeModel, held: int) -> Shard:
+    """The first ``held`` experts of each layer in full width, and the whole shared expert: what one
+    process holds, where ``model`` has the widths of that process."""
+    return Shard(
+        slots=(0, held),
+        all_slots=model.num_experts,
+        experts=dict.fromkeys(model.moe_layers, tuple(range(held))),
+        width=(0, model.moe_intermediate),
+        shared=(0, model.shared_intermediate) if model.shared_intermediate else None,
+    )
+
+
 def dummy_shard(
     model: MoeModel, shard: Shard, device: torch.device = _CPU
 ) -> dict[int, LayerWeights]:

@@ -11,7 +11,7 @@ from afd.models import MoeModel
 from afd.wire.layout import Tag
 from afd.wire.rows_torch import EncodedRows
 from ffn_worker.bench.shapes import Cost, layer_cost
-from ffn_worker.dummy import dummy_shard
+from ffn_worker.dummy import dummy_shard, whole_shard
 from ffn_worker.loader import LayerWeights, Shard
 from ffn_worker.model import FfnModel
 from ffn_worker.moe import Scheme
@@ -83,13 +83,7 @@ def problem(
         routed_scaling=1.0,
         dtype="bfloat16",
     )
-    shard = Shard(
-        slots=(0, shape.experts),
-        all_slots=shape.num_experts,
-        experts=dict.fromkeys(model.moe_layers, tuple(range(shape.experts))),
-        width=(0, shape.width),
-        shared=(0, shape.shared) if shape.shared else None,
-    )
+    shard = whole_shard(model, shape.experts)
     torch.manual_seed(0)
     scheme, fp8 = Scheme(shape.scheme), native_fp8()
     layers = {}

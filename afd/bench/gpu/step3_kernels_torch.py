@@ -207,8 +207,7 @@ class Experts:
 
     def __init__(self, load: Load, distinct: int, device: torch.device) -> None:
         # Imported where it is used: the bench needs the FFN workers for this one measurement.
-        from ffn_worker.dummy import dummy_shard
-        from ffn_worker.loader import Shard
+        from ffn_worker.dummy import dummy_shard, whole_shard
         from ffn_worker.model import FfnModel
         from ffn_worker.moe import Scheme
 
@@ -220,13 +219,7 @@ class Experts:
         weights, ids = scores.topk(load.top_k, dim=-1)
         self._ids, self._weights = ids.int(), (weights / load.top_k).contiguous()
         model = _model(load, distinct)
-        shard = Shard(
-            slots=(0, load.held),
-            all_slots=load.experts,
-            experts=dict.fromkeys(model.moe_layers, tuple(range(load.held))),
-            width=(0, load.width),
-            shared=(0, load.shared_width),
-        )
+        shard = whole_shard(model, load.held)
         on_gpu = device.type != "cpu"
         self._model = FfnModel(
             model,
