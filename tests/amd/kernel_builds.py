@@ -335,4 +335,9 @@ def placed_builds(target: str) -> Iterator[Build]:
 
 
 def builds(target: str) -> list[Build]:
-    return [*codec_builds(target), *reduce_builds(target), *moe_builds(target), *placed_builds(target)]
+    return [
+        *codec_builds(target),
+        *reduce_builds(target),
+        *moe_builds(target),
+        *placed_builds(target),
+    ]
