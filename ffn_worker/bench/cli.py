@@ -19,7 +19,7 @@ from pathlib import Path
 
 from afd.bench.records import Record, machine, today, write_records
 from afd.errors import ConfigError
-from ffn_worker.bench.measure import Cell
+from ffn_worker.bench.measure import Cell, taken
 from ffn_worker.bench.run import Run
 
 SCHEMES = ("plain", "fp8_block", "mxfp4")
@@ -66,7 +66,10 @@ def main(argv: Sequence[str]) -> int:
         if out is not None:
             write_records(out, records(cell, where, command))
     if args.tune and (least := run.write_crossover(cells, command, today())) is not None:
-        print(f"DeepGEMM from {least:g} pairs per expert on; the cells above are from before")
+        print(f"DeepGEMM from {least:g} pairs per expert on")
+        cells = [taken(cell, least) for cell in cells]
+        if out is not None:
+            write_records(out, [record for c in cells for record in records(c, where, command)])
     for left in run.left_out:
         print(f"left out, --seconds {args.seconds:g} were over: {left}")
     for failure in run.failed:
@@ -89,11 +92,10 @@ def _rows(text: str) -> tuple[int, ...]:
 def records(cell: Cell, where: str, command: str) -> list[Record]:
     """Latency of ours against each peer; ratio = peer's time over ours, so that more is better:
     against the roofline it is the part of it that is reached. Where two backends of ours were
-    measured, the one that was not taken is a peer too."""
+    measured, both are peers too: one is what was taken."""
     case = f"{cell.shape} {cell.scheme} {cell.rows} rows {cell.mode}"
     peers = {"vllm": cell.vllm_us, "roofline": cell.roofline_us, "shared apart": cell.apart_us}
-    others = {"triton": cell.triton_us, "deep_gemm": cell.deep_gemm_us}
-    peers |= {name: us for name, us in others.items() if name != cell.ours}
+    peers |= {"triton": cell.triton_us, "deep_gemm": cell.deep_gemm_us}
     return [
         Record(
             bench="moe",

@@ -70,7 +70,8 @@ def test_records_say_who_was_quicker():
     }  # fmt: skip
     assert got["vllm"].case == "s plain 64 rows graph" and got["vllm"].unit == "us"
     assert "| triton | 50.0 | 100.0 | 2.00 |  |  | 60.0 | 40.0 | 80% | memory |" in line(cell)
-    both = replace(cell, ours="deep_gemm", triton_us=75.0, deep_gemm_us=50.0)
+    both = measure.taken(replace(cell, triton_us=75.0, deep_gemm_us=50.0, pairs=8.0), 8)
+    assert measure.taken(both, 9).us == 75.0 and measure.taken(cell, 1) is cell
     assert {r.peer: r.ratio for r in records(both, "m", "c")}["triton"] == 1.5
     assert "| deep_gemm | 50.0 | 100.0 | 2.00 | 75.0 | 50.0 |" in line(both)
 
