@@ -20,9 +20,11 @@ from afd.control.operator import set_depth, status
 from afd.errors import AfdError
 from afd.launch.ports import held_ports
 from afd.models import read_model
+from afd.topology import visible_gpus
 from afd.trace import Event, collect, pages
 
 _POLL_S = 0.25
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _GRACE_S = 5.0
 
 
@@ -110,9 +112,9 @@ def colocated(
     Args:
         compiled: vLLM's default of torch.compile and CUDA graphs; False runs eagerly, as attention
             instances do.
-        gpus: indices of the GPUs it runs on; () runs on CPU. On GPUs it is started as `vllm serve`
-            does, with an API server per GPU: one alone takes 10 to 20 us per token, more than the
-            GPUs need.
+        gpus: indices of the GPUs it runs on, among those that CUDA_VISIBLE_DEVICES allows; () runs
+            on CPU. On GPUs it is started as `vllm serve` does, with an API server per GPU: for
+            hundreds of requests a single one can take longer than the GPUs.
         ranks: of data parallelism, as ``vllm_args`` say.
         log: where its output goes; None: into a file that ends with it.
         cpus: cores the whole server is bound to, one computing thread each; () binds nothing. vLLM
@@ -150,7 +152,7 @@ def colocated(
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         environment["TORCHDYNAMO_DISABLE"] = "0" if compiled else "1"
     else:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        environment[_VISIBLE] = visible_gpus(gpus, os.environ.get(_VISIBLE))
     if cpus:
         environment["OMP_NUM_THREADS"] = str(len(cpus))
     with (

@@ -42,9 +42,11 @@ from afd.bench.gpu.targets import (
 from afd.bench.servers import Server, await_health, server_process
 from afd.errors import AfdError, ConfigError
 from afd.launch.ports import check_free, free_ports
+from afd.topology import visible_gpus
 
 NAME = "afd-plugin"
 _PLUGIN = "afd_plugin_checkout"
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _MEETING = 6269  # the recipe's port: none that a system gives to anybody else
 _SETTLE_S = 0.3
 _STOP_S = 3.0  # its FFN ranks do not end while they wait for work
@@ -274,12 +276,12 @@ def peer(
         for port in range(_MEETING, _MEETING + gpus + 1):
             check_free("127.0.0.1", port, "what listens there")
         ports = free_ports(["127.0.0.1"] * 2)
+        allowed = visible_gpus(range(2 * gpus), os.environ.get(_VISIBLE)).split(",")
         started = {}
         for role, port, first in (("ffn", ports[0], gpus), ("attention", ports[1], 0)):
             argv = command(recipe, role, model.absolute(), sizes, args, flags, port, _MEETING)
             log = args.logs / f"peer-dp{recipe.dp}tp{recipe.tp}-{role}.log"
-            seen = ",".join(map(str, range(first, first + gpus)))
-            own = {**environment, "CUDA_VISIBLE_DEVICES": seen}
+            own = {**environment, _VISIBLE: ",".join(allowed[first : first + gpus])}
             side = server_process(argv, own, log, stop_s=_STOP_S)
             started[role] = (stack.enter_context(side), port, log)
         with ThreadPoolExecutor(2) as pool:

@@ -16,7 +16,7 @@ from typing import Literal
 from afd.bench.servers import Server, colocated, disaggregated
 from afd.errors import AfdError, ConfigError
 
-START_S = 400.0
+START_S = 240.0
 PEER = "vllm colocated"
 FILLED = {
     "kv_connector": "DecodeBenchConnector",
