@@ -128,13 +128,13 @@ class DepthTuner:
             busy, waited = self._round.sides.get(member, (0.0, 0.0))
             busy, waited = busy + work.busy_s - last.busy_s, waited + work.waited_s - last.waited_s
             self._round.sides[member] = (busy, waited)
-        before = {(s.rows, s.depth): s for s in last.steps}
-        for now_s in work.steps:
-            past = before.get((now_s.rows, now_s.depth))
-            steps = now_s.steps - (past.steps if past else 0)
-            seconds = now_s.seconds - (past.seconds if past else 0.0)
+        before = {(past.rows, past.depth): past for past in last.steps}
+        for s in work.steps:
+            past = before.get((s.rows, s.depth))
+            steps = s.steps - (past.steps if past else 0)
+            seconds = s.seconds - (past.seconds if past else 0.0)
             if steps > 0:
-                self._steps(now_s.rows, now_s.depth, steps, seconds, now, max_depth)
+                self._steps(s.rows, s.depth, steps, seconds, now, max_depth)
 
     def _steps(
         self, rows: int, depth: int, steps: int, seconds: float, now: float, max_depth: int

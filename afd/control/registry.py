@@ -303,9 +303,8 @@ class Registry:
     def _follow_work(self, entry: _Entry, beat: m.Heartbeat) -> list[Outgoing]:
         """Where measured step times choose the depth, another one may follow from them."""
         reference, member = self._reference(), entry.member
-        max_depth = reference[1].max_depth if reference is not None else 1
-        if not self._tuner.chooses(self.members.depth):
-            max_depth = None
+        ours = reference is not None and self._tuner.chooses(self.members.depth)
+        max_depth = reference[1].max_depth if reference is not None and ours else None
         self._tuner.note(member.id, member.generation, beat.work, self._clock(), max_depth)
         if self._tuner.depths == self.members.depths:
             return []

@@ -70,7 +70,7 @@ def test_experts_move_while_requests_run(deployment: Running) -> None:
 
 def test_depth_is_chosen_while_requests_run(deployment: Running) -> None:
     """Every depth is tried, by both instances, and the tokens stay the same."""
-    wanted = tokens_when_whole(start_streams(deployment.url, 8, 150, name="auto"), 60)
+    wanted = tokens_when_whole(start_streams(deployment.url, 8, 100, name="auto"), 60)
     before = deployment.metrics()
 
     def steps(page: Scrape, instance: int, depth: int) -> float:
@@ -78,7 +78,7 @@ def test_depth_is_chosen_while_requests_run(deployment: Running) -> None:
         return sum(page.values("afd_decode_steps_total", **labels))
 
     def tried_all() -> bool:
-        assert tokens_when_whole(start_streams(deployment.url, 8, 150, name="auto"), 60) == wanted
+        assert tokens_when_whole(start_streams(deployment.url, 8, 100, name="auto"), 60) == wanted
         page = deployment.metrics()
         return all(
             steps(page, i, depth) - steps(before, i, depth) > 5
