@@ -83,9 +83,17 @@ class Ffn(Section):
     # how the ranks of an instance add up their partial results: exactly, or in fewer bytes
     reduce: Literal["exact", "int8", "int6", "int4", "fp4"] = "exact"
     device: Device = "cpu"
-    backend: Literal["auto", "torch", "reference", "vllm_cpu", "vllm_cuda", "aiter", "triton"] = (
-        "auto"
-    )
+    backend: Literal[
+        "auto",
+        "torch",
+        "reference",
+        "vllm_cpu",
+        "vllm_cuda",
+        "aiter",
+        "triton",
+        "deep_gemm",
+        "hopper",
+    ] = "auto"
     weights: Literal["auto", "plain", "fp8_block", "mxfp4"] = "auto"  # of experts; auto: as stored
     load: Literal["checkpoint", "dummy"] = "checkpoint"  # dummy: random experts, for benchmarks
     threads: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(

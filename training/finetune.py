@@ -6,10 +6,10 @@ Every row of tokens runs twice, once as it is and once rounded: in every layer t
 to the experts by the FP8 wire, and what a layer puts out to bfloat16, both with the error made
 ``strength`` times as large. Gradients pass the rounding as if it were not there ("straight
 through"). A second term keeps the two runs' next-token distributions together: KL(unrounded ||
-rounded). Both learn prose that the first training did not see (stream ``fresh``), since a model
-that knows its text by heart is too sure of itself, and what it is sure of depends on every bit; of
-conversations they learn what the checkpoint itself says, so that they stay as they were. Made for
-a CPU: short rows, bfloat16 products.
+rounded). Both learn prose, some of which the first training did not see (stream ``fresh``), since
+a model that knows its text by heart is too sure of itself, and what it is sure of depends on every
+bit. Of conversations and the lexicon they learn the text and what the checkpoint itself says, so
+that they stay as they were. Products are bfloat16 over float32 weights.
 """
 
 import argparse
@@ -29,13 +29,16 @@ from training.rounding import Code, bfloat16, divergence, fp8_wire, identity, ru
 from training.routing import load_model
 from training.train import TrainConfig, Trainer
 
-_CHUNK = 512  # positions whose logits are held at a time: 16 MiB of them
+# Positions whose logits are held at a time: what a processor's cache takes, and on a GPU what keeps
+# it busy (16 and 256 MiB of them).
+_CHUNK = {"cpu": 512, "cuda": 8192}
 
 
 @dataclass(frozen=True)
 class FinetuneConfig(TrainConfig):
     """mixture: of fresh, prose, lexicon and chat. strength: of the rounding errors. kl: weight of
-    the second term."""
+    the second term. teacher: what the checkpoint says of lexicon and chat, as a share of their
+    targets; the rest is the text."""
 
     steps: int = 400
     batch: int = 4
@@ -47,6 +50,7 @@ class FinetuneConfig(TrainConfig):
     decay_mixture: tuple[float, ...] = (0.25, 0.0, 0.25, 0.5)
     strength: float = 2.0
     kl: float = 40.0
+    teacher: float = 1.0
     log_every: int = 10
     eval_every: int = 40
     eval_rows: int = 4
@@ -54,22 +58,24 @@ class FinetuneConfig(TrainConfig):
 
 @dataclass(frozen=True)
 class Taught:
-    """Rows whose target is not the text's next token but all that the model before this training
-    said of it: hidden [rows, hidden] and its head [vocab, hidden]. ``first``: the rows before have
-    the text's."""
+    """Rows whose target is to the given share not the text's next token but all that the model
+    before this training said of it: hidden [rows, hidden] and its head [vocab, hidden]. ``first``:
+    the rows before have the text's."""
 
     first: int
     hidden: Tensor
     head: Tensor
+    share: float
 
     def put(self, target: Tensor, start: int) -> None:
-        """Fills in its rows of target [rows, vocab], of which the first is row ``start``."""
+        """Mixes its rows into target [rows, vocab], of which the first is row ``start``."""
         begin = max(self.first - start, 0)
         if begin < len(target):
             at = start + begin - self.first
             known = self.hidden[at : at + len(target) - begin]
-            low = self.head.dtype if not torch.is_autocast_enabled("cpu") else torch.bfloat16
-            target[begin:] = (known.to(low) @ self.head.to(low).T).float().softmax(-1)
+            low = torch.bfloat16 if torch.is_autocast_enabled(known.device.type) else known.dtype
+            said = (known.to(low) @ self.head.to(low).T).float().softmax(-1)
+            target[begin:].lerp_(said.to(target.dtype), self.share)
 
 
 class PairLoss(torch.autograd.Function):
@@ -78,8 +84,7 @@ class PairLoss(torch.autograd.Function):
     forward(plain, rounded [rows, hidden], head [vocab, hidden], targets [rows], taught or None,
     weight of KL) -> float32 (total, mean cross entropy of both runs, KL(plain || rounded)), means
     over the rows. Gradients are those of ``total``; they are made on the way forward, some rows at
-    a time, so that logits stay in the processor's cache. :func:`pair_loss_reference` is the same
-    in plain steps.
+    a time (``_CHUNK``). :func:`pair_loss_reference` is the same in plain steps.
     """
 
     @staticmethod
@@ -92,14 +97,15 @@ class PairLoss(torch.autograd.Function):
         taught: Taught | None,
         weight: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        low = head.bfloat16() if torch.is_autocast_enabled(head.device.type) else head
+        device = head.device.type
+        low = head.bfloat16() if torch.is_autocast_enabled(device) else head
         grads = [torch.empty_like(plain), torch.empty_like(rounded)]
         head_grad = torch.zeros_like(head)
         entropy = plain.new_zeros(()).float()
         kl = plain.new_zeros(()).float()
         count = len(targets)
-        for start in range(0, count, _CHUNK):
-            part = slice(start, start + _CHUNK)
+        for start in range(0, count, _CHUNK[device]):
+            part = slice(start, start + _CHUNK[device])
             rows = (plain[part].to(low.dtype), rounded[part].to(low.dtype))
             p, q = ((x @ low.T).float().log_softmax(-1) for x in rows)
             target = torch.zeros_like(p).scatter_(1, targets[part, None], 1.0)
@@ -143,7 +149,8 @@ def pair_loss_reference(
     p, q = ((x @ head.T).log_softmax(-1) for x in (plain, rounded))
     target = torch.nn.functional.one_hot(targets, len(head)).to(p.dtype)
     if taught is not None:
-        target[taught.first :] = (taught.hidden @ taught.head.T).softmax(-1)
+        said = (taught.hidden @ taught.head.T).softmax(-1)
+        target[taught.first :].lerp_(said, taught.share)
     entropy = -(target * (p + q)).sum(-1).mean() / 2
     return entropy + weight * (p.exp() * (p - q)).sum(-1).mean()
 
@@ -201,12 +208,27 @@ def sharpen(model: Model, factor: float) -> None:
 
 
 class Finetuner(Trainer):
-    """Like the first training, with :class:`PairLoss`."""
+    """Like the first training, with :class:`PairLoss`.
+
+    teacher: the model as it was. out: where the checkpoint is written at every measurement, so that
+    a run that is cut off leaves one. state: where to keep the optimiser's state then, if anywhere.
+    """
 
     streams = ("fresh", "prose", "lexicon", "chat")
     config: FinetuneConfig
-    teacher: Model
-    state: Path | None = None  # where to keep the optimiser's state at every measurement
+
+    def __init__(
+        self,
+        model: Model,
+        teacher: Model,
+        config: FinetuneConfig,
+        data: Path,
+        device: str,
+        out: Path,
+        state: Path | None,
+    ) -> None:
+        super().__init__(model, config, data, device)
+        self.teacher, self.out, self.state = teacher.to(device), out, state
 
     def objective(
         self, forward: Callable[[Tensor], tuple[Tensor, list[Routing]]], rows: Tensor
@@ -225,14 +247,17 @@ class Finetuner(Trainer):
         return total, {"loss": loss, "kl": kl, "balance": balance, "z": z}
 
     @torch.no_grad()
-    def taught(self, rows: Tensor) -> Taught:
-        """All rows but those of the first stream, which the teacher does not know."""
-        first = round(len(rows) * self.mixture[0])
+    def taught(self, rows: Tensor) -> Taught | None:
+        """The rows of lexicon and chat: prose the teacher does not know, or by heart."""
+        first = round(len(rows) * sum(self.mixture[:2]))
+        if self.config.teacher == 0.0 or first == len(rows):
+            return None
         hidden, _ = self.teacher.trunk(rows[first:, :-1])
-        return Taught(first * self.config.row, hidden.flatten(0, 1), self.teacher.lm_head.weight)
+        head = self.teacher.lm_head.weight
+        return Taught(first * self.config.row, hidden.flatten(0, 1), head, self.config.teacher)
 
     def measure(self, log: TextIO) -> None:
-        """Of held-out rows in float32: perplexity, and KL of the FP8 wire."""
+        """Of held-out rows in float32: perplexity, and KL of the FP8 wire. Keeps the model."""
         found: dict[str, object] = {}
         self.model.eval()
         for name, stream in self.heldout.items():
@@ -245,6 +270,7 @@ class Finetuner(Trainer):
             found[f"kl.{name}"] = divergence(base, run(self.model, rows, fp8_wire), rows).kl
         self.model.train()
         self.write(log, found)
+        export(self.model, self.out)
         if self.state is not None:
             self.save(self.state)
 
@@ -278,14 +304,15 @@ def main() -> None:
     out: Path = args["out"]
     out.mkdir(parents=True, exist_ok=True)
     (out / "run.json").write_text(json.dumps([asdict(config), model.c.asdict()], indent=1) + "\n")
-    trainer = Finetuner(model, config, args["data"], args["device"])
-    trainer.state, trainer.teacher = args["state"], load_model(args["checkpoint"])
+    trainer = Finetuner(
+        model, load_model(args["checkpoint"]), config, args["data"], args["device"],
+        out / "checkpoint", args["state"],
+    )  # fmt: skip
     if args["resume"]:
         trainer.resume(args["resume"])
     sharpen(model, args["sharpen"])
     with (out / "metrics.jsonl").open("a") as log:
         trainer.run(log, compiled=False, until=args["until"])
-    export(model, out / "checkpoint")
 
 
 if __name__ == "__main__":

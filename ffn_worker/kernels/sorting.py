@@ -69,3 +69,32 @@ def sort_pairs_kernel(
     tl.store(sorted_ptr + rest, tl.zeros((BLOCK,), tl.int32) + pairs, mask=rest < end)
     for block in range(begin // BLOCK, end // BLOCK):
         tl.store(owners_ptr + block, mine)
+
+
+@triton.jit
+def place_pairs_kernel(
+    ids_ptr, counts_ptr, slots_ptr, ends_ptr, pairs, start, experts,
+    K: tl.constexpr, SHARED: tl.constexpr, CHUNK: tl.constexpr, EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The place of each pair in the order that sort_pairs_kernel writes down.
+
+    counts: of count_pairs_kernel. slots int32 [pairs], -1 for a pair of nobody's; ends int32, one
+    per program: where its run ends, without its padding. EXPERTS and grid as sort_pairs_kernel.
+    """
+    mine = tl.program_id(0)
+    each = tl.arange(0, EXPERTS)
+    counts = tl.load(counts_ptr + each, mask=each < tl.num_programs(0), other=0)
+    padded = (counts + BLOCK - 1) // BLOCK * BLOCK
+    at = tl.sum(tl.where(each < mine, padded, 0), axis=0)
+    tl.store(ends_ptr + mine, at + tl.sum(tl.where(each == mine, counts, 0), axis=0))
+    for first in range(0, pairs, CHUNK):
+        pair = first + tl.arange(0, CHUNK)
+        expert = _expert_of(ids_ptr, pair, pairs, start, experts, K, SHARED)
+        chosen = expert == mine
+        rank = tl.cumsum(chosen.to(tl.int32), axis=0)
+        tl.store(slots_ptr + pair, at + rank - 1, mask=chosen)
+        at += tl.sum(chosen.to(tl.int32), axis=0)
+        if mine == 0:
+            nobodys = (expert < 0) & (pair < pairs)
+            tl.store(slots_ptr + pair, tl.full((CHUNK,), -1, tl.int32), mask=nobodys)

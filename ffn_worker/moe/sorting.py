@@ -54,6 +54,56 @@ def sort_pairs_on_gpu(
     return SortedPairs(order, owners, used)
 
 
+@dataclass(frozen=True)
+class PlacedPairs:
+    """The same order, by its inverse; both on the batch's device.
+
+    slots: int32 [rows * pairs per row], the entry of each pair; -1: nobody here computes it.
+    ends: int32 [experts], where each expert's run ends, without the padding behind it. A run begins
+    at the multiple of the block at or after the end before it.
+    """
+
+    slots: torch.Tensor
+    ends: torch.Tensor
+
+
+def place_pairs_on_gpu(
+    topk_ids: torch.Tensor, start: int, end: int, block: int, *, shared: bool = False
+) -> PlacedPairs:
+    """:func:`place_pairs` in two Triton launches."""
+    from ffn_worker.kernels.sorting import count_pairs_kernel, place_pairs_kernel
+
+    rows, top_k = topk_ids.shape
+    experts, pairs = end - start, rows * (top_k + shared)
+    programs, chunk = experts + shared, 1024
+    new = partial(torch.empty, dtype=torch.int32, device=topk_ids.device)
+    counts, slots, ends = new(programs), new(pairs), new(programs)
+    count_pairs_kernel[(programs,)](
+        topk_ids, counts, pairs, start, experts, K=top_k, SHARED=shared, CHUNK=chunk
+    )
+    place_pairs_kernel[(programs,)](
+        topk_ids, counts, slots, ends, pairs, start, experts,
+        K=top_k, SHARED=shared, CHUNK=chunk, EXPERTS=1 << programs.bit_length(), BLOCK=block,
+    )  # fmt: skip
+    return PlacedPairs(slots, ends)
+
+
+def place_pairs(
+    topk_ids: torch.Tensor, start: int, end: int, block: int, *, shared: bool = False
+) -> PlacedPairs:
+    """Where :func:`sort_pairs` puts each pair: the reference of the kernels."""
+    order = sort_pairs(topk_ids, start, end, block, shared=shared)
+    pairs = topk_ids.shape[0] * (topk_ids.shape[1] + shared)
+    used = int(order.used)
+    owners = order.experts.repeat_interleave(block)[:used]
+    slots = torch.full((pairs + 1,), -1, dtype=torch.int32, device=topk_ids.device)
+    slots[order.pairs[:used].long()] = torch.arange(used, dtype=torch.int32, device=slots.device)
+    experts = end - start + shared
+    padded = torch.bincount(owners, minlength=experts)
+    real = torch.bincount(owners[order.pairs[:used] < pairs], minlength=experts)
+    return PlacedPairs(slots[:pairs], (padded.cumsum(0) - padded + real).int())
+
+
 def sort_pairs(
     topk_ids: torch.Tensor, start: int, end: int, block: int, *, shared: bool = False
 ) -> SortedPairs:

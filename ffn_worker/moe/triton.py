@@ -17,7 +17,7 @@ from ffn_worker.moe.tiles import LayerShape, Tile, Tilings, tuned_tilings
 
 
 @dataclass(frozen=True)
-class _Layer:
+class Layer:
     """Weights of one layer: the routed experts, and behind them the shared one, if any.
 
     shape: what tilings are looked up by, but for top_k, which comes with the rows.
@@ -54,7 +54,7 @@ class TritonBackend(MoeBackend):
         super().__init__(experts, num_experts)
         self.fp8 = native_fp8()
         self._tilings = tilings
-        self._layers: dict[int, _Layer] = {}
+        self._layers: dict[int, Layer] = {}
 
     @staticmethod
     def unavailable(dtype: torch.dtype, hidden: int, intermediate: int) -> str | None:
@@ -72,7 +72,7 @@ class TritonBackend(MoeBackend):
         hidden, width = w2.shape[1:]
         held = self.end - self.start
         shape = LayerShape(hidden, width, held, self.num_experts, 0, w13.scheme.value)
-        self._layers[layer] = _Layer(w13, w2, shape)
+        self._layers[layer] = Layer(w13, w2, shape)
         if self._tilings is None:
             name = torch.cuda.get_device_name(w13.codes.device)
             self._tilings = tuned_tilings(name, torch.version.hip is not None)
@@ -89,7 +89,7 @@ class TritonBackend(MoeBackend):
         gate_up, down = (
             in_scheme(weight, scheme, self.fp8, dtype) for weight in widened(gate_up, down, width)
         )
-        self._layers[layer] = _Layer(
+        self._layers[layer] = Layer(
             with_expert(held.w13, gate_up),
             with_expert(held.w2, down),
             replace(held.shape, shared=computed),

@@ -69,7 +69,7 @@ class Model:
         return head + lines[0] + "\n# TYPE afd_steps counter\n" + "\n".join(lines[1:]) + "\n"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FakeServer(Server):
     state: Model
 

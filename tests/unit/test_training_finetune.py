@@ -28,8 +28,8 @@ def model() -> Model:
     return Model(TINY)
 
 
-@pytest.mark.parametrize("first", [None, 0, 400, 900])
-def test_the_loss_equals_its_reference(first: int | None) -> None:
+@pytest.mark.parametrize("first, share", [(None, 1.0), (0, 1.0), (400, 0.3), (900, 1.0)])
+def test_the_loss_equals_its_reference(first: int | None, share: float) -> None:
     """In chunks of 512 rows, of which the last is not full; gradients too."""
     draw = torch.Generator().manual_seed(1)
     plain = torch.randn(900, 32, generator=draw, requires_grad=True)
@@ -39,7 +39,7 @@ def test_the_loss_equals_its_reference(first: int | None) -> None:
     taught = None
     if first is not None:
         hidden = torch.randn(900 - first, 32, generator=draw)
-        taught = Taught(first, hidden, torch.randn(50, 32, generator=draw))
+        taught = Taught(first, hidden, torch.randn(50, 32, generator=draw), share)
     total, entropy, kl = PairLoss.apply(plain, rounded, head, targets, taught, 3.0)
     expected = pair_loss_reference(plain, rounded, head, targets, taught, 3.0)
     torch.testing.assert_close(total, expected)

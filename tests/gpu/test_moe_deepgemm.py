@@ -1,0 +1,186 @@
+"""The DeepGEMM backend on a Hopper GPU against the reference backend on the same FP8 weights."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+from afd.wire.layout import Tag  # noqa: E402
+from afd.wire.rows_torch import EncodedRows  # noqa: E402
+from ffn_worker.moe.deep_gemm import DeepGemmBackend, HopperBackend  # noqa: E402
+from ffn_worker.moe.quantise import Scheme, Weight, in_scheme, widened  # noqa: E402
+from ffn_worker.moe.reference import ReferenceBackend  # noqa: E402
+from ffn_worker.moe.sorting import place_pairs, place_pairs_on_gpu  # noqa: E402
+
+HIDDEN, WIDTH, TOP_K = 512, 384, 4
+REASON = DeepGemmBackend.unavailable(torch.bfloat16, HIDDEN, WIDTH)
+if REASON is not None:
+    pytest.skip(REASON, allow_module_level=True)
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+BOUND = 0.1
+"""Of a row's largest value: the product of gate and up is rounded to FP8, as rows are."""
+
+
+def fp8(weight):
+    return in_scheme(Weight.of(weight.bfloat16()), Scheme.FP8_BLOCK, Tag.E4M3FN, torch.bfloat16)
+
+
+def weights(experts, seed=0):
+    torch.manual_seed(seed)
+    w13 = torch.randn(experts, 2 * WIDTH, HIDDEN) / HIDDEN**0.5
+    return fp8(w13), fp8(torch.randn(experts, HIDDEN, WIDTH) / WIDTH**0.5)
+
+
+def batch(rows, experts, seed=0):
+    torch.manual_seed(seed)
+    ids = torch.rand(rows, experts).topk(min(TOP_K, experts)).indices.int()
+    return torch.randn(rows, HIDDEN).bfloat16(), ids, torch.rand(ids.shape)
+
+
+def encoded(x):
+    rows = EncodedRows.of(x, Tag.E4M3FN)
+    return rows, EncodedRows(rows.tag, rows.payload.cuda(), rows.scales.cuda())
+
+
+def backend(held, experts, every):
+    made = DeepGemmBackend(experts, every)
+    made.prepare(0, *(w[slice(*experts)].to(CUDA) for w in held))
+    return made
+
+
+def exact(held, experts, x, ids, scale):
+    reference = ReferenceBackend(experts)
+    reference.prepare(0, *(w[slice(*experts)] for w in held))
+    return reference.forward(0, x, ids, scale)
+
+
+def close(got, want):
+    error = (got.float().cpu() - want).abs().amax(1) / want.abs().amax(1).clamp(min=1e-20)
+    assert error.max() <= BOUND, float(error.max())
+
+
+@pytest.mark.parametrize(
+    ("every", "experts"), [(1, (0, 1)), (8, (0, 8)), (48, (0, 24)), (48, (24, 48)), (160, (3, 160))]
+)
+@pytest.mark.parametrize("rows", [1, 63, 300, 2048])
+def test_rows_as_the_wire_brings_them(rows, every, experts):
+    held = weights(every)
+    x, ids, scale = batch(rows, every)
+    rows, there = encoded(x)
+    made = backend(held, experts, every)
+    got = made.forward_encoded(0, there, ids.cuda(), scale.cuda(), torch.bfloat16)
+    close(got, exact(held, experts, rows.decode(torch.float32), ids, scale))
+
+
+def test_rows_in_bfloat16():
+    held = weights(8)
+    x, ids, scale = batch(130, 8)
+    got = backend(held, (0, 8), 8).forward(0, x.cuda(), ids.cuda(), scale.cuda())
+    close(got, exact(held, (0, 8), x.float(), ids, scale))
+
+
+@pytest.mark.parametrize("rows", [100, 1000])
+@pytest.mark.parametrize("which", ["one expert gets all", "empty experts", "nobody's"])
+def test_extreme_routing(which, rows):
+    held = weights(8)
+    x, ids, scale = batch(rows, 8)
+    if which == "one expert gets all":
+        ids[:] = torch.tensor([5, -1, -1, -1], dtype=torch.int32)
+    elif which == "empty experts":
+        ids = ids // 2 * 2  # twice the same expert is two pairs
+    else:
+        ids[:] = -1
+    rows, there = encoded(x)
+    got = backend(held, (0, 8), 8).forward_encoded(
+        0, there, ids.cuda(), scale.cuda(), torch.bfloat16
+    )
+    close(got, exact(held, (0, 8), rows.decode(torch.float32), ids, scale))
+
+
+@pytest.mark.parametrize("narrow", [WIDTH, 200])
+def test_a_shared_expert_joins(narrow):
+    held = weights(8)
+    x, ids, scale = batch(300, 8)
+    rows, there = encoded(x)
+    gate_up = Weight.of((torch.randn(2 * narrow, HIDDEN) / HIDDEN**0.5).bfloat16())
+    down = Weight.of((torch.randn(HIDDEN, narrow) / narrow**0.5).bfloat16())
+    made = backend(held, (2, 6), 8)
+    assert made.prepare_shared(0, gate_up.to(CUDA), down.to(CUDA))
+    got = made.forward_encoded(0, there, ids.cuda(), scale.cuda(), torch.bfloat16)
+    wide = [fp8(w.codes)[None] for w in widened(gate_up, down, WIDTH)]
+    ones, zeros = torch.ones(300, 1), torch.zeros(300, 1, dtype=torch.int32)
+    exactly = rows.decode(torch.float32)
+    want = exact(held, (2, 6), exactly, ids, scale)
+    close(got, want + exact(wide, (0, 1), exactly, zeros, ones))
+
+
+def test_nan_stays_in_its_row_and_masked_rows_are_zero():
+    held = weights(8)
+    x, ids, scale = batch(200, 8)
+    x[3], x[7, 5], ids[3] = torch.nan, torch.nan, -1
+    there = encoded(x)[1]
+    there.payload.view(torch.uint8)[3] = 0x7F
+    got = backend(held, (0, 8), 8).forward_encoded(
+        0, there, ids.cuda(), scale.cuda(), torch.bfloat16
+    )
+    assert (got[3] == 0).all() and got[7].isnan().all()
+    assert got.isnan().any(1).sum() == 1
+
+
+@pytest.mark.parametrize("rows", [48, 700])
+def test_a_graph_with_other_routing(rows):
+    held = weights(24)
+    made = backend(held, (0, 12), 24)
+    x, ids, scale = batch(rows, 24)
+    there = encoded(x)[1]
+    inputs = [there.payload, there.scales, ids.cuda(), scale.cuda()]
+
+    def forward():
+        given = EncodedRows(Tag.E4M3FN, *inputs[:2])
+        return made.forward_encoded(0, given, *inputs[2:], torch.bfloat16)
+
+    forward()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = forward()
+    for seed in (1, 2, 3):
+        x, ids, scale = batch(rows, 24, seed)
+        if seed == 2:
+            ids[: rows // 2] = 4  # far more pairs of one expert than at capture
+        if seed == 3:
+            ids[5:] = -1
+        new, there = encoded(x)
+        for kept, value in zip(
+            inputs, (there.payload, there.scales, ids.cuda(), scale.cuda()), strict=True
+        ):
+            kept.view(torch.uint8).copy_(value.view(torch.uint8))
+        graph.replay()
+        torch.cuda.synchronize()
+        close(captured, exact(held, (0, 12), new.decode(torch.float32), ids, scale))
+        assert torch.equal(captured, forward())  # the same order of additions every time
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("experts", [(0, 16), (5, 9)])
+@pytest.mark.parametrize("rows", [1, 300, 3000])
+def test_places(rows, experts, shared):
+    ids = batch(rows, 16)[1]
+    ids[0, 1] = -1
+    got = place_pairs_on_gpu(ids.cuda(), *experts, 64, shared=shared)
+    want = place_pairs(ids, *experts, 64, shared=shared)
+    assert torch.equal(got.slots.cpu(), want.slots) and torch.equal(got.ends.cpu(), want.ends)
+
+
+@pytest.mark.parametrize("rows", [3, 300])
+def test_the_backend_that_takes_either(rows):
+    held = weights(8)
+    x, ids, scale = batch(rows, 8)
+    made = HopperBackend((0, 8), 8)
+    made.prepare(0, *(w.to(CUDA) for w in held))
+    exactly, there = encoded(x)
+    got = made.forward_encoded(0, there, ids.cuda(), scale.cuda(), torch.bfloat16)
+    close(got, exact(held, (0, 8), exactly.decode(torch.float32), ids, scale))
