@@ -176,7 +176,8 @@ class StepGraphs(CUDAGraphWrapper):
         set_cudagraph_capturing_enabled(True)  # vLLM turns it off after the start
         self.runnable.remote = self._stream
         try:
-            super().__call__(*args, **kwargs)
+            with self._streams.capturable():  # vLLM serves on the default stream
+                super().__call__(*args, **kwargs)
         finally:
             self.runnable.remote = self._host
         return _Step(waits, marks, context)

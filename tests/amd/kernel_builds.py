@@ -274,16 +274,20 @@ def moe_builds(target: str) -> Iterator[Build]:
             aligned=("hidden",),
         )
         yield from _sorting_builds(top_k, shared, suffix)
+    yield from _sorting_builds(3, True, "[large]", chunk=8192, warps=16)
 
 
-def _sorting_builds(top_k: int, shared: bool, suffix: str) -> Iterator[Build]:
+def _sorting_builds(
+    top_k: int, shared: bool, suffix: str, chunk: int = 1024, warps: int = 4
+) -> Iterator[Build]:
     sizes = {"pairs": "i32", "start": "i32", "experts": "i32"}
-    constants = {"K": top_k, "SHARED": shared, "CHUNK": 1024}
+    constants = {"K": top_k, "SHARED": shared, "CHUNK": chunk}
     yield Build(
         f"count_pairs{suffix}",
         sorting.count_pairs_kernel,
         {"ids_ptr": "*i32", "counts_ptr": "*i32", **sizes},
         constants,
+        warps=warps,
     )
     results = {"sorted_ptr": "*i32", "owners_ptr": "*i32", "used_ptr": "*i32"}
     yield Build(
@@ -291,12 +295,14 @@ def _sorting_builds(top_k: int, shared: bool, suffix: str) -> Iterator[Build]:
         sorting.sort_pairs_kernel,
         {"ids_ptr": "*i32", "counts_ptr": "*i32", **results, **sizes},
         {**constants, "EXPERTS": 16, "BLOCK": 16},
+        warps=warps,
     )
     yield Build(
         f"place_pairs{suffix}",
         sorting.place_pairs_kernel,
         {"ids_ptr": "*i32", "counts_ptr": "*i32", "slots_ptr": "*i32", "ends_ptr": "*i32", **sizes},
         {**constants, "EXPERTS": 16, "BLOCK": 16},
+        warps=warps,
     )
 
 

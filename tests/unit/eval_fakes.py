@@ -107,7 +107,7 @@ def served(model: Model) -> Iterator[FakeServer]:
     thread.start()
     try:
         url = f"http://127.0.0.1:{server.server_address[1]}"
-        yield FakeServer(url, "model", Path("none"), "", 0, model)
+        yield FakeServer(url, "model", Path("none"), "", 0, state=model)
     finally:
         server.shutdown()
         thread.join(10)

@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ffn_worker.moe.sorting import capacity, place_pairs, sort_pairs  # noqa: E402
+from ffn_worker.moe.sorting import capacity, chunking, place_pairs, sort_pairs  # noqa: E402
 
 
 def by_hand(ids, start, end, block):
@@ -79,3 +79,9 @@ def test_places_are_the_inverse(experts, shared):
         begin = -(-end // 4) * 4
         assert all(pair == pairs for pair in entries[end:begin])
     assert begin == len(entries)
+
+
+def test_a_batch_is_walked_in_few_steps():
+    assert [chunking(n) for n in (1, 1024, 1025, 8192, 10**6)] == [
+        (1024, 4), (1024, 4), (2048, 4), (8192, 16), (8192, 16),
+    ]  # fmt: skip

@@ -62,6 +62,8 @@ class Calls:
 
 _STOP_S = 300.0
 """vLLM sums its profile up before it answers."""
+_WRITE_S = 60.0
+"""A trace of a second is a file of many megabytes."""
 
 
 def calls(trace: Mapping[str, Any]) -> Calls:
@@ -98,10 +100,10 @@ def main(argv: Sequence[str]) -> int:
         with roles(Path(folder), path, sizes, args) as (server, ffn):
             load = Load(args.batch, args.context, sizes.length, piece.sizes.vocab, args.seed)
             asyncio.run(_profile(server, ffn, load, args))
-        found = {
-            "attention": calls(_trace_of(Path(folder, "attention"), 5.0)),
-            "ffn": calls(_trace_of(Path(folder, "ffn"), 5.0)),
-        }
+            found = {
+                "attention": calls(_trace_of(Path(folder, "attention"), _WRITE_S)),
+                "ffn": calls(_trace_of(Path(folder, "ffn"), _WRITE_S)),
+            }
     return _judge(found, piece, args, out)
 
 
