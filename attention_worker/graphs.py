@@ -107,6 +107,8 @@ class StepGraphs(CUDAGraphWrapper):
         super().clear_graphs()
         self._entries.clear()
         self._steps.clear()
+        # PyTorch's allocator refuses to capture into a pool whose graphs are all gone.
+        self.graph_pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, *args: torch.Tensor, **kwargs: object) -> torch.Tensor:
         """Final hidden states, model dtype [tokens, hidden].

@@ -67,7 +67,7 @@ def reference(xs: list[torch.Tensor], fmt: ReduceFormat | None, *, gather: bool)
 
 
 def same(got: torch.Tensor, want: torch.Tensor) -> None:
-    """The same bits, but for the sign of a zero: which of -0 and 0 is the larger is the hardware's."""
+    """The same bits, but for the sign of a zero: which of -0 and 0 is larger, hardware decides."""
     got = got.cpu()
     assert got.shape == want.shape and got.dtype == want.dtype
     assert torch.equal(got.isnan(), want.isnan())

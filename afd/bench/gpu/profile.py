@@ -96,14 +96,16 @@ def main(argv: Sequence[str]) -> int:
     kv_gib = 8.0 if args.device != "cpu" else 0.25
     sizes = Sizes(args.batch, args.context + 4_000, kv_gib, (args.batch,))
     out = report("gpu", args, "profile", argv)
-    with tempfile.TemporaryDirectory(prefix="afd-profile-") as folder:
-        with roles(Path(folder), path, sizes, args) as (server, ffn):
-            load = Load(args.batch, args.context, sizes.length, piece.sizes.vocab, args.seed)
-            asyncio.run(_profile(server, ffn, load, args))
-            found = {
-                "attention": calls(_trace_of(Path(folder, "attention"), _WRITE_S)),
-                "ffn": calls(_trace_of(Path(folder, "ffn"), _WRITE_S)),
-            }
+    with (
+        tempfile.TemporaryDirectory(prefix="afd-profile-") as folder,
+        roles(Path(folder), path, sizes, args) as (server, ffn),
+    ):
+        load = Load(args.batch, args.context, sizes.length, piece.sizes.vocab, args.seed)
+        asyncio.run(_profile(server, ffn, load, args))
+        found = {
+            "attention": calls(_trace_of(Path(folder, "attention"), _WRITE_S)),
+            "ffn": calls(_trace_of(Path(folder, "ffn"), _WRITE_S)),
+        }
     return _judge(found, piece, args, out)
 
 
