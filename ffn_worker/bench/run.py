@@ -7,6 +7,7 @@ from functools import cached_property
 
 import torch
 
+from afd.device_name import slug
 from afd.errors import AfdError, ConfigError
 from afd.wire.streams_torch import torch_device
 from ffn_worker.bench import shapes
@@ -15,7 +16,7 @@ from ffn_worker.bench.measure import Cell, cells, ours_and_vllm
 from ffn_worker.bench.timing import ceilings, clock_of
 from ffn_worker.bench.tune import read_space, tune
 from ffn_worker.moe.crossover import Race, write_least_pairs
-from ffn_worker.moe.tiles import FOLDER, LayerShape, slug, write_buckets
+from ffn_worker.moe.tiles import FOLDER, LayerShape, write_buckets
 
 logger = logging.getLogger("afd.bench")
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from afd.device_name import slug
 from afd.errors import ConfigError
-from ffn_worker.moe.tiles import FOLDER, slug
+from ffn_worker.moe.tiles import FOLDER
 
 UNMEASURED = 32.0
 """Where there is no file: a guess, half of the least tile."""
