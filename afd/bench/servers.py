@@ -181,8 +181,10 @@ def server_process(
     cpus: Sequence[int] = (),
     stop_s: float = 60.0,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process group of its own with its output in ``log``, ended with all that is left of it, also
-    where this process is killed; cpus: () binds nothing. stop_s: for its leader, to end by itself.
+    """A process group of its own with its output in ``log``, ended with all that is left of it.
+
+    It ends too where this process is killed. cpus: () binds nothing. stop_s: for its leader, to end
+    by itself.
     """
     watchdog = Watchdog()
     try:

@@ -2,7 +2,8 @@
 
 A parent-death signal reaches only direct children and may be ignored; this small process knows
 every role's process group, and when the pipe to the supervisor breaks it ends them all and removes
-the run directory, if there is one. Protocol on its stdin, one line each: ``+GROUP``, ``-GROUP``, ``bye``.
+the run directory, if there is one. Protocol on its stdin, one line each: ``+GROUP``, ``-GROUP``,
+``bye``.
 """
 
 from __future__ import annotations
