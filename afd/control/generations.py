@@ -1,4 +1,4 @@
-"""Numbers of members' lives: each is larger than all before it, also after a restart of the server."""
+"""Numbers of members' lives: each larger than all before it, also after a restart of the server."""
 
 from collections.abc import Callable
 
