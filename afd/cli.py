@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     actions.add_parser("status", help="print the members").set_defaults(action="status")
     depth = actions.add_parser("depth", help="set the number of micro-batches in flight")
     depth.set_defaults(action="depth")
-    depth.add_argument("depth", type=int, metavar="N")
+    depth.add_argument("depth", type=_depth, metavar="DEPTH", help="a number, auto or configured")
     actions.add_parser("drain", help="finish running requests").set_defaults(action="drain")
 
     moves = actions.add_parser("rebalance", help="move experts to where their load says")
@@ -183,6 +183,16 @@ def _set(parser: argparse.ArgumentParser) -> None:
         dest="overrides",
         help="override a key of the file, such as pipeline.depth=2 (repeatable)",
     )
+
+
+def _depth(text: str) -> int | None:
+    from afd.depth import AUTO
+
+    if text in ("auto", "configured"):
+        return AUTO if text == "auto" else None
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text} is no number above 0, auto or configured")
+    return int(text)
 
 
 class _Version(argparse.Action):

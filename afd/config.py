@@ -83,9 +83,17 @@ class Ffn(Section):
     # how the ranks of an instance add up their partial results: exactly, or in fewer bytes
     reduce: Literal["exact", "int8", "int6", "int4", "fp4"] = "exact"
     device: Device = "cpu"
-    backend: Literal["auto", "torch", "reference", "vllm_cpu", "vllm_cuda", "aiter", "triton"] = (
-        "auto"
-    )
+    backend: Literal[
+        "auto",
+        "torch",
+        "reference",
+        "vllm_cpu",
+        "vllm_cuda",
+        "aiter",
+        "triton",
+        "deep_gemm",
+        "hopper",
+    ] = "auto"
     weights: Literal["auto", "plain", "fp8_block", "mxfp4"] = "auto"  # of experts; auto: as stored
     load: Literal["checkpoint", "dummy"] = "checkpoint"  # dummy: random experts, for benchmarks
     threads: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
@@ -132,10 +140,21 @@ class Ffn(Section):
 
 
 class Pipeline(Section):
-    depth: int = Field(default=3, ge=1, le=MAX_DEPTH)  # micro-batches in flight per step
+    # micro-batches in flight per step; auto: as measured step times say (docs/depth.md)
+    depth: Literal["auto"] | Annotated[int, Field(ge=1, le=MAX_DEPTH)] = Field(
+        default=3, description=f"auto or a whole number from 1 to {MAX_DEPTH}"
+    )
+    tpot_ms: float | None = Field(  # time per output token asked for, where depth is auto
+        default=None, gt=0, description="a number of milliseconds above 0, or null"
+    )
     min_rows: int = Field(default=4, ge=1)  # fewest rows worth a micro-batch of their own
     graphs: bool = True  # GPUs: replay decode steps as captured graphs, on both sides
     lookahead: bool = False  # prepare a step while one is replayed; what it costs: docs/gpu.md
+
+    @property
+    def max_depth(self) -> int:
+        """Most micro-batches that a step may have: slots and graphs are made for so many."""
+        return MAX_DEPTH if self.depth == "auto" else self.depth
 
 
 class Wire(Section):

@@ -49,11 +49,11 @@ def rows_of_instances(
     """Rows that each instance gets, ascending: the reference of attention_worker/dispatch.py.
 
     Args:
-        slots: [rows][top_k], the slot that computes each of a row's experts.
+        slots: [rows][top_k], the slot that computes each of a row's experts; -1: none does.
         bounds: instance j holds slots [bounds[j], bounds[j + 1]).
     """
     shares: list[list[int]] = [[] for _ in bounds[1:]]
     for row, of_row in enumerate(slots):
-        for instance in sorted({bisect_right(bounds, slot) - 1 for slot in of_row}):
+        for instance in sorted({bisect_right(bounds, slot) - 1 for slot in of_row if slot >= 0}):
             shares[instance].append(row)
     return tuple(tuple(share) for share in shares)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import enum
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
+from afd.decode_steps import DecodeSteps, depth_families
 from afd.step_trace import StepTrace, StepTraces
 from afd.wire_metrics import WireTrace, inbound_counts, wire_families
 
@@ -54,6 +55,7 @@ _STAGES: dict[Role, tuple[Stage, ...]] = {
     "attention": (Stage.ATTENTION, Stage.F2A),
     "ffn": (Stage.A2F, Stage.FFN),
 }
+_OWN_STAGE: dict[Role, Stage] = {"attention": Stage.ATTENTION, "ffn": Stage.FFN}
 # The stage that the receiving side's transport traces.
 _WIRE_STAGE: dict[Role, Stage] = {"attention": Stage.F2A, "ffn": Stage.A2F}
 _SENDS: dict[Role, Direction] = {"attention": Direction.A2F, "ffn": Direction.F2A}
@@ -96,6 +98,10 @@ class StageHistogram:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._total += value
 
+    @property
+    def total(self) -> float:
+        return self._total
+
     def snapshot(self) -> HistogramSnapshot:
         """Safe from another thread; may miss the value being observed at that moment."""
         return HistogramSnapshot(self._bounds, tuple(self._counts), self._total)
@@ -116,17 +122,21 @@ class RoleMetrics:
         wire_traces     by member id of the peer; filled while the process starts. They are the
                         role's wire stage, so nothing observes that one.
         step_traces     when the stages of the last steps ran (metrics.stage_every)
+        decode_steps    attention: how long decode steps take, by rows and depth
     Gauges:
         slots, slots_in_flight   slots this process may use, and those posted and not yet answered
         peers_up                 members of the other role that are connected
     Set while the process starts:
         expert_rows     ffn: gives, by layer, the rows that each expert has computed here
+        decode_depths   attention: gives (bucket, depth) of decode steps where depth is auto
         weights_read_bytes, weights_held_bytes   [Weights] from the checkpoint, and in memory
     """
 
     __slots__ = (
         "_stages",
         "bubble_seconds",
+        "decode_depths",
+        "decode_steps",
         "expert_rows",
         "ffn_retries",
         "graph_seconds",
@@ -153,6 +163,8 @@ class RoleMetrics:
         self.wire_bytes = [0] * len(Direction)
         self.wire_traces: dict[str, WireTrace] = {}
         self.step_traces = StepTraces()
+        self.decode_steps = DecodeSteps()
+        self.decode_depths: Callable[[], Iterable[tuple[int, int]]] | None = None
         self.expert_rows: Callable[[], Mapping[int, Sequence[int]]] | None = None
         self.steps = [0] * (max_depth + 1)  # index 0 unused: a step has at least one micro-batch
         self.graph_steps = [0] * (max_depth + 1)
@@ -169,12 +181,14 @@ class RoleMetrics:
         """Keep the answer in a local variable where even this call is too much."""
         return self._stages[stage]
 
+    @property
+    def own_stage_seconds(self) -> float:
+        """The stage that this role computes, in total."""
+        return self._stages[_OWN_STAGE[self.role]].total
+
     def note_replay(self, step: StepTrace) -> None:
         """Keep a replayed step, and count its stages: no host has timed them."""
-        own, sent = {
-            "attention": (Stage.ATTENTION, Stage.A2F),
-            "ffn": (Stage.FFN, Stage.F2A),
-        }[self.role]
+        own, sent = _OWN_STAGE[self.role], Stage.A2F if self.role == "attention" else Stage.F2A
         for span in step.spans:
             self._stages[own].observe((span.done_ns - span.started_ns) / 1e9)
             self._stages[sent].observe((span.copied_ns - span.done_ns) / 1e9)
@@ -228,6 +242,8 @@ class RoleCollector:
         if metrics.expert_rows is not None:
             yield _expert_rows(metrics.expert_rows())
         yield from _counters(metrics)
+        if metrics.role == "attention":
+            yield from depth_families(metrics.decode_steps, metrics.decode_depths)
         yield from _gauges(metrics)
 
 

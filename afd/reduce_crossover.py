@@ -1,7 +1,7 @@
 """Which way a message of an all-reduce goes: a table per number of ranks, dtype and format.
 
-``afd bench allreduce --table FILE`` measures one on a machine; the shipped one is from sources.
-Pure, without torch.
+One file per device, configs/allreduce/DEVICE.json, which ``afd bench allreduce --table`` measures;
+for other devices the default, which is from published figures. Pure, without torch.
 """
 
 import json
@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from afd.device_name import slug
 from afd.errors import ConfigError
 
-DEFAULT = Path(__file__).parents[1] / "configs" / "allreduce" / "default.json"
+FOLDER = Path(__file__).parents[1] / "configs" / "allreduce"
+DEFAULT = FOLDER / "default.json"
 _FIELDS = {"world", "dtype", "format", "one_shot_max_bytes", "two_shot_min_bytes"}
 
 
@@ -38,6 +40,12 @@ class Crossover:
         if self.two_shot_min_bytes is not None and nbytes >= self.two_shot_min_bytes:
             return Way.TWO_SHOT
         return Way.ONE_SHOT if nbytes <= self.one_shot_max_bytes else Way.LIBRARY
+
+
+def table_of(device: str, folder: Path = FOLDER) -> Path:
+    """The table of a device, named as torch names it; the default where none was measured."""
+    measured = folder / f"{slug(device)}.json"
+    return measured if measured.is_file() else DEFAULT
 
 
 def read_crossover(path: Path, world: int, dtype: str, fmt: str) -> Crossover:

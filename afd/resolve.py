@@ -73,7 +73,7 @@ def resolve(deployment: Deployment) -> Resolved:
     dispatch = _dispatch(deployment, model)
     by_rows = _shared_by_rows(deployment, dispatch)
     capacity = deployment.attention.max_num_batched_tokens
-    depth = deployment.pipeline.depth
+    depth = deployment.pipeline.max_depth
     wire = deployment.wire
     a2f, f2a = layouts(wire.format, dtype, capacity, model.hidden, model.top_k, wire.fp8)
     contract = Contract(

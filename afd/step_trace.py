@@ -134,28 +134,35 @@ class StepMarks:
 
     def __init__(self, stamps: Stamps) -> None:
         self._stamps = stamps
+        # A graph refers to all of its events, and instantiating it after one of them has been
+        # destroyed crashes CUDA's driver; so also those that no position needs are kept.
+        self._made: list[object] = []
         self._began: object = None
         self._from: object = None
         self._ended: object = None
         # layer, micro-batch, rows; started, done, copied
         self._positions: list[tuple[tuple[int, int, int], list[object]]] = []
 
+    def _stamp(self, *, copying: bool = False) -> object:
+        self._made.append(self._stamps.stamp(copying=copying))
+        return self._made[-1]
+
     def begin(self) -> None:
-        self._began = self._from = self._stamps.stamp()
+        self._began = self._from = self._stamp()
 
     def working(self) -> None:
-        self._from = self._stamps.stamp()
+        self._from = self._stamp()
 
     def done(self, layer: int, micro_batch: int, rows: int) -> None:
-        now = self._stamps.stamp()
+        now = self._stamp()
         self._positions.append(((layer, micro_batch, rows), [self._from, now]))
         self._from = now
 
     def copied(self) -> None:
-        self._positions[-1][1].append(self._stamps.stamp(copying=True))
+        self._positions[-1][1].append(self._stamp(copying=True))
 
     def end(self) -> None:
-        self._ended = self._stamps.stamp()
+        self._ended = self._stamp()
 
     def read(self, began_ns: int, *, replayed: bool) -> StepTrace | None:
         if not self._positions:

@@ -15,8 +15,9 @@ from afd.wire.streams_torch import torch_device
 
 @dataclass(frozen=True)
 class _Slots:
-    """One layer. of_expert: int32 [experts, most copies], a slot per copy. count: int32 [experts],
-    how many of them are meant; None: one of each."""
+    """One layer. of_expert: int32 [experts + 1, most copies], a slot per copy. count: int32
+    [experts + 1], how many of them are meant; None: one of each. The last entry of both is what the
+    id -1 of a masked pair finds: the slot -1."""
 
     of_expert: torch.Tensor
     count: torch.Tensor | None
@@ -56,11 +57,13 @@ class ExpertSlots:
         most = max(len(slots) for slots in found)
         offset = bank * self._resolved.placement.slots
         rows = [[offset + slots[i % len(slots)] for i in range(most)] for slots in found]
-        count = [len(slots) for slots in found] if most > 1 else None
-        return _Slots(self._tensor(rows), None if count is None else self._tensor(count))
+        of_expert = self._tensor([*rows, [-1] * most])
+        if most == 1:
+            return _Slots(of_expert, None)
+        return _Slots(of_expert, self._tensor([*(len(slots) for slots in found), 1]))
 
     def of(self, layer: int, ids: torch.Tensor) -> torch.Tensor:
-        """Slots int32 [rows, top_k] of expert ids of that shape."""
+        """Slots int32 [rows, top_k] of expert ids of that shape; of the id -1 the slot -1."""
         slots = self._layers[layer]
         if slots is None:
             return ids
@@ -111,11 +114,14 @@ class Splitter:
         self._instances = len(bounds) - 1
         sizes = [high - low for low, high in itertools.pairwise(bounds)]
         one_bank = torch.arange(self._instances).repeat_interleave(torch.tensor(sizes))
-        self._instance_of = torch.cat([one_bank, one_bank]).to(device)
+        # The last entry is what the slot -1 of a masked pair finds: an instance beyond the last.
+        nobody = torch.tensor([self._instances])
+        self._instance_of = torch.cat([one_bank, one_bank, nobody]).to(device)
 
     def split(self, slots: torch.Tensor) -> Shares:
         """slots: int32 [rows, top_k], see :meth:`ExpertSlots.of`. Waits for the device."""
-        gets = torch.zeros((len(slots), self._instances), dtype=torch.bool, device=slots.device)
-        gets.scatter_(1, self._instance_of[slots], True)
+        shape = (len(slots), self._instances + 1)
+        gets = torch.zeros(shape, dtype=torch.bool, device=slots.device)
+        gets = gets.scatter_(1, self._instance_of[slots], True)[:, :-1]
         _, rows = gets.t().nonzero(as_tuple=True)
         return Shares(rows, tuple(gets.sum(dim=0).tolist()), self._tp)

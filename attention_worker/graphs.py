@@ -107,6 +107,8 @@ class StepGraphs(CUDAGraphWrapper):
         super().clear_graphs()
         self._entries.clear()
         self._steps.clear()
+        # PyTorch's allocator refuses to capture into a pool whose graphs are all gone.
+        self.graph_pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, *args: torch.Tensor, **kwargs: object) -> torch.Tensor:
         """Final hidden states, model dtype [tokens, hidden].
@@ -176,7 +178,8 @@ class StepGraphs(CUDAGraphWrapper):
         set_cudagraph_capturing_enabled(True)  # vLLM turns it off after the start
         self.runnable.remote = self._stream
         try:
-            super().__call__(*args, **kwargs)
+            with self._streams.capturable():  # vLLM serves on the default stream
+                super().__call__(*args, **kwargs)
         finally:
             self.runnable.remote = self._host
         return _Step(waits, marks, context)

@@ -16,8 +16,8 @@ class Outgoing:
     because a copy that a stream was given reads it later.
 
     payload and scales (None: the tag has none) as the wire's tag stores them; ids int32, of experts
-    and once it is placed of their slots, and weights float32 [rows, top_k]. shares: None where all
-    FFN instances get all rows.
+    and once it is placed of their slots, -1 where nobody is to compute, and weights float32
+    [rows, top_k]. shares: None where all FFN instances get all rows.
     """
 
     layer: int

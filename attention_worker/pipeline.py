@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
 
+from attention_worker.padding import padding_of
+
 
 class Layer(Protocol):
     """What the loop needs of a decoder layer; see :class:`attention_worker.model.LayerHalves`."""
@@ -47,13 +49,17 @@ class Experts(Protocol):
 
 @dataclass
 class MicroBatch:
-    """Running state of one micro-batch. Tensors: model dtype [rows, hidden]; positions [rows]."""
+    """Running state of one micro-batch. Tensors: model dtype [rows, hidden]; positions [rows].
+
+    padding: bool [rows, 1], see :func:`attention_worker.padding.padding_of`; None: there is none.
+    """
 
     index: int
     context: ForwardContext
     positions: torch.Tensor
     hidden: torch.Tensor
     residual: torch.Tensor | None = None
+    padding: torch.Tensor | None = None
     in_flight: bool = False
 
 
@@ -83,6 +89,8 @@ def run_layers(
                 )
                 if layer.is_remote:
                     weights, ids = layer.route(batch.hidden)
+                    if batch.padding is not None:
+                        ids.masked_fill_(batch.padding, -1)  # no expert computes these rows
                     remote.send(layer.index, batch.index, batch.hidden, ids, weights)
                     batch.in_flight = True
                 else:
@@ -103,18 +111,23 @@ def micro_batches(hidden: torch.Tensor, positions: torch.Tensor) -> list[MicroBa
     """
     context = get_forward_context()
     if context.ubatch_slices is None:
-        return [MicroBatch(0, context, positions, hidden)]
-    return [
-        MicroBatch(
-            index,
-            replace(
-                context,
-                attn_metadata=context.attn_metadata[index],
-                slot_mapping=context.slot_mapping[index],
-                ubatch_slices=None,
-            ),
-            positions[piece.token_slice],
-            hidden[piece.token_slice],
-        )
-        for index, piece in enumerate(context.ubatch_slices)
-    ]
+        batches = [MicroBatch(0, context, positions, hidden)]
+    else:
+        batches = [
+            MicroBatch(
+                index,
+                replace(
+                    context,
+                    attn_metadata=context.attn_metadata[index],
+                    slot_mapping=context.slot_mapping[index],
+                    ubatch_slices=None,
+                ),
+                positions[piece.token_slice],
+                hidden[piece.token_slice],
+            )
+            for index, piece in enumerate(context.ubatch_slices)
+        ]
+    if hidden.device.type != "cpu":  # there no step is padded up to a captured size
+        for batch in batches:
+            batch.padding = padding_of(batch.context.slot_mapping)
+    return batches

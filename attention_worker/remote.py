@@ -165,7 +165,8 @@ class RemoteExperts:
         """Post one micro-batch to every FFN instance; does not wait for the answer.
 
         Args:
-            hidden: model dtype [rows, hidden]. ids: int32 [rows, top_k], global expert ids.
+            hidden: model dtype [rows, hidden]. ids: int32 [rows, top_k], global expert ids,
+                -1 where nobody is to compute.
             weights: float32 [rows, top_k].
 
         Raises:

@@ -5,6 +5,7 @@ Everything hooks in by method override; vLLM keeps scheduling, KV cache, metadat
 """
 
 import copy
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -55,6 +56,7 @@ class DisaggregatedRunner(_Base):
     def leave_epoch(self) -> None:
         """Nothing is coming: no other instance's step has to wait for this one."""
         self._session.remote.leave()
+        self._session.steps.pause()
 
     def close_session(self) -> None:
         """Leave the deployment and free the transport."""
@@ -103,14 +105,16 @@ class DisaggregatedRunner(_Base):
             num_encoder_reqs,
         )
         if self._scheduled is not None:
+            decode = num_tokens == num_reqs
             depth = choose_depth(
                 num_tokens,
                 num_reqs,
-                self._session.depth,
+                self._session.depth(num_tokens, decode=decode),
                 self._session.min_rows,
                 splittable=not self._prefix_hazard(self._scheduled),
             )
             depth = padded_depth(depth, num_tokens, descriptor.num_tokens)
+            self._session.steps.begin(num_tokens, depth, time.monotonic(), decode=decode)
         elif self._capture_depth is not None:
             depth = self._capture_depth
         else:  # another dummy or profiling run: unsplit, builders still to be made

@@ -11,6 +11,9 @@ from vllm.config import VllmConfig
 
 from afd.control.client import ControlClient
 from afd.control.connect import client_for
+from afd.control.work import work_of
+from afd.decode_steps import DecodeSteps
+from afd.depth import AUTO, depth_of
 from afd.errors import AfdError
 from afd.metrics import RoleMetrics, Weights
 from afd.metrics_server import MetricsServer, serve_metrics
@@ -55,6 +58,7 @@ class AttentionSession:
         self._region = region
         self._metrics = metrics
         self._scraper = scraper
+        self._configured = AUTO if role.deployment.pipeline.depth == "auto" else self.max_depth
         self.remote = remote
 
     @classmethod
@@ -88,12 +92,14 @@ class AttentionSession:
         if role.cpus:
             region.set_spin_us(PINNED_SPIN_US)
         control = client_for(role, resolved.contract)
+        metrics.decode_depths = lambda: control.members.depths
         generation = control.join(
             addresses=tuple(region.addresses),
             api_url=f"http://{deployment.attention.host}:{role.api_port}",
             metrics_url=scraper.url if scraper else "",
             deadline_s=deployment.deadlines.start_s,
         )
+        control.report_work(lambda: work_of(metrics))
         remote = RemoteExperts(resolved, role.index, region, control, metrics)
         logger.info("%s joined as generation %d (pid %d)", role.id, generation, os.getpid())
         return cls(role, resolved, control, region, remote, metrics, scraper)
@@ -132,11 +138,19 @@ class AttentionSession:
     def max_depth(self) -> int:
         return self._resolved.contract.max_depth
 
+    def depth(self, rows: int, *, decode: bool) -> int:
+        """Most micro-batches of a step of ``rows`` rows: the operator's run-time setting, else the
+        configured one. decode: every request has one row; of other steps no depth is measured.
+        """
+        members = self._control.members
+        wanted = self._configured if members.depth is None else members.depth
+        if wanted == AUTO:
+            return depth_of(members.depths, rows, self.max_depth) if decode else self.max_depth
+        return min(wanted, self.max_depth)
+
     @property
-    def depth(self) -> int:
-        """Micro-batches per step: the operator's run-time setting, else the configured one."""
-        wanted = self._control.depth
-        return self.max_depth if wanted is None else min(wanted, self.max_depth)
+    def steps(self) -> DecodeSteps:
+        return self._metrics.decode_steps
 
     @property
     def min_rows(self) -> int:

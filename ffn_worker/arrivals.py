@@ -72,7 +72,8 @@ class Arrivals:
         """Take what the peer said on its control slot.
 
         An announcement may overwrite a leave that nobody has read yet, and nothing else is ever
-        overwritten: after an announcement the peer waits for the step. So of two the second counts.
+        overwritten: after an announcement the peer waits for the step, and between two leaves it
+        sends a step, with whose first message the first one is read. So of two the second counts.
         """
         mb = self._max_depth
         slot = self._table.slot(peer, mb)
@@ -145,6 +146,8 @@ class Arrivals:
         header = self._region.header(self._table.slot(peer, micro_batch))
         peer.seq[micro_batch] += 1
         peer.taken[micro_batch] = (header.step, header.layer)
+        if (header.layer, micro_batch) == (self.first.layer, self.first.micro_batch):
+            self.read_control(peer)  # it may have left before this step, and may behind it again
         return header
 
     def problem(self, header: Header, position: Position) -> str | None:

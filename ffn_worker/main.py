@@ -16,6 +16,7 @@ from afd.affinity import bind_process
 from afd.control.connect import client_for
 from afd.control.messages import Members
 from afd.control.moves import settled
+from afd.control.work import work_of
 from afd.errors import PeerLost
 from afd.metrics import RoleMetrics, Weights
 from afd.metrics_server import serve_metrics
@@ -83,6 +84,7 @@ def run_ffn(role: RoleSpec) -> None:
             metrics_url=metrics_url,
             deadline_s=deployment.deadlines.start_s,
         )
+        control.report_work(lambda: work_of(metrics))
         model = _load(role, resolved, metrics, control.members)
         ranks.meet(_collective(resolved, place), deployment.deadlines.start_s)
         loop = FfnLoop(resolved, region, control, model, ranks, metrics)

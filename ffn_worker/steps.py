@@ -172,7 +172,10 @@ class StreamSteps:
     def _capture(self, members: Sequence[Member]) -> _Recorded:
         self._warm_up(members)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        # thread_local: a read of the metrics, on a thread of its own, may copy the experts' load
+        # from the device meanwhile.
+        stream = torch.cuda.current_stream()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             step = self._record(members)
         step.replay = graph.replay
         return step

@@ -20,9 +20,11 @@ from afd.control.operator import set_depth, status
 from afd.errors import AfdError
 from afd.launch.ports import held_ports
 from afd.models import read_model
+from afd.topology import visible_gpus
 from afd.trace import Event, collect, pages
 
 _POLL_S = 0.25
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _GRACE_S = 5.0
 
 
@@ -32,6 +34,7 @@ class Server:
 
     url: base without /v1. model: the served name. log: where its output goes.
     control: control plane address, "" for colocated vLLM. pid: of the process group's leader.
+    ranks: data-parallel ranks of vLLM, among which a request may choose; 0 where it has no choice.
     """
 
     url: str
@@ -39,6 +42,7 @@ class Server:
     log: Path
     control: str
     pid: int
+    ranks: int = 0
 
     def set_depth(self, depth: int) -> None:
         """Micro-batches per step from the next step on (the deployment's depth is the most)."""
@@ -99,6 +103,7 @@ def colocated(
     vllm_args: Sequence[str] = (),
     compiled: bool = False,
     gpus: Sequence[int] = (),
+    ranks: int = 0,
     deadline_s: float = 240.0,
     log: Path | None = None,
 ) -> Iterator[Server]:
@@ -107,18 +112,22 @@ def colocated(
     Args:
         compiled: vLLM's default of torch.compile and CUDA graphs; False runs eagerly, as attention
             instances do.
-        gpus: indices of the GPUs it runs on; () runs on CPU.
+        gpus: indices of the GPUs it runs on, among those that CUDA_VISIBLE_DEVICES allows; () runs
+            on CPU. On GPUs it is started as `vllm serve` does, with an API server per GPU: for
+            hundreds of requests a single one can take longer than the GPUs.
+        ranks: of data parallelism, as ``vllm_args`` say.
         log: where its output goes; None: into a file that ends with it.
         cpus: cores the whole server is bound to, one computing thread each; () binds nothing. vLLM
             itself binds only under its "mp" executor, with all threads free to move among the
             cores (VLLM_CPU_OMP_THREADS_BIND); "uni", as here, saves it a process and a hop.
     """
     family, _ = read_model(model)
+    # The command line of the wheel for CPUs does not start: it asks for a package called vllm.
+    serve = ["vllm.entrypoints.cli.main", "serve", str(model), f"--api-server-count={len(gpus)}"]
     argv = [
         sys.executable,
         "-m",
-        "vllm.entrypoints.openai.api_server",
-        f"--model={model}",
+        *(serve if gpus else ["vllm.entrypoints.openai.api_server", f"--model={model}"]),
         "--served-model-name=model",
         "--host=127.0.0.1",
         f"--dtype={dtype}",
@@ -143,7 +152,7 @@ def colocated(
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         environment["TORCHDYNAMO_DISABLE"] = "0" if compiled else "1"
     else:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        environment[_VISIBLE] = visible_gpus(gpus, os.environ.get(_VISIBLE))
     if cpus:
         environment["OMP_NUM_THREADS"] = str(len(cpus))
     with (
@@ -154,7 +163,7 @@ def colocated(
         url = f"http://127.0.0.1:{port}"
         with server_process([*argv, f"--port={port}"], environment, log, cpus) as leader:
             await_health(leader, url, log, deadline_s)
-            yield Server(url, "model", log, "", leader.pid)
+            yield Server(url, "model", log, "", leader.pid, ranks)
 
 
 def _section(config: Mapping[str, object], name: str) -> dict[str, object]:
@@ -165,16 +174,20 @@ def _section(config: Mapping[str, object], name: str) -> dict[str, object]:
 
 @contextlib.contextmanager
 def server_process(
-    argv: Sequence[str], environment: Mapping[str, str], log: Path, cpus: Sequence[int] = ()
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    log: Path,
+    cpus: Sequence[int] = (),
+    stop_s: float = 60.0,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A process group of its own with its output in ``log``, ended with all that is left of it;
-    cpus: () binds nothing."""
+    cpus: () binds nothing. stop_s: for its leader, to end by itself."""
     with open(log, "wb") as out:
         leader = _start(argv, environment, out, cpus)
         try:
             yield leader
         finally:
-            _stop(leader)
+            _stop(leader, stop_s)
 
 
 def _start(
@@ -195,12 +208,12 @@ def _start(
     )
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def _stop(process: subprocess.Popen[bytes], stop_s: float) -> None:
     """End the whole process group; its leader gets time to do it properly first."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(60)
+            process.wait(stop_s)
     # What is left of the group ends by itself; killed first, Python's resource tracker could not
     # remove the semaphores of vLLM's processes from shared memory.
     end = time.monotonic() + _GRACE_S

@@ -202,6 +202,12 @@ class ControlClient:
             self._session.report_move(number, fault)
         self._wake()
 
+    def report_work(self, work: Callable[[], m.Work]) -> None:
+        """Every heartbeat from now on carries what ``work`` answers; it is called on the client's
+        thread. After :meth:`join`."""
+        with self._changed:
+            self._session.work = work
+
     def leave(self) -> None:
         """Tells the server that we go; the others see it at once. The snapshot stays."""
         with self._changed:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import FrameType
 
 from afd.control.contract import Contract
+from afd.control.depths import FIXED_DEPTH, DepthPolicy
 from afd.control.keys import CurveKeys
 from afd.control.messages import Timing
 from afd.control.server import ControlServer
@@ -22,6 +23,7 @@ def run_control(
     *,
     timing: Timing | None = None,
     contract: Contract | None = None,
+    depth: DepthPolicy = FIXED_DEPTH,
     ready: Callable[[str], None] | None = None,
 ) -> int:
     """Serves until SIGTERM, SIGINT or an operator's shutdown; returns the exit code 0.
@@ -29,7 +31,7 @@ def run_control(
     ``ready`` is called once with the real address. On a signal the members are told that the
     control plane goes away, and keep running. Must be called on the main thread (signals).
     """
-    server = ControlServer(address, keys, contract=contract, timing=timing)
+    server = ControlServer(address, keys, contract=contract, timing=timing, depth=depth)
     stop = threading.Event()
 
     def on_signal(number: int, _frame: FrameType | None) -> None:

@@ -15,7 +15,7 @@ import msgspec
 from afd.control.contract import Contract
 from afd.errors import ConfigError
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Raised whenever a message changes its meaning; members of another protocol are refused."""
 
 State: TypeAlias = Literal["starting", "ready", "draining"]
@@ -82,16 +82,20 @@ class Move(msgspec.Struct, frozen=True):
 class Members(msgspec.Struct, frozen=True, tag="members"):
     """The whole deployment as one immutable snapshot; ``version`` grows with every change.
 
-    ``depth`` is the operator's runtime depth (None: the configured one holds). Members come sorted
-    by role, index and rank. ``moved`` are the layers whose experts are not where the contract has
-    them. ``moving`` is the move under way, number ``moves`` of all so far, which attention
-    instances are to follow once ``switching``; ``moves_left`` counts it and those behind it.
-    ``move_fault`` says why the last ones were called off.
+    ``depth`` is the operator's runtime depth (None: the configured one holds; AUTO of afd/depth.py:
+    ``depths`` do). ``depths`` are (bucket, depth) of decode steps, where measured step times choose
+    the depth. Members come sorted by role, index and rank.
+
+    ``moved`` are the layers whose experts are not where the contract has them. ``moving`` is the
+    move under way, number ``moves`` of all so far, which attention instances are to follow once
+    ``switching``; ``moves_left`` counts it and those behind it. ``move_fault`` says why the last
+    ones were called off.
     """
 
     version: int = 0
     members: tuple[Member, ...] = ()
     depth: int | None = None
+    depths: tuple[tuple[int, int], ...] = ()
     draining: bool = False
     moved: tuple[Move, ...] = ()
     moving: Move | None = None
@@ -139,6 +143,25 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     protocol: int = PROTOCOL
 
 
+class BucketSteps(msgspec.Struct, frozen=True):
+    """Decode steps of up to ``rows`` rows at one depth, and the time from each one's start to the
+    next one's: see afd/decode_steps.py."""
+
+    rows: int
+    depth: int
+    steps: int
+    seconds: float
+
+
+class Work(msgspec.Struct, frozen=True):
+    """What a member has done since its start: seconds that its own stage took and that it waited
+    for the other side inside of steps; on attention instances the decode steps."""
+
+    busy_s: float = 0.0
+    waited_s: float = 0.0
+    steps: tuple[BucketSteps, ...] = ()
+
+
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     """A member's sign of life; carries its state and the version it knows, so that nothing that
     was lost on the way stays lost for longer than one heartbeat.
@@ -151,6 +174,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     version: int
     moves: int = 0
     move_fault: str = ""
+    work: Work = Work()
 
 
 class Bye(msgspec.Struct, frozen=True, tag="bye"):
@@ -169,7 +193,8 @@ class AskContract(msgspec.Struct, frozen=True, tag="ask_contract"):
 
 
 class SetDepth(msgspec.Struct, frozen=True, tag="set_depth"):
-    """Sets the runtime depth (None: back to the configured one); answered with Members."""
+    """Sets the runtime depth (None: back to the configured one; AUTO of afd/depth.py: chosen from
+    measured step times); answered with Members."""
 
     depth: int | None
 

@@ -33,7 +33,8 @@ def set_depth(
     address: str, keys: CurveKeys | None = None, *, depth: int | None, deadline_s: float = 5.0
 ) -> m.Members:
     """Sets the number of micro-batches of every attention instance from its next step on; None
-    goes back to the configured one. ConfigError if it is outside of 1..max_depth."""
+    goes back to the configured one, AUTO (afd/depth.py) has measured step times choose. ConfigError
+    if it is outside of 1..max_depth."""
     return _ask(address, keys, m.SetDepth(depth), m.Members, deadline_s)
 
 

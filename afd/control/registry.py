@@ -16,8 +16,10 @@ import msgspec
 from afd.control import admission
 from afd.control import messages as m
 from afd.control.contract import Contract
+from afd.control.depths import FIXED_DEPTH, DepthPolicy, DepthTuner
 from afd.control.hosts import pid_space, process_alive
 from afd.control.moves import Moves, objection
+from afd.depth import AUTO
 
 MAX_GENERATION = 2**32 - 1  # the upper half of a doorbell flag, see afd_comm.make_flag
 
@@ -67,6 +69,7 @@ class Registry:
         *,
         timing: m.Timing,
         expected: Contract | None = None,
+        depth: DepthPolicy = FIXED_DEPTH,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
         local_pid_space: str | None = None,
@@ -74,6 +77,7 @@ class Registry:
     ) -> None:
         self.timing = timing.checked()
         self.expected = expected
+        self._tuner = DepthTuner(depth)
         self.stopping = False
         self.members = m.Members()
         self._clock = clock
@@ -269,6 +273,7 @@ class Registry:
                 self.members,
                 version=known.version,
                 depth=known.depth,
+                depths=known.depths,
                 draining=known.draining,
                 moved=known.moved,
                 moving=known.moving,
@@ -276,6 +281,7 @@ class Registry:
                 moves=known.moves,
                 moves_left=int(known.moving is not None),  # those behind it were known here only
             )
+            self._tuner.adopt(known.depths, self._clock())
 
     # --- being a member -------------------------------------------------------------------------
 
@@ -285,6 +291,7 @@ class Registry:
             return [Outgoing(peer, m.Unknown())]
         entry.heard = self._clock()
         out = [Outgoing(peer, m.Beat()), *self._follow_moves(entry, beat)]
+        out += self._follow_work(entry, beat)
         if m.STATES.index(beat.state) > m.STATES.index(entry.member.state):
             entry.member = msgspec.structs.replace(entry.member, state=beat.state)
             _log.info("%s is %s", entry.member.id, beat.state)
@@ -292,6 +299,17 @@ class Registry:
         if beat.version != self.members.version:
             out.append(Outgoing(peer, self.members))
         return out
+
+    def _follow_work(self, entry: _Entry, beat: m.Heartbeat) -> list[Outgoing]:
+        """Where measured step times choose the depth, another one may follow from them."""
+        reference, member = self._reference(), entry.member
+        ours = reference is not None and self._tuner.chooses(self.members.depth)
+        max_depth = reference[1].max_depth if reference is not None and ours else None
+        self._tuner.note(member.id, member.generation, beat.work, self._clock(), max_depth)
+        if self._tuner.depths == self.members.depths:
+            return []
+        self.members = msgspec.structs.replace(self.members, depths=self._tuner.depths)
+        return self._change()
 
     def _death(self, entry: _Entry, now: float) -> str | None:
         """Why the member counts as dead, or None if it does not."""
@@ -326,7 +344,8 @@ class Registry:
     def _set_depth(self, peer: bytes, depth: int | None) -> list[Outgoing]:
         reference = self._reference()
         largest = reference[1].max_depth if reference is not None else None
-        if depth is not None and (depth < 1 or (largest is not None and depth > largest)):
+        at_most = depth if largest is None else largest
+        if depth is not None and depth != AUTO and not 1 <= depth <= at_most:
             allowed = "at least 1" if largest is None else f"from 1 to {largest} (max_depth)"
             return [Outgoing(peer, m.Refused(f"depth {depth} refused: it must be {allowed}"))]
         changed = self._change(depth=depth)

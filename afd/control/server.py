@@ -21,6 +21,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from afd.control import messages as m
 from afd.control.address import Endpoint, to_listen
 from afd.control.contract import Contract
+from afd.control.depths import FIXED_DEPTH, DepthPolicy
 from afd.control.keys import CurveKeys
 from afd.control.registry import Outgoing, Registry
 from afd.errors import ConfigError
@@ -60,6 +61,7 @@ class ControlServer:
         *,
         contract: Contract | None = None,
         timing: m.Timing | None = None,
+        depth: DepthPolicy = FIXED_DEPTH,
     ) -> None:
         endpoint, local = to_listen(address)
         if keys is None and not local:
@@ -67,7 +69,7 @@ class ControlServer:
                 f"{address} can be reached from other hosts but the control plane has no keys; "
                 "set control.keys: FILE, made by `afd keys FILE`"
             )
-        self.registry = Registry(timing=timing or m.Timing(), expected=contract)
+        self.registry = Registry(timing=timing or m.Timing(), expected=contract, depth=depth)
         self._tick_s = min(self.registry.timing.interval_s / 2, 0.25)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None

@@ -35,6 +35,7 @@ class Session:
         self.state: m.State = hello.state
         self.moves = 0
         self.move_fault = ""
+        self.work: Callable[[], m.Work] = m.Work
         self.members = m.Members()
         self.generation = 0
         self.joined = False
@@ -70,7 +71,9 @@ class Session:
             return None
         self._next = self._clock() + self.timing.interval_s
         if self.joined:
-            return m.Heartbeat(self.state, self.members.version, self.moves, self.move_fault)
+            return m.Heartbeat(
+                self.state, self.members.version, self.moves, self.move_fault, self.work()
+            )
         self._said_hello = True
         if self.generation == 0:
             return msgspec.structs.replace(self._hello, state=self.state)

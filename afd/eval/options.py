@@ -38,7 +38,7 @@ class Options:
 
 def options_of(args: argparse.Namespace, deployment: Deployment) -> Options:
     """Fill in what the command line left out. Raises ConfigError."""
-    deepest = deployment.pipeline.depth
+    deepest = deployment.pipeline.max_depth
     depths = _numbers("--depth", args.depth) or tuple(range(1, deepest + 1))
     if not all(1 <= depth <= MAX_DEPTH for depth in depths):
         raise ConfigError(f"--depth {args.depth} is not between 1 and {MAX_DEPTH}")

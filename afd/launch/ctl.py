@@ -8,6 +8,7 @@ from typing import Literal
 from afd.control import operator
 from afd.control.keys import CurveKeys
 from afd.control.messages import Members
+from afd.depth import AUTO
 from afd.launch.rebalance import Rebalance, rebalance
 
 Action = Literal["status", "depth", "drain", "rebalance"]
@@ -44,6 +45,10 @@ def table(members: Members) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
     depth = "as configured" if members.depth is None else str(members.depth)
+    if members.depth == AUTO:
+        depth = "auto"
+    if members.depths and members.depth in (None, AUTO):
+        depth += f" ({', '.join(f'{d} up to {rows} rows' for rows, d in members.depths)})"
     lines.append(f"depth: {depth}{', draining' if members.draining else ''}")
     if members.moves:
         moved = f"experts: {len(members.moved)} layers moved since the start"

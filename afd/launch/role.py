@@ -108,9 +108,17 @@ def _run_child(argv: list[str], environment: dict[str, str]) -> int:
 
 def _control(spec: RoleSpec) -> int:
     from afd.control.connect import keys_of, timing_of
+    from afd.control.depths import DepthPolicy
     from afd.control.main import run_control
 
-    return run_control(spec.control_address, keys_of(spec), timing=timing_of(spec))
+    pipeline = spec.deployment.pipeline
+    target_s = None if pipeline.tpot_ms is None else pipeline.tpot_ms / 1e3
+    return run_control(
+        spec.control_address,
+        keys_of(spec),
+        timing=timing_of(spec),
+        depth=DepthPolicy(pipeline.depth == "auto", target_s),
+    )
 
 
 def _gateway(spec: RoleSpec) -> int:

@@ -1,6 +1,7 @@
 """What both workers need of a device: slots as tensors, and the streams that a step runs on."""
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -48,6 +49,9 @@ class Streams(Protocol):
     def join(self) -> None:
         """What ``compute`` gets from now on starts after all that ``copy`` was given so far."""
 
+    def capturable(self) -> AbstractContextManager[object]:
+        """Within, ``compute`` is a stream that can be captured, which the default stream cannot."""
+
     def stamp(self, *, copying: bool = False) -> object:
         """The moment at which ``compute`` (or ``copy``) gets here; in a graph: at each replay."""
 
@@ -65,6 +69,9 @@ class HostStreams:
 
     def join(self) -> None: ...
 
+    def capturable(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
     def stamp(self, *, copying: bool = False) -> object:
         return time.monotonic_ns()
 
@@ -80,6 +87,8 @@ class CudaStreams:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._copy = torch.cuda.Stream(device)
+        # Made now: with a wait pending on some other stream it could not be (comm/README.md).
+        self._captured = torch.cuda.Stream(device)
 
     @property
     def compute(self) -> int:
@@ -94,6 +103,9 @@ class CudaStreams:
 
     def join(self) -> None:
         torch.cuda.current_stream(self._device).wait_stream(self._copy)
+
+    def capturable(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._captured)
 
     def stamp(self, *, copying: bool = False) -> object:
         # external: a node of the graph that records anew at each replay, not an edge of it

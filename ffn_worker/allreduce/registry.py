@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from afd.errors import ConfigError
-from afd.reduce_crossover import DEFAULT, read_crossover
+from afd.reduce_crossover import read_crossover, table_of
 from ffn_worker.allreduce.base import Alone, Collective
 from ffn_worker.allreduce.formats import FORMATS, ReduceFormat
 
@@ -28,7 +28,7 @@ class _Request:
     dtype: torch.dtype
     deadline_s: float
     start_s: float
-    table: Path
+    table: Path | None
 
 
 def _gloo(r: _Request) -> Collective:
@@ -52,6 +52,7 @@ def _quick(r: _Request) -> Collective:
     from ffn_worker.allreduce.quick import QuickCollective  # needs triton
 
     name = r.form.name if r.form else EXACT
+    table = r.table or table_of(torch.cuda.get_device_name(r.device))
     return QuickCollective(
         r.rank,
         r.world,
@@ -60,7 +61,7 @@ def _quick(r: _Request) -> Collective:
         device=r.device,
         deadline_s=r.deadline_s,
         start_s=r.start_s,
-        crossover=read_crossover(r.table, r.world, str(r.dtype).removeprefix("torch."), name),
+        crossover=read_crossover(table, r.world, str(r.dtype).removeprefix("torch."), name),
         dtype=r.dtype,
     )
 
@@ -97,7 +98,7 @@ def make_collective(
     dtype: torch.dtype = torch.bfloat16,
     deadline_s: float = 10.0,
     start_s: float = 120.0,
-    table: Path = DEFAULT,
+    table: Path | None = None,
 ) -> Collective:
     """This process's end of the collectives of one FFN instance. Blocks until all ranks are there.
 
@@ -108,7 +109,7 @@ def make_collective(
         address: where the ranks meet, see :func:`ffn_worker.allreduce.rendezvous.open_store`.
         dtype: of the rows.
         deadline_s: how long a collective waits for a rank. start_s: the same for the start.
-        table: quick's crossover table.
+        table: quick's crossover table; None: the device's own.
 
     Raises:
         ConfigError: unknown names, or the backend cannot do this here.

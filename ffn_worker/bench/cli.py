@@ -19,7 +19,7 @@ from pathlib import Path
 
 from afd.bench.records import Record, machine, today, write_records
 from afd.errors import ConfigError
-from ffn_worker.bench.measure import Cell
+from ffn_worker.bench.measure import Cell, taken
 from ffn_worker.bench.run import Run
 
 SCHEMES = ("plain", "fp8_block", "mxfp4")
@@ -36,7 +36,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--shapes", default="all", help="all, tiny, or names with commas")
     parser.add_argument("--schemes", default=",".join(SCHEMES), metavar="NAME,...")
     parser.add_argument("--rows", default="", metavar="N,...", help="64 to 8192 by default")
-    parser.add_argument("--tune", action="store_true", help="search tiles, write configs/tuning")
+    parser.add_argument(
+        "--tune", action="store_true", help="search tiles and the crossover, write configs/tuning"
+    )
     parser.add_argument(
         "--seconds", type=float, default=540.0, help="begin nothing after this; half for --tune"
     )
@@ -63,6 +65,11 @@ def main(argv: Sequence[str]) -> int:
         print(line(cell), flush=True)
         if out is not None:
             write_records(out, records(cell, where, command))
+    if args.tune and (least := run.write_crossover(cells, command, today())) is not None:
+        print(f"DeepGEMM from {least:g} pairs per expert on")
+        cells = [taken(cell, least) for cell in cells]
+        if out is not None:
+            write_records(out, [record for c in cells for record in records(c, where, command)])
     for left in run.left_out:
         print(f"left out, --seconds {args.seconds:g} were over: {left}")
     for failure in run.failed:
@@ -84,9 +91,11 @@ def _rows(text: str) -> tuple[int, ...]:
 
 def records(cell: Cell, where: str, command: str) -> list[Record]:
     """Latency of ours against each peer; ratio = peer's time over ours, so that more is better:
-    against the roofline it is the part of it that is reached."""
+    against the roofline it is the part of it that is reached. Where two backends of ours were
+    measured, both are peers too: one is what was taken."""
     case = f"{cell.shape} {cell.scheme} {cell.rows} rows {cell.mode}"
     peers = {"vllm": cell.vllm_us, "roofline": cell.roofline_us, "shared apart": cell.apart_us}
+    peers |= {"triton": cell.triton_us, "deep_gemm": cell.deep_gemm_us}
     return [
         Record(
             bench="moe",
@@ -107,22 +116,22 @@ def records(cell: Cell, where: str, command: str) -> list[Record]:
 
 
 HEAD = """\
-| shape | weights | rows | mode | ours us | vLLM us | ratio | shared apart us | roofline us | of it | bound | error |
-|---|---|---|---|---|---|---|---|---|---|---|---|"""  # noqa: E501
+| shape | weights | rows | mode | ours | us | vLLM us | ratio | Triton us | DeepGEMM us | shared apart us | roofline us | of it | bound | error |
+|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"""  # noqa: E501
 
 
 def line(cell: Cell) -> str:
-    vllm = (
-        ("", "")
-        if cell.vllm_us is None
-        else (f"{cell.vllm_us:.1f}", f"{cell.vllm_us / cell.us:.2f}")
-    )
-    apart = "" if cell.apart_us is None else f"{cell.apart_us:.1f}"
+    vllm = "" if cell.vllm_us is None else f"{cell.vllm_us / cell.us:.2f}"
     return (
-        f"| {cell.shape} | {cell.scheme} | {cell.rows} | {cell.mode} | {cell.us:.1f} | {vllm[0]} "
-        f"| {vllm[1]} | {apart} | {cell.roofline_us:.1f} | {cell.roofline_us / cell.us:.0%} "
+        f"| {cell.shape} | {cell.scheme} | {cell.rows} | {cell.mode} | {cell.ours} | {cell.us:.1f} "
+        f"| {_us(cell.vllm_us)} | {vllm} | {_us(cell.triton_us)} | {_us(cell.deep_gemm_us)} "
+        f"| {_us(cell.apart_us)} | {cell.roofline_us:.1f} | {cell.roofline_us / cell.us:.0%} "
         f"| {cell.bound} | {cell.error:.1e} |"
     )
+
+
+def _us(us: float | None) -> str:
+    return "" if us is None else f"{us:.1f}"
 
 
 def page(cells: Sequence[Cell], command: str, words: str) -> str:

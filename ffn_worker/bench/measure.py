@@ -1,7 +1,7 @@
 """Measures cells of `afd bench moe`."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,6 +12,7 @@ from ffn_worker.bench.shapes import Ceilings
 from ffn_worker.bench.timing import as_graph, clock_of, repetitions_for
 from ffn_worker.model import FfnModel
 from ffn_worker.moe import BACKENDS
+from ffn_worker.moe.crossover import least_pairs, mean_pairs
 
 _CHECKED_ROWS = 64
 _ROUND_S = {"cpu": 0.02, "cuda": 0.01}
@@ -19,9 +20,11 @@ _ROUND_S = {"cpu": 0.02, "cuda": 0.01}
 
 @dataclass(frozen=True)
 class Cell:
-    """One measured cell, times in microseconds. vllm_us: None where vLLM has no such kernel.
-    apart_us: ours with the shared expert computed apart; None where there is none, or where it is
-    computed apart anyway. error: of ours against the reference."""
+    """One measured cell, times in microseconds. ours: the backend that `auto` computes this cell
+    with, and us its time. vllm_us: None where vLLM has no such kernel. apart_us: ours with the
+    shared expert computed apart; None where there is none, or where it is computed apart anyway.
+    error: of ours against the reference. triton_us, deep_gemm_us: both of ours where there are
+    two; pairs: mean per expert, by which one is taken."""
 
     shape: str
     scheme: str
@@ -34,6 +37,19 @@ class Cell:
     roofline_us: float
     bound: str
     error: float
+    triton_us: float | None = None
+    deep_gemm_us: float | None = None
+    pairs: float = 0.0
+
+
+def taken(cell: Cell, least_pairs: float) -> Cell:
+    """The cell with the backend that the device's ``least_pairs`` takes, where both were
+    measured."""
+    if cell.triton_us is None or cell.deep_gemm_us is None:
+        return cell
+    if cell.pairs >= least_pairs:
+        return replace(cell, ours="deep_gemm", us=cell.deep_gemm_us)
+    return replace(cell, ours="triton", us=cell.triton_us)
 
 
 @dataclass(frozen=True)
@@ -62,18 +78,25 @@ def ours_and_vllm(device: torch.device) -> tuple[str, str]:
 
 
 def contenders(problem: Problem, ours: str, vllm: str) -> dict[str, Contender]:
-    """ "ours", where it can run "vllm", and where it differs "apart"."""
+    """``ours`` by its name, beside the Triton kernels "deep_gemm" where it can run, "vllm" where it
+    can, and where it differs "apart"."""
 
     def encoded(given: Batch) -> EncodedRows:
         return given.encoded
 
-    ffn = problem.ffn(ours)
-    found = {"ours": Contender(ffn, encoded)}
-    if ffn.joins_shared:
-        found["apart"] = Contender(problem.ffn(ours, join_shared=False), encoded)
-    peer, shape = BACKENDS[vllm], problem.shape
-    takes = problem.scheme in peer.schemes and problem.device.type in peer.devices
-    if takes and peer.unavailable(torch.bfloat16, shape.hidden, shape.width) is None:
+    def runs(name: str) -> bool:
+        backend, shape = BACKENDS[name], problem.shape
+        takes = problem.scheme in backend.schemes and problem.device.type in backend.devices
+        return takes and backend.unavailable(torch.bfloat16, shape.hidden, shape.width) is None
+
+    both = ours == "triton" and runs("deep_gemm")
+    found = {
+        name: Contender(problem.ffn(name), encoded) for name in (ours, "deep_gemm")[: 1 + both]
+    }
+    if found[ours].ffn.joins_shared:
+        apart = problem.ffn("hopper" if both else ours, join_shared=False)
+        found["apart"] = Contender(apart, encoded)
+    if runs(vllm):
         # Colocated vLLM has bfloat16 rows, which it quantises itself.
         found["vllm"] = Contender(problem.ffn(vllm), lambda given: given.plain)
     return found
@@ -113,7 +136,7 @@ def cells(
         AfdError: a result is wrong.
     """
     who = contenders(problem, *backends)
-    error = check(problem, who["ours"])
+    error = max(check(problem, who[name]) for name in (backends[0], "deep_gemm") if name in who)
     clock, device = clock_of(problem.device), problem.device.type
     layers = len(problem.model.moe_layers)
     for count in rows:
@@ -128,16 +151,23 @@ def cells(
                     call = as_graph(call)
                 seconds = clock(call, repetitions_for(once, _ROUND_S[device]))
                 us[key] = seconds / layers * 1e6
-            yield Cell(
+            cell = Cell(
                 shape=name,
                 scheme=problem.shape.scheme,
                 rows=count,
                 mode=mode,
                 ours=backends[0],
-                us=us["ours"],
+                us=us[backends[0]],
                 vllm_us=us.get("vllm"),
                 apart_us=us.get("apart"),
                 roofline_us=cost.seconds(ceilings, problem.shape.scheme) * 1e6,
                 bound=cost.bound(ceilings, problem.shape.scheme),
                 error=error,
+                triton_us=us["triton"] if "deep_gemm" in us else None,
+                deep_gemm_us=us.get("deep_gemm"),
+                pairs=mean_pairs(count, problem.shape.top_k, problem.shape.num_experts),
             )
+            if "deep_gemm" in us:
+                name_of_gpu = torch.cuda.get_device_name(problem.device)
+                cell = taken(cell, least_pairs(name_of_gpu))
+            yield cell

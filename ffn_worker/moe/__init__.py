@@ -5,7 +5,7 @@ import torch
 from afd.errors import ConfigError
 from ffn_worker.moe.aiter import AiterBackend
 from ffn_worker.moe.base import Linear, MoeBackend
-from ffn_worker.moe.deep_gemm import DeepGemmBackend
+from ffn_worker.moe.deep_gemm import DeepGemmBackend, HopperBackend
 from ffn_worker.moe.quantise import Scheme
 from ffn_worker.moe.reference import ReferenceBackend
 from ffn_worker.moe.torch_grouped import TorchBackend
@@ -21,12 +21,13 @@ BACKENDS: dict[str, type[MoeBackend]] = {
     "vllm_cpu": VllmCpuBackend,
     "vllm_cuda": VllmCudaBackend,
     "aiter": AiterBackend,
+    "hopper": HopperBackend,
     "deep_gemm": DeepGemmBackend,
     "triton": TritonBackend,
 }
 AUTO_ORDER = ("vllm_cpu", "vllm_cuda", "aiter", "triton", "torch")
 """For plain weights, vLLM's kernels first: both sides of a deployment then round the same way."""
-AUTO_QUANTISED = ("aiter", "deep_gemm", "triton", "torch")
+AUTO_QUANTISED = ("aiter", "hopper", "triton", "torch")
 """For quantised weights, what multiplies rows as the wire brings them."""
 _CPU = torch.device("cpu")
 

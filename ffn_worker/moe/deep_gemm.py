@@ -15,6 +15,7 @@ room for every row at every expert.
 """
 
 import importlib.util
+import math
 import os
 import shutil
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from afd.errors import ConfigError
 from afd.wire.codecs import FP8_MAX
 from afd.wire.layout import SCALE_BLOCK, Tag
 from afd.wire.rows_torch import EncodedRows
+from ffn_worker.moe.crossover import least_pairs, mean_pairs
 from ffn_worker.moe.quantise import Scheme, Weight
 from ffn_worker.moe.sorting import PlacedPairs, capacity, place_pairs_on_gpu
 from ffn_worker.moe.triton import Layer, TritonBackend
@@ -35,26 +37,27 @@ from ffn_worker.moe.triton import Layer, TritonBackend
 _FOLDER = Path("third_party/deep_gemm")
 
 
-def tile_rows(pairs: float) -> int:
-    """Rows of a tile at a mean of ``pairs`` per expert.
+def tile_rows(mean: float) -> int:
+    """Rows of a tile at ``mean`` pairs per expert.
 
     64 is the least that Hopper multiplies. In a tile of 128 a half without rows is loaded and
     stored, but not computed.
     """
-    return 64 if pairs <= 64 else 128
+    return 64 if mean <= 64 else 128
 
 
 def expected_rows(experts: int, mean: float, shared: int, tile: int) -> int:
     """Rows per group that the library is told to choose its other tile size for.
 
     It rounds them up to whole tiles and takes that times the groups for the number of tiles. An
-    expert's last tile is half full on average.
+    expert's last tile is half full on average. Powers of two, because every choice is a kernel
+    that compiles for seconds when a batch first needs it.
 
     Args:
         mean: pairs per expert. shared: rows of a shared expert, a group more; 0: there is none.
     """
     tiles = experts * (mean / tile + 0.5) + -(-shared // tile)
-    return tile * max(1, round(tiles / (experts + (shared > 0))))
+    return tile * 2 ** max(0, round(math.log2(tiles / (experts + (shared > 0)))))
 
 
 @cache
@@ -122,24 +125,14 @@ def _product(
 
 
 class DeepGemmBackend(TritonBackend):
-    """FP8_BLOCK experts [start, end): with DeepGEMM where an expert has enough pairs on average,
-    with the Triton kernels, on the same weights, where it has fewer.
-
-    Args:
-        least_pairs: mean pairs per expert from which DeepGEMM computes.
-    """
+    """FP8_BLOCK experts [start, end). FP8 rows are multiplied as they are, others quantised first;
+    the shared expert is one expert more where it is no wider than a routed one, computed in the
+    routed ones' width."""
 
     schemes = (Scheme.FP8_BLOCK,)
 
-    def __init__(
-        self,
-        experts: tuple[int, int],
-        num_experts: int | None = None,
-        *,
-        least_pairs: float = 32.0,
-    ) -> None:
+    def __init__(self, experts: tuple[int, int], num_experts: int | None = None) -> None:
         super().__init__(experts, num_experts)
-        self._least_pairs = least_pairs
         library()
 
     @staticmethod
@@ -175,13 +168,11 @@ class DeepGemmBackend(TritonBackend):
         dtype: torch.dtype,
     ) -> torch.Tensor:
         held = self._layers[layer]
-        count, top_k = topk_ids.shape
-        mean = count * top_k / self.num_experts
-        if count == 0 or mean < self._least_pairs:
-            return super().forward_encoded(layer, rows, topk_ids, topk_weights, dtype)
+        if len(rows) == 0:
+            return torch.empty((0, held.shape.hidden), dtype=dtype, device=rows.device)
         if rows.tag != Tag.E4M3FN:
             rows = EncodedRows.of(rows.decode(dtype), Tag.E4M3FN)
-        return self._products(held, rows, topk_ids, topk_weights, mean)
+        return self._products(held, rows, topk_ids, topk_weights)
 
     def _products(
         self,
@@ -189,11 +180,8 @@ class DeepGemmBackend(TritonBackend):
         rows: EncodedRows,
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
-        mean: float,
     ) -> torch.Tensor:
         """Both products of FP8 rows: [rows, hidden] bfloat16."""
-        import triton
-
         from ffn_worker.kernels.placed import (
             gather_rows_kernel,
             silu_quantise_kernel,
@@ -203,6 +191,7 @@ class DeepGemmBackend(TritonBackend):
         assert rows.scales is not None
         count, top_k = topk_ids.shape
         hidden, width, shared = held.shape.hidden, held.shape.width, bool(held.shape.shared)
+        mean = mean_pairs(count, top_k, self.num_experts)
         tile = tile_rows(mean)
         placed = place_pairs_on_gpu(topk_ids, self.start, self.end, tile, shared=shared)
         slots, each = placed.slots, top_k + shared
@@ -219,7 +208,7 @@ class DeepGemmBackend(TritonBackend):
             hidden,
             room,
             EACH=each,
-            BLOCK=triton.next_power_of_2(hidden),
+            BLOCK=1 << (hidden - 1).bit_length(),
         )
         h = _product(a, held.w13, placed, tile, expected)
         a, groups = _Operand.empty(room, width, rows.device), 8
@@ -240,3 +229,24 @@ class DeepGemmBackend(TritonBackend):
             y, slots, topk_weights, out, hidden, TOP_K=top_k, SHARED=shared, BLOCK=block
         )
         return out
+
+
+class HopperBackend(DeepGemmBackend):
+    """DeepGEMM where an expert has enough pairs on average, the Triton kernels on the same weights
+    where it has fewer (:mod:`ffn_worker.moe.crossover`)."""
+
+    def prepare(self, layer: int, w13: Weight, w2: Weight) -> None:
+        super().prepare(layer, w13, w2)
+        self._least = least_pairs(torch.cuda.get_device_name(w13.codes.device))
+
+    def forward_encoded(
+        self,
+        layer: int,
+        rows: EncodedRows,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        many = mean_pairs(*topk_ids.shape, self.num_experts) >= self._least
+        backend = DeepGemmBackend if many else TritonBackend
+        return backend.forward_encoded(self, layer, rows, topk_ids, topk_weights, dtype)

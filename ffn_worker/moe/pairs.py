@@ -29,6 +29,35 @@ def local_pairs(
     return LocalPairs(rows, topk_ids[rows, columns].long() - start, topk_weights[rows, columns])
 
 
+def masked_pairs(
+    topk_ids: torch.Tensor, topk_weights: torch.Tensor, start: int, end: int, other: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids counted from ``start``, and weights; of a pair whose expert lies outside of [start, end)
+    ``other`` and 0. The reference of :func:`masked_pairs_on_gpu`.
+
+    Args:
+        topk_ids: [rows, K] int32 global ids; negative ids are masked pairs.
+        topk_weights: [rows, K] float32.
+    """
+    is_local = (topk_ids >= start) & (topk_ids < end)
+    ids = torch.where(is_local, topk_ids - start, other).to(torch.int32)
+    return ids, torch.where(is_local, topk_weights, 0.0)
+
+
+def masked_pairs_on_gpu(
+    topk_ids: torch.Tensor, topk_weights: torch.Tensor, start: int, end: int, other: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`masked_pairs` in one Triton launch; both tensors contiguous."""
+    from ffn_worker.kernels.pairs import masked_pairs_kernel
+
+    ids, weights = torch.empty_like(topk_ids), torch.empty_like(topk_weights)
+    count, block = ids.numel(), 1024
+    masked_pairs_kernel[(-(-count // block),)](
+        topk_ids, topk_weights, ids, weights, count, start, end - start, other, BLOCK=block
+    )
+    return ids, weights
+
+
 def sum_pairs(pairs: LocalPairs, outputs: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Adds `outputs` [P, H] of the pairs, times their weights, into a tensor like `like` [rows, H].
 

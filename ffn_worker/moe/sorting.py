@@ -27,6 +27,13 @@ def capacity(pairs: int, experts: int, block: int) -> int:
     return -(-padded // block) * block
 
 
+def chunking(pairs: int) -> tuple[int, int]:
+    """(pairs, warps) of a step in which the kernels walk through a batch: one step up to 8,192
+    pairs, because steps wait for each other and more warps do not."""
+    chunk = min(max(1 << (pairs - 1).bit_length(), 1024), 8192)
+    return chunk, chunk // 512 if chunk > 1024 else 4
+
+
 def sort_pairs_on_gpu(
     topk_ids: torch.Tensor, start: int, end: int, block: int, *, shared: bool = False
 ) -> SortedPairs:
@@ -40,16 +47,18 @@ def sort_pairs_on_gpu(
     rows, top_k = topk_ids.shape
     experts, pairs = end - start, rows * (top_k + shared)
     programs = experts + shared
-    size = capacity(pairs, programs, block)
+    size, (chunk, warps) = capacity(pairs, programs, block), chunking(pairs)
     new = partial(torch.empty, dtype=torch.int32, device=topk_ids.device)
-    counts, used, chunk = new(programs), new(1), 1024
+    counts, used = new(programs), new(1)
     order, owners = new(size), new(size // block)
     count_pairs_kernel[(programs,)](
-        topk_ids, counts, pairs, start, experts, K=top_k, SHARED=shared, CHUNK=chunk
-    )
+        topk_ids, counts, pairs, start, experts,
+        K=top_k, SHARED=shared, CHUNK=chunk, num_warps=warps,
+    )  # fmt: skip
     sort_pairs_kernel[(programs,)](
         topk_ids, counts, order, owners, used, pairs, start, experts,
         K=top_k, SHARED=shared, CHUNK=chunk, EXPERTS=1 << programs.bit_length(), BLOCK=block,
+        num_warps=warps,
     )  # fmt: skip
     return SortedPairs(order, owners, used)
 
@@ -75,15 +84,17 @@ def place_pairs_on_gpu(
 
     rows, top_k = topk_ids.shape
     experts, pairs = end - start, rows * (top_k + shared)
-    programs, chunk = experts + shared, 1024
+    programs, (chunk, warps) = experts + shared, chunking(pairs)
     new = partial(torch.empty, dtype=torch.int32, device=topk_ids.device)
     counts, slots, ends = new(programs), new(pairs), new(programs)
     count_pairs_kernel[(programs,)](
-        topk_ids, counts, pairs, start, experts, K=top_k, SHARED=shared, CHUNK=chunk
-    )
+        topk_ids, counts, pairs, start, experts,
+        K=top_k, SHARED=shared, CHUNK=chunk, num_warps=warps,
+    )  # fmt: skip
     place_pairs_kernel[(programs,)](
         topk_ids, counts, slots, ends, pairs, start, experts,
         K=top_k, SHARED=shared, CHUNK=chunk, EXPERTS=1 << programs.bit_length(), BLOCK=block,
+        num_warps=warps,
     )  # fmt: skip
     return PlacedPairs(slots, ends)
 

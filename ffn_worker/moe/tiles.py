@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
+from afd.device_name import slug
 from afd.errors import ConfigError
 from afd.planner.facts.files import CONFIGS
 
@@ -113,11 +114,6 @@ def problem(shape: LayerShape, tiling: Tiling) -> str | None:
     if shape.scheme == "fp8_block" and tiling.gate_up.n % 128:
         return f"a tile of {tiling.gate_up.n} columns does not fill a scale of 128"
     return None
-
-
-def slug(device: str) -> str:
-    """A device's name as a folder: ``nvidia-h200``."""
-    return "-".join(device.lower().replace("/", " ").split())
 
 
 def read_buckets(file: Path) -> tuple[Bucket, ...]:

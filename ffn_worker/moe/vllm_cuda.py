@@ -12,6 +12,7 @@ import torch
 from afd.wire.layout import SCALE_BLOCK
 from ffn_worker.moe.base import MoeBackend
 from ffn_worker.moe.device import native_fp8
+from ffn_worker.moe.pairs import masked_pairs_on_gpu
 from ffn_worker.moe.quantise import Scheme, Weight
 
 
@@ -33,8 +34,10 @@ def _block_config(w13: Weight, w2: Weight) -> object:
 
 class VllmCudaBackend(MoeBackend):
     """Weights in the serving dtype or in FP8 by blocks, rows in the serving dtype. Runs what
-    colocated vLLM runs where one instance holds all experts; where it does not, ids of other
-    instances' experts are mapped to -1, which the kernels skip.
+    colocated vLLM runs where one instance holds all experts: its kernels take no negative ids then
+    (csrc/moe/moe_align_sum_kernels.cu indexes by them), so that masked pairs are computed by the
+    first expert with weight 0. Otherwise they, and those of other instances' experts, are mapped to
+    -1, which the kernels skip.
     """
 
     capturable = True
@@ -82,27 +85,15 @@ class VllmCudaBackend(MoeBackend):
             return torch.empty_like(x)
         w13, w2, config = self._weights[layer]
         count = self.end - self.start
-        if self._holds_all:
-            ids, experts = topk_ids, count
-        else:
-            ids, experts = local_ids(topk_ids, self.start, self.end), count + 1
+        other, experts = (0, count) if self._holds_all else (count, count + 1)
+        ids, weights = masked_pairs_on_gpu(topk_ids, topk_weights, self.start, self.end, other)
         return self._fused_experts(
             x,
             w13,
             w2,
-            topk_weights,
+            weights,
             ids,
             global_num_experts=experts,
             expert_map=self._map,
             quant_config=config,
         )
-
-
-def local_ids(topk_ids: torch.Tensor, start: int, end: int) -> torch.Tensor:
-    """Ids counted from ``start``; ``end - start`` for every pair whose expert is not local.
-
-    Args:
-        topk_ids: [rows, K] int32 global ids; negative ids are masked pairs.
-    """
-    is_local = (topk_ids >= start) & (topk_ids < end)
-    return torch.where(is_local, topk_ids - start, end - start).to(torch.int32)

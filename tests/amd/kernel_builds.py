@@ -13,7 +13,7 @@ from ffn_worker.allreduce import formats_triton as reduce
 from ffn_worker.allreduce import quick_triton as quick
 from ffn_worker.allreduce.formats import FORMATS, ReduceFormat
 from ffn_worker.allreduce.quick_plan import CUDA, HIP, ONE_SHOT_BLOCK
-from ffn_worker.kernels import moe, sorting
+from ffn_worker.kernels import moe, placed, sorting
 
 TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
@@ -274,16 +274,20 @@ def moe_builds(target: str) -> Iterator[Build]:
             aligned=("hidden",),
         )
         yield from _sorting_builds(top_k, shared, suffix)
+    yield from _sorting_builds(3, True, "[large]", chunk=8192, warps=16)
 
 
-def _sorting_builds(top_k: int, shared: bool, suffix: str) -> Iterator[Build]:
+def _sorting_builds(
+    top_k: int, shared: bool, suffix: str, chunk: int = 1024, warps: int = 4
+) -> Iterator[Build]:
     sizes = {"pairs": "i32", "start": "i32", "experts": "i32"}
-    constants = {"K": top_k, "SHARED": shared, "CHUNK": 1024}
+    constants = {"K": top_k, "SHARED": shared, "CHUNK": chunk}
     yield Build(
         f"count_pairs{suffix}",
         sorting.count_pairs_kernel,
         {"ids_ptr": "*i32", "counts_ptr": "*i32", **sizes},
         constants,
+        warps=warps,
     )
     results = {"sorted_ptr": "*i32", "owners_ptr": "*i32", "used_ptr": "*i32"}
     yield Build(
@@ -291,8 +295,55 @@ def _sorting_builds(top_k: int, shared: bool, suffix: str) -> Iterator[Build]:
         sorting.sort_pairs_kernel,
         {"ids_ptr": "*i32", "counts_ptr": "*i32", **results, **sizes},
         {**constants, "EXPERTS": 16, "BLOCK": 16},
+        warps=warps,
+    )
+    yield Build(
+        f"place_pairs{suffix}",
+        sorting.place_pairs_kernel,
+        {"ids_ptr": "*i32", "counts_ptr": "*i32", "slots_ptr": "*i32", "ends_ptr": "*i32", **sizes},
+        {**constants, "EXPERTS": 16, "BLOCK": 16},
+        warps=warps,
     )
 
 
+def placed_builds(target: str) -> Iterator[Build]:
+    """What stands around DeepGEMM's products. They are for Hopper; they run on the emulator."""
+    fp8 = NATIVE_FP8[target]
+    scales = {"a_scale_ptr": "*fp32", "capacity": "i32"}
+    yield Build(
+        "gather_rows",
+        placed.gather_rows_kernel,
+        {
+            "x_ptr": "*u8", "x_scale_ptr": "*fp32", "slots_ptr": "*i32", "a_ptr": "*u8",
+            "hidden": "i32", **scales,
+        },
+        {"EACH": 3, "BLOCK": 1024},
+        aligned=("hidden", "capacity"),
+    )  # fmt: skip
+    yield Build(
+        "silu_quantise",
+        placed.silu_quantise_kernel,
+        {"h_ptr": "*bf16", "slots_ptr": "*i32", "a_ptr": f"*{fp8}", "width": "i32", **scales},
+        {"FP8_MAX": FP8_MAX[fp8], "GROUPS": 4},
+        aligned=("width", "capacity"),
+    )
+    for shared in (False, True):
+        yield Build(
+            f"sum_slots{'[shared]' if shared else ''}",
+            placed.sum_slots_kernel,
+            {
+                "y_ptr": "*bf16", "slots_ptr": "*i32", "weights_ptr": "*fp32", "out_ptr": "*bf16",
+                "hidden": "i32",
+            },
+            {"TOP_K": 3, "SHARED": shared, "BLOCK": 1024},
+            aligned=("hidden",),
+        )  # fmt: skip
+
+
 def builds(target: str) -> list[Build]:
-    return [*codec_builds(target), *reduce_builds(target), *moe_builds(target)]
+    return [
+        *codec_builds(target),
+        *reduce_builds(target),
+        *moe_builds(target),
+        *placed_builds(target),
+    ]

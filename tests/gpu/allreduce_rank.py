@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import torch
 
@@ -66,11 +67,12 @@ def reference(xs: list[torch.Tensor], fmt: ReduceFormat | None, *, gather: bool)
 
 
 def same(got: torch.Tensor, want: torch.Tensor) -> None:
+    """The same bits, but for the sign of a zero: which of -0 and 0 is larger, hardware decides."""
     got = got.cpu()
     assert got.shape == want.shape and got.dtype == want.dtype
     assert torch.equal(got.isnan(), want.isnan())
     integer = torch.int32 if want.element_size() == 4 else torch.int16
-    finite = ~want.isnan()
+    finite = ~(want.isnan() | ((want == 0) & (got == 0)))
     different = got.view(integer)[finite] != want.view(integer)[finite]
     assert not different.any(), f"{different.sum()} of {want.numel()} values differ"
 
@@ -163,6 +165,10 @@ def lost(rank: int, world: int, folder: str, last_act=lambda: os._exit(0)) -> No
     assert time.monotonic() - start < 3 * DEADLINE_S
     assert torch.ones(4, device="cuda").sum().item() == 4
     print(f"{time.monotonic() - start:.2f} s", flush=True)
+    # A rank that ends is a lost one to those that are still looking.
+    Path(folder, f"noticed-{rank}").touch()
+    while len(list(Path(folder).glob("noticed-*"))) < world - 1:
+        time.sleep(0.01)
     os._exit(0)  # nobody is left to close with
 
 

@@ -21,6 +21,7 @@ from afd.schedule import split_rows
 from afd.step_trace import Marks, NoMarks
 from afd.wire.streams_torch import CudaStreams
 from afd_comm import Region, Status
+from attention_worker.padding import padding_of
 from attention_worker.remote import RemoteExperts
 from attention_worker.stream import StreamExperts, Waits
 from ffn_worker.model import FfnModel, load_ffn_model
@@ -124,11 +125,18 @@ class Step:
         )
         weights, ids = (scores / scores.sum(-1, keepdim=True)).topk(model.top_k, dim=-1)
         self.ids, self.weights = ids.int().contiguous(), weights.contiguous()
+        self.slots = torch.arange(rows, device=DEVICE)  # in the KV cache, as vLLM says them
+        self.real = rows
         self.fill(seed)
 
     def fill(self, seed: int) -> None:
         generator = torch.Generator(DEVICE).manual_seed(seed)
         self.x.copy_(torch.randn(self.x.shape, device=DEVICE, generator=generator))
+
+    def pad(self, real: int) -> None:
+        """From now on only the first ``real`` rows are a request's, also in captured steps."""
+        self.slots[real:] = -1
+        self.real = real
 
     def parts(self) -> list[slice]:
         ends = torch.tensor(split_rows(self.rows, self.depth)).cumsum(0).tolist()
@@ -138,11 +146,13 @@ class Step:
         """All layers, as attention_worker.pipeline walks them."""
         experts.begin_step(self.depth)
         hidden = [self.x[part] for part in self.parts()]
+        padding = [padding_of({"a layer": self.slots[part]}) for part in self.parts()]
         for n, layer in enumerate(self.layers):
             for mb, part in enumerate(self.parts()):
                 if n:
                     hidden[mb] = experts.recv(mb) + self.x[part]
-                ids, weights = self.ids[n, part], self.weights[n, part]
+                ids = self.ids[n, part].masked_fill(padding[mb], -1)
+                weights = self.weights[n, part]
                 experts.send(layer, mb, hidden[mb], ids, weights)
         for mb, part in enumerate(self.parts()):
             self.out[part] = experts.recv(mb)
@@ -156,9 +166,9 @@ class Step:
         return answer
 
     def error(self, model: FfnModel) -> float:
-        """Relative error of the last run, by the Euclidean norm."""
-        want = self.expected(model).float()
-        return float((self.out.float() - want).norm() / want.norm())
+        """Relative error of the last run's real rows, by the Euclidean norm."""
+        want = self.expected(model).float()[: self.real]
+        return float((self.out.float()[: self.real] - want).norm() / want.norm())
 
 
 class Graph:

@@ -31,8 +31,8 @@ TIMEOUT_US = 20_000_000
 
 
 def slots_of(region: Region) -> torch.Tensor:
-    """uint8 [slots, stride], where the region's slots are."""
-    return torch.from_dlpack(region.view(0, region.slots))
+    """uint8 [payloads, stride], where the region's payloads are."""
+    return torch.from_dlpack(region.view(0, region.payloads))
 
 
 def send(link: Link, slot: int, flag: int, data: torch.Tensor, offset: int = 0) -> None:

@@ -51,6 +51,10 @@ def test_host_and_graph_steps_compute_what_one_gpu_computes(make_pair, wire):
             step.out.zero_()
             assert set(graph.replay()) == {Status.OK}
             assert step.error(model) < limit
+        step.pad(2 * depth + 7)
+        assert set(graph.replay()) == {Status.OK}
+        assert step.error(model) < limit
+        assert (step.out[step.real :] == 0).all()  # no expert computed them
     pair.host.leave()
 
 

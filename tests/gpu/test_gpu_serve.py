@@ -60,6 +60,11 @@ def wait_until(check, deadline_s, what):
         time.sleep(0.02)
 
 
+def said_wrong(log):
+    """Lines of a log that matter when something went wrong."""
+    return [line for line in log.read_text(errors="replace").splitlines() if "Error" in line][:20]
+
+
 def in_background(server, requests, salt):
     """A thread that runs the requests; (thread, its answers or error)."""
     found = []
@@ -80,8 +85,9 @@ def pid_of(server, role):
 
 
 @pytest.mark.parametrize("requests", [ALONE, TOGETHER], ids=["alone", "together"])
-def test_a_killed_ffn_instance_costs_no_request_and_no_token(tiny_models, requests):
-    with disaggregated(deployed(tiny_models("qwen3_moe"), 60.0)) as server:
+def test_a_killed_ffn_instance_costs_no_request_and_no_token(tiny_models, tmp_path, requests):
+    log = tmp_path / "serve.log"
+    with disaggregated(deployed(tiny_models("qwen3_moe"), 60.0), log=log) as server:
         calm = run(server.url, server.model, requests, salt="calm")
         before = generated(server)
         thread, found = in_background(server, requests, "killed")
@@ -94,7 +100,7 @@ def test_a_killed_ffn_instance_costs_no_request_and_no_token(tiny_models, reques
         os.kill(pid, signal.SIGKILL)
         thread.join(120)
         (answers,) = found
-        assert not isinstance(answers, AfdError), answers
+        assert not isinstance(answers, AfdError), (answers, said_wrong(log))
         assert pid_of(server, "ffn") != pid
         assert replayed(server) > steps, "and again after the FFN instance came back"
         for mine, theirs in zip(answers, calm, strict=True):
@@ -140,4 +146,5 @@ def _restarted(server, pid):
 def test_no_host_waits_once_per_layer(tmp_path, depth):
     """12 layers: a wait of vLLM's own per step does not hide one per layer."""
     argv = ["--model", "tiny", "--layers", "12", "--models", str(tmp_path), "--batch", "12"]
+    argv += ["--logs", str(tmp_path / "logs")]
     assert profile.main([*argv, "--depth", str(depth)]) == 0

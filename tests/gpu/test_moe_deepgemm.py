@@ -8,7 +8,7 @@ if not torch.cuda.is_available():
 
 from afd.wire.layout import Tag  # noqa: E402
 from afd.wire.rows_torch import EncodedRows  # noqa: E402
-from ffn_worker.moe.deep_gemm import DeepGemmBackend  # noqa: E402
+from ffn_worker.moe.deep_gemm import DeepGemmBackend, HopperBackend  # noqa: E402
 from ffn_worker.moe.quantise import Scheme, Weight, in_scheme, widened  # noqa: E402
 from ffn_worker.moe.reference import ReferenceBackend  # noqa: E402
 from ffn_worker.moe.sorting import place_pairs, place_pairs_on_gpu  # noqa: E402
@@ -46,7 +46,7 @@ def encoded(x):
 
 
 def backend(held, experts, every):
-    made = DeepGemmBackend(experts, every, least_pairs=0)
+    made = DeepGemmBackend(experts, every)
     made.prepare(0, *(w[slice(*experts)].to(CUDA) for w in held))
     return made
 
@@ -175,11 +175,12 @@ def test_places(rows, experts, shared):
     assert torch.equal(got.slots.cpu(), want.slots) and torch.equal(got.ends.cpu(), want.ends)
 
 
-def test_few_rows_take_the_triton_kernels():
+@pytest.mark.parametrize("rows", [3, 300])
+def test_the_backend_that_takes_either(rows):
     held = weights(8)
-    x, ids, scale = batch(3, 8)
-    made = DeepGemmBackend((0, 8), 8, least_pairs=32)
+    x, ids, scale = batch(rows, 8)
+    made = HopperBackend((0, 8), 8)
     made.prepare(0, *(w.to(CUDA) for w in held))
-    rows, there = encoded(x)
+    exactly, there = encoded(x)
     got = made.forward_encoded(0, there, ids.cuda(), scale.cuda(), torch.bfloat16)
-    close(got, exact(held, (0, 8), rows.decode(torch.float32), ids, scale))
+    close(got, exact(held, (0, 8), exactly.decode(torch.float32), ids, scale))

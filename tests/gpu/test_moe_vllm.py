@@ -9,6 +9,7 @@ if not torch.cuda.is_available():
 from afd.wire.layout import Tag  # noqa: E402
 from ffn_worker.bench import run as bench  # noqa: E402
 from ffn_worker.bench.cli import main  # noqa: E402
+from ffn_worker.moe.pairs import masked_pairs, masked_pairs_on_gpu  # noqa: E402
 from ffn_worker.moe.quantise import Scheme, Weight, in_scheme  # noqa: E402
 from ffn_worker.moe.reference import ReferenceBackend  # noqa: E402
 from ffn_worker.moe.tiles import read_buckets  # noqa: E402
@@ -35,9 +36,9 @@ def test_fused_experts(scheme, experts):
     ]
     x = torch.randn(65, HIDDEN).bfloat16()
     ids = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(65)]).int()
-    if experts != (0, EXPERTS):
-        ids[3] = -1
+    ids[3] = ids[40, 1] = -1
     scale = torch.rand(65, TOP_K)
+    scale[3] = torch.nan  # of rows that only fill a captured graph
     reference = ReferenceBackend(experts, EXPERTS)
     reference.prepare(0, *held)
     want = reference.forward(0, x.float(), ids, scale)
@@ -45,6 +46,16 @@ def test_fused_experts(scheme, experts):
     backend.prepare(0, *(w.to(torch.device("cuda")) for w in held))
     got = backend.forward(0, x.cuda(), ids.cuda(), scale.cuda()).float().cpu()
     assert (got - want).abs().max() <= (2**-6, 0.06)[scheme is Scheme.FP8_BLOCK] * want.abs().max()
+
+
+@pytest.mark.parametrize("rows", [1, 65, 700])
+@pytest.mark.parametrize(("experts", "other"), [((0, EXPERTS), 0), ((5, 9), 4)])
+def test_masked_pairs(experts, other, rows):
+    ids = torch.randint(-1, EXPERTS, (rows, TOP_K), dtype=torch.int32)
+    scale = torch.rand(rows, TOP_K)
+    want = masked_pairs(ids, scale, *experts, other)
+    got = masked_pairs_on_gpu(ids.cuda(), scale.cuda(), *experts, other)
+    assert all(torch.equal(g.cpu(), w) for g, w in zip(got, want, strict=True))
 
 
 def test_the_bench_tunes_and_measures(monkeypatch, tmp_path):

@@ -41,6 +41,7 @@ def _pair(model: Path) -> dict[str, object]:
         "ffn": {"instances": 2, "redundant_experts": 1, "step_wait_ms": 300, "late_ms": 500},
         "wire": {"dispatch": "routed"},
         "pipeline": {"depth": 3, "min_rows": 1},
+        "control": {"heartbeat_s": 0.2},
         "deadlines": {"drain_s": 60},
     }
 

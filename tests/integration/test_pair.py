@@ -10,6 +10,7 @@ from deployments import Host
 from helpers import (
     HEALTH_S,
     Running,
+    Scrape,
     Stream,
     all_begun,
     answers,
@@ -21,6 +22,7 @@ from helpers import (
 from reference import References, same_tokens
 
 from afd.control import operator
+from afd.depth import AUTO
 from afd.launch.rebalance import Rebalance, rebalance
 from afd.placement import balance
 
@@ -64,6 +66,33 @@ def test_experts_move_while_requests_run(deployment: Running) -> None:
     assert rebalance(control, None, Rebalance("greedy")) == 0
     assert tokens_when_whole(streams, 60) == wanted
     assert min(done) < 250, "all requests had ended before the experts moved"
+
+
+def test_depth_is_chosen_while_requests_run(deployment: Running) -> None:
+    """Every depth is tried, by both instances, and the tokens stay the same."""
+    wanted = tokens_when_whole(start_streams(deployment.url, 8, 100, name="auto"), 60)
+    before = deployment.metrics()
+
+    def steps(page: Scrape, instance: int, depth: int) -> float:
+        labels = {"instance": f"attention-{instance}", "rows": "4", "depth": str(depth)}
+        return sum(page.values("afd_decode_steps_total", **labels))
+
+    def tried_all() -> bool:
+        assert tokens_when_whole(start_streams(deployment.url, 8, 100, name="auto"), 60) == wanted
+        page = deployment.metrics()
+        return all(
+            steps(page, i, depth) - steps(before, i, depth) > 5
+            for i in range(2)
+            for depth in (1, 2, 3)
+        )
+
+    operator.set_depth(deployment.server.control, depth=AUTO)
+    try:
+        wait_until(tried_all, 60, "both instances have run at every depth")
+        chosen = deployment.metrics().values("afd_decode_depth", rows="4")
+        assert len(chosen) == 2 and chosen[0] == chosen[1]
+    finally:
+        operator.set_depth(deployment.server.control, depth=None)
 
 
 def test_an_idle_instance_is_not_waited_for(deployment: Running) -> None:

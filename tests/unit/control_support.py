@@ -10,6 +10,7 @@ import msgspec
 
 from afd.control import messages as m
 from afd.control.contract import Contract
+from afd.control.depths import FIXED_DEPTH, DepthPolicy
 from afd.control.messages import Timing
 from afd.control.registry import Outgoing, Registry
 
@@ -72,7 +73,13 @@ NOW_2026 = 1_780_000_000.0
 class Deployment:
     """A registry, the clocks it sees, the processes that live, and what each peer was sent."""
 
-    def __init__(self, *, expected: Contract | None = None, wall: float = NOW_2026) -> None:
+    def __init__(
+        self,
+        *,
+        expected: Contract | None = None,
+        wall: float = NOW_2026,
+        depth: DepthPolicy = FIXED_DEPTH,
+    ) -> None:
         self.clock = FakeClock()
         self.wall = FakeClock(wall)
         self.dead: set[int] = set()
@@ -80,6 +87,7 @@ class Deployment:
         self.registry = Registry(
             timing=m.Timing(interval_s=0.5, timeout_s=3.0),
             expected=expected,
+            depth=depth,
             clock=self.clock,
             wall_clock=self.wall,
             local_pid_space=HERE,

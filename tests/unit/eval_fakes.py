@@ -69,7 +69,7 @@ class Model:
         return head + lines[0] + "\n# TYPE afd_steps counter\n" + "\n".join(lines[1:]) + "\n"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FakeServer(Server):
     state: Model
 
@@ -107,7 +107,7 @@ def served(model: Model) -> Iterator[FakeServer]:
     thread.start()
     try:
         url = f"http://127.0.0.1:{server.server_address[1]}"
-        yield FakeServer(url, "model", Path("none"), "", 0, model)
+        yield FakeServer(url, "model", Path("none"), "", 0, state=model)
     finally:
         server.shutdown()
         thread.join(10)

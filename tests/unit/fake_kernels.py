@@ -10,8 +10,9 @@ import torch
 from afd.wire.codecs_torch import DTYPE_OF_TAG
 from afd.wire.layout import Tag
 from afd.wire.rows_torch import EncodedRows
+from ffn_worker.moe import deep_gemm
 from ffn_worker.moe.quantise import Weight, dequantise_weight
-from ffn_worker.moe.sorting import sort_pairs
+from ffn_worker.moe.sorting import place_pairs, sort_pairs
 
 TAG = {DTYPE_OF_TAG[t]: t for t in (Tag.BFLOAT16, Tag.FLOAT16, Tag.FLOAT32, Tag.E4M3FN)}
 
@@ -102,6 +103,77 @@ def sort_kernel(
     owners[: count // BLOCK] = order.experts[: count // BLOCK]
 
 
+def place_kernel(
+    grid, ids, counts, slots, ends, pairs, start, experts,
+    *, K, SHARED, CHUNK, EXPERTS, BLOCK,
+):  # fmt: skip
+    assert grid[0] == experts + SHARED < EXPERTS and pairs == ids.shape[0] * (K + SHARED)
+    placed = place_pairs(ids, start, start + experts, BLOCK, shared=SHARED)
+    slots.copy_(placed.slots), ends.copy_(placed.ends)
+
+
+def gather_rows(grid, x, x_scale, slots, a, a_scale, hidden, capacity, *, EACH, BLOCK):
+    assert grid == (len(x),) and hidden <= BLOCK < 2 * hidden
+    assert x.shape[1] == a.shape[1] == hidden and a.shape[0] == a_scale.shape[1] == capacity
+    a.fill_(0x7F), a_scale.fill_(torch.nan)  # slots of no pair are undefined
+    for pair, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            a[slot], a_scale[:, slot] = x[pair // EACH], x_scale[pair // EACH]
+
+
+def silu_quantise(grid, h, slots, a, a_scale, width, capacity, *, FP8_MAX, GROUPS):
+    assert grid == (len(slots), -(-width // (128 * GROUPS))) and FP8_MAX == 448.0
+    assert h.shape == (capacity, 2 * width) and a_scale.shape == (width // 128, capacity)
+    a.view(torch.uint8).fill_(0x7F), a_scale.fill_(torch.nan)
+    for slot in slots[slots >= 0].tolist():
+        gate, up = h[slot].float().chunk(2)
+        row = EncodedRows.of((gate / (1 + torch.exp(-gate)) * up)[None], TAG[a.dtype])
+        a.view(torch.uint8)[slot] = row.payload.view(torch.uint8)[0]
+        a_scale[:, slot] = row.scales[0]
+
+
+def sum_slots(grid, y, slots, weights, out, hidden, *, TOP_K, SHARED, BLOCK):
+    assert grid == (len(out), -(-hidden // BLOCK))
+    each = slots.view(len(out), TOP_K + SHARED).tolist()
+    for row, places in enumerate(each):
+        total = torch.zeros(hidden)
+        for k, slot in enumerate(places):
+            if slot >= 0:
+                total += y[slot].float() * (weights[row, k] if k < TOP_K else 1)
+        out[row] = total.to(out.dtype)
+
+
+class DeepGemm:
+    """The one product of the library that is used, with what its source demands of the operands
+    (csrc/apis/gemm.hpp, csrc/utils/layout.hpp of version 2.5.0), in float32."""
+
+    tile = 128
+
+    def set_mk_alignment_for_contiguous_layout(self, tile):
+        assert tile in (64, 128)
+        self.tile = tile
+
+    def m_grouped_fp8_gemm_nt_contiguous(
+        self, a, b, d, ends, *, use_psum_layout, expected_m_for_psum_layout
+    ):
+        (codes, scales), (weight, weight_scales) = a, b
+        (m, k), (groups, n, _) = codes.shape, weight.shape
+        assert codes.dtype == weight.dtype == torch.float8_e4m3fn and d.dtype == torch.bfloat16
+        assert codes.is_contiguous() and weight.is_contiguous() and d.shape == (m, n)
+        assert scales.shape == (m, k // 128) and scales.stride() == (1, m) and m % 4 == 0
+        assert weight_scales.is_contiguous() and weight_scales.shape == (groups, n // 128, k // 128)
+        assert use_psum_layout and ends.dtype == torch.int32 and ends.shape == (groups,)
+        assert expected_m_for_psum_layout % self.tile == 0 < expected_m_for_psum_layout
+        d.fill_(torch.nan)
+        rows = EncodedRows(Tag.E4M3FN, codes, scales.contiguous()).decode(torch.float32)
+        values = dequantise_weight(Weight(Tag.E4M3FN, weight, weight_scales))
+        begin = 0
+        for group, end in enumerate(ends.tolist()):
+            assert begin <= end <= m
+            d[begin:end] = (rows[begin:end] @ values[group].T).bfloat16()
+            begin = -(-end // self.tile) * self.tile
+
+
 def install(monkeypatch):
     """Makes the backend find the stand-ins for the duration of a test."""
     modules = {
@@ -112,6 +184,12 @@ def install(monkeypatch):
         "ffn_worker.kernels.sorting": {
             "count_pairs_kernel": Kernel(count_pairs),
             "sort_pairs_kernel": Kernel(sort_kernel),
+            "place_pairs_kernel": Kernel(place_kernel),
+        },
+        "ffn_worker.kernels.placed": {
+            "gather_rows_kernel": Kernel(gather_rows),
+            "silu_quantise_kernel": Kernel(silu_quantise),
+            "sum_slots_kernel": Kernel(sum_slots),
         },
     }
     for name, members in modules.items():
@@ -119,3 +197,5 @@ def install(monkeypatch):
         for member, value in members.items():
             setattr(module, member, value)
         monkeypatch.setitem(sys.modules, name, module)
+    fake = DeepGemm()
+    monkeypatch.setattr(deep_gemm, "library", lambda: fake)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -31,6 +32,7 @@ from afd.bench.gpu.targets import (
     Colocated,
     Sizes,
     best_for,
+    compilation,
     deployment,
     graph_args,
     parse,
@@ -188,7 +190,7 @@ class FakeServer:
         self.started = {}
         self.done = 0.0
 
-    async def complete(self, session, server, body):
+    async def complete(self, session, server, body, index):
         key = object()
         self.started[key] = time.monotonic()
         try:
@@ -223,7 +225,7 @@ def test_a_server_that_is_gone_is_an_error_of_its_own_cell():
 
     async def ask():
         async with load.client() as session:
-            await load.complete(session, gone, {})
+            await load.complete(session, gone, {}, 0)
 
     with pytest.raises(AfdError, match="dropped a request"):
         asyncio.run(ask())
@@ -344,6 +346,34 @@ def test_the_peer_runs_its_recipe(tmp_path, capsys):
     there = peer._environment(tmp_path, tmp_path)
     assert there["VLLM_PLUGINS"] == "afd_plugin_checkout"
     assert "afd_plugin:register_afd" in next(tmp_path.rglob("entry_points.txt")).read_text()
+    assert "fuse_allreduce_rms" not in ffn + attention
+
+
+def test_a_request_names_its_rank_where_vllm_would_deal_unevenly():
+    asked = []
+
+    class Session:
+        @contextlib.asynccontextmanager
+        async def post(self, url, json, headers):
+            asked.append(headers)
+            yield SimpleNamespace(status=200, read=lambda: asyncio.sleep(0))
+
+    async def ask(ranks):
+        server = Server("http://x", "m", Path("serve.log"), "", 0, ranks)
+        for index in range(3):
+            await load.complete(Session(), server, {}, index)
+
+    asyncio.run(ask(2))
+    assert asked == [{"X-data-parallel-rank": rank} for rank in "010"]
+    asked.clear()
+    asyncio.run(ask(0))
+    assert asked == [{}] * 3
+
+
+def test_colocated_vllm_captures_decode_steps_and_has_no_kernels_built():
+    assert compilation(Colocated(1, 4)) == {"cudagraph_mode": "FULL_DECODE_ONLY"}
+    assert compilation(Colocated(4))["pass_config"] == {"fuse_allreduce_rms": False}
+    assert compilation(Colocated(4, mode="graphs"))["mode"] == 0
 
 
 def test_servers_start_together_and_one_that_does_not_is_named(monkeypatch, tmp_path, capsys):

@@ -1,6 +1,7 @@
 """`afd bench moe`: the roofline by hand, the records, and a tiny run on this host."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -14,6 +15,7 @@ from ffn_worker.bench.cli import line, main, records  # noqa: E402
 from ffn_worker.bench.layers import batch, cost_of, problem  # noqa: E402
 from ffn_worker.bench.measure import Cell  # noqa: E402
 from ffn_worker.bench.shapes import SHAPES, Ceilings, in_scheme, layer_cost, named  # noqa: E402
+from ffn_worker.moe.deep_gemm import DeepGemmBackend  # noqa: E402
 from ffn_worker.moe.triton import TritonBackend  # noqa: E402
 from ffn_worker.moe.vllm_cpu import load_operators  # noqa: E402
 
@@ -67,14 +69,19 @@ def test_records_say_who_was_quicker():
         "vllm": 2.0, "roofline": 0.8, "shared apart": 1.2,
     }  # fmt: skip
     assert got["vllm"].case == "s plain 64 rows graph" and got["vllm"].unit == "us"
-    assert "| 2.00 | 60.0 | 40.0 | 80% | memory |" in line(cell)
+    assert "| triton | 50.0 | 100.0 | 2.00 |  |  | 60.0 | 40.0 | 80% | memory |" in line(cell)
+    both = measure.taken(replace(cell, triton_us=75.0, deep_gemm_us=50.0, pairs=8.0), 8)
+    assert measure.taken(both, 9).us == 75.0 and measure.taken(cell, 1) is cell
+    assert {r.peer: r.ratio for r in records(both, "m", "c")}["triton"] == 1.5
+    assert "| deep_gemm | 50.0 | 100.0 | 2.00 | 75.0 | 50.0 |" in line(both)
 
 
 def test_cells_of_a_step_whose_shared_expert_joins(monkeypatch):
     """What a GPU run measures, on stand-ins for the kernels."""
     fake_kernels.install(monkeypatch)
     monkeypatch.setattr(TritonBackend, "devices", ("cpu",))
-    monkeypatch.setattr(TritonBackend, "unavailable", lambda *_: None)
+    for backend in (TritonBackend, DeepGemmBackend):
+        monkeypatch.setattr(backend, "unavailable", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU without tuned tiles")
     monkeypatch.setattr(measure, "_CHECKED_ROWS", 8)
     monkeypatch.setattr(measure, "clock_of", lambda _: lambda call, _repetitions: call() or 1e-6)
@@ -83,10 +90,14 @@ def test_cells_of_a_step_whose_shared_expert_joins(monkeypatch):
         with problem(in_scheme(shape, scheme), torch.device("cpu"), cache_bytes=0) as given:
             who = measure.contenders(given, "triton", "vllm_cpu")
             fits_vllm = scheme == "plain" and load_operators() is None
-            assert set(who) == {"ours", "apart"} | ({"vllm"} if fits_vllm else set())
+            fits_deep_gemm = {"deep_gemm"} if scheme == "fp8_block" else set()
+            assert set(who) == {"triton", "apart"} | fits_deep_gemm | (
+                {"vllm"} if fits_vllm else set()
+            )
             (cell,) = measure.cells("s", given, (3,), ("eager",), ceilings, ("triton", "vllm_cpu"))
         assert cell.us == cell.apart_us == 1.0 and (cell.vllm_us is None) is not fits_vllm
-        assert 0 < cell.error < 0.1
+        assert 0 < cell.error < 0.1 and cell.pairs == 3 * 2 / 8 and cell.ours == "triton"
+        assert cell.deep_gemm_us == (1.0 if fits_deep_gemm else None)
 
 
 def test_a_wrong_result_is_not_timed(monkeypatch, capsys):

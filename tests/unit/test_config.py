@@ -83,11 +83,11 @@ def test_deployment_cannot_be_changed(write):
         ("ffn: {instances: 1}", "model is missing in demo.yaml; add the line model: VALUE"),
         (
             "model: m\npipeline: {depth: 4}",
-            "pipeline.depth in demo.yaml is 4; it must be a whole number from 1 to 3",
+            "pipeline.depth in demo.yaml is 4; it must be auto or a whole number from 1 to 3",
         ),
         (
             'model: m\npipeline: {depth: "2"}',
-            'pipeline.depth in demo.yaml is "2"; it must be a whole number from 1 to 3',
+            'pipeline.depth in demo.yaml is "2"; it must be auto or a whole number from 1 to 3',
         ),
         (
             "model: m\nffn: {instances: true}",

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from afd.control import messages as m
 from afd.control.registry import MAX_GENERATION, generation_at
+from afd.depth import AUTO
 
 
 def returning(welcome: m.Welcome, known: m.Members) -> dict[str, object]:
@@ -124,7 +125,7 @@ def test_invariants_hold_for_any_sequence(steps: list[tuple[str, object, object]
         assert len(set(deployment.ids)) == len(deployment.ids)
         assert now.version >= last.version
         assert now.version > last.version or now == last
-        assert now.depth in (None, 1, 3, 9)
+        assert now.depth in (None, AUTO, 1, 3, 9)
         for member in now.members:
             old = last.find(member.role, member.index)
             if old is None or old.generation != member.generation:

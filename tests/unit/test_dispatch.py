@@ -54,11 +54,12 @@ def test_splitter_equals_its_reference(data):
     sizes = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=5))
     bounds = tuple(itertools.accumulate(sizes, initial=0))
     rows, top_k = data.draw(st.integers(0, 9)), data.draw(st.integers(1, 4))
-    slot = st.integers(0, bounds[-1] - 1)
+    slot = st.integers(-1, bounds[-1] - 1)  # -1: masked
     slots = [[data.draw(slot) for _ in range(top_k)] for _ in range(rows)]
     expected = rows_of_instances(slots, bounds)
     for bank in (0, 1):
-        ids = torch.tensor(slots, dtype=torch.int32).view(rows, top_k) + bank * bounds[-1]
+        ids = torch.tensor(slots, dtype=torch.int32).view(rows, top_k)
+        ids = torch.where(ids < 0, ids, ids + bank * bounds[-1])
         shares = Splitter(bounds, 1, "cpu").split(ids)
         found = shares.rows.split(shares.counts)
         assert tuple(tuple(part.tolist()) for part in found) == expected

@@ -76,6 +76,9 @@ def exported_names() -> set[str]:
     """Sample names of everything a deployment of ours exports, gateway included."""
     made = [RoleMetrics("attention"), RoleMetrics("ffn")]
     made[0].graph_steps[1] = 1  # exported where a GPU has replayed one
+    made[0].decode_depths = lambda: ((8, 2),)
+    for now in (0.0, 0.5):
+        made[0].decode_steps.begin(5, 2, now, decode=True)
     made[1].expert_rows = lambda: {3: [0, 7]}
     for metrics in made:
         metrics.wire_traces["peer-0"] = FakeTrace()

@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ffn_worker.moe.sorting import capacity, sort_pairs  # noqa: E402
+from ffn_worker.moe.sorting import capacity, chunking, place_pairs, sort_pairs  # noqa: E402
 
 
 def by_hand(ids, start, end, block):
@@ -57,3 +57,31 @@ def test_the_shared_experts_pairs_come_last():
     # Pairs are numbered row * 3 + k; the third of each row is the shared expert's.
     assert got.pairs[:used].tolist() == [4, 9, 7, 9, 6, 9, 2, 5, 8, 9]
     assert got.experts[: used // 2].tolist() == [0, 1, 2, 3, 3]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("experts", [(0, 8), (2, 5)])
+def test_places_are_the_inverse(experts, shared):
+    torch.manual_seed(3)
+    ids = torch.randint(-1, 8, (21, 3)).int()
+    ids[ids == 4] = 3  # nobody chose expert 4
+    order = sort_pairs(ids, *experts, 4, shared=shared)
+    placed = place_pairs(ids, *experts, 4, shared=shared)
+    pairs, entries = 21 * (3 + shared), order.pairs[: int(order.used)].tolist()
+    want = [entries.index(pair) if pair in entries else -1 for pair in range(pairs)]
+    assert placed.slots.tolist() == want and placed.slots.dtype == torch.int32
+    begin = 0
+    for owner, end in enumerate(placed.ends.tolist()):
+        run = entries[begin:end]
+        assert all(pair < pairs for pair in run) and set(
+            order.experts[begin // 4 : -(-end // 4)].tolist()
+        ) <= {owner}
+        begin = -(-end // 4) * 4
+        assert all(pair == pairs for pair in entries[end:begin])
+    assert begin == len(entries)
+
+
+def test_a_batch_is_walked_in_few_steps():
+    assert [chunking(n) for n in (1, 1024, 1025, 8192, 10**6)] == [
+        (1024, 4), (1024, 4), (2048, 4), (8192, 16), (8192, 16),
+    ]  # fmt: skip

@@ -158,6 +158,25 @@ def test_steps_on_streams_are_led(deploy, tiny_models, x, y, tp):
     assert not any(loop._metrics.late_peers for loop in deployed.loops.values())
 
 
+@pytest.mark.parametrize(("y", "tp"), [(2, 1), (1, 2)])
+def test_followers_hear_of_an_announcement_after_many_leaves(deploy, tiny_models, y, tp):
+    """Steps of the host between them, as a prompt of one token each makes them."""
+    deployed = deploy("qwen3_moe", 1, y, transport={"backend": "ipc"}, ffn={"tp": tp})
+    expected = reference_model(tiny_models("qwen3_moe"))
+
+    def work(i):
+        client, stream = deployed.clients[i], stream_of(deployed, i)
+        for step in range(5):
+            if step % 4:
+                run_step(client, deployed.resolved, expected, [2], (i, step))
+            else:
+                run_on_streams(client, stream, deployed.resolved, expected, 5, 2, (i, step))
+            client.leave()
+
+    assert not run_clients(deployed, work)
+    assert not any(loop._metrics.late_peers for loop in deployed.loops.values())
+
+
 @pytest.mark.parametrize(("y", "tp", "dies"), [(1, 2, 1), (2, 1, 0), (2, 2, 3)])
 def test_a_rank_that_dies_takes_its_instance_with_it_and_nothing_else(
     deploy, reference, y, tp, dies

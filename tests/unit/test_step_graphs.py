@@ -1,5 +1,6 @@
 """When StepGraphs captures, replays, starts over and gives up; vLLM and CUDA are faked."""
 
+import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -120,6 +121,8 @@ def make(monkeypatch, lookahead):
     monkeypatch.setattr(CUDAGraphWrapper, "__init__", init)
     monkeypatch.setattr(CUDAGraphWrapper, "__call__", call)
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    pools = itertools.count(1)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(pools)))
     monkeypatch.setattr(graphs, "set_cudagraph_capturing_enabled", lambda on: None)
     context = SimpleNamespace(
         cudagraph_runtime_mode=CUDAGraphMode.FULL,
@@ -168,7 +171,9 @@ def test_an_ffn_that_dies_is_waited_for_and_the_step_run_again_on_a_new_graph(ma
     made.step()
     made.log.clear()
     made.region.script = [[OK, GONE, OK, GONE]]
+    pool = made.step.graph_pool
     assert made.step() == "hidden"
+    assert made.step.graph_pool != pool  # a pool whose graphs are gone takes no new ones
     again = [("begin", 1), ("capture", "Stream"), ("announce", 24), ("replay", "Host"), ("end",)]
     assert made.log == [("begin", 1), ("announce", 24), ("replay", "Host"), ("renew", (1,)), *again]
     assert made.metrics.graph_steps[1] == 2  # the first step and the second, not what failed

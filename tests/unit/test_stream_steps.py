@@ -9,6 +9,8 @@ import time
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from remote_support import DEPTH, Deployed, random_rows, reference_model, run_step
 
 from afd.metrics import Stage
@@ -16,8 +18,8 @@ from afd.schedule import split_rows
 from afd.step_trace import NoMarks, StepMarks
 from afd.wire.streams_torch import HostStreams
 from afd_comm import Status
+from attention_worker.padding import padding_of
 from attention_worker.stream import StreamExperts, failed_peers
-from ffn_worker.moe.vllm_cuda import local_ids
 
 NO_MARKS = NoMarks()
 
@@ -41,8 +43,13 @@ def stream_of(deployed, i):
     return StreamExperts(deployed.resolved, i, client._region, HostStreams())
 
 
-def run_on_streams(client, stream, resolved, reference, rows, depth, seed, marks=NO_MARKS):
-    """What a replayed graph does: announced by the host, then everything on streams."""
+def run_on_streams(
+    client, stream, resolved, reference, rows, depth, seed, marks=NO_MARKS, real=None
+):
+    """What a replayed graph does: announced by the host, then everything on streams.
+
+    real: only so many of the rows are a request's, the others fill the step up; None: all are.
+    """
     client.begin_step(depth)
     waits = stream.record(client.peers, marks)
     client.announce(rows)
@@ -50,17 +57,21 @@ def run_on_streams(client, stream, resolved, reference, rows, depth, seed, marks
     sent = {}
 
     def check(mb):
-        layer, x, ids, weights = sent.pop(mb)
-        expected = reference.forward(layer, x, ids, weights)
-        torch.testing.assert_close(stream.recv(mb), expected, rtol=1e-5, atol=1e-5)
+        layer, x, ids, weights, kept = sent.pop(mb)
+        expected = reference.forward(layer, x, ids, weights)[:kept]
+        torch.testing.assert_close(stream.recv(mb)[:kept], expected, rtol=1e-5, atol=1e-5)
 
+    slots = torch.arange(rows)
+    slots[rows if real is None else real :] = -1  # as vLLM marks them
+    parts = slots.split(split_rows(rows, depth))
     for layer in resolved.model.moe_layers:
         for mb, part in enumerate(split_rows(rows, depth)):
             if mb in sent:
                 check(mb)
             x, ids, weights = random_rows(resolved, part, hash((seed, layer, mb)) % 2**31)
-            stream.send(layer, mb, x, ids, weights)
-            sent[mb] = (layer, x, ids, weights)
+            padding = padding_of({"a": parts[mb], "b": parts[mb]})
+            stream.send(layer, mb, x, ids.masked_fill(padding, -1), weights)
+            sent[mb] = (layer, x, ids, weights, part - int(padding.sum()))
     for mb in list(sent):
         check(mb)
     stream.end_step()
@@ -100,6 +111,45 @@ def test_stream_and_host_steps_in_turn_answer_what_the_reference_computes(
         thread.join(60)
     assert not errors
     assert not any(thread.is_alive() for thread in threads)
+
+
+def rows_by_expert(deployed):
+    """By layer, the rows that each expert computed, over all FFN instances."""
+    counts = [loop._model.expert_rows() for loop in deployed.loops.values()]
+    return {
+        layer: [sum(rows) for rows in zip(*(c[layer] for c in counts), strict=True)]
+        for layer in counts[0]
+    }
+
+
+@pytest.mark.parametrize("y,redundant", [(1, 0), (2, 0), (3, 1)])
+def test_no_expert_computes_rows_that_fill_a_step_up(deploy, tiny_models, y, redundant):
+    deployed = deploy("deepseek_v3", 1, y, ffn={"redundant_experts": redundant})
+    expected = reference_model(tiny_models("deepseek_v3"))
+    client, stream = deployed.clients[0], stream_of(deployed, 0)
+    model, computed = deployed.resolved.model, 0
+    for rows, depth, real in [(8, 1, 5), (8, 2, 5), (8, 3, 7), (8, 3, 5), (9, 3, 9)]:
+        run_on_streams(client, stream, deployed.resolved, expected, rows, depth, 0, real=real)
+        computed += real * model.top_k
+        by_layer = rows_by_expert(deployed)
+        # not of the first one, which the FFN instances warm up with
+        for layer in model.moe_layers[1:]:
+            assert sum(by_layer[layer]) == computed
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_padding_is_what_lies_behind_the_real_rows(data):
+    rows = data.draw(st.integers(1, 40))
+    real, depth = data.draw(st.integers(0, rows)), data.draw(st.integers(1, min(3, rows)))
+    slots = torch.tensor([7 * n for n in range(real)] + [-1] * (rows - real))
+    start = 0
+    for size in split_rows(rows, depth):
+        padding = padding_of({"layer": slots[start : start + size]})
+        kept = max(0, min(size, real - start))
+        assert padding.tolist() == [[False]] * kept + [[True]] * (size - kept)
+        start += size
+    assert padding_of({}) is None
 
 
 def test_a_step_rings_the_same_doorbells_each_time(deploy, tiny_models):
@@ -162,8 +212,3 @@ def test_peers_of_failed_waits():
     assert failed_peers([ok, ok, ok, ok], 2) == ((), ())
     assert failed_peers([ok, gone, ok, gone], 2) == ((1,), ())
     assert failed_peers([late, gone, ok, ok], 2) == ((1,), (0,))
-
-
-def test_ids_of_other_instances_go_to_the_entry_that_is_mapped_to_none():
-    ids = torch.tensor([[0, 7], [4, 5], [-1, 6]], dtype=torch.int32)
-    assert local_ids(ids, 4, 6).tolist() == [[2, 2], [0, 1], [2, 2]]

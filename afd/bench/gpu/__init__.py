@@ -13,6 +13,7 @@ dry run: --device cpu with a tiny model. `afd bench gpu WHAT --help` says more.
 """
 
 import importlib
+import signal
 from collections.abc import Sequence
 
 from afd.errors import ConfigError
@@ -27,5 +28,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if argv[0] not in COMMANDS:
         raise ConfigError(f"afd bench gpu has no {argv[0]!r}; use one of {', '.join(COMMANDS)}")
+    # A run that is cut off (`timeout`) ends its servers as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     status: int = importlib.import_module(f"afd.bench.gpu.{argv[0]}").main(argv[1:])
     return status

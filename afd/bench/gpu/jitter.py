@@ -103,7 +103,7 @@ async def _times(server: Server, load: Load, steps: int) -> list[float]:
     """Seconds from each token of one request to its next, with ``load.requests`` - 1 others."""
     async with held(server, replace(load, requests=load.requests - 1)), client() as session:
         body = load.body(server, load.requests - 1, steps + _FIRST + 1)
-        at = await moments(session, server, body)
+        at = await moments(session, server, body, load.requests - 1)
     times = [b - a for a, b in pairwise(at)][_FIRST:]
     if len(times) < steps // 2:
         raise AfdError(

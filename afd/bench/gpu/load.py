@@ -39,7 +39,7 @@ class Load:
         draw = random.Random(f"{self.seed} {index}")
         return {
             "model": server.model,
-            "prompt": [draw.randrange(FIRST_TOKEN, self.vocab) for _ in range(self.prompt)],
+            "prompt": draw.choices(range(FIRST_TOKEN, self.vocab), k=self.prompt),
             "max_tokens": tokens or self.length - self.prompt - 1,
             "temperature": 0,
             "ignore_eos": True,
@@ -93,7 +93,7 @@ async def held(server: Server, load: Load) -> AsyncIterator[None]:
     await quiet(server)
     async with client() as session:
         tasks = [
-            asyncio.create_task(complete(session, server, load.body(server, index)))
+            asyncio.create_task(complete(session, server, load.body(server, index), index))
             for index in range(load.requests)
         ]
         async with kept_running(tasks):
@@ -138,18 +138,20 @@ def client() -> aiohttp.ClientSession:
     )
 
 
-async def complete(session: aiohttp.ClientSession, server: Server, body: dict[str, object]) -> None:
-    """One request, its answer thrown away. Raises AfdError."""
-    async with _posted(session, server, body) as answer:
+async def complete(
+    session: aiohttp.ClientSession, server: Server, body: dict[str, object], index: int
+) -> None:
+    """Request number ``index``, its answer thrown away. Raises AfdError."""
+    async with _posted(session, server, body, index) as answer:
         await answer.read()
 
 
 async def moments(
-    session: aiohttp.ClientSession, server: Server, body: dict[str, object]
+    session: aiohttp.ClientSession, server: Server, body: dict[str, object], index: int
 ) -> list[float]:
     """When each piece of a streamed answer came, clock seconds. Raises AfdError."""
     times = []
-    async with _posted(session, server, {**body, "stream": True}) as answer:
+    async with _posted(session, server, {**body, "stream": True}, index) as answer:
         async for line in answer.content:
             if line.startswith(b"data: {"):
                 times.append(time.monotonic())
@@ -160,12 +162,15 @@ async def moments(
 
 @contextlib.asynccontextmanager
 async def _posted(
-    session: aiohttp.ClientSession, server: Server, body: dict[str, object]
+    session: aiohttp.ClientSession, server: Server, body: dict[str, object], index: int
 ) -> AsyncIterator[aiohttp.ClientResponse]:
     """The answer to a completion. Raises AfdError: one server's end must not end the others'
     measurements."""
+    url = f"{server.url}/v1/completions"
+    # vLLM's own balancer deals unevenly, and all ranks wait for the one with the most rows.
+    rank = {"X-data-parallel-rank": str(index % server.ranks)} if server.ranks else {}
     try:
-        async with session.post(f"{server.url}/v1/completions", json=body) as answer:
+        async with session.post(url, json=body, headers=rank) as answer:
             if answer.status != 200:
                 text = " ".join((await answer.text()).split())
                 raise AfdError(f"{server.url} answered {answer.status}: {text[:500]}")

@@ -14,8 +14,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 from afd.bench.gpu.common import (
@@ -28,15 +29,27 @@ from afd.bench.gpu.common import (
     report,
 )
 from afd.bench.gpu.load import Load, Steady, steady
-from afd.bench.gpu.targets import Afd, Sizes, parse, serve, vllm_args
+from afd.bench.gpu.targets import (
+    NO_FUSED_ALLREDUCE,
+    Afd,
+    Colocated,
+    Sizes,
+    parse,
+    serve,
+    share,
+    vllm_args,
+)
 from afd.bench.servers import Server, await_health, server_process
 from afd.errors import AfdError, ConfigError
-from afd.launch.ports import free_ports
+from afd.launch.ports import check_free, free_ports
+from afd.topology import visible_gpus
 
 NAME = "afd-plugin"
 _PLUGIN = "afd_plugin_checkout"
-_START_S = 400.0
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_MEETING = 6269  # the recipe's port: none that a system gives to anybody else
 _SETTLE_S = 0.3
+_STOP_S = 3.0  # its FFN ranks do not end while they wait for work
 
 
 @dataclass(frozen=True)
@@ -73,6 +86,7 @@ def main(argv: Sequence[str]) -> int:
     )
     made.add_argument("--recipes", nargs="+", default=["dp2tp1", "dp1tp2"], choices=RECIPES)
     made.add_argument("--target", default="2A2F", help="of ours")
+    made.add_argument("--lookahead", action="store_true", help="pipeline.lookahead of ours")
     made.add_argument("--wire", default="exact", choices=("exact", "fp8"))
     made.add_argument("--depths", type=int, nargs="+", default=[3, 2, 1], choices=(1, 2, 3))
     made.add_argument("--batches", type=int, nargs="+", default=[64, 128, 256])
@@ -101,34 +115,48 @@ def main(argv: Sequence[str]) -> int:
     ours = parse(args.target, args.wire)
     if not isinstance(ours, Afd):
         raise ConfigError(f"{args.target} is no topology; name a deployment such as 2A2F")
+    ours = replace(ours, lookahead=args.lookahead)
     piece, path = model_of(args)
     out = report("gpu", args, "peer", argv)
     loads = [
         Load(batch, args.context, sizes.length, piece.sizes.vocab, args.seed)
         for batch in args.batches
     ]
-    # One after the other: the peer's idle ranks keep their GPUs busy with dummy steps.
     theirs: dict[int, tuple[str, float]] = {}
-    for recipe in recipes:
-        if not budget.allows(recipe.name, 60.0):
-            break
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(1) as pool:
+        # Ours starts beside the peer and leaves its GPUs alone until it is asked. The peer's FFN
+        # ranks wait for work in an NCCL kernel, so they have ended before ours is measured.
+        mine = pool.submit(
+            stack.enter_context, serve(ours, path, sizes, args.device, flags, args.logs)
+        )
+        for recipe in recipes:
+            if not budget.allows(recipe.name, 60.0):
+                break
+            try:
+                with peer(recipe, path, sizes, args, flags, budget.left) as server:
+                    wait([mine])
+                    print(f"{recipe.name} up, {budget.left:.0f} s left", flush=True)
+                    for load in loads:
+                        if not budget.allows(f"{recipe.name} batch {load.requests}", 5.0):
+                            break
+                        rate = _rate(recipe.name, server, load, args.window)
+                        if rate and rate.tokens_per_s / 4 > theirs.get(load.requests, ("", 0.0))[1]:
+                            theirs[load.requests] = (recipe.name, rate.tokens_per_s / 4)
+            except AfdError as err:
+                print(f"{recipe.name}: FAILED: {err}", flush=True)
         try:
-            with peer(recipe, path, sizes, args, flags) as server:
-                for load in loads:
-                    rate = _rate(recipe.name, server, load, args.window)
-                    if rate and rate.tokens_per_s / 4 > theirs.get(load.requests, ("", 0.0))[1]:
-                        theirs[load.requests] = (recipe.name, rate.tokens_per_s / 4)
+            server = mine.result()
         except AfdError as err:
-            print(f"{recipe.name}: FAILED: {err}", flush=True)
-    if budget.allows(ours.label, 60.0):
-        with serve(ours, path, sizes, args.device, flags, args.logs) as server:
-            for load in loads:
-                for depth in args.depths:
-                    server.set_depth(depth)
-                    time.sleep(_SETTLE_S)
-                    rate = _rate(f"{ours.label} depth {depth}", server, load, args.window)
-                    if rate:
-                        _record(case_of(args, piece), ours, depth, load, rate, theirs, out)
+            print(f"{ours.label}: FAILED: {err}", flush=True)
+            return 1
+        for load, depth in product(loads, args.depths):
+            if not budget.allows(f"{ours.label} depth {depth} batch {load.requests}"):
+                break
+            server.set_depth(depth)
+            time.sleep(_SETTLE_S)
+            rate = _rate(f"{ours.label} depth {depth}", server, load, args.window)
+            if rate:
+                _record(case_of(args, piece), ours, depth, load, rate, theirs, out)
     return 0 if theirs else 1
 
 
@@ -188,14 +216,20 @@ def command(
         "num_attention_ranks": gpus,
         "num_ffn_ranks": gpus,
     }
-    batches = sorted({max(1, batch // recipe.dp) for batch in args.batches})
-    graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": batches}
-    requests = -(-sizes.requests // recipe.dp)
+    batches = sorted({-(-batch // recipe.dp) for batch in args.batches})
+    graphs: dict[str, object] = {
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": batches,
+    }
+    if recipe.tp > 1:
+        graphs["pass_config"] = NO_FUSED_ALLREDUCE
+    requests = share(Colocated(recipe.tp, recipe.dp), sizes.requests)
     argv = [
         sys.executable,
         "-m",
-        "vllm.entrypoints.openai.api_server",
-        f"--model={model}",
+        "vllm.entrypoints.cli.main",
+        "serve",
+        str(model),
         "--served-model-name=model",
         "--host=127.0.0.1",
         f"--port={port}",
@@ -218,14 +252,20 @@ def command(
         argv.append(f"--compilation-config={json.dumps(graphs)}")
     else:
         argv.append("--enforce-eager")
+    if role == "attention":
+        return [*argv, f"--api-server-count={gpus}", *flags, *args.peer_args]
     # Filled prompts are the attention side's business: the FFN side has no cache.
-    own = flags if role == "attention" else [f for f in flags if "kv-transfer" not in f]
-    return [*argv, *own, *args.peer_args]
+    return [*argv, *(f for f in flags if "kv-transfer" not in f), *args.peer_args]
 
 
 @contextlib.contextmanager
 def peer(
-    recipe: Recipe, model: Path, sizes: Sizes, args: argparse.Namespace, flags: Sequence[str]
+    recipe: Recipe,
+    model: Path,
+    sizes: Sizes,
+    args: argparse.Namespace,
+    flags: Sequence[str],
+    deadline_s: float,
 ) -> Iterator[Server]:
     """Both sides of the peer, on the first GPUs. Raises AfdError with the end of a log."""
     gpus = recipe.tp * recipe.dp
@@ -233,23 +273,32 @@ def peer(
     with tempfile.TemporaryDirectory(prefix="afd-peer-") as folder, contextlib.ExitStack() as stack:
         environment = _environment(args.peer_checkout.absolute(), Path(folder))
         # The connector takes the ports after the first as well, one per FFN rank.
-        ports = free_ports(["127.0.0.1"] * 3)
+        for port in range(_MEETING, _MEETING + gpus + 1):
+            check_free("127.0.0.1", port, "what listens there")
+        ports = free_ports(["127.0.0.1"] * 2)
+        allowed = visible_gpus(range(2 * gpus), os.environ.get(_VISIBLE)).split(",")
         started = {}
         for role, port, first in (("ffn", ports[0], gpus), ("attention", ports[1], 0)):
-            argv = command(recipe, role, model.absolute(), sizes, args, flags, port, ports[2])
+            argv = command(recipe, role, model.absolute(), sizes, args, flags, port, _MEETING)
             log = args.logs / f"peer-dp{recipe.dp}tp{recipe.tp}-{role}.log"
-            seen = ",".join(map(str, range(first, first + gpus)))
-            own = {**environment, "CUDA_VISIBLE_DEVICES": seen}
-            started[role] = (stack.enter_context(server_process(argv, own, log)), port, log)
+            own = {**environment, _VISIBLE: ",".join(allowed[first : first + gpus])}
+            side = server_process(argv, own, log, stop_s=_STOP_S)
+            started[role] = (stack.enter_context(side), port, log)
         with ThreadPoolExecutor(2) as pool:
             jobs = [
-                pool.submit(await_health, p, f"http://127.0.0.1:{port}", log, _START_S)
+                pool.submit(await_health, p, f"http://127.0.0.1:{port}", log, deadline_s)
                 for p, port, log in started.values()
             ]
-            for job in jobs:
-                job.result()
+            try:
+                for job in as_completed(jobs):
+                    job.result()
+            except AfdError:
+                for process, _, _ in started.values():
+                    process.kill()  # one side waits for the other for minutes
+                raise
         leader, port, log = started["attention"]
-        yield Server(f"http://127.0.0.1:{port}", "model", log, "", leader.pid)
+        ranks = recipe.dp if recipe.dp > 1 else 0
+        yield Server(f"http://127.0.0.1:{port}", "model", log, "", leader.pid, ranks)
 
 
 def _environment(checkout: Path, folder: Path) -> dict[str, str]:

@@ -62,6 +62,8 @@ class Calls:
 
 _STOP_S = 300.0
 """vLLM sums its profile up before it answers."""
+_WRITE_S = 60.0
+"""A trace of a second is a file of many megabytes."""
 
 
 def calls(trace: Mapping[str, Any]) -> Calls:
@@ -94,13 +96,15 @@ def main(argv: Sequence[str]) -> int:
     kv_gib = 8.0 if args.device != "cpu" else 0.25
     sizes = Sizes(args.batch, args.context + 4_000, kv_gib, (args.batch,))
     out = report("gpu", args, "profile", argv)
-    with tempfile.TemporaryDirectory(prefix="afd-profile-") as folder:
-        with roles(Path(folder), path, sizes, args) as (server, ffn):
-            load = Load(args.batch, args.context, sizes.length, piece.sizes.vocab, args.seed)
-            asyncio.run(_profile(server, ffn, load, args))
+    with (
+        tempfile.TemporaryDirectory(prefix="afd-profile-") as folder,
+        roles(Path(folder), path, sizes, args) as (server, ffn),
+    ):
+        load = Load(args.batch, args.context, sizes.length, piece.sizes.vocab, args.seed)
+        asyncio.run(_profile(server, ffn, load, args))
         found = {
-            "attention": calls(_trace_of(Path(folder, "attention"), 5.0)),
-            "ffn": calls(_trace_of(Path(folder, "ffn"), 5.0)),
+            "attention": calls(_trace_of(Path(folder, "attention"), _WRITE_S)),
+            "ffn": calls(_trace_of(Path(folder, "ffn"), _WRITE_S)),
         }
     return _judge(found, piece, args, out)
 

@@ -3,7 +3,9 @@
 A slice has the widths, experts and heads of a published model and fewer layers, because a whole
 model's weights take longer to write and load than a short lease of GPUs lasts. ``coarse`` slices
 keep the parameters in all and per token and cut them into fewer, larger experts; ``-mqa`` ones have
-one key-value head: the shapes of which the disaggregation should profit most.
+one key-value head: the shapes of which the disaggregation should profit most. ``wide-coarse-mqa``
+is none of a published model: Step-3's width and attention with 16 experts, 4 per token, the shape
+of which the cost model expects most on four GPUs (docs/results/notes.md).
 """
 
 from dataclasses import dataclass, replace
@@ -60,6 +62,20 @@ SLICES: dict[str, Slice] = {
     "qwen3-30b": Slice("qwen3_moe", _QWEN_30B, 48, "qwen3-30b-a3b"),
     "qwen3-30b-coarse": Slice("qwen3_moe", _COARSE, 48),
     "qwen3-30b-coarse-mqa": Slice("qwen3_moe", replace(_COARSE, kv_heads=1), 48),
+    "wide-coarse-mqa": Slice(
+        "qwen3_moe",
+        replace(
+            _QWEN_30B,
+            hidden=7168,
+            experts=16,
+            top_k=4,
+            intermediate=2048,
+            heads=64,
+            kv_heads=1,
+            head_dim=256,
+        ),
+        48,
+    ),
     "qwen3-235b": Slice(
         "qwen3_moe",
         replace(_QWEN_30B, hidden=4096, layers=4, intermediate=1536, heads=64),

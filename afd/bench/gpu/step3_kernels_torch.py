@@ -225,7 +225,7 @@ class Experts:
             model,
             shard,
             dummy_shard(model, shard, device),
-            backend="triton" if on_gpu else "auto",
+            backend="auto",
             device=device,
             scheme=Scheme.FP8_BLOCK if on_gpu else Scheme.PLAIN,
         )

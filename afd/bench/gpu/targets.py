@@ -16,7 +16,7 @@ from typing import Literal
 from afd.bench.servers import Server, colocated, disaggregated
 from afd.errors import AfdError, ConfigError
 
-START_S = 400.0
+START_S = 240.0
 PEER = "vllm colocated"
 FILLED = {
     "kv_connector": "DecodeBenchConnector",
@@ -164,8 +164,9 @@ def graph_args(target: Target, sizes: Sizes) -> list[str]:
 
 
 def vllm_args(device: str, filled: bool) -> list[str]:
-    """For every vLLM, ours and theirs. filled: prompts are not computed (:data:`FILLED`)."""
-    args = [f"--kv-transfer-config={json.dumps(FILLED)}"] if filled else []
+    """For every vLLM, ours and theirs. filled: prompts are not computed (:data:`FILLED`), and
+    answers are not made into text, which takes longer than all else that an API server does."""
+    args = [f"--kv-transfer-config={json.dumps(FILLED)}", "--skip-tokenizer-init"] if filled else []
     if device != "cpu":
         # Several servers share a GPU, and vLLM would refuse to start on one that is not all free.
         args.append("--gpu-memory-utilization=0.05")
@@ -200,6 +201,19 @@ def deployment(
     }
 
 
+NO_FUSED_ALLREDUCE = {"fuse_allreduce_rms": False}
+"""vLLM's fusion of all-reduce and norm, a default on Hopper, has FlashInfer build its kernels at
+the start (minutes), and they use NVLink multicast, which is off on shared hosts."""
+
+
+def compilation(target: Colocated) -> dict[str, object]:
+    """vLLM's compilation config. Only graphs of decode steps are captured: no others are timed."""
+    config: dict[str, object] = {"cudagraph_mode": "FULL_DECODE_ONLY"}
+    if target.mode == "graphs":
+        return {"mode": 0, **config}
+    return {**config, "pass_config": NO_FUSED_ALLREDUCE} if target.tp > 1 else config
+
+
 @contextlib.contextmanager
 def serve(
     target: Target, model: Path, sizes: Sizes, device: str, args: Sequence[str], logs: Path
@@ -221,8 +235,8 @@ def serve(
             parallel = [f"--tensor-parallel-size={target.tp}"]
         if target.dp > 1:
             parallel += [f"--data-parallel-size={target.dp}", "--enable-expert-parallel"]
-        if target.mode == "graphs" and device != "cpu":
-            parallel.append('--compilation-config={"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY"}')
+        if target.mode != "eager" and device != "cpu":
+            parallel.append(f"--compilation-config={json.dumps(compilation(target))}")
         yield stack.enter_context(
             colocated(
                 model.absolute(),
@@ -230,6 +244,7 @@ def serve(
                 vllm_args=[*parallel, *flags],
                 compiled=target.mode != "eager" and device != "cpu",
                 gpus=() if device == "cpu" else range(target.gpus),
+                ranks=target.dp if target.dp > 1 else 0,
                 deadline_s=START_S,
                 log=log,
                 **settings_of(target, sizes),

@@ -1,0 +1,117 @@
+"""Rung 5: the kernels that stand around DeepGEMM's products. They serve on Hopper alone; no GPU
+runs in CI, so the emulator does what their Triton source says, against numpy."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+pytest.importorskip("tinygrad", reason="tinygrad is not installed here; ./run test-amd")
+
+from kernel_run import Runner
+
+from afd.wire import codecs
+from afd.wire.layout import Tag
+
+FP8 = {"gfx942": Tag.E4M3FNUZ, "gfx950": Tag.E4M3FN}
+ROWS, EACH, HIDDEN, ROOM = 5, 3, 640, 24
+
+
+def slots(rng: np.random.Generator) -> np.ndarray:
+    """A slot for most pairs, in no order; -1 for the others and for all of row 2."""
+    found = rng.permutation(ROOM)[: ROWS * EACH].astype(np.int32)
+    found[[1, 6, 7, 8, 12]] = -1
+    return found
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("arch", FP8)
+def test_places(compiled, arch, shared):
+    """Of a plain loop; more than one chunk of pairs, and pairs of nobody's."""
+    runner, suffix, top_k = Runner(compiled, arch), "[shared]" if shared else "", 3 if shared else 8
+    rng = np.random.default_rng(9)
+    rows, start, experts, block = 280, 4, 5, 16
+    ids = rng.integers(-1, 12, (rows, top_k)).astype(np.int32)
+    ids[ids == 6] = 5
+    each, programs = top_k + shared, experts + shared
+    local = np.where((ids >= start) & (ids < start + experts), ids - start, -1)
+    if shared:
+        local = np.pad(local, ((0, 0), (0, 1)), constant_values=experts)
+    local = local.reshape(-1)
+    runs = [np.flatnonzero(local == e) for e in range(programs)]
+    counts = np.array([len(run) for run in runs], np.int32)
+    begins = np.cumsum(-(-counts // block) * block) - (-(-counts // block) * block)
+    want = np.full(rows * each, -1)
+    for begin, run in zip(begins, runs, strict=True):
+        want[run] = begin + np.arange(len(run))
+    outputs = [np.full(rows * each, -7, np.int32), np.full(programs, -7, np.int32)]
+    sizes = [("i", rows * each), ("i", start), ("i", experts)]
+    got, ends = runner(f"place_pairs{suffix}", [ids, counts], outputs, sizes, (programs,))
+    assert got.tolist() == want.tolist() and ends.tolist() == (begins + counts).tolist()
+
+
+@pytest.mark.parametrize("arch", FP8)
+def test_rows_go_into_their_slots(compiled, arch):
+    rng = np.random.default_rng(1)
+    x = rng.integers(0, 256, (ROWS, HIDDEN)).astype(np.uint8)
+    scales, where = rng.random((ROWS, HIDDEN // 128)).astype(np.float32), slots(rng)
+    a, a_scales = np.full((ROOM, HIDDEN), 7, np.uint8), np.full((HIDDEN // 128, ROOM), 7, "f4")
+    want, want_scales = a.copy(), a_scales.copy()
+    for pair, slot in enumerate(where):
+        if slot >= 0:
+            want[slot], want_scales[:, slot] = x[pair // EACH], scales[pair // EACH]
+    arrays, sizes = [x, scales, where, a, a_scales], [("i", HIDDEN), ("i", ROOM)]
+    got = Runner(compiled, arch).in_order("gather_rows", arrays, [3, 4], sizes, (ROWS,))
+    assert np.array_equal(got[0], want) and np.array_equal(got[1], want_scales)
+
+
+@pytest.mark.parametrize("arch", FP8)
+def test_silu_and_quantise(compiled, arch):
+    """Two blocks of columns, the second partly outside; what is not finite makes its block NaN."""
+    rng, tag = np.random.default_rng(2), FP8[arch]
+    h = rng.standard_normal((ROOM, 2 * HIDDEN)).astype(ml_dtypes.bfloat16)
+    where = slots(rng)
+    h[where[0], :128], h[where[2], 5], h[where[3], :HIDDEN] = 0, np.nan, 300
+    h[[slot for slot in range(ROOM) if slot not in where]] = np.nan
+    a, a_scales = np.full((ROOM, HIDDEN), 7, np.uint8), np.full((HIDDEN // 128, ROOM), 7, "f4")
+    arrays, sizes = [h, where, a, a_scales], [("i", HIDDEN), ("i", ROOM)]
+    grid = (ROWS * EACH, 2)
+    codes, scales = Runner(compiled, arch).in_order("silu_quantise", arrays, [2, 3], sizes, grid)
+    values = h.astype(np.float64)
+    with np.errstate(over="ignore"):
+        want = values[:, :HIDDEN] / (1 + np.exp(-values[:, :HIDDEN])) * values[:, HIDDEN:]
+    used = where[where >= 0]
+    unused = np.setdiff1d(np.arange(ROOM), used)
+    assert (codes[unused] == 7).all() and (scales[:, unused] == 7).all()
+    rows = np.ascontiguousarray(scales[:, used].T)
+    got = codecs.dequantise_fp8(codes[used], rows, tag).astype(np.float64)
+    nan = np.zeros((ROOM, HIDDEN), bool)
+    nan[where[2], :128] = True
+    assert np.array_equal(np.isnan(got), nan[used])
+    blocks = np.abs(want).reshape(ROOM, -1, 128).max(2, keepdims=True)
+    bound = np.broadcast_to(blocks, (ROOM, HIDDEN // 128, 128)).reshape(ROOM, HIDDEN) * 2**-4
+    wrong = np.abs(got - want[used]) > bound[used]
+    assert not wrong[~nan[used]].any()
+    assert (codes[where[0], :128] & 0x7F == 0).all() and scales[0, where[0]] == 1
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("arch", FP8)
+def test_results_are_summed(compiled, arch, shared):
+    """A second block of columns, partly outside; pairs that are left out may weigh NaN."""
+    rng, hidden, top_k = np.random.default_rng(3), 1280, EACH
+    each = top_k + shared
+    y = rng.standard_normal((ROOM, hidden)).astype(ml_dtypes.bfloat16)
+    where = rng.permutation(ROOM)[: ROWS * each].astype(np.int32).reshape(ROWS, each)
+    where[0, 1], where[2] = -1, -1
+    weights = rng.random((ROWS, top_k)).astype(np.float32)
+    weights[where[:, :top_k] < 0] = np.nan
+    y[np.setdiff1d(np.arange(ROOM), where)] = np.nan
+    out = np.full((ROWS, hidden), 7, ml_dtypes.bfloat16)
+    name = "sum_slots[shared]" if shared else "sum_slots"
+    arrays = [y, where, weights, out]
+    (got,) = Runner(compiled, arch).in_order(name, arrays, [3], [("i", hidden)], (ROWS, 2))
+    want = np.zeros((ROWS, hidden))
+    for row, k in zip(*np.nonzero(where >= 0), strict=True):
+        want[row] += y[where[row, k]].astype(np.float64) * (weights[row, k] if k < top_k else 1)
+    assert np.abs(got.astype(np.float64) - want).max() <= 2**-8 * np.abs(want).max()
+    assert (got[2].astype(np.float32) == 0).all()

@@ -1,0 +1,185 @@
+"""The DeepGEMM backend on stand-ins for the library and the kernels; the crossover; the errors."""
+
+import json
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import fake_kernels  # noqa: E402
+
+from afd.errors import ConfigError  # noqa: E402
+from afd.wire.layout import Tag  # noqa: E402
+from afd.wire.rows_torch import EncodedRows  # noqa: E402
+from ffn_worker.moe import choose_backend, crossover, deep_gemm  # noqa: E402
+from ffn_worker.moe.crossover import Race, file_of, least_pairs, write_least_pairs  # noqa: E402
+from ffn_worker.moe.deep_gemm import (  # noqa: E402
+    DeepGemmBackend,
+    HopperBackend,
+    expected_rows,
+    tile_rows,
+)
+from ffn_worker.moe.quantise import Scheme, Weight, in_scheme, widened  # noqa: E402
+from ffn_worker.moe.reference import ReferenceBackend  # noqa: E402
+from ffn_worker.moe.triton import TritonBackend  # noqa: E402
+
+EXPERTS, TOP_K, HIDDEN, WIDTH = 6, 3, 256, 256
+
+
+def fp8(weight):
+    return in_scheme(Weight.of(weight), Scheme.FP8_BLOCK, Tag.E4M3FN, torch.bfloat16)
+
+
+@pytest.fixture
+def held(monkeypatch):
+    fake_kernels.install(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU without files")
+    torch.manual_seed(0)
+    w13 = torch.randn(EXPERTS, 2 * WIDTH, HIDDEN) / HIDDEN**0.5
+    return fp8(w13), fp8(torch.randn(EXPERTS, HIDDEN, WIDTH) / WIDTH**0.5)
+
+
+def batch(rows):
+    torch.manual_seed(rows)
+    ids = torch.rand(rows, EXPERTS).topk(TOP_K).indices.int()
+    return torch.randn(rows, HIDDEN).bfloat16(), ids, torch.rand(rows, TOP_K)
+
+
+def prepared(kind, held, experts=(0, EXPERTS)):
+    backend = kind(experts, EXPERTS)
+    backend.prepare(0, *(w[slice(*experts)] for w in held))
+    return backend
+
+
+def close(got, want):
+    assert got.dtype == torch.bfloat16
+    error = (got.float() - want).abs().amax(1) / want.abs().amax(1).clamp(min=1e-20)
+    assert error.max() <= 0.1
+
+
+def exact(held, experts, rows, ids, scale):
+    reference = prepared(ReferenceBackend, held, experts)
+    return reference.forward(0, rows.decode(torch.float32), ids, scale)
+
+
+@pytest.mark.parametrize("tag", [Tag.BFLOAT16, Tag.E4M3FN, Tag.E2M1])
+@pytest.mark.parametrize("experts", [(0, EXPERTS), (2, 5)])
+@pytest.mark.parametrize("rows", [1, 150])
+def test_launches(held, rows, experts, tag):
+    x, ids, scale = batch(rows)
+    ids[3::7] = -1
+    scale[3::7] = torch.nan
+    given = EncodedRows.of(x, tag)
+    got = prepared(DeepGemmBackend, held, experts).forward_encoded(
+        0, given, ids, scale, torch.bfloat16
+    )
+    assert got.shape == (rows, HIDDEN) and (got[3::7] == 0).all()
+    close(got, exact(held, experts, given, ids, scale.nan_to_num()))
+
+
+def test_no_rows(held):
+    x, ids, scale = batch(0)
+    assert prepared(DeepGemmBackend, held).forward(0, x, ids, scale).shape == (0, HIDDEN)
+
+
+def test_a_narrower_shared_expert_joins(held):
+    x, ids, scale = batch(70)
+    given = EncodedRows.of(x, Tag.E4M3FN)
+    gate_up = Weight.of((torch.randn(160, HIDDEN) / 16).bfloat16())
+    down = Weight.of((torch.randn(HIDDEN, 80) / 9).bfloat16())
+    backend = prepared(DeepGemmBackend, held, (2, 4))
+    assert backend.prepare_shared(0, gate_up, down)
+    got = backend.forward_encoded(0, given, ids, scale, torch.bfloat16)
+    wide = [fp8(w.codes)[None] for w in widened(gate_up, down, WIDTH)]
+    ones, zeros = torch.ones(70, 1), torch.zeros(70, 1, dtype=torch.int32)
+    want = exact(held, (2, 4), given, ids, scale) + exact(wide, (0, 1), given, zeros, ones)
+    close(got, want)
+
+
+def test_what_is_not_finite_makes_its_own_row_nan(held):
+    x, ids, scale = batch(9)
+    x[4, 100] = torch.inf
+    got = prepared(DeepGemmBackend, held).forward(0, x, ids, scale)
+    assert got[4].isnan().all() and got.isnan().any(1).sum() == 1
+
+
+@pytest.mark.parametrize(("rows", "who"), [(63, "triton"), (64, "deep_gemm")])
+def test_who_computes_by_rows(monkeypatch, held, rows, who):
+    """32 pairs per expert are 64 rows of 3 experts of 6."""
+    backend, called = prepared(HopperBackend, held), []
+    for name, kind in (("triton", TritonBackend), ("deep_gemm", DeepGemmBackend)):
+        monkeypatch.setattr(kind, "forward_encoded", lambda *_, name=name: called.append(name))
+    x, ids, scale = batch(rows)
+    backend.forward(0, x, ids, scale)
+    assert called == [who]
+
+
+def test_tiles():
+    assert [tile_rows(mean) for mean in (0.1, 64, 64.5, 4096)] == [64, 64, 128, 128]
+    # 24 experts of 128 pairs have about 1.5 tiles, 2,048 rows of the shared one 16: 2 a group.
+    assert expected_rows(24, 128, 2048, 128) == 256
+    assert expected_rows(24, 0.5, 0, 64) == 64 and expected_rows(6, 4096, 0, 128) == 32 * 128
+
+
+def test_the_crossover_costs_least():
+    races = [Race(1, 10, 20), Race(8, 10, 11), Race(32, 10, 8), Race(64, 20, 21), Race(128, 40, 20)]
+    assert crossover.crossover(races) == 32
+    assert crossover.crossover(races[:2]) == math.inf
+    assert crossover.crossover(races[4:]) == 128
+
+
+def test_the_crossover_is_a_file_of_the_device(tmp_path):
+    assert least_pairs("NVIDIA H200", tmp_path) == crossover.UNMEASURED
+    least_pairs.cache_clear()
+    races = [Race(16, 10, 20), Race(64, 20, 10)]
+    assert (
+        write_least_pairs("NVIDIA H200", races, "afd bench moe --tune", "2026-11-22", tmp_path)
+        == 64
+    )
+    assert least_pairs("NVIDIA H200", tmp_path) == 64
+    least_pairs.cache_clear()
+    write_least_pairs("NVIDIA H200", races[:1], "", "", tmp_path)
+    file = file_of("NVIDIA H200", tmp_path)
+    assert json.loads(file.read_text())["least_pairs"] is None
+    assert least_pairs("NVIDIA H200", tmp_path) == math.inf
+    least_pairs.cache_clear()
+    file.write_text("{}")
+    with pytest.raises(ConfigError, match="is no tuning file"):
+        least_pairs("NVIDIA H200", tmp_path)
+
+
+def test_one_sentence_where_it_cannot_run(monkeypatch, tmp_path):
+    def reason(dtype=torch.bfloat16, hidden=HIDDEN):
+        return DeepGemmBackend.unavailable(dtype, hidden, WIDTH)
+
+    monkeypatch.setattr(TritonBackend, "unavailable", lambda *_: "there is no GPU")
+    assert reason() == "there is no GPU"
+    monkeypatch.setattr(TritonBackend, "unavailable", lambda *_: None)
+    monkeypatch.setattr(torch.version, "hip", None)
+    capability = [10, 0]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: tuple(capability))
+    assert "for NVIDIA Hopper" in reason()
+    capability[0] = 9
+    assert "bfloat16, not torch.float16" in reason(torch.float16)
+    assert "multiples of 128, not 192 and 256" in reason(hidden=192)
+    package = tmp_path / "vllm/__init__.py"
+    (tmp_path / "vllm").mkdir()
+    package.touch()
+    spec = deep_gemm.importlib.util.spec_from_file_location("vllm", package)
+    monkeypatch.setattr(deep_gemm.importlib.util, "find_spec", lambda _: None)
+    assert "vllm, which brings DeepGEMM, is not installed" in reason()
+    monkeypatch.setattr(deep_gemm.importlib.util, "find_spec", lambda _: spec)
+    assert "no DeepGEMM with its headers" in reason()
+    (tmp_path / "vllm/third_party/deep_gemm/include/deep_gemm").mkdir(parents=True)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    monkeypatch.delenv("DG_JIT_NVCC_COMPILER", raising=False)
+    monkeypatch.delenv("DG_JIT_USE_NVRTC", raising=False)
+    assert f"no compiler at {tmp_path}/cuda/bin/nvcc; set CUDA_HOME" in reason()
+    monkeypatch.setattr(DeepGemmBackend, "devices", ("cpu",))
+    with pytest.raises(
+        ConfigError, match="backend deep_gemm cannot run: DeepGEMM finds no compiler"
+    ):
+        choose_backend("deep_gemm", torch.bfloat16, HIDDEN, WIDTH, scheme=Scheme.FP8_BLOCK)
+    monkeypatch.setenv("DG_JIT_USE_NVRTC", "1")
+    assert reason() is None
