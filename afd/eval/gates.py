@@ -69,6 +69,7 @@ GATES = (
     Gate("fp8", EXACT, ANY, ANY, ANY, 1e-3, 1e-3, 0.97, 0.9, "the project's goal for FP8"),
     Gate("mxfp4", EXACT, ANY, ANY, "heldout", 2e-2, 2e-2, 0.9, 0.85, "measured"),
     Gate("mxfp4", EXACT, ANY, ANY, "heldout-chat", 1e-2, 2e-2, 0.96, 0.9, "measured"),
+    Gate("mxfp4", "int8", ANY, ANY, ANY, 2e-2, 2e-2, 0.9, 0.85, "measured"),
     Gate("exact", "int8", ANY, ANY, ANY, 1e-3, 1e-3, 0.97, 0.9, "measured"),
     Gate("exact", "int6", ANY, ANY, ANY, 3e-3, 5e-3, 0.95, 0.9, "measured"),
     Gate("exact", "int4", ANY, ANY, ANY, 2.5e-2, 3e-2, 0.87, 0.85, "measured"),
