@@ -19,6 +19,7 @@ import yaml
 from afd.control.operator import set_depth, status
 from afd.errors import AfdError
 from afd.launch.ports import held_ports
+from afd.launch.watchdog import Watchdog
 from afd.models import read_model
 from afd.topology import visible_gpus
 from afd.trace import Event, collect, pages
@@ -180,14 +181,22 @@ def server_process(
     cpus: Sequence[int] = (),
     stop_s: float = 60.0,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process group of its own with its output in ``log``, ended with all that is left of it;
-    cpus: () binds nothing. stop_s: for its leader, to end by itself."""
-    with open(log, "wb") as out:
-        leader = _start(argv, environment, out, cpus)
-        try:
-            yield leader
-        finally:
-            _stop(leader, stop_s)
+    """A process group of its own with its output in ``log``, ended with all that is left of it.
+
+    It ends too where this process is killed. cpus: () binds nothing. stop_s: for its leader, to end
+    by itself.
+    """
+    watchdog = Watchdog()
+    try:
+        with open(log, "wb") as out:
+            leader = _start(argv, environment, out, cpus)
+            watchdog.add(leader.pid)
+            try:
+                yield leader
+            finally:
+                _stop(leader, stop_s)
+    finally:
+        watchdog.close()
 
 
 def _start(

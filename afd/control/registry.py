@@ -17,23 +17,12 @@ from afd.control import admission
 from afd.control import messages as m
 from afd.control.contract import Contract
 from afd.control.depths import FIXED_DEPTH, DepthPolicy, DepthTuner
+from afd.control.generations import MAX_GENERATION, Generations
 from afd.control.hosts import pid_space, process_alive
 from afd.control.moves import Moves, objection
 from afd.depth import AUTO
 
-MAX_GENERATION = 2**32 - 1  # the upper half of a doorbell flag, see afd_comm.make_flag
-
-# Generations are eighths of seconds since 2025: fine enough that a server restarted at once still
-# counts on from larger numbers, coarse enough to fit 32 bits until 2042.
-_GENERATIONS_PER_S = 8
-_GENERATION_EPOCH_S = 1_735_689_600
-
 _log = logging.getLogger(__name__)
-
-
-def generation_at(wall_s: float) -> int:
-    """The smallest generation that may be given at this time (seconds since 1970); at least 1."""
-    return max(1, int((wall_s - _GENERATION_EPOCH_S) * _GENERATIONS_PER_S))
 
 
 @dataclass(frozen=True)
@@ -81,14 +70,13 @@ class Registry:
         self.stopping = False
         self.members = m.Members()
         self._clock = clock
-        self._wall_clock = wall_clock
         self._pid_space = pid_space() if local_pid_space is None else local_pid_space
         self._alive = alive
         self._entries: dict[str, _Entry] = {}
         self._retired: dict[str, int] = {}  # id -> generation of its last forgotten member
         self._contenders: dict[tuple[str, bytes], float] = {}  # second process for an id -> since
         self._moves = Moves()
-        self._generation = generation_at(wall_clock())
+        self._generations = Generations(wall_clock)
         self._started = self._ticked = clock()
         self.incarnation = time.time_ns()
 
@@ -206,12 +194,9 @@ class Registry:
     def _admit(self, peer: bytes, hello: m.Hello, *, keep: bool) -> list[Outgoing]:
         if keep:
             generation = hello.generation
-            self._generation = max(self._generation, generation)
+            self._generations.saw(generation)
         else:
-            self._generation = max(
-                self._generation + 1, hello.generation + 1, generation_at(self._wall_clock())
-            )
-            generation = self._generation
+            generation = self._generations.next_after(hello.generation)
         if generation > MAX_GENERATION:
             reason = f"generation {generation} does not fit 32 bits; set the clock of this host"
             return [Outgoing(peer, m.Refused(reason))]
@@ -261,7 +246,7 @@ class Registry:
         if known is None or hello.incarnation == self.incarnation or not self._recovering():
             return
         for member in known.members:
-            self._generation = max(self._generation, member.generation)
+            self._generations.saw(member.generation)
             if (
                 member.id != m.member_id(hello.role, hello.index, hello.rank)
                 and member.id not in self._entries

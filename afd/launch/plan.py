@@ -80,7 +80,9 @@ def stages(specs: Sequence[RoleSpec], run_dir: Path) -> list[Stage]:
         commands = tuple(_command(spec, run_dir) for spec in specs if spec.role == role)
         if role == "gateway":
             stop_s += specs[0].deployment.deadlines.drain_s
-        found.append(Stage(commands, stop_s))
+        # Attention instances wait for the FFN instances before they serve, and what takes them
+        # longest, importing vLLM, they can do meanwhile.
+        found.append(Stage(commands, stop_s, awaited=role != "ffn"))
     return found
 
 

@@ -37,13 +37,15 @@ Awaited = Callable[[str, int], str | None]
 
 @dataclass(frozen=True)
 class Stage:
-    """Roles that start together, after the stage before is ready, and stop together before it.
+    """Roles that start together, after the stages before are ready, and stop together before them.
 
-    stop_s: seconds from SIGTERM until what is left of their groups gets SIGKILL.
+    stop_s: seconds from SIGTERM until what is left of their groups gets SIGKILL. awaited: False if
+    the next stage may start at once, because its roles wait for these themselves.
     """
 
     commands: tuple[Command, ...]
     stop_s: float
+    awaited: bool = True
 
 
 class _Failed(Exception):
@@ -121,10 +123,13 @@ class Supervisor:
 
     def _start_all(self) -> None:
         began = time.monotonic()
+        names: list[str] = []
         for stage in self._stages:
             for command in stage.commands:
                 self._start(command)
-            self._await_stage([command.name for command in stage.commands], began)
+                names.append(command.name)
+            if stage.awaited:
+                self._await_stage(names, began)
 
     def _await_stage(self, names: list[str], began: float) -> None:
         shown = time.monotonic()

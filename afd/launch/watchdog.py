@@ -1,8 +1,9 @@
-"""Cleans up after a supervisor that was itself killed with SIGKILL.
+"""Cleans up after a supervisor, or a benchmark, that was itself killed with SIGKILL.
 
 A parent-death signal reaches only direct children and may be ignored; this small process knows
 every role's process group, and when the pipe to the supervisor breaks it ends them all and removes
-the run directory. Protocol on its stdin, one line each: ``+GROUP``, ``-GROUP``, ``bye``.
+the run directory, if there is one. Protocol on its stdin, one line each: ``+GROUP``, ``-GROUP``,
+``bye``.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ GRACE_S = 3.0
 class Watchdog:
     """The supervisor's end."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path | None = None) -> None:
+        where = [] if run_dir is None else [str(run_dir)]
         self._popen = subprocess.Popen(
-            [sys.executable, "-m", "afd.launch.watchdog", str(run_dir)],
+            [sys.executable, "-m", "afd.launch.watchdog", *where],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
@@ -77,7 +79,6 @@ def end_groups(groups: set[int], grace_s: float) -> None:
 def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # it ends when the supervisor does
-    run_dir = Path(sys.argv[1])
     groups: set[int] = set()
     for line in sys.stdin:
         word = line.strip()
@@ -88,7 +89,8 @@ def main() -> int:
         else:
             groups.discard(int(word[1:]))
     end_groups(groups, GRACE_S)
-    shutil.rmtree(run_dir, ignore_errors=True)
+    for run_dir in sys.argv[1:]:
+        shutil.rmtree(run_dir, ignore_errors=True)
     return 0
 
 

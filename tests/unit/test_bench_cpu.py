@@ -2,12 +2,15 @@
 
 import argparse
 import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 from afd.bench.cpu import COMPILED, EAGER, Cell, _records, table
 from afd.bench.scrape import stage_times
 from afd.bench.servers import server_process
+from afd.launch.process import group_members
 
 BEFORE = """
 # TYPE afd_stage_seconds histogram
@@ -50,3 +53,24 @@ def test_a_server_keeps_to_its_cores(tmp_path: Path) -> None:
     with server_process(show, os.environ, tmp_path / "log", (core,)) as process:
         assert process.wait(60) == 0
     assert (tmp_path / "log").read_text().strip() == str({core})
+
+
+def test_a_server_does_not_outlive_a_killed_benchmark(tmp_path):
+    script = (
+        "import os, sys, time\nfrom pathlib import Path\n"
+        "from afd.bench.servers import server_process\n"
+        "sleep = [sys.executable, '-c', 'import time; time.sleep(60)']\n"
+        "with server_process(sleep, os.environ, Path(sys.argv[1])) as server:\n"
+        "    print(server.pid, flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    argv = [sys.executable, "-c", script, str(tmp_path / "log")]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as bench:
+        assert bench.stdout is not None
+        server = int(bench.stdout.readline())
+        assert group_members(server) == [server]
+        bench.kill()
+    end = time.monotonic() + 10
+    while group_members(server):
+        assert time.monotonic() < end
+        time.sleep(0.05)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from afd.control import messages as m
-from afd.control.registry import MAX_GENERATION, generation_at
+from afd.control.generations import MAX_GENERATION, generation_at
 from afd.depth import AUTO
 
 

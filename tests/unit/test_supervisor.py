@@ -116,6 +116,22 @@ def test_roles_start_in_order_and_stop_in_reverse(tmp_path):
     assert not any(group_members(int(lines(tmp_path, name, "pid")[0])) for name in ready)
 
 
+def test_a_stage_that_the_next_waits_for_itself_holds_nobody_up(tmp_path):
+    slow = role(tmp_path, "ffn-0", "time.sleep(0.6)\n" + READY + WAIT)
+    run = Run(
+        tmp_path,
+        Stage((slow,), 5, awaited=False),
+        Stage((role(tmp_path, "attention-0"),), 5),
+        Stage((role(tmp_path, "gateway-0"),), 5),
+    )
+    assert run.status == 0
+    names = ("attention-0", "ffn-0", "gateway-0")
+    ready = [float(lines(tmp_path, name, "ready")[0]) for name in names]
+    assert ready == sorted(ready)  # the gateway's stage waits for both
+    ended = {name: float(lines(tmp_path, name, "end")[0]) for name in names}
+    assert ended["gateway-0"] < ended["attention-0"] < ended["ffn-0"]
+
+
 def test_crash_on_start_shows_the_last_lines_and_stops_the_rest(tmp_path, capsys):
     crash = role(tmp_path, "ffn-0", "for i in range(40): print('line', i)\nsys.exit(3)\n")
     run = Run(tmp_path, Stage((role(tmp_path, "control-0"),), 5), Stage((crash,), 5))
