@@ -9,9 +9,10 @@ from pathlib import Path
 from afd.config import MAX_DEPTH, Deployment
 from afd.errors import ConfigError
 from afd.eval.cases import REDUCES, WIRES
+from afd.eval.gates import TOKENS
 from afd.eval.scoring import Effort
 
-FULL = Effort(tokens=6144, cloze=40, whole=64)
+FULL = Effort(tokens=TOKENS, cloze=40, whole=64)
 QUICK = Effort(tokens=2048, cloze=8, whole=0, stride=192, top=16)
 
 

@@ -147,6 +147,7 @@ def reading(values: _Values) -> Reading:
         perplexity.peer_value,
         values["top1"].value,
         cloze.value if cloze else None,
+        int(values["positions"].value),
     )
 
 

@@ -9,7 +9,7 @@ from afd.bench.records import read_records
 from afd.config import Deployment
 from afd.errors import ConfigError
 from afd.eval.cases import REDUCES, WIRES, Case, Target, deployment_file, parse_case, targets
-from afd.eval.gates import GATES, KL_GOAL, Reading, breaches, gate_of
+from afd.eval.gates import GATES, KL_GOAL, TOKENS, Reading, breaches, gate_of
 from afd.eval.numbers import Cloze, Numbers, Whole, likeliest, perplexity
 from afd.eval.report import (
     Origin,
@@ -110,7 +110,7 @@ def test_the_first_matching_gate_holds() -> None:
     goal = gate_of(replace(FP8, text="another"))
     assert goal is not None and (goal.kl, goal.perplexity) == (1e-3, 1e-3)
     assert gate_of(replace(FP8, wire="new")) is None
-    assert list(breaches(replace(FP8, wire="new"), Reading(9.0, 1.0, 9.0, 0.0, 0.0))) == []
+    assert list(breaches(replace(FP8, wire="new"), Reading(9.0, 1.0, 9.0, 0.0, 0.0, TOKENS))) == []
 
 
 def test_identical_numbers_keep_every_limit() -> None:
@@ -118,7 +118,7 @@ def test_identical_numbers_keep_every_limit() -> None:
         topology = "1A1F" if gate.ffn != ">1F" else "1A2F"
         case = Case(gate.wire, gate.reduce, 1, topology, gate.dtype, gate.text)
         assert gate_of(case) is gate
-        assert list(breaches(case, Reading(0.0, 5.0, 5.0, 1.0, 1.0))) == []
+        assert list(breaches(case, Reading(0.0, 5.0, 5.0, 1.0, 1.0, TOKENS))) == []
 
 
 @pytest.mark.parametrize(
@@ -126,16 +126,28 @@ def test_identical_numbers_keep_every_limit() -> None:
     [
         ({"kl": 1e-9}, "KL is 1.00e-09 nats, the limit is 0 "),
         ({"perplexity": 7.5001}, "perplexity 7.5001 is 0.001% from colocated vLLM's 7.5000"),
-        ({"perplexity": 7.4}, "the limit is 0.000%"),
+        ({"perplexity": 7.4}, "the limit for 6144 tokens is 0.000%"),
         ({"top1": 0.99}, "0.9900 of the most likely tokens are the same, the limit is 1 "),
         ({"cloze_same": 0.9}, "0.900 of the cloze choices are the same"),
     ],
 )
 def test_each_limit_is_told_in_a_sentence(change: dict[str, float], words: str) -> None:
-    good = Reading(0.0, 7.5, 7.5, 1.0, 1.0)
+    good = Reading(0.0, 7.5, 7.5, 1.0, 1.0, TOKENS)
     (line,) = breaches(EXACT, replace(good, **change))
     assert line.startswith("exact exact 3 1A1F bfloat16 heldout: ") and words in line
     assert list(breaches(EXACT, replace(good, cloze_same=None))) == []
+
+
+def test_the_perplexity_of_fewer_tokens_may_change_more() -> None:
+    """0.1 % on 6,144 tokens is 0.2 % on a quarter of them, and stays 0.1 % on more."""
+    half_more = Reading(0.0, 1.0015, 1.0, 1.0, 1.0, TOKENS // 4)
+    assert list(breaches(FP8, half_more)) == []
+    for positions in (TOKENS, 4 * TOKENS):
+        (line,) = breaches(FP8, replace(half_more, positions=positions))
+        assert f"the limit for {positions} tokens is 0.100%" in line
+    (line,) = breaches(FP8, replace(half_more, perplexity=1.0025))
+    assert "the limit for 1536 tokens is 0.200%" in line
+    assert list(breaches(EXACT, half_more)), "nothing at all stays nothing"
 
 
 def test_perplexity_is_of_tokens_not_of_windows() -> None:

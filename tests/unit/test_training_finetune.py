@@ -10,7 +10,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("safetensors")
 pytest.importorskip("tokenizers")
 
-from training import finetune  # noqa: E402
+from afd.bench.records import read_records  # noqa: E402
+from training import finetune, finetune_report  # noqa: E402
 from training.export import export  # noqa: E402
 from training.finetune import PairLoss, Taught, pair_loss_reference, rounded_half  # noqa: E402
 from training.model import Model, ModelConfig  # noqa: E402
@@ -95,3 +96,16 @@ def test_it_trains_on_and_exports(
     assert {"loss", "kl", "balance"} <= {key for line in lines for key in line}
     assert lines[-1]["step"] == 2 and lines[-1]["kl.fresh"] >= 0.0
     assert (tmp_path / "state.pt").exists()
+
+    monkeypatch.setattr(finetune_report, "RESULTS", tmp_path)
+    (tmp_path / "finetuning.md").write_text("by hand\n" + finetune_report._MARKER + "\nold\n")
+    runs = [str(tmp_path / "to")]
+    monkeypatch.setattr("sys.argv", ["r", *runs, "--machine", "m", "--command", "c"])
+    finetune_report.main()
+    page = (tmp_path / "finetuning.md").read_text()
+    assert page.startswith("by hand\n") and "old" not in page and "| to, last | 2 |" in page
+    cases = {r.case for r in read_records(tmp_path / "finetuning.json")}
+    assert cases == {
+        "to, rows of the last steps",
+        *(f"to, held-out {s}" for s in finetune.Finetuner.streams),
+    }
