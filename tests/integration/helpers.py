@@ -137,8 +137,13 @@ class Running:
     def left_over(self, ports: Sequence[tuple[str, int]]) -> list[str]:
         """What is still there of a deployment that has ended: nothing should be."""
         files = [p for p in self.folder.iterdir() if p != self.server.log.parent]
+        ours = {child.pid for child in psutil.Process().children()}  # the watchdog of the server
         return [
-            *(f"process {pid} {text}" for pid, text in processes_of(self.folder).items()),
+            *(
+                f"process {p} {text}"
+                for p, text in processes_of(self.folder).items()
+                if p not in ours
+            ),
             *(f"file {path}" for path in files),
             *(f"shared memory {name}" for name in shared_memory() - self.shm_before),
             *(f"listener {host}:{port}" for host, port in ports if accepts(host, port)),
