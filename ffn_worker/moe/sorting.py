@@ -28,9 +28,9 @@ def capacity(pairs: int, experts: int, block: int) -> int:
 
 
 def chunking(pairs: int) -> tuple[int, int]:
-    """(pairs, warps) of a step in which the kernels walk through a batch: one step up to 8,192
+    """(pairs, warps) of a step in which the kernels walk through a batch: one step up to 4,096
     pairs, because steps wait for each other and more warps do not."""
-    chunk = min(max(1 << (pairs - 1).bit_length(), 1024), 8192)
+    chunk = min(max(1 << (pairs - 1).bit_length(), 1024), 4096)
     return chunk, chunk // 512 if chunk > 1024 else 4
 
 
