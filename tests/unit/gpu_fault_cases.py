@@ -48,6 +48,7 @@ def stopped_and_killed_owner(gpu: Gpu) -> None:
         while (status := enqueue(link, stream, 0, 99, data)) == Status.OK:
             assert time.monotonic() < end
         assert status == link.post(0, 200, 0, 0, 0, 1, 0, 0, 0, [part]) == Status.PEER_GONE
+        gpu.synchronize(stream)  # the copies that are under way read what is about to go
 
 
 def late_message_of_a_dead_epoch(gpu: Gpu) -> None:
