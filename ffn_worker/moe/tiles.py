@@ -88,6 +88,8 @@ def default_tiling(shape: LayerShape, rows: int, hip: bool) -> Tiling:
     load = rows * shape.top_k / shape.num_experts  # mean pairs per expert
     smallest = 64 if quantised and not hip else 16
     m = next((size for size in (16, 32) if max(load, smallest) <= size), 64)
+    if load >= 96 and not quantised and not hip:
+        m = 128  # a matrix of 64 rows reads weights too often for Hopper
 
     def tile(depth: int) -> Tile:
         widest = 128 if quantised else 64
