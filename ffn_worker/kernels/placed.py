@@ -3,9 +3,9 @@
 Every pair (row, expert) has a slot: its place in memory that is ordered by expert, -1 where nobody
 here computes it (:mod:`ffn_worker.moe.sorting`, ``place_pairs``). Rows go into their slots in FP8,
 come out of the first product in bfloat16, go into the second in FP8 again, and their results are
-summed, with those of a shared expert, for which rows stay where they are. Slots that no pair has are
-neither read nor written. Scales are stored as the library's TMA
-loads want them: one after the other along the slots.
+summed, with those of a shared expert, for which rows stay where they are. Slots that no pair has
+are neither read nor written. Scales are stored as the library's TMA loads want them: one after the
+other along the slots.
 """
 
 import triton
@@ -91,19 +91,28 @@ def sum_slots_shared_kernel(
     rows, hidden, width,
     TOP_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """out = what sum_slots_kernel computes + s x w.T, the shared expert's product, which so is never
-    written to memory.
+    """out = what sum_slots_kernel computes + s x w.T, the shared expert's product, which does not
+    pass through memory this way.
 
     s FP8 [rows, width] with s_scale float32 [width / 128, rows]; w FP8 [hidden, width] with w_scale
-    float32 [hidden / 128, width / 128]. hidden a multiple of BN, BN and width of 128. Grid
+    float32 [hidden / 128, width / 128]. width is a multiple of 128, hidden of BN, and 128 of BN. Grid
     (ceil(rows / BM) * hidden / BN): neighbours share w.
     """
     blocks_m = tl.cdiv(rows, BM)
     row = tl.program_id(0) % blocks_m * BM + tl.arange(0, BM)
-    column = tl.program_id(0) // blocks_m * BN + tl.arange(0, BN)
+    first = tl.program_id(0) // blocks_m * BN
+    column = first + tl.arange(0, BN)
     inside = row < rows
     wide = row.to(tl.int64)
     total = tl.zeros((BM, BN), dtype=tl.float32)
+    for k0 in range(0, width, 128):
+        depth = k0 + tl.arange(0, 128)
+        s = tl.load(s_ptr + wide[:, None] * width + depth[None, :], mask=inside[:, None], other=0.0)
+        w = tl.load(w_ptr + column[None, :] * width + depth[:, None])
+        s_scale = tl.load(s_scale_ptr + k0 // 128 * rows + row, mask=inside, other=0.0)
+        w_scale = tl.load(w_scale_ptr + first // 128 * (width // 128) + k0 // 128)
+        total += tl.dot(s, w) * (s_scale * w_scale)[:, None]
+    # Behind the product: results that wait for it in registers would spill.
     for k in tl.static_range(TOP_K):
         slot = tl.load(slots_ptr + wide * TOP_K + k, mask=inside, other=-1).to(tl.int64)
         here = slot >= 0
@@ -111,14 +120,5 @@ def sum_slots_shared_kernel(
         y = tl.load(y_ptr + at, mask=here[:, None], other=0.0)
         weight = tl.load(weights_ptr + wide * TOP_K + k, mask=here, other=0.0)
         total += y.to(tl.float32) * weight[:, None]
-    product = tl.zeros((BM, BN), dtype=tl.float32)
-    for k0 in range(0, width, 128):
-        depth = k0 + tl.arange(0, 128)
-        s = tl.load(s_ptr + wide[:, None] * width + depth[None, :], mask=inside[:, None], other=0.0)
-        w = tl.load(w_ptr + column[None, :] * width + depth[:, None])
-        s_scale = tl.load(s_scale_ptr + k0 // 128 * rows + row, mask=inside, other=0.0)
-        w_scale = tl.load(w_scale_ptr + column // 128 * (width // 128) + k0 // 128)
-        product += tl.dot(s, w) * s_scale[:, None] * w_scale[None, :]
-    total += product
     at = wide[:, None] * hidden + column[None, :]
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside[:, None])

@@ -38,8 +38,8 @@ def count_pairs_kernel(
     count = tl.sum(total, axis=0)
     tl.store(counts_ptr + mine, count)
     if LOAD:
-        if mine < experts:
-            tl.store(load_ptr + mine, tl.load(load_ptr + mine) + count)
+        routed = mine < experts
+        tl.store(load_ptr + mine, tl.load(load_ptr + mine, mask=routed) + count, mask=routed)
 
 
 @triton.jit

@@ -153,7 +153,7 @@ def sum_slots(grid, y, slots, weights, out, hidden, *, TOP_K, BLOCK):
 def sum_slots_shared(
     grid, y, slots, weights, s, s_scale, w, w_scale, out, rows, hidden, width, *, TOP_K, BM, BN
 ):
-    assert grid == (-(-rows // BM) * (hidden // BN),) and hidden % BN == BN % 128 == 0
+    assert grid == (-(-rows // BM) * (hidden // BN),) and hidden % BN == 128 % BN == 0
     assert s.shape == (rows, width) and s_scale.shape == (width // 128, rows)
     assert w.shape == (hidden, width) and w_scale.shape == (hidden // 128, width // 128)
     product = EncodedRows(TAG[s.dtype], s, s_scale.t().contiguous()).decode(torch.float32)
