@@ -95,8 +95,8 @@ def sum_slots_shared_kernel(
     pass through memory this way.
 
     s FP8 [rows, width] with s_scale float32 [width / 128, rows]; w FP8 [hidden, width] with w_scale
-    float32 [hidden / 128, width / 128]. width is a multiple of 128, hidden of BN, and 128 of BN. Grid
-    (ceil(rows / BM) * hidden / BN): neighbours share w.
+    float32 [hidden / 128, width / 128]. width is a multiple of 128, hidden of BN, and 128 of BN.
+    Grid (ceil(rows / BM) * hidden / BN): neighbours share w.
     """
     blocks_m = tl.cdiv(rows, BM)
     row = tl.program_id(0) % blocks_m * BM + tl.arange(0, BM)
