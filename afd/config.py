@@ -230,6 +230,10 @@ class Deployment(Section):
 
     model: Path
     served_model_name: str = Field(default_factory=_folder_name, min_length=1)
+    # GPUs of the host that the instances share, to try a topology that has more; null: one each
+    gpus: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="a whole number of at least 1, or null"
+    )
     attention: Attention = Attention()
     ffn: Ffn = Ffn()
     pipeline: Pipeline = Pipeline()
@@ -263,6 +267,24 @@ class Deployment(Section):
             raise ValueError(
                 f"transport.backend {self.transport.backend} does not carry memory of a"
                 f" {self.ffn.device} device; use auto or ipc"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _gpus_fit(self) -> Deployment:
+        if self.gpus is None:
+            return self
+        if self.ffn.device == "cpu":
+            raise ValueError("gpus says how many GPUs are shared, but device is cpu; leave it out")
+        wanted = self.attention.instances + self.ffn.ranks
+        if self.gpus > wanted:
+            raise ValueError(
+                f"gpus is {self.gpus} but the deployment has {wanted} GPU processes; leave it out"
+            )
+        if self.gpus < self.ffn.tp:
+            raise ValueError(
+                f"gpus is {self.gpus} but ffn.tp {self.ffn.tp}; the ranks of an instance need a"
+                " GPU each"
             )
         return self
 
@@ -329,7 +351,16 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError(f"{path.name} is not a deployment file; it must hold keys such as model:")
     # "ffn:" with nothing below it is an empty section, as a reader of the file would take it
-    return {key: {} if value is None and key != "model" else value for key, value in data.items()}
+    return {
+        key: {} if value is None and key in _sections() else value for key, value in data.items()
+    }
+
+
+def _sections() -> set[str]:
+    fields = Deployment.model_fields.items()
+    return {
+        n for n, f in fields if isinstance(f.annotation, type) and issubclass(f.annotation, Section)
+    }
 
 
 def _apply(data: dict[str, Any], item: str, source: str) -> None:

@@ -72,7 +72,11 @@ class RoleSpec:
         if pool.device == "cpu":
             return {}
         order = gpu_order(
-            self.role, self.number, deployment.attention.instances, deployment.ffn.ranks
+            self.role,
+            self.number,
+            deployment.attention.instances,
+            deployment.ffn.ranks,
+            deployment.gpus,
         )
         return {_VISIBLE: visible_gpus(order, environment.get(_VISIBLE))}
 

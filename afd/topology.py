@@ -120,16 +120,19 @@ def session(attention_generation: int, ffn_generation: int) -> int:
     return (attention_generation + ffn_generation) % 2**32
 
 
-def gpu_order(role: str, number: int, attention_instances: int, ffn_ranks: int) -> tuple[int, ...]:
+def gpu_order(
+    role: str, number: int, attention_instances: int, ffn_ranks: int, gpus: int | None = None
+) -> tuple[int, ...]:
     """GPUs of one host as a process should see them: its own first, then its peers'.
 
-    Attention instances take the first GPUs, the ranks of the FFN instances those after them.
-    Mapping a peer's memory needs the peer's GPU to be visible, so every process sees all of them;
-    its own is device 0. ``number``: of the process among those of its role, see :func:`ffn_number`.
+    Attention instances take the first GPUs, the ranks of the FFN instances those after them, and
+    where there are fewer ``gpus`` than processes they begin again at the first one. Mapping a
+    peer's memory needs the peer's GPU to be visible, so every process sees all of them; its own is
+    device 0. ``number``: of the process among those of its role, see :func:`ffn_number`.
     """
-    own = number if role == "attention" else attention_instances + number
-    others = (gpu for gpu in range(attention_instances + ffn_ranks) if gpu != own)
-    return (own, *others)
+    count = attention_instances + ffn_ranks if gpus is None else gpus
+    own = (number if role == "attention" else attention_instances + number) % count
+    return (own, *(gpu for gpu in range(count) if gpu != own))
 
 
 def visible_gpus(order: Sequence[int], allowed: str | None) -> str:
@@ -140,13 +143,13 @@ def visible_gpus(order: Sequence[int], allowed: str | None) -> str:
             host.
 
     Raises:
-        ConfigError: fewer GPUs are allowed than the deployment has GPU instances.
+        ConfigError: fewer GPUs are allowed than the deployment takes.
     """
     names = allowed.split(",") if allowed is not None else [str(gpu) for gpu in sorted(order)]
     if len(names) < len(order):
         raise ConfigError(
-            f"the deployment has {len(order)} GPU instances but CUDA_VISIBLE_DEVICES={allowed}; "
-            "allow one GPU per instance (per rank with ffn.tp), or use fewer"
+            f"the deployment takes {len(order)} GPUs but CUDA_VISIBLE_DEVICES={allowed}; allow one"
+            " GPU per instance (per rank with ffn.tp), use fewer, or set gpus to share them"
         )
     return ",".join(names[gpu] for gpu in order)
 

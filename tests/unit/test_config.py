@@ -24,7 +24,7 @@ def write(tmp_path):
 
 
 def test_defaults_are_those_of_the_documentation(write, tmp_path):
-    deployment = load_config(write("model: models/small-moe\n"))
+    deployment = load_config(write("model: models/small-moe\ngpus: null\n"))
     assert deployment.model == tmp_path / "models" / "small-moe"
     assert deployment.served_model_name == "small-moe"
     assert deployment.attention.api_ports() == (8100,)

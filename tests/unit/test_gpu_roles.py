@@ -35,8 +35,32 @@ def test_every_rank_of_an_ffn_instance_has_a_gpu():
 def test_gpus_are_counted_in_what_the_environment_allows():
     assert visible_gpus((1, 0), None) == "1,0"
     assert visible_gpus((1, 0), "4,6,7") == "6,4"
-    with pytest.raises(ConfigError, match=r"2 GPU instances but CUDA_VISIBLE_DEVICES=3"):
+    with pytest.raises(ConfigError, match=r"takes 2 GPUs but CUDA_VISIBLE_DEVICES=3"):
         visible_gpus((1, 0), "3")
+
+
+def test_instances_share_fewer_gpus_where_that_is_said():
+    deployment = deployed(gpus=2, attention={"instances": 2}, ffn={"instances": 2})
+    specs = [RoleSpec(role, i, deployment, "x") for role in ("attention", "ffn") for i in (0, 1)]
+    visible = [spec.gpu_environment({})["CUDA_VISIBLE_DEVICES"] for spec in specs]
+    assert visible == ["0,1", "1,0", "0,1", "1,0"]
+    assert deployed(gpus=None).gpus is None
+    one = RoleSpec("ffn", 0, deployed(gpus=1), "x")
+    assert one.gpu_environment({"CUDA_VISIBLE_DEVICES": "5,6"}) == {"CUDA_VISIBLE_DEVICES": "5"}
+
+
+@pytest.mark.parametrize(
+    "sections,said",
+    [
+        ({"gpus": 3}, "2 GPU processes"),
+        ({"gpus": 1, "ffn": {"tp": 2}}, "need a GPU each"),
+    ],
+)
+def test_gpus_that_cannot_be_shared_so(sections, said):
+    with pytest.raises(ValueError, match=said):
+        deployed(**sections)
+    with pytest.raises(ValueError, match="device is cpu"):
+        Deployment.from_plain({"model": "m", "gpus": 1})
 
 
 def test_the_environment_of_a_role():

@@ -28,6 +28,7 @@ from afd.bench.gpu.slices import Slice
 from afd.bench.gpu.targets import (
     PEER,
     Afd,
+    Colocated,
     Sizes,
     Target,
     best_for,
@@ -126,8 +127,9 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     made.add_argument("--wire", default="exact", choices=("exact", "fp8"))
     made.add_argument(
-        "--lookahead", action="store_true", help="pipeline.lookahead of our deployments"
-    )
+        "--lookahead", nargs="?", const="on", default="off", choices=("off", "on", "both"),
+        help="pipeline.lookahead of our deployments; both: each with and without it",
+    )  # fmt: skip
     made.add_argument(
         "--peers", default="compiled", choices=("compiled", "graphs"),
         help="how vLLM runs: as it comes, or without torch.compile, which starts sooner",
@@ -151,10 +153,9 @@ def _targets(args: argparse.Namespace) -> list[Target]:
         raise ConfigError("a comparison needs two GPUs or more; name --targets for a dry run")
     named = [parse(name, args.wire) for name in args.targets or ()]
     found = named or best_for(gpus, args.wire)
-    return [
-        replace(t, lookahead=args.lookahead) if isinstance(t, Afd) else replace(t, mode=args.peers)
-        for t in found
-    ]
+    ahead = {"off": (False,), "on": (True,), "both": (True, False)}[args.lookahead]
+    ours = [replace(t, lookahead=on) for t in found if isinstance(t, Afd) for on in ahead]
+    return ours + [replace(t, mode=args.peers) for t in found if isinstance(t, Colocated)]
 
 
 def measure(

@@ -104,6 +104,10 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--lookahead", nargs="*", default=["1A1F"], metavar="NAME",
         help="topologies run with pipeline.lookahead too",
     )  # fmt: skip
+    made.add_argument(
+        "--shared-gpus", action="store_true",
+        help="topologies of more GPUs than there are share them",
+    )  # fmt: skip
     made.add_argument("--kv-gib", type=float, default=float(SETTINGS["kv_cache_gib"]))
     return made.parse_args(argv)
 
@@ -112,7 +116,9 @@ def variants(args: argparse.Namespace) -> list[Target]:
     """Every deployment to compare; on the exact wire some with lookahead and eagerly too."""
     gpus = len(gpu_names())
     names = args.targets or [
-        name for name in TOPOLOGIES if args.device == "cpu" or parse(name).gpus <= max(2, gpus)
+        name
+        for name in TOPOLOGIES
+        if args.device == "cpu" or args.shared_gpus or parse(name).gpus <= max(2, gpus)
     ]
     found: list[Target] = []
     for name in names:
@@ -120,6 +126,8 @@ def variants(args: argparse.Namespace) -> list[Target]:
             target = parse(name, wire)
             if not isinstance(target, Afd):
                 raise ConfigError(f"{name} is no topology; name deployments such as 2A2F")
+            if args.shared_gpus and target.gpus > gpus:
+                target = replace(target, shared=gpus)
             found.append(target)
             if wire == "exact" and args.device != "cpu":
                 if name in args.lookahead:

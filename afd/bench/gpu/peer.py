@@ -1,9 +1,10 @@
 """The same requests on the live peer: vllm-project/afd-plugin, from a checkout of it.
 
 The peer runs its own recipe for DeepSeek-V2-Lite 2A2F (its recipe/gpu/P2pNcclAFDConnector: graphs,
-two micro-batches, TP2 or DP2 on either side) on the checkpoint, the requests and the GPUs that ours
-runs on. It is found by PYTHONPATH and by an entry point written beside it, so that nothing has to
-be installed or built: its GPU path is Python only. docs/gpu.md says what it needs.
+two micro-batches, TP2 or DP2 on either side; or its flags on one GPU a side) on the checkpoint, the
+requests and the GPUs that ours runs on. It is found by PYTHONPATH and by an entry point written
+beside it, so that nothing has to be installed or built: its GPU path is Python only. docs/gpu.md
+says what it needs.
 """
 
 import argparse
@@ -61,14 +62,20 @@ class Recipe:
     graphs: bool = True
 
     @property
+    def side(self) -> int:
+        """GPUs of either side."""
+        return self.tp * self.dp
+
+    @property
     def name(self) -> str:
         mode = "graph" if self.graphs else "eager"
-        return f"{NAME} 2a2f_{mode}_dbo_dp{self.dp}tp{self.tp}"
+        return f"{NAME} {self.side}a{self.side}f_{mode}_dbo_dp{self.dp}tp{self.tp}"
 
 
 RECIPES = {
     "dp2tp1": Recipe(1, 2),
     "dp1tp2": Recipe(2, 1),
+    "dp1tp1": Recipe(1, 1),  # the same flags for hosts of two GPUs; not among its own scripts
     "eager-dp2tp1": Recipe(1, 2, graphs=False),
     "eager-dp1tp2": Recipe(2, 1, graphs=False),
 }
@@ -140,8 +147,9 @@ def main(argv: Sequence[str]) -> int:
                         if not budget.allows(f"{recipe.name} batch {load.requests}", 5.0):
                             break
                         rate = _rate(recipe.name, server, load, args.window)
-                        if rate and rate.tokens_per_s / 4 > theirs.get(load.requests, ("", 0.0))[1]:
-                            theirs[load.requests] = (recipe.name, rate.tokens_per_s / 4)
+                        per_gpu = rate.tokens_per_s / (2 * recipe.side) if rate else 0.0
+                        if per_gpu > theirs.get(load.requests, ("", 0.0))[1]:
+                            theirs[load.requests] = (recipe.name, per_gpu)
             except AfdError as err:
                 print(f"{recipe.name}: FAILED: {err}", flush=True)
         try:
@@ -207,7 +215,7 @@ def command(
 
     port: of its API. meeting: where the ranks of both sides meet.
     """
-    gpus = recipe.tp * recipe.dp
+    gpus = recipe.side
     afd = {
         "role": role,
         "connector": "P2pNcclAFDConnector",
@@ -268,7 +276,7 @@ def peer(
     deadline_s: float,
 ) -> Iterator[Server]:
     """Both sides of the peer, on the first GPUs. Raises AfdError with the end of a log."""
-    gpus = recipe.tp * recipe.dp
+    gpus = recipe.side
     args.logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="afd-peer-") as folder, contextlib.ExitStack() as stack:
         environment = _environment(args.peer_checkout.absolute(), Path(folder))

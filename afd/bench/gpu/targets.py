@@ -28,8 +28,8 @@ FILLED = {
 
 @dataclass(frozen=True)
 class Afd:
-    """x attention and y FFN instances, one GPU each. stage_every: see metrics.stage_every;
-    lookahead: see pipeline.lookahead."""
+    """x attention and y FFN instances, one GPU each, or ``shared`` GPUs for all of them.
+    stage_every: see metrics.stage_every; lookahead: see pipeline.lookahead."""
 
     attention: int
     ffn: int
@@ -37,6 +37,7 @@ class Afd:
     graphs: bool = True
     stage_every: int = 0
     lookahead: bool = False
+    shared: int | None = None
 
     @property
     def gpus(self) -> int:
@@ -60,7 +61,9 @@ class Afd:
     def label(self) -> str:
         """As the case of a record: ``2A2F fp8``, ``1A1F exact eager``."""
         ahead = " lookahead" if self.lookahead else ""
-        return f"{self.name} {self.wire}{ahead}" + ("" if self.graphs else " eager")
+        eager = "" if self.graphs else " eager"
+        shared = f" on {self.shared} GPUs" if self.shared else ""
+        return f"{self.name} {self.wire}{ahead}{eager}{shared}"
 
 
 @dataclass(frozen=True)
@@ -179,6 +182,7 @@ def deployment(
     """Contents of the deployment file. args: of vLLM."""
     return {
         "model": str(model.absolute()),
+        "gpus": target.shared,
         "attention": {
             **settings_of(target, sizes),
             "instances": target.attention,
