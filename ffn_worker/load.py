@@ -24,9 +24,14 @@ class SlotLoad:
         slots = (ids.flatten() - (self._first - 1)).clamp_(0, len(self._experts) + 1)
         self._counts.index_add_(0, slots, self._one.expand(len(slots)))
 
+    @property
+    def counts(self) -> torch.Tensor:
+        """int64 [slots], for kernels that count as they sort."""
+        return self._counts[1:-1]
+
     def added_to(self, rows: Sequence[int]) -> tuple[int, ...]:
         """``rows`` [experts of the model] and what was counted here."""
         total = list(rows)
-        for expert, count in zip(self._experts, self._counts[1:-1].tolist(), strict=True):
+        for expert, count in zip(self._experts, self.counts.tolist(), strict=True):
             total[expert] += count
         return tuple(total)

@@ -286,9 +286,8 @@ class FfnModel:
             ids = ids - self.shard.all_slots  # those of bank 0 become negative
         elif not alone:
             ids = torch.where(ids < self.shard.all_slots, ids, -1)
-        held.load.add(ids)
         bank = self._banks[held.bank]
-        return bank.forward_encoded(layer, rows, ids, topk_weights, self.dtype)
+        return bank.forward_encoded(layer, rows, ids, topk_weights, self.dtype, held.load)
 
     def _rows_led(self, topk_ids: torch.Tensor) -> torch.Tensor:
         """Rows whose first expert is computed here, int64."""

@@ -36,10 +36,11 @@ def _a_tile(a_ptr, a_scale_ptr, row, inside, k0, K, A: tl.constexpr, BK: tl.cons
 
 @triton.jit
 def _product(
-    acc, a, a_scale, b_ptr, b_scale_ptr, expert, n, n_rows, k0, K,
-    A: tl.constexpr, B: tl.constexpr, BK: tl.constexpr,
+    acc, a, a_scale, b_ptr, b_scale_ptr, expert, n, n0, n_rows, k0, K,
+    A: tl.constexpr, B: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """acc + activations x weights, over one step of K. ``n``: weight rows of this tile."""
+    """acc + activations x weights, over one step of K. ``n``: weight rows of this tile, ``n0``: the
+    first of them."""
     if B == "mxfp4":
         byte = k0 // 2 + tl.arange(0, BK // 2)
         at = expert * n_rows * (K // 2) + n[None, :] * (K // 2) + byte[:, None]
@@ -55,9 +56,13 @@ def _product(
         k = k0 + tl.arange(0, BK)
         b = tl.load(b_ptr + expert * n_rows * K + n[None, :] * K + k[:, None])
         if B == "fp8":
-            block = expert * (n_rows // 128) * (K // 128) + (n // 128) * (K // 128) + k0 // 128
-            b_scale = tl.load(b_scale_ptr + block)
-            acc += tl.dot(a, b) * a_scale[:, None] * b_scale[None, :]
+            b_scale_ptr += expert * (n_rows // 128) * (K // 128) + k0 // 128
+            if BN <= 128:  # one scale for all columns
+                b_scale = tl.load(b_scale_ptr + n0 // 128 * (K // 128))
+                acc += tl.dot(a, b) * (a_scale * b_scale)[:, None]
+            else:
+                b_scale = tl.load(b_scale_ptr + n // 128 * (K // 128))
+                acc += tl.dot(a, b) * a_scale[:, None] * b_scale[None, :]
         else:
             acc = tl.dot(a, b, acc)
     return acc
@@ -155,18 +160,22 @@ def grouped_gemm_kernel(
                 return
         else:
             k_end = tl.where(expert == shared_expert, shared_width, K)
-    n = block_n * BN + tl.arange(0, BN)
+    n0 = block_n * BN
+    n = n0 + tl.arange(0, BN)
     n_read = n % N  # columns beyond N repeat others and are not stored
     n_rows = 2 * N if GATED else N
     acc = tl.zeros((BM, BN), dtype=tl.float32)
     up = tl.zeros((BM, BN), dtype=tl.float32)
     for k0 in range(0, k_end, BK):
         a, a_scale = _a_tile(a_ptr, a_scale_ptr, row, inside, k0, K, A, BK)
-        acc = _product(acc, a, a_scale, b_ptr, b_scale_ptr, expert, n_read, n_rows, k0, K, A, B, BK)
+        acc = _product(
+            acc, a, a_scale, b_ptr, b_scale_ptr, expert, n_read, n0, n_rows, k0, K, A, B, BN, BK
+        )
         if GATED:
             up = _product(
-                up, a, a_scale, b_ptr, b_scale_ptr, expert, n_read + N, n_rows, k0, K, A, B, BK
-            )
+                up, a, a_scale, b_ptr, b_scale_ptr, expert, n_read + N, n0 + N, n_rows, k0, K,
+                A, B, BN, BK,
+            )  # fmt: skip
     if GATED:
         acc = acc / (1.0 + tl.exp(-acc)) * up
     _store(c_ptr, c_scale_ptr, acc, pair, inside, n, N, C, FP8_MAX, BM, BN)

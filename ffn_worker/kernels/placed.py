@@ -3,8 +3,9 @@
 Every pair (row, expert) has a slot: its place in memory that is ordered by expert, -1 where nobody
 here computes it (:mod:`ffn_worker.moe.sorting`, ``place_pairs``). Rows go into their slots in FP8,
 come out of the first product in bfloat16, go into the second in FP8 again, and their results are
-summed. Slots that no pair has are neither read nor written. Scales are stored as the library's TMA
-loads want them: one after the other along the slots.
+summed, with those of a shared expert, for which rows stay where they are. Slots that no pair has
+are neither read nor written. Scales are stored as the library's TMA loads want them: one after the
+other along the slots.
 """
 
 import triton
@@ -40,16 +41,19 @@ def gather_rows_kernel(
 @triton.jit
 def silu_quantise_kernel(
     h_ptr, slots_ptr, a_ptr, a_scale_ptr, width, capacity,
-    FP8_MAX: tl.constexpr, GROUPS: tl.constexpr,
+    PLACED: tl.constexpr, FP8_MAX: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """a[slot] = silu(h[slot, :width]) * h[slot, width:] in FP8, for the slot of each pair.
+    """a[slot] = silu(h[slot, :width]) * h[slot, width:] in FP8, for the slot of each pair; without
+    PLACED for every row of h.
 
     h bfloat16 [capacity, 2 * width]. a FP8 [capacity, width]; a_scale float32
-    [width / 128, capacity]. Grid (pairs, ceil(width / (128 * GROUPS))).
+    [width / 128, capacity]. Grid (pairs or rows, ceil(width / (128 * GROUPS))).
     """
-    slot = tl.load(slots_ptr + tl.program_id(0)).to(tl.int64)
-    if slot < 0:
-        return
+    slot = tl.program_id(0).to(tl.int64)
+    if PLACED:
+        slot = tl.load(slots_ptr + slot).to(tl.int64)
+        if slot < 0:
+            return
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = column < width
@@ -62,26 +66,59 @@ def silu_quantise_kernel(
 
 @triton.jit
 def sum_slots_kernel(
-    y_ptr, slots_ptr, weights_ptr, out_ptr, hidden,
-    TOP_K: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
+    y_ptr, slots_ptr, weights_ptr, out_ptr, hidden, TOP_K: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """out[row] = sum over k of weights[row, k] * y[slots[row * EACH + k]]; with SHARED plus the
-    row's last slot with weight 1. EACH: TOP_K, with SHARED TOP_K + 1.
+    """out[row] = sum over k of weights[row, k] * y[slots[row * TOP_K + k]].
 
     y bfloat16 [capacity, hidden]; slots below 0 are left out. Adds in float32 in the order of k.
     Grid (rows, ceil(hidden / BLOCK)).
     """
-    EACH: tl.constexpr = TOP_K + 1 if SHARED else TOP_K
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for k in tl.static_range(EACH):
-        slot = tl.load(slots_ptr + row * EACH + k).to(tl.int64)
+    for k in tl.static_range(TOP_K):
+        slot = tl.load(slots_ptr + row * TOP_K + k).to(tl.int64)
         here = slot >= 0
         y = tl.load(y_ptr + slot * hidden + column, mask=(column < hidden) & here, other=0.0)
-        y = y.to(tl.float32)
-        if k < TOP_K:
-            # A pair that is left out may have any weight, NaN too.
-            y *= tl.load(weights_ptr + row * TOP_K + k, mask=here, other=0.0)
-        total += y
+        # A pair that is left out may have any weight, NaN too.
+        total += y.to(tl.float32) * tl.load(weights_ptr + row * TOP_K + k, mask=here, other=0.0)
     tl.store(out_ptr + row * hidden + column, total.to(out_ptr.dtype.element_ty), column < hidden)
+
+
+@triton.jit
+def sum_slots_shared_kernel(
+    y_ptr, slots_ptr, weights_ptr, s_ptr, s_scale_ptr, w_ptr, w_scale_ptr, out_ptr,
+    rows, hidden, width,
+    TOP_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """out = what sum_slots_kernel computes + s x w.T, the shared expert's product, which does not
+    pass through memory this way.
+
+    s FP8 [rows, width] with s_scale float32 [width / 128, rows]; w FP8 [hidden, width] with w_scale
+    float32 [hidden / 128, width / 128]. width is a multiple of 128, hidden of BN, and 128 of BN.
+    Grid (ceil(rows / BM) * hidden / BN): neighbours share w.
+    """
+    blocks_m = tl.cdiv(rows, BM)
+    row = tl.program_id(0) % blocks_m * BM + tl.arange(0, BM)
+    first = tl.program_id(0) // blocks_m * BN
+    column = first + tl.arange(0, BN)
+    inside = row < rows
+    wide = row.to(tl.int64)
+    total = tl.zeros((BM, BN), dtype=tl.float32)
+    for k0 in range(0, width, 128):
+        depth = k0 + tl.arange(0, 128)
+        s = tl.load(s_ptr + wide[:, None] * width + depth[None, :], mask=inside[:, None], other=0.0)
+        w = tl.load(w_ptr + column[None, :] * width + depth[:, None])
+        s_scale = tl.load(s_scale_ptr + k0 // 128 * rows + row, mask=inside, other=0.0)
+        w_scale = tl.load(w_scale_ptr + first // 128 * (width // 128) + k0 // 128)
+        total += tl.dot(s, w) * (s_scale * w_scale)[:, None]
+    # Behind the product: results that wait for it in registers would spill.
+    for k in tl.static_range(TOP_K):
+        slot = tl.load(slots_ptr + wide * TOP_K + k, mask=inside, other=-1).to(tl.int64)
+        here = slot >= 0
+        at = slot[:, None] * hidden + column[None, :]
+        y = tl.load(y_ptr + at, mask=here[:, None], other=0.0)
+        weight = tl.load(weights_ptr + wide * TOP_K + k, mask=here, other=0.0)
+        total += y.to(tl.float32) * weight[:, None]
+    at = wide[:, None] * hidden + column[None, :]
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside[:, None])

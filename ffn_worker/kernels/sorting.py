@@ -1,5 +1,5 @@
 """Sorting (row, expert) pairs by expert, in two launches. See :mod:`ffn_worker.moe.sorting`, whose
-``sort_pairs`` is the reference of both: same pairs in the same order."""
+``sort_pairs`` and ``place_pairs`` are the references: same pairs in the same order."""
 
 import triton
 import triton.language as tl
@@ -20,10 +20,11 @@ def _expert_of(ids_ptr, pair, pairs, start, experts, K: tl.constexpr, SHARED: tl
 
 @triton.jit
 def count_pairs_kernel(
-    ids_ptr, counts_ptr, pairs, start, experts,
-    K: tl.constexpr, SHARED: tl.constexpr, CHUNK: tl.constexpr,
+    ids_ptr, counts_ptr, load_ptr, pairs, start, experts,
+    K: tl.constexpr, SHARED: tl.constexpr, CHUNK: tl.constexpr, LOAD: tl.constexpr,
 ):  # fmt: skip
-    """counts[e] = pairs of local expert e. ids int32 [rows, K] global; counts int32.
+    """counts[e] = pairs of local expert e. ids int32 [rows, K] global; counts int32. With LOAD they
+    are added to load int64 [experts] as well.
 
     pairs: rows * K, with SHARED rows * (K + 1): each row's last pair is the shared expert's, which
     is local expert ``experts``. Grid (experts), with SHARED (experts + 1).
@@ -34,7 +35,11 @@ def count_pairs_kernel(
         pair = first + tl.arange(0, CHUNK)
         expert = _expert_of(ids_ptr, pair, pairs, start, experts, K, SHARED)
         total += (expert == mine).to(tl.int32)
-    tl.store(counts_ptr + mine, tl.sum(total, axis=0))
+    count = tl.sum(total, axis=0)
+    tl.store(counts_ptr + mine, count)
+    if LOAD:
+        routed = mine < experts
+        tl.store(load_ptr + mine, tl.load(load_ptr + mine, mask=routed) + count, mask=routed)
 
 
 @triton.jit
@@ -74,10 +79,10 @@ def sort_pairs_kernel(
 @triton.jit
 def place_pairs_kernel(
     ids_ptr, counts_ptr, slots_ptr, ends_ptr, pairs, start, experts,
-    K: tl.constexpr, SHARED: tl.constexpr, CHUNK: tl.constexpr, EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    K: tl.constexpr, CHUNK: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The place of each pair in the order that sort_pairs_kernel writes down.
+    """The place of each pair in the order that sort_pairs_kernel writes down, without a shared
+    expert.
 
     counts: of count_pairs_kernel. slots int32 [pairs], -1 for a pair of nobody's; ends int32, one
     per program: where its run ends, without its padding. EXPERTS and grid as sort_pairs_kernel.
@@ -90,7 +95,7 @@ def place_pairs_kernel(
     tl.store(ends_ptr + mine, at + tl.sum(tl.where(each == mine, counts, 0), axis=0))
     for first in range(0, pairs, CHUNK):
         pair = first + tl.arange(0, CHUNK)
-        expert = _expert_of(ids_ptr, pair, pairs, start, experts, K, SHARED)
+        expert = _expert_of(ids_ptr, pair, pairs, start, experts, K, False)
         chosen = expert == mine
         rank = tl.cumsum(chosen.to(tl.int32), axis=0)
         tl.store(slots_ptr + pair, at + rank - 1, mask=chosen)

@@ -14,6 +14,7 @@ import torch
 from afd.errors import ConfigError
 from afd.wire.layout import Tag
 from afd.wire.rows_torch import EncodedRows
+from ffn_worker.load import SlotLoad
 from ffn_worker.moe.base import MoeBackend
 from ffn_worker.moe.device import FP8_OF_ARCH, architecture
 from ffn_worker.moe.quantise import Scheme, Weight
@@ -123,6 +124,7 @@ class AiterBackend(MoeBackend):
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
         dtype: torch.dtype,
+        load: SlotLoad | None = None,
         *,
         real: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -135,6 +137,8 @@ class AiterBackend(MoeBackend):
         from aiter import ActivationType
         from aiter.fused_moe import fused_moe
 
+        if load is not None:
+            load.add(topk_ids)
         weights = self._layers[layer]
         x, scales = self._operands(rows, weights.scheme, dtype)
         if len(rows) == 0:

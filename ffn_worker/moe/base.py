@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from afd.errors import ConfigError
 from afd.wire.layout import Tag
 from afd.wire.rows_torch import EncodedRows
+from ffn_worker.load import SlotLoad
 from ffn_worker.moe.quantise import Scheme, Weight
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
@@ -105,13 +106,17 @@ class MoeBackend(ABC):
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
         dtype: torch.dtype,
+        load: SlotLoad | None = None,
     ) -> torch.Tensor:
-        """`forward` of rows as the wire brings them; the result is in ``dtype``.
+        """`forward` of rows as the wire brings them; the result is in ``dtype``, and the batch is
+        added to ``load``.
 
         This is the one place where rows are decoded. A backend whose kernels multiply the wire's
         format overrides it. Rows whose pairs are all masked are not computed, so that it does not
         matter what their payload and scales hold.
         """
+        if load is not None:
+            load.add(topk_ids)
         return self.forward(layer, rows.decode(dtype), topk_ids, topk_weights)
 
     def linear(self, weight: torch.Tensor) -> Linear:

@@ -12,6 +12,9 @@ tell of and no others, so that a graph is captured for the most rows there can b
 there are. The layout with an expert per row loads every tile of the upper bound, though it
 computes no tile of -1: on a shard of half of the experts, twice the rows. The masked one needs
 room for every row at every expert.
+
+A shared expert is no group: groups have one width. Its first product runs on a stream of its own
+beside sorting and gathering, of which it needs nothing, its second in the kernel that sums results.
 """
 
 import importlib.util
@@ -29,10 +32,12 @@ from afd.errors import ConfigError
 from afd.wire.codecs import FP8_MAX
 from afd.wire.layout import SCALE_BLOCK, Tag
 from afd.wire.rows_torch import EncodedRows
+from ffn_worker.load import SlotLoad
 from ffn_worker.moe.crossover import least_pairs, mean_pairs
-from ffn_worker.moe.quantise import Scheme, Weight
+from ffn_worker.moe.quantise import Scheme, Weight, in_scheme, widened
+from ffn_worker.moe.side_stream import SideStream
 from ffn_worker.moe.sorting import PlacedPairs, capacity, place_pairs_on_gpu
-from ffn_worker.moe.triton import Layer, TritonBackend
+from ffn_worker.moe.triton import TritonBackend
 
 _FOLDER = Path("third_party/deep_gemm")
 
@@ -46,7 +51,7 @@ def tile_rows(mean: float) -> int:
     return 64 if mean <= 64 else 128
 
 
-def expected_rows(experts: int, mean: float, shared: int, tile: int) -> int:
+def expected_rows(mean: float, tile: int) -> int:
     """Rows per group that the library is told to choose its other tile size for.
 
     It rounds them up to whole tiles and takes that times the groups for the number of tiles. An
@@ -54,10 +59,15 @@ def expected_rows(experts: int, mean: float, shared: int, tile: int) -> int:
     that compiles for seconds when a batch first needs it.
 
     Args:
-        mean: pairs per expert. shared: rows of a shared expert, a group more; 0: there is none.
+        mean: pairs per expert.
     """
-    tiles = experts * (mean / tile + 0.5) + -(-shared // tile)
-    return tile * 2 ** max(0, round(math.log2(tiles / (experts + (shared > 0)))))
+    return tile * 2 ** max(0, round(math.log2(mean / tile + 0.5)))
+
+
+def beside(sms: int) -> int:
+    """Of the device's multiprocessors, how many compute the shared expert's first product while the
+    others sort and gather: three quarters, and an even number, as the library wants it."""
+    return max(2, sms * 3 // 8 * 2)
 
 
 @cache
@@ -89,8 +99,8 @@ def _compiler() -> Path:
 
 @dataclass(frozen=True)
 class _Operand:
-    """FP8 rows [room, k] with their scales as the library's TMA loads want them, [k / 128, room];
-    ``room`` is a multiple of 4."""
+    """FP8 rows [room, k] with their scales as the library's TMA loads want them, [k / 128, room],
+    if ``room`` is a multiple of 4."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -103,7 +113,7 @@ class _Operand:
         )
 
 
-def _product(
+def _grouped_product(
     a: _Operand, weight: Weight, placed: PlacedPairs, tile: int, expected: int
 ) -> torch.Tensor:
     """bfloat16 [room, N] = a x weight[expert].T for the rows in use; the others are undefined."""
@@ -124,15 +134,100 @@ def _product(
     return out
 
 
+def _product(rows: EncodedRows, weight: Weight, out: torch.Tensor) -> None:
+    """out bfloat16 [rows, N] = rows x weight.T, weight [N, K], on a part of the device."""
+    deep_gemm = library()
+    every = deep_gemm.get_num_sms()
+    deep_gemm.set_num_sms(beside(every))
+    try:
+        deep_gemm.fp8_gemm_nt((rows.payload, rows.scales), (weight.codes, weight.scales), out)
+    finally:
+        deep_gemm.set_num_sms(every)
+
+
+def _sum(y: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
+    """out [rows, hidden]: each row's results by their slots, weighed and added."""
+    from ffn_worker.kernels.placed import sum_slots_kernel
+
+    (count, hidden), block = out.shape, 1024
+    sum_slots_kernel[(count, -(-hidden // block))](
+        y, slots, weights, out, hidden, TOP_K=weights.shape[1], BLOCK=block
+    )
+
+
+def _sum_shared(
+    y: torch.Tensor,
+    slots: torch.Tensor,
+    weights: torch.Tensor,
+    s: _Operand,
+    down: Weight,
+    out: torch.Tensor,
+) -> None:
+    """:func:`_sum`, and the shared expert's second product, of s."""
+    from ffn_worker.kernels.placed import sum_slots_shared_kernel
+
+    count, hidden = out.shape
+    m, n = 64, SCALE_BLOCK
+    sum_slots_shared_kernel[(-(-count // m) * (hidden // n),)](
+        y,
+        slots,
+        weights,
+        s.codes,
+        s.scales,
+        down.codes,
+        down.scales,
+        out,
+        count,
+        hidden,
+        down.shape[1],
+        TOP_K=weights.shape[1],
+        BM=m,
+        BN=n,
+        num_warps=4,
+        num_stages=3,
+    )
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """A shared expert, its width rounded up to whole scales. gate_up: [2 * width, hidden]. down:
+    [hidden, width]."""
+
+    gate_up: Weight
+    down: Weight
+
+
+def _silu_quantised(h: torch.Tensor, slots: torch.Tensor | None, pairs: int) -> _Operand:
+    """silu(gate) * up of h [room, 2 * width] in FP8, for the slots of ``pairs`` pairs; slots None:
+    for every row."""
+    from ffn_worker.kernels.placed import silu_quantise_kernel
+
+    room, width = h.shape[0], h.shape[1] // 2
+    a, groups = _Operand.empty(room, width, h.device), 8
+    silu_quantise_kernel[(pairs, -(-width // (SCALE_BLOCK * groups)))](
+        h,
+        h if slots is None else slots,
+        a.codes,
+        a.scales,
+        width,
+        room,
+        PLACED=slots is not None,
+        FP8_MAX=FP8_MAX[Tag.E4M3FN],
+        GROUPS=groups,
+    )
+    return a
+
+
 class DeepGemmBackend(TritonBackend):
-    """FP8_BLOCK experts [start, end). FP8 rows are multiplied as they are, others quantised first;
-    the shared expert is one expert more where it is no wider than a routed one, computed in the
-    routed ones' width."""
+    """FP8_BLOCK experts [start, end) and a shared expert of any width. FP8 rows are multiplied as
+    they are, others quantised first."""
 
     schemes = (Scheme.FP8_BLOCK,)
 
     def __init__(self, experts: tuple[int, int], num_experts: int | None = None) -> None:
         super().__init__(experts, num_experts)
+        self._beside: dict[int, _Shared] = {}
+        self._side: SideStream | None = None
         library()
 
     @staticmethod
@@ -159,94 +254,101 @@ class DeepGemmBackend(TritonBackend):
             )
         return None
 
-    def forward_encoded(
+    def prepare_shared(self, layer: int, gate_up: Weight, down: Weight) -> bool:
+        width = -(-down.shape[-1] // SCALE_BLOCK) * SCALE_BLOCK
+        self._beside[layer] = _Shared(
+            *(
+                in_scheme(weight, Scheme.FP8_BLOCK, self.fp8, torch.bfloat16)
+                for weight in widened(gate_up, down, width)
+            )
+        )
+        if self._side is None:
+            self._side = SideStream(gate_up.codes.device)
+        return True
+
+    def release(self, layer: int) -> None:
+        super().release(layer)
+        self._beside.pop(layer, None)
+
+    def _compute(
         self,
         layer: int,
         rows: EncodedRows,
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
-        held = self._layers[layer]
-        if len(rows) == 0:
-            return torch.empty((0, held.shape.hidden), dtype=dtype, device=rows.device)
-        if rows.tag != Tag.E4M3FN:
-            rows = EncodedRows.of(rows.decode(dtype), Tag.E4M3FN)
-        return self._products(held, rows, topk_ids, topk_weights)
-
-    def _products(
-        self,
-        held: Layer,
-        rows: EncodedRows,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-    ) -> torch.Tensor:
-        """Both products of FP8 rows: [rows, hidden] bfloat16."""
-        from ffn_worker.kernels.placed import (
-            gather_rows_kernel,
-            silu_quantise_kernel,
-            sum_slots_kernel,
+        out: torch.Tensor,
+        load: SlotLoad | None,
+    ) -> None:
+        shared = self._beside.get(layer)
+        if shared is None:
+            y, placed = self._routed(layer, rows, topk_ids, load)
+            _sum(y, placed.slots, topk_weights, out)
+            return
+        assert self._side is not None and rows.scales is not None  # set by prepare_shared; FP8
+        h = torch.empty(
+            (len(rows), shared.gate_up.shape[0]), dtype=torch.bfloat16, device=rows.device
         )
+        with self._side.branch():
+            _product(rows, shared.gate_up, h)
+            s = _silu_quantised(h, None, len(rows))
+        y, placed = self._routed(layer, rows, topk_ids, load)
+        self._side.join()
+        _sum_shared(y, placed.slots, topk_weights, s, shared.down, out)
 
-        assert rows.scales is not None
+    def _routed(
+        self, layer: int, rows: EncodedRows, topk_ids: torch.Tensor, load: SlotLoad | None
+    ) -> tuple[torch.Tensor, PlacedPairs]:
+        """Both products of the routed experts: bfloat16 [room, hidden], by slots."""
+        from ffn_worker.kernels.placed import gather_rows_kernel
+
+        held, experts = self._layers[layer], self.end - self.start
         count, top_k = topk_ids.shape
-        hidden, width, shared = held.shape.hidden, held.shape.width, bool(held.shape.shared)
+        hidden = held.shape.hidden
         mean = mean_pairs(count, top_k, self.num_experts)
         tile = tile_rows(mean)
-        placed = place_pairs_on_gpu(topk_ids, self.start, self.end, tile, shared=shared)
-        slots, each = placed.slots, top_k + shared
-        experts = self.end - self.start
-        room = capacity(count * each, experts + shared, tile)
-        expected = expected_rows(experts, mean, count if shared else 0, tile)
+        counts = None if load is None else load.counts
+        placed = place_pairs_on_gpu(topk_ids, self.start, self.end, tile, counts)
+        room = capacity(count * top_k, experts, tile)
+        expected = expected_rows(mean, tile)
         a = _Operand.empty(room, hidden, rows.device)
         gather_rows_kernel[(count,)](
             rows.payload.view(torch.uint8),
             rows.scales,
-            slots,
+            placed.slots,
             a.codes.view(torch.uint8),
             a.scales,
             hidden,
             room,
-            EACH=each,
+            EACH=top_k,
             BLOCK=1 << (hidden - 1).bit_length(),
         )
-        h = _product(a, held.w13, placed, tile, expected)
-        a, groups = _Operand.empty(room, width, rows.device), 8
-        silu_quantise_kernel[(count * each, -(-width // (SCALE_BLOCK * groups)))](
-            h,
-            slots,
-            a.codes,
-            a.scales,
-            width,
-            room,
-            FP8_MAX=FP8_MAX[Tag.E4M3FN],
-            GROUPS=groups,
-        )
-        y = _product(a, held.w2, placed, tile, expected)
-        out = torch.empty((count, hidden), dtype=y.dtype, device=y.device)
-        block = 1024
-        sum_slots_kernel[(count, -(-hidden // block))](
-            y, slots, topk_weights, out, hidden, TOP_K=top_k, SHARED=shared, BLOCK=block
-        )
-        return out
+        h = _grouped_product(a, held.w13[:experts], placed, tile, expected)
+        a = _silu_quantised(h, placed.slots, count * top_k)
+        return _grouped_product(a, held.w2[:experts], placed, tile, expected), placed
 
 
 class HopperBackend(DeepGemmBackend):
     """DeepGEMM where an expert has enough pairs on average, the Triton kernels on the same weights
-    where it has fewer (:mod:`ffn_worker.moe.crossover`)."""
+    where it has fewer (:mod:`ffn_worker.moe.crossover`). A shared expert, which is small, is held
+    for both."""
 
     def prepare(self, layer: int, w13: Weight, w2: Weight) -> None:
         super().prepare(layer, w13, w2)
         self._least = least_pairs(torch.cuda.get_device_name(w13.codes.device))
 
-    def forward_encoded(
+    def prepare_shared(self, layer: int, gate_up: Weight, down: Weight) -> bool:
+        joined = TritonBackend.prepare_shared(self, layer, gate_up, down)
+        return joined and super().prepare_shared(layer, gate_up, down)
+
+    def _compute(
         self,
         layer: int,
         rows: EncodedRows,
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
+        out: torch.Tensor,
+        load: SlotLoad | None,
+    ) -> None:
         many = mean_pairs(*topk_ids.shape, self.num_experts) >= self._least
         backend = DeepGemmBackend if many else TritonBackend
-        return backend.forward_encoded(self, layer, rows, topk_ids, topk_weights, dtype)
+        backend._compute(self, layer, rows, topk_ids, topk_weights, out, load)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,31 +35,57 @@ def chunking(pairs: int) -> tuple[int, int]:
     return chunk, chunk // 512 if chunk > 1024 else 4
 
 
+class _Counted(NamedTuple):
+    """What the kernels that order counted pairs are given beside these, and their launch."""
+
+    counts: torch.Tensor
+    pairs: int
+    programs: int
+    chunk: int
+    warps: int
+
+
+def _count(
+    topk_ids: torch.Tensor, start: int, end: int, shared: bool, load: torch.Tensor | None
+) -> _Counted:
+    from ffn_worker.kernels.sorting import count_pairs_kernel
+
+    rows, top_k = topk_ids.shape
+    experts, pairs = end - start, rows * (top_k + shared)
+    programs, (chunk, warps) = experts + shared, chunking(pairs)
+    counts = torch.empty(programs, dtype=torch.int32, device=topk_ids.device)
+    count_pairs_kernel[(programs,)](
+        topk_ids, counts, counts if load is None else load, pairs, start, experts,
+        K=top_k, SHARED=shared, CHUNK=chunk, LOAD=load is not None, num_warps=warps,
+    )  # fmt: skip
+    return _Counted(counts, pairs, programs, chunk, warps)
+
+
 def sort_pairs_on_gpu(
-    topk_ids: torch.Tensor, start: int, end: int, block: int, *, shared: bool = False
+    topk_ids: torch.Tensor,
+    start: int,
+    end: int,
+    block: int,
+    *,
+    shared: bool = False,
+    load: torch.Tensor | None = None,
 ) -> SortedPairs:
     """:func:`sort_pairs` in two Triton launches, optionally with the shared expert's pairs.
 
     Args:
         shared: every row has one pair more, its last, of the local expert ``end - start``.
+        load: int64 [end - start], to which each routed expert's pairs are added.
     """
-    from ffn_worker.kernels.sorting import count_pairs_kernel, sort_pairs_kernel
+    from ffn_worker.kernels.sorting import sort_pairs_kernel
 
-    rows, top_k = topk_ids.shape
-    experts, pairs = end - start, rows * (top_k + shared)
-    programs = experts + shared
-    size, (chunk, warps) = capacity(pairs, programs, block), chunking(pairs)
+    counts, pairs, programs, chunk, warps = _count(topk_ids, start, end, shared, load)
+    size = capacity(pairs, programs, block)
     new = partial(torch.empty, dtype=torch.int32, device=topk_ids.device)
-    counts, used = new(programs), new(1)
-    order, owners = new(size), new(size // block)
-    count_pairs_kernel[(programs,)](
-        topk_ids, counts, pairs, start, experts,
-        K=top_k, SHARED=shared, CHUNK=chunk, num_warps=warps,
-    )  # fmt: skip
+    order, owners, used = new(size), new(size // block), new(1)
     sort_pairs_kernel[(programs,)](
-        topk_ids, counts, order, owners, used, pairs, start, experts,
-        K=top_k, SHARED=shared, CHUNK=chunk, EXPERTS=1 << programs.bit_length(), BLOCK=block,
-        num_warps=warps,
+        topk_ids, counts, order, owners, used, pairs, start, end - start,
+        K=topk_ids.shape[1], SHARED=shared, CHUNK=chunk, EXPERTS=1 << programs.bit_length(),
+        BLOCK=block, num_warps=warps,
     )  # fmt: skip
     return SortedPairs(order, owners, used)
 
@@ -67,7 +94,7 @@ def sort_pairs_on_gpu(
 class PlacedPairs:
     """The same order, by its inverse; both on the batch's device.
 
-    slots: int32 [rows * pairs per row], the entry of each pair; -1: nobody here computes it.
+    slots: int32 [rows * K], the entry of each pair; -1: nobody here computes it.
     ends: int32 [experts], where each expert's run ends, without the padding behind it. A run begins
     at the multiple of the block at or after the end before it.
     """
@@ -77,39 +104,30 @@ class PlacedPairs:
 
 
 def place_pairs_on_gpu(
-    topk_ids: torch.Tensor, start: int, end: int, block: int, *, shared: bool = False
+    topk_ids: torch.Tensor, start: int, end: int, block: int, load: torch.Tensor | None = None
 ) -> PlacedPairs:
-    """:func:`place_pairs` in two Triton launches."""
-    from ffn_worker.kernels.sorting import count_pairs_kernel, place_pairs_kernel
+    """:func:`place_pairs` in two Triton launches. load: as in :func:`sort_pairs_on_gpu`."""
+    from ffn_worker.kernels.sorting import place_pairs_kernel
 
-    rows, top_k = topk_ids.shape
-    experts, pairs = end - start, rows * (top_k + shared)
-    programs, (chunk, warps) = experts + shared, chunking(pairs)
+    counts, pairs, programs, chunk, warps = _count(topk_ids, start, end, False, load)
     new = partial(torch.empty, dtype=torch.int32, device=topk_ids.device)
-    counts, slots, ends = new(programs), new(pairs), new(programs)
-    count_pairs_kernel[(programs,)](
-        topk_ids, counts, pairs, start, experts,
-        K=top_k, SHARED=shared, CHUNK=chunk, num_warps=warps,
-    )  # fmt: skip
+    slots, ends = new(pairs), new(programs)
     place_pairs_kernel[(programs,)](
-        topk_ids, counts, slots, ends, pairs, start, experts,
-        K=top_k, SHARED=shared, CHUNK=chunk, EXPERTS=1 << programs.bit_length(), BLOCK=block,
+        topk_ids, counts, slots, ends, pairs, start, end - start,
+        K=topk_ids.shape[1], CHUNK=chunk, EXPERTS=1 << programs.bit_length(), BLOCK=block,
         num_warps=warps,
     )  # fmt: skip
     return PlacedPairs(slots, ends)
 
 
-def place_pairs(
-    topk_ids: torch.Tensor, start: int, end: int, block: int, *, shared: bool = False
-) -> PlacedPairs:
+def place_pairs(topk_ids: torch.Tensor, start: int, end: int, block: int) -> PlacedPairs:
     """Where :func:`sort_pairs` puts each pair: the reference of the kernels."""
-    order = sort_pairs(topk_ids, start, end, block, shared=shared)
-    pairs = topk_ids.shape[0] * (topk_ids.shape[1] + shared)
+    order = sort_pairs(topk_ids, start, end, block)
+    pairs, experts = topk_ids.numel(), end - start
     used = int(order.used)
     owners = order.experts.repeat_interleave(block)[:used]
     slots = torch.full((pairs + 1,), -1, dtype=torch.int32, device=topk_ids.device)
     slots[order.pairs[:used].long()] = torch.arange(used, dtype=torch.int32, device=slots.device)
-    experts = end - start + shared
     padded = torch.bincount(owners, minlength=experts)
     real = torch.bincount(owners[order.pairs[:used] < pairs], minlength=experts)
     return PlacedPairs(slots[:pairs], (padded.cumsum(0) - padded + real).int())

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 from afd.device_name import slug
 from afd.errors import ConfigError
@@ -88,6 +89,8 @@ def default_tiling(shape: LayerShape, rows: int, hip: bool) -> Tiling:
     load = rows * shape.top_k / shape.num_experts  # mean pairs per expert
     smallest = 64 if quantised and not hip else 16
     m = next((size for size in (16, 32) if max(load, smallest) <= size), 64)
+    if load >= 96 and not quantised and not hip:
+        m = 128  # a matrix of 64 rows reads weights too often for Hopper
 
     def tile(depth: int) -> Tile:
         widest = 128 if quantised else 64
@@ -97,22 +100,36 @@ def default_tiling(shape: LayerShape, rows: int, hip: bool) -> Tiling:
     return Tiling(m, tile(shape.hidden), tile(shape.width))
 
 
-def problem(shape: LayerShape, tiling: Tiling) -> str | None:
-    """Why the kernels cannot be cut so, None if they can (registers and memory aside)."""
-    for tile, depth, columns in (
-        (tiling.gate_up, shape.hidden, shape.width),
-        (tiling.down, shape.width, shape.hidden),
-    ):
-        if depth % tile.k:
-            return f"a depth of {depth} is no multiple of {tile.k}"
-        if shape.scheme == "fp8_block" and tile.k > 128:
-            return f"one scale covers 128 of the {tile.k} columns of an FP8 tile"
-        if shape.shared and tile.k > 128:
-            return f"the shared expert's width is a multiple of 128, not of {tile.k}"
-        if shape.scheme != "plain" and columns % tile.n:
-            return f"{columns} columns are no multiple of {tile.n}"
-    if shape.scheme == "fp8_block" and tiling.gate_up.n % 128:
-        return f"a tile of {tiling.gate_up.n} columns does not fill a scale of 128"
+Part = Literal["gate_up", "down"]
+PARTS: tuple[Part, Part] = ("gate_up", "down")
+
+
+def problem(shape: LayerShape, tiling: Tiling, parts: tuple[Part, ...] = PARTS) -> str | None:
+    """Why the kernels cannot be cut so, None if they can (registers and memory aside).
+
+    Args:
+        parts: the launches that are asked about.
+    """
+    if "gate_up" in parts:
+        reason = _problem(shape, tiling.gate_up, shape.hidden, shape.width)
+        if reason is not None:
+            return reason
+        if shape.scheme == "fp8_block" and tiling.gate_up.n % 128:
+            return f"a tile of {tiling.gate_up.n} columns does not fill a scale of 128"
+    if "down" in parts:
+        return _problem(shape, tiling.down, shape.width, shape.hidden)
+    return None
+
+
+def _problem(shape: LayerShape, tile: Tile, depth: int, columns: int) -> str | None:
+    if depth % tile.k:
+        return f"a depth of {depth} is no multiple of {tile.k}"
+    if shape.scheme == "fp8_block" and tile.k > 128:
+        return f"one scale covers 128 of the {tile.k} columns of an FP8 tile"
+    if shape.shared and tile.k > 128:
+        return f"the shared expert's width is a multiple of 128, not of {tile.k}"
+    if shape.scheme != "plain" and columns % tile.n:
+        return f"{columns} columns are no multiple of {tile.n}"
     return None
 
 

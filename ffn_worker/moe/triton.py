@@ -2,6 +2,7 @@
 
 import importlib.util
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -9,6 +10,7 @@ from afd.wire.codecs import FP8_MAX
 from afd.wire.codecs_torch import DTYPE_OF_TAG
 from afd.wire.layout import MX_BLOCK, SCALE_BLOCK, Tag
 from afd.wire.rows_torch import EncodedRows
+from ffn_worker.load import SlotLoad
 from ffn_worker.moe.base import MoeBackend
 from ffn_worker.moe.device import native_fp8
 from ffn_worker.moe.quantise import Scheme, Weight, in_scheme, widened, with_expert
@@ -26,6 +28,26 @@ class Layer:
     w13: Weight
     w2: Weight
     shape: LayerShape
+
+
+@dataclass(frozen=True)
+class Products:
+    """Both launches of a layer for one batch. act, y: what they write, by pairs. each: pairs of a
+    row."""
+
+    layer: Layer
+    rows: EncodedRows
+    act: EncodedRows
+    y: EncodedRows
+    order: SortedPairs
+    m: int
+    each: int
+
+    def gate_up(self, tile: Tile, *, compile_only: bool = False) -> None:
+        _launch(self, self.rows, self.layer.w13, self.act, tile, self.each, True, compile_only)
+
+    def down(self, tile: Tile, *, compile_only: bool = False) -> None:
+        _launch(self, self.act, self.layer.w2, self.y, tile, 1, False, compile_only)
 
 
 class TritonBackend(MoeBackend):
@@ -115,46 +137,74 @@ class TritonBackend(MoeBackend):
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
         dtype: torch.dtype,
+        load: SlotLoad | None = None,
     ) -> torch.Tensor:
+        held = self._layers[layer]
+        out = torch.empty((len(rows), held.shape.hidden), dtype=dtype, device=rows.device)
+        if len(rows):
+            rows = accepted(rows, held.w13.tag, dtype)
+            self._compute(layer, rows, topk_ids, topk_weights, out, load)
+        return out
+
+    def _compute(
+        self,
+        layer: int,
+        rows: EncodedRows,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        out: torch.Tensor,
+        load: SlotLoad | None,
+    ) -> None:
+        """Fills out [rows, hidden], of rows in a format that the weights are multiplied with."""
         from ffn_worker.kernels.moe import combine_kernel
 
-        held = self._layers[layer]
-        count, top_k = topk_ids.shape
-        hidden, width, shared = held.shape.hidden, held.shape.width, held.shape.shared
-        out = torch.empty((count, hidden), dtype=dtype, device=rows.device)
-        if count == 0:
-            return out
         assert self._tilings is not None  # set by prepare
-        rows = _accepted(rows, held.w13.tag, dtype)
-        tiling = self._tilings(replace(held.shape, top_k=top_k), count)
-        order = sort_pairs_on_gpu(topk_ids, self.start, self.end, tiling.m, shared=bool(shared))
-        each = top_k + 1 if shared else top_k
-        pairs = count * each
-        act = _activation(rows.tag, pairs, width, dtype, rows.device)
-        y = EncodedRows.of(torch.empty((pairs, hidden), dtype=dtype, device=rows.device))
-        _launch(rows, held.w13, act, order, tiling.m, tiling.gate_up, each, shared)
-        _launch(act, held.w2, y, order, tiling.m, tiling.down, 1, shared, gated=False)
+        shape = self._layers[layer].shape
+        count, top_k = topk_ids.shape
+        tiling = self._tilings(replace(shape, top_k=top_k), count)
+        products = self.products(layer, rows, topk_ids, tiling.m, out.dtype, load)
+        products.gate_up(tiling.gate_up)
+        products.down(tiling.down)
         block = 1024
-        combine_kernel[(count, -(-hidden // block))](
-            y.payload,
+        combine_kernel[(count, -(-shape.hidden // block))](
+            products.y.payload,
             topk_ids,
             topk_weights,
             out,
-            hidden,
+            shape.hidden,
             self.start,
             self.end,
             TOP_K=top_k,
-            SHARED=bool(shared),
+            SHARED=bool(shape.shared),
             BLOCK=block,
         )
-        return out
+
+    def products(
+        self,
+        layer: int,
+        rows: EncodedRows,
+        topk_ids: torch.Tensor,
+        m: int,
+        dtype: torch.dtype,
+        load: SlotLoad | None = None,
+    ) -> "Products":
+        """Both launches of a layer, ready to be cut: pairs sorted in blocks of ``m``, and memory
+        for the results. rows: in a format that the weights are multiplied with."""
+        held = self._layers[layer]
+        shared, (count, top_k) = bool(held.shape.shared), topk_ids.shape
+        counts = None if load is None else load.counts
+        order = sort_pairs_on_gpu(topk_ids, self.start, self.end, m, shared=shared, load=counts)
+        pairs = count * (top_k + shared)
+        act = _activation(rows.tag, pairs, held.shape.width, dtype, rows.device)
+        y = torch.empty((pairs, held.shape.hidden), dtype=dtype, device=rows.device)
+        return Products(held, rows, act, EncodedRows.of(y), order, m, top_k + shared)
 
 
 def _kind(tag: Tag) -> str:
     return "fp8" if tag in FP8_MAX else "mxfp4" if tag == Tag.E2M1 else "plain"
 
 
-def _accepted(rows: EncodedRows, weights: Tag, dtype: torch.dtype) -> EncodedRows:
+def accepted(rows: EncodedRows, weights: Tag, dtype: torch.dtype) -> EncodedRows:
     """Rows in a format that ``weights`` are multiplied with: as they are where that is possible."""
     if weights == Tag.E2M1:
         if rows.tag in (Tag.E2M1, Tag.BFLOAT16):
@@ -183,22 +233,25 @@ def _activation(
 
 
 def _launch(
+    products: Products,
     a: EncodedRows,
     weight: Weight,
     c: EncodedRows,
-    order: SortedPairs,
-    m: int,
     tile: Tile,
     rows_per: int,
-    shared: int,
-    gated: bool = True,
+    gated: bool,
+    compile_only: bool,
 ) -> None:
     from ffn_worker.kernels.moe import grouped_gemm_kernel
 
+    order, shared = products.order, products.layer.shape.shared
     experts, n, k = weight.shape
     n //= 2 if gated else 1
-    blocks = order.experts.numel() * -(-n // tile.n)
-    grouped_gemm_kernel[(blocks,)](
+    grid = (order.experts.numel() * -(-n // tile.n),)
+    launch = grouped_gemm_kernel[grid]
+    if compile_only:
+        launch = partial(grouped_gemm_kernel.warmup, grid=grid)
+    launch(
         a.payload,
         a.payload if a.scales is None else a.scales,
         weight.codes,
@@ -220,7 +273,7 @@ def _launch(
         GATED=gated,
         SHARED=bool(shared),
         FP8_MAX=FP8_MAX.get(weight.tag, 0.0),
-        BM=m,
+        BM=products.m,
         BN=tile.n,
         BK=tile.k,
         GROUP_M=tile.group_m,

@@ -285,8 +285,8 @@ def _sorting_builds(
     yield Build(
         f"count_pairs{suffix}",
         sorting.count_pairs_kernel,
-        {"ids_ptr": "*i32", "counts_ptr": "*i32", **sizes},
-        constants,
+        {"ids_ptr": "*i32", "counts_ptr": "*i32", "load_ptr": "*i64", **sizes},
+        {**constants, "LOAD": True},
         warps=warps,
     )
     results = {"sorted_ptr": "*i32", "owners_ptr": "*i32", "used_ptr": "*i32"}
@@ -301,7 +301,7 @@ def _sorting_builds(
         f"place_pairs{suffix}",
         sorting.place_pairs_kernel,
         {"ids_ptr": "*i32", "counts_ptr": "*i32", "slots_ptr": "*i32", "ends_ptr": "*i32", **sizes},
-        {**constants, "EXPERTS": 16, "BLOCK": 16},
+        {"K": top_k, "CHUNK": chunk, "EXPERTS": 16, "BLOCK": 16},
         warps=warps,
     )
 
@@ -320,24 +320,33 @@ def placed_builds(target: str) -> Iterator[Build]:
         {"EACH": 3, "BLOCK": 1024},
         aligned=("hidden", "capacity"),
     )  # fmt: skip
-    yield Build(
-        "silu_quantise",
-        placed.silu_quantise_kernel,
-        {"h_ptr": "*bf16", "slots_ptr": "*i32", "a_ptr": f"*{fp8}", "width": "i32", **scales},
-        {"FP8_MAX": FP8_MAX[fp8], "GROUPS": 4},
-        aligned=("width", "capacity"),
-    )
-    for shared in (False, True):
+    for suffix, is_placed in (("", True), ("[rows]", False)):
         yield Build(
-            f"sum_slots{'[shared]' if shared else ''}",
-            placed.sum_slots_kernel,
-            {
-                "y_ptr": "*bf16", "slots_ptr": "*i32", "weights_ptr": "*fp32", "out_ptr": "*bf16",
-                "hidden": "i32",
-            },
-            {"TOP_K": 3, "SHARED": shared, "BLOCK": 1024},
-            aligned=("hidden",),
-        )  # fmt: skip
+            f"silu_quantise{suffix}",
+            placed.silu_quantise_kernel,
+            {"h_ptr": "*bf16", "slots_ptr": "*i32", "a_ptr": f"*{fp8}", "width": "i32", **scales},
+            {"PLACED": is_placed, "FP8_MAX": FP8_MAX[fp8], "GROUPS": 4},
+            aligned=("width", "capacity"),
+        )
+    results = {"y_ptr": "*bf16", "slots_ptr": "*i32", "weights_ptr": "*fp32"}
+    yield Build(
+        "sum_slots",
+        placed.sum_slots_kernel,
+        {**results, "out_ptr": "*bf16", "hidden": "i32"},
+        {"TOP_K": 3, "BLOCK": 1024},
+        aligned=("hidden",),
+    )
+    yield Build(
+        "sum_slots_shared",
+        placed.sum_slots_shared_kernel,
+        {
+            **results, "s_ptr": f"*{fp8}", "s_scale_ptr": "*fp32", "w_ptr": f"*{fp8}",
+            "w_scale_ptr": "*fp32", "out_ptr": "*bf16",
+            "rows": "i32", "hidden": "i32", "width": "i32",
+        },
+        {"TOP_K": 3, "BM": 64, "BN": 128},
+        aligned=("hidden", "width"),
+    )  # fmt: skip
 
 
 def builds(target: str) -> list[Build]:

@@ -210,9 +210,10 @@ def test_sorting(compiled, arch, shared):
         local = np.pad(local, ((0, 0), (0, 1)), constant_values=experts)
     runs = [np.flatnonzero(local.reshape(-1) == e) for e in range(programs)]
     sizes = [("i", pairs), ("i", start), ("i", experts)]
-    counts = np.full(programs, -7, np.int32)
-    (counts,) = runner(f"count_pairs{suffix}", [ids], [counts], sizes, (programs,))
+    outputs = [np.full(programs, -7, np.int32), np.arange(experts) + 2**40]
+    counts, load = runner(f"count_pairs{suffix}", [ids], outputs, sizes, (programs,))
     assert counts.tolist() == [len(run) for run in runs]
+    assert (load - outputs[1]).tolist() == counts[:experts].tolist()
     padded = [np.pad(r, (0, -len(r) % block), constant_values=pairs) for r in runs]
     size = sum(map(len, padded))
     outputs = [np.full(size + 64, -7, np.int32), np.full(size // block + 4, -7, np.int32)]

@@ -23,29 +23,24 @@ def slots(rng: np.random.Generator) -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("arch", FP8)
-def test_places(compiled, arch, shared):
+def test_places(compiled, arch):
     """Of a plain loop; more than one chunk of pairs, and pairs of nobody's."""
-    runner, suffix, top_k = Runner(compiled, arch), "[shared]" if shared else "", 3 if shared else 8
-    rng = np.random.default_rng(9)
+    rng, top_k = np.random.default_rng(9), 8
     rows, start, experts, block = 280, 4, 5, 16
     ids = rng.integers(-1, 12, (rows, top_k)).astype(np.int32)
     ids[ids == 6] = 5
-    each, programs = top_k + shared, experts + shared
-    local = np.where((ids >= start) & (ids < start + experts), ids - start, -1)
-    if shared:
-        local = np.pad(local, ((0, 0), (0, 1)), constant_values=experts)
-    local = local.reshape(-1)
-    runs = [np.flatnonzero(local == e) for e in range(programs)]
+    local = np.where((ids >= start) & (ids < start + experts), ids - start, -1).reshape(-1)
+    runs = [np.flatnonzero(local == e) for e in range(experts)]
     counts = np.array([len(run) for run in runs], np.int32)
     begins = np.cumsum(-(-counts // block) * block) - (-(-counts // block) * block)
-    want = np.full(rows * each, -1)
+    want = np.full(rows * top_k, -1)
     for begin, run in zip(begins, runs, strict=True):
         want[run] = begin + np.arange(len(run))
-    outputs = [np.full(rows * each, -7, np.int32), np.full(programs, -7, np.int32)]
-    sizes = [("i", rows * each), ("i", start), ("i", experts)]
-    got, ends = runner(f"place_pairs{suffix}", [ids, counts], outputs, sizes, (programs,))
+    outputs = [np.full(rows * top_k, -7, np.int32), np.full(experts, -7, np.int32)]
+    sizes = [("i", rows * top_k), ("i", start), ("i", experts)]
+    run = Runner(compiled, arch)
+    got, ends = run("place_pairs", [ids, counts], outputs, sizes, (experts,))
     assert got.tolist() == want.tolist() and ends.tolist() == (begins + counts).tolist()
 
 
@@ -94,24 +89,49 @@ def test_silu_and_quantise(compiled, arch):
     assert (codes[where[0], :128] & 0x7F == 0).all() and scales[0, where[0]] == 1
 
 
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("arch", FP8)
-def test_results_are_summed(compiled, arch, shared):
-    """A second block of columns, partly outside; pairs that are left out may weigh NaN."""
-    rng, hidden, top_k = np.random.default_rng(3), 1280, EACH
-    each = top_k + shared
-    y = rng.standard_normal((ROOM, hidden)).astype(ml_dtypes.bfloat16)
-    where = rng.permutation(ROOM)[: ROWS * each].astype(np.int32).reshape(ROWS, each)
+def results(
+    rng: np.random.Generator, rows: int, hidden: int, room: int
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """y, slots and weights of some rows, and the sums. Pairs that are left out may weigh NaN."""
+    y = rng.standard_normal((room, hidden)).astype(ml_dtypes.bfloat16)
+    where = rng.permutation(room)[: rows * EACH].astype(np.int32).reshape(rows, EACH)
     where[0, 1], where[2] = -1, -1
-    weights = rng.random((ROWS, top_k)).astype(np.float32)
-    weights[where[:, :top_k] < 0] = np.nan
-    y[np.setdiff1d(np.arange(ROOM), where)] = np.nan
-    out = np.full((ROWS, hidden), 7, ml_dtypes.bfloat16)
-    name = "sum_slots[shared]" if shared else "sum_slots"
-    arrays = [y, where, weights, out]
-    (got,) = Runner(compiled, arch).in_order(name, arrays, [3], [("i", hidden)], (ROWS, 2))
-    want = np.zeros((ROWS, hidden))
+    weights = rng.random((rows, EACH)).astype(np.float32)
+    weights[where < 0] = np.nan
+    y[np.setdiff1d(np.arange(room), where)] = np.nan
+    want = np.zeros((rows, hidden))
     for row, k in zip(*np.nonzero(where >= 0), strict=True):
-        want[row] += y[where[row, k]].astype(np.float64) * (weights[row, k] if k < top_k else 1)
+        want[row] += y[where[row, k]].astype(np.float64) * weights[row, k]
+    return [y, where, weights], want
+
+
+@pytest.mark.parametrize("arch", FP8)
+def test_results_are_summed(compiled, arch):
+    """A second block of columns, partly outside."""
+    hidden = 1280
+    given, want = results(np.random.default_rng(3), ROWS, hidden, ROOM)
+    out = np.full((ROWS, hidden), 7, ml_dtypes.bfloat16)
+    sizes, run = [("i", hidden)], Runner(compiled, arch)
+    (got,) = run.in_order("sum_slots", [*given, out], [3], sizes, (ROWS, 2))
     assert np.abs(got.astype(np.float64) - want).max() <= 2**-8 * np.abs(want).max()
     assert (got[2].astype(np.float32) == 0).all()
+
+
+@pytest.mark.parametrize("arch", FP8)
+def test_the_shared_experts_product_is_added(compiled, arch):
+    """A second block of rows, partly outside, and of columns; two steps of the product."""
+    rng, tag, rows, hidden, width = np.random.default_rng(4), FP8[arch], 66, 256, 256
+    given, want = results(rng, rows, hidden, 3 * rows)
+    values = rng.standard_normal((rows + hidden, width)).astype(np.float32)
+    codes, scales = codecs.quantise_fp8(values, tag)
+    s, w = codes[:rows], codes[rows:]
+    w_scales = rng.random((hidden // 128, width // 128)).astype(np.float32)
+    ones = np.ones((hidden, width // 128), np.float32)
+    there = codecs.dequantise_fp8(w, ones, tag).reshape(hidden // 128, 128, width // 128, 128)
+    there = (there * w_scales[:, None, :, None]).reshape(hidden, width).astype(np.float64)
+    want += codecs.dequantise_fp8(s, scales[:rows], tag).astype(np.float64) @ there.T
+    out = np.full((rows, hidden), 7, ml_dtypes.bfloat16)
+    arrays = [*given, s, np.ascontiguousarray(scales[:rows].T), w, w_scales, out]
+    sizes = [("i", rows), ("i", hidden), ("i", width)]
+    (got,) = Runner(compiled, arch).in_order("sum_slots_shared", arrays, [7], sizes, (4,))
+    assert np.abs(got.astype(np.float64) - want).max() <= 2**-8 * np.abs(want).max()

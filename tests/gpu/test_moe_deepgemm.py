@@ -8,6 +8,7 @@ if not torch.cuda.is_available():
 
 from afd.wire.layout import Tag  # noqa: E402
 from afd.wire.rows_torch import EncodedRows  # noqa: E402
+from ffn_worker.load import SlotLoad  # noqa: E402
 from ffn_worker.moe.deep_gemm import DeepGemmBackend, HopperBackend  # noqa: E402
 from ffn_worker.moe.quantise import Scheme, Weight, in_scheme, widened  # noqa: E402
 from ffn_worker.moe.reference import ReferenceBackend  # noqa: E402
@@ -100,21 +101,33 @@ def test_extreme_routing(which, rows):
     close(got, exact(held, (0, 8), rows.decode(torch.float32), ids, scale))
 
 
-@pytest.mark.parametrize("narrow", [WIDTH, 200])
-def test_a_shared_expert_joins(narrow):
-    held = weights(8)
-    x, ids, scale = batch(300, 8)
-    rows, there = encoded(x)
-    gate_up = Weight.of((torch.randn(2 * narrow, HIDDEN) / HIDDEN**0.5).bfloat16())
-    down = Weight.of((torch.randn(HIDDEN, narrow) / narrow**0.5).bfloat16())
-    made = backend(held, (2, 6), 8)
+def shared_expert(made, width):
+    """A shared expert that ``made`` computes, and the reference of its part."""
+    torch.manual_seed(width)
+    gate_up = Weight.of((torch.randn(2 * width, HIDDEN) / HIDDEN**0.5).bfloat16())
+    down = Weight.of((torch.randn(HIDDEN, width) / width**0.5).bfloat16())
     assert made.prepare_shared(0, gate_up.to(CUDA), down.to(CUDA))
-    got = made.forward_encoded(0, there, ids.cuda(), scale.cuda(), torch.bfloat16)
-    wide = [fp8(w.codes)[None] for w in widened(gate_up, down, WIDTH)]
-    ones, zeros = torch.ones(300, 1), torch.zeros(300, 1, dtype=torch.int32)
+    wide = [fp8(w.codes)[None] for w in widened(gate_up, down, -(-width // 128) * 128)]
+
+    def alone(exactly):
+        ones, zeros = torch.ones(len(exactly), 1), torch.zeros(len(exactly), 1, dtype=torch.int32)
+        return exact(wide, (0, 1), exactly, zeros, ones)
+
+    return alone
+
+
+@pytest.mark.parametrize("width", [WIDTH, 200, 640])
+@pytest.mark.parametrize("rows", [1, 300, 1500])
+def test_a_shared_expert_is_computed_beside(rows, width):
+    held, load = weights(8), SlotLoad(range(4), 2, CUDA)
+    x, ids, scale = batch(rows, 8)
+    rows, there = encoded(x)
+    made = backend(held, (2, 6), 8)
+    alone = shared_expert(made, width)
+    got = made.forward_encoded(0, there, ids.cuda(), scale.cuda(), torch.bfloat16, load)
     exactly = rows.decode(torch.float32)
-    want = exact(held, (2, 6), exactly, ids, scale)
-    close(got, want + exact(wide, (0, 1), exactly, zeros, ones))
+    close(got, exact(held, (2, 6), exactly, ids, scale) + alone(exactly))
+    assert load.added_to([0] * 4) == tuple(int((ids == e).sum()) for e in range(2, 6))
 
 
 def test_nan_stays_in_its_row_and_masked_rows_are_zero():
@@ -130,10 +143,12 @@ def test_nan_stays_in_its_row_and_masked_rows_are_zero():
     assert got.isnan().any(1).sum() == 1
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("rows", [48, 700])
-def test_a_graph_with_other_routing(rows):
+def test_a_graph_with_other_routing(rows, shared):
     held = weights(24)
     made = backend(held, (0, 12), 24)
+    alone = shared_expert(made, 200) if shared else torch.zeros_like
     x, ids, scale = batch(rows, 24)
     there = encoded(x)[1]
     inputs = [there.payload, there.scales, ids.cuda(), scale.cuda()]
@@ -160,19 +175,22 @@ def test_a_graph_with_other_routing(rows):
             kept.view(torch.uint8).copy_(value.view(torch.uint8))
         graph.replay()
         torch.cuda.synchronize()
-        close(captured, exact(held, (0, 12), new.decode(torch.float32), ids, scale))
+        exactly = new.decode(torch.float32)
+        close(captured, exact(held, (0, 12), exactly, ids, scale) + alone(exactly))
         assert torch.equal(captured, forward())  # the same order of additions every time
 
 
-@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("experts", [(0, 16), (5, 9)])
 @pytest.mark.parametrize("rows", [1, 300, 3000])
-def test_places(rows, experts, shared):
+def test_places(rows, experts):
     ids = batch(rows, 16)[1]
     ids[0, 1] = -1
-    got = place_pairs_on_gpu(ids.cuda(), *experts, 64, shared=shared)
-    want = place_pairs(ids, *experts, 64, shared=shared)
+    load = torch.full((experts[1] - experts[0],), 2**40, device=CUDA)
+    got = place_pairs_on_gpu(ids.cuda(), *experts, 64, load)
+    want = place_pairs(ids, *experts, 64)
     assert torch.equal(got.slots.cpu(), want.slots) and torch.equal(got.ends.cpu(), want.ends)
+    counts = [int((ids == e).sum()) for e in range(*experts)]
+    assert (load - 2**40).tolist() == counts
 
 
 @pytest.mark.parametrize("rows", [3, 300])

@@ -84,10 +84,13 @@ def combine(grid, y, ids, weights, out, hidden, first, last, *, TOP_K, SHARED, B
         out[row] = total.to(out.dtype)
 
 
-def count_pairs(grid, ids, counts, pairs, start, experts, *, K, SHARED, CHUNK):
+def count_pairs(grid, ids, counts, load, pairs, start, experts, *, K, SHARED, CHUNK, LOAD):
     order = sort_pairs(ids, start, start + experts, 1, shared=SHARED)
     used = order.experts[: int(order.used)]
     counts.copy_(torch.bincount(used.long(), minlength=counts.numel()))
+    if LOAD:
+        assert load.dtype == torch.int64 and load.is_contiguous() and load.shape == (experts,)
+        load += counts[:experts]
 
 
 def sort_kernel(
@@ -104,11 +107,10 @@ def sort_kernel(
 
 
 def place_kernel(
-    grid, ids, counts, slots, ends, pairs, start, experts,
-    *, K, SHARED, CHUNK, EXPERTS, BLOCK,
-):  # fmt: skip
-    assert grid[0] == experts + SHARED < EXPERTS and pairs == ids.shape[0] * (K + SHARED)
-    placed = place_pairs(ids, start, start + experts, BLOCK, shared=SHARED)
+    grid, ids, counts, slots, ends, pairs, start, experts, *, K, CHUNK, EXPERTS, BLOCK
+):
+    assert grid[0] == experts < EXPERTS and pairs == ids.shape[0] * K
+    placed = place_pairs(ids, start, start + experts, BLOCK)
     slots.copy_(placed.slots), ends.copy_(placed.ends)
 
 
@@ -121,7 +123,9 @@ def gather_rows(grid, x, x_scale, slots, a, a_scale, hidden, capacity, *, EACH, 
             a[slot], a_scale[:, slot] = x[pair // EACH], x_scale[pair // EACH]
 
 
-def silu_quantise(grid, h, slots, a, a_scale, width, capacity, *, FP8_MAX, GROUPS):
+def silu_quantise(grid, h, slots, a, a_scale, width, capacity, *, PLACED, FP8_MAX, GROUPS):
+    if not PLACED:
+        slots = torch.arange(capacity)
     assert grid == (len(slots), -(-width // (128 * GROUPS))) and FP8_MAX == 448.0
     assert h.shape == (capacity, 2 * width) and a_scale.shape == (width // 128, capacity)
     a.view(torch.uint8).fill_(0x7F), a_scale.fill_(torch.nan)
@@ -132,22 +136,54 @@ def silu_quantise(grid, h, slots, a, a_scale, width, capacity, *, FP8_MAX, GROUP
         a_scale[:, slot] = row.scales[0]
 
 
-def sum_slots(grid, y, slots, weights, out, hidden, *, TOP_K, SHARED, BLOCK):
-    assert grid == (len(out), -(-hidden // BLOCK))
-    each = slots.view(len(out), TOP_K + SHARED).tolist()
-    for row, places in enumerate(each):
-        total = torch.zeros(hidden)
+def summed(y, slots, weights, hidden):
+    total = torch.zeros(len(weights), hidden)
+    for row, places in enumerate(slots.view(weights.shape).tolist()):
         for k, slot in enumerate(places):
             if slot >= 0:
-                total += y[slot].float() * (weights[row, k] if k < TOP_K else 1)
-        out[row] = total.to(out.dtype)
+                total[row] += y[slot].float() * weights[row, k]
+    return total
+
+
+def sum_slots(grid, y, slots, weights, out, hidden, *, TOP_K, BLOCK):
+    assert grid == (len(out), -(-hidden // BLOCK)) and weights.shape == (len(out), TOP_K)
+    out.copy_(summed(y, slots, weights, hidden))
+
+
+def sum_slots_shared(
+    grid, y, slots, weights, s, s_scale, w, w_scale, out, rows, hidden, width, *, TOP_K, BM, BN
+):
+    assert grid == (-(-rows // BM) * (hidden // BN),) and hidden % BN == 128 % BN == 0
+    assert s.shape == (rows, width) and s_scale.shape == (width // 128, rows)
+    assert w.shape == (hidden, width) and w_scale.shape == (hidden // 128, width // 128)
+    product = EncodedRows(TAG[s.dtype], s, s_scale.t().contiguous()).decode(torch.float32)
+    product = product @ dequantise_weight(Weight(TAG[w.dtype], w, w_scale)).T
+    out.copy_(summed(y, slots, weights, hidden) + product)
 
 
 class DeepGemm:
-    """The one product of the library that is used, with what its source demands of the operands
+    """The two products of the library that are used, with what its source demands of the operands
     (csrc/apis/gemm.hpp, csrc/utils/layout.hpp of version 2.5.0), in float32."""
 
     tile = 128
+    sms = 132
+
+    def get_num_sms(self):
+        return self.sms
+
+    def set_num_sms(self, sms):
+        assert 0 < sms <= 132 and sms % 2 == 0
+        self.sms = sms
+
+    def fp8_gemm_nt(self, a, b, d):
+        (codes, scales), (weight, weight_scales) = a, b
+        (m, k), (n, _) = codes.shape, weight.shape
+        assert codes.dtype == weight.dtype == torch.float8_e4m3fn and d.dtype == torch.bfloat16
+        assert codes.is_contiguous() and weight.is_contiguous() and d.shape == (m, n)
+        assert scales.shape == (m, k // 128) and weight_scales.shape == (n // 128, k // 128)
+        assert scales.dtype == weight_scales.dtype == torch.float32 and n % 8 == k % 128 == 0
+        rows = EncodedRows(Tag.E4M3FN, codes, scales).decode(torch.float32)
+        d.copy_(rows @ dequantise_weight(Weight(Tag.E4M3FN, weight, weight_scales)).T)
 
     def set_mk_alignment_for_contiguous_layout(self, tile):
         assert tile in (64, 128)
@@ -190,6 +226,7 @@ def install(monkeypatch):
             "gather_rows_kernel": Kernel(gather_rows),
             "silu_quantise_kernel": Kernel(silu_quantise),
             "sum_slots_kernel": Kernel(sum_slots),
+            "sum_slots_shared_kernel": Kernel(sum_slots_shared),
         },
     }
     for name, members in modules.items():

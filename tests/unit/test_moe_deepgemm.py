@@ -12,11 +12,13 @@ import fake_kernels  # noqa: E402
 from afd.errors import ConfigError  # noqa: E402
 from afd.wire.layout import Tag  # noqa: E402
 from afd.wire.rows_torch import EncodedRows  # noqa: E402
+from ffn_worker.load import SlotLoad  # noqa: E402
 from ffn_worker.moe import choose_backend, crossover, deep_gemm  # noqa: E402
 from ffn_worker.moe.crossover import Race, file_of, least_pairs, write_least_pairs  # noqa: E402
 from ffn_worker.moe.deep_gemm import (  # noqa: E402
     DeepGemmBackend,
     HopperBackend,
+    beside,
     expected_rows,
     tile_rows,
 )
@@ -83,18 +85,28 @@ def test_no_rows(held):
     assert prepared(DeepGemmBackend, held).forward(0, x, ids, scale).shape == (0, HIDDEN)
 
 
-def test_a_narrower_shared_expert_joins(held):
+@pytest.mark.parametrize(
+    ("kind", "narrow"), [(DeepGemmBackend, 80), (DeepGemmBackend, 384), (HopperBackend, 80)]
+)
+def test_a_shared_expert_is_computed_beside(held, kind, narrow):
+    """Narrower than a routed expert or wider; 2 of 6 experts here, 35 pairs each: DeepGEMM's."""
     x, ids, scale = batch(70)
     given = EncodedRows.of(x, Tag.E4M3FN)
-    gate_up = Weight.of((torch.randn(160, HIDDEN) / 16).bfloat16())
-    down = Weight.of((torch.randn(HIDDEN, 80) / 9).bfloat16())
-    backend = prepared(DeepGemmBackend, held, (2, 4))
+    gate_up = Weight.of((torch.randn(2 * narrow, HIDDEN) / 16).bfloat16())
+    down = Weight.of((torch.randn(HIDDEN, narrow) / narrow**0.5).bfloat16())
+    backend, load = prepared(kind, held, (2, 4)), SlotLoad(range(2), 2, torch.device("cpu"))
     assert backend.prepare_shared(0, gate_up, down)
-    got = backend.forward_encoded(0, given, ids, scale, torch.bfloat16)
-    wide = [fp8(w.codes)[None] for w in widened(gate_up, down, WIDTH)]
+    got = backend.forward_encoded(0, given, ids, scale, torch.bfloat16, load)
+    wide = [fp8(w.codes)[None] for w in widened(gate_up, down, -(-narrow // 128) * 128)]
     ones, zeros = torch.ones(70, 1), torch.zeros(70, 1, dtype=torch.int32)
     want = exact(held, (2, 4), given, ids, scale) + exact(wide, (0, 1), given, zeros, ones)
     close(got, want)
+    assert load.added_to([0, 1]) == (int((ids == 2).sum()), 1 + int((ids == 3).sum()))
+
+
+def test_a_shared_expert_wider_than_a_routed_one_is_not_for_triton(held):
+    down, gate_up = Weight.of(torch.zeros(HIDDEN, 384)), Weight.of(torch.zeros(768, HIDDEN))
+    assert not prepared(HopperBackend, held).prepare_shared(0, gate_up, down)
 
 
 def test_what_is_not_finite_makes_its_own_row_nan(held):
@@ -109,7 +121,7 @@ def test_who_computes_by_rows(monkeypatch, held, rows, who):
     """32 pairs per expert are 64 rows of 3 experts of 6."""
     backend, called = prepared(HopperBackend, held), []
     for name, kind in (("triton", TritonBackend), ("deep_gemm", DeepGemmBackend)):
-        monkeypatch.setattr(kind, "forward_encoded", lambda *_, name=name: called.append(name))
+        monkeypatch.setattr(kind, "_compute", lambda *_, name=name: called.append(name))
     x, ids, scale = batch(rows)
     backend.forward(0, x, ids, scale)
     assert called == [who]
@@ -117,9 +129,9 @@ def test_who_computes_by_rows(monkeypatch, held, rows, who):
 
 def test_tiles():
     assert [tile_rows(mean) for mean in (0.1, 64, 64.5, 4096)] == [64, 64, 128, 128]
-    # 24 experts of 128 pairs have about 1.5 tiles, 2,048 rows of the shared one 16: 2 a group.
-    assert expected_rows(24, 128, 2048, 128) == 256
-    assert expected_rows(24, 0.5, 0, 64) == 64 and expected_rows(6, 4096, 0, 128) == 32 * 128
+    assert expected_rows(128, 128) == 256  # an expert has about 1.5 tiles
+    assert expected_rows(0.5, 64) == 64 and expected_rows(4096, 128) == 32 * 128
+    assert [beside(sms) for sms in (132, 114, 78, 2)] == [98, 84, 58, 2]
 
 
 def test_the_crossover_costs_least():

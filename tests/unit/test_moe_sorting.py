@@ -59,15 +59,14 @@ def test_the_shared_experts_pairs_come_last():
     assert got.experts[: used // 2].tolist() == [0, 1, 2, 3, 3]
 
 
-@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("experts", [(0, 8), (2, 5)])
-def test_places_are_the_inverse(experts, shared):
+def test_places_are_the_inverse(experts):
     torch.manual_seed(3)
     ids = torch.randint(-1, 8, (21, 3)).int()
     ids[ids == 4] = 3  # nobody chose expert 4
-    order = sort_pairs(ids, *experts, 4, shared=shared)
-    placed = place_pairs(ids, *experts, 4, shared=shared)
-    pairs, entries = 21 * (3 + shared), order.pairs[: int(order.used)].tolist()
+    order = sort_pairs(ids, *experts, 4)
+    placed = place_pairs(ids, *experts, 4)
+    pairs, entries = 21 * 3, order.pairs[: int(order.used)].tolist()
     want = [entries.index(pair) if pair in entries else -1 for pair in range(pairs)]
     assert placed.slots.tolist() == want and placed.slots.dtype == torch.int32
     begin = 0

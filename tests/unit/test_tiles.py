@@ -11,8 +11,9 @@ torch = pytest.importorskip("torch")
 import fake_kernels  # noqa: E402
 
 from afd.errors import ConfigError  # noqa: E402
+from ffn_worker.bench import tune as tune_module  # noqa: E402
 from ffn_worker.bench.layers import problem  # noqa: E402
-from ffn_worker.bench.tune import AXES, Found, read_space, search, tune  # noqa: E402
+from ffn_worker.bench.tune import Bench, Cut, heights, read_space, search, tune  # noqa: E402
 from ffn_worker.moe import tiles  # noqa: E402
 from ffn_worker.moe.tiles import Bucket, LayerShape, Tile, Tiling  # noqa: E402
 
@@ -22,8 +23,9 @@ TILE = Tile(128, 128, 8, 8, 3)
 
 @pytest.mark.parametrize(
     ("rows", "scheme", "hip", "m"),
-    [(64, "plain", False, 16), (512, "plain", True, 32), (4096, "plain", False, 64),
-     (64, "fp8_block", False, 64), (64, "fp8_block", True, 16)],
+    [(64, "plain", False, 16), (512, "plain", True, 32), (1024, "plain", False, 64),
+     (4096, "plain", False, 128), (4096, "plain", True, 64), (64, "fp8_block", False, 64),
+     (64, "fp8_block", True, 16)],
 )  # fmt: skip
 def test_the_rule_has_no_more_rows_than_needed(rows, scheme, hip, m):
     shape = replace(SHAPE, scheme=scheme)
@@ -76,35 +78,52 @@ def test_every_shipped_file_fits_its_shape():
         assert tiles.read_buckets(file)
 
 
-def test_the_search_finds_the_best_of_independent_axes():
+def test_the_search_measures_each_launch_by_itself():
     space = read_space()
-    wanted = Tiling(128, Tile(64, 64, 1, 4, 5), Tile(256, 32, 16, 8, 2))
-    refused = replace(wanted, m=64)
+    assert all(tiles.problem(replace(SHAPE, shared=0), Tiling(c.m, c.tile, c.tile), ("down",)) is
+               None for c in space["fp8_block"])  # fmt: skip
+    cuts, asked = space["plain"], []
+    wanted = {"gate_up": cuts[7], "down": cuts[5]}
+    assert wanted["gate_up"].m == wanted["down"].m == 32
 
-    def evaluate(tiling):
-        if tiling == refused:
+    def evaluate(part, cut, limit):
+        asked.append((part, cut))
+        if cut.m == 16 and part == "down":
             return None
-        parts = (tiling, wanted), (tiling.gate_up, wanted.gate_up), (tiling.down, wanted.down)
-        wrong = sum(
-            vars(a)[name] != vars(b)[name] for a, b in parts for name in vars(a) if name.islower()
-        )
-        return 1.0 + wrong / 10
+        return 1.0 if cut == wanted[part] else 2.0 + 0.001 * cut.m
 
-    start = Tiling(64, TILE, TILE)
-    found = search(start, space, evaluate, time.monotonic() + 60)
-    assert found.tiling == wanted and found.seconds == 1.0
-    assert len(AXES) < found.tried < 120  # of some hundred thousand
-    none_left = search(start, space, evaluate, time.monotonic() - 1)
-    assert none_left == Found(start, evaluate(start), 1)
-    assert search(refused, space, evaluate, time.monotonic() - 1) is None
-    assert search(refused, space, evaluate, time.monotonic() + 60).tiling == wanted
+    found = search(cuts, evaluate, time.monotonic() + 60)
+    assert found[0] == (2.0, Tiling(32, wanted["gate_up"].tile, wanted["down"].tile))
+    assert [tiling.m for _, tiling in found] == [32, 64, 128]
+    assert len(asked) == len(set(asked)) == 2 * len(cuts)
+    asked.clear()
+    search(cuts, evaluate, time.monotonic() - 1)
+    # The time is over: one of each height and launch, and what could not be measured again.
+    assert len(asked) == 4 + 3 + sum(cut.m == 16 for cut in cuts)
+
+
+def test_heights_that_are_worth_trying():
+    shape = LayerShape(2048, 768, 128, 128, 8, "plain")
+    assert [[m for m in (16, 32, 64, 128) if m in heights(shape, rows)]
+            for rows in (64, 512, 2048, 8192)] == [
+        [16, 32, 64], [16, 32, 64, 128], [32, 64, 128], [64, 128],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"fields": ["m"], "plain": []}'])
+def test_a_file_that_is_no_space_is_refused(tmp_path, text):
+    file = tmp_path / "space.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match="is no search space"):
+        read_space(file)
 
 
 def test_what_is_wrong_or_refused_does_not_count(monkeypatch, caplog):
     """The whole tuner on stand-ins for the kernels; its clock likes what it must not take."""
     fake_kernels.install(monkeypatch)
-    space = {"m": (16, 32, 64), "n": (64, 128), "k": (64, 128), "group_m": (8,), "warps": (4, 8),
-             "stages": (2, 3)}  # fmt: skip
+    monkeypatch.setattr(Bench, "compile", lambda *_: None)  # needs Triton
+    cuts = [Cut(m, Tile(128, k, 8, warps, stages)) for m in (16, 32, 64)
+            for k, warps, stages in ((64, 8, 2), (128, 4, 3), (64, 4, 2), (128, 4, 2))]  # fmt: skip
     taken = {}
     gemm = fake_kernels.grouped_gemm
 
@@ -125,20 +144,24 @@ def test_what_is_wrong_or_refused_does_not_count(monkeypatch, caplog):
     monkeypatch.setattr(sys.modules["ffn_worker.kernels.moe"], "grouped_gemm_kernel", Kernel(gemm))
 
     def clock(call, _repetitions):
+        taken.clear()
         call()
-        first, second = taken[True], taken[False]
-        return 1e-6 * (
-            100 - first["BM"] / 16 + first["BK"] / 64 + second["BK"] / 64 + 9 * first["num_stages"]
-        ) - 1e-5 * (first["num_warps"] == 4)
+        return 1e-6 * sum(
+            100 - one["BM"] / 16 + one["BK"] / 64 + 9 * one["num_stages"]
+            - 10 * (one["num_warps"] == 4)
+            for one in taken.values()
+        )  # fmt: skip
 
     shape = LayerShape(128, 128, 2, 4, 1, "plain", shared=80)
     with problem(shape, torch.device("cpu"), cache_bytes=0) as given:
-        named, buckets = tune(given, (4, 2), space, clock, hip=True, seconds=60)
+        monkeypatch.setattr(tune_module, "default_tiling", lambda *_: Tiling(16, TILE, TILE))
+        named, buckets = tune(given, (9, 6), {"plain": cuts}, clock, hip=True, seconds=60)
     assert named.name == "h128-w128-e2of4-k1-plain-s128"
-    assert [bucket.rows for bucket in buckets] == [2, 4]
+    assert [bucket.rows for bucket in buckets] == [6, 9]
     for bucket in buckets:
         best = bucket.tiling
         assert best.gate_up.k == 128, "a wrong result is no result"
         assert best == Tiling(64, Tile(128, 128, 8, 4, 2), best.down) and best.down.k == 64
-        assert bucket.us == pytest.approx(100 - 4 + 2 + 1 + 18 - 10)
+        assert bucket.us == pytest.approx(2 * (100 - 4 + 18 - 10) + 2 + 1)
+        assert bucket.default_us == pytest.approx(2 * (100 - 1 + 2 + 27))
     assert "left out" in caplog.text
