@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -40,7 +40,7 @@ from afd.bench.gpu.targets import (
     share,
     vllm_args,
 )
-from afd.bench.servers import Server, await_health, server_process
+from afd.bench.servers import Server, await_health, server_process, tail
 from afd.errors import AfdError, ConfigError
 from afd.launch.ports import check_free, free_ports
 from afd.topology import visible_gpus
@@ -50,6 +50,7 @@ _PLUGIN = "afd_plugin_checkout"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _MEETING = 6269  # the recipe's port: none that a system gives to anybody else
 _SETTLE_S = 0.3
+_POLL_S = 0.25
 _STOP_S = 3.0  # its FFN ranks do not end while they wait for work
 
 
@@ -292,21 +293,24 @@ def peer(
             own = {**environment, _VISIBLE: ",".join(allowed[first : first + gpus])}
             side = server_process(argv, own, log, stop_s=_STOP_S)
             started[role] = (stack.enter_context(side), port, log)
-        with ThreadPoolExecutor(2) as pool:
-            jobs = [
-                pool.submit(await_health, p, f"http://127.0.0.1:{port}", log, deadline_s)
-                for p, port, log in started.values()
-            ]
+        leader, port, log = started["attention"]
+        url = f"http://127.0.0.1:{port}"
+        ffn, _, ffn_log = started["ffn"]
+        with ThreadPoolExecutor(1) as pool:
+            # Its FFN side never answers: the engine there does nothing but the connector's loop.
+            up = pool.submit(await_health, leader, url, log, deadline_s)
             try:
-                for job in as_completed(jobs):
-                    job.result()
+                while not up.done():
+                    if ffn.poll() is not None:
+                        raise AfdError(f"its FFN side ended:\n{tail(ffn_log)}")
+                    wait([up], _POLL_S)
+                up.result()
             except AfdError:
-                for process, _, _ in started.values():
+                for process in (leader, ffn):
                     process.kill()  # one side waits for the other for minutes
                 raise
-        leader, port, log = started["attention"]
         ranks = recipe.dp if recipe.dp > 1 else 0
-        yield Server(f"http://127.0.0.1:{port}", "model", log, "", leader.pid, ranks)
+        yield Server(url, "model", log, "", leader.pid, ranks)
 
 
 def _environment(checkout: Path, folder: Path) -> dict[str, str]:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from afd.bench.gpu.common import Report, parser, report
@@ -55,6 +55,7 @@ def main(argv: Sequence[str]) -> int:
     made.add_argument("--pairs", type=int, choices=(1, 2), help="of GPUs; default: all there are")
     made.add_argument("--layers", type=int, help=f"of a step; default: {MODEL_LAYERS}")
     made.add_argument("--distinct", type=int, default=4, help="layers of weights, used in turn")
+    made.add_argument("--kv", default="fp8", choices=PAPER_TOKENS_PER_S, help="cache and attention")
     made.add_argument("--steps", type=int, help="that are timed; default: 500")
     made.add_argument(
         "--trace", type=Path, default=Path("logs/gpu/traces/step3.json"), metavar="FILE"
@@ -62,6 +63,7 @@ def main(argv: Sequence[str]) -> int:
     args = made.parse_args(argv)
     dry = args.device == "cpu"
     load, layers, steps = (TINY, 4, 20) if dry else (PAPER, MODEL_LAYERS, 500)
+    load = replace(load, kv_element=1 if args.kv == "fp8" else 2)
     layers, steps = args.layers or layers, args.steps or steps
     pairs = args.pairs or (1 if dry else min(2, len(gpu_names()) // 2))
     if pairs < 1 or (not dry and len(gpu_names()) < 2 * pairs):
@@ -165,19 +167,22 @@ def told(load: Load, r: Result, layers: int) -> str:
         f"stages: attention {f.attention_us:.1f} us (at peak rates {least.attention_us:.0f}), to"
         f" FFN {f.to_ffn_us:.1f}, FFN {f.ffn_us:.1f} (at peak rates {least.ffn_us:.0f}), back"
         f" {f.to_attention_us:.1f}; efficiency {f.efficiency:.3f}, clocks within {clocks:.1f} us\n"
-        f"implies {load.tokens_per_s_per_gpu(r.us):.0f} tokens/s/GPU on {load.gpus} GPUs (paper"
-        f" {PAPER_TOKENS_PER_S:g}), without collectives, inter-node wire, head and sampling"
+        f"implies {load.tokens_per_s_per_gpu(r.us):.0f} tokens/s/GPU on {load.gpus} GPUs, {load.kv}"
+        f" cache (paper {PAPER_TOKENS_PER_S[load.kv]:g}), without collectives, inter-node wire,"
+        " head and sampling"
     )
 
 
 def _record(load: Load, r: Result, layers: int, pairs: int, out: Report) -> None:
     case = f"step-3 2A2F load, {pairs} + {pairs} GPUs, {layers} layers, depth {load.depth}"
+    case += "" if load.kv == "fp8" else f", {load.kv} cache"
     out.add(
         case, "us_per_layer_microbatch", r.us, "us", "Step-3 report, budget", PAPER_BUDGET_US,
         more_is_better=False,
     )  # fmt: skip
     rate = load.tokens_per_s_per_gpu(r.us)
-    out.add(case, "tokens_per_s_per_gpu", rate, "tokens/s/GPU", "Step-3 report", PAPER_TOKENS_PER_S)
+    paper = PAPER_TOKENS_PER_S[load.kv]
+    out.add(case, "tokens_per_s_per_gpu", rate, "tokens/s/GPU", "Step-3 report", paper)
     out.add(case, "efficiency", r.found.efficiency, "fraction of the step", "aim", 0.97)
     out.add(case, "step_p99_over_p50", r.jitter, "x", "aim", 1.02, more_is_better=False)
     least = floor(load, load_accelerator("h200"))

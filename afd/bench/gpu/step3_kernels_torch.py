@@ -88,7 +88,7 @@ class TorchAttention:
 
 
 class CudaAttention:
-    """FP8 throughout. Imports fail without vLLM's CUDA build."""
+    """FP8, the attention core as the cache. Imports fail without vLLM's CUDA build."""
 
     def __init__(self, load: Load, distinct: int, device: torch.device) -> None:
         from vllm import _custom_ops
@@ -109,8 +109,9 @@ class CudaAttention:
         self._residual = self._bf16(load.depth, load.rows, hidden)
         pages = -(-load.context // _PAGE)
         shape = (load.rows * pages, _PAGE, 1, load.head_dim)
+        kind = _FP8 if load.kv_element == 1 else torch.bfloat16
         self._cache = [
-            [tuple(self._bf16(*shape).to(_FP8) for _ in range(2)) for _ in range(load.depth)]
+            [tuple(self._bf16(*shape).to(kind) for _ in range(2)) for _ in range(load.depth)]
             for _ in range(distinct)
         ]
         order = torch.randperm(load.rows * pages, device=device).int()
@@ -121,7 +122,9 @@ class CudaAttention:
         self._lengths = torch.full((load.rows,), load.context, dtype=torch.int32, device=device)
         self._starts = torch.arange(load.rows + 1, dtype=torch.int32, device=device)
         self._one = torch.ones(1, device=device)
-        self._ones = torch.ones(load.rows, 1, device=device)
+        ones = torch.ones(load.rows, 1, device=device)
+        scaled = ("q_descale", "k_descale", "v_descale") if load.kv_element == 1 else ()
+        self._scales = dict.fromkeys(scaled, ones)
         self._rope = self._rope_table()
 
     def attend(self, layer: int, micro_batch: int, hidden: torch.Tensor) -> Rows:
@@ -142,9 +145,16 @@ class CudaAttention:
         codes, scale = ops.scaled_fp8_quant(out, use_per_token_if_dynamic=True)
         x = self._product(codes, scale, self._out[n])
         ops.fused_add_rms_norm(x, residual, self._norm, _EPS)
-        ids, weights = _route(x, self._gate[n], load.top_k)
+        ids, weights = self._route(x, self._gate[n])
         codes, scales = self._quantise(x)
         return Rows(codes, scales, ids, weights)
+
+    def _route(self, hidden: torch.Tensor, gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        shape, device = (len(hidden), self._load.top_k), self._device
+        weights = torch.empty(shape, device=device)
+        ids, pairs = (torch.empty(shape, dtype=torch.int32, device=device) for _ in range(2))
+        self._ops.topk_softmax(weights, ids, pairs, F.linear(hidden, gate))
+        return ids, weights
 
     def _core(
         self, n: int, micro_batch: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -152,14 +162,16 @@ class CudaAttention:
         """Attention over the cache: bfloat16 [rows, heads * head_dim]."""
         load = self._load
         keys, values = self._cache[n][micro_batch]
-        self._ops.reshape_and_cache_flash(
-            k.unsqueeze(1), v.unsqueeze(1), keys.view(torch.uint8), values.view(torch.uint8),
-            self._slots, "fp8", self._one, self._one,
-        )  # fmt: skip
-        q8, _ = self._ops.scaled_fp8_quant(q, self._one)
+        kind, stored = "auto", (keys, values)
         out = torch.empty_like(q).view(load.rows, load.heads, load.head_dim)
+        if load.kv_element == 1:
+            kind, stored = "fp8", (keys.view(torch.uint8), values.view(torch.uint8))
+            q, _ = self._ops.scaled_fp8_quant(q, self._one)
+        self._ops.reshape_and_cache_flash(
+            k.unsqueeze(1), v.unsqueeze(1), *stored, self._slots, kind, self._one, self._one
+        )
         self._flash(
-            q8.view(out.shape),
+            q.view(out.shape),
             keys,
             values,
             max_seqlen_q=1,
@@ -170,9 +182,7 @@ class CudaAttention:
             causal=True,
             out=out,
             fa_version=3,
-            q_descale=self._ones,
-            k_descale=self._ones,
-            v_descale=self._ones,
+            **self._scales,
         )
         return out.flatten(1)
 

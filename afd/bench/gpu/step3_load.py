@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from afd.planner.facts.hardware import Accelerator
 
-PAPER_TOKENS_PER_S = 4039.0
-"""Per GPU, 2A2F with FP8 attention: table 8."""
+PAPER_TOKENS_PER_S = {"fp8": 4039.0, "bf16": 3321.0}
+"""Per GPU by the format of attention: 2A2F, and 3A2F with about the same batch; table 8."""
 PAPER_BUDGET_US = 272.0
 """Per layer and micro-batch: 50 ms over 61 layers and 3 micro-batches."""
 AIM_US = 200.0
@@ -24,7 +24,8 @@ class Load:
     rows, context: of an attention GPU. ffn_rows: of an FFN GPU, those of all attention GPUs.
     width, shared_width: of an expert and of the shared one, on one FFN GPU. held: experts of an
     FFN instance. attention_instances, ffn_instances: how many messages of ``rows`` rows an FFN GPU
-    gets, and an attention GPU. gpus: of the deployment that one pair stands for.
+    gets, and an attention GPU. gpus: of the deployment that one pair stands for. kv_element: bytes
+    of a number in the cache, 1 for FP8, 2 for bfloat16; attention is computed in the same.
     """
 
     rows: int = 128
@@ -43,6 +44,12 @@ class Load:
     attention_instances: int = 2
     ffn_instances: int = 2
     gpus: int = 32
+    kv_element: int = 1
+
+    @property
+    def kv(self) -> str:
+        """Format of the cache."""
+        return "fp8" if self.kv_element == 1 else "bf16"
 
     @property
     def attention_weights(self) -> int:
@@ -52,8 +59,8 @@ class Load:
 
     @property
     def kv_bytes(self) -> int:
-        """Keys and values of one micro-batch in one layer, FP8: one head."""
-        return self.rows * self.context * 2 * self.head_dim
+        """Keys and values of one micro-batch in one layer: one head."""
+        return self.rows * self.context * 2 * self.head_dim * self.kv_element
 
     @property
     def expert_weights(self) -> int:
@@ -105,12 +112,13 @@ class Floor:
 
 def floor(load: Load, accelerator: Accelerator) -> Floor:
     """Memory or arithmetic, whichever takes longer, for projections and core and for the experts;
-    FP8."""
+    FP8, but for a core on a cache of bfloat16."""
     rate, bandwidth = accelerator.math_flops("fp8"), accelerator.memory_bandwidth
+    core_rate = accelerator.math_flops("fp8" if load.kv_element == 1 else "bfloat16")
     core_flops = 4.0 * load.rows * load.heads * load.context * load.head_dim
     projections = max(
         2.0 * load.rows * load.attention_weights / rate, load.attention_weights / bandwidth
     )
-    core = max(core_flops / rate, load.kv_bytes / bandwidth)
+    core = max(core_flops / core_rate, load.kv_bytes / bandwidth)
     experts = max(load.expert_flops / rate, load.expert_weights / bandwidth)
     return Floor(1e6 * (projections + core), 1e6 * experts)
