@@ -41,12 +41,14 @@ _TOGETHER = 1.1
 
 @dataclass(frozen=True)
 class Totals:
-    """vLLM's counters, of a whole deployment at one moment (ns): running requests, generated
-    tokens."""
+    """Counters of a whole deployment at one moment (ns): vLLM's running requests and generated
+    tokens, our steps replayed as graphs and their seconds on the device, of all roles."""
 
     moment_ns: int
     running: float
     generated: float
+    replayed: float = 0.0
+    replayed_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -267,6 +269,8 @@ def totals(exposition: str, moment_ns: int) -> Totals:
         moment_ns,
         sums.get("vllm:num_requests_running", 0.0),
         sums.get("vllm:generation_tokens_total", 0.0),
+        sums.get("afd_graph_steps_total", 0.0),
+        sums.get("afd_graph_step_seconds_total", 0.0),
     )
 
 

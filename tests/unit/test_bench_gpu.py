@@ -175,6 +175,8 @@ def totals(moment_s, running, generated):
 
 def test_a_window_counts_only_where_all_requests_ran():
     assert rate(totals(1.0, 4, 100), totals(3.0, 4, 300), 4) == Steady(100.0, 0.04, 2.0)
+    first, last = Totals(0, 4, 0.0, 10.0, 1.0), Totals(10**9, 4, 8.0, 14.0, 1.2)
+    assert rate(first, last, 4).device_s == pytest.approx(0.05)
     with pytest.raises(AfdError, match="3 of 4 requests were left"):
         rate(totals(1.0, 4, 100), totals(3.0, 3, 300), 4)
     with pytest.raises(AfdError, match="no token"):

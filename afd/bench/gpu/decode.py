@@ -50,7 +50,8 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement. depth: 0 for colocated vLLM. tpot_s: of the slice."""
+    """One measurement. depth: 0 for colocated vLLM. tpot_s: of the slice. device_s: of a step of
+    ours on the device; the rest of tpot_s is what its host needs between steps."""
 
     target: Target
     depth: int
@@ -58,6 +59,7 @@ class Cell:
     context: int
     tpot_s: float
     predicted: Prediction
+    device_s: float = 0.0
 
     @property
     def per_gpu(self) -> float:
@@ -216,7 +218,7 @@ def _of_server(
             print(f"{target.label} batch {load.requests}: FAILED: {err}", flush=True)
             continue
         said = predict(target, depth or 1, load.requests, load.prompt, model, accelerator)
-        yield Cell(target, depth, load.requests, load.prompt, found.tpot_s, said)
+        yield Cell(target, depth, load.requests, load.prompt, found.tpot_s, said, found.device_s)
 
 
 def kv_bytes(target: Target, requests: int, length: int, model: ModelSpec) -> float:
@@ -242,9 +244,10 @@ def best(
 
 def _tell(cell: Cell, plan: Plan) -> None:
     said = cell.predicted
+    device = f", {cell.device_s * 1e3:.2f} on the device" if cell.device_s else ""
     print(
         f"{cell.name} batch {cell.requests} context {cell.context}: {cell.per_gpu:.0f} tokens/s/GPU"
-        f", step {cell.tpot_s * 1e3:.2f} ms (whole {cell.whole_s(plan.stretch) * 1e3:.1f} ms);"
+        f", step {cell.tpot_s * 1e3:.2f} ms{device} (whole {cell.whole_s(plan.stretch) * 1e3:.1f} ms);"
         f" predicted {said.tokens_per_s_per_gpu:.0f}, {said.tpot_s * 1e3:.2f} ms: {said.words}",
         flush=True,
     )
@@ -262,6 +265,11 @@ def _record(cell: Cell, cells: Sequence[Cell], model: str, out: Report) -> None:
         if isinstance(ours.target, Afd):
             case = f"{model} {ours.name} batch {ours.requests} context {ours.context}"
             out.add(case, "tokens_per_s_per_gpu", ours.per_gpu, "tokens/s/GPU", PEER, peer.per_gpu)
+            if ours.device_s:
+                out.add(
+                    case, "device_step_ms", 1e3 * ours.device_s, "ms", "time per token",
+                    1e3 * ours.tpot_s, more_is_better=False,
+                )  # fmt: skip
 
 
 def table(cells: Sequence[Cell], plan: Plan) -> str:

@@ -49,11 +49,13 @@ class Load:
 
 @dataclass(frozen=True)
 class Steady:
-    """One window: output tokens per second of all requests, and seconds per token of each."""
+    """One window: output tokens per second of all requests, and seconds per token of each.
+    device_s: of a step on the device, where ours replayed graphs; else 0."""
 
     tokens_per_s: float
     tpot_s: float
     seconds: float
+    device_s: float = 0.0
 
 
 def steady(server: Server, load: Load, window_s: float) -> Steady:
@@ -84,7 +86,9 @@ def rate(first: Totals, last: Totals, requests: int) -> Steady:
     tokens = last.generated - first.generated
     if tokens <= 0:
         raise AfdError("no token came inside the window; raise --window")
-    return Steady(tokens / seconds, requests * seconds / tokens, seconds)
+    steps = last.replayed - first.replayed
+    device_s = (last.replayed_s - first.replayed_s) / steps if steps else 0.0
+    return Steady(tokens / seconds, requests * seconds / tokens, seconds, device_s)
 
 
 @contextlib.asynccontextmanager
