@@ -66,8 +66,8 @@ def expected_rows(mean: float, tile: int) -> int:
 
 def beside(sms: int) -> int:
     """Of the device's multiprocessors, how many compute the shared expert's first product while the
-    others sort and gather: three quarters, and an even number, as the library wants it."""
-    return max(2, sms * 3 // 8 * 2)
+    others sort and gather: half of them, and an even number, as the library wants it."""
+    return max(2, sms // 4 * 2)
 
 
 @cache

@@ -32,7 +32,7 @@ def chunking(pairs: int) -> tuple[int, int]:
     """(pairs, warps) of a step in which the kernels walk through a batch: one step up to 4,096
     pairs, because steps wait for each other and more warps do not."""
     chunk = min(max(1 << (pairs - 1).bit_length(), 1024), 4096)
-    return chunk, chunk // 512 if chunk > 1024 else 4
+    return chunk, chunk // 256 if chunk > 1024 else 4
 
 
 class _Counted(NamedTuple):

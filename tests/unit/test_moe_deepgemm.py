@@ -131,7 +131,7 @@ def test_tiles():
     assert [tile_rows(mean) for mean in (0.1, 64, 64.5, 4096)] == [64, 64, 128, 128]
     assert expected_rows(128, 128) == 256  # an expert has about 1.5 tiles
     assert expected_rows(0.5, 64) == 64 and expected_rows(4096, 128) == 32 * 128
-    assert [beside(sms) for sms in (132, 114, 78, 2)] == [98, 84, 58, 2]
+    assert [beside(sms) for sms in (132, 114, 78, 2)] == [66, 56, 38, 2]
 
 
 def test_the_crossover_costs_least():

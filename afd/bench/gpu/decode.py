@@ -247,8 +247,9 @@ def _tell(cell: Cell, plan: Plan) -> None:
     device = f", {cell.device_s * 1e3:.2f} on the device" if cell.device_s else ""
     print(
         f"{cell.name} batch {cell.requests} context {cell.context}: {cell.per_gpu:.0f} tokens/s/GPU"
-        f", step {cell.tpot_s * 1e3:.2f} ms{device} (whole {cell.whole_s(plan.stretch) * 1e3:.1f} ms);"
-        f" predicted {said.tokens_per_s_per_gpu:.0f}, {said.tpot_s * 1e3:.2f} ms: {said.words}",
+        f", step {cell.tpot_s * 1e3:.2f} ms{device} (whole"
+        f" {cell.whole_s(plan.stretch) * 1e3:.1f} ms); predicted {said.tokens_per_s_per_gpu:.0f},"
+        f" {said.tpot_s * 1e3:.2f} ms: {said.words}",
         flush=True,
     )
 

@@ -177,7 +177,8 @@ def _rate(name: str, server: Server, load: Load, window_s: float) -> Steady | No
         return None
     print(
         f"{name} batch {load.requests} context {load.prompt}: {found.tokens_per_s:.0f} tokens/s,"
-        f" {found.tpot_s * 1e3:.2f} ms per token",
+        f" {found.tpot_s * 1e3:.2f} ms per token"
+        + (f", {found.device_s * 1e3:.2f} of it on the device" if found.device_s else ""),
         flush=True,
     )
     return found
