@@ -109,6 +109,8 @@ def test_weights_look_like_weights(tmp_path):
 
 def test_targets_by_name():
     assert parse("2A2F", "fp8") == Afd(2, 2, "fp8")
+    ranks = parse("1A1F-tp2")
+    assert ranks == Afd(1, 1, tp=2) and (ranks.gpus, ranks.label) == (3, "1A1F-tp2 exact")
     assert (parse("TP4"), parse("DP4+EP"), parse("TP2xDP2")) == (
         Colocated(4),
         Colocated(1, 4),

@@ -50,7 +50,7 @@ def _disaggregated(
 ) -> Prediction:
     shape = AfdShape(
         Pool(accelerator, target.attention, 1),
-        Pool(accelerator, target.ffn, 1),
+        Pool(accelerator, target.ffn, target.tp, target.tp),
         depth,
         requests / depth,
         context,

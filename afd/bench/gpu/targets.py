@@ -28,8 +28,9 @@ FILLED = {
 
 @dataclass(frozen=True)
 class Afd:
-    """x attention and y FFN instances, one GPU each, or ``shared`` GPUs for all of them.
-    stage_every: see metrics.stage_every; lookahead: see pipeline.lookahead."""
+    """x attention and y FFN instances, one GPU each or ``tp`` GPUs per FFN instance, or ``shared``
+    GPUs for all of them. stage_every: see metrics.stage_every; lookahead: see pipeline.lookahead.
+    """
 
     attention: int
     ffn: int
@@ -38,10 +39,11 @@ class Afd:
     stage_every: int = 0
     lookahead: bool = False
     shared: int | None = None
+    tp: int = 1
 
     @property
     def gpus(self) -> int:
-        return self.attention + self.ffn
+        return self.attention + self.ffn * self.tp
 
     @property
     def replicas(self) -> int:
@@ -55,7 +57,7 @@ class Afd:
 
     @property
     def name(self) -> str:
-        return f"{self.attention}A{self.ffn}F"
+        return f"{self.attention}A{self.ffn}F" + (f"-tp{self.tp}" if self.tp > 1 else "")
 
     @property
     def label(self) -> str:
@@ -103,14 +105,15 @@ Target = Afd | Colocated
 
 
 def parse(text: str, wire: str = "exact") -> Target:
-    """``2A2F``, ``TP4``, ``DP4+EP`` or ``TP2xDP2``. Raises ConfigError for anything else."""
-    if found := re.fullmatch(r"([1-9])A([1-9])F", text):
-        return Afd(int(found[1]), int(found[2]), wire)
+    """``2A2F``, ``1A1F-tp2`` (two GPUs per FFN instance), ``TP4``, ``DP4+EP`` or ``TP2xDP2``.
+    Raises ConfigError for anything else."""
+    if found := re.fullmatch(r"([1-9])A([1-9])F(?:-tp([1-8]))?", text):
+        return Afd(int(found[1]), int(found[2]), wire, tp=int(found[3] or 1))
     if found := re.fullmatch(r"TP([1-8])(?:xDP([1-8]))?", text):
         return Colocated(int(found[1]), int(found[2] or 1))
     if found := re.fullmatch(r"DP([1-8])\+EP", text):
         return Colocated(1, int(found[1]))
-    raise ConfigError(f"{text!r} is no target; write 2A2F, TP4, DP4+EP or TP2xDP2")
+    raise ConfigError(f"{text!r} is no target; write 2A2F, 1A1F-tp2, TP4, DP4+EP or TP2xDP2")
 
 
 def best_for(gpus: int, wire: str = "exact") -> list[Target]:
@@ -191,7 +194,12 @@ def deployment(
             "vllm_args": list(args),
         },
         # A profiler that starts, or a kernel that is compiled, is no reason to drop an instance.
-        "ffn": {"instances": target.ffn, "device": device, "late_ms": 20_000.0},
+        "ffn": {
+            "instances": target.ffn,
+            "tp": target.tp,
+            "device": device,
+            "late_ms": 20_000.0,
+        },
         "pipeline": {
             "depth": depth,
             "min_rows": 1,
