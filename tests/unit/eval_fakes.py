@@ -82,6 +82,7 @@ class FakeServer(Server):
 def served(model: Model) -> Iterator[FakeServer]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # the body waits for the head's acknowledgement, 40 ms
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
