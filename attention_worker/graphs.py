@@ -6,6 +6,7 @@ of the key, the FFN instances are told of a step before it is replayed, and a st
 is run again when the peer is back.
 """
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -50,6 +51,8 @@ class Running:
     ) -> None:
         self._statuses = statuses
         self._judge = judge
+        # vLLM asks for a step's tokens in a thread of its own while the engine begins the next one.
+        self._lock = threading.Lock()
 
     def settle(self) -> None:
         """Wait until it is through; what it computed may be used then, and only then.
@@ -58,8 +61,10 @@ class Running:
             DeadlineExceeded, PeerLost: it failed. Its inputs are overwritten by now, so it cannot
                 be run again, and the engine has to end.
         """
-        self._judge(self._statuses.result())
-        self._judge = _accept
+        statuses = self._statuses.result()
+        with self._lock:
+            self._judge(statuses)
+            self._judge = _accept
 
 
 def _accept(statuses: Sequence[Status]) -> None:

@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -259,6 +260,8 @@ def test_the_best_cell_keeps_to_the_time_per_token_of_the_whole_model():
     assert best(cells, 1024, 0.1, 4.0, ours=False) is cells[2]  # 4 * 26 ms is over 100 ms
     with_rest = Cell(Afd(1, 1), 1, 1, 1, 0.01, Prediction(0.0, 0.004, 1, ""))
     assert with_rest.whole_s(3) == pytest.approx(0.022)
+    hosted = replace(with_rest, device_s=0.007)  # 3 ms of the host, once per step
+    assert hosted.whole_s(3) == pytest.approx(0.004 + 3 * 0.003 + 0.003)
     text = table(cells, PLAN)
     assert "| 1024 | 50 ms | 2A2F exact depth 3 batch 64 | 1600 |" in text
     assert f"{1600 / (64 / 0.009 / 4):.2f}" in text

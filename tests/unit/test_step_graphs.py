@@ -2,7 +2,8 @@
 
 import itertools
 import threading
-from concurrent.futures import ThreadPoolExecutor
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -244,3 +245,19 @@ def test_with_lookahead_a_good_step_gives_its_tokens(ahead):
     ahead.step()
     tokens = SimpleNamespace(get_output=lambda: "tokens")
     assert gpu.SettledOutput(ahead.step.running, tokens).get_output() == "tokens"
+
+
+def test_two_threads_that_settle_a_step_judge_it_once():
+    judged, statuses = [], Future()
+
+    def judge(found):
+        time.sleep(0.02)  # the other one comes meanwhile
+        judged.append(found)
+
+    running = graphs.Running(statuses, judge)
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(running.settle) for _ in range(2)]
+        statuses.set_result([OK])
+        for one in both:
+            one.result(5)
+    assert judged == [[OK]]

@@ -67,9 +67,11 @@ class Cell:
         return self.requests / self.tpot_s / self.target.gpus
 
     def whole_s(self, stretch: float) -> float:
-        """Estimated time per token of a model of ``stretch`` times the layers."""
-        rest = min(self.predicted.rest_s, self.tpot_s)
-        return rest + (self.tpot_s - rest) * stretch
+        """Estimated time per token of a model of ``stretch`` times the layers. What the host adds
+        to a step of ours does not grow with them; of vLLM's it is not known."""
+        device = min(self.device_s or self.tpot_s, self.tpot_s)
+        rest = min(self.predicted.rest_s, device)
+        return rest + (device - rest) * stretch + (self.tpot_s - device)
 
     @property
     def name(self) -> str:
