@@ -5,8 +5,10 @@
 set -eu
 source_dir=$(cd "$(dirname "$0")/.." && pwd)
 runs=${1:-1000000}
-build_dir=${2:-$source_dir/build/fuzz}
+build_dir=${2:-$source_dir/build/stress/address}
 clang=$(command -v clang++ || command -v clang++-19 || command -v clang++-14 || true)
+# gcc's objects are those of the stress programs (stress.sh), clang's are instrumented for libFuzzer
+build_dir=$build_dir${clang:+/clang}
 cmake -S "$source_dir" -B "$build_dir" ${clang:+-DCMAKE_CXX_COMPILER="$clang"} -DAFD_PYTHON=OFF \
   -DAFD_FUZZ=ON -DAFD_SANITIZE=address -DCMAKE_BUILD_TYPE=RelWithDebInfo >/dev/null
 cmake --build "$build_dir" --target fuzz >/dev/null

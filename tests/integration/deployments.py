@@ -4,7 +4,8 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
-from helpers import HEALTH_S, Running, environment, shared_memory, wait_until
+from helpers import HEALTH_S, Running, environment, wait_until
+from leftovers import shared_memory
 
 from afd.bench.servers import disaggregated
 

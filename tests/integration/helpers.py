@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import psutil
+from leftovers import shared_memory
 from prometheus_client.parser import text_string_to_metric_families
 
 from afd.bench.servers import Server
@@ -160,23 +161,6 @@ def processes_of(folder: Path) -> dict[int, str]:
                 command = Path(f"/proc/{pid}/cmdline").read_bytes()
                 found[pid] = command.replace(b"\0", b" ").decode()[:160]
     return found
-
-
-def shared_memory() -> frozenset[str]:
-    """Names in /dev/shm that no live process maps: what a dead one left there.
-
-    Told by inode, because a semaphore is mapped under another name than the one it gets.
-    """
-    files = {}
-    for path in Path("/dev/shm").iterdir():
-        with contextlib.suppress(OSError):
-            files[str(path.stat().st_ino)] = path.name
-    for pid in psutil.pids() if files else ():
-        with contextlib.suppress(OSError):
-            for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
-                if "/dev/shm/" in line:
-                    files.pop(line.split()[4], None)
-    return frozenset(files.values())
 
 
 def answers(url: str) -> bool:

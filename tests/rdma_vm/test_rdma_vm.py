@@ -17,7 +17,7 @@ import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-GUEST_S = 240
+GUEST_S = 360
 CAUGHT = 7
 """Exit status of the stress program when a payload check failed (verbs_stress.cc)."""
 

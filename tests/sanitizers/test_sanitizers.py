@@ -20,11 +20,16 @@ def run(*command: str) -> str:
     return done.stdout
 
 
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("build")
+
+
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
-def test_stress(sanitizer: str, tmp_path: Path) -> None:
-    out = run(str(COMM / "tests" / "stress.sh"), "5", str(tmp_path), sanitizer)
+def test_stress(sanitizer: str, build: Path) -> None:
+    out = run(str(COMM / "tests" / "stress.sh"), "5", str(build), sanitizer)
     assert "close in use ok" in out
 
 
-def test_fuzz(tmp_path: Path) -> None:
-    run(str(COMM / "tests" / "fuzz.sh"), "50000", str(tmp_path))
+def test_fuzz(build: Path) -> None:
+    run(str(COMM / "tests" / "fuzz.sh"), "50000", str(build / "address"))

@@ -82,6 +82,7 @@ class FakeServer(Server):
 def served(model: Model) -> Iterator[FakeServer]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # the body waits for the head's acknowledgement, 40 ms
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -101,8 +102,11 @@ def served(model: Model) -> Iterator[FakeServer]:
         def log_message(self, *_: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
+    class Listener(ThreadingHTTPServer):
+        daemon_threads = True
+        request_queue_size = 64  # of 5, what comes at once beyond is tried again after a second
+
+    server = Listener(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:

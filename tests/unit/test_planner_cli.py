@@ -118,5 +118,5 @@ def test_the_examples_of_the_page_are_what_it_prints(capsys):
 def test_every_known_model_is_planned_in_time(name, capsys):
     began = time.process_time()
     assert plan(name, "--accelerators", "h200", "--gpus", "64") == 0
-    assert time.process_time() - began < 2.0
+    assert time.process_time() - began < 4.0  # 1.1 at most alone; twice that beside others
     assert "isaggregate" in capsys.readouterr().out
