@@ -93,8 +93,8 @@ class VerbsReceiver final : public Receiver {
       poll(fds.data(), fds.size(), connections_.empty() ? -1 : kLookMs);
       uint64_t count = 0;
       if (fds[0].revents != 0) static_cast<void>(!read(wake_.get(), &count, sizeof count));
-      // Backwards: serving one may drop it, or others behind it.
-      for (std::size_t i = fds.size(); i-- > 2;)
+      // In the order in which they came: of two that claim the same slots the newer one has them.
+      for (std::size_t i = 2; i < fds.size(); ++i)
         if (fds[i].revents != 0) serve(fds[i].fd);
       drop_if([](VerbsConnection& c) { return c.needs_drop(); });
       const uint64_t now = now_ns();
