@@ -126,7 +126,7 @@ def variants(args: argparse.Namespace) -> list[Target]:
             target = parse(name, wire)
             if not isinstance(target, Afd):
                 raise ConfigError(f"{name} is no topology; name deployments such as 2A2F")
-            if args.shared_gpus and target.gpus > gpus:
+            if args.shared_gpus and 0 < gpus < target.gpus:
                 target = replace(target, shared=gpus)
             found.append(target)
             if wire == "exact" and args.device != "cpu":
