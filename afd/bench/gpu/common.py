@@ -104,6 +104,13 @@ def add_model(made: argparse.ArgumentParser, default: str) -> None:
     made.add_argument("--vllm-args", nargs="*", default=[], help="for every vLLM, ours and theirs")
 
 
+def add_peers(made: argparse.ArgumentParser) -> None:
+    made.add_argument(
+        "--peers", default="compiled", choices=("compiled", "graphs"),
+        help="how vLLM runs: as it comes, or without torch.compile, which starts sooner",
+    )  # fmt: skip
+
+
 def model_of(args: argparse.Namespace) -> tuple[Slice, Path]:
     """The slice that was asked for, and its checkpoint, made if missing."""
     piece = find(args.model, args.layers)

@@ -17,6 +17,7 @@ from afd.bench.gpu.common import (
     Budget,
     Report,
     add_model,
+    add_peers,
     case_of,
     model_of,
     parser,
@@ -134,10 +135,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--lookahead", nargs="?", const="on", default="off", choices=("off", "on", "both"),
         help="pipeline.lookahead of our deployments; both: each with and without it",
     )  # fmt: skip
-    made.add_argument(
-        "--peers", default="compiled", choices=("compiled", "graphs"),
-        help="how vLLM runs: as it comes, or without torch.compile, which starts sooner",
-    )  # fmt: skip
+    add_peers(made)
     made.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 16_384])
     made.add_argument("--batches", type=int, nargs="+", default=[64, 128, 256, 512, 1024])
     made.add_argument("--depths", type=int, nargs="+", default=[3, 2, 1], choices=(1, 2, 3))

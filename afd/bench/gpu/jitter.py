@@ -16,6 +16,7 @@ from afd.bench.gpu.common import (
     Budget,
     Report,
     add_model,
+    add_peers,
     case_of,
     model_of,
     parser,
@@ -55,6 +56,7 @@ def main(argv: Sequence[str]) -> int:
     made.add_argument(
         "--lookahead", action="store_true", help="pipeline.lookahead of our deployments"
     )
+    add_peers(made)
     made.add_argument("--batch", type=int, default=64, help="requests at a time")
     made.add_argument("--prompt", type=int, default=1024, help="tokens of a prompt, filled")
     made.add_argument("--steps", type=int, default=5_000)
@@ -62,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     args = made.parse_args(argv)
     budget = Budget(args.seconds)
     targets = [
-        replace(t, lookahead=args.lookahead) if isinstance(t, Afd) else t
+        replace(t, lookahead=args.lookahead) if isinstance(t, Afd) else replace(t, mode=args.peers)
         for t in (parse(name, args.wire) for name in args.targets)
     ]
     piece, path = model_of(args)
