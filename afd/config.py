@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from afd.config_messages import sentence
+from afd.config_messages import sentence, subsection
 from afd.config_transport import Section, Transport
 from afd.errors import ConfigError
 from afd.topology import width_slices
@@ -351,15 +351,10 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError(f"{path.name} is not a deployment file; it must hold keys such as model:")
     # "ffn:" with nothing below it is an empty section, as a reader of the file would take it
+    fields = Deployment.model_fields
     return {
-        key: {} if value is None and key in _sections() else value for key, value in data.items()
-    }
-
-
-def _sections() -> set[str]:
-    fields = Deployment.model_fields.items()
-    return {
-        n for n, f in fields if isinstance(f.annotation, type) and issubclass(f.annotation, Section)
+        key: {} if value is None and subsection(fields.get(key)) else value
+        for key, value in data.items()
     }
 
 

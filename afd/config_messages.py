@@ -68,7 +68,7 @@ def _unknown_key(root: type[BaseModel], loc: tuple[Any, ...], source: str) -> st
 def _section(root: type[BaseModel], names: tuple[Any, ...]) -> type[BaseModel]:
     model = root
     for name in names:
-        model = _subsection(model.model_fields[name]) or model
+        model = subsection(model.model_fields[name]) or model
     return model
 
 
@@ -82,13 +82,13 @@ def _guess(root: type[BaseModel], loc: tuple[Any, ...]) -> tuple[Any, ...] | Non
 def _elsewhere(root: type[BaseModel], loc: tuple[Any, ...]) -> str:
     """The key may be a good one of another section: say which."""
     for name, field in root.model_fields.items():
-        section = _subsection(field)
+        section = subsection(field)
         if section is not None and loc[-1] in section.model_fields:
             return f"did you mean {name}.{loc[-1]}?"
     return f"valid keys here are {', '.join(_section(root, loc[:-1]).model_fields)}"
 
 
-def _subsection(field: FieldInfo | None) -> type[BaseModel] | None:
+def subsection(field: FieldInfo | None) -> type[BaseModel] | None:
     """The model of a field that is a section, None for a plain value."""
     kind = field.annotation if field is not None else None
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
@@ -100,7 +100,7 @@ def _walk(root: type[BaseModel], loc: tuple[Any, ...]) -> tuple[int, FieldInfo |
     model = root
     for depth, part in enumerate(loc, start=1):
         field = model.model_fields.get(part) if isinstance(part, str) else None
-        section = _subsection(field)
+        section = subsection(field)
         if section is None:
             return depth, field
         model = section
