@@ -234,12 +234,26 @@ def _stop(process: subprocess.Popen[bytes], stop_s: float) -> None:
     process.wait(10)
 
 
-def await_health(process: subprocess.Popen[bytes], url: str, log: Path, deadline_s: float) -> None:
-    """Return when ``url``/health answers 200. Raises AfdError with the end of the log."""
+def await_health(
+    process: subprocess.Popen[bytes],
+    url: str,
+    log: Path,
+    deadline_s: float,
+    others: Sequence[tuple[subprocess.Popen[bytes], Path]] = (),
+) -> None:
+    """Return when ``url``/health answers 200.
+
+    Args:
+        others: what the server needs besides, each with its log.
+
+    Raises:
+        AfdError: with the end of the log of what ended, or did not come up.
+    """
     end = time.monotonic() + deadline_s
     while True:
-        if process.poll() is not None:
-            raise AfdError(f"the server exited with status {process.returncode}:\n{tail(log)}")
+        for one, text in ((process, log), *others):
+            if one.poll() is not None:
+                raise AfdError(f"the server exited with status {one.returncode}:\n{tail(text)}")
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=2) as answer:
                 if answer.status == 200:

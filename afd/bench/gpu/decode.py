@@ -11,7 +11,7 @@ the pace of the slice's.
 import argparse
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from afd.bench.gpu.common import (
     Budget,
@@ -29,10 +29,10 @@ from afd.bench.gpu.slices import Slice
 from afd.bench.gpu.targets import (
     PEER,
     Afd,
-    Colocated,
     Sizes,
     Target,
     best_for,
+    in_modes,
     parse,
     running,
     vllm_args,
@@ -156,8 +156,7 @@ def _targets(args: argparse.Namespace) -> list[Target]:
     named = [parse(name, args.wire) for name in args.targets or ()]
     found = named or best_for(gpus, args.wire)
     ahead = {"off": (False,), "on": (True,), "both": (True, False)}[args.lookahead]
-    ours = [replace(t, lookahead=on) for t in found if isinstance(t, Afd) for on in ahead]
-    return ours + [replace(t, mode=args.peers) for t in found if isinstance(t, Colocated)]
+    return in_modes(found, ahead, args.peers)
 
 
 def measure(

@@ -24,7 +24,7 @@ from afd.bench.gpu.common import (
 )
 from afd.bench.gpu.decode import kv_bytes
 from afd.bench.gpu.load import Load, client, held, moments
-from afd.bench.gpu.targets import PEER, Afd, Sizes, Target, parse, running, vllm_args
+from afd.bench.gpu.targets import PEER, Afd, Sizes, Target, in_modes, parse, running, vllm_args
 from afd.bench.servers import Server
 from afd.errors import AfdError
 from afd.planner.facts.model_hf import load_model
@@ -63,10 +63,8 @@ def main(argv: Sequence[str]) -> int:
     made.add_argument("--depth", type=int, default=3, choices=(1, 2, 3))
     args = made.parse_args(argv)
     budget = Budget(args.seconds)
-    targets = [
-        replace(t, lookahead=args.lookahead) if isinstance(t, Afd) else replace(t, mode=args.peers)
-        for t in (parse(name, args.wire) for name in args.targets)
-    ]
+    named = [parse(name, args.wire) for name in args.targets]
+    targets = in_modes(named, (args.lookahead,), args.peers)
     piece, path = model_of(args)
     # The load's requests have to outlast the one that is timed.
     length = args.prompt + args.steps + args.steps // 4 + 256

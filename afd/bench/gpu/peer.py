@@ -40,7 +40,7 @@ from afd.bench.gpu.targets import (
     share,
     vllm_args,
 )
-from afd.bench.servers import Server, await_health, server_process, tail
+from afd.bench.servers import Server, await_health, server_process
 from afd.errors import AfdError, ConfigError
 from afd.launch.ports import check_free, free_ports
 from afd.topology import visible_gpus
@@ -50,7 +50,6 @@ _PLUGIN = "afd_plugin_checkout"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _MEETING = 6269  # the recipe's port: none that a system gives to anybody else
 _SETTLE_S = 0.3
-_POLL_S = 0.25
 _STOP_S = 3.0  # its FFN ranks do not end while they wait for work
 
 
@@ -297,19 +296,13 @@ def peer(
         leader, port, log = started["attention"]
         url = f"http://127.0.0.1:{port}"
         ffn, _, ffn_log = started["ffn"]
-        with ThreadPoolExecutor(1) as pool:
+        try:
             # Its FFN side never answers: the engine there does nothing but the connector's loop.
-            up = pool.submit(await_health, leader, url, log, deadline_s)
-            try:
-                while not up.done():
-                    if ffn.poll() is not None:
-                        raise AfdError(f"its FFN side ended:\n{tail(ffn_log)}")
-                    wait([up], _POLL_S)
-                up.result()
-            except AfdError:
-                for process in (leader, ffn):
-                    process.kill()  # one side waits for the other for minutes
-                raise
+            await_health(leader, url, log, deadline_s, [(ffn, ffn_log)])
+        except AfdError:
+            for process in (leader, ffn):
+                process.kill()  # one side waits for the other for minutes
+            raise
         ranks = recipe.dp if recipe.dp > 1 else 0
         yield Server(url, "model", log, "", leader.pid, ranks)
 

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -123,6 +123,14 @@ def best_for(gpus: int, wire: str = "exact") -> list[Target]:
     if gpus % 2 == 0 and gpus > 2:
         theirs.append(Colocated(2, gpus // 2))
     return ours + theirs
+
+
+def in_modes(
+    targets: Sequence[Target], lookahead: Sequence[bool], mode: Literal["compiled", "graphs"]
+) -> list[Target]:
+    """Each of ours with every value of ``lookahead``, then vLLM's in ``mode``."""
+    ours = [replace(t, lookahead=on) for t in targets if isinstance(t, Afd) for on in lookahead]
+    return ours + [replace(t, mode=mode) for t in targets if isinstance(t, Colocated)]
 
 
 def _balanced_first(gpus: int) -> list[int]:
