@@ -1,4 +1,4 @@
-"""Who may be a member of a deployment. Pure."""
+"""Who may be a member of a deployment, and as what. Pure."""
 
 from __future__ import annotations
 
@@ -56,3 +56,21 @@ def objection(hello: m.Hello, reference: tuple[str, Contract] | None, draining: 
             "call off the drain, or start it again once all members have left"
         )
     return None
+
+
+def member(hello: m.Hello, generation: int) -> m.Member:
+    """What the others are told of one that has been let in."""
+    return m.Member(
+        role=hello.role,
+        index=hello.index,
+        generation=generation,
+        rank=hello.rank,
+        addresses=hello.addresses,
+        order_addresses=hello.order_addresses,
+        api_url=hello.api_url,
+        metrics_url=hello.metrics_url,
+        pid=hello.pid,
+        state=hello.state,
+        host=hello.host,
+        pid_space=hello.pid_space,
+    )

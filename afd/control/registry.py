@@ -96,9 +96,7 @@ class Registry:
             case m.Status():
                 return [Outgoing(peer, self.members)]
             case m.AskContract():
-                reference = self._reference()
-                contract = reference[1] if reference is not None else None
-                return [Outgoing(peer, m.Agreement(contract))]
+                return [Outgoing(peer, m.Agreement(self._contract()))]
             case m.SetDepth():
                 return self._set_depth(peer, message.depth)
             case m.Drain():
@@ -175,6 +173,10 @@ class Registry:
         _, holder, contract = min(holders, key=lambda h: h[0])
         return holder, contract
 
+    def _contract(self) -> Contract | None:
+        reference = self._reference()
+        return None if reference is None else reference[1]
+
     def _contend(self, entry: _Entry, peer: bytes) -> m.Wait | m.Refused:
         """A second process for a registered id: final only once the first has given a sign of life
         after the second came, because a killed one looks alive until its timeout."""
@@ -200,20 +202,7 @@ class Registry:
         if generation > MAX_GENERATION:
             reason = f"generation {generation} does not fit 32 bits; set the clock of this host"
             return [Outgoing(peer, m.Refused(reason))]
-        member = m.Member(
-            role=hello.role,
-            index=hello.index,
-            generation=generation,
-            rank=hello.rank,
-            addresses=hello.addresses,
-            order_addresses=hello.order_addresses,
-            api_url=hello.api_url,
-            metrics_url=hello.metrics_url,
-            pid=hello.pid,
-            state=hello.state,
-            host=hello.host,
-            pid_space=hello.pid_space,
-        )
+        member = admission.member(hello, generation)
         entry = _Entry(member, peer, hello.contract, self._clock())
         self._entries[member.id] = entry
         self._contenders.pop((member.id, peer), None)
@@ -287,9 +276,9 @@ class Registry:
 
     def _follow_work(self, entry: _Entry, beat: m.Heartbeat) -> list[Outgoing]:
         """Where measured step times choose the depth, another one may follow from them."""
-        reference, member = self._reference(), entry.member
-        ours = reference is not None and self._tuner.chooses(self.members.depth)
-        max_depth = reference[1].max_depth if reference is not None and ours else None
+        contract, member = self._contract(), entry.member
+        ours = contract is not None and self._tuner.chooses(self.members.depth)
+        max_depth = contract.max_depth if contract is not None and ours else None
         self._tuner.note(member.id, member.generation, beat.work, self._clock(), max_depth)
         if self._tuner.depths == self.members.depths:
             return []
@@ -327,8 +316,8 @@ class Registry:
     # --- operator -------------------------------------------------------------------------------
 
     def _set_depth(self, peer: bytes, depth: int | None) -> list[Outgoing]:
-        reference = self._reference()
-        largest = reference[1].max_depth if reference is not None else None
+        contract = self._contract()
+        largest = contract.max_depth if contract is not None else None
         at_most = depth if largest is None else largest
         if depth is not None and depth != AUTO and not 1 <= depth <= at_most:
             allowed = "at least 1" if largest is None else f"from 1 to {largest} (max_depth)"
@@ -337,8 +326,7 @@ class Registry:
         return [*changed, Outgoing(peer, self.members)]
 
     def _move_experts(self, peer: bytes, tables: tuple[tuple[int, ...], ...]) -> list[Outgoing]:
-        reference = self._reference()
-        contract = reference[1] if reference is not None else None
+        contract = self._contract()
         reason = objection(tables, contract, self.members)
         if reason is not None or contract is None:
             return [Outgoing(peer, m.Refused(f"experts not moved: {reason}"))]
@@ -358,13 +346,13 @@ class Registry:
         return self._change() if self._advance_moves() else []
 
     def _advance_moves(self) -> bool:
-        reference = self._reference()
-        if reference is None:
+        contract = self._contract()
+        if contract is None:
             return False
         done = {
             (e.member.role, e.member.index, e.member.rank): e.moves for e in self._entries.values()
         }
-        following = self._moves.advance(self.members, reference[1], done)
+        following = self._moves.advance(self.members, contract, done)
         if following is None:
             return False
         self.members = following
