@@ -116,7 +116,11 @@ def test_the_examples_of_the_page_are_what_it_prints(capsys):
 
 @pytest.mark.parametrize("name", models())
 def test_every_known_model_is_planned_in_time(name, capsys):
-    began = time.process_time()
-    assert plan(name, "--accelerators", "h200", "--gpus", "64") == 0
-    assert time.process_time() - began < 4.0  # 1.1 at most alone; twice that beside others
-    assert "isaggregate" in capsys.readouterr().out
+    def seconds() -> float:
+        began = time.process_time()
+        assert plan(name, "--accelerators", "h200", "--gpus", "64") == 0
+        assert "isaggregate" in capsys.readouterr().out
+        return time.process_time() - began
+
+    # Nothing is kept from plan to plan; what else runs on the machine can only add to one of them.
+    assert any(seconds() < 2.0 for _ in range(3))
