@@ -49,6 +49,9 @@ class Streams(Protocol):
     def join(self) -> None:
         """What ``compute`` gets from now on starts after all that ``copy`` was given so far."""
 
+    def copying(self) -> AbstractContextManager[object]:
+        """Within, kernels go to ``copy``: what only a message needs does not hold up the rest."""
+
     def capturable(self) -> AbstractContextManager[object]:
         """Within, ``compute`` is a stream that can be captured, which the default stream cannot."""
 
@@ -69,6 +72,9 @@ class HostStreams:
 
     def join(self) -> None: ...
 
+    def copying(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
     def capturable(self) -> AbstractContextManager[object]:
         return nullcontext()
 
@@ -86,7 +92,8 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._copy = torch.cuda.Stream(device)
+        # Its small kernels go before the large ones that computing has begun meanwhile.
+        self._copy = torch.cuda.Stream(device, priority=-1)
         # Made now: with a wait pending on some other stream it could not be (comm/README.md).
         self._captured = torch.cuda.Stream(device)
 
@@ -103,6 +110,9 @@ class CudaStreams:
 
     def join(self) -> None:
         torch.cuda.current_stream(self._device).wait_stream(self._copy)
+
+    def copying(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._copy)
 
     def capturable(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._captured)
