@@ -116,15 +116,23 @@ class Side(ABC):
     def slots(self, micro_batch: int) -> list[int]:
         return [m.comes_to * self.load.depth + micro_batch for m in self.messages]
 
-    def wait(self, micro_batch: int, position: int, marks: Marks) -> list[SlotView]:
-        """The computing stream waits for this position's messages."""
+    def expect(self, micro_batch: int, position: int) -> None:
+        """This position's messages are due next: what they depend on is under way."""
         slots = self.slots(micro_batch)
         flags = [make_flag(1, stream_sequence(position + 1))] * len(slots)
-        self.region.enqueue_wait(self.streams.compute, slots, flags)
-        self.waits[0].extend(slots)
-        self.waits[1].extend(flags)
+
+        def wait(stream: int) -> None:
+            self.region.enqueue_wait(stream, slots, flags)
+            self.waits[0].extend(slots)
+            self.waits[1].extend(flags)
+
+        self.streams.expect(micro_batch, wait)
+
+    def arrived(self, micro_batch: int, marks: Marks) -> list[SlotView]:
+        """The computing stream goes on once what was expected is there."""
+        self.streams.arrive(micro_batch)
         marks.working()
-        return [self.views[slot] for slot in slots]
+        return [self.views[slot] for slot in self.slots(micro_batch)]
 
     def send(
         self, micro_batch: int, position: int, parts: list[list[tuple[int, int, int]]], marks: Marks
@@ -174,7 +182,7 @@ class AttentionSide(Side):
             layer, mb = divmod(position, depth)
             parts = [self._inputs[mb]]
             if layer:
-                parts = self._parts(self.wait(mb, position - depth, marks))
+                parts = self._parts(self.arrived(mb, marks))
             hidden = self._kernels.attend(layer, mb, parts)
             marks.done(layer, mb, self.load.rows)
             self.streams.fork()
@@ -182,8 +190,9 @@ class AttentionSide(Side):
                 message = self._kernels.message(layer, hidden)
             kept += [hidden, message]
             self.send(mb, position, [message.parts(self.outgoing)] * len(self.messages), marks)
+            self.expect(mb, position)
         for mb in range(depth):
-            views = self.wait(mb, (self.layers - 1) * depth + mb, marks)
+            views = self.arrived(mb, marks)
             kept.append(sum_of_parts(views, self.load.rows, torch.bfloat16))
         return kept
 
@@ -201,17 +210,22 @@ class FfnSide(Side):
             self._experts.compute(0, [self.views[slot] for slot in self.slots(mb)])
 
     def step(self, marks: Marks) -> list[object]:
-        rows = self.load.rows
+        rows, depth, last = self.load.rows, self.load.depth, self.layers * self.load.depth
         kept: list[object] = []
-        for position in range(self.layers * self.load.depth):
-            layer, mb = divmod(position, self.load.depth)
-            views = self.wait(mb, position, marks)
+        self.streams.fork()
+        for mb in range(depth):
+            self.expect(mb, mb)
+        for position in range(last):
+            layer, mb = divmod(position, depth)
+            views = self.arrived(mb, marks)
             answers = Answers.of(self._experts.compute(layer, views), self.outgoing)
             kept.append(answers)
             marks.done(layer, mb, self.load.ffn_rows)
             self.streams.fork()
             parts = [answers.parts(m * rows, rows) for m in range(len(self.messages))]
             self.send(mb, position, parts, marks)
+            if position + depth < last:
+                self.expect(mb, position + depth)
         return kept
 
 
