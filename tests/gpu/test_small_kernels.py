@@ -149,3 +149,35 @@ def test_a_launch_takes_what_the_limit_says():
     from afd.wire.slot_triton import FAR
 
     assert len(FAR) == slot_torch.MOST - 1
+
+
+def test_what_is_expected_is_there_when_computing_comes_to_it():
+    """Behind what the copying stream was given before, and beside what computes meanwhile."""
+    streams = make_streams(DEVICE)
+    sent, got = (torch.zeros(3, device=DEVICE) for _ in range(2))
+    seen = torch.zeros((2, 3), device=DEVICE)
+    graph = torch.cuda.CUDAGraph()
+
+    def wait(stream):
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
+            torch.cuda._sleep(1_000_000)
+            got.copy_(sent)
+
+    with streams.capturable(), torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        for layer in range(2):
+            for micro_batch in range(3):
+                if layer:
+                    streams.arrive(micro_batch)
+                    seen[0, micro_batch].copy_(got[micro_batch])
+                streams.fork()
+                with streams.copying():
+                    sent[micro_batch] += 1
+                streams.expect(micro_batch, wait)
+        for micro_batch in range(3):
+            streams.arrive(micro_batch)
+            seen[1, micro_batch].copy_(got[micro_batch])
+        streams.join()
+    for replay in range(3):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert (seen[1] == 2 * replay + 2).all() and (seen[0] >= 2 * replay + 1).all()
