@@ -174,8 +174,10 @@ class StreamSteps:
         """Compile and load the kernels of these shapes: not inside of a capture, nor behind a wait,
         where the driver would wait for an idle device (comm/README.md)."""
         for micro_batch in range(_depth(members)):
-            rows = tuple(n for _, n in self._at(members, micro_batch))
+            taking_part = self._at(members, micro_batch)
+            rows = tuple(n for _, n in taking_part)
             if rows not in self._warm:
+                self._inbox.read(self._slots(taking_part, micro_batch), rows)
                 out = self._model.warm_up(sum(rows), self._resolved.a2f.tag)
                 sums, _ = self._shares.of(out, rows)
                 Answers.of(sums, self._resolved.f2a)
@@ -197,6 +199,9 @@ class StreamSteps:
         return [
             (m, split_rows(m.rows, m.depth)[micro_batch]) for m in members if micro_batch < m.depth
         ]
+
+    def _slots(self, taking_part: Sequence[tuple[Member, int]], micro_batch: int) -> list[int]:
+        return [self._resolved.slots.to_ffn(m.attention, micro_batch) for m, _ in taking_part]
 
     def _record(self, members: Sequence[Member]) -> _Recorded:
         """All expert calls of the step, given to the streams in the order of the walk."""
@@ -238,7 +243,7 @@ class StreamSteps:
                 position_of[member.attention] += 1
                 sequence = stream_sequence(position_of[member.attention])
                 flags.append(make_flag(member.session, sequence))
-            slots = [self._resolved.slots.to_ffn(m.attention, mb) for m, _ in taking_part]
+            slots = self._slots(taking_part, mb)
             peers, rows = [m.peer for m, _ in taking_part], [n for _, n in taking_part]
             found.append(_Messages(number, mb, slots, flags, peers, rows))
         return found
