@@ -67,6 +67,8 @@ class ExpertSlots:
         slots = self._layers[layer]
         if slots is None:
             return ids
+        if ids.is_cuda:
+            return _slots_on_gpu(ids, slots, self._index)
         if slots.count is None:
             return slots.of_expert[:, 0][ids]
         rows = torch.arange(self._index, self._index + len(ids), device=ids.device)
@@ -74,6 +76,28 @@ class ExpertSlots:
 
     def _tensor(self, values: object) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self._device)
+
+
+def _slots_on_gpu(ids: torch.Tensor, slots: _Slots, index: int) -> torch.Tensor:
+    """What :meth:`ExpertSlots.of` answers, by one kernel."""
+    from attention_worker.kernels.slots import expert_slots_kernel
+
+    out, block = torch.empty_like(ids), 256
+    last, most = slots.of_expert.shape
+    if pairs := ids.numel():
+        expert_slots_kernel[(-(-pairs // block),)](
+            ids,
+            slots.of_expert,
+            slots.of_expert if slots.count is None else slots.count,
+            out,
+            pairs,
+            last - 1,
+            index,
+            TOP_K=ids.shape[1],
+            COPIES=most,
+            BLOCK=block,
+        )
+    return out
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from triton.runtime.jit import JITFunction
 
 from afd.wire import codecs_triton as wire
 from afd.wire import slot_triton as slot
-from attention_worker.kernels import norm, rope_cache
+from attention_worker.kernels import norm, rope_cache, slots
 from ffn_worker.allreduce import formats_triton as reduce
 from ffn_worker.allreduce import quick_triton as quick
 from ffn_worker.allreduce.formats import FORMATS, ReduceFormat
@@ -175,6 +175,16 @@ def attention_builds(target: str) -> Iterator[Build]:
         {"MESSAGES": 2, "BLOCK": 1024, **largest},
         aligned=("hidden",),
     )
+    for copies in (1, 3):
+        yield Build(
+            f"expert_slots[{copies}]",
+            slots.expert_slots_kernel,
+            {
+                **dict.fromkeys(("ids_ptr", "slots_ptr", "count_ptr", "out_ptr"), "*i32"),
+                **dict.fromkeys(("pairs", "experts", "first"), "i32"),
+            },
+            {"TOP_K": 3, "COPIES": copies, "BLOCK": 256},
+        )
     rope = {"cos_sin_ptr": "*bf16", "positions_ptr": "*i64"}
     strides = ("qkv_stride", "low", "page", "block_stride", "token_stride", "head_stride")
     for name, kind, limit in (("fp8", fp8, FP8_MAX[fp8]), ("bf16", "bf16", 0.0)):

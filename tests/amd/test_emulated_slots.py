@@ -198,3 +198,22 @@ def test_keys_and_queries_are_rotated(compiled, arch, form):
     got = stored(got.reshape(rows, 8, width))
     step = 2**-3 if form == "fp8" else 2**-7
     assert (np.abs(got - want) <= np.abs(want) * step + 2**-6).all()
+
+
+@pytest.mark.parametrize("arch", FP8)
+@pytest.mark.parametrize("copies", [1, 3])
+def test_experts_become_slots(compiled, arch, copies):
+    """More than one block of pairs; masked pairs; of copies the row's number picks one."""
+    rows, experts, first = 100, 9, 2
+    rng = np.random.default_rng(4)
+    ids = rng.integers(-1, experts, (rows, 3)).astype(np.int32)
+    table = rng.integers(0, 99, (experts + 1, copies)).astype(np.int32)
+    count = rng.integers(1, copies + 1, experts + 1).astype(np.int32)
+    table[experts], count[experts] = -1, 1
+    picked = (np.arange(rows)[:, None] + first) % count[ids]  # -1 finds the last entry
+    out = np.full((rows, 3), 7, np.int32)
+    sizes = [("i", rows * 3), ("i", experts), ("i", first)]
+    (got,) = Runner(compiled, arch)(
+        f"expert_slots[{copies}]", [ids, table, count], [out], sizes, (2,)
+    )
+    np.testing.assert_array_equal(got, table[ids, picked])

@@ -122,6 +122,24 @@ def close(mine, theirs):
     assert (difference > 0).float().mean() < 0.01
 
 
+@pytest.mark.parametrize("copies", [1, 3])
+def test_experts_become_slots(copies):
+    from attention_worker.dispatch import ExpertSlots, _Slots
+
+    ids = torch.randint(-1, 48, (100, 3), dtype=torch.int32)
+    table = torch.randint(0, 99, (49, copies), dtype=torch.int32)
+    count = torch.randint(1, copies + 1, (49,), dtype=torch.int32)
+    table[-1], count[-1] = -1, 1
+    slots = object.__new__(ExpertSlots)
+    slots._index = 2
+    found = []
+    for device in ("cpu", "cuda"):
+        many = None if copies == 1 else count.to(device)
+        slots._layers = {0: _Slots(table.to(device), many)}
+        found.append(slots.of(0, ids.to(device)).cpu())
+    assert torch.equal(*found)
+
+
 def test_what_is_computed_on_the_copying_stream_of_a_graph():
     """Each replay has it done before what follows the join, and it sees what came before it."""
     streams = make_streams(DEVICE)
