@@ -16,11 +16,30 @@ from afd.wire.codecs_torch import DTYPE_OF_TAG
 from afd.wire.layout import Tag
 
 _FP8 = {DTYPE_OF_TAG[tag]: FP8_MAX[tag] for tag in (Tag.E4M3FN, Tag.E4M3FNUZ)}
-_HEADS = 16
-"""Heads that one program rotates: 32 values per thread at a width of 256."""
+_LEAST_SCALE = 2.0**-100
+_HEADS = 8
+"""Heads that one program rotates: 8 values per thread at a width of 256."""
+_WARPS = 8
+_ROW_WARPS = 16
+"""Of a program that has a row of the hidden size, or of all heads, in its registers."""
 
 Quantised = tuple[torch.Tensor, torch.Tensor]
 """FP8 [rows, columns] and float32 scales [rows, 1]."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """codes x weight.T as a library computed it, values float [rows, columns], and its scales, of
+    rows float32 [rows, 1] and of columns float32 [columns], which whoever reads it multiplies: a
+    library need not know how many there are."""
+
+    values: torch.Tensor
+    rows: torch.Tensor
+    columns: torch.Tensor
+
+    def scaled(self) -> torch.Tensor:
+        """float32 [rows, columns]."""
+        return self.values.float() * (self.columns * self.rows)
 
 
 @dataclass(frozen=True)
@@ -59,7 +78,7 @@ def sum_norm_quantise(
     from afd.wire.slot_gpu_torch import distances
     from attention_worker.kernels.norm import sum_norm_quantise_kernel
 
-    codes, scale = _quantised(residual.shape, fp8, residual.device)
+    codes, scale = _room(residual, fp8)
     rows, hidden = residual.shape
     sum_norm_quantise_kernel[(rows,)](
         parts[0],
@@ -73,7 +92,7 @@ def sum_norm_quantise(
         MESSAGES=len(parts),
         FP8_MAX=_FP8[fp8],
         BLOCK=_power_of_two(hidden),
-        num_warps=8,
+        num_warps=_ROW_WARPS,
     )
     return codes, scale
 
@@ -90,16 +109,11 @@ def plain_sum_norm_quantise(
         x = x + part.float()
     x = x + residual.float()
     residual.copy_(x)
-    return _norm(x, weight, eps, fp8)
+    return plain_quantise_rows(_norm(x, weight, eps), fp8)
 
 
 def norm_store(
-    qkv: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    rope: Rope,
-    cache: PagedCache,
-    fp8: torch.dtype,
+    qkv: Product, weight: torch.Tensor, eps: float, rope: Rope, cache: PagedCache, fp8: torch.dtype
 ) -> Quantised:
     """Of the first projection: keys and values into the cache, keys rotated; answers the RMS norm
     of the queries of low rank in ``fp8``, a scale per row.
@@ -109,12 +123,14 @@ def norm_store(
     """
     from attention_worker.kernels.rope_cache import norm_store_kernel
 
-    rows, low = len(qkv), len(weight)
+    rows, low = len(qkv.values), len(weight)
     _, page, heads, width = cache.keys.shape
     assert cache.keys.stride() == cache.values.stride() and cache.keys.stride(3) == 1
-    codes, scale = _quantised((rows, low), fp8, qkv.device)
+    codes, scale = _room(qkv.values[:, :low], fp8)
     norm_store_kernel[(rows, 1 + heads)](
-        qkv,
+        qkv.values,
+        qkv.rows,
+        qkv.columns,
         weight,
         codes,
         scale,
@@ -124,7 +140,6 @@ def norm_store(
         cache.keys,
         cache.values,
         *cache.scales,
-        qkv.stride(0),
         low,
         page,
         *cache.keys.stride()[:3],
@@ -134,43 +149,39 @@ def norm_store(
         CACHE_MAX=_FP8.get(cache.keys.dtype, 0.0),
         HALF=_half(width),
         BLOCK=_power_of_two(low),
+        num_warps=_WARPS,
     )
     return codes, scale
 
 
 def plain_norm_store(
-    qkv: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    rope: Rope,
-    cache: PagedCache,
-    fp8: torch.dtype,
+    qkv: Product, weight: torch.Tensor, eps: float, rope: Rope, cache: PagedCache, fp8: torch.dtype
 ) -> Quantised:
     low, (_, page, heads, width) = len(weight), cache.keys.shape
-    q, k, v = qkv.float().split([low, heads * width, heads * width], dim=-1)
-    k = _rotated(k.unflatten(1, (heads, width)), rope)
+    q, k, v = qkv.scaled().split([low, heads * width, heads * width], dim=-1)
+    k, v = _rotated(k.unflatten(1, (heads, width)), rope), v.unflatten(1, (heads, width))
     kept = cache.slots >= 0
     at = cache.slots[kept] // page, cache.slots[kept] % page
-    for into, x, scale in zip(
-        (cache.keys, cache.values), (k, v.unflatten(1, (heads, width))), cache.scales, strict=True
-    ):
+    for into, x, scale in zip((cache.keys, cache.values), (k, v), cache.scales, strict=True):
         raw = into.view(torch.uint8) if into.dtype in _FP8 else into
         raw[at] = _converted(x[kept], scale, into.dtype).view(raw.dtype)
-    return _norm(q, weight, eps, fp8)
+    return plain_quantise_rows(_norm(q, weight, eps), fp8)
 
 
 def rope_quantise(
-    q: torch.Tensor, head_dim: int, rope: Rope, scale: torch.Tensor, kind: torch.dtype
+    q: Product, head_dim: int, rope: Rope, scale: torch.Tensor, kind: torch.dtype
 ) -> torch.Tensor:
-    """q [rows, heads * head_dim], contiguous, rotated; as ``kind``, FP8: divided by scale
-    (float32 [1])."""
+    """q [rows, heads * head_dim] rotated; as ``kind``, FP8: divided by scale (float32 [1])."""
     from attention_worker.kernels.rope_cache import rope_quantise_kernel
 
-    rows, heads = len(q), q.shape[1] // head_dim
-    out = torch.empty(q.shape, dtype=kind, device=q.device)
-    each = next(n for n in (_HEADS, 8, 4, 2, 1) if heads % n == 0)
+    rows, columns = q.values.shape
+    heads = columns // head_dim
+    out = torch.empty((rows, columns), dtype=kind, device=q.values.device)
+    each = next(n for n in (_HEADS, 4, 2, 1) if heads % n == 0)
     rope_quantise_kernel[(rows, heads // each)](
-        q,
+        q.values,
+        q.rows,
+        q.columns,
         rope.cos_sin,
         rope.positions,
         out,
@@ -179,15 +190,77 @@ def rope_quantise(
         FP8_MAX=_FP8.get(kind, 0.0),
         HALF=_half(head_dim),
         HEADS=each,
+        num_warps=_WARPS,
     )
     return out
 
 
 def plain_rope_quantise(
-    q: torch.Tensor, head_dim: int, rope: Rope, scale: torch.Tensor, kind: torch.dtype
+    q: Product, head_dim: int, rope: Rope, scale: torch.Tensor, kind: torch.dtype
 ) -> torch.Tensor:
-    x = _rotated(q.float().unflatten(1, (-1, head_dim)), rope)
+    x = _rotated(q.scaled().unflatten(1, (-1, head_dim)), rope)
     return _converted(x.flatten(1), scale, kind)
+
+
+def quantise_rows(x: torch.Tensor, fp8: torch.dtype) -> Quantised:
+    """x [rows, columns], contiguous, in ``fp8``, a scale per row."""
+    from attention_worker.kernels.norm import quantise_rows_kernel
+
+    codes, scale = _room(x, fp8)
+    rows, columns = x.shape
+    quantise_rows_kernel[(rows,)](
+        x,
+        codes,
+        scale,
+        columns,
+        FP8_MAX=_FP8[fp8],
+        BLOCK=_power_of_two(columns),
+        num_warps=_ROW_WARPS,
+    )
+    return codes, scale
+
+
+def plain_quantise_rows(x: torch.Tensor, fp8: torch.dtype) -> Quantised:
+    x = x.float()
+    amax = x.abs().amax(-1, keepdim=True)
+    scale = (amax / _FP8[fp8]).clamp(min=_LEAST_SCALE)
+    scale = torch.where(amax.isfinite(), scale, torch.nan)
+    return (x / scale).clamp(-_FP8[fp8], _FP8[fp8]).to(fp8), scale
+
+
+def add_norm(
+    product: Product, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Adds the product to the residual, and answers its RMS norm in the residual's type.
+
+    Args:
+        residual: [rows, hidden], written. weight: [hidden].
+    """
+    from attention_worker.kernels.norm import add_norm_kernel
+
+    out = torch.empty_like(residual)
+    rows, hidden = residual.shape
+    add_norm_kernel[(rows,)](
+        product.values,
+        product.rows,
+        product.columns,
+        residual,
+        weight,
+        out,
+        hidden,
+        eps,
+        BLOCK=_power_of_two(hidden),
+        num_warps=_ROW_WARPS,
+    )
+    return out
+
+
+def plain_add_norm(
+    product: Product, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    x = residual.float() + product.scaled()
+    residual.copy_(x)
+    return _norm(x, weight, eps).to(residual.dtype)
 
 
 def _rotated(x: torch.Tensor, rope: Rope) -> torch.Tensor:
@@ -203,17 +276,15 @@ def _converted(x: torch.Tensor, scale: torch.Tensor, kind: torch.dtype) -> torch
     return (x / scale).clamp(-_FP8[kind], _FP8[kind]).to(kind)
 
 
-def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float, fp8: torch.dtype) -> Quantised:
-    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
-    amax = y.abs().amax(-1, keepdim=True)
-    scale = torch.where(amax == 0, 1.0, amax / _FP8[fp8])
-    return (y / scale).clamp(-_FP8[fp8], _FP8[fp8]).to(fp8), scale
+def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x: float32 [rows, columns]."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
 
 
-def _quantised(shape: Sequence[int], fp8: torch.dtype, device: torch.device) -> Quantised:
+def _room(like: torch.Tensor, fp8: torch.dtype) -> Quantised:
     return (
-        torch.empty(tuple(shape), dtype=fp8, device=device),
-        torch.empty((shape[0], 1), dtype=torch.float32, device=device),
+        torch.empty(like.shape, dtype=fp8, device=like.device),
+        torch.empty((len(like), 1), dtype=torch.float32, device=like.device),
     )
 
 

@@ -160,6 +160,7 @@ def attention_builds(target: str) -> Iterator[Build]:
     fp8 = NATIVE_FP8[target]
     largest = {"FP8_MAX": FP8_MAX[fp8]}
     quantised = {"codes_ptr": f"*{fp8}", "scale_ptr": "*fp32"}
+    scales = {"row_scale_ptr": "*fp32", "column_scale_ptr": "*fp32"}
     yield Build(
         "sum_norm_quantise",
         norm.sum_norm_quantise_kernel,
@@ -185,14 +186,34 @@ def attention_builds(target: str) -> Iterator[Build]:
             },
             {"TOP_K": 3, "COPIES": copies, "BLOCK": 256},
         )
+    yield Build(
+        "add_norm",
+        norm.add_norm_kernel,
+        {
+            **dict.fromkeys(("product_ptr", "residual_ptr", "weight_ptr", "out_ptr"), "*bf16"),
+            **scales,
+            "hidden": "i32",
+            "eps": "fp32",
+        },
+        {"BLOCK": 1024},
+        aligned=("hidden",),
+    )
+    yield Build(
+        "quantise_rows",
+        norm.quantise_rows_kernel,
+        {"x_ptr": "*bf16", **quantised, "columns": "i32"},
+        {"BLOCK": 1024, **largest},
+        aligned=("columns",),
+    )
     rope = {"cos_sin_ptr": "*bf16", "positions_ptr": "*i64"}
-    strides = ("qkv_stride", "low", "page", "block_stride", "token_stride", "head_stride")
+    strides = ("low", "page", "block_stride", "token_stride", "head_stride")
     for name, kind, limit in (("fp8", fp8, FP8_MAX[fp8]), ("bf16", "bf16", 0.0)):
         yield Build(
             f"norm_store[{name}]",
             rope_cache.norm_store_kernel,
             {
                 "qkv_ptr": "*bf16",
+                **scales,
                 "weight_ptr": "*bf16",
                 **quantised,
                 **rope,
@@ -213,6 +234,7 @@ def attention_builds(target: str) -> Iterator[Build]:
             rope_cache.rope_quantise_kernel,
             {
                 "q_ptr": "*bf16",
+                **scales,
                 **rope,
                 "out_ptr": f"*{kind}",
                 "scale_ptr": "*fp32",

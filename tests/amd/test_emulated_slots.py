@@ -139,6 +139,34 @@ def test_answers_are_added_normed_and_quantised(compiled, arch):
     same_within_a_code(codes, scales, normed(x, weight, eps), tag)
 
 
+@pytest.mark.parametrize("arch", FP8)
+def test_a_product_is_added_and_normed(compiled, arch):
+    rows, hidden, eps, rng = 3, 640, 1e-5, np.random.default_rng(5)
+    product, residual = (rng.standard_normal((rows, hidden)).astype(BF16) for _ in range(2))
+    weight = rng.standard_normal(hidden).astype(BF16)
+    of_rows, of_columns = (rng.random(n).astype(np.float32) for n in (rows, hidden))
+    arrays = [product, of_rows, of_columns, residual, weight, np.zeros_like(product)]
+    after, out = Runner(compiled, arch).in_order(
+        "add_norm", arrays, [3, 5], [("i", hidden), ("f", eps)], (rows,)
+    )
+    x = residual.astype(np.float64) + product.astype(np.float64) * of_columns * of_rows[:, None]
+    for got, want in ((after, x), (out, normed(x, weight, eps))):
+        assert (np.abs(got.astype(np.float64) - want) <= np.abs(want) * 2**-8 + 1e-6).all()
+
+
+@pytest.mark.parametrize("arch", FP8)
+def test_rows_are_quantised(compiled, arch):
+    """A row of zeros; one with a NaN, one with an infinity."""
+    rows, columns, tag, rng = 4, 640, FP8[arch], np.random.default_rng(6)
+    x = rng.standard_normal((rows, columns)).astype(BF16)
+    x[1], x[2, 7], x[3, 8] = 0, np.nan, np.inf
+    outputs = [np.full((rows, columns), 7, np.uint8), np.zeros(rows, np.float32)]
+    codes, scales = Runner(compiled, arch)("quantise_rows", [x], outputs, [("i", columns)], (rows,))
+    same_within_a_code(codes[:1], scales[:1], x[:1].astype(np.float64), tag)
+    assert (codes[1] & 0x7F == 0).all() and np.isfinite(scales[1])
+    assert np.isnan(scales[2:]).all()
+
+
 def turned(x: np.ndarray, cos_sin: np.ndarray) -> np.ndarray:
     """x float64 [.., heads, width], rotated; cos_sin [.., 1, width]."""
     (a, b), (cos, sin) = np.split(x, 2, -1), np.split(cos_sin.astype(np.float64), 2, -1)
@@ -154,19 +182,29 @@ def test_keys_and_queries_are_rotated(compiled, arch, form):
     qkv = rng.standard_normal((rows, low + 2 * heads * width)).astype(BF16)
     qkv[1, -1], qkv[2, -1] = 1e6, np.nan
     weight = rng.standard_normal(low).astype(BF16)
+    of_rows, of_columns = (rng.random(n).astype(np.float32) + 0.5 for n in qkv.shape)
     cos_sin = rng.uniform(-1, 1, (40, width)).astype(BF16)
     positions = rng.integers(0, 40, rows)
     slots = np.array([17, 3, 40, -1, 16])
     scales = [np.array([s], np.float32) for s in (0.5, 0.25)]
     kind = np.uint8 if form == "fp8" else BF16
     cache = [np.zeros((3 * page, heads, width), kind) for _ in range(2)]
-    arrays = [qkv, weight, np.zeros((rows, low), np.uint8), np.zeros(rows, np.float32)]
-    arrays += [cos_sin, positions, slots, *cache, *scales]
+    arrays = [qkv, of_rows, of_columns, weight]
+    arrays += [
+        np.zeros((rows, low), np.uint8),
+        np.zeros(rows, np.float32),
+        cos_sin,
+        positions,
+        slots,
+        *cache,
+        *scales,
+    ]
     strides = [page * heads * width, heads * width, width]
-    sizes = [("i", n) for n in (qkv.shape[1], low, page, *strides, heads)]
+    sizes = [("i", n) for n in (low, page, *strides, heads)]
     codes, norms, keys, values = run.in_order(
-        f"norm_store[{form}]", arrays, [2, 3, 7, 8], [*sizes, ("f", eps)], (rows, 1 + heads)
+        f"norm_store[{form}]", arrays, [4, 5, 9, 10], [*sizes, ("f", eps)], (rows, 1 + heads)
     )
+    qkv = qkv.astype(np.float64) * of_rows[:, None] * of_columns
     same_within_a_code(codes, norms, normed(qkv[:, :low], weight, eps), tag)
     k, v = (
         qkv[:, low + i * heads * width :][:, : heads * width].reshape(rows, heads, width)
@@ -191,9 +229,12 @@ def test_keys_and_queries_are_rotated(compiled, arch, form):
         step = 2**-3 if form == "fp8" else 2**-7
         assert (np.abs(got - want) <= np.abs(want) * step + 2**-6)[~nan].all()
     q = rng.standard_normal((rows, 8 * width)).astype(BF16)
-    arrays = [q, cos_sin, positions, np.zeros((rows, 8 * width), kind), scales[0]]
-    (got,) = run.in_order(f"rope_quantise[{form}]", arrays, [3], [("i", 8)], (rows, 2))
-    want = turned(q.reshape(rows, 8, width).astype(np.float64), cos_sin[positions][:, None])
+    of_columns = rng.random(8 * width).astype(np.float32) + 0.5
+    arrays = [q, of_rows, of_columns, cos_sin, positions]
+    arrays += [np.zeros((rows, 8 * width), kind), scales[0]]
+    (got,) = run.in_order(f"rope_quantise[{form}]", arrays, [5], [("i", 8)], (rows, 2))
+    q = q.astype(np.float64) * of_rows[:, None] * of_columns
+    want = turned(q.reshape(rows, 8, width), cos_sin[positions][:, None])
     want = want / 0.5 if form == "fp8" else want
     got = stored(got.reshape(rows, 8, width))
     step = 2**-3 if form == "fp8" else 2**-7

@@ -64,6 +64,14 @@ def test_sums_of_answers(wire, count):
         torch.testing.assert_close(got.cpu(), want, rtol=2**-7, atol=1e-3)
 
 
+def product(rows, columns):
+    return fused.Product(
+        torch.randn(rows, columns, device=DEVICE).bfloat16(),
+        torch.rand(rows, 1, device=DEVICE) + 0.5,
+        torch.rand(columns, device=DEVICE) + 0.5,
+    )
+
+
 def values(quantised):
     codes, scale = quantised
     return codes.float() * scale
@@ -87,11 +95,30 @@ def test_answers_are_added_normed_and_quantised():
         assert difference.mean() <= 1e-3 * values(want).abs().mean()
 
 
+def test_a_product_is_added_and_normed():
+    given, weight = product(100, 7168), torch.randn(7168, device=DEVICE).bfloat16()
+    residual = torch.randn(100, 7168, device=DEVICE).bfloat16()
+    again = residual.clone()
+    got = fused.add_norm(given, residual, weight, 1e-5)
+    want = fused.plain_add_norm(given, again, weight, 1e-5)
+    close(residual, again)
+    close(got, want)
+
+
+def test_rows_are_quantised():
+    x = torch.randn(100, 16384, device=DEVICE).bfloat16()
+    x[1], x[2, 7], x[3, 8] = 0, torch.nan, torch.inf
+    got, want = fused.quantise_rows(x, FP8), fused.plain_quantise_rows(x, FP8)
+    torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=0, equal_nan=True)
+    fine = [row for row in range(100) if row not in (2, 3)]
+    close(got[0][fine], want[0][fine])
+
+
 @pytest.mark.parametrize("kind", [FP8, torch.bfloat16])
 @pytest.mark.parametrize("heads", [1, 2])
 def test_keys_and_queries_are_rotated(kind, heads):
     rows, low, width, page = 100, 2048, 256, 64
-    qkv = torch.randn(rows, low + 2 * heads * width, device=DEVICE).bfloat16()
+    qkv = product(rows, low + 2 * heads * width)
     weight = torch.randn(low, device=DEVICE).bfloat16()
     angles = torch.rand(50, width, device=DEVICE).bfloat16()
     rope = fused.Rope(angles, torch.randint(0, 50, (rows,), device=DEVICE))
@@ -109,7 +136,7 @@ def test_keys_and_queries_are_rotated(kind, heads):
     assert (values(got) - values(want)).abs().mean() <= 1e-3 * values(want).abs().mean()
     close(caches[0].keys, caches[1].keys)
     close(caches[0].values, caches[1].values)
-    q = torch.randn(rows, 64 * width, device=DEVICE).bfloat16()
+    q = product(rows, 64 * width)
     got = fused.rope_quantise(q, width, rope, scales[0], kind)
     close(got, fused.plain_rope_quantise(q, width, rope, scales[0], kind))
 

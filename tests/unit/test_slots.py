@@ -95,6 +95,7 @@ def test_what_stands_around_an_attention_layers_products():
     assert ((codes.double() * scale - want).abs() <= want.abs() / 16 + largest * 2**-16).all()
 
     qkv = torch.randn(rows, low + 2 * heads * width).bfloat16()
+    product = fused.Product(qkv / 4, torch.full((rows, 1), 2.0), torch.full((qkv.shape[1],), 2.0))
     angle = torch.rand(9, width // 2) * 6
     rope = fused.Rope(torch.cat([angle.cos(), angle.sin()], -1), torch.tensor([3, 0, 8, 1, 1]))
     slots = torch.tensor([5, 0, -1, 7, 2])
@@ -102,7 +103,7 @@ def test_what_stands_around_an_attention_layers_products():
     cache = fused.PagedCache(
         *(torch.zeros(2, page, heads, width) for _ in range(2)), (one, one), slots
     )
-    fused.plain_norm_store(qkv, weight, 1e-5, rope, cache, FP8)
+    fused.plain_norm_store(product, weight, 1e-5, rope, cache, FP8)
     keys = cache.keys.flatten(0, 1)
     turn = torch.polar(torch.ones(rows, 1, width // 2), angle[rope.positions][:, None])
     k = qkv[:, low:].float().view(rows, 2, heads, 2, width // 2)[:, 0]
@@ -116,6 +117,7 @@ def test_what_stands_around_an_attention_layers_products():
         qkv[:, low + heads * width :].float().view(rows, heads, width)[written],
     )
     q = qkv[:, low : low + heads * width].contiguous()
+    q = fused.Product(q, torch.ones(rows, 1), torch.ones(heads * width))
     half = torch.tensor([0.5])
     got = fused.plain_rope_quantise(q, width, rope, half, FP8)
     want = (turned.flatten(1) * 2).clamp(-448, 448)
@@ -124,3 +126,12 @@ def test_what_stands_around_an_attention_layers_products():
         fused.plain_rope_quantise(q, width, rope, half, torch.bfloat16),
         turned.flatten(1).bfloat16(),
     )
+    product = fused.Product(parts[0], torch.full((rows, 1), 0.5), torch.ones(low))
+    x = residual.double() + parts[0].double() / 2
+    got = fused.plain_add_norm(product, residual, weight, 1e-5)
+    want = torch.nn.functional.rms_norm(x, (low,), weight.double(), 1e-5)
+    torch.testing.assert_close(got.double(), want, rtol=2**-7, atol=1e-6)
+    torch.testing.assert_close(residual.double(), x, rtol=2**-7, atol=0)
+    zeros, broken = torch.zeros(1, low), torch.full((1, low), torch.inf)
+    codes, scale = fused.plain_quantise_rows(torch.cat([zeros, broken]), FP8)
+    assert (codes[0].float() == 0).all() and scale[0].isfinite() and scale[1].isnan()

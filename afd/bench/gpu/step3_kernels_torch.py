@@ -123,7 +123,7 @@ class CudaAttention:
         self._rope = fused.Rope(self._rope_table(), positions)
         self._lengths = torch.full((load.rows,), load.context, dtype=torch.int32, device=device)
         self._starts = torch.arange(load.rows + 1, dtype=torch.int32, device=device)
-        self._one = torch.ones(1, device=device)
+        self._one, self._unit = torch.ones(1, device=device), torch.ones((), device=device)
         scales = (self._one, self._one)
         self._cache = [
             [
@@ -139,7 +139,7 @@ class CudaAttention:
         self._scales = dict.fromkeys(scaled, ones)
 
     def attend(self, layer: int, micro_batch: int, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        load, ops, n = self._load, self._ops, layer % self._distinct
+        load, n = self._load, layer % self._distinct
         cache = self._cache[n][micro_batch]
         residual = self._residual[micro_batch]
         if layer == 0:
@@ -150,10 +150,9 @@ class CudaAttention:
         q = self._product(codes, scale, self._up[n])
         q = fused.rope_quantise(q, load.head_dim, self._rope, self._one, cache.keys.dtype)
         out = self._core(q, cache)
-        codes, scale = ops.scaled_fp8_quant(out, use_per_token_if_dynamic=True)
-        x = self._product(codes, scale, self._out[n])
-        ops.fused_add_rms_norm(x, residual, self._norm, _EPS)
-        return x
+        codes, scale = fused.quantise_rows(out, _FP8)
+        product = self._product(codes, scale, self._out[n])
+        return fused.add_norm(product, residual, self._norm, _EPS)
 
     def message(self, layer: int, hidden: torch.Tensor) -> Outgoing:
         shape, device = (len(hidden), self._load.top_k), self._device
@@ -188,14 +187,23 @@ class CudaAttention:
         return torch.randn(shape, dtype=torch.bfloat16, device=self._device)
 
     def _weight(self, out: int, into: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """FP8 [into, out] stored by columns, and its scales [1, out]."""
+        """FP8 [into, out] stored by columns, and its scales [out]."""
         codes = self._bf16(out, into).to(_FP8).t()
-        return codes, torch.full((1, out), 0.02, device=self._device)
+        return codes, torch.full((out,), 0.02, device=self._device)
 
     def _product(
         self, codes: torch.Tensor, scale: torch.Tensor, weight: tuple[torch.Tensor, torch.Tensor]
-    ) -> torch.Tensor:
-        return self._ops.cutlass_scaled_mm(codes, weight[0], scale, weight[1], torch.bfloat16)
+    ) -> fused.Product:
+        # cuBLAS, which knows one scale per matrix, and is quicker here than vLLM's kernel
+        values = torch._scaled_mm(
+            codes,
+            weight[0],
+            scale_a=self._unit,
+            scale_b=self._unit,
+            out_dtype=torch.bfloat16,
+            use_fast_accum=True,
+        )
+        return fused.Product(values, scale, weight[1])
 
     def _rope_table(self) -> torch.Tensor:
         """[context, head_dim]: cosines, then sines."""
