@@ -63,6 +63,7 @@ class StreamExperts:
             [self._answer(j, mb) for mb in range(resolved.contract.max_depth)]
             for j in range(resolved.slots.ffn_ranks)
         ]
+        self._awaited: list[list[int]] = [[] for _ in range(resolved.contract.max_depth)]
         self._tp = resolved.contract.ffn_tp
         self._reset = resets_doorbells(resolved.model.moe_layers)
         self._pending: list[Outgoing | None] = [None] * resolved.contract.max_depth
@@ -111,7 +112,7 @@ class StreamExperts:
         pending = self._pending[micro_batch] = encode(layout, layer, hidden, slots, weights)
         self._position += 1
         sequence = stream_sequence(self._position)
-        flags = [make_flag(p.session, sequence) for p in self._peers]
+        flags = self._awaited[micro_batch] = [make_flag(p.session, sequence) for p in self._peers]
         for peer, flag in zip(self._peers, flags, strict=True):
             # A status says only that the peer is gone already; then the wait below tells.
             peer.link.enqueue(
@@ -128,22 +129,19 @@ class StreamExperts:
                 pending.parts(layout),
             )
         self._marks.copied()
-        slots = [self._resolved.slots.to_attention(j, micro_batch) for j in range(len(flags))]
-
-        def wait(stream: int) -> None:
-            self._region.enqueue_wait(stream, slots, flags, reset=self._reset)
-            self._waits.slots += slots
-            self._waits.flags += flags
-
-        self._streams.expect(micro_batch, wait)
 
     def recv(self, micro_batch: int) -> torch.Tensor:
         """As :meth:`attention_worker.remote.RemoteExperts.recv`, but what waits is the computing
         stream."""
         pending = self._pending[micro_batch]
         assert pending is not None, f"micro-batch {micro_batch} was not sent"
-        self._streams.arrive(micro_batch)
+        count = len(self._peers)
+        slots = [self._resolved.slots.to_attention(j, micro_batch) for j in range(count)]
+        flags = self._awaited[micro_batch]
+        self._region.enqueue_wait(self._streams.compute, slots, flags, reset=self._reset)
         self._marks.working()
+        self._waits.slots += slots
+        self._waits.flags += flags
         # The FFN instances have the rows: their memory may be used again from here on.
         self._pending[micro_batch] = None
         views = [of_ffn[micro_batch] for of_ffn in self._answers]

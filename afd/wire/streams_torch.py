@@ -53,10 +53,16 @@ class Streams(Protocol):
     def copying(self) -> AbstractContextManager[object]:
         """Within, kernels go to ``copy``: what only a message needs does not hold up the rest."""
 
-    def expect(self, micro_batch: int, wait: Callable[[int], None]) -> None:
+    def expect(self, micro_batch: int, wait: Callable[[int], object]) -> None:
         """Have ``wait``, which gives a wait for messages to the stream of this address, called for
         a stream of its own. It begins behind what ``copy`` was given so far, which must be all of
-        ours that those messages depend on, and is over once ``compute`` comes to it."""
+        ours that those messages depend on, and is over once ``compute`` comes to it.
+
+        For one side of the wire only: the FFN instances'. Streams may share a queue of the device,
+        where ``compute`` stands behind waits that it does not need. On one side that only costs
+        time, since a message depends on answers alone that went out before its wait. If attention
+        did the same, each could hold up what the other waits for.
+        """
 
     def arrive(self, micro_batch: int) -> None:
         """What ``compute`` gets from now on starts after what was expected in this micro-batch."""
@@ -79,7 +85,7 @@ class HostStreams:
     copy = 0
 
     def __init__(self) -> None:
-        self._expected: dict[int, Callable[[int], None]] = {}
+        self._expected: dict[int, Callable[[int], object]] = {}
 
     def fork(self) -> None: ...
 
@@ -88,7 +94,7 @@ class HostStreams:
     def copying(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def expect(self, micro_batch: int, wait: Callable[[int], None]) -> None:
+    def expect(self, micro_batch: int, wait: Callable[[int], object]) -> None:
         self._expected[micro_batch] = wait
 
     def arrive(self, micro_batch: int) -> None:
@@ -136,7 +142,7 @@ class CudaStreams:
     def copying(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._copy)
 
-    def expect(self, micro_batch: int, wait: Callable[[int], None]) -> None:
+    def expect(self, micro_batch: int, wait: Callable[[int], object]) -> None:
         self._receive.wait_stream(self._copy)
         wait(self._receive.cuda_stream)
         self._expected[micro_batch] = self._receive.record_event()

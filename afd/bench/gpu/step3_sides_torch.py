@@ -116,23 +116,14 @@ class Side(ABC):
     def slots(self, micro_batch: int) -> list[int]:
         return [m.comes_to * self.load.depth + micro_batch for m in self.messages]
 
-    def expect(self, micro_batch: int, position: int) -> None:
-        """This position's messages are due next: what they depend on is under way."""
+    def wait(self, stream: int, micro_batch: int, position: int) -> list[SlotView]:
+        """The stream waits for this position's messages."""
         slots = self.slots(micro_batch)
         flags = [make_flag(1, stream_sequence(position + 1))] * len(slots)
-
-        def wait(stream: int) -> None:
-            self.region.enqueue_wait(stream, slots, flags)
-            self.waits[0].extend(slots)
-            self.waits[1].extend(flags)
-
-        self.streams.expect(micro_batch, wait)
-
-    def arrived(self, micro_batch: int, marks: Marks) -> list[SlotView]:
-        """The computing stream goes on once what was expected is there."""
-        self.streams.arrive(micro_batch)
-        marks.working()
-        return [self.views[slot] for slot in self.slots(micro_batch)]
+        self.region.enqueue_wait(stream, slots, flags)
+        self.waits[0].extend(slots)
+        self.waits[1].extend(flags)
+        return [self.views[slot] for slot in slots]
 
     def send(
         self, micro_batch: int, position: int, parts: list[list[tuple[int, int, int]]], marks: Marks
@@ -182,7 +173,7 @@ class AttentionSide(Side):
             layer, mb = divmod(position, depth)
             parts = [self._inputs[mb]]
             if layer:
-                parts = self._parts(self.arrived(mb, marks))
+                parts = self._parts(self._answers(mb, position - depth, marks))
             hidden = self._kernels.attend(layer, mb, parts)
             marks.done(layer, mb, self.load.rows)
             self.streams.fork()
@@ -190,11 +181,15 @@ class AttentionSide(Side):
                 message = self._kernels.message(layer, hidden)
             kept += [hidden, message]
             self.send(mb, position, [message.parts(self.outgoing)] * len(self.messages), marks)
-            self.expect(mb, position)
         for mb in range(depth):
-            views = self.arrived(mb, marks)
+            views = self._answers(mb, (self.layers - 1) * depth + mb, marks)
             kept.append(sum_of_parts(views, self.load.rows, torch.bfloat16))
         return kept
+
+    def _answers(self, micro_batch: int, position: int, marks: Marks) -> list[SlotView]:
+        views = self.wait(self.streams.compute, micro_batch, position)
+        marks.working()
+        return views
 
     def _parts(self, views: list[SlotView]) -> list[torch.Tensor]:
         return [view.payload[: self.load.rows] for view in views]
@@ -214,10 +209,12 @@ class FfnSide(Side):
         kept: list[object] = []
         self.streams.fork()
         for mb in range(depth):
-            self.expect(mb, mb)
+            self._expect(mb, mb)
         for position in range(last):
             layer, mb = divmod(position, depth)
-            views = self.arrived(mb, marks)
+            self.streams.arrive(mb)
+            marks.working()
+            views = [self.views[slot] for slot in self.slots(mb)]
             answers = Answers.of(self._experts.compute(layer, views), self.outgoing)
             kept.append(answers)
             marks.done(layer, mb, self.load.ffn_rows)
@@ -225,8 +222,12 @@ class FfnSide(Side):
             parts = [answers.parts(m * rows, rows) for m in range(len(self.messages))]
             self.send(mb, position, parts, marks)
             if position + depth < last:
-                self.expect(mb, position + depth)
+                self._expect(mb, position + depth)
         return kept
+
+    def _expect(self, micro_batch: int, position: int) -> None:
+        """As ffn_worker/steps.py does."""
+        self.streams.expect(micro_batch, lambda stream: self.wait(stream, micro_batch, position))
 
 
 class Replay:
@@ -293,21 +294,29 @@ def with_marks(side: Side) -> list[dict[str, Any]]:
 
 def measure(rank: int, settings: Settings, out: str) -> None:
     """One process; writes what it has seen to the file ``out``.RANK."""
+    began = time.monotonic()
     dist.init_process_group(
         "gloo",
         init_method=f"tcp://127.0.0.1:{settings.port}",
         rank=rank,
         world_size=2 * settings.pairs,
     )
+
+    def tell(what: str) -> None:
+        print(f"process {rank}: {what} after {time.monotonic() - began:.0f} s", flush=True)
+
     load = Load(**settings.load)
     kind = AttentionSide if rank < settings.pairs else FfnSide
     with torch.inference_mode():
         side = kind(rank, settings, load)
         side.warm_up()
         settle(side.device)
+        tell("kernels are loaded")
         plain = Replay(side, NoMarks())
+        tell("the step is recorded")
         dist.barrier()  # nothing is waited for before both sides have loaded and captured
         timed(plain, side, 3)
+        tell("three steps are through")
         times = timed(plain, side, settings.steps)
         dist.barrier()
         steps = with_marks(side)
