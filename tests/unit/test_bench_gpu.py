@@ -25,6 +25,7 @@ from afd.bench.gpu import (
 from afd.bench.gpu.checkpoint import listing, make
 from afd.bench.gpu.common import Budget, Report
 from afd.bench.gpu.decode import Cell, Plan, best, table
+from afd.bench.gpu.kv import kv_bytes
 from afd.bench.gpu.load import Load, Steady, rate
 from afd.bench.gpu.predict import Prediction, predict
 from afd.bench.gpu.slices import SLICES, find
@@ -295,11 +296,11 @@ def test_predictions_count_all_gpus():
 
 def test_the_cache_of_a_target():
     model = spec("qwen3-30b")
-    whole = decode.kv_bytes(Afd(1, 3), 64, 1000, model)
+    whole = kv_bytes(Afd(1, 3), 64, 1000, model)
     assert whole == 64 * 1000 * 12 * 2 * 4 * 128 * 2
-    assert decode.kv_bytes(Afd(2, 2), 64, 1000, model) == whole / 2
-    assert decode.kv_bytes(Colocated(4), 64, 1000, model) == whole / 4
-    assert decode.kv_bytes(Colocated(2, 2), 64, 1000, model) == whole / 4
+    assert kv_bytes(Afd(2, 2), 64, 1000, model) == whole / 2
+    assert kv_bytes(Colocated(4), 64, 1000, model) == whole / 4
+    assert kv_bytes(Colocated(2, 2), 64, 1000, model) == whole / 4
 
 
 def test_jitter_with_and_without_drift():

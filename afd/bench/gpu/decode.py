@@ -23,6 +23,7 @@ from afd.bench.gpu.common import (
     parser,
     report,
 )
+from afd.bench.gpu.kv import kv_bytes
 from afd.bench.gpu.load import Load, steady
 from afd.bench.gpu.predict import Prediction, predict
 from afd.bench.gpu.slices import Slice
@@ -98,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
     args = _arguments(argv)
     budget = Budget(args.seconds)
     targets = _targets(args)
-    piece, path = model_of(args)
+    piece, path = model_of(args, args.model)
     model = load_model(str(path))
     plan = Plan(
         tuple(sorted(args.batches)),
@@ -118,7 +119,7 @@ def main(argv: Sequence[str]) -> int:
         for cell in measure(servers, plan, sizes, model, piece, args, budget):
             cells.append(cell)
             _tell(cell, plan)
-            _record(cell, cells, case_of(args, piece), out)
+            _record(cell, cells, case_of(args.model, piece), out)
     print(table(cells, plan))
     return 0 if cells else 1
 
@@ -218,13 +219,6 @@ def _of_server(
             continue
         said = predict(target, depth or 1, load.requests, load.prompt, model, accelerator)
         yield Cell(target, depth, load.requests, load.prompt, found.tpot_s, said, found.device_s)
-
-
-def kv_bytes(target: Target, requests: int, length: int, model: ModelSpec) -> float:
-    """Cache of each GPU that has one when every request is ``length`` tokens long."""
-    each = -(-requests // target.replicas)
-    shards = min(group.attention.kv_shards(target.kv_gpus) for group in model.groups)
-    return each * model.kv_stored_bytes(length, "bfloat16") / shards
 
 
 def best(
