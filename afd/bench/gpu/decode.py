@@ -46,6 +46,7 @@ from afd.planner.facts.model import ModelSpec
 from afd.planner.facts.model_hf import load_model
 
 _ANSWER = 1_200  # tokens: more than the steps of a ramp and a window
+_CELL_S = 5.0  # of one, with its ramp
 _SETTLE_S = 0.3  # the depth reaches the instances with the next message of the control plane
 _GIB = 2**30
 
@@ -177,13 +178,13 @@ def measure(
         kept_s = budget.left * others / (others + 1)
         slow: set[Target] = set()
         for requests in plan.batches:
-            for target, server in servers.items():
-                if target in slow:
-                    continue
+            # All of a row or none: a rate without its peer's would be compared to a smaller batch.
+            row = [target for target in servers if target not in slow]
+            cost_s = sum(_CELL_S * len(_depths(target, plan)) for target in row)
+            if row and not budget.allows(f"batch {requests} context {context}", kept_s + cost_s):
+                break
+            for target in row:
                 what = f"{target.label} batch {requests} context {context}"
-                if not budget.allows(what, kept_s + 5.0):
-                    slow.add(target)
-                    continue
                 needed = kv_bytes(target, requests, context + args.answer, model)
                 needed *= target.replicas * target.kv_gpus / target.gpus
                 if needed > plan.kv_bytes:
@@ -194,7 +195,7 @@ def measure(
                     slow.add(target)
                     continue
                 load = Load(requests, context, sizes.length, piece.sizes.vocab, args.seed)
-                found = list(_of_server(target, server, load, plan, model, accelerator))
+                found = list(_of_server(target, servers[target], load, plan, model, accelerator))
                 yield from found
                 if all(cell.whole_s(plan.stretch) > plan.tpots_s[-1] for cell in found):
                     slow.add(target)
@@ -208,7 +209,7 @@ def _of_server(
     model: ModelSpec,
     accelerator: Accelerator,
 ) -> Iterator[Cell]:
-    for depth in plan.depths if isinstance(target, Afd) else (0,):
+    for depth in _depths(target, plan):
         try:
             if depth:
                 server.set_depth(depth)
@@ -219,6 +220,10 @@ def _of_server(
             continue
         said = predict(target, depth or 1, load.requests, load.prompt, model, accelerator)
         yield Cell(target, depth, load.requests, load.prompt, found.tpot_s, said, found.device_s)
+
+
+def _depths(target: Target, plan: Plan) -> tuple[int, ...]:
+    return plan.depths if isinstance(target, Afd) else (0,)
 
 
 def best(
