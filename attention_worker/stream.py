@@ -6,7 +6,8 @@ and the waits for theirs, and a replay runs the whole step without the host
 the same ones (afd/schedule.py: stream_sequence).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -65,7 +66,6 @@ class StreamExperts:
         self._tp = resolved.contract.ffn_tp
         self._reset = resets_doorbells(resolved.model.moe_layers)
         self._pending: list[Outgoing | None] = [None] * resolved.contract.max_depth
-        self._awaited: list[list[int]] = [[] for _ in range(resolved.contract.max_depth)]
         self._slots = ExpertSlots(resolved, index)
         self._peers: tuple[Ffn, ...] = ()
         self._waits = Waits()
@@ -86,6 +86,16 @@ class StreamExperts:
         self._position = 0
         self._marks.begin()
 
+    @contextmanager
+    def sending(self, layer: int, micro_batch: int, rows: int) -> Iterator[None]:
+        """Router and encoding go to the copying stream, behind all that was computed so far.
+
+        What they read has to live until the answer is awaited."""
+        self._marks.done(layer, micro_batch, rows)
+        self._streams.fork()
+        with self._streams.copying():
+            yield
+
     def send(
         self,
         layer: int,
@@ -94,15 +104,14 @@ class StreamExperts:
         ids: torch.Tensor,
         weights: torch.Tensor,
     ) -> None:
-        """As :meth:`attention_worker.remote.RemoteExperts.send`, on the copying stream."""
+        """As :meth:`attention_worker.remote.RemoteExperts.send`, on the copying stream; within
+        :meth:`sending`."""
         layout = self._resolved.a2f
         slots = self._slots.of(layer, ids)
         pending = self._pending[micro_batch] = encode(layout, layer, hidden, slots, weights)
         self._position += 1
         sequence = stream_sequence(self._position)
-        flags = self._awaited[micro_batch] = [make_flag(p.session, sequence) for p in self._peers]
-        self._marks.done(layer, micro_batch, pending.rows)
-        self._streams.fork()
+        flags = [make_flag(p.session, sequence) for p in self._peers]
         for peer, flag in zip(self._peers, flags, strict=True):
             # A status says only that the peer is gone already; then the wait below tells.
             peer.link.enqueue(
@@ -119,19 +128,22 @@ class StreamExperts:
                 pending.parts(layout),
             )
         self._marks.copied()
+        slots = [self._resolved.slots.to_attention(j, micro_batch) for j in range(len(flags))]
+
+        def wait(stream: int) -> None:
+            self._region.enqueue_wait(stream, slots, flags, reset=self._reset)
+            self._waits.slots += slots
+            self._waits.flags += flags
+
+        self._streams.expect(micro_batch, wait)
 
     def recv(self, micro_batch: int) -> torch.Tensor:
         """As :meth:`attention_worker.remote.RemoteExperts.recv`, but what waits is the computing
         stream."""
         pending = self._pending[micro_batch]
         assert pending is not None, f"micro-batch {micro_batch} was not sent"
-        count = len(self._peers)
-        slots = [self._resolved.slots.to_attention(j, micro_batch) for j in range(count)]
-        flags = self._awaited[micro_batch]
-        self._region.enqueue_wait(self._streams.compute, slots, flags, reset=self._reset)
+        self._streams.arrive(micro_batch)
         self._marks.working()
-        self._waits.slots += slots
-        self._waits.flags += flags
         # The FFN instances have the rows: their memory may be used again from here on.
         self._pending[micro_batch] = None
         views = [of_ffn[micro_batch] for of_ffn in self._answers]

@@ -1,26 +1,12 @@
 """Typed views of an FFN instance's receive slots. All memory is made once, at start-up."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-
-import torch
 
 from afd.resolve import Resolved
 from afd.schedule import split_rows
-from afd.wire.rows_torch import EncodedRows
-from afd.wire.slot_torch import SlotView
+from afd.wire.slot_torch import RoutedRows, SlotView, take_rows
 from afd.wire.streams_torch import slot_bytes
 from afd_comm import Header, Region
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Input of one expert call: x [rows, hidden] in the wire's format; ids int32, weights float32
-    [rows, top_k]. Views of slot memory where that is possible."""
-
-    x: EncodedRows
-    ids: torch.Tensor
-    weights: torch.Tensor
 
 
 class Inbox:
@@ -55,18 +41,16 @@ class Inbox:
             return f"a step of {header.rows} rows in {header.depth} micro-batches"
         return None
 
-    def read(self, slots: Sequence[int], rows: Sequence[int], masked: Collection[int] = ()) -> Rows:
+    def read(
+        self, slots: Sequence[int], rows: Sequence[int], masked: Collection[int] = ()
+    ) -> RoutedRows:
         """Rows of several slots, one below the other; a single slot is not copied.
 
         Rows of ``masked`` slots are no rows that anyone sent: none of their experts is computed.
         """
-        views = [(self._views[slot], n) for slot, n in zip(slots, rows, strict=True)]
-        x = EncodedRows.cat([view.rows(n) for view, n in views])
-        ids = [view.ids[:n] for view, n in views]
-        for i, slot in enumerate(slots):
-            if slot in masked:
-                ids[i] = torch.full_like(ids[i], -1)
-        weights = [view.weights[:n] for view, n in views]
-        if len(slots) == 1:
-            return Rows(x, ids[0], weights[0])
-        return Rows(x, torch.cat(ids), torch.cat(weights))
+        views = [self._views[slot] for slot in slots]
+        if len(views) == 1 and not masked:
+            return RoutedRows.of(views[0], rows[0])
+        taken = RoutedRows.empty_like(views[0], sum(rows))
+        take_rows(views, rows, taken, [i for i, slot in enumerate(slots) if slot in masked])
+        return taken

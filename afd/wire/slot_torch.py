@@ -1,13 +1,17 @@
 """Slot memory as tensors, on either side of the wire."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from afd.schedule import row_shares
 from afd.wire.codecs_torch import DTYPE_OF_TAG, SCALE_DTYPE
-from afd.wire.layout import SlotLayout
+from afd.wire.layout import SlotLayout, Tag
 from afd.wire.rows_torch import EncodedRows
+
+MOST = 8
+"""Messages that one kernel takes or adds up."""
 
 
 class SlotView:
@@ -42,6 +46,71 @@ class SlotView:
     def decode(self, rows: int, dtype: torch.dtype) -> torch.Tensor:
         """The first rows of the payload in ``dtype``: slot memory itself where nothing changes."""
         return self.rows(rows).decode(dtype)
+
+
+@dataclass(frozen=True)
+class RoutedRows:
+    """Input of one expert call: x [rows, hidden] in the wire's format; ids int32, weights float32
+    [rows, top_k]. Views of slot memory where that is possible."""
+
+    x: EncodedRows
+    ids: torch.Tensor
+    weights: torch.Tensor
+
+    @classmethod
+    def of(cls, view: SlotView, rows: int) -> "RoutedRows":
+        """The first rows of one message: views of slot memory."""
+        assert view.ids is not None and view.weights is not None, "an answer has no ids"
+        return cls(view.rows(rows), view.ids[:rows], view.weights[:rows])
+
+    @classmethod
+    def empty_like(cls, view: SlotView, rows: int) -> "RoutedRows":
+        """Memory for rows as they lie in a slot."""
+
+        def room(part: torch.Tensor) -> torch.Tensor:
+            return torch.empty((rows, part.shape[1]), dtype=part.dtype, device=part.device)
+
+        assert view.ids is not None and view.weights is not None, "an answer has no ids"
+        scales = None if view.scales is None else room(view.scales)
+        x = EncodedRows(view.tag, room(view.payload), scales)
+        return cls(x, room(view.ids), room(view.weights))
+
+    def cut(self, begin: int, end: int) -> "RoutedRows":
+        """Rows [begin, end): views."""
+        x, scales = self.x, None if self.x.scales is None else self.x.scales[begin:end]
+        x = EncodedRows(x.tag, x.payload[begin:end], scales)
+        return RoutedRows(x, self.ids[begin:end], self.weights[begin:end])
+
+
+def take_rows(
+    views: Sequence[SlotView], counts: Sequence[int], into: RoutedRows, masked: Collection[int] = ()
+) -> None:
+    """Copy the first ``counts[i]`` rows of each message i, one below the other.
+
+    On a GPU by one kernel (:mod:`afd.wire.slot_gpu_torch`).
+
+    Args:
+        views: slots of one region. into: contiguous, of at least as many rows; those behind stay.
+        masked: indices of messages that nobody sent: none of their experts is to be computed, so
+            their ids become -1.
+    """
+    if views[0].payload.is_cuda:
+        from afd.wire import slot_gpu_torch as gpu
+
+        gpu.take_rows(views, counts, into, masked)
+        return
+    begin = 0
+    for i, (view, rows) in enumerate(zip(views, counts, strict=True)):
+        here, sent = into.cut(begin, begin + rows), RoutedRows.of(view, rows)
+        here.x.payload.copy_(sent.x.payload)
+        if here.x.scales is not None and sent.x.scales is not None:
+            here.x.scales.copy_(sent.x.scales)
+        here.weights.copy_(sent.weights)
+        if i in masked:
+            here.ids.fill_(-1)
+        else:
+            here.ids.copy_(sent.ids)
+        begin += rows
 
 
 def sum_of_shares(
@@ -88,10 +157,19 @@ def sum_of_parts(views: Sequence[SlotView], rows: int, dtype: torch.dtype) -> to
     """What the FFN instances of one micro-batch answered, added up in float32: [rows, hidden].
 
     One answer that is not encoded is the slot's own memory, valid until the slot is written again.
+    On a GPU several are added by one kernel (:mod:`afd.wire.slot_gpu_torch`), which may round a
+    scaled value once with the sum.
     """
+    first = views[0]
     if len(views) == 1:
-        return views[0].decode(rows, dtype)
-    total = views[0].decode(rows, torch.float32)
+        return first.decode(rows, dtype)
+    if first.payload.is_cuda and first.tag != Tag.E2M1 and len(views) <= MOST:
+        from afd.wire import slot_gpu_torch as gpu
+
+        out = torch.empty((rows, first.payload.shape[1]), dtype=dtype, device=first.payload.device)
+        gpu.sum_of_parts(views, out)
+        return out
+    total = first.decode(rows, torch.float32)
     for view in views[1:]:
         total += view.decode(rows, torch.float32)
     return total.to(dtype)

@@ -1,6 +1,7 @@
 """What both workers need of a device: slots as tensors, and the streams that a step runs on."""
 
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -49,6 +50,17 @@ class Streams(Protocol):
     def join(self) -> None:
         """What ``compute`` gets from now on starts after all that ``copy`` was given so far."""
 
+    def copying(self) -> AbstractContextManager[object]:
+        """Within, kernels go to ``copy``: what only a message needs does not hold up the rest."""
+
+    def expect(self, micro_batch: int, wait: Callable[[int], None]) -> None:
+        """Have ``wait``, which gives a wait for messages to the stream of this address, called for
+        a stream of its own. It begins behind what ``copy`` was given so far, which must be all of
+        ours that those messages depend on, and is over once ``compute`` comes to it."""
+
+    def arrive(self, micro_batch: int) -> None:
+        """What ``compute`` gets from now on starts after what was expected in this micro-batch."""
+
     def capturable(self) -> AbstractContextManager[object]:
         """Within, ``compute`` is a stream that can be captured, which the default stream cannot."""
 
@@ -60,14 +72,27 @@ class Streams(Protocol):
 
 
 class HostStreams:
-    """Device cpu: an operation is done when its call returns, so there is nothing to order."""
+    """Device cpu: an operation is done when its call returns, so there is nothing to order, and
+    nothing is waited for before it is needed."""
 
     compute = 0
     copy = 0
 
+    def __init__(self) -> None:
+        self._expected: dict[int, Callable[[int], None]] = {}
+
     def fork(self) -> None: ...
 
     def join(self) -> None: ...
+
+    def copying(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def expect(self, micro_batch: int, wait: Callable[[int], None]) -> None:
+        self._expected[micro_batch] = wait
+
+    def arrive(self, micro_batch: int) -> None:
+        self._expected.pop(micro_batch)(self.compute)
 
     def capturable(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -81,12 +106,16 @@ class HostStreams:
 
 
 class CudaStreams:
-    """The current stream, and one of our own beside it. May be captured: fork and join are edges
-    of the graph."""
+    """The current stream, and two of our own beside it. May be captured: what orders them are edges
+    of the graph. Between a kernel and the next one a wait costs 8 us even if its message is there
+    (docs/results/notes.md): hence the stream that only waits."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._copy = torch.cuda.Stream(device)
+        # Its small kernels go before the large ones that computing has begun meanwhile.
+        self._copy = torch.cuda.Stream(device, priority=-1)
+        self._receive = torch.cuda.Stream(device)
+        self._expected: dict[int, torch.cuda.Event] = {}
         # Made now: with a wait pending on some other stream it could not be (comm/README.md).
         self._captured = torch.cuda.Stream(device)
 
@@ -103,6 +132,18 @@ class CudaStreams:
 
     def join(self) -> None:
         torch.cuda.current_stream(self._device).wait_stream(self._copy)
+
+    def copying(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._copy)
+
+    def expect(self, micro_batch: int, wait: Callable[[int], None]) -> None:
+        self._receive.wait_stream(self._copy)
+        wait(self._receive.cuda_stream)
+        self._expected[micro_batch] = self._receive.record_event()
+
+    def arrive(self, micro_batch: int) -> None:
+        arrived = self._expected.pop(micro_batch)
+        torch.cuda.current_stream(self._device).wait_event(arrived)
 
     def capturable(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._captured)

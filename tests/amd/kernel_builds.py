@@ -9,6 +9,8 @@ from triton.compiler import ASTSource, CompiledKernel, compile
 from triton.runtime.jit import JITFunction
 
 from afd.wire import codecs_triton as wire
+from afd.wire import slot_triton as slot
+from attention_worker.kernels import norm, rope_cache
 from ffn_worker.allreduce import formats_triton as reduce
 from ffn_worker.allreduce import quick_triton as quick
 from ffn_worker.allreduce.formats import FORMATS, ReduceFormat
@@ -110,6 +112,104 @@ def codec_builds(target: str) -> Iterator[Build]:
         {"GROUPS": 32},
         aligned=("hidden",),
     )
+
+
+_FAR = dict.fromkeys(slot.FAR, "i32")
+
+
+def slot_builds(target: str) -> Iterator[Build]:
+    """Rows of three messages out of their slots, and sums of three answers."""
+    fp8 = NATIVE_FP8[target]
+    bytes_, words = (
+        ("payload_ptr", "scales_ptr", "to_payload_ptr", "to_scales_ptr"),
+        ("ids", "weights"),
+    )
+    begins = dict.fromkeys((f"begin{i}" for i in range(1, 8)), "i32")
+    sizes = dict.fromkeys(("masked", "row_bytes", "scale_bytes"), "i32")
+    kinds = {
+        f"{to}{w}_ptr": t
+        for to in ("", "to_")
+        for w, t in zip(words, ("*i32", "*fp32"), strict=True)
+    }
+    for suffix, block in (("", 4), ("[unscaled]", 0)):
+        yield Build(
+            f"take_rows{suffix}",
+            slot.take_rows_kernel,
+            {**dict.fromkeys(bytes_, "*u8"), **kinds, **_FAR, **begins, **sizes},
+            {"MESSAGES": 3, "TOP_K": 3, "KINDS": 4, "BLOCK": 1024, "SCALE_BLOCK": block * 8},
+            aligned=("row_bytes",),
+        )
+    for name, kind, scaled in (("bf16", "bf16", False), ("fp8", fp8, True)):
+        yield Build(
+            f"sum_messages[{name}]",
+            slot.sum_messages_kernel,
+            {
+                "payload_ptr": f"*{kind}",
+                "scales_ptr": "*fp32",
+                "out_ptr": "*bf16",
+                "hidden": "i32",
+                **_FAR,
+            },
+            {"MESSAGES": 3, "SCALED": scaled, "BLOCK": 1024},
+            aligned=("hidden",),
+        )
+
+
+def attention_builds(target: str) -> Iterator[Build]:
+    """What stands around an attention layer's projections and core."""
+    fp8 = NATIVE_FP8[target]
+    largest = {"FP8_MAX": FP8_MAX[fp8]}
+    quantised = {"codes_ptr": f"*{fp8}", "scale_ptr": "*fp32"}
+    yield Build(
+        "sum_norm_quantise",
+        norm.sum_norm_quantise_kernel,
+        {
+            "payload_ptr": "*bf16",
+            "residual_ptr": "*bf16",
+            "weight_ptr": "*bf16",
+            **quantised,
+            **_FAR,
+            "hidden": "i32",
+            "eps": "fp32",
+        },
+        {"MESSAGES": 2, "BLOCK": 1024, **largest},
+        aligned=("hidden",),
+    )
+    rope = {"cos_sin_ptr": "*bf16", "positions_ptr": "*i64"}
+    strides = ("qkv_stride", "low", "page", "block_stride", "token_stride", "head_stride")
+    for name, kind, limit in (("fp8", fp8, FP8_MAX[fp8]), ("bf16", "bf16", 0.0)):
+        yield Build(
+            f"norm_store[{name}]",
+            rope_cache.norm_store_kernel,
+            {
+                "qkv_ptr": "*bf16",
+                "weight_ptr": "*bf16",
+                **quantised,
+                **rope,
+                "slots_ptr": "*i64",
+                "keys_ptr": f"*{kind}",
+                "values_ptr": f"*{kind}",
+                "key_scale_ptr": "*fp32",
+                "value_scale_ptr": "*fp32",
+                **dict.fromkeys(strides, "i32"),
+                "kv_heads": "i32",
+                "eps": "fp32",
+            },
+            {"CACHE_MAX": limit, "HALF": 64, "BLOCK": 512, **largest},
+            aligned=strides,
+        )
+        yield Build(
+            f"rope_quantise[{name}]",
+            rope_cache.rope_quantise_kernel,
+            {
+                "q_ptr": "*bf16",
+                **rope,
+                "out_ptr": f"*{kind}",
+                "scale_ptr": "*fp32",
+                "heads": "i32",
+            },
+            {"FP8_MAX": limit, "HALF": 64, "HEADS": 4},
+        )
 
 
 PROTOCOL = (
@@ -352,6 +452,8 @@ def placed_builds(target: str) -> Iterator[Build]:
 def builds(target: str) -> list[Build]:
     return [
         *codec_builds(target),
+        *slot_builds(target),
+        *attention_builds(target),
         *reduce_builds(target),
         *moe_builds(target),
         *placed_builds(target),

@@ -32,3 +32,22 @@ class Runner:
         addresses = [memory.put(a) for a in arrays]
         kernel.run(memory, [("q", a) for a in addresses] + scalars, grid, facts["warps"])
         return [memory.get(addresses[i], arrays[i]) for i in wanted]
+
+    def on_parts(
+        self,
+        build: str,
+        memory: np.ndarray,
+        offsets: list[int],
+        arrays: list[np.ndarray],
+        scalars: list,
+        grid: tuple,
+    ) -> list[np.ndarray]:
+        """The arrays after a kernel whose first pointers lie ``offsets`` bytes inside of memory,
+        and whose others are those of the arrays."""
+        facts = self.compiled.index[build]
+        kernel = Kernel(self.compiled.code(build), facts["kernel"], self.arch, facts["shared"])
+        there = Memory()
+        base = there.put(memory)
+        addresses = [base + offset for offset in offsets] + [there.put(a) for a in arrays]
+        kernel.run(there, [("q", a) for a in addresses] + scalars, grid, facts["warps"])
+        return [there.get(a, b) for a, b in zip(addresses[len(offsets) :], arrays, strict=True)]

@@ -1,12 +1,13 @@
 """The arithmetic of one layer of Step-3, as its attention GPU and its FFN GPU see it.
 
-On CUDA attention is vLLM's kernels in FP8 (FlashAttention 3, scaled matrix products, norms fused
-with quantisation) and the experts are the FFN instance's own. On CPU everything is plain torch: it
-shows that the two sides fit together, and is no measurement. Weights and caches are random, and
+On CUDA attention is in FP8: vLLM's kernels (FlashAttention 3, scaled matrix products), and around
+them an attention instance's own (attention_worker/fused.py); the experts are the FFN instance's. On
+CPU everything is plain torch: it shows that the two sides fit together, and is no measurement.
+Weights and caches are random, and
 ``distinct`` layers of them are used in turn: one layer's are larger than any cache of a GPU.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -15,10 +16,13 @@ import torch.nn.functional as F
 from afd.bench.gpu.step3_load import Load
 from afd.errors import ConfigError
 from afd.models import MoeModel
-from afd.wire import codecs_torch
-from afd.wire.layout import Tag
+from afd.wire.layout import Tag, layouts
 from afd.wire.rows_torch import EncodedRows
-from afd.wire.slot_torch import SlotView
+from afd.wire.slot_torch import RoutedRows, SlotView, take_rows
+
+# Both workers are imported for this one measurement.
+from attention_worker import fused
+from attention_worker.outgoing import Outgoing, encode
 
 _FP8 = torch.float8_e4m3fn
 _EPS = 1e-5
@@ -26,20 +30,13 @@ _PAGE = 64
 _ROPE_THETA = 500_000.0
 
 
-@dataclass(frozen=True)
-class Rows:
-    """What goes to the FFN: FP8 codes [rows, hidden] with float32 scales [rows, hidden/128], int32
-    ids and float32 weights [rows, top_k]."""
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-    ids: torch.Tensor
-    weights: torch.Tensor
-
-
 class Attention(Protocol):
-    def attend(self, layer: int, micro_batch: int, hidden: torch.Tensor) -> Rows:
-        """Norm, attention, residual, norm, router. hidden: bfloat16 [rows, hidden]."""
+    def attend(self, layer: int, micro_batch: int, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Norm, attention, residual, norm; bfloat16 [rows, hidden]. parts: what the layer before it
+        answered, to be added up, bfloat16 [rows, hidden] each."""
+
+    def message(self, layer: int, hidden: torch.Tensor) -> Outgoing:
+        """Router and encoding, of :meth:`attend`'s."""
 
 
 def make_attention(load: Load, distinct: int, device: torch.device) -> Attention:
@@ -52,6 +49,13 @@ def make_attention(load: Load, distinct: int, device: torch.device) -> Attention
         raise ConfigError(
             f"the Step-3 slice needs vLLM with FlashAttention 3 ({err}); install vllm==0.26.0"
         ) from None
+
+
+def _encoded(
+    load: Load, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+) -> Outgoing:
+    layout, _ = layouts("fp8", "bfloat16", load.rows, load.hidden, load.top_k)
+    return encode(layout, layer, hidden, ids, weights)
 
 
 def _route(hidden: torch.Tensor, gate: torch.Tensor, top_k: int) -> tuple[torch.Tensor, ...]:
@@ -74,17 +78,20 @@ class TorchAttention:
         cache = (load.depth, load.rows, load.context, load.head_dim)
         self._keys, self._values = draw(*cache), draw(*cache)
 
-    def attend(self, layer: int, micro_batch: int, hidden: torch.Tensor) -> Rows:
+    def attend(self, layer: int, micro_batch: int, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         load, n = self._load, layer % self._distinct
-        x = F.rms_norm(hidden.float(), (load.hidden,), eps=_EPS)
+        hidden = torch.stack(list(parts)).float().sum(dim=0)
+        x = F.rms_norm(hidden, (load.hidden,), eps=_EPS)
         low = F.rms_norm(x @ self._down[n].T, (load.q_rank,), eps=_EPS)
         q = (low @ self._up[n].T).view(load.rows, load.heads, load.head_dim)
         scores = q @ self._keys[n, micro_batch].transpose(1, 2) / load.head_dim**0.5
         out = (scores.softmax(-1) @ self._values[n, micro_batch]).flatten(1) @ self._out[n].T
-        x = F.rms_norm(hidden.float() + out, (load.hidden,), eps=_EPS)
-        ids, weights = _route(x, self._gate[n], load.top_k)
-        codes, scales = codecs_torch.quantise_fp8(x)
-        return Rows(codes, scales, ids, weights)
+        return F.rms_norm(hidden + out, (load.hidden,), eps=_EPS).bfloat16()
+
+    def message(self, layer: int, hidden: torch.Tensor) -> Outgoing:
+        gate = self._gate[layer % self._distinct]
+        ids, weights = _route(hidden.float(), gate, self._load.top_k)
+        return _encoded(self._load, layer, hidden, ids, weights)
 
 
 class CudaAttention:
@@ -94,9 +101,7 @@ class CudaAttention:
         from vllm import _custom_ops
         from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
 
-        from afd.wire.codecs_gpu_torch import quantise_fp8
-
-        self._ops, self._flash, self._quantise = _custom_ops, flash_attn_varlen_func, quantise_fp8
+        self._ops, self._flash = _custom_ops, flash_attn_varlen_func
         self._load, self._distinct, self._device = load, distinct, device
         hidden, q = load.hidden, load.heads * load.head_dim
         self._qkv = [self._weight(load.q_rank + 2 * load.head_dim, hidden) for _ in range(distinct)]
@@ -110,70 +115,63 @@ class CudaAttention:
         pages = -(-load.context // _PAGE)
         shape = (load.rows * pages, _PAGE, 1, load.head_dim)
         kind = _FP8 if load.kv_element == 1 else torch.bfloat16
-        self._cache = [
-            [tuple(self._bf16(*shape).to(kind) for _ in range(2)) for _ in range(load.depth)]
-            for _ in range(distinct)
-        ]
         order = torch.randperm(load.rows * pages, device=device).int()
         self._blocks = order.view(load.rows, pages)
         last = load.context - 1
-        self._slots = self._blocks[:, last // _PAGE].long() * _PAGE + last % _PAGE
-        self._positions = torch.full((load.rows,), last, device=device)
+        slots = self._blocks[:, last // _PAGE].long() * _PAGE + last % _PAGE
+        positions = torch.full((load.rows,), last, device=device)
+        self._rope = fused.Rope(self._rope_table(), positions)
         self._lengths = torch.full((load.rows,), load.context, dtype=torch.int32, device=device)
         self._starts = torch.arange(load.rows + 1, dtype=torch.int32, device=device)
         self._one = torch.ones(1, device=device)
+        scales = (self._one, self._one)
+        self._cache = [
+            [
+                fused.PagedCache(
+                    self._bf16(*shape).to(kind), self._bf16(*shape).to(kind), scales, slots
+                )
+                for _ in range(load.depth)
+            ]
+            for _ in range(distinct)
+        ]
         ones = torch.ones(load.rows, 1, device=device)
         scaled = ("q_descale", "k_descale", "v_descale") if load.kv_element == 1 else ()
         self._scales = dict.fromkeys(scaled, ones)
-        self._rope = self._rope_table()
 
-    def attend(self, layer: int, micro_batch: int, hidden: torch.Tensor) -> Rows:
+    def attend(self, layer: int, micro_batch: int, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         load, ops, n = self._load, self._ops, layer % self._distinct
+        cache = self._cache[n][micro_batch]
         residual = self._residual[micro_batch]
         if layer == 0:
             residual.zero_()  # or it would grow from step to step
-        codes, scale = ops.rms_norm_dynamic_per_token_quant(
-            hidden, self._norm, _EPS, _FP8, None, residual
-        )
+        codes, scale = fused.sum_norm_quantise(parts, residual, self._norm, _EPS, _FP8)
         qkv = self._product(codes, scale, self._qkv[n])
-        low = qkv[:, : load.q_rank].contiguous()
-        codes, scale = ops.rms_norm_dynamic_per_token_quant(low, self._low_norm, _EPS, _FP8)
+        codes, scale = fused.norm_store(qkv, self._low_norm, _EPS, self._rope, cache, _FP8)
         q = self._product(codes, scale, self._up[n])
-        k, v = qkv[:, load.q_rank :].split(load.head_dim, dim=-1)
-        ops.rotary_embedding(self._positions, q, k, load.head_dim, self._rope, True)
-        out = self._core(n, micro_batch, q, k, v)
+        q = fused.rope_quantise(q, load.head_dim, self._rope, self._one, cache.keys.dtype)
+        out = self._core(q, cache)
         codes, scale = ops.scaled_fp8_quant(out, use_per_token_if_dynamic=True)
         x = self._product(codes, scale, self._out[n])
         ops.fused_add_rms_norm(x, residual, self._norm, _EPS)
-        ids, weights = self._route(x, self._gate[n])
-        codes, scales = self._quantise(x)
-        return Rows(codes, scales, ids, weights)
+        return x
 
-    def _route(self, hidden: torch.Tensor, gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def message(self, layer: int, hidden: torch.Tensor) -> Outgoing:
         shape, device = (len(hidden), self._load.top_k), self._device
         weights = torch.empty(shape, device=device)
         ids, pairs = (torch.empty(shape, dtype=torch.int32, device=device) for _ in range(2))
-        self._ops.topk_softmax(weights, ids, pairs, F.linear(hidden, gate))
-        return ids, weights
+        scores = F.linear(hidden, self._gate[layer % self._distinct])
+        self._ops.topk_softmax(weights, ids, pairs, scores)
+        return _encoded(self._load, layer, hidden, ids, weights)
 
-    def _core(
-        self, n: int, micro_batch: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
-        """Attention over the cache: bfloat16 [rows, heads * head_dim]."""
+    def _core(self, q: torch.Tensor, cache: fused.PagedCache) -> torch.Tensor:
+        """Attention of q, of the cache's type: bfloat16 [rows, heads * head_dim]."""
         load = self._load
-        keys, values = self._cache[n][micro_batch]
-        kind, stored = "auto", (keys, values)
-        out = torch.empty_like(q).view(load.rows, load.heads, load.head_dim)
-        if load.kv_element == 1:
-            kind, stored = "fp8", (keys.view(torch.uint8), values.view(torch.uint8))
-            q, _ = self._ops.scaled_fp8_quant(q, self._one)
-        self._ops.reshape_and_cache_flash(
-            k.unsqueeze(1), v.unsqueeze(1), *stored, self._slots, kind, self._one, self._one
-        )
+        shape = (load.rows, load.heads, load.head_dim)
+        out = torch.empty(shape, dtype=torch.bfloat16, device=self._device)
         self._flash(
-            q.view(out.shape),
-            keys,
-            values,
+            q.view(shape),
+            cache.keys,
+            cache.values,
             max_seqlen_q=1,
             cu_seqlens_q=self._starts,
             max_seqlen_k=load.context,
@@ -216,7 +214,6 @@ class Experts:
     """
 
     def __init__(self, load: Load, distinct: int, device: torch.device) -> None:
-        # Imported where it is used: the bench needs the FFN workers for this one measurement.
         from ffn_worker.dummy import dummy_shard, whole_shard
         from ffn_worker.model import FfnModel
         from ffn_worker.moe import Scheme
@@ -224,10 +221,10 @@ class Experts:
         self._load, self._distinct = load, distinct
         self._own = load.rows * load.attention_instances
         x = torch.randn(load.ffn_rows, load.hidden, dtype=torch.bfloat16, device=device)
-        self._rows = EncodedRows.of(x, Tag.E4M3FN)
         scores = torch.rand(load.ffn_rows, load.experts, device=device)
         weights, ids = scores.topk(load.top_k, dim=-1)
-        self._ids, self._weights = ids.int(), (weights / load.top_k).contiguous()
+        weights = (weights / load.top_k).contiguous()
+        self._rows = RoutedRows(EncodedRows.of(x, Tag.E4M3FN), ids.int(), weights)
         model = _model(load, distinct)
         shard = whole_shard(model, load.held)
         on_gpu = device.type != "cpu"
@@ -242,17 +239,9 @@ class Experts:
 
     def compute(self, layer: int, views: list[SlotView]) -> torch.Tensor:
         """Partial sums of the rows of these messages, one below the other: bfloat16."""
-        rows, scales = self._load.rows, self._rows.scales
-        assert scales is not None
-        for index, view in enumerate(views):
-            here = slice(index * rows, (index + 1) * rows)
-            assert view.scales is not None and view.ids is not None and view.weights is not None
-            self._rows.payload[here].copy_(view.payload[:rows])
-            scales[here].copy_(view.scales[:rows])
-            self._ids[here].copy_(view.ids[:rows])
-            self._weights[here].copy_(view.weights[:rows])
-        layer %= self._distinct
-        return self._model.forward(layer, self._rows, self._ids, self._weights)[: self._own]
+        take_rows(views, [self._load.rows] * len(views), self._rows)
+        rows, layer = self._rows, layer % self._distinct
+        return self._model.forward(layer, rows.x, rows.ids, rows.weights)[: self._own]
 
 
 def _model(load: Load, distinct: int) -> MoeModel:

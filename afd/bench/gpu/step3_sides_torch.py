@@ -26,6 +26,7 @@ from afd.wire.layout import layouts
 from afd.wire.slot_torch import SlotView, sum_of_parts
 from afd.wire.streams_torch import Streams, make_streams, settle, slot_bytes
 from afd_comm import Link, Region, Status, make_flag
+from ffn_worker.answers import Answers
 
 _TIMEOUT_US = 60_000_000
 _MARKED = 20
@@ -109,27 +110,34 @@ class Side(ABC):
         """Run every kernel once: what loads them must not come behind a wait (comm/README.md)."""
 
     @abstractmethod
-    def step(self, marks: Marks) -> list[torch.Tensor]:
+    def step(self, marks: Marks) -> list[object]:
         """Give a step to the streams; answers what has to live until they are through."""
 
     def slots(self, micro_batch: int) -> list[int]:
         return [m.comes_to * self.load.depth + micro_batch for m in self.messages]
 
-    def wait(self, micro_batch: int, position: int, marks: Marks) -> list[SlotView]:
-        """The computing stream waits for this position's messages."""
+    def expect(self, micro_batch: int, position: int) -> None:
+        """This position's messages are due next: what they depend on is under way."""
         slots = self.slots(micro_batch)
         flags = [make_flag(1, stream_sequence(position + 1))] * len(slots)
-        self.region.enqueue_wait(self.streams.compute, slots, flags)
-        self.waits[0].extend(slots)
-        self.waits[1].extend(flags)
+
+        def wait(stream: int) -> None:
+            self.region.enqueue_wait(stream, slots, flags)
+            self.waits[0].extend(slots)
+            self.waits[1].extend(flags)
+
+        self.streams.expect(micro_batch, wait)
+
+    def arrived(self, micro_batch: int, marks: Marks) -> list[SlotView]:
+        """The computing stream goes on once what was expected is there."""
+        self.streams.arrive(micro_batch)
         marks.working()
-        return [self.views[slot] for slot in slots]
+        return [self.views[slot] for slot in self.slots(micro_batch)]
 
     def send(
         self, micro_batch: int, position: int, parts: list[list[tuple[int, int, int]]], marks: Marks
     ) -> None:
         """parts: of each message."""
-        self.streams.fork()
         for m, link, own in zip(self.messages, self._links, parts, strict=True):
             status = link.enqueue(
                 self.streams.copy,
@@ -149,10 +157,6 @@ class Side(ABC):
         marks.copied()
 
 
-def _part(offset: int, tensor: torch.Tensor) -> tuple[int, int, int]:
-    return offset, tensor.data_ptr(), tensor.nbytes
-
-
 class AttentionSide(Side):
     def __init__(self, rank: int, settings: Settings, load: Load) -> None:
         super().__init__(rank, settings, load)
@@ -164,33 +168,36 @@ class AttentionSide(Side):
         for mb in range(self.load.depth):
             views = [self.views[slot] for slot in self.slots(mb)]
             sum_of_parts(views, self.load.rows, torch.bfloat16)
-            self._kernels.attend(0, mb, self._inputs[mb])
+            for parts in (self._parts(views), [self._inputs[mb]]):
+                hidden = self._kernels.attend(0, mb, parts)
+            self.streams.fork()
+            with self.streams.copying():
+                self._kernels.message(0, hidden)
+            self.streams.join()
 
-    def step(self, marks: Marks) -> list[torch.Tensor]:
-        depth, layout = self.load.depth, self.outgoing
-        kept: list[torch.Tensor] = []
-        hidden = list(self._inputs)
+    def step(self, marks: Marks) -> list[object]:
+        depth = self.load.depth
+        kept: list[object] = []
         for position in range(self.layers * depth):
             layer, mb = divmod(position, depth)
+            parts = [self._inputs[mb]]
             if layer:
-                hidden[mb] = self._answer(mb, position - depth, marks)
-            rows = self._kernels.attend(layer, mb, hidden[mb])
-            kept += [rows.codes, rows.scales, rows.ids, rows.weights]
+                parts = self._parts(self.arrived(mb, marks))
+            hidden = self._kernels.attend(layer, mb, parts)
             marks.done(layer, mb, self.load.rows)
-            parts = [
-                _part(0, rows.codes),
-                _part(layout.scales_offset, rows.scales),
-                _part(layout.ids_offset, rows.ids),
-                _part(layout.weights_offset, rows.weights),
-            ]
-            self.send(mb, position, [parts] * len(self.messages), marks)
+            self.streams.fork()
+            with self.streams.copying():
+                message = self._kernels.message(layer, hidden)
+            kept += [hidden, message]
+            self.send(mb, position, [message.parts(self.outgoing)] * len(self.messages), marks)
+            self.expect(mb, position)
         for mb in range(depth):
-            kept.append(self._answer(mb, (self.layers - 1) * depth + mb, marks))
+            views = self.arrived(mb, marks)
+            kept.append(sum_of_parts(views, self.load.rows, torch.bfloat16))
         return kept
 
-    def _answer(self, micro_batch: int, position: int, marks: Marks) -> torch.Tensor:
-        views = self.wait(micro_batch, position, marks)
-        return sum_of_parts(views, self.load.rows, torch.bfloat16)
+    def _parts(self, views: list[SlotView]) -> list[torch.Tensor]:
+        return [view.payload[: self.load.rows] for view in views]
 
 
 class FfnSide(Side):
@@ -202,20 +209,23 @@ class FfnSide(Side):
         for mb in range(self.load.depth):
             self._experts.compute(0, [self.views[slot] for slot in self.slots(mb)])
 
-    def step(self, marks: Marks) -> list[torch.Tensor]:
-        rows = self.load.rows
-        kept: list[torch.Tensor] = []
-        for position in range(self.layers * self.load.depth):
-            layer, mb = divmod(position, self.load.depth)
-            views = self.wait(mb, position, marks)
-            out = self._experts.compute(layer, views)
-            kept.append(out)
+    def step(self, marks: Marks) -> list[object]:
+        rows, depth, last = self.load.rows, self.load.depth, self.layers * self.load.depth
+        kept: list[object] = []
+        self.streams.fork()
+        for mb in range(depth):
+            self.expect(mb, mb)
+        for position in range(last):
+            layer, mb = divmod(position, depth)
+            views = self.arrived(mb, marks)
+            answers = Answers.of(self._experts.compute(layer, views), self.outgoing)
+            kept.append(answers)
             marks.done(layer, mb, self.load.ffn_rows)
-            parts = [
-                [_part(0, out[message * rows : (message + 1) * rows])]
-                for message in range(len(self.messages))
-            ]
+            self.streams.fork()
+            parts = [answers.parts(m * rows, rows) for m in range(len(self.messages))]
             self.send(mb, position, parts, marks)
+            if position + depth < last:
+                self.expect(mb, position + depth)
         return kept
 
 
@@ -225,7 +235,7 @@ class Replay:
     def __init__(self, side: Side, marks: Marks) -> None:
         self._side, self._marks = side, marks
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._kept: list[torch.Tensor] = []
+        self._kept: list[object] = []
         if side.device.type == "cuda":
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph, stream=torch.cuda.current_stream()):

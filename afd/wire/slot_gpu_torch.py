@@ -1,0 +1,89 @@
+"""Slots of a region in a GPU's memory: the kernels of :mod:`afd.wire.slot_triton` on torch tensors.
+
+Same results as :mod:`afd.wire.slot_torch`, where the references are; one launch each (of up to 8
+messages), nothing is copied to the host, and no address is looked up on the device.
+"""
+
+from collections.abc import Collection, Sequence
+
+import torch
+import triton
+
+from afd.wire import slot_triton as kernels
+from afd.wire.slot_torch import MOST, RoutedRows, SlotView
+
+
+def distances(parts: Sequence[torch.Tensor]) -> list[int]:
+    """How far each tensor but the first lies from it, in 16 bytes, filled up to the arguments of a
+    launch. Tensors of as many slots of one region, or a single one of anywhere."""
+    first, *others = (part.data_ptr() for part in parts)
+    assert len(others) < MOST
+    found = [(other - first) // 16 for other in others]
+    return found + [0] * (MOST - 1 - len(found))
+
+
+def take_rows(
+    views: Sequence[SlotView], counts: Sequence[int], into: RoutedRows, masked: Collection[int] = ()
+) -> None:
+    """See :func:`afd.wire.slot_torch.take_rows`."""
+    begin = 0
+    for at in range(0, len(views), MOST):
+        group = slice(at, at + MOST)
+        rows = sum(counts[group])
+        bits = sum(1 << (i - at) for i in masked if at <= i < at + MOST)
+        if rows:
+            _take(views[group], counts[group], into.cut(begin, begin + rows), bits)
+        begin += rows
+
+
+def _take(views: Sequence[SlotView], counts: Sequence[int], to: RoutedRows, masked: int) -> None:
+    first, top_k = views[0], to.ids.shape[1]
+    assert first.ids is not None and first.weights is not None
+    begins = [sum(counts[:i]) for i in range(1, len(counts))]
+    begins += [0] * (MOST - 1 - len(begins))
+    payload, to_payload = _bytes(first.payload), _bytes(to.x.payload)
+    scales, to_scales, scale_bytes = payload, to_payload, 0
+    if first.scales is not None and to.x.scales is not None:
+        scales, to_scales = _bytes(first.scales), _bytes(to.x.scales)
+        scale_bytes = scales.shape[1]
+    kernels.take_rows_kernel[(sum(counts),)](
+        payload,
+        scales,
+        first.ids,
+        first.weights,
+        to_payload,
+        to_scales,
+        to.ids,
+        to.weights,
+        *distances([view.payload for view in views]),
+        *begins,
+        masked,
+        payload.shape[1],
+        scale_bytes,
+        MESSAGES=len(views),
+        TOP_K=top_k,
+        KINDS=triton.next_power_of_2(top_k),
+        BLOCK=triton.next_power_of_2(payload.shape[1]),
+        SCALE_BLOCK=triton.next_power_of_2(scale_bytes) if scale_bytes else 0,
+    )
+
+
+def sum_of_parts(views: Sequence[SlotView], out: torch.Tensor) -> None:
+    """out [rows, hidden] = the first rows of up to 8 answers, added up; not of E2M1."""
+    rows, hidden = out.shape
+    first, block = views[0], 1024
+    if rows:
+        kernels.sum_messages_kernel[(rows, triton.cdiv(hidden, block))](
+            first.payload,
+            first.payload if first.scales is None else first.scales,
+            out,
+            *distances([view.payload for view in views]),
+            hidden,
+            MESSAGES=len(views),
+            SCALED=first.scales is not None,
+            BLOCK=block,
+        )
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)

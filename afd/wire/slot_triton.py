@@ -1,0 +1,94 @@
+"""Several messages in one launch, as Triton kernels: rows out of their slots, and sums of answers.
+
+Kernels only: :mod:`afd.wire.slot_gpu_torch` launches them. Slots of a region are laid out alike, so
+a slot is told by how far it lies from the first one, in units of 16 bytes (slots start on a cache
+line): the tensors given are those of the first slot.
+"""
+
+import triton
+import triton.language as tl
+
+# No launch is to get a specialisation of its own for what these happen to be.
+FAR = [f"far{i}" for i in range(1, 8)]
+_BEGIN = [f"begin{i}" for i in range(1, 8)]
+
+
+@triton.jit(do_not_specialize=[*FAR, *_BEGIN, "masked"])
+def take_rows_kernel(
+    payload_ptr, scales_ptr, ids_ptr, weights_ptr, to_payload_ptr, to_scales_ptr, to_ids_ptr,
+    to_weights_ptr, far1, far2, far3, far4, far5, far6, far7,
+    begin1, begin2, begin3, begin4, begin5, begin6, begin7, masked, row_bytes, scale_bytes,
+    MESSAGES: tl.constexpr, TOP_K: tl.constexpr, KINDS: tl.constexpr, BLOCK: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows of MESSAGES messages, one below the other; message i's begin at row ``begin``i.
+
+    payload uint8 [.., row_bytes]; scales uint8 [.., scale_bytes] (SCALE_BLOCK 0: there are none);
+    ids int32 and weights float32 [.., TOP_K]. ``masked``: bit i is set where message i's ids become
+    -1. KINDS, BLOCK, SCALE_BLOCK: powers of two from TOP_K, row_bytes, scale_bytes on. Grid (rows).
+    """
+    far = (0, far1, far2, far3, far4, far5, far6, far7)
+    begin = (0, begin1, begin2, begin3, begin4, begin5, begin6, begin7)
+    to = tl.program_id(0).to(tl.int64)
+    away, first, message = to * 0, to * 0, to * 0
+    for i in tl.static_range(1, MESSAGES):
+        here = to >= begin[i]
+        away = tl.where(here, far[i], away)
+        first = tl.where(here, begin[i], first)
+        message += here.to(tl.int64)
+    row = to - first
+    byte = tl.arange(0, BLOCK)
+    x = tl.load(payload_ptr + away * 16 + row * row_bytes + byte, mask=byte < row_bytes)
+    tl.store(to_payload_ptr + to * row_bytes + byte, x, mask=byte < row_bytes)
+    if SCALE_BLOCK > 0:
+        byte = tl.arange(0, SCALE_BLOCK)
+        x = tl.load(scales_ptr + away * 16 + row * scale_bytes + byte, mask=byte < scale_bytes)
+        tl.store(to_scales_ptr + to * scale_bytes + byte, x, mask=byte < scale_bytes)
+    kind = tl.arange(0, KINDS)
+    at, inside = away * 4 + row * TOP_K + kind, kind < TOP_K
+    ids = tl.load(ids_ptr + at, mask=inside)
+    ids = tl.where((masked >> message) & 1 != 0, -1, ids)
+    tl.store(to_ids_ptr + to * TOP_K + kind, ids, mask=inside)
+    weights = tl.load(weights_ptr + at, mask=inside)
+    tl.store(to_weights_ptr + to * TOP_K + kind, weights, mask=inside)
+
+
+@triton.jit
+def sum_of_messages(
+    payload_ptr, scales_ptr, row, column, hidden, inside,
+    far1, far2, far3, far4, far5, far6, far7, MESSAGES: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """float32 sum, in order, of the messages' values at ``column`` of ``row`` (int64); SCALED: with
+    float32 scales, one per 128 columns."""
+    far = (0, far1, far2, far3, far4, far5, far6, far7)
+    each: tl.constexpr = 128 // payload_ptr.dtype.element_ty.primitive_bitwidth
+    total = tl.zeros(column.shape, dtype=tl.float32)
+    for i in tl.static_range(MESSAGES):
+        away = tl.zeros((), tl.int64) + far[i]
+        at = payload_ptr + away * each + row * hidden + column
+        x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        if SCALED:
+            at = scales_ptr + away * 4 + row * (hidden // 128) + column // 128
+            x *= tl.load(at, mask=inside, other=0.0)
+        total += x
+    return total
+
+
+@triton.jit(do_not_specialize=FAR)
+def sum_messages_kernel(
+    payload_ptr, scales_ptr, out_ptr, far1, far2, far3, far4, far5, far6, far7, hidden,
+    MESSAGES: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out[row] = sum of that row in each of MESSAGES answers, in float32, rounded once.
+
+    payload [.., hidden] of any float type; scales float32 [.., hidden / 128] with SCALED. Grid
+    (rows, ceil(hidden / BLOCK)).
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < hidden
+    total = sum_of_messages(
+        payload_ptr, scales_ptr, row, column, hidden, inside,
+        far1, far2, far3, far4, far5, far6, far7, MESSAGES, SCALED,
+    )  # fmt: skip
+    tl.store(out_ptr + row * hidden + column, total.to(out_ptr.dtype.element_ty), mask=inside)

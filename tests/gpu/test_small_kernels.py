@@ -1,0 +1,183 @@
+"""Kernels of one launch for several messages, and those around an attention layer's products, on a
+GPU: equal to their references, alone and in a captured graph."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+from afd.wire import slot_torch  # noqa: E402
+from afd.wire.layout import layouts  # noqa: E402
+from afd.wire.slot_torch import RoutedRows, SlotView, sum_of_parts, take_rows  # noqa: E402
+from afd.wire.streams_torch import make_streams  # noqa: E402
+from attention_worker import fused  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+DEVICE = torch.device("cuda")
+FP8 = torch.float8_e4m3fn
+
+
+def raw(tensor):
+    return tensor.view(torch.uint8).cpu()
+
+
+def views_of(layout, order):
+    memory = torch.randint(0, 120, (max(order) + 1, layout.nbytes), dtype=torch.uint8)
+    there = memory.cuda()
+    return [[SlotView(m[slot], layout) for slot in order] for m in (memory, there)]
+
+
+@pytest.mark.parametrize("wire", ["exact", "fp8", "mxfp4"])
+@pytest.mark.parametrize("counts", [[128, 128], [5, 0, 7], [3, 1, 2, 4, 1, 2, 3, 4, 5, 6]])
+def test_rows_of_several_messages(wire, counts):
+    layout, _ = layouts(wire, "bfloat16", 128, 7168, 3)
+    order = [(7 * i + 2) % 11 for i in range(len(counts))]
+    here, there = views_of(layout, order)
+    want, got = (RoutedRows.empty_like(views[0], sum(counts)) for views in (here, there))
+    take_rows(here, counts, want, {1, len(counts) - 1})
+    take_rows(there, counts, got, {1, len(counts) - 1})
+    pairs = [(want.x.payload, got.x.payload), (want.ids, got.ids), (want.weights, got.weights)]
+    if want.x.scales is not None:
+        pairs.append((want.x.scales, got.x.scales))
+    for mine, theirs in pairs:
+        assert torch.equal(raw(mine), raw(theirs))
+
+
+@pytest.mark.parametrize("wire", ["exact", "mxfp4"])
+@pytest.mark.parametrize("count", [2, 3, 8, 9])
+def test_sums_of_answers(wire, count):
+    _, layout = layouts(wire, "bfloat16", 16, 7168, 3)
+    memory = torch.zeros((count, layout.nbytes), dtype=torch.uint8)
+    for part in memory:
+        view = SlotView(part, layout)
+        raw_values = torch.randn(16, 7168)
+        view.payload.copy_(raw_values.to(view.payload.dtype))
+        if view.scales is not None:
+            view.scales.uniform_()
+    here, there = ([SlotView(part, layout) for part in m] for m in (memory, memory.cuda()))
+    want = sum_of_parts(here, 13, torch.bfloat16)
+    got = sum_of_parts(there, 13, torch.bfloat16)
+    if wire == "exact":
+        assert torch.equal(got.cpu(), want)
+    else:  # a product may be rounded with the sum
+        torch.testing.assert_close(got.cpu(), want, rtol=2**-7, atol=1e-3)
+
+
+def values(quantised):
+    codes, scale = quantised
+    return codes.float() * scale
+
+
+def test_answers_are_added_normed_and_quantised():
+    _, layout = layouts("exact", "bfloat16", 128, 7168, 3)
+    memory = torch.empty((4, layout.nbytes), dtype=torch.uint8, device=DEVICE)
+    parts = [SlotView(memory[slot], layout).payload[:100] for slot in (2, 0)]
+    for part in parts:
+        part.copy_(torch.randn(100, 7168))
+    residual = torch.randn(100, 7168, device=DEVICE).bfloat16()
+    weight, again = torch.randn(7168, device=DEVICE).bfloat16(), residual.clone()
+    for given in (parts, parts[:1]):
+        got = fused.sum_norm_quantise(given, residual, weight, 1e-5, FP8)
+        want = fused.plain_sum_norm_quantise(given, again, weight, 1e-5, FP8)
+        assert torch.equal(residual, again)
+        torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=0)
+        difference = (values(got) - values(want)).abs()
+        assert (difference <= values(want).abs() / 8 + want[1] / 64).all()
+        assert difference.mean() <= 1e-3 * values(want).abs().mean()
+
+
+@pytest.mark.parametrize("kind", [FP8, torch.bfloat16])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_keys_and_queries_are_rotated(kind, heads):
+    rows, low, width, page = 100, 2048, 256, 64
+    qkv = torch.randn(rows, low + 2 * heads * width, device=DEVICE).bfloat16()
+    weight = torch.randn(low, device=DEVICE).bfloat16()
+    angles = torch.rand(50, width, device=DEVICE).bfloat16()
+    rope = fused.Rope(angles, torch.randint(0, 50, (rows,), device=DEVICE))
+    slots = torch.randperm(4 * page, device=DEVICE)[:rows]
+    slots[7] = -1
+    scales = tuple(torch.tensor([s], device=DEVICE) for s in (0.5, 0.25))
+    caches = [
+        fused.PagedCache(
+            *(torch.zeros(2, 4, page, heads, width, device=DEVICE).to(kind)), scales, slots
+        )
+        for _ in range(2)
+    ]
+    got = fused.norm_store(qkv, weight, 1e-5, rope, caches[0], FP8)
+    want = fused.plain_norm_store(qkv, weight, 1e-5, rope, caches[1], FP8)
+    assert (values(got) - values(want)).abs().mean() <= 1e-3 * values(want).abs().mean()
+    close(caches[0].keys, caches[1].keys)
+    close(caches[0].values, caches[1].values)
+    q = torch.randn(rows, 64 * width, device=DEVICE).bfloat16()
+    got = fused.rope_quantise(q, width, rope, scales[0], kind)
+    close(got, fused.plain_rope_quantise(q, width, rope, scales[0], kind))
+
+
+def close(mine, theirs):
+    """Few differ, and by a step of the type."""
+    difference = (mine.float() - theirs.float()).abs()
+    step = 2**-3 if mine.dtype == FP8 else 2**-7
+    assert (difference <= theirs.float().abs() * step + 2**-6).all()
+    assert (difference > 0).float().mean() < 0.01
+
+
+def test_what_is_computed_on_the_copying_stream_of_a_graph():
+    """Each replay has it done before what follows the join, and it sees what came before it."""
+    streams = make_streams(DEVICE)
+    x = torch.zeros(1024, 1024, device=DEVICE)
+    w = torch.eye(1024, device=DEVICE)
+    with streams.copying():
+        x @ w  # the library's workspace of this stream
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with streams.capturable(), torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        x += 1
+        streams.fork()
+        with streams.copying():
+            beside = (x @ w) * 2
+        after = x * 3
+        streams.join()
+        total = beside + after
+    for replay in range(1, 4):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert (total == 5 * replay).all()
+
+
+def test_a_launch_takes_what_the_limit_says():
+    from afd.wire.slot_triton import FAR
+
+    assert len(FAR) == slot_torch.MOST - 1
+
+
+def test_what_is_expected_is_there_when_computing_comes_to_it():
+    """Behind what the copying stream was given before, and beside what computes meanwhile."""
+    streams = make_streams(DEVICE)
+    sent, got = (torch.zeros(3, device=DEVICE) for _ in range(2))
+    seen = torch.zeros((2, 3), device=DEVICE)
+    graph = torch.cuda.CUDAGraph()
+
+    def wait(stream):
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
+            torch.cuda._sleep(1_000_000)
+            got.copy_(sent)
+
+    with streams.capturable(), torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        for layer in range(2):
+            for micro_batch in range(3):
+                if layer:
+                    streams.arrive(micro_batch)
+                    seen[0, micro_batch].copy_(got[micro_batch])
+                streams.fork()
+                with streams.copying():
+                    sent[micro_batch] += 1
+                streams.expect(micro_batch, wait)
+        for micro_batch in range(3):
+            streams.arrive(micro_batch)
+            seen[1, micro_batch].copy_(got[micro_batch])
+        streams.join()
+    for replay in range(3):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert (seen[1] == 2 * replay + 2).all() and (seen[0] >= 2 * replay + 1).all()
