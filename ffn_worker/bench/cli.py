@@ -37,7 +37,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--schemes", default=",".join(SCHEMES), metavar="NAME,...")
     parser.add_argument("--rows", default="", metavar="N,...", help="64 to 8192 by default")
     parser.add_argument(
-        "--tune", action="store_true", help="search tiles and the crossover, write configs/tuning"
+        "--tune",
+        action="store_true",
+        help="search tiles and the quickest backends, write configs/tuning",
     )
     parser.add_argument(
         "--seconds", type=float, default=540.0, help="begin nothing after this; half for --tune"
@@ -65,9 +67,8 @@ def main(argv: Sequence[str]) -> int:
         print(line(cell), flush=True)
         if out is not None:
             write_records(out, records(cell, where, command))
-    if args.tune and (least := run.write_crossover(cells, command, today())) is not None:
-        print(f"DeepGEMM from {least:g} pairs per expert on")
-        cells = [taken(cell, least) for cell in cells]
+    if args.tune and (choices := run.write_choices(cells, command, today())) is not None:
+        cells = [taken(cell, choices) for cell in cells]
         if out is not None:
             write_records(out, [record for c in cells for record in records(c, where, command)])
     for left in run.left_out:
@@ -91,11 +92,11 @@ def _rows(text: str) -> tuple[int, ...]:
 
 def records(cell: Cell, where: str, command: str) -> list[Record]:
     """Latency of ours against each peer; ratio = peer's time over ours, so that more is better:
-    against the roofline it is the part of it that is reached. Where two backends of ours were
-    measured, both are peers too: one is what was taken."""
+    against the roofline it is the part of it that is reached. Where several backends of ours were
+    measured, all are peers too: one is what was taken."""
     case = f"{cell.shape} {cell.scheme} {cell.rows} rows {cell.mode}"
     peers = {"vllm": cell.vllm_us, "roofline": cell.roofline_us, "shared apart": cell.apart_us}
-    peers |= {"triton": cell.triton_us, "deep_gemm": cell.deep_gemm_us}
+    peers |= cell.times if len(cell.times) > 1 else {}
     return [
         Record(
             bench="moe",
@@ -124,8 +125,8 @@ def line(cell: Cell) -> str:
     vllm = "" if cell.vllm_us is None else f"{cell.vllm_us / cell.us:.2f}"
     return (
         f"| {cell.shape} | {cell.scheme} | {cell.rows} | {cell.mode} | {cell.ours} | {cell.us:.1f} "
-        f"| {_us(cell.vllm_us)} | {vllm} | {_us(cell.triton_us)} | {_us(cell.deep_gemm_us)} "
-        f"| {_us(cell.apart_us)} | {cell.roofline_us:.1f} | {cell.roofline_us / cell.us:.0%} "
+        f"| {_us(cell.vllm_us)} | {vllm} | {_us(cell.times.get('triton'))} "
+        f"| {_us(cell.times.get('deep_gemm'))} | {_us(cell.apart_us)} | {cell.roofline_us:.1f} | {cell.roofline_us / cell.us:.0%} "
         f"| {cell.bound} | {cell.error:.1e} |"
     )
 

@@ -12,10 +12,10 @@ from afd.errors import AfdError, ConfigError
 from afd.wire.streams_torch import torch_device
 from ffn_worker.bench import shapes
 from ffn_worker.bench.layers import CACHE_BYTES, problem
-from ffn_worker.bench.measure import Cell, cells, ours_and_vllm
+from ffn_worker.bench.measure import Cell, cells, ours_and_vllm, races
 from ffn_worker.bench.timing import ceilings, clock_of
 from ffn_worker.bench.tune import read_space, tune
-from ffn_worker.moe.crossover import Race, write_least_pairs
+from ffn_worker.moe.choice import Choices, write_choices
 from ffn_worker.moe.tiles import FOLDER, LayerShape, write_buckets
 
 logger = logging.getLogger("afd.bench")
@@ -78,18 +78,13 @@ class Run:
                 file = FOLDER / slug(device) / f"{named.name}.json"
                 write_buckets(file, device, named, buckets, command, date)
 
-    def write_crossover(self, cells: Sequence[Cell], command: str, date: str) -> float | None:
-        """From ``cells``, how many pairs per expert DeepGEMM needs, for the backend that takes
-        either; None (and nothing is written) where both were not measured."""
-        races = [
-            Race(cell.pairs, cell.triton_us, cell.deep_gemm_us)
-            for cell in cells
-            if cell.mode == "graph" and cell.triton_us is not None and cell.deep_gemm_us is not None
-        ]
-        if not races:
+    def write_choices(self, cells: Sequence[Cell], command: str, date: str) -> Choices | None:
+        """From ``cells``, which backend computes what, for the backend that takes any of them; None
+        (and nothing is written) where only one was measured."""
+        found = races(cells)
+        if not found:
             return None
-        device = torch.cuda.get_device_name(self._device)
-        return write_least_pairs(device, races, command, date)
+        return write_choices(torch.cuda.get_device_name(self._device), found, command, date)
 
     def cells(self, deadline: float) -> Iterator[Cell]:
         """Measured cells; begins none after ``deadline`` (time.monotonic): see ``left_out``.

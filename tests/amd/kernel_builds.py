@@ -322,8 +322,8 @@ def placed_builds(target: str) -> Iterator[Build]:
     )  # fmt: skip
     for suffix, is_placed in (("", True), ("[rows]", False)):
         yield Build(
-            f"silu_quantise{suffix}",
-            placed.silu_quantise_kernel,
+            f"silu{suffix}",
+            placed.silu_kernel,
             {"h_ptr": "*bf16", "slots_ptr": "*i32", "a_ptr": f"*{fp8}", "width": "i32", **scales},
             {"PLACED": is_placed, "FP8_MAX": FP8_MAX[fp8], "GROUPS": 4},
             aligned=("width", "capacity"),
