@@ -126,8 +126,8 @@ def line(cell: Cell) -> str:
     return (
         f"| {cell.shape} | {cell.scheme} | {cell.rows} | {cell.mode} | {cell.ours} | {cell.us:.1f} "
         f"| {_us(cell.vllm_us)} | {vllm} | {_us(cell.times.get('triton'))} "
-        f"| {_us(cell.times.get('deep_gemm'))} | {_us(cell.apart_us)} | {cell.roofline_us:.1f} | {cell.roofline_us / cell.us:.0%} "
-        f"| {cell.bound} | {cell.error:.1e} |"
+        f"| {_us(cell.times.get('deep_gemm'))} | {_us(cell.apart_us)} | {cell.roofline_us:.1f} "
+        f"| {cell.roofline_us / cell.us:.0%} | {cell.bound} | {cell.error:.1e} |"
     )
 
 

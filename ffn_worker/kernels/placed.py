@@ -1,11 +1,11 @@
 """What stands around grouped matrix products of another library, as Triton kernels.
 
 Every pair (row, expert) has a slot: its place in memory that is ordered by expert, -1 where nobody
-here computes it (:mod:`ffn_worker.moe.sorting`, ``place_pairs``). Rows go into their slots in FP8 or
-bfloat16, come out of the first product in bfloat16, go into the second as they went into the first,
-and their results are summed, with those of a shared expert, for which rows stay where they are.
-Slots that no pair has are neither read nor written. Scales are stored as the library's TMA loads
-want them: one after the other along the slots.
+here computes it (:mod:`ffn_worker.moe.sorting`, ``place_pairs``). Rows go into their slots in FP8
+or bfloat16, come out of the first product in bfloat16, go into the second as they went into the
+first, and their results are summed, with those of a shared expert, for which rows stay where they
+are. Slots that no pair has are neither read nor written. Scales are stored as the library's TMA
+loads want them: one after the other along the slots.
 """
 
 import triton
@@ -22,8 +22,8 @@ def gather_rows_kernel(
     """a[slots[row * EACH + k]] = x[row] for every k, with the scales where it is SCALED.
 
     x [rows, hidden], FP8 codes or bfloat16, as a [capacity, hidden]; x_scale float32
-    [rows, hidden / 128]; a_scale float32 [hidden / 128, capacity]. BLOCK: a power of two from hidden
-    on. Grid (rows).
+    [rows, hidden / 128]; a_scale float32 [hidden / 128, capacity]. BLOCK: a power of two from
+    hidden on. Grid (rows).
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -46,8 +46,8 @@ def silu_kernel(
     h_ptr, slots_ptr, a_ptr, a_scale_ptr, width, capacity,
     PLACED: tl.constexpr, FP8_MAX: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """a[slot] = silu(h[slot, :width]) * h[slot, width:] for the slot of each pair; without PLACED for
-    every row of h.
+    """a[slot] = silu(h[slot, :width]) * h[slot, width:] for the slot of each pair; without PLACED
+    for every row of h.
 
     h bfloat16 [capacity, 2 * width]. a [capacity, width] FP8 with a_scale float32
     [width / 128, capacity]; FP8_MAX 0: bfloat16. Grid (pairs or rows,
@@ -64,7 +64,7 @@ def silu_kernel(
     gate = tl.load(h_ptr + slot * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(h_ptr + slot * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
     value = gate / (1.0 + tl.exp(-gate)) * up
-    if FP8_MAX:
+    if FP8_MAX > 0:
         value, scale = fp8_block(value, FP8_MAX)
         tl.store(a_scale_ptr + group * capacity + slot, scale, mask=group < width // 128)
     tl.store(a_ptr + slot * width + column, value.to(a_ptr.dtype.element_ty), mask=inside)

@@ -1,10 +1,10 @@
 """Which of several backends computes a batch: the one that was quickest when it was measured.
 
-One file per device, configs/tuning/DEVICE/backends.json, which ``afd bench moe --tune`` measures and
-writes: for each shape the quickest backend by rows, and for shapes that were not measured the one
-that costs least by pairs per expert, per scheme of the weights. With few pairs all wait for weights,
-and little stands around the Triton kernels' products; with many, DeepGEMM's products are quicker.
-Pure; no torch.
+One file per device, configs/tuning/DEVICE/backends.json, which ``afd bench moe --tune`` measures
+and writes: for each shape the quickest backend by rows, and for shapes that were not measured the
+one that costs least by pairs per expert, per scheme of the weights. With few pairs all wait for
+weights, and little stands around the Triton kernels' products; with many, DeepGEMM's products are
+quicker. Pure; no torch.
 """
 
 import json

@@ -84,20 +84,30 @@ def combine(grid, y, ids, weights, out, hidden, first, last, *, TOP_K, SHARED, B
         out[row] = total.to(out.dtype)
 
 
-def count_pairs(grid, ids, counts, load, pairs, start, experts, *, K, SHARED, CHUNK, LOAD):
-    order = sort_pairs(ids, start, start + experts, 1, shared=SHARED)
-    used = order.experts[: int(order.used)]
-    counts.copy_(torch.bincount(used.long(), minlength=counts.numel()))
+def chunks_of(grid, pairs, experts, counts, CHUNK, BINS, EXPERTS):
+    assert grid == (-(-pairs // CHUNK), -(-experts // BINS)) and EXPERTS & (EXPERTS - 1) == 0
+    assert counts.shape == (grid[0], EXPERTS) and max(experts, BINS) <= EXPERTS
+
+
+def count_pairs(grid, ids, counts, pairs, start, experts, *, K, SHARED, CHUNK, BINS, EXPERTS):
+    chunks_of(grid, pairs, experts + SHARED, counts, CHUNK, BINS, EXPERTS)
+    counts.fill_(1 << 30)
+
+
+def add_load(ids, load, start, experts, LOAD):
     if LOAD:
         assert load.dtype == torch.int64 and load.is_contiguous() and load.shape == (experts,)
-        load += counts[:experts]
+        local = ids[(ids >= start) & (ids < start + experts)] - start
+        load += torch.bincount(local.long(), minlength=experts)
 
 
 def sort_kernel(
-    grid, ids, counts, sorted_, owners, used, pairs, start, experts,
-    *, K, SHARED, CHUNK, EXPERTS, BLOCK,
+    grid, ids, counts, load, sorted_, owners, used, pairs, start, experts,
+    *, K, SHARED, CHUNK, BINS, EXPERTS, LOAD, BLOCK,
 ):  # fmt: skip
-    assert grid[0] == experts + SHARED < EXPERTS and pairs == ids.shape[0] * (K + SHARED)
+    assert pairs == ids.shape[0] * (K + SHARED)
+    chunks_of(grid, pairs, experts + SHARED, counts, CHUNK, BINS, EXPERTS)
+    add_load(ids, load, start, experts, LOAD)
     order = sort_pairs(ids, start, start + experts, BLOCK, shared=SHARED)
     sorted_.fill_(1 << 30), owners.fill_(1 << 30)  # beyond what is used nothing is defined
     count = int(order.used)
@@ -107,9 +117,12 @@ def sort_kernel(
 
 
 def place_kernel(
-    grid, ids, counts, slots, ends, pairs, start, experts, *, K, CHUNK, EXPERTS, BLOCK
-):
-    assert grid[0] == experts < EXPERTS and pairs == ids.shape[0] * K
+    grid, ids, counts, load, slots, ends, pairs, start, experts,
+    *, K, CHUNK, BINS, EXPERTS, LOAD, BLOCK,
+):  # fmt: skip
+    assert pairs == ids.shape[0] * K
+    chunks_of(grid, pairs, experts, counts, CHUNK, BINS, EXPERTS)
+    add_load(ids, load, start, experts, LOAD)
     placed = place_pairs(ids, start, start + experts, BLOCK)
     slots.copy_(placed.slots), ends.copy_(placed.ends)
 
