@@ -30,7 +30,7 @@ class HopperBackend(DeepGemmBackend):
         super().prepare(layer, w13, w2)
         if self._choices is None:
             self._choices = choices_of(torch.cuda.get_device_name(w13.codes.device))
-            if "vllm_cuda" in self._choices.names():
+            if "vllm_cuda" in self._choices.names(w13.scheme.value):
                 self._vllm = VllmCudaBackend((self.start, self.end), self.num_experts)
         if self._vllm is not None:
             self._vllm.prepare(layer, w13, w2)

@@ -278,7 +278,7 @@ def moe_builds(target: str) -> Iterator[Build]:
 
 
 def _sorting_builds(
-    top_k: int, shared: bool, suffix: str, chunk: int = 32, warps: int = 4
+    top_k: int, shared: bool, suffix: str, chunk: int = 8, warps: int = 4
 ) -> Iterator[Build]:
     sizes = {"pairs": "i32", "start": "i32", "experts": "i32"}
     constants = {"K": top_k, "CHUNK": chunk, "BINS": 32, "EXPERTS": 64}

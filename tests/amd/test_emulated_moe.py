@@ -201,7 +201,7 @@ def test_sorting(compiled, arch, shared):
     runner, suffix, top_k = Runner(compiled, arch), "[shared]" if shared else "", 3 if shared else 8
     rng = np.random.default_rng(9)
     # More chunks and more experts than a program looks at in one step.
-    rows, start, experts, block, chunk = 350 // (top_k // 3), 4, 37, 16, 32
+    rows, start, experts, block, chunk = 70 // (top_k // 3), 4, 37, 16, 8
     ids = rng.integers(-1, 45, (rows, top_k)).astype(np.int32)
     ids[:, 0] = 4
     each, programs = top_k + shared, experts + shared

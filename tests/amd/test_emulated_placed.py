@@ -27,7 +27,7 @@ def slots(rng: np.random.Generator) -> np.ndarray:
 def test_places(compiled, arch):
     """Of a plain loop; more than one chunk of pairs, and pairs of nobody's."""
     rng, top_k = np.random.default_rng(9), 8
-    rows, start, experts, block, chunk = 140, 4, 37, 16, 32
+    rows, start, experts, block, chunk = 35, 4, 37, 16, 8
     ids = rng.integers(-1, 45, (rows, top_k)).astype(np.int32)
     ids[ids == 6] = 5
     local = np.where((ids >= start) & (ids < start + experts), ids - start, -1).reshape(-1)

@@ -53,6 +53,7 @@ def test_shapes():
         named("qwen")
     for argv, message in (
         (["--schemes", "int8"], "use of plain, fp8_block, mxfp4"),
+        (["--modes", "lazy"], "use of eager, graph"),
         (["--rows", "0"], "whole numbers above 0"),
         (["--device", "cpu", "--shapes", "tiny", "--tune"], "tiles of GPU kernels"),
     ):
@@ -74,7 +75,7 @@ def test_records_say_who_was_quicker():
     assert "| triton | 50.0 | 100.0 | 2.00 |  |  | 60.0 | 40.0 | 80% | memory |" in line(cell)
     several = replace(cell, times={"triton": 75.0, "deep_gemm": 50.0})
     (race,) = measure.races([cell, several, replace(several, mode="eager")])
-    assert race.pairs == 16 and race.times == several.times
+    assert race.pairs == 16 and race.us == several.times
     best = measure.taken(several, chosen([race]))
     assert measure.taken(several, Choices()).us == 75.0 and measure.taken(cell, Choices()) is cell
     assert {r.peer: r.ratio for r in records(best, "m", "c")}["triton"] == 1.5

@@ -13,17 +13,17 @@ from ffn_worker.moe.choice import (
     choices_of,
     chosen,
     file_of,
-    write_choices,
+    write_races,
 )
 from ffn_worker.moe.tiles import LayerShape
 
 WIDE = LayerShape(256, 256, 8, 8, 2, "fp8_block")
 NARROW = replace(WIDE, width=128)
 RACES = [
-    Race(WIDE, 64, {"triton": 10, "deep_gemm": 20, "vllm_cuda": 11}),
-    Race(WIDE, 8, {"triton": 10, "deep_gemm": 20, "vllm_cuda": 9}),
-    Race(NARROW, 64, {"triton": 20, "deep_gemm": 10, "vllm_cuda": 11}),
-    Race(replace(WIDE, shared=128), 128, {"triton": 20, "deep_gemm": 10}),
+    Race.on(WIDE, 64, {"triton": 10, "deep_gemm": 20, "vllm_cuda": 11}),
+    Race.on(WIDE, 8, {"triton": 10, "deep_gemm": 20, "vllm_cuda": 9}),
+    Race.on(NARROW, 64, {"triton": 20, "deep_gemm": 10, "vllm_cuda": 11}),
+    Race.on(replace(WIDE, shared=128), 128, {"triton": 20, "deep_gemm": 10}),
 ]
 
 
@@ -51,13 +51,20 @@ def test_another_shape_takes_what_costs_least_at_so_many_pairs():
 
 
 def test_the_file_of_a_device(tmp_path):
-    assert choices_of("NVIDIA H200", tmp_path) == Choices()
-    written = write_choices("NVIDIA H200", RACES, "afd bench moe --tune", "2026-11-22", tmp_path)
-    assert choices_of("NVIDIA H200", tmp_path) == written == chosen(RACES)
-    assert written.names() == {"triton", "deep_gemm", "vllm_cuda"}
-    file = file_of("NVIDIA H200", tmp_path)
-    for wrong in ({}, {"shapes": {}, "schemes": {"plain": [[1]]}}):
+    """It is added to; what was measured again counts."""
+    device, told = "NVIDIA H200", ("afd bench moe --tune", "2026-11-22")
+    assert choices_of(device, tmp_path) == Choices()
+    slower = Race.on(NARROW, 64, {"triton": 20, "deep_gemm": 30})
+    write_races(device, [slower, RACES[0]], *told, tmp_path)
+    assert choices_of(device, tmp_path).of(NARROW, 64) == "triton"
+    written = write_races(device, RACES[1:], *told, tmp_path)
+    assert choices_of(device, tmp_path) == written == chosen(RACES)
+    assert written.names("fp8_block") == {"triton", "deep_gemm", "vllm_cuda"}
+    assert written.names("plain") == {"vllm_cuda"}
+    file = file_of(device, tmp_path)
+    assert json.loads(file.read_text())["command"] == told[0]
+    for wrong in ({}, {"races": [{"rows": 1}]}, {"races": [{**vars(RACES[0]), "us": 3}]}):
         choices_of.cache_clear()
         file.write_text(json.dumps(wrong))
         with pytest.raises(ConfigError, match="is no tuning file"):
-            choices_of("NVIDIA H200", tmp_path)
+            choices_of(device, tmp_path)
