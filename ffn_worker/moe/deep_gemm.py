@@ -180,7 +180,7 @@ def _sum_shared(
     from ffn_worker.kernels.placed import sum_slots_shared_kernel
 
     count, hidden = out.shape
-    m, n = 64, SCALE_BLOCK
+    m, n = 64, 64
     sum_slots_shared_kernel[(-(-count // m) * (hidden // n),)](
         y,
         slots,
