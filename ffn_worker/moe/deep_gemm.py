@@ -180,7 +180,7 @@ def _sum_shared(
     from ffn_worker.kernels.placed import sum_slots_shared_kernel
 
     count, hidden = out.shape
-    m, n = 64, 64
+    m, n = 64, 64  # of a wider tile threads need twice the registers, so that half as many run
     sum_slots_shared_kernel[(-(-count // m) * (hidden // n),)](
         y,
         slots,
@@ -196,8 +196,8 @@ def _sum_shared(
         TOP_K=weights.shape[1],
         BM=m,
         BN=n,
-        num_warps=4,
-        num_stages=3,
+        num_warps=8,
+        num_stages=2,
     )
 
 
