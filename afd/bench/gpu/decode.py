@@ -85,7 +85,7 @@ class Cell:
 @dataclass(frozen=True)
 class Plan:
     """tpots_s: longest times per token that count, of the whole model. stretch: layers of the whole
-    model over the slice's. kv_bytes: cache per GPU, those without one counted too."""
+    model over the slice's. kv_bytes: cache per GPU, those without one counted too. kv: its type."""
 
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
@@ -94,6 +94,7 @@ class Plan:
     window_s: float
     stretch: float
     kv_bytes: float
+    kv: str = "bfloat16"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -110,9 +111,11 @@ def main(argv: Sequence[str]) -> int:
         args.window,
         piece.full_layers / piece.sizes.layers,
         args.kv_gib * _GIB,
+        args.kv,
     )
     sizes = Sizes(max(plan.batches), max(plan.contexts) + args.answer, args.kv_gib, plan.batches)
-    flags = [*vllm_args(args.device, not args.computed), *args.vllm_args]
+    flags = [*vllm_args(args.device, not args.computed, args.kv), *args.vllm_args]
+    cache = "" if args.kv == "bfloat16" else f" {args.kv} cache"
     out = report("gpu", args, "decode", argv)
     with running(targets, path, sizes, args.device, flags, args.logs) as servers:
         print(f"{len(servers)} servers up after {args.seconds - budget.left:.0f} s", flush=True)
@@ -120,7 +123,7 @@ def main(argv: Sequence[str]) -> int:
         for cell in measure(servers, plan, sizes, model, piece, args, budget):
             cells.append(cell)
             _tell(cell, plan)
-            _record(cell, cells, case_of(args.model, piece), out)
+            _record(cell, cells, case_of(args.model, piece) + cache, out)
     print(table(cells, plan))
     return 0 if cells else 1
 
@@ -146,6 +149,9 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     made.add_argument("--answer", type=int, default=_ANSWER, help="most tokens of an answer")
     made.add_argument(
         "--kv-gib", type=float, default=8.0, help="KV cache of a server, per GPU it has"
+    )
+    made.add_argument(
+        "--kv", default="bfloat16", choices=("bfloat16", "fp8"), help="of every server's KV cache"
     )
     made.add_argument("--computed", action="store_true", help="compute prompts, fill none")
     return made.parse_args(argv)
@@ -185,7 +191,7 @@ def measure(
                 break
             for target in row:
                 what = f"{target.label} batch {requests} context {context}"
-                needed = kv_bytes(target, requests, context + args.answer, model)
+                needed = kv_bytes(target, requests, context + args.answer, model, plan.kv)
                 needed *= target.replicas * target.kv_gpus / target.gpus
                 if needed > plan.kv_bytes:
                     print(
@@ -218,7 +224,9 @@ def _of_server(
         except AfdError as err:
             print(f"{target.label} batch {load.requests}: FAILED: {err}", flush=True)
             continue
-        said = predict(target, depth or 1, load.requests, load.prompt, model, accelerator)
+        said = predict(
+            target, depth or 1, load.requests, load.prompt, model, accelerator, kv=plan.kv
+        )
         yield Cell(target, depth, load.requests, load.prompt, found.tpot_s, said, found.device_s)
 
 

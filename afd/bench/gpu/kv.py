@@ -6,11 +6,13 @@ from afd.bench.gpu.targets import Target
 from afd.planner.facts.model import ModelSpec
 
 
-def kv_bytes(target: Target, requests: int, length: int, model: ModelSpec) -> float:
-    """Cache of each GPU that has one when every request is ``length`` tokens long."""
+def kv_bytes(
+    target: Target, requests: int, length: int, model: ModelSpec, kv: str = "bfloat16"
+) -> float:
+    """Cache of each GPU that has one when every request is ``length`` tokens long. kv: its type."""
     each = -(-requests // target.replicas)
     shards = min(group.attention.kv_shards(target.kv_gpus) for group in model.groups)
-    return each * model.kv_stored_bytes(length, "bfloat16") / shards
+    return each * model.kv_stored_bytes(length, kv) / shards
 
 
 def kv_gib(targets: Sequence[Target], requests: int, length: int, model: ModelSpec) -> float:
