@@ -1,1 +1,1 @@
-"""Triton kernels of an attention instance."""
+"""Triton kernels of an attention instance. No torch, so that they compile without it."""

@@ -19,10 +19,11 @@ from pathlib import Path
 
 from afd.bench.records import Record, machine, today, write_records
 from afd.errors import ConfigError
-from ffn_worker.bench.measure import Cell, taken
-from ffn_worker.bench.run import Run
+from ffn_worker.bench.measure import Cell
+from ffn_worker.bench.run import Run, Tuned
 
 SCHEMES = ("plain", "fp8_block", "mxfp4")
+MODES = ("eager", "graph")
 CPU_ROWS = (1, 64, 256)
 
 
@@ -35,12 +36,15 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--shapes", default="all", help="all, tiny, or names with commas")
     parser.add_argument("--schemes", default=",".join(SCHEMES), metavar="NAME,...")
+    parser.add_argument("--modes", default="eager,graph", help="eager, graph, or both")
     parser.add_argument("--rows", default="", metavar="N,...", help="64 to 8192 by default")
     parser.add_argument(
-        "--tune", action="store_true", help="search tiles and the crossover, write configs/tuning"
+        "--tune",
+        action="store_true",
+        help="search tiles and the quickest backends, write configs/tuning",
     )
     parser.add_argument(
-        "--seconds", type=float, default=540.0, help="begin nothing after this; half for --tune"
+        "--seconds", type=float, default=540.0, help="begin nothing after this; --tune: about half"
     )
     parser.add_argument("--out", type=Path, default=None, help="default: docs/results/moe.json")
     args = parser.parse_args(argv)
@@ -48,28 +52,25 @@ def main(argv: Sequence[str]) -> int:
     schemes = args.schemes.split(",")
     if not set(schemes) <= set(SCHEMES):
         raise ConfigError(f"--schemes {args.schemes}: use of {', '.join(SCHEMES)}")
+    if not set(args.modes.split(",")) <= set(MODES):
+        raise ConfigError(f"--modes {args.modes}: use of {', '.join(MODES)}")
     rows = _rows(args.rows)
     out = args.out
     if out is None:  # a host without a GPU has nothing to publish
         out = Path("docs/results/moe.json") if args.device == "cuda" else None
     command = "afd bench moe " + " ".join(argv)
     started = time.monotonic()
-    run = Run(args.device, args.shapes, schemes, rows or (CPU_ROWS if args.device == "cpu" else ()))
-    if args.tune:
-        run.tune(args.seconds / 2, command, today())
+    rows = rows or (CPU_ROWS if args.device == "cpu" else ())
+    run = Run(args.device, args.shapes, schemes, rows, tuple(args.modes.split(",")))
+    tuned = Tuned(command, today()) if args.tune else None
     where, cells = machine(), []
     print(run.words())
     print(HEAD)
-    for cell in run.cells(started + args.seconds):
+    for cell in run.cells(started + args.seconds, tuned):
         cells.append(cell)
         print(line(cell), flush=True)
         if out is not None:
             write_records(out, records(cell, where, command))
-    if args.tune and (least := run.write_crossover(cells, command, today())) is not None:
-        print(f"DeepGEMM from {least:g} pairs per expert on")
-        cells = [taken(cell, least) for cell in cells]
-        if out is not None:
-            write_records(out, [record for c in cells for record in records(c, where, command)])
     for left in run.left_out:
         print(f"left out, --seconds {args.seconds:g} were over: {left}")
     for failure in run.failed:
@@ -91,11 +92,11 @@ def _rows(text: str) -> tuple[int, ...]:
 
 def records(cell: Cell, where: str, command: str) -> list[Record]:
     """Latency of ours against each peer; ratio = peer's time over ours, so that more is better:
-    against the roofline it is the part of it that is reached. Where two backends of ours were
-    measured, both are peers too: one is what was taken."""
+    against the roofline it is the part of it that is reached. Where several backends of ours were
+    measured, all are peers too: one is what was taken."""
     case = f"{cell.shape} {cell.scheme} {cell.rows} rows {cell.mode}"
     peers = {"vllm": cell.vllm_us, "roofline": cell.roofline_us, "shared apart": cell.apart_us}
-    peers |= {"triton": cell.triton_us, "deep_gemm": cell.deep_gemm_us}
+    peers |= cell.times if len(cell.times) > 1 else {}
     return [
         Record(
             bench="moe",
@@ -124,9 +125,9 @@ def line(cell: Cell) -> str:
     vllm = "" if cell.vllm_us is None else f"{cell.vllm_us / cell.us:.2f}"
     return (
         f"| {cell.shape} | {cell.scheme} | {cell.rows} | {cell.mode} | {cell.ours} | {cell.us:.1f} "
-        f"| {_us(cell.vllm_us)} | {vllm} | {_us(cell.triton_us)} | {_us(cell.deep_gemm_us)} "
-        f"| {_us(cell.apart_us)} | {cell.roofline_us:.1f} | {cell.roofline_us / cell.us:.0%} "
-        f"| {cell.bound} | {cell.error:.1e} |"
+        f"| {_us(cell.vllm_us)} | {vllm} | {_us(cell.times.get('triton'))} "
+        f"| {_us(cell.times.get('deep_gemm'))} | {_us(cell.apart_us)} | {cell.roofline_us:.1f} "
+        f"| {cell.roofline_us / cell.us:.0%} | {cell.bound} | {cell.error:.1e} |"
     )
 
 

@@ -1,18 +1,20 @@
 """Measures cells of `afd bench moe`."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from afd.errors import AfdError
+from afd.wire.layout import SCALE_BLOCK
 from afd.wire.rows_torch import EncodedRows
 from ffn_worker.bench.layers import BOUNDS, Batch, Problem, batch, cost_of, error_against
 from ffn_worker.bench.shapes import Ceilings
 from ffn_worker.bench.timing import as_graph, clock_of, repetitions_for
 from ffn_worker.model import FfnModel
-from ffn_worker.moe import BACKENDS
-from ffn_worker.moe.crossover import least_pairs, mean_pairs
+from ffn_worker.moe import BACKENDS, Scheme
+from ffn_worker.moe.choice import Choices, Race, choices_of
+from ffn_worker.moe.tiles import LayerShape
 
 _CHECKED_ROWS = 64
 _ROUND_S = {"cpu": 0.02, "cuda": 0.01}
@@ -23,8 +25,8 @@ class Cell:
     """One measured cell, times in microseconds. ours: the backend that `auto` computes this cell
     with, and us its time. vllm_us: None where vLLM has no such kernel. apart_us: ours with the
     shared expert computed apart; None where there is none, or where it is computed apart anyway.
-    error: of ours against the reference. triton_us, deep_gemm_us: both of ours where there are
-    two; pairs: mean per expert, by which one is taken."""
+    error: of ours against the reference. times: of all backends that ours may be; layer: by what
+    one is taken."""
 
     shape: str
     scheme: str
@@ -37,19 +39,26 @@ class Cell:
     roofline_us: float
     bound: str
     error: float
-    triton_us: float | None = None
-    deep_gemm_us: float | None = None
-    pairs: float = 0.0
+    layer: LayerShape
+    times: Mapping[str, float] = field(default_factory=dict)
 
 
-def taken(cell: Cell, least_pairs: float) -> Cell:
-    """The cell with the backend that the device's ``least_pairs`` takes, where both were
-    measured."""
-    if cell.triton_us is None or cell.deep_gemm_us is None:
+def taken(cell: Cell, choices: Choices) -> Cell:
+    """The cell with the backend that the device's ``choices`` take, where several were measured."""
+    if len(cell.times) < 2:
         return cell
-    if cell.pairs >= least_pairs:
-        return replace(cell, ours="deep_gemm", us=cell.deep_gemm_us)
-    return replace(cell, ours="triton", us=cell.triton_us)
+    name = choices.of(cell.layer, cell.rows)
+    name = name if name in cell.times else "triton"  # as the backend does beside a shared expert
+    return replace(cell, ours=name, us=cell.times[name])
+
+
+def races(cells: Sequence[Cell]) -> list[Race]:
+    """What decides who computes: replayed graphs, as a deployment does."""
+    return [
+        Race.on(cell.layer, cell.rows, cell.times)
+        for cell in cells
+        if cell.mode == "graph" and len(cell.times) > 1
+    ]
 
 
 @dataclass(frozen=True)
@@ -78,27 +87,33 @@ def ours_and_vllm(device: torch.device) -> tuple[str, str]:
 
 
 def contenders(problem: Problem, ours: str, vllm: str) -> dict[str, Contender]:
-    """``ours`` by its name, beside the Triton kernels "deep_gemm" where it can run, "vllm" where it
-    can, and where it differs "apart"."""
+    """``ours`` by its name; on Hopper beside the Triton kernels "deep_gemm" and "vllm_cuda", which
+    are ours as well; "vllm" where it can run; and where it differs "apart"."""
 
     def encoded(given: Batch) -> EncodedRows:
         return given.encoded
+
+    def plain(given: Batch) -> EncodedRows:
+        return given.plain
 
     def runs(name: str) -> bool:
         backend, shape = BACKENDS[name], problem.shape
         takes = problem.scheme in backend.schemes and problem.device.type in backend.devices
         return takes and backend.unavailable(torch.bfloat16, shape.hidden, shape.width) is None
 
-    both = ours == "triton" and runs("deep_gemm")
-    found = {
-        name: Contender(problem.ffn(name), encoded) for name in (ours, "deep_gemm")[: 1 + both]
-    }
-    if found[ours].ffn.joins_shared:
-        apart = problem.ffn("hopper" if both else ours, join_shared=False)
+    hopper = ours == "triton" and runs("deep_gemm")
+    join = not (hopper and problem.scheme is Scheme.PLAIN)  # as the backend hopper has it
+    names = (ours, "deep_gemm")[: 1 + hopper]
+    found = {name: Contender(problem.ffn(name, join_shared=join), encoded) for name in names}
+    joined = found[ours].ffn.joins_shared
+    if joined:
+        apart = problem.ffn("hopper" if hopper else ours, join_shared=False)
         found["apart"] = Contender(apart, encoded)
     if runs(vllm):
         # Colocated vLLM has bfloat16 rows, which it quantises itself.
-        found["vllm"] = Contender(problem.ffn(vllm), lambda given: given.plain)
+        found["vllm"] = Contender(problem.ffn(vllm), plain)
+        if hopper and not joined:
+            found[vllm] = Contender(found["vllm"].ffn, encoded)
     return found
 
 
@@ -136,15 +151,25 @@ def cells(
         AfdError: a result is wrong.
     """
     who = contenders(problem, *backends)
-    error = max(check(problem, who[name]) for name in (backends[0], "deep_gemm") if name in who)
+    named = [key for key in who if key not in ("vllm", "apart")]
+    error = max(check(problem, who[key]) for key in named)
+    choices = None
+    if len(named) > 1:
+        choices = choices_of(torch.cuda.get_device_name(problem.device))
     clock, device = clock_of(problem.device), problem.device.type
     layers = len(problem.model.moe_layers)
+    # As tuning files name it: with the width of a shared expert that is computed with the others.
+    width = -(-problem.shape.shared // SCALE_BLOCK) * SCALE_BLOCK
+    shape = replace(problem.shape, shared=width if who[backends[0]].ffn.joins_shared else 0)
     for count in rows:
         given = batch(problem.shape, count, problem.device)
         cost = cost_of(problem.shape, given)
         for mode in modes:
             us: dict[str, float] = {}
             for key, contender in who.items():
+                if key in BACKENDS and "vllm" in us and contender.rows(given) is given.plain:
+                    us[key] = us["vllm"]  # the same call
+                    continue
                 call = contender.call(given)
                 once = clock(call, 1)
                 if mode == "graph":
@@ -163,11 +188,7 @@ def cells(
                 roofline_us=cost.seconds(ceilings, problem.shape.scheme) * 1e6,
                 bound=cost.bound(ceilings, problem.shape.scheme),
                 error=error,
-                triton_us=us["triton"] if "deep_gemm" in us else None,
-                deep_gemm_us=us.get("deep_gemm"),
-                pairs=mean_pairs(count, problem.shape.top_k, problem.shape.num_experts),
+                layer=shape,
+                times={key: us[key] for key in named},
             )
-            if "deep_gemm" in us:
-                name_of_gpu = torch.cuda.get_device_name(problem.device)
-                cell = taken(cell, least_pairs(name_of_gpu))
-            yield cell
+            yield cell if choices is None else taken(cell, choices)

@@ -24,6 +24,8 @@ SHAPES = {
 configs/models. ``scheme`` is filled in by the benchmark."""
 TINY = ("tiny", "tiny-step")
 ROWS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+TUNED_ROWS = (64, 128, 256, 512, 1024, 4096)
+"""Row counts that tiles are searched for; others take the next, a larger batch the last."""
 
 _BITS = {"plain": 16, "fp8_block": 8, "mxfp4": 4}
 _SCALE_BITS = {"plain": 0.0, "fp8_block": 32 / (128 * 128), "mxfp4": 8 / 32}

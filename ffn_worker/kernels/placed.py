@@ -1,11 +1,11 @@
 """What stands around grouped matrix products of another library, as Triton kernels.
 
 Every pair (row, expert) has a slot: its place in memory that is ordered by expert, -1 where nobody
-here computes it (:mod:`ffn_worker.moe.sorting`, ``place_pairs``). Rows go into their slots in FP8,
-come out of the first product in bfloat16, go into the second in FP8 again, and their results are
-summed, with those of a shared expert, for which rows stay where they are. Slots that no pair has
-are neither read nor written. Scales are stored as the library's TMA loads want them: one after the
-other along the slots.
+here computes it (:mod:`ffn_worker.moe.sorting`, ``place_pairs``). Rows go into their slots in FP8
+or bfloat16, come out of the first product in bfloat16, go into the second as they went into the
+first, and their results are summed, with those of a shared expert, for which rows stay where they
+are. Slots that no pair has are neither read nor written. Scales are stored as the library's TMA
+loads want them: one after the other along the slots.
 """
 
 import triton
@@ -17,37 +17,41 @@ from afd.wire.codecs_triton import fp8_block
 @triton.jit
 def gather_rows_kernel(
     x_ptr, x_scale_ptr, slots_ptr, a_ptr, a_scale_ptr, hidden, capacity,
-    EACH: tl.constexpr, BLOCK: tl.constexpr,
+    EACH: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """a[slots[row * EACH + k]] = x[row] for every k, with the scales.
+    """a[slots[row * EACH + k]] = x[row] for every k, with the scales where it is SCALED.
 
-    x uint8 [rows, hidden], FP8 codes; x_scale float32 [rows, hidden / 128]. a uint8
-    [capacity, hidden]; a_scale float32 [hidden / 128, capacity]. BLOCK: a power of two from hidden
-    on. Grid (rows).
+    x [rows, hidden], FP8 codes or bfloat16, as a [capacity, hidden]; x_scale float32
+    [rows, hidden / 128]; a_scale float32 [hidden / 128, capacity]. BLOCK: a power of two from
+    hidden on. Grid (rows).
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    group = tl.arange(0, BLOCK // 128)
-    inside, in_scales = column < hidden, group < hidden // 128
+    inside = column < hidden
     x = tl.load(x_ptr + row * hidden + column, mask=inside)
-    scale = tl.load(x_scale_ptr + row * (hidden // 128) + group, mask=in_scales)
+    if SCALED:
+        group = tl.arange(0, BLOCK // 128)
+        in_scales = group < hidden // 128
+        scale = tl.load(x_scale_ptr + row * (hidden // 128) + group, mask=in_scales)
     for k in tl.static_range(EACH):
         slot = tl.load(slots_ptr + row * EACH + k).to(tl.int64)
         here = slot >= 0
         tl.store(a_ptr + slot * hidden + column, x, mask=inside & here)
-        tl.store(a_scale_ptr + group * capacity + slot, scale, mask=in_scales & here)
+        if SCALED:
+            tl.store(a_scale_ptr + group * capacity + slot, scale, mask=in_scales & here)
 
 
 @triton.jit
-def silu_quantise_kernel(
+def silu_kernel(
     h_ptr, slots_ptr, a_ptr, a_scale_ptr, width, capacity,
     PLACED: tl.constexpr, FP8_MAX: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """a[slot] = silu(h[slot, :width]) * h[slot, width:] in FP8, for the slot of each pair; without
-    PLACED for every row of h.
+    """a[slot] = silu(h[slot, :width]) * h[slot, width:] for the slot of each pair; without PLACED
+    for every row of h.
 
-    h bfloat16 [capacity, 2 * width]. a FP8 [capacity, width]; a_scale float32
-    [width / 128, capacity]. Grid (pairs or rows, ceil(width / (128 * GROUPS))).
+    h bfloat16 [capacity, 2 * width]. a [capacity, width] FP8 with a_scale float32
+    [width / 128, capacity]; FP8_MAX 0: bfloat16. Grid (pairs or rows,
+    ceil(width / (128 * GROUPS))).
     """
     slot = tl.program_id(0).to(tl.int64)
     if PLACED:
@@ -59,9 +63,11 @@ def silu_quantise_kernel(
     inside = column < width
     gate = tl.load(h_ptr + slot * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(h_ptr + slot * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
-    code, scale = fp8_block(gate / (1.0 + tl.exp(-gate)) * up, FP8_MAX)
-    tl.store(a_ptr + slot * width + column, code.to(a_ptr.dtype.element_ty), mask=inside)
-    tl.store(a_scale_ptr + group * capacity + slot, scale, mask=group < width // 128)
+    value = gate / (1.0 + tl.exp(-gate)) * up
+    if FP8_MAX > 0:
+        value, scale = fp8_block(value, FP8_MAX)
+        tl.store(a_scale_ptr + group * capacity + slot, scale, mask=group < width // 128)
+    tl.store(a_ptr + slot * width + column, value.to(a_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

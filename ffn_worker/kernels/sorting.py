@@ -1,5 +1,11 @@
 """Sorting (row, expert) pairs by expert, in two launches. See :mod:`ffn_worker.moe.sorting`, whose
-``sort_pairs`` and ``place_pairs`` are the references: same pairs in the same order."""
+``sort_pairs`` and ``place_pairs`` are the references: same pairs in the same order.
+
+Both launches cut the batch into chunks of CHUNK pairs and the experts into BINS at a time: grid
+(ceil(pairs / CHUNK), ceil(experts / BINS)), a shared expert being one more. What the first counts
+is in counts int32 [chunks, EXPERTS], EXPERTS a power of two; columns beyond the experts are
+undefined.
+"""
 
 import triton
 import triton.language as tl
@@ -19,87 +25,119 @@ def _expert_of(ids_ptr, pair, pairs, start, experts, K: tl.constexpr, SHARED: tl
 
 
 @triton.jit
+def _round_up(counts, BLOCK: tl.constexpr):
+    return (counts + BLOCK - 1) // BLOCK * BLOCK
+
+
+@triton.jit
 def count_pairs_kernel(
-    ids_ptr, counts_ptr, load_ptr, pairs, start, experts,
-    K: tl.constexpr, SHARED: tl.constexpr, CHUNK: tl.constexpr, LOAD: tl.constexpr,
+    ids_ptr, counts_ptr, pairs, start, experts,
+    K: tl.constexpr, SHARED: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr,
+    EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """counts[e] = pairs of local expert e. ids int32 [rows, K] global; counts int32. With LOAD they
-    are added to load int64 [experts] as well.
+    """counts[chunk, e] = pairs of local expert e in a chunk. ids int32 [rows, K] global.
 
     pairs: rows * K, with SHARED rows * (K + 1): each row's last pair is the shared expert's, which
-    is local expert ``experts``. Grid (experts), with SHARED (experts + 1).
+    is local expert ``experts``.
     """
-    mine = tl.program_id(0)
-    total = tl.zeros((CHUNK,), dtype=tl.int32)
-    for first in range(0, pairs, CHUNK):
-        pair = first + tl.arange(0, CHUNK)
-        expert = _expert_of(ids_ptr, pair, pairs, start, experts, K, SHARED)
-        total += (expert == mine).to(tl.int32)
-    count = tl.sum(total, axis=0)
-    tl.store(counts_ptr + mine, count)
-    if LOAD:
-        routed = mine < experts
-        tl.store(load_ptr + mine, tl.load(load_ptr + mine, mask=routed) + count, mask=routed)
+    pair = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    expert = _expert_of(ids_ptr, pair, pairs, start, experts, K, SHARED)
+    mine = tl.program_id(1) * BINS + tl.arange(0, BINS)
+    found = expert[:, None] == mine[None, :]
+    counts = tl.sum(found.to(tl.int32), axis=0)
+    tl.store(counts_ptr + tl.program_id(0) * EXPERTS + mine, counts)
+
+
+@triton.jit
+def _runs(counts_ptr, mine, all_experts, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
+    """Of the experts ``mine``: where their runs begin, their pairs, and how many of them lie in
+    earlier chunks; and the entries of all runs together."""
+    each = tl.arange(0, EXPERTS)
+    every = tl.zeros((EXPERTS,), tl.int32)
+    counts = tl.zeros_like(mine)
+    earlier = tl.zeros_like(mine)
+    for first in range(0, tl.num_programs(0), 32):
+        chunk = first + tl.arange(0, 32)
+        there = (chunk < tl.num_programs(0))[:, None]
+        at = counts_ptr + chunk[:, None] * EXPERTS
+        found = tl.load(at + each[None, :], mask=there & (each < all_experts)[None, :], other=0)
+        every += tl.sum(found, axis=0)
+        found = tl.load(at + mine[None, :], mask=there & (mine < all_experts)[None, :], other=0)
+        counts += tl.sum(found, axis=0)
+        before = (chunk < tl.program_id(0))[:, None]
+        earlier += tl.sum(tl.where(before, found, 0), axis=0)
+    padded = _round_up(every, BLOCK)
+    first = tl.sum(tl.where(each < tl.min(mine, axis=0), padded, 0), axis=0)
+    own = _round_up(counts, BLOCK)
+    return first + tl.cumsum(own, axis=0) - own, counts, earlier, tl.sum(padded, axis=0)
+
+
+@triton.jit
+def _add_load(load_ptr, mine, counts, experts):
+    """Counts of routed experts, added to load int64 [experts]."""
+    routed = mine < experts
+    tl.store(load_ptr + mine, tl.load(load_ptr + mine, mask=routed, other=0) + counts, mask=routed)
 
 
 @triton.jit
 def sort_pairs_kernel(
-    ids_ptr, counts_ptr, sorted_ptr, owners_ptr, used_ptr, pairs, start, experts,
-    K: tl.constexpr, SHARED: tl.constexpr, CHUNK: tl.constexpr, EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ids_ptr, counts_ptr, load_ptr, sorted_ptr, owners_ptr, used_ptr, pairs, start, experts,
+    K: tl.constexpr, SHARED: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr,
+    EXPERTS: tl.constexpr, LOAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each expert's run of pair numbers, padded with ``pairs`` to a multiple of BLOCK.
 
-    counts: of count_pairs_kernel. sorted int32; owners int32, the expert of each block; used int32
-    [1], the entries of sorted that are in use (those beyond are not written). EXPERTS: a power of
-    two above the number of programs. Grid as count_pairs_kernel.
+    counts: of count_pairs_kernel, of the same constants. With LOAD they are added to load int64
+    [experts]. sorted int32; owners int32, the expert of each block; used int32 [1], the entries of
+    sorted that are in use (those beyond are not written).
     """
-    mine = tl.program_id(0)
-    each = tl.arange(0, EXPERTS)
-    counts = tl.load(counts_ptr + each, mask=each < tl.num_programs(0), other=0)
-    padded = (counts + BLOCK - 1) // BLOCK * BLOCK
-    begin = tl.sum(tl.where(each < mine, padded, 0), axis=0)
-    count = tl.sum(tl.where(each == mine, counts, 0), axis=0)
-    end = begin + (count + BLOCK - 1) // BLOCK * BLOCK
-    if mine == 0:
-        tl.store(used_ptr, tl.sum(padded, axis=0))
-    at = begin
-    for first in range(0, pairs, CHUNK):
-        pair = first + tl.arange(0, CHUNK)
-        chosen = _expert_of(ids_ptr, pair, pairs, start, experts, K, SHARED) == mine
-        rank = tl.cumsum(chosen.to(tl.int32), axis=0)
-        tl.store(sorted_ptr + at + rank - 1, pair, mask=chosen)
-        at += tl.sum(chosen.to(tl.int32), axis=0)
-    rest = begin + count + tl.arange(0, BLOCK)
-    tl.store(sorted_ptr + rest, tl.zeros((BLOCK,), tl.int32) + pairs, mask=rest < end)
-    for block in range(begin // BLOCK, end // BLOCK):
-        tl.store(owners_ptr + block, mine)
+    mine = tl.program_id(1) * BINS + tl.arange(0, BINS)
+    all_experts = experts + 1 if SHARED else experts
+    begins, counts, earlier, used = _runs(counts_ptr, mine, all_experts, BLOCK, EXPERTS)
+    pair = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    expert = _expert_of(ids_ptr, pair, pairs, start, experts, K, SHARED)
+    found = expert[:, None] == mine[None, :]
+    rank = tl.cumsum(found.to(tl.int32), axis=0) - 1
+    at = (begins + earlier)[None, :] + rank
+    tl.store(sorted_ptr + at, tl.broadcast_to(pair[:, None], (CHUNK, BINS)), mask=found)
+    blocks = (counts + BLOCK - 1) // BLOCK
+    # Chunks share the blocks out: one expert may have nearly all of them.
+    for block in range(tl.program_id(0), tl.max(blocks, axis=0), tl.num_programs(0)):
+        tl.store(owners_ptr + begins // BLOCK + block, mine, mask=block < blocks)
+    if tl.program_id(0) == 0:
+        rest = (begins + counts)[:, None] + tl.arange(0, BLOCK)[None, :]
+        nobody = tl.zeros((BINS, BLOCK), tl.int32) + pairs
+        tl.store(sorted_ptr + rest, nobody, mask=rest < (begins + blocks * BLOCK)[:, None])
+        if LOAD:
+            _add_load(load_ptr, mine, counts, experts)
+        if tl.program_id(1) == 0:
+            tl.store(used_ptr, used)
 
 
 @triton.jit
 def place_pairs_kernel(
-    ids_ptr, counts_ptr, slots_ptr, ends_ptr, pairs, start, experts,
-    K: tl.constexpr, CHUNK: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
+    ids_ptr, counts_ptr, load_ptr, slots_ptr, ends_ptr, pairs, start, experts,
+    K: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr, EXPERTS: tl.constexpr,
+    LOAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The place of each pair in the order that sort_pairs_kernel writes down, without a shared
     expert.
 
-    counts: of count_pairs_kernel. slots int32 [pairs], -1 for a pair of nobody's; ends int32, one
-    per program: where its run ends, without its padding. EXPERTS and grid as sort_pairs_kernel.
+    counts, load: as there. slots int32 [pairs], -1 for a pair of nobody's; ends int32 [experts]:
+    where each run ends, without its padding.
     """
-    mine = tl.program_id(0)
-    each = tl.arange(0, EXPERTS)
-    counts = tl.load(counts_ptr + each, mask=each < tl.num_programs(0), other=0)
-    padded = (counts + BLOCK - 1) // BLOCK * BLOCK
-    at = tl.sum(tl.where(each < mine, padded, 0), axis=0)
-    tl.store(ends_ptr + mine, at + tl.sum(tl.where(each == mine, counts, 0), axis=0))
-    for first in range(0, pairs, CHUNK):
-        pair = first + tl.arange(0, CHUNK)
-        expert = _expert_of(ids_ptr, pair, pairs, start, experts, K, False)
-        chosen = expert == mine
-        rank = tl.cumsum(chosen.to(tl.int32), axis=0)
-        tl.store(slots_ptr + pair, at + rank - 1, mask=chosen)
-        at += tl.sum(chosen.to(tl.int32), axis=0)
-        if mine == 0:
-            nobodys = (expert < 0) & (pair < pairs)
-            tl.store(slots_ptr + pair, tl.full((CHUNK,), -1, tl.int32), mask=nobodys)
+    mine = tl.program_id(1) * BINS + tl.arange(0, BINS)
+    begins, counts, earlier, _ = _runs(counts_ptr, mine, experts, BLOCK, EXPERTS)
+    pair = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    expert = _expert_of(ids_ptr, pair, pairs, start, experts, K, False)
+    found = expert[:, None] == mine[None, :]
+    rank = tl.cumsum(found.to(tl.int32), axis=0) - 1
+    at = tl.broadcast_to(pair[:, None], (CHUNK, BINS))
+    tl.store(slots_ptr + at, (begins + earlier)[None, :] + rank, mask=found)
+    if tl.program_id(1) == 0:
+        nobodys = (expert < 0) & (pair < pairs)
+        tl.store(slots_ptr + pair, tl.full((CHUNK,), -1, tl.int32), mask=nobodys)
+    if tl.program_id(0) == 0:
+        tl.store(ends_ptr + mine, begins + counts, mask=mine < experts)
+        if LOAD:
+            _add_load(load_ptr, mine, counts, experts)

@@ -1,9 +1,10 @@
-"""Backend on DeepGEMM's grouped FP8 products, for NVIDIA Hopper.
+"""Backend on DeepGEMM's grouped products, FP8 and bfloat16, for NVIDIA Hopper.
 
 The library comes with vLLM 0.26 (vllm.third_party.deep_gemm, version 2.5.0; source
 github.com/deepseek-ai/DeepGEMM) and compiles its kernels when they are first called. Its operands
 are this project's as they are: e4m3fn rows with one float32 scale per 128 columns, e4m3fn weights
-with one per 128 x 128. Around its two products stand kernels of ours (kernels/placed.py).
+with one per 128 x 128; or both in bfloat16. Around its two products stand kernels of ours
+(kernels/placed.py).
 
 Of its layouts for grouped rows the one with sums on the device is taken (``use_psum_layout``): rows
 in one block of memory, each expert's padded to the kernel's tile, and ``ends``, where each
@@ -13,8 +14,9 @@ there are. The layout with an expert per row loads every tile of the upper bound
 computes no tile of -1: on a shard of half of the experts, twice the rows. The masked one needs
 room for every row at every expert.
 
-A shared expert is no group: groups have one width. Its first product runs on a stream of its own
-beside sorting and gathering, of which it needs nothing, its second in the kernel that sums results.
+A shared expert is no group: groups have one width. In FP8 its first product runs on a stream of its
+own beside sorting and gathering, of which it needs nothing, its second in the kernel that sums
+results. In bfloat16 the caller computes it.
 """
 
 import importlib.util
@@ -30,10 +32,11 @@ import torch
 
 from afd.errors import ConfigError
 from afd.wire.codecs import FP8_MAX
+from afd.wire.codecs_torch import DTYPE_OF_TAG
 from afd.wire.layout import SCALE_BLOCK, Tag
 from afd.wire.rows_torch import EncodedRows
 from ffn_worker.load import SlotLoad
-from ffn_worker.moe.crossover import least_pairs, mean_pairs
+from ffn_worker.moe.choice import mean_pairs
 from ffn_worker.moe.quantise import Scheme, Weight, in_scheme, widened
 from ffn_worker.moe.side_stream import SideStream
 from ffn_worker.moe.sorting import PlacedPairs, capacity, place_pairs_on_gpu
@@ -99,18 +102,23 @@ def _compiler() -> Path:
 
 @dataclass(frozen=True)
 class _Operand:
-    """FP8 rows [room, k] with their scales as the library's TMA loads want them, [k / 128, room],
-    if ``room`` is a multiple of 4."""
+    """bfloat16 rows [room, k]; or FP8 rows with their scales as the library's TMA loads want them,
+    [k / 128, room], if ``room`` is a multiple of 4."""
 
     codes: torch.Tensor
-    scales: torch.Tensor
+    scales: torch.Tensor | None = None
 
     @classmethod
-    def empty(cls, room: int, k: int, device: torch.device) -> "_Operand":
-        return cls(
-            torch.empty((room, k), dtype=torch.float8_e4m3fn, device=device),
-            torch.empty((k // SCALE_BLOCK, room), dtype=torch.float32, device=device),
-        )
+    def empty(cls, tag: Tag, room: int, k: int, device: torch.device) -> "_Operand":
+        codes = torch.empty((room, k), dtype=DTYPE_OF_TAG[tag], device=device)
+        if tag == Tag.BFLOAT16:
+            return cls(codes)
+        return cls(codes, torch.empty((k // SCALE_BLOCK, room), dtype=torch.float32, device=device))
+
+    @property
+    def pointers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes and scales for a kernel that reads no scales where there are none."""
+        return self.codes, self.codes if self.scales is None else self.scales
 
 
 def _grouped_product(
@@ -123,9 +131,14 @@ def _grouped_product(
     deep_gemm = library()
     # The height of its tiles is a setting of the process; whoever else uses it sets it too.
     deep_gemm.set_mk_alignment_for_contiguous_layout(tile)
-    deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
-        (a.codes, a.scales.t()),
-        (weight.codes, weight.scales),
+    product = deep_gemm.m_grouped_bf16_gemm_nt_contiguous
+    rows, experts = a.codes, weight.codes
+    if a.scales is not None:
+        product = deep_gemm.m_grouped_fp8_gemm_nt_contiguous
+        rows, experts = (rows, a.scales.t()), (experts, weight.scales)
+    product(
+        rows,
+        experts,
         out,
         placed.ends,
         use_psum_layout=True,
@@ -167,7 +180,7 @@ def _sum_shared(
     from ffn_worker.kernels.placed import sum_slots_shared_kernel
 
     count, hidden = out.shape
-    m, n = 64, SCALE_BLOCK
+    m, n = 64, 64  # of a wider tile threads need twice the registers, so that half as many run
     sum_slots_shared_kernel[(-(-count // m) * (hidden // n),)](
         y,
         slots,
@@ -183,8 +196,8 @@ def _sum_shared(
         TOP_K=weights.shape[1],
         BM=m,
         BN=n,
-        num_warps=4,
-        num_stages=3,
+        num_warps=8,
+        num_stages=2,
     )
 
 
@@ -197,32 +210,31 @@ class _Shared:
     down: Weight
 
 
-def _silu_quantised(h: torch.Tensor, slots: torch.Tensor | None, pairs: int) -> _Operand:
-    """silu(gate) * up of h [room, 2 * width] in FP8, for the slots of ``pairs`` pairs; slots None:
-    for every row."""
-    from ffn_worker.kernels.placed import silu_quantise_kernel
+def _silu(tag: Tag, h: torch.Tensor, slots: torch.Tensor | None, pairs: int) -> _Operand:
+    """silu(gate) * up of h [room, 2 * width] in FP8 or bfloat16, for the slots of ``pairs`` pairs;
+    slots None: for every row."""
+    from ffn_worker.kernels.placed import silu_kernel
 
     room, width = h.shape[0], h.shape[1] // 2
-    a, groups = _Operand.empty(room, width, h.device), 8
-    silu_quantise_kernel[(pairs, -(-width // (SCALE_BLOCK * groups)))](
+    a, groups = _Operand.empty(tag, room, width, h.device), 8
+    silu_kernel[(pairs, -(-width // (SCALE_BLOCK * groups)))](
         h,
         h if slots is None else slots,
-        a.codes,
-        a.scales,
+        *a.pointers,
         width,
         room,
         PLACED=slots is not None,
-        FP8_MAX=FP8_MAX[Tag.E4M3FN],
+        FP8_MAX=FP8_MAX.get(tag, 0.0),
         GROUPS=groups,
     )
     return a
 
 
 class DeepGemmBackend(TritonBackend):
-    """FP8_BLOCK experts [start, end) and a shared expert of any width. FP8 rows are multiplied as
-    they are, others quantised first."""
+    """Experts [start, end), bfloat16 or FP8_BLOCK; with these a shared expert of any width. Rows in
+    the format of the weights are multiplied as they are, others brought into it first."""
 
-    schemes = (Scheme.FP8_BLOCK,)
+    schemes = (Scheme.PLAIN, Scheme.FP8_BLOCK)
 
     def __init__(self, experts: tuple[int, int], num_experts: int | None = None) -> None:
         super().__init__(experts, num_experts)
@@ -236,7 +248,7 @@ class DeepGemmBackend(TritonBackend):
         if reason is not None:
             return reason
         if torch.version.hip is not None or torch.cuda.get_device_capability()[0] != 9:
-            return "its FP8 kernels with float32 scales are for NVIDIA Hopper (sm_90)"
+            return "its kernels with float32 scales are for NVIDIA Hopper (sm_90)"
         if dtype is not torch.bfloat16:
             return f"it computes in bfloat16, not {dtype}"
         if hidden % SCALE_BLOCK or intermediate % SCALE_BLOCK:
@@ -255,6 +267,8 @@ class DeepGemmBackend(TritonBackend):
         return None
 
     def prepare_shared(self, layer: int, gate_up: Weight, down: Weight) -> bool:
+        if self._layers[layer].w2.scales is None:
+            return False
         width = -(-down.shape[-1] // SCALE_BLOCK) * SCALE_BLOCK
         self._beside[layer] = _Shared(
             *(
@@ -290,7 +304,7 @@ class DeepGemmBackend(TritonBackend):
         )
         with self._side.branch():
             _product(rows, shared.gate_up, h)
-            s = _silu_quantised(h, None, len(rows))
+            s = _silu(rows.tag, h, None, len(rows))
         y, placed = self._routed(layer, rows, topk_ids, load)
         self._side.join()
         _sum_shared(y, placed.slots, topk_weights, s, shared.down, out)
@@ -310,45 +324,18 @@ class DeepGemmBackend(TritonBackend):
         placed = place_pairs_on_gpu(topk_ids, self.start, self.end, tile, counts)
         room = capacity(count * top_k, experts, tile)
         expected = expected_rows(mean, tile)
-        a = _Operand.empty(room, hidden, rows.device)
+        given = _Operand(rows.payload, rows.scales)
+        a = _Operand.empty(rows.tag, room, hidden, rows.device)
         gather_rows_kernel[(count,)](
-            rows.payload.view(torch.uint8),
-            rows.scales,
+            *given.pointers,
             placed.slots,
-            a.codes.view(torch.uint8),
-            a.scales,
+            *a.pointers,
             hidden,
             room,
             EACH=top_k,
+            SCALED=rows.scales is not None,
             BLOCK=1 << (hidden - 1).bit_length(),
         )
         h = _grouped_product(a, held.w13[:experts], placed, tile, expected)
-        a = _silu_quantised(h, placed.slots, count * top_k)
+        a = _silu(rows.tag, h, placed.slots, count * top_k)
         return _grouped_product(a, held.w2[:experts], placed, tile, expected), placed
-
-
-class HopperBackend(DeepGemmBackend):
-    """DeepGEMM where an expert has enough pairs on average, the Triton kernels on the same weights
-    where it has fewer (:mod:`ffn_worker.moe.crossover`). A shared expert, which is small, is held
-    for both."""
-
-    def prepare(self, layer: int, w13: Weight, w2: Weight) -> None:
-        super().prepare(layer, w13, w2)
-        self._least = least_pairs(torch.cuda.get_device_name(w13.codes.device))
-
-    def prepare_shared(self, layer: int, gate_up: Weight, down: Weight) -> bool:
-        joined = TritonBackend.prepare_shared(self, layer, gate_up, down)
-        return joined and super().prepare_shared(layer, gate_up, down)
-
-    def _compute(
-        self,
-        layer: int,
-        rows: EncodedRows,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        out: torch.Tensor,
-        load: SlotLoad | None,
-    ) -> None:
-        many = mean_pairs(*topk_ids.shape, self.num_experts) >= self._least
-        backend = DeepGemmBackend if many else TritonBackend
-        backend._compute(self, layer, rows, topk_ids, topk_weights, out, load)

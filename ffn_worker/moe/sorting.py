@@ -28,37 +28,40 @@ def capacity(pairs: int, experts: int, block: int) -> int:
     return -(-padded // block) * block
 
 
+BINS = 32
+"""Experts that one program of the kernels looks for."""
+
+
 def chunking(pairs: int) -> tuple[int, int]:
-    """(pairs, warps) of a step in which the kernels walk through a batch: one step up to 4,096
-    pairs, because steps wait for each other and more warps do not."""
-    chunk = min(max(1 << (pairs - 1).bit_length(), 1024), 4096)
-    return chunk, chunk // 256 if chunk > 1024 else 4
+    """(pairs, warps) of a program of the kernels: few, so that there are many programs, but of a
+    large batch more, because every program adds up the counts of all."""
+    return (256, 4) if pairs <= 8192 else (512, 8)
 
 
 class _Counted(NamedTuple):
-    """What the kernels that order counted pairs are given beside these, and their launch."""
+    """What the kernels that order counted pairs are given: counts per chunk, pairs, their grid and
+    their constants."""
 
     counts: torch.Tensor
     pairs: int
-    programs: int
-    chunk: int
-    warps: int
+    grid: tuple[int, int]
+    constants: dict[str, int]
 
 
-def _count(
-    topk_ids: torch.Tensor, start: int, end: int, shared: bool, load: torch.Tensor | None
-) -> _Counted:
+def _count(topk_ids: torch.Tensor, start: int, end: int, shared: bool) -> _Counted:
     from ffn_worker.kernels.sorting import count_pairs_kernel
 
     rows, top_k = topk_ids.shape
-    experts, pairs = end - start, rows * (top_k + shared)
-    programs, (chunk, warps) = experts + shared, chunking(pairs)
-    counts = torch.empty(programs, dtype=torch.int32, device=topk_ids.device)
-    count_pairs_kernel[(programs,)](
-        topk_ids, counts, counts if load is None else load, pairs, start, experts,
-        K=top_k, SHARED=shared, CHUNK=chunk, LOAD=load is not None, num_warps=warps,
-    )  # fmt: skip
-    return _Counted(counts, pairs, programs, chunk, warps)
+    experts, pairs = end - start + shared, rows * (top_k + shared)
+    chunk, warps = chunking(pairs)
+    grid = -(-pairs // chunk), -(-experts // BINS)
+    width = max(1 << (experts - 1).bit_length(), BINS)
+    counts = torch.empty((grid[0], width), dtype=torch.int32, device=topk_ids.device)
+    constants = {"K": top_k, "CHUNK": chunk, "BINS": BINS, "EXPERTS": width, "num_warps": warps}
+    count_pairs_kernel[grid](
+        topk_ids, counts, pairs, start, end - start, SHARED=shared, **constants
+    )
+    return _Counted(counts, pairs, grid, constants)
 
 
 def sort_pairs_on_gpu(
@@ -78,14 +81,13 @@ def sort_pairs_on_gpu(
     """
     from ffn_worker.kernels.sorting import sort_pairs_kernel
 
-    counts, pairs, programs, chunk, warps = _count(topk_ids, start, end, shared, load)
-    size = capacity(pairs, programs, block)
+    counts, pairs, grid, constants = _count(topk_ids, start, end, shared)
+    size = capacity(pairs, end - start + shared, block)
     new = partial(torch.empty, dtype=torch.int32, device=topk_ids.device)
     order, owners, used = new(size), new(size // block), new(1)
-    sort_pairs_kernel[(programs,)](
-        topk_ids, counts, order, owners, used, pairs, start, end - start,
-        K=topk_ids.shape[1], SHARED=shared, CHUNK=chunk, EXPERTS=1 << programs.bit_length(),
-        BLOCK=block, num_warps=warps,
+    sort_pairs_kernel[grid](
+        topk_ids, counts, counts if load is None else load, order, owners, used, pairs, start,
+        end - start, SHARED=shared, LOAD=load is not None, BLOCK=block, **constants,
     )  # fmt: skip
     return SortedPairs(order, owners, used)
 
@@ -109,13 +111,12 @@ def place_pairs_on_gpu(
     """:func:`place_pairs` in two Triton launches. load: as in :func:`sort_pairs_on_gpu`."""
     from ffn_worker.kernels.sorting import place_pairs_kernel
 
-    counts, pairs, programs, chunk, warps = _count(topk_ids, start, end, False, load)
+    counts, pairs, grid, constants = _count(topk_ids, start, end, False)
     new = partial(torch.empty, dtype=torch.int32, device=topk_ids.device)
-    slots, ends = new(pairs), new(programs)
-    place_pairs_kernel[(programs,)](
-        topk_ids, counts, slots, ends, pairs, start, end - start,
-        K=topk_ids.shape[1], CHUNK=chunk, EXPERTS=1 << programs.bit_length(), BLOCK=block,
-        num_warps=warps,
+    slots, ends = new(pairs), new(end - start)
+    place_pairs_kernel[grid](
+        topk_ids, counts, counts if load is None else load, slots, ends, pairs, start, end - start,
+        LOAD=load is not None, BLOCK=block, **constants,
     )  # fmt: skip
     return PlacedPairs(slots, ends)
 

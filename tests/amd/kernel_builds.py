@@ -406,34 +406,36 @@ def moe_builds(target: str) -> Iterator[Build]:
             aligned=("hidden",),
         )
         yield from _sorting_builds(top_k, shared, suffix)
-    yield from _sorting_builds(3, True, "[large]", chunk=4096, warps=16)
+    yield from _sorting_builds(3, True, "[large]", chunk=512, warps=8)
 
 
 def _sorting_builds(
-    top_k: int, shared: bool, suffix: str, chunk: int = 1024, warps: int = 4
+    top_k: int, shared: bool, suffix: str, chunk: int = 8, warps: int = 4
 ) -> Iterator[Build]:
     sizes = {"pairs": "i32", "start": "i32", "experts": "i32"}
-    constants = {"K": top_k, "SHARED": shared, "CHUNK": chunk}
+    constants = {"K": top_k, "CHUNK": chunk, "BINS": 32, "EXPERTS": 64}
+    given = {"ids_ptr": "*i32", "counts_ptr": "*i32"}
     yield Build(
         f"count_pairs{suffix}",
         sorting.count_pairs_kernel,
-        {"ids_ptr": "*i32", "counts_ptr": "*i32", "load_ptr": "*i64", **sizes},
-        {**constants, "LOAD": True},
+        {**given, **sizes},
+        {**constants, "SHARED": shared},
         warps=warps,
     )
-    results = {"sorted_ptr": "*i32", "owners_ptr": "*i32", "used_ptr": "*i32"}
+    given["load_ptr"] = "*i64"
+    constants |= {"LOAD": True, "BLOCK": 16}
     yield Build(
         f"sort_pairs{suffix}",
         sorting.sort_pairs_kernel,
-        {"ids_ptr": "*i32", "counts_ptr": "*i32", **results, **sizes},
-        {**constants, "EXPERTS": 16, "BLOCK": 16},
+        {**given, "sorted_ptr": "*i32", "owners_ptr": "*i32", "used_ptr": "*i32", **sizes},
+        {**constants, "SHARED": shared},
         warps=warps,
     )
     yield Build(
         f"place_pairs{suffix}",
         sorting.place_pairs_kernel,
-        {"ids_ptr": "*i32", "counts_ptr": "*i32", "slots_ptr": "*i32", "ends_ptr": "*i32", **sizes},
-        {"K": top_k, "CHUNK": chunk, "EXPERTS": 16, "BLOCK": 16},
+        {**given, "slots_ptr": "*i32", "ends_ptr": "*i32", **sizes},
+        constants,
         warps=warps,
     )
 
@@ -449,13 +451,33 @@ def placed_builds(target: str) -> Iterator[Build]:
             "x_ptr": "*u8", "x_scale_ptr": "*fp32", "slots_ptr": "*i32", "a_ptr": "*u8",
             "hidden": "i32", **scales,
         },
-        {"EACH": 3, "BLOCK": 1024},
+        {"EACH": 3, "SCALED": True, "BLOCK": 1024},
         aligned=("hidden", "capacity"),
+    )  # fmt: skip
+    yield Build(
+        "gather_rows[plain]",
+        placed.gather_rows_kernel,
+        {
+            "x_ptr": "*bf16", "x_scale_ptr": "*bf16", "slots_ptr": "*i32", "a_ptr": "*bf16",
+            "a_scale_ptr": "*bf16", "hidden": "i32", "capacity": "i32",
+        },
+        {"EACH": 3, "SCALED": False, "BLOCK": 1024},
+        aligned=("hidden", "capacity"),
+    )  # fmt: skip
+    yield Build(
+        "silu[plain]",
+        placed.silu_kernel,
+        {
+            "h_ptr": "*bf16", "slots_ptr": "*i32", "a_ptr": "*bf16", "a_scale_ptr": "*bf16",
+            "width": "i32", "capacity": "i32",
+        },
+        {"PLACED": True, "FP8_MAX": 0.0, "GROUPS": 4},
+        aligned=("width", "capacity"),
     )  # fmt: skip
     for suffix, is_placed in (("", True), ("[rows]", False)):
         yield Build(
-            f"silu_quantise{suffix}",
-            placed.silu_quantise_kernel,
+            f"silu{suffix}",
+            placed.silu_kernel,
             {"h_ptr": "*bf16", "slots_ptr": "*i32", "a_ptr": f"*{fp8}", "width": "i32", **scales},
             {"PLACED": is_placed, "FP8_MAX": FP8_MAX[fp8], "GROUPS": 4},
             aligned=("width", "capacity"),

@@ -200,8 +200,9 @@ def test_sorting(compiled, arch, shared):
     """The order of a plain loop; what is beyond it is not written."""
     runner, suffix, top_k = Runner(compiled, arch), "[shared]" if shared else "", 3 if shared else 8
     rng = np.random.default_rng(9)
-    rows, start, experts, block = 170, 4, 5, 16  # more than one chunk of 1,024 pairs with top 8
-    ids = rng.integers(-1, 12, (rows, top_k)).astype(np.int32)
+    # More chunks and more experts than a program looks at in one step.
+    rows, start, experts, block, chunk = 70 // (top_k // 3), 4, 37, 16, 8
+    ids = rng.integers(-1, 45, (rows, top_k)).astype(np.int32)
     ids[:, 0] = 4
     each, programs = top_k + shared, experts + shared
     pairs = rows * each
@@ -210,16 +211,18 @@ def test_sorting(compiled, arch, shared):
         local = np.pad(local, ((0, 0), (0, 1)), constant_values=experts)
     runs = [np.flatnonzero(local.reshape(-1) == e) for e in range(programs)]
     sizes = [("i", pairs), ("i", start), ("i", experts)]
-    outputs = [np.full(programs, -7, np.int32), np.arange(experts) + 2**40]
-    counts, load = runner(f"count_pairs{suffix}", [ids], outputs, sizes, (programs,))
-    assert counts.tolist() == [len(run) for run in runs]
-    assert (load - outputs[1]).tolist() == counts[:experts].tolist()
+    grid, before = (-(-pairs // chunk), -(-programs // 32)), np.arange(experts) + 2**40
+    empty = np.full((grid[0], 64), -7, np.int32)
+    (counts,) = runner(f"count_pairs{suffix}", [ids], [empty], sizes, grid)
+    ends = np.cumsum([len(run) for run in runs])
+    assert counts[:, :programs].sum(0).tolist() == np.diff(ends, prepend=0).tolist()
     padded = [np.pad(r, (0, -len(r) % block), constant_values=pairs) for r in runs]
     size = sum(map(len, padded))
-    outputs = [np.full(size + 64, -7, np.int32), np.full(size // block + 4, -7, np.int32)]
+    outputs = [before, np.full(size + 64, -7, np.int32), np.full(size // block + 4, -7, np.int32)]
     outputs.append(np.zeros(1, np.int32))
-    order, owners, used = runner(f"sort_pairs{suffix}", [ids, counts], outputs, sizes, (programs,))
+    load, order, owners, used = runner(f"sort_pairs{suffix}", [ids, counts], outputs, sizes, grid)
     assert used[0] == size
+    assert (load - before).tolist() == [len(run) for run in runs[:experts]]
     assert order.tolist() == np.concatenate(padded).tolist() + [-7] * 64
     blocks = [len(run) // block for run in padded]
     assert owners.tolist() == np.repeat(np.arange(programs), blocks).tolist() + [-7] * 4

@@ -27,20 +27,25 @@ def slots(rng: np.random.Generator) -> np.ndarray:
 def test_places(compiled, arch):
     """Of a plain loop; more than one chunk of pairs, and pairs of nobody's."""
     rng, top_k = np.random.default_rng(9), 8
-    rows, start, experts, block = 280, 4, 5, 16
-    ids = rng.integers(-1, 12, (rows, top_k)).astype(np.int32)
+    rows, start, experts, block, chunk = 35, 4, 37, 16, 8
+    ids = rng.integers(-1, 45, (rows, top_k)).astype(np.int32)
     ids[ids == 6] = 5
     local = np.where((ids >= start) & (ids < start + experts), ids - start, -1).reshape(-1)
     runs = [np.flatnonzero(local == e) for e in range(experts)]
     counts = np.array([len(run) for run in runs], np.int32)
     begins = np.cumsum(-(-counts // block) * block) - (-(-counts // block) * block)
+    by_chunk = np.full((-(-rows * top_k // chunk), 64), -7, np.int32)
+    for e in range(experts):
+        by_chunk[:, e] = np.add.reduceat(local == e, range(0, rows * top_k, chunk))
     want = np.full(rows * top_k, -1)
     for begin, run in zip(begins, runs, strict=True):
         want[run] = begin + np.arange(len(run))
-    outputs = [np.full(rows * top_k, -7, np.int32), np.full(experts, -7, np.int32)]
+    before = np.arange(experts) + 2**40
+    outputs = [before, np.full(rows * top_k, -7, np.int32), np.full(experts, -7, np.int32)]
     sizes = [("i", rows * top_k), ("i", start), ("i", experts)]
-    run = Runner(compiled, arch)
-    got, ends = run("place_pairs", [ids, counts], outputs, sizes, (experts,))
+    run, grid = Runner(compiled, arch), (len(by_chunk), 2)
+    load, got, ends = run("place_pairs", [ids, by_chunk], outputs, sizes, grid)
+    assert (load - before).tolist() == counts.tolist()
     assert got.tolist() == want.tolist() and ends.tolist() == (begins + counts).tolist()
 
 
@@ -60,6 +65,30 @@ def test_rows_go_into_their_slots(compiled, arch):
 
 
 @pytest.mark.parametrize("arch", FP8)
+def test_bfloat16_rows_and_products(compiled, arch):
+    """Into their slots and through SiLU without scales."""
+    rng, run = np.random.default_rng(5), Runner(compiled, arch)
+    x, where = rng.standard_normal((ROWS, HIDDEN)).astype(ml_dtypes.bfloat16), slots(rng)
+    unused = np.setdiff1d(np.arange(ROOM), where)
+    a, sizes = np.full((ROOM, HIDDEN), 7, ml_dtypes.bfloat16), [("i", HIDDEN), ("i", ROOM)]
+    arrays = [x, x, where, a, a]
+    (got,) = run.in_order("gather_rows[plain]", arrays, [3], sizes, (ROWS,))
+    there = where >= 0
+    assert (got[unused] == 7).all()
+    assert np.array_equal(got[where[there]], np.repeat(x, EACH, 0)[there])
+    h = rng.standard_normal((ROOM, 2 * HIDDEN)).astype(ml_dtypes.bfloat16)
+    h[unused] = np.nan
+    arrays, grid = [h, where, a, a], (ROWS * EACH, 2)
+    (got,) = run.in_order("silu[plain]", arrays, [2], sizes, grid)
+    values = h[where[there]].astype(np.float64)
+    want = values[:, :HIDDEN] / (1 + np.exp(-values[:, :HIDDEN])) * values[:, HIDDEN:]
+    assert (got[unused] == 7).all()
+    assert (
+        np.abs(got[where[there]].astype(np.float64) - want) <= 2**-8 * np.abs(want) + 1e-6
+    ).all()
+
+
+@pytest.mark.parametrize("arch", FP8)
 def test_silu_and_quantise(compiled, arch):
     """Two blocks of columns, the second partly outside; what is not finite makes its block NaN."""
     rng, tag = np.random.default_rng(2), FP8[arch]
@@ -70,7 +99,7 @@ def test_silu_and_quantise(compiled, arch):
     a, a_scales = np.full((ROOM, HIDDEN), 7, np.uint8), np.full((HIDDEN // 128, ROOM), 7, "f4")
     arrays, sizes = [h, where, a, a_scales], [("i", HIDDEN), ("i", ROOM)]
     grid = (ROWS * EACH, 2)
-    codes, scales = Runner(compiled, arch).in_order("silu_quantise", arrays, [2, 3], sizes, grid)
+    codes, scales = Runner(compiled, arch).in_order("silu", arrays, [2, 3], sizes, grid)
     values = h.astype(np.float64)
     with np.errstate(over="ignore"):
         want = values[:, :HIDDEN] / (1 + np.exp(-values[:, :HIDDEN])) * values[:, HIDDEN:]

@@ -1,4 +1,4 @@
-"""The DeepGEMM backend on a Hopper GPU against the reference backend on the same FP8 weights."""
+"""The DeepGEMM backend on a Hopper GPU against the reference backend on the same weights."""
 
 import pytest
 
@@ -9,8 +9,17 @@ if not torch.cuda.is_available():
 from afd.wire.layout import Tag  # noqa: E402
 from afd.wire.rows_torch import EncodedRows  # noqa: E402
 from ffn_worker.load import SlotLoad  # noqa: E402
-from ffn_worker.moe.deep_gemm import DeepGemmBackend, HopperBackend  # noqa: E402
-from ffn_worker.moe.quantise import Scheme, Weight, in_scheme, widened  # noqa: E402
+from ffn_worker.moe import hopper  # noqa: E402
+from ffn_worker.moe.choice import Choices  # noqa: E402
+from ffn_worker.moe.deep_gemm import DeepGemmBackend  # noqa: E402
+from ffn_worker.moe.hopper import HopperBackend  # noqa: E402
+from ffn_worker.moe.quantise import (  # noqa: E402
+    Scheme,
+    Weight,
+    dequantise_weight,
+    in_scheme,
+    widened,
+)
 from ffn_worker.moe.reference import ReferenceBackend  # noqa: E402
 from ffn_worker.moe.sorting import place_pairs, place_pairs_on_gpu  # noqa: E402
 
@@ -21,8 +30,9 @@ if REASON is not None:
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
-BOUND = 0.1
-"""Of a row's largest value: the product of gate and up is rounded to FP8, as rows are."""
+BOUND, PLAIN_BOUND = 0.1, 2**-5
+"""Of a row's largest value: the product of gate and up is rounded to FP8, as rows are; to
+bfloat16."""
 
 
 def fp8(weight):
@@ -33,6 +43,10 @@ def weights(experts, seed=0):
     torch.manual_seed(seed)
     w13 = torch.randn(experts, 2 * WIDTH, HIDDEN) / HIDDEN**0.5
     return fp8(w13), fp8(torch.randn(experts, HIDDEN, WIDTH) / WIDTH**0.5)
+
+
+def in_plain(held):
+    return tuple(Weight.of(dequantise_weight(weight).bfloat16()) for weight in held)
 
 
 def batch(rows, experts, seed=0):
@@ -58,9 +72,9 @@ def exact(held, experts, x, ids, scale):
     return reference.forward(0, x, ids, scale)
 
 
-def close(got, want):
+def close(got, want, bound=BOUND):
     error = (got.float().cpu() - want).abs().amax(1) / want.abs().amax(1).clamp(min=1e-20)
-    assert error.max() <= BOUND, float(error.max())
+    assert error.max() <= bound, float(error.max())
 
 
 @pytest.mark.parametrize(
@@ -74,6 +88,40 @@ def test_rows_as_the_wire_brings_them(rows, every, experts):
     made = backend(held, experts, every)
     got = made.forward_encoded(0, there, ids.cuda(), scale.cuda(), torch.bfloat16)
     close(got, exact(held, experts, rows.decode(torch.float32), ids, scale))
+
+
+@pytest.mark.parametrize(("every", "experts"), [(8, (0, 8)), (48, (24, 48))])
+@pytest.mark.parametrize("rows", [1, 300, 2048])
+def test_bfloat16_weights(rows, every, experts):
+    held = in_plain(weights(every))
+    x, ids, scale = batch(rows, every)
+    ids[::5] = -1
+    given, there = encoded(x)
+    made = backend(held, experts, every)
+    got = made.forward(0, x.cuda(), ids.cuda(), scale.cuda())
+    close(got, exact(held, experts, x.float(), ids, scale), PLAIN_BOUND)
+    got = made.forward_encoded(0, there, ids.cuda(), scale.cuda(), torch.bfloat16)
+    decoded = given.decode(torch.float32)
+    close(got, exact(held, experts, decoded, ids, scale), PLAIN_BOUND)
+
+
+def test_a_graph_of_bfloat16_weights_with_other_routing():
+    held, rows = in_plain(weights(24)), 700
+    made = backend(held, (0, 12), 24)
+    inputs = [part.cuda() for part in batch(rows, 24)]
+    made.forward(0, *inputs)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = made.forward(0, *inputs)
+    for seed in (1, 2):
+        parts = batch(rows, 24, seed)
+        parts[1][: rows // 2] = 4 if seed == 2 else -1
+        for kept, value in zip(inputs, parts, strict=True):
+            kept.copy_(value)
+        graph.replay()
+        torch.cuda.synchronize()
+        x, ids, scale = parts
+        close(captured, exact(held, (0, 12), x.float(), ids, scale), PLAIN_BOUND)
 
 
 def test_rows_in_bfloat16():
@@ -193,10 +241,13 @@ def test_places(rows, experts):
     assert (load - 2**40).tolist() == counts
 
 
-@pytest.mark.parametrize("rows", [3, 300])
-def test_the_backend_that_takes_either(rows):
-    held = weights(8)
-    x, ids, scale = batch(rows, 8)
+@pytest.mark.parametrize("name", ["triton", "deep_gemm", "vllm_cuda"])
+@pytest.mark.parametrize("plain", [False, True])
+def test_the_backend_that_takes_any(monkeypatch, plain, name):
+    held = in_plain(weights(8)) if plain else weights(8)
+    every = dict.fromkeys(("plain", "fp8_block"), ((0, name),))
+    monkeypatch.setattr(hopper, "choices_of", lambda _: Choices(schemes=every))
+    x, ids, scale = batch(300, 8)
     made = HopperBackend((0, 8), 8)
     made.prepare(0, *(w.to(CUDA) for w in held))
     exactly, there = encoded(x)

@@ -84,20 +84,30 @@ def combine(grid, y, ids, weights, out, hidden, first, last, *, TOP_K, SHARED, B
         out[row] = total.to(out.dtype)
 
 
-def count_pairs(grid, ids, counts, load, pairs, start, experts, *, K, SHARED, CHUNK, LOAD):
-    order = sort_pairs(ids, start, start + experts, 1, shared=SHARED)
-    used = order.experts[: int(order.used)]
-    counts.copy_(torch.bincount(used.long(), minlength=counts.numel()))
+def chunks_of(grid, pairs, experts, counts, CHUNK, BINS, EXPERTS):
+    assert grid == (-(-pairs // CHUNK), -(-experts // BINS)) and EXPERTS & (EXPERTS - 1) == 0
+    assert counts.shape == (grid[0], EXPERTS) and max(experts, BINS) <= EXPERTS
+
+
+def count_pairs(grid, ids, counts, pairs, start, experts, *, K, SHARED, CHUNK, BINS, EXPERTS):
+    chunks_of(grid, pairs, experts + SHARED, counts, CHUNK, BINS, EXPERTS)
+    counts.fill_(1 << 30)
+
+
+def add_load(ids, load, start, experts, LOAD):
     if LOAD:
         assert load.dtype == torch.int64 and load.is_contiguous() and load.shape == (experts,)
-        load += counts[:experts]
+        local = ids[(ids >= start) & (ids < start + experts)] - start
+        load += torch.bincount(local.long(), minlength=experts)
 
 
 def sort_kernel(
-    grid, ids, counts, sorted_, owners, used, pairs, start, experts,
-    *, K, SHARED, CHUNK, EXPERTS, BLOCK,
+    grid, ids, counts, load, sorted_, owners, used, pairs, start, experts,
+    *, K, SHARED, CHUNK, BINS, EXPERTS, LOAD, BLOCK,
 ):  # fmt: skip
-    assert grid[0] == experts + SHARED < EXPERTS and pairs == ids.shape[0] * (K + SHARED)
+    assert pairs == ids.shape[0] * (K + SHARED)
+    chunks_of(grid, pairs, experts + SHARED, counts, CHUNK, BINS, EXPERTS)
+    add_load(ids, load, start, experts, LOAD)
     order = sort_pairs(ids, start, start + experts, BLOCK, shared=SHARED)
     sorted_.fill_(1 << 30), owners.fill_(1 << 30)  # beyond what is used nothing is defined
     count = int(order.used)
@@ -107,31 +117,50 @@ def sort_kernel(
 
 
 def place_kernel(
-    grid, ids, counts, slots, ends, pairs, start, experts, *, K, CHUNK, EXPERTS, BLOCK
-):
-    assert grid[0] == experts < EXPERTS and pairs == ids.shape[0] * K
+    grid, ids, counts, load, slots, ends, pairs, start, experts,
+    *, K, CHUNK, BINS, EXPERTS, LOAD, BLOCK,
+):  # fmt: skip
+    assert pairs == ids.shape[0] * K
+    chunks_of(grid, pairs, experts, counts, CHUNK, BINS, EXPERTS)
+    add_load(ids, load, start, experts, LOAD)
     placed = place_pairs(ids, start, start + experts, BLOCK)
     slots.copy_(placed.slots), ends.copy_(placed.ends)
 
 
-def gather_rows(grid, x, x_scale, slots, a, a_scale, hidden, capacity, *, EACH, BLOCK):
-    assert grid == (len(x),) and hidden <= BLOCK < 2 * hidden
-    assert x.shape[1] == a.shape[1] == hidden and a.shape[0] == a_scale.shape[1] == capacity
-    a.fill_(0x7F), a_scale.fill_(torch.nan)  # slots of no pair are undefined
+def undefined(codes, scales):
+    """Slots of no pair are."""
+    if scales is None:
+        codes.fill_(torch.nan)
+    else:
+        codes.view(torch.uint8).fill_(0x7F), scales.fill_(torch.nan)
+
+
+def gather_rows(grid, x, x_scale, slots, a, a_scale, hidden, capacity, *, EACH, SCALED, BLOCK):
+    assert grid == (len(x),) and hidden <= BLOCK < 2 * hidden and x.dtype == a.dtype
+    assert x.shape[1] == a.shape[1] == hidden and a.shape[0] == capacity
+    assert x.dtype == (torch.float8_e4m3fn if SCALED else torch.bfloat16)
+    undefined(a, a_scale if SCALED else None)
     for pair, slot in enumerate(slots.tolist()):
         if slot >= 0:
-            a[slot], a_scale[:, slot] = x[pair // EACH], x_scale[pair // EACH]
+            a.view(torch.uint8)[slot] = x.view(torch.uint8)[pair // EACH]
+            if SCALED:
+                a_scale[:, slot] = x_scale[pair // EACH]
 
 
-def silu_quantise(grid, h, slots, a, a_scale, width, capacity, *, PLACED, FP8_MAX, GROUPS):
+def silu(grid, h, slots, a, a_scale, width, capacity, *, PLACED, FP8_MAX, GROUPS):
     if not PLACED:
         slots = torch.arange(capacity)
-    assert grid == (len(slots), -(-width // (128 * GROUPS))) and FP8_MAX == 448.0
-    assert h.shape == (capacity, 2 * width) and a_scale.shape == (width // 128, capacity)
-    a.view(torch.uint8).fill_(0x7F), a_scale.fill_(torch.nan)
+    assert grid == (len(slots), -(-width // (128 * GROUPS)))
+    assert h.shape == (capacity, 2 * width) and a.shape == (capacity, width)
+    assert a.dtype == (torch.float8_e4m3fn if FP8_MAX else torch.bfloat16) and FP8_MAX in (0, 448)
+    undefined(a, a_scale if FP8_MAX else None)
     for slot in slots[slots >= 0].tolist():
         gate, up = h[slot].float().chunk(2)
-        row = EncodedRows.of((gate / (1 + torch.exp(-gate)) * up)[None], TAG[a.dtype])
+        value = (gate / (1 + torch.exp(-gate)) * up)[None]
+        if FP8_MAX == 0:
+            a[slot] = value[0].to(a.dtype)
+            continue
+        row = EncodedRows.of(value, TAG[a.dtype])
         a.view(torch.uint8)[slot] = row.payload.view(torch.uint8)[0]
         a_scale[:, slot] = row.scales[0]
 
@@ -198,14 +227,27 @@ class DeepGemm:
         assert codes.is_contiguous() and weight.is_contiguous() and d.shape == (m, n)
         assert scales.shape == (m, k // 128) and scales.stride() == (1, m) and m % 4 == 0
         assert weight_scales.is_contiguous() and weight_scales.shape == (groups, n // 128, k // 128)
-        assert use_psum_layout and ends.dtype == torch.int32 and ends.shape == (groups,)
-        assert expected_m_for_psum_layout % self.tile == 0 < expected_m_for_psum_layout
-        d.fill_(torch.nan)
         rows = EncodedRows(Tag.E4M3FN, codes, scales.contiguous()).decode(torch.float32)
         values = dequantise_weight(Weight(Tag.E4M3FN, weight, weight_scales))
+        assert use_psum_layout
+        self.grouped(rows, values, d, ends, expected_m_for_psum_layout)
+
+    def m_grouped_bf16_gemm_nt_contiguous(
+        self, a, b, d, ends, *, use_psum_layout, expected_m_for_psum_layout
+    ):
+        (m, k), (_, n, depth) = a.shape, b.shape
+        assert a.dtype == b.dtype == d.dtype == torch.bfloat16 and k == depth and k % 64 == 0
+        assert a.is_contiguous() and b.is_contiguous() and d.shape == (m, n)
+        assert use_psum_layout
+        self.grouped(a.float(), b.float(), d, ends, expected_m_for_psum_layout)
+
+    def grouped(self, rows, values, d, ends, expected):
+        assert ends.dtype == torch.int32 and ends.shape == (len(values),)
+        assert expected % self.tile == 0 < expected
+        d.fill_(torch.nan)
         begin = 0
         for group, end in enumerate(ends.tolist()):
-            assert begin <= end <= m
+            assert begin <= end <= len(d)
             d[begin:end] = (rows[begin:end] @ values[group].T).bfloat16()
             begin = -(-end // self.tile) * self.tile
 
@@ -224,7 +266,7 @@ def install(monkeypatch):
         },
         "ffn_worker.kernels.placed": {
             "gather_rows_kernel": Kernel(gather_rows),
-            "silu_quantise_kernel": Kernel(silu_quantise),
+            "silu_kernel": Kernel(silu),
             "sum_slots_kernel": Kernel(sum_slots),
             "sum_slots_shared_kernel": Kernel(sum_slots_shared),
         },

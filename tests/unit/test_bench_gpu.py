@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from afd.bench.gpu import (
     COMMANDS,
@@ -25,6 +26,7 @@ from afd.bench.gpu import (
 from afd.bench.gpu.checkpoint import listing, make
 from afd.bench.gpu.common import Budget, Report
 from afd.bench.gpu.decode import Cell, Plan, best, table
+from afd.bench.gpu.kv import kv_bytes
 from afd.bench.gpu.load import Load, Steady, rate
 from afd.bench.gpu.predict import Prediction, predict
 from afd.bench.gpu.slices import SLICES, find
@@ -38,6 +40,7 @@ from afd.bench.gpu.targets import (
     graph_args,
     parse,
     settings_of,
+    vllm_args,
 )
 from afd.bench.records import read_records
 from afd.bench.servers import Server
@@ -295,11 +298,26 @@ def test_predictions_count_all_gpus():
 
 def test_the_cache_of_a_target():
     model = spec("qwen3-30b")
-    whole = decode.kv_bytes(Afd(1, 3), 64, 1000, model)
+    whole = kv_bytes(Afd(1, 3), 64, 1000, model)
     assert whole == 64 * 1000 * 12 * 2 * 4 * 128 * 2
-    assert decode.kv_bytes(Afd(2, 2), 64, 1000, model) == whole / 2
-    assert decode.kv_bytes(Colocated(4), 64, 1000, model) == whole / 4
-    assert decode.kv_bytes(Colocated(2, 2), 64, 1000, model) == whole / 4
+    assert kv_bytes(Afd(2, 2), 64, 1000, model) == whole / 2
+    assert kv_bytes(Colocated(4), 64, 1000, model) == whole / 4
+    assert kv_bytes(Colocated(2, 2), 64, 1000, model) == whole / 4
+    assert kv_bytes(Afd(1, 3), 64, 1000, model, "fp8") == whole / 2
+
+
+def test_an_fp8_cache_is_filled_with_ones_and_predicted_to_be_read_sooner():
+    model, h200 = spec("qwen3-30b"), load_accelerator("h200")
+    flag, connector, *_ = vllm_args("cpu", True, "fp8")
+    assert flag == "--kv-cache-dtype=fp8"
+    filled = json.loads(connector.partition("=")[2])["kv_connector_extra_config"]
+    byte = torch.tensor([filled["fill_mean"]], dtype=torch.uint8)
+    assert filled.keys() == {"fill_mean"} and byte.view(torch.float8_e4m3fn).item() == 1.0
+    for target in (Afd(1, 1), Colocated(2)):
+        exact, fp8 = (
+            predict(target, 1, 64, 32_768, model, h200, kv=kv) for kv in ("bfloat16", "fp8")
+        )
+        assert fp8.tpot_s < 0.75 * exact.tpot_s
 
 
 def test_jitter_with_and_without_drift():

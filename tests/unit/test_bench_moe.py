@@ -15,6 +15,7 @@ from ffn_worker.bench.cli import line, main, records  # noqa: E402
 from ffn_worker.bench.layers import batch, cost_of, problem  # noqa: E402
 from ffn_worker.bench.measure import Cell  # noqa: E402
 from ffn_worker.bench.shapes import SHAPES, Ceilings, in_scheme, layer_cost, named  # noqa: E402
+from ffn_worker.moe.choice import Choices, chosen  # noqa: E402
 from ffn_worker.moe.deep_gemm import DeepGemmBackend  # noqa: E402
 from ffn_worker.moe.triton import TritonBackend  # noqa: E402
 from ffn_worker.moe.vllm_cpu import load_operators  # noqa: E402
@@ -52,6 +53,7 @@ def test_shapes():
         named("qwen")
     for argv, message in (
         (["--schemes", "int8"], "use of plain, fp8_block, mxfp4"),
+        (["--modes", "lazy"], "use of eager, graph"),
         (["--rows", "0"], "whole numbers above 0"),
         (["--device", "cpu", "--shapes", "tiny", "--tune"], "tiles of GPU kernels"),
     ):
@@ -63,17 +65,21 @@ def test_shapes():
 
 
 def test_records_say_who_was_quicker():
-    cell = Cell("s", "plain", 64, "graph", "triton", 50.0, 100.0, 60.0, 40.0, "memory", 1e-3)
+    layer = SHAPES["tiny"]  # 64 rows: 16 pairs per expert
+    cell = Cell("s", "plain", 64, "graph", "triton", 50.0, 100.0, 60.0, 40.0, "memory", 1e-3, layer)
     got = {r.peer: r for r in records(cell, "m", "c")}
     assert {peer: r.ratio for peer, r in got.items()} == {
         "vllm": 2.0, "roofline": 0.8, "shared apart": 1.2,
     }  # fmt: skip
     assert got["vllm"].case == "s plain 64 rows graph" and got["vllm"].unit == "us"
     assert "| triton | 50.0 | 100.0 | 2.00 |  |  | 60.0 | 40.0 | 80% | memory |" in line(cell)
-    both = measure.taken(replace(cell, triton_us=75.0, deep_gemm_us=50.0, pairs=8.0), 8)
-    assert measure.taken(both, 9).us == 75.0 and measure.taken(cell, 1) is cell
-    assert {r.peer: r.ratio for r in records(both, "m", "c")}["triton"] == 1.5
-    assert "| deep_gemm | 50.0 | 100.0 | 2.00 | 75.0 | 50.0 |" in line(both)
+    several = replace(cell, times={"triton": 75.0, "deep_gemm": 50.0})
+    (race,) = measure.races([cell, several, replace(several, mode="eager")])
+    assert race.pairs == 16 and race.us == several.times
+    best = measure.taken(several, chosen([race]))
+    assert measure.taken(several, Choices()).us == 75.0 and measure.taken(cell, Choices()) is cell
+    assert {r.peer: r.ratio for r in records(best, "m", "c")}["triton"] == 1.5
+    assert "| deep_gemm | 50.0 | 100.0 | 2.00 | 75.0 | 50.0 |" in line(best)
 
 
 def test_cells_of_a_step_whose_shared_expert_joins(monkeypatch):
@@ -90,14 +96,15 @@ def test_cells_of_a_step_whose_shared_expert_joins(monkeypatch):
         with problem(in_scheme(shape, scheme), torch.device("cpu"), cache_bytes=0) as given:
             who = measure.contenders(given, "triton", "vllm_cpu")
             fits_vllm = scheme == "plain" and load_operators() is None
-            fits_deep_gemm = {"deep_gemm"} if scheme == "fp8_block" else set()
-            assert set(who) == {"triton", "apart"} | fits_deep_gemm | (
-                {"vllm"} if fits_vllm else set()
-            )
+            ours = {"triton", "deep_gemm"} | ({"vllm_cpu"} if fits_vllm else set())
+            others = {"vllm"} if fits_vllm else {"apart"} if scheme == "fp8_block" else set()
+            assert set(who) == ours | others
             (cell,) = measure.cells("s", given, (3,), ("eager",), ceilings, ("triton", "vllm_cpu"))
-        assert cell.us == cell.apart_us == 1.0 and (cell.vllm_us is None) is not fits_vllm
-        assert 0 < cell.error < 0.1 and cell.pairs == 3 * 2 / 8 and cell.ours == "triton"
-        assert cell.deep_gemm_us == (1.0 if fits_deep_gemm else None)
+        assert cell.us == 1.0 and (cell.apart_us is None) == (scheme == "plain")
+        assert (cell.vllm_us is None) is not fits_vllm
+        assert 0 < cell.error < 0.1 and cell.ours == "triton"
+        assert cell.times == dict.fromkeys(ours, 1.0)
+        assert cell.layer.shared == (128 if scheme == "fp8_block" else 0)
 
 
 def test_a_wrong_result_is_not_timed(monkeypatch, capsys):

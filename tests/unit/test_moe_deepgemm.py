@@ -1,7 +1,4 @@
-"""The DeepGEMM backend on stand-ins for the library and the kernels; the crossover; the errors."""
-
-import json
-import math
+"""The DeepGEMM backend on stand-ins for the library and the kernels; who computes; the errors."""
 
 import pytest
 
@@ -13,16 +10,23 @@ from afd.errors import ConfigError  # noqa: E402
 from afd.wire.layout import Tag  # noqa: E402
 from afd.wire.rows_torch import EncodedRows  # noqa: E402
 from ffn_worker.load import SlotLoad  # noqa: E402
-from ffn_worker.moe import choose_backend, crossover, deep_gemm  # noqa: E402
-from ffn_worker.moe.crossover import Race, file_of, least_pairs, write_least_pairs  # noqa: E402
+from ffn_worker.moe import choose_backend, deep_gemm, hopper  # noqa: E402
+from ffn_worker.moe.base import MoeBackend  # noqa: E402
+from ffn_worker.moe.choice import Choices  # noqa: E402
 from ffn_worker.moe.deep_gemm import (  # noqa: E402
     DeepGemmBackend,
-    HopperBackend,
     beside,
     expected_rows,
     tile_rows,
 )
-from ffn_worker.moe.quantise import Scheme, Weight, in_scheme, widened  # noqa: E402
+from ffn_worker.moe.hopper import HopperBackend  # noqa: E402
+from ffn_worker.moe.quantise import (  # noqa: E402
+    Scheme,
+    Weight,
+    dequantise_weight,
+    in_scheme,
+    widened,
+)
 from ffn_worker.moe.reference import ReferenceBackend  # noqa: E402
 from ffn_worker.moe.triton import TritonBackend  # noqa: E402
 
@@ -30,16 +34,26 @@ EXPERTS, TOP_K, HIDDEN, WIDTH = 6, 3, 256, 256
 
 
 def fp8(weight):
-    return in_scheme(Weight.of(weight), Scheme.FP8_BLOCK, Tag.E4M3FN, torch.bfloat16)
+    return in_fp8(Weight.of(weight))
+
+
+def in_fp8(weight):
+    return in_scheme(weight, Scheme.FP8_BLOCK, Tag.E4M3FN, torch.bfloat16)
 
 
 @pytest.fixture
 def held(monkeypatch):
     fake_kernels.install(monkeypatch)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU without files")
+    monkeypatch.setattr(hopper, "VllmCudaBackend", ReferenceBackend)
     torch.manual_seed(0)
     w13 = torch.randn(EXPERTS, 2 * WIDTH, HIDDEN) / HIDDEN**0.5
     return fp8(w13), fp8(torch.randn(EXPERTS, HIDDEN, WIDTH) / WIDTH**0.5)
+
+
+@pytest.fixture
+def plain(held):
+    return tuple(Weight.of(dequantise_weight(weight).bfloat16()) for weight in held)
 
 
 def batch(rows):
@@ -54,10 +68,10 @@ def prepared(kind, held, experts=(0, EXPERTS)):
     return backend
 
 
-def close(got, want):
+def close(got, want, bound=0.1):
     assert got.dtype == torch.bfloat16
     error = (got.float() - want).abs().amax(1) / want.abs().amax(1).clamp(min=1e-20)
-    assert error.max() <= 0.1
+    assert error.max() <= bound
 
 
 def exact(held, experts, rows, ids, scale):
@@ -78,6 +92,20 @@ def test_launches(held, rows, experts, tag):
     )
     assert got.shape == (rows, HIDDEN) and (got[3::7] == 0).all()
     close(got, exact(held, experts, given, ids, scale.nan_to_num()))
+
+
+@pytest.mark.parametrize("tag", [Tag.BFLOAT16, Tag.E4M3FN])
+@pytest.mark.parametrize("experts", [(0, EXPERTS), (2, 5)])
+def test_launches_of_bfloat16_weights(plain, experts, tag):
+    x, ids, scale = batch(150)
+    ids[3::7] = -1
+    scale[3::7] = torch.nan
+    given = EncodedRows.of(x, tag)
+    backend = prepared(DeepGemmBackend, plain, experts)
+    got = backend.forward_encoded(0, given, ids, scale, torch.bfloat16)
+    assert (got[3::7] == 0).all()
+    close(got, exact(plain, experts, given, ids, scale.nan_to_num()), 2**-6)
+    assert not backend.prepare_shared(0, *(weight[0] for weight in plain))
 
 
 def test_no_rows(held):
@@ -116,15 +144,40 @@ def test_what_is_not_finite_makes_its_own_row_nan(held):
     assert got[4].isnan().all() and got.isnan().any(1).sum() == 1
 
 
-@pytest.mark.parametrize(("rows", "who"), [(63, "triton"), (64, "deep_gemm")])
+@pytest.mark.parametrize(
+    ("rows", "who"), [(20, "triton"), (40, "deep_gemm"), (41, "vllm_cuda"), (9000, "vllm_cuda")]
+)
 def test_who_computes_by_rows(monkeypatch, held, rows, who):
-    """32 pairs per expert are 64 rows of 3 experts of 6."""
+    steps = (20, "triton"), (40, "deep_gemm"), (64, "vllm_cuda")
+    name = f"h{HIDDEN}-w{WIDTH}-e{EXPERTS}of{EXPERTS}-k{TOP_K}-fp8_block"
+    monkeypatch.setattr(hopper, "choices_of", lambda _: Choices({name: steps}))
     backend, called = prepared(HopperBackend, held), []
     for name, kind in (("triton", TritonBackend), ("deep_gemm", DeepGemmBackend)):
         monkeypatch.setattr(kind, "_compute", lambda *_, name=name: called.append(name))
+    monkeypatch.setattr(
+        MoeBackend, "forward_encoded", lambda *_: called.append("vllm_cuda") or torch.empty(0)
+    )
     x, ids, scale = batch(rows)
     backend.forward(0, x, ids, scale)
     assert called == [who]
+    backend.release(0)
+
+
+def test_plain_weights_go_to_vllm_where_nothing_was_measured(monkeypatch, plain):
+    """Their shared expert is the caller's. FP8 weights with a joined one are not for vLLM."""
+    backend = prepared(HopperBackend, plain)
+    x, ids, scale = batch(9)
+    assert backend.chosen(0, 9000, TOP_K) == "vllm_cuda"
+    close(
+        backend.forward(0, x, ids, scale), exact(plain, (0, EXPERTS), EncodedRows.of(x), ids, scale)
+    )
+    assert not backend.prepare_shared(0, *(weight[0] for weight in plain))
+    choices = Choices(schemes={"fp8_block": ((0, "vllm_cuda"),)})
+    monkeypatch.setattr(hopper, "choices_of", lambda _: choices)
+    other = prepared(HopperBackend, tuple(map(in_fp8, plain)))
+    assert other.chosen(0, 9, TOP_K) == "vllm_cuda"
+    assert other.prepare_shared(0, *(weight[0] for weight in plain))
+    assert other.chosen(0, 9, TOP_K) == "triton"
 
 
 def test_tiles():
@@ -132,33 +185,6 @@ def test_tiles():
     assert expected_rows(128, 128) == 256  # an expert has about 1.5 tiles
     assert expected_rows(0.5, 64) == 64 and expected_rows(4096, 128) == 32 * 128
     assert [beside(sms) for sms in (132, 114, 78, 2)] == [66, 56, 38, 2]
-
-
-def test_the_crossover_costs_least():
-    races = [Race(1, 10, 20), Race(8, 10, 11), Race(32, 10, 8), Race(64, 20, 21), Race(128, 40, 20)]
-    assert crossover.crossover(races) == 32
-    assert crossover.crossover(races[:2]) == math.inf
-    assert crossover.crossover(races[4:]) == 128
-
-
-def test_the_crossover_is_a_file_of_the_device(tmp_path):
-    assert least_pairs("NVIDIA H200", tmp_path) == crossover.UNMEASURED
-    least_pairs.cache_clear()
-    races = [Race(16, 10, 20), Race(64, 20, 10)]
-    assert (
-        write_least_pairs("NVIDIA H200", races, "afd bench moe --tune", "2026-11-22", tmp_path)
-        == 64
-    )
-    assert least_pairs("NVIDIA H200", tmp_path) == 64
-    least_pairs.cache_clear()
-    write_least_pairs("NVIDIA H200", races[:1], "", "", tmp_path)
-    file = file_of("NVIDIA H200", tmp_path)
-    assert json.loads(file.read_text())["least_pairs"] is None
-    assert least_pairs("NVIDIA H200", tmp_path) == math.inf
-    least_pairs.cache_clear()
-    file.write_text("{}")
-    with pytest.raises(ConfigError, match="is no tuning file"):
-        least_pairs("NVIDIA H200", tmp_path)
 
 
 def test_one_sentence_where_it_cannot_run(monkeypatch, tmp_path):

@@ -80,7 +80,5 @@ def test_places_are_the_inverse(experts):
     assert begin == len(entries)
 
 
-def test_a_batch_is_walked_in_few_steps():
-    assert [chunking(n) for n in (1, 1024, 1025, 8192, 10**6)] == [
-        (1024, 4), (1024, 4), (2048, 8), (4096, 16), (4096, 16),
-    ]  # fmt: skip
+def test_chunks_are_few_where_all_are_added_up():
+    assert [chunking(n) for n in (1, 8192, 8193, 10**6)] == [(256, 4), (256, 4), (512, 8), (512, 8)]

@@ -95,8 +95,15 @@ def parser(what: str, doc: str | None, seconds: float) -> argparse.ArgumentParse
     return made
 
 
-def add_model(made: argparse.ArgumentParser, default: str) -> None:
-    made.add_argument("--model", default=default, help="a slice (afd/bench/gpu/slices.py)")
+def add_model(made: argparse.ArgumentParser, default: str, *, several: bool = False) -> None:
+    """several: ``--model`` is a list."""
+    if several:
+        made.add_argument(
+            "--model", nargs="+", default=[default], metavar="MODEL",
+            help="slices (afd/bench/gpu/slices.py)",
+        )  # fmt: skip
+    else:
+        made.add_argument("--model", default=default, help="a slice (afd/bench/gpu/slices.py)")
     made.add_argument("--layers", type=int, help="of the slice, instead of its own number")
     made.add_argument(
         "--models", type=Path, default=Path("models"), help="folder of checkpoints, made if missing"
@@ -111,18 +118,18 @@ def add_peers(made: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def model_of(args: argparse.Namespace) -> tuple[Slice, Path]:
-    """The slice that was asked for, and its checkpoint, made if missing."""
-    piece = find(args.model, args.layers)
+def model_of(args: argparse.Namespace, name: str) -> tuple[Slice, Path]:
+    """The slice of that name as it was asked for, and its checkpoint, made if missing."""
+    piece = find(name, args.layers)
     began = time.monotonic()
-    path = make(args.model, piece, args.models)
+    path = make(name, piece, args.models)
     print(f"{path}: ready after {time.monotonic() - began:.1f} s", flush=True)
     return piece, path
 
 
-def case_of(args: argparse.Namespace, piece: Slice) -> str:
+def case_of(name: str, piece: Slice) -> str:
     """How the model is called in records: a slice is no whole model."""
-    return f"{args.model} {piece.sizes.layers} layers"
+    return f"{name} {piece.sizes.layers} layers"
 
 
 def report(bench: str, args: argparse.Namespace, what: str, argv: Sequence[str]) -> Report:

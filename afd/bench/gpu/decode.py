@@ -23,6 +23,7 @@ from afd.bench.gpu.common import (
     parser,
     report,
 )
+from afd.bench.gpu.kv import kv_bytes
 from afd.bench.gpu.load import Load, steady
 from afd.bench.gpu.predict import Prediction, predict
 from afd.bench.gpu.slices import Slice
@@ -45,6 +46,7 @@ from afd.planner.facts.model import ModelSpec
 from afd.planner.facts.model_hf import load_model
 
 _ANSWER = 1_200  # tokens: more than the steps of a ramp and a window
+_CELL_S = 5.0  # of one, with its ramp
 _SETTLE_S = 0.3  # the depth reaches the instances with the next message of the control plane
 _GIB = 2**30
 
@@ -83,7 +85,7 @@ class Cell:
 @dataclass(frozen=True)
 class Plan:
     """tpots_s: longest times per token that count, of the whole model. stretch: layers of the whole
-    model over the slice's. kv_bytes: cache per GPU, those without one counted too."""
+    model over the slice's. kv_bytes: cache per GPU, those without one counted too. kv: its type."""
 
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
@@ -92,13 +94,14 @@ class Plan:
     window_s: float
     stretch: float
     kv_bytes: float
+    kv: str = "bfloat16"
 
 
 def main(argv: Sequence[str]) -> int:
     args = _arguments(argv)
     budget = Budget(args.seconds)
     targets = _targets(args)
-    piece, path = model_of(args)
+    piece, path = model_of(args, args.model)
     model = load_model(str(path))
     plan = Plan(
         tuple(sorted(args.batches)),
@@ -108,9 +111,11 @@ def main(argv: Sequence[str]) -> int:
         args.window,
         piece.full_layers / piece.sizes.layers,
         args.kv_gib * _GIB,
+        args.kv,
     )
     sizes = Sizes(max(plan.batches), max(plan.contexts) + args.answer, args.kv_gib, plan.batches)
-    flags = [*vllm_args(args.device, not args.computed), *args.vllm_args]
+    flags = [*vllm_args(args.device, not args.computed, args.kv), *args.vllm_args]
+    cache = "" if args.kv == "bfloat16" else f" {args.kv} cache"
     out = report("gpu", args, "decode", argv)
     with running(targets, path, sizes, args.device, flags, args.logs) as servers:
         print(f"{len(servers)} servers up after {args.seconds - budget.left:.0f} s", flush=True)
@@ -118,7 +123,7 @@ def main(argv: Sequence[str]) -> int:
         for cell in measure(servers, plan, sizes, model, piece, args, budget):
             cells.append(cell)
             _tell(cell, plan)
-            _record(cell, cells, case_of(args, piece), out)
+            _record(cell, cells, case_of(args.model, piece) + cache, out)
     print(table(cells, plan))
     return 0 if cells else 1
 
@@ -144,6 +149,9 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     made.add_argument("--answer", type=int, default=_ANSWER, help="most tokens of an answer")
     made.add_argument(
         "--kv-gib", type=float, default=8.0, help="KV cache of a server, per GPU it has"
+    )
+    made.add_argument(
+        "--kv", default="bfloat16", choices=("bfloat16", "fp8"), help="of every server's KV cache"
     )
     made.add_argument("--computed", action="store_true", help="compute prompts, fill none")
     return made.parse_args(argv)
@@ -176,14 +184,14 @@ def measure(
         kept_s = budget.left * others / (others + 1)
         slow: set[Target] = set()
         for requests in plan.batches:
-            for target, server in servers.items():
-                if target in slow:
-                    continue
+            # All of a row or none: a rate without its peer's would be compared to a smaller batch.
+            row = [target for target in servers if target not in slow]
+            cost_s = sum(_CELL_S * len(_depths(target, plan)) for target in row)
+            if row and not budget.allows(f"batch {requests} context {context}", kept_s + cost_s):
+                break
+            for target in row:
                 what = f"{target.label} batch {requests} context {context}"
-                if not budget.allows(what, kept_s + 5.0):
-                    slow.add(target)
-                    continue
-                needed = kv_bytes(target, requests, context + args.answer, model)
+                needed = kv_bytes(target, requests, context + args.answer, model, plan.kv)
                 needed *= target.replicas * target.kv_gpus / target.gpus
                 if needed > plan.kv_bytes:
                     print(
@@ -193,7 +201,7 @@ def measure(
                     slow.add(target)
                     continue
                 load = Load(requests, context, sizes.length, piece.sizes.vocab, args.seed)
-                found = list(_of_server(target, server, load, plan, model, accelerator))
+                found = list(_of_server(target, servers[target], load, plan, model, accelerator))
                 yield from found
                 if all(cell.whole_s(plan.stretch) > plan.tpots_s[-1] for cell in found):
                     slow.add(target)
@@ -207,7 +215,7 @@ def _of_server(
     model: ModelSpec,
     accelerator: Accelerator,
 ) -> Iterator[Cell]:
-    for depth in plan.depths if isinstance(target, Afd) else (0,):
+    for depth in _depths(target, plan):
         try:
             if depth:
                 server.set_depth(depth)
@@ -216,15 +224,14 @@ def _of_server(
         except AfdError as err:
             print(f"{target.label} batch {load.requests}: FAILED: {err}", flush=True)
             continue
-        said = predict(target, depth or 1, load.requests, load.prompt, model, accelerator)
+        said = predict(
+            target, depth or 1, load.requests, load.prompt, model, accelerator, kv=plan.kv
+        )
         yield Cell(target, depth, load.requests, load.prompt, found.tpot_s, said, found.device_s)
 
 
-def kv_bytes(target: Target, requests: int, length: int, model: ModelSpec) -> float:
-    """Cache of each GPU that has one when every request is ``length`` tokens long."""
-    each = -(-requests // target.replicas)
-    shards = min(group.attention.kv_shards(target.kv_gpus) for group in model.groups)
-    return each * model.kv_stored_bytes(length, "bfloat16") / shards
+def _depths(target: Target, plan: Plan) -> tuple[int, ...]:
+    return plan.depths if isinstance(target, Afd) else (0,)
 
 
 def best(

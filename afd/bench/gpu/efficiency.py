@@ -8,10 +8,13 @@ sides on one clock, is written per cell, for ui.perfetto.dev.
 
 import argparse
 import asyncio
+import contextlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -25,11 +28,14 @@ from afd.bench.gpu.common import (
     parser,
     report,
 )
+from afd.bench.gpu.kv import kv_gib
 from afd.bench.gpu.load import Load, exposition, held
+from afd.bench.gpu.slices import Slice
 from afd.bench.gpu.targets import Afd, Sizes, Target, parse, running, vllm_args
 from afd.bench.gpu.timeline import Step, Summary, chrome, fetch, join, summary
 from afd.bench.servers import Server
 from afd.errors import AfdError, ConfigError
+from afd.planner.facts.model_hf import load_model
 
 AIM = 0.97
 _WAIT_S = 1.0
@@ -43,46 +49,76 @@ class Cell:
 
     target: Afd
     depth: int
-    batch: int
+    load: Load
     found: Summary
     one: Step
     device_s: tuple[float, float]
 
 
+@dataclass(frozen=True)
+class Model:
+    """A slice, its checkpoint, and limits for its servers."""
+
+    name: str
+    piece: Slice
+    path: Path
+    sizes: Sizes
+
+
 def main(argv: Sequence[str]) -> int:
     made = parser("efficiency", __doc__, 240.0)
-    add_model(made, "qwen3-30b")
+    add_model(made, "qwen3-30b", several=True)
     made.add_argument("--targets", nargs="+", default=["1A1F"], metavar="NAME")
     made.add_argument("--wire", default="exact", choices=("exact", "fp8"))
     made.add_argument("--depths", type=int, nargs="+", default=[3, 2, 1], choices=(1, 2, 3))
     made.add_argument("--batches", type=int, nargs="+", default=[64, 256])
-    made.add_argument("--context", type=int, default=1024)
-    made.add_argument("--kv-gib", type=float, default=16.0, help="KV cache per GPU and server")
+    made.add_argument("--contexts", type=int, nargs="+", default=[1024])
     made.add_argument("--answer", type=int, default=2_000, help="most tokens of an answer")
+    made.add_argument(
+        "--marked-only", action="store_true", help="no second deployment without marks"
+    )
     made.add_argument(
         "--traces", type=Path, default=Path("logs/gpu/traces"), help="folder of the traces"
     )
     args = made.parse_args(argv)
     budget = Budget(args.seconds)
     marked = [_afd(name, args.wire) for name in args.targets]
-    targets = [*marked, *(replace(target, stage_every=0) for target in marked)]
-    piece, path = model_of(args)
-    batches = tuple(args.batches)
-    sizes = Sizes(max(batches), args.context + args.answer, args.kv_gib, batches)
-    flags = [*vllm_args(args.device, True), *args.vllm_args]
+    plain = [] if args.marked_only else [replace(target, stage_every=0) for target in marked]
+    models = [_model(args, name, marked) for name in args.model]
     out = report("gpu", args, "efficiency", argv)
     count = 0
-    with running(targets, path, sizes, args.device, flags, args.logs) as servers:
-        for target in marked:
-            if target not in servers:
-                continue
-            plain = servers.get(replace(target, stage_every=0))
-            for cell in _cells(target, servers[target], plain, args, piece.sizes.vocab, budget):
+    with _all_running(models, [*marked, *plain], args) as started:
+        for model, servers in started:
+            for cell in _cells(model, servers, args, budget):
                 count += 1
-                _tell(cell)
-                _record(cell, case_of(args, piece), out)
-                _write_trace(cell, args)
+                _tell(model, cell)
+                _record(cell, case_of(model.name, model.piece), out)
+                _write_trace(model, cell, args)
     return 0 if count else 1
+
+
+def _model(args: argparse.Namespace, name: str, targets: Sequence[Afd]) -> Model:
+    piece, path = model_of(args, name)
+    requests, length = max(args.batches), max(args.contexts) + args.answer
+    cache = kv_gib(targets, requests, length, load_model(str(path)))
+    return Model(name, piece, path, Sizes(requests, length, cache, tuple(args.batches)))
+
+
+@contextlib.contextmanager
+def _all_running(
+    models: Sequence[Model], targets: Sequence[Afd], args: argparse.Namespace
+) -> Iterator[list[tuple[Model, Mapping[Target, Server]]]]:
+    """Every target of every model, started at once. Raises AfdError: a model has no server."""
+    flags = [*vllm_args(args.device, True), *args.vllm_args]
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(models)) as pool:
+
+        def start(model: Model) -> Mapping[Target, Server]:
+            logs = args.logs / model.name
+            return stack.enter_context(
+                running(targets, model.path, model.sizes, args.device, flags, logs)
+            )
+
+        yield list(zip(models, pool.map(start, models), strict=True))
 
 
 def _afd(name: str, wire: str) -> Afd:
@@ -93,28 +129,24 @@ def _afd(name: str, wire: str) -> Afd:
 
 
 def _cells(
-    target: Afd,
-    server: Server,
-    plain: Server | None,
-    args: argparse.Namespace,
-    vocab: int,
-    budget: Budget,
+    model: Model, servers: Mapping[Target, Server], args: argparse.Namespace, budget: Budget
 ) -> Iterator[Cell]:
-    for batch in args.batches:
-        load = Load(batch, args.context, args.context + args.answer, vocab, args.seed)
-        for depth in args.depths:
-            if not budget.allows(f"{target.label} batch {batch} depth {depth}", 5.0):
-                return
-            try:
-                steps, with_marks = asyncio.run(_watch(server, load, depth))
-                without = asyncio.run(_watch(plain, load, depth))[1] if plain else 0.0
-                if not steps:
-                    raise AfdError("the roles kept no step at this depth that all took part in")
-            except AfdError as err:
-                print(f"{target.label} batch {batch} depth {depth}: FAILED: {err}", flush=True)
-                continue
-            found = summary(steps)
-            yield Cell(target, depth, batch, found, steps[-1], (with_marks, without))
+    marked = [target for target in servers if isinstance(target, Afd) and target.stage_every]
+    for target, context, batch, depth in product(marked, args.contexts, args.batches, args.depths):
+        what = f"{model.name} {target.label} batch {batch} context {context} depth {depth}"
+        if not budget.allows(what, 5.0):
+            return
+        load = Load(batch, context, model.sizes.length, model.piece.sizes.vocab, args.seed)
+        plain = servers.get(replace(target, stage_every=0))
+        try:
+            steps, with_marks = asyncio.run(_watch(servers[target], load, depth))
+            without = asyncio.run(_watch(plain, load, depth))[1] if plain else 0.0
+            if not steps:
+                raise AfdError("the roles kept no step at this depth that all took part in")
+        except AfdError as err:
+            print(f"{what}: FAILED: {err}", flush=True)
+            continue
+        yield Cell(target, depth, load, summary(steps), steps[-1], (with_marks, without))
 
 
 async def _watch(server: Server, load: Load, depth: int) -> tuple[list[Step], float]:
@@ -145,12 +177,13 @@ def _replayed(exposition: str, depth: int) -> tuple[float, float]:
     return steps, seconds
 
 
-def _tell(cell: Cell) -> None:
+def _tell(model: Model, cell: Cell) -> None:
     f = cell.found
     busy = ", ".join(f"{member} {share:.3f}" for member, share in f.busy.items())
     error = max(cell.one.errors_ns.values()) / 1e3
     print(
-        f"{cell.target.label} depth {cell.depth} batch {cell.batch}: efficiency"
+        f"{model.name} {cell.target.label} depth {cell.depth} batch {cell.load.requests} context"
+        f" {cell.load.prompt}: efficiency"
         f" {f.efficiency:.3f} ({busy}), step {f.step_s * 1e3:.3f} ms; attention"
         f" {f.attention_us:.1f} us, to FFN {f.to_ffn_us:.1f}, FFN {f.ffn_us:.1f}, back"
         f" {f.to_attention_us:.1f}; {f.steps} steps, clocks within {error:.1f} us",
@@ -166,7 +199,9 @@ def _tell(cell: Cell) -> None:
 
 
 def _record(cell: Cell, model: str, out: Report) -> None:
-    case = f"{model} {cell.target.label} depth {cell.depth} batch {cell.batch}"
+    load = cell.load
+    case = f"{model} {cell.target.label} depth {cell.depth} batch {load.requests}"
+    case += f" context {load.prompt}"
     f = cell.found
     out.add(case, "efficiency", f.efficiency, "fraction of the step", "aim", AIM)
     for metric, value in (
@@ -185,9 +220,10 @@ def _record(cell: Cell, model: str, out: Report) -> None:
         )  # fmt: skip
 
 
-def _write_trace(cell: Cell, args: argparse.Namespace) -> None:
+def _write_trace(model: Model, cell: Cell, args: argparse.Namespace) -> None:
     args.traces.mkdir(parents=True, exist_ok=True)
-    name = f"{args.model}-{cell.target.label.replace(' ', '-')}-b{cell.batch}-d{cell.depth}.json"
+    load, label = cell.load, cell.target.label.replace(" ", "-")
+    name = f"{model.name}-{label}-c{load.prompt}-b{load.requests}-d{cell.depth}.json"
     file = args.traces / name
     file.write_text(json.dumps(chrome(cell.one, _ATTENTION)), encoding="utf-8")
     print(f"  {file} written at {time.strftime('%H:%M:%S')}", flush=True)

@@ -58,8 +58,8 @@ def main(argv: Sequence[str]) -> int:
     args = _arguments(argv)
     budget = Budget(args.seconds)
     targets = [REFERENCE, Colocated(1), *variants(args)]
-    piece, path = model_of(args)
-    model = case_of(args, piece)
+    piece, path = model_of(args, args.model)
+    model = case_of(args.model, piece)
     sizes = Sizes(
         int(SETTINGS["max_num_seqs"]),
         int(SETTINGS["max_model_len"]),

@@ -22,7 +22,7 @@ from afd.bench.gpu.common import (
     parser,
     report,
 )
-from afd.bench.gpu.decode import kv_bytes
+from afd.bench.gpu.kv import kv_gib
 from afd.bench.gpu.load import Load, client, held, moments
 from afd.bench.gpu.targets import PEER, Afd, Sizes, Target, in_modes, parse, running, vllm_args
 from afd.bench.servers import Server
@@ -65,11 +65,11 @@ def main(argv: Sequence[str]) -> int:
     budget = Budget(args.seconds)
     named = [parse(name, args.wire) for name in args.targets]
     targets = in_modes(named, (args.lookahead,), args.peers)
-    piece, path = model_of(args)
+    piece, path = model_of(args, args.model)
     # The load's requests have to outlast the one that is timed.
     length = args.prompt + args.steps + args.steps // 4 + 256
-    kv_gib = _kv_gib(str(path), targets, args.batch, length)
-    sizes = Sizes(args.batch, length, kv_gib, (args.batch,))
+    cache = kv_gib(targets, args.batch, length, load_model(str(path)))
+    sizes = Sizes(args.batch, length, cache, (args.batch,))
     flags = [*vllm_args(args.device, True), *args.vllm_args]
     out = report("gpu", args, "jitter", argv)
     found: dict[Target, Jitter] = {}
@@ -86,17 +86,8 @@ def main(argv: Sequence[str]) -> int:
                 print(f"{target.label}: FAILED: {err}", flush=True)
                 continue
             _tell(target, found[target])
-            _record(found, case_of(args, piece), args, out)
+            _record(found, case_of(args.model, piece), args, out)
     return 0 if len(found) == len(targets) else 1
-
-
-def _kv_gib(path: str, targets: Sequence[Target], requests: int, length: int) -> float:
-    """Per GPU, for all requests at full length on any of the targets."""
-    model = load_model(path)
-    most = max(
-        kv_bytes(t, requests, length, model) * t.replicas * t.kv_gpus / t.gpus for t in targets
-    )
-    return 1.1 * most / 2**30 + 0.1
 
 
 async def _times(server: Server, load: Load, steps: int) -> list[float]:

@@ -123,7 +123,7 @@ def main(argv: Sequence[str]) -> int:
     if not isinstance(ours, Afd):
         raise ConfigError(f"{args.target} is no topology; name a deployment such as 2A2F")
     ours = replace(ours, lookahead=args.lookahead)
-    piece, path = model_of(args)
+    piece, path = model_of(args, args.model)
     out = report("gpu", args, "peer", argv)
     loads = [
         Load(batch, args.context, sizes.length, piece.sizes.vocab, args.seed)
@@ -164,7 +164,7 @@ def main(argv: Sequence[str]) -> int:
             time.sleep(_SETTLE_S)
             rate = _rate(f"{ours.label} depth {depth}", server, load, args.window)
             if rate:
-                _record(case_of(args, piece), ours, depth, load, rate, theirs, out)
+                _record(case_of(args.model, piece), ours, depth, load, rate, theirs, out)
     return 0 if theirs else 1
 
 

@@ -9,7 +9,7 @@ from afd.planner.cost.shape import AfdShape, ColocatedShape, Efficiency, Pool
 from afd.planner.cost.stages import StageTime, layer_period, step_seconds
 from afd.planner.facts.hardware import Accelerator
 from afd.planner.facts.model import ModelSpec
-from afd.planner.facts.precision import PRECISIONS
+from afd.planner.facts.precision import PRECISIONS, Precision
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,14 @@ def predict(
     model: ModelSpec,
     accelerator: Accelerator,
     efficiency: Efficiency | None = None,
+    kv: str = "bfloat16",
 ) -> Prediction:
-    """One decode step in bfloat16. context: mean tokens attended to. depth: of ours only."""
-    chosen = efficiency or Efficiency()
+    """One decode step in bfloat16, its cache in ``kv``. context: mean tokens attended to. depth: of
+    ours only."""
+    chosen, precision = efficiency or Efficiency(), replace(PRECISIONS["bf16"], kv=kv)
     if isinstance(target, Colocated):
-        return _colocated(target, requests, context, model, accelerator, chosen)
-    return _disaggregated(target, depth, requests, context, model, accelerator, chosen)
+        return _colocated(target, requests, context, model, accelerator, chosen, precision)
+    return _disaggregated(target, depth, requests, context, model, accelerator, chosen, precision)
 
 
 def _disaggregated(
@@ -47,6 +49,7 @@ def _disaggregated(
     model: ModelSpec,
     accelerator: Accelerator,
     efficiency: Efficiency,
+    precision: Precision,
 ) -> Prediction:
     shape = AfdShape(
         Pool(accelerator, target.attention, 1),
@@ -54,7 +57,7 @@ def _disaggregated(
         depth,
         requests / depth,
         context,
-        replace(PRECISIONS["bf16"], wire=target.wire),
+        replace(precision, wire=target.wire),
     )
     stages = afd_stages(model, shape, efficiency)
     step = step_seconds(stages, depth)
@@ -76,6 +79,7 @@ def _colocated(
     model: ModelSpec,
     accelerator: Accelerator,
     efficiency: Efficiency,
+    precision: Precision,
 ) -> Prediction:
     shape = ColocatedShape(
         accelerator,
@@ -84,7 +88,7 @@ def _colocated(
         1 if target.dp == 1 else target.gpus,
         requests,
         context,
-        PRECISIONS["bf16"],
+        precision,
     )
     step = colocated_step(model, shape, efficiency)
     last = step.layers[-1]

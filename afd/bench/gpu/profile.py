@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
     made.add_argument("--context", type=int, default=256)
     made.add_argument("--profiled-s", type=float, default=0.3, help="under the profilers")
     args = made.parse_args(argv)
-    piece, path = model_of(args)
+    piece, path = model_of(args, args.model)
     kv_gib = 8.0 if args.device != "cpu" else 0.25
     sizes = Sizes(args.batch, args.context + 4_000, kv_gib, (args.batch,))
     out = report("gpu", args, "profile", argv)
@@ -124,7 +124,7 @@ def _judge(found: Mapping[str, Calls], piece: Slice, args: argparse.Namespace, o
             f" ({dict(made.waits)})",
             flush=True,
         )
-        case = f"{case_of(args, piece)} {side} depth {args.depth} batch {args.batch}"
+        case = f"{case_of(args.model, piece)} {side} depth {args.depth} batch {args.batch}"
         for metric, value in (("host_waits_per_step", waits), ("copies_to_host_per_step", copies)):
             out.add(case, metric, value, "calls", "layers", layers, more_is_better=False)
     return int(status)

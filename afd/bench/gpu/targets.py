@@ -24,6 +24,8 @@ FILLED = {
     "kv_connector_extra_config": {"fill_mean": 0.0, "fill_std": 0.1},
 }
 """vLLM's connector that fills the cache of a prompt with random numbers instead of computing it."""
+FILLED_FP8 = {**FILLED, "kv_connector_extra_config": {"fill_mean": 0x38}}
+"""The same for an FP8 cache, which it takes for bytes, of which it has no random ones: all 1.0."""
 
 
 @dataclass(frozen=True)
@@ -177,10 +179,14 @@ def graph_args(target: Target, sizes: Sizes) -> list[str]:
     return ["--cudagraph-capture-sizes", *map(str, found)] if found else []
 
 
-def vllm_args(device: str, filled: bool) -> list[str]:
+def vllm_args(device: str, filled: bool, kv: str = "bfloat16") -> list[str]:
     """For every vLLM, ours and theirs. filled: prompts are not computed (:data:`FILLED`), and
-    answers are not made into text, which takes longer than all else that an API server does."""
-    args = [f"--kv-transfer-config={json.dumps(FILLED)}", "--skip-tokenizer-init"] if filled else []
+    answers are not made into text, which takes longer than all else that an API server does. kv:
+    bfloat16 or fp8, of the cache."""
+    args = [] if kv == "bfloat16" else [f"--kv-cache-dtype={kv}"]
+    if filled:
+        connector = FILLED if kv == "bfloat16" else FILLED_FP8
+        args += [f"--kv-transfer-config={json.dumps(connector)}", "--skip-tokenizer-init"]
     if device != "cpu":
         # Several servers share a GPU, and vLLM would refuse to start on one that is not all free.
         args.append("--gpu-memory-utilization=0.05")

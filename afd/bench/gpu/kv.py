@@ -1,0 +1,24 @@
+"""How much KV cache a run's servers need."""
+
+from collections.abc import Sequence
+
+from afd.bench.gpu.targets import Target
+from afd.planner.facts.model import ModelSpec
+
+
+def kv_bytes(
+    target: Target, requests: int, length: int, model: ModelSpec, kv: str = "bfloat16"
+) -> float:
+    """Cache of each GPU that has one when every request is ``length`` tokens long. kv: its type."""
+    each = -(-requests // target.replicas)
+    shards = min(group.attention.kv_shards(target.kv_gpus) for group in model.groups)
+    return each * model.kv_stored_bytes(length, kv) / shards
+
+
+def kv_gib(targets: Sequence[Target], requests: int, length: int, model: ModelSpec) -> float:
+    """Per GPU, those without a cache counted too, for all requests at full length on any of the
+    targets."""
+    most = max(
+        kv_bytes(t, requests, length, model) * t.replicas * t.kv_gpus / t.gpus for t in targets
+    )
+    return 1.1 * most / 2**30 + 0.1

@@ -1,0 +1,80 @@
+"""Backend for NVIDIA Hopper: of three that take the same weights, for each batch the quickest."""
+
+from dataclasses import replace
+
+import torch
+
+from afd.wire.rows_torch import EncodedRows
+from ffn_worker.load import SlotLoad
+from ffn_worker.moe.choice import Choices, choices_of
+from ffn_worker.moe.deep_gemm import DeepGemmBackend
+from ffn_worker.moe.quantise import Scheme, Weight
+from ffn_worker.moe.triton import TritonBackend
+from ffn_worker.moe.vllm_cuda import VllmCudaBackend
+
+
+class HopperBackend(DeepGemmBackend):
+    """The Triton kernels, DeepGEMM or vLLM's fused experts, as the device's tuning file has it
+    (:mod:`ffn_worker.moe.choice`).
+
+    A shared expert of FP8 weights, which is small, is held for the first two; vLLM's kernels, which
+    have no such thing, are not taken then. With bfloat16 weights the caller computes it.
+    """
+
+    def __init__(self, experts: tuple[int, int], num_experts: int | None = None) -> None:
+        super().__init__(experts, num_experts)
+        self._choices: Choices | None = None
+        self._vllm: VllmCudaBackend | None = None
+
+    def prepare(self, layer: int, w13: Weight, w2: Weight) -> None:
+        super().prepare(layer, w13, w2)
+        if self._choices is None:
+            self._choices = choices_of(torch.cuda.get_device_name(w13.codes.device))
+            if "vllm_cuda" in self._choices.names(w13.scheme.value):
+                self._vllm = VllmCudaBackend((self.start, self.end), self.num_experts)
+        if self._vllm is not None:
+            self._vllm.prepare(layer, w13, w2)
+
+    def prepare_shared(self, layer: int, gate_up: Weight, down: Weight) -> bool:
+        if self._layers[layer].w2.scheme is Scheme.PLAIN:
+            return False
+        joined = TritonBackend.prepare_shared(self, layer, gate_up, down)
+        return joined and super().prepare_shared(layer, gate_up, down)
+
+    def release(self, layer: int) -> None:
+        super().release(layer)
+        if self._vllm is not None:
+            self._vllm.release(layer)
+
+    def chosen(self, layer: int, rows: int, top_k: int) -> str:
+        """Name of the backend that computes a batch."""
+        assert self._choices is not None  # set by prepare
+        shape = self._layers[layer].shape
+        name = self._choices.of(replace(shape, top_k=top_k), rows)
+        return "triton" if name == "vllm_cuda" and shape.shared else name
+
+    def forward_encoded(
+        self,
+        layer: int,
+        rows: EncodedRows,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        dtype: torch.dtype,
+        load: SlotLoad | None = None,
+    ) -> torch.Tensor:
+        if self._vllm is not None and self.chosen(layer, *topk_ids.shape) == "vllm_cuda":
+            return self._vllm.forward_encoded(layer, rows, topk_ids, topk_weights, dtype, load)
+        return super().forward_encoded(layer, rows, topk_ids, topk_weights, dtype, load)
+
+    def _compute(
+        self,
+        layer: int,
+        rows: EncodedRows,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        out: torch.Tensor,
+        load: SlotLoad | None,
+    ) -> None:
+        many = self.chosen(layer, *topk_ids.shape) == "deep_gemm"
+        backend = DeepGemmBackend if many else TritonBackend
+        backend._compute(self, layer, rows, topk_ids, topk_weights, out, load)
