@@ -1,9 +1,10 @@
 """The arithmetic of one layer of Step-3, as its attention GPU and its FFN GPU see it.
 
-On CUDA attention is vLLM's kernels in FP8 (FlashAttention 3, scaled matrix products, norms fused
-with quantisation) and the experts are the FFN instance's own. On CPU everything is plain torch: it
-shows that the two sides fit together, and is no measurement. Weights and caches are random, and
-``distinct`` layers of them are used in turn: one layer's are larger than any cache of a GPU.
+On CUDA attention is vLLM's kernels in FP8 (scaled matrix products, norms fused with quantisation)
+around our decode kernel or FlashAttention 3, and the experts are the FFN instance's own. On CPU
+everything is plain torch: it shows that the two sides fit together, and is no measurement. Weights
+and caches are random, and ``distinct`` layers of them are used in turn: one layer's are larger than
+any cache of a GPU.
 """
 
 from dataclasses import dataclass
@@ -98,6 +99,7 @@ class CudaAttention:
 
         self._ops, self._flash, self._quantise = _custom_ops, flash_attn_varlen_func, quantise_fp8
         self._load, self._distinct, self._device = load, distinct, device
+        self._processors = torch.cuda.get_device_properties(device).multi_processor_count
         hidden, q = load.hidden, load.heads * load.head_dim
         self._qkv = [self._weight(load.q_rank + 2 * load.head_dim, hidden) for _ in range(distinct)]
         self._up = [self._weight(q, load.q_rank) for _ in range(distinct)]
@@ -125,6 +127,7 @@ class CudaAttention:
         ones = torch.ones(load.rows, 1, device=device)
         scaled = ("q_descale", "k_descale", "v_descale") if load.kv_element == 1 else ()
         self._scales = dict.fromkeys(scaled, ones)
+        self._core_kernel = self._mqa if load.core == "mqa" else self._fa3
         self._rope = self._rope_table()
 
     def attend(self, layer: int, micro_batch: int, hidden: torch.Tensor) -> Rows:
@@ -170,13 +173,36 @@ class CudaAttention:
         self._ops.reshape_and_cache_flash(
             k.unsqueeze(1), v.unsqueeze(1), *stored, self._slots, kind, self._one, self._one
         )
+        self._core_kernel(q.view(out.shape), keys, values, out)
+        return out.flatten(1)
+
+    def _mqa(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        # Imported where it is used, as the experts are: the bench needs them for this measurement.
+        from attention_worker.decode_attention import decode_attention
+        from attention_worker.decode_plan import plan_decode
+
+        load = self._load
+        plan = plan_decode(
+            load.rows, 1, load.heads, load.head_dim, load.kv_element, self._processors
+        )
+        scale = load.head_dim**-0.5
+        one = self._one
+        decode_attention(
+            q, keys, values, self._blocks, self._lengths, out, scale, plan, one, one, one
+        )
+
+    def _fa3(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor
+    ) -> None:
         self._flash(
-            q.view(out.shape),
+            q,
             keys,
             values,
             max_seqlen_q=1,
             cu_seqlens_q=self._starts,
-            max_seqlen_k=load.context,
+            max_seqlen_k=self._load.context,
             seqused_k=self._lengths,
             block_table=self._blocks,
             causal=True,
@@ -184,7 +210,6 @@ class CudaAttention:
             fa_version=3,
             **self._scales,
         )
-        return out.flatten(1)
 
     def _bf16(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=torch.bfloat16, device=self._device)
