@@ -8,8 +8,7 @@ import torch
 
 from attention_worker.decode_plan import DecodePlan
 
-_FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 240.0}
-HEAD_DIMS = (64, 128, 256)
+_FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 
 
 def decode_attention(
@@ -29,12 +28,12 @@ def decode_attention(
     host, so a captured graph may replay it with other lengths and pages.
 
     Args:
-        q: FP8, bfloat16 or float16 [requests, heads, dim], heads contiguous. On an FP8 cache a
-            16-bit q is quantised in the kernel, per head.
-        keys, values: FP8, bfloat16 or float16 [pages, page, kv_heads, dim] with equal strides.
+        q: [requests, heads, dim] of the cache's type, heads contiguous.
+        keys, values: FP8, bfloat16 or float16 [pages, page, kv_heads, dim], dim contiguous, with
+            equal strides.
         table: int32 [requests, pages of a request]. lengths: int32 [requests]; 0 gives zeros.
         out: [requests, heads, dim], contiguous, of 16 bits.
-        q_scale, k_scale, v_scale: float32, one element; read where q, or the cache, is FP8.
+        q_scale, k_scale, v_scale: float32, one element; read where the cache is FP8.
     """
     # Imported here: CPU builds of torch come without triton, and the reference needs none.
     import triton
@@ -46,7 +45,7 @@ def decode_attention(
     _, page, kv_heads, _ = keys.shape
     if not requests:
         return out
-    scaled = keys.dtype in _FP8_MAX
+    scaled = keys.dtype in _FP8
     part, lse = out, k_scale
     if plan.splits > 1:
         # A part is an average of codes: those of FP8 fit float16.
@@ -71,15 +70,15 @@ def decode_attention(
         keys.stride(0),
         keys.stride(1),
         keys.stride(2),
+        plan.splits,
         GROUP=group,
         KV_HEADS=kv_heads,
         DIM=dim,
         BLOCK=plan.block,
         TILE=plan.tile,
         PAGE=page,
-        SPLITS=plan.splits,
+        SPLIT=plan.splits > 1,
         P=tl.bfloat16 if keys.dtype == torch.bfloat16 else tl.float16,
-        FP8_MAX=_FP8_MAX.get(keys.dtype, 0.0),
         STAGES=plan.stages,
         num_warps=plan.warps,
     )
@@ -92,8 +91,8 @@ def decode_attention(
             v_scale,
             out,
             rows,
+            plan.splits,
             DIM=dim,
-            SPLITS=plan.splits,
             LANES=lanes,
             BLOCK=block,
             SCALED=scaled,

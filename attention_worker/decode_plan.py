@@ -35,12 +35,12 @@ def plan_decode(
     Args:
         element: bytes of a cache element. processors: multiprocessors of the device.
     """
-    block = min(64, max(16, 1 << (group - 1).bit_length()))
+    block = 16 if group <= 16 else 64  # rows of the matrix instructions
     programs = max(1, requests * kv_heads * -(-group // block))
     return DecodePlan(
         block=block,
-        tile=8192 // dim,
+        tile=min(64, 16384 // (dim * element)),
         splits=min(MAX_SPLITS, max(1, PER_PROCESSOR * processors // programs)),
         warps=4,
-        stages=4 if element == 1 else 3,
+        stages=3,
     )

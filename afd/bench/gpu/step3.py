@@ -21,6 +21,7 @@ from pathlib import Path
 from afd.bench.gpu.common import Report, parser, report
 from afd.bench.gpu.step3_load import (
     AIM_US,
+    CORES,
     MODEL_LAYERS,
     PAPER,
     PAPER_BUDGET_US,
@@ -56,6 +57,7 @@ def main(argv: Sequence[str]) -> int:
     made.add_argument("--layers", type=int, help=f"of a step; default: {MODEL_LAYERS}")
     made.add_argument("--distinct", type=int, default=4, help="layers of weights, used in turn")
     made.add_argument("--kv", default="fp8", choices=PAPER_TOKENS_PER_S, help="cache and attention")
+    made.add_argument("--core", choices=CORES, help="default: mqa on fp8, fa3 on bf16")
     made.add_argument("--steps", type=int, help="that are timed; default: 500")
     made.add_argument(
         "--trace", type=Path, default=Path("logs/gpu/traces/step3.json"), metavar="FILE"
@@ -63,7 +65,8 @@ def main(argv: Sequence[str]) -> int:
     args = made.parse_args(argv)
     dry = args.device == "cpu"
     load, layers, steps = (TINY, 4, 20) if dry else (PAPER, MODEL_LAYERS, 500)
-    load = replace(load, kv_element=1 if args.kv == "fp8" else 2)
+    core = args.core or ("mqa" if args.kv == "fp8" else "fa3")
+    load = replace(load, kv_element=1 if args.kv == "fp8" else 2, core=core)
     layers, steps = args.layers or layers, args.steps or steps
     pairs = args.pairs or (1 if dry else min(2, len(gpu_names()) // 2))
     if pairs < 1 or (not dry and len(gpu_names()) < 2 * pairs):
@@ -176,6 +179,7 @@ def told(load: Load, r: Result, layers: int) -> str:
 def _record(load: Load, r: Result, layers: int, pairs: int, out: Report) -> None:
     case = f"step-3 2A2F load, {pairs} + {pairs} GPUs, {layers} layers, depth {load.depth}"
     case += "" if load.kv == "fp8" else f", {load.kv} cache"
+    case += "" if load.core == "fa3" else f", core {load.core}"
     out.add(
         case, "us_per_layer_microbatch", r.us, "us", "Step-3 report, budget", PAPER_BUDGET_US,
         more_is_better=False,

@@ -1,10 +1,10 @@
 """The arithmetic of one layer of Step-3, as its attention GPU and its FFN GPU see it.
 
-On CUDA attention is in FP8: vLLM's kernels (FlashAttention 3, scaled matrix products), and around
-them an attention instance's own (attention_worker/fused.py); the experts are the FFN instance's. On
-CPU everything is plain torch: it shows that the two sides fit together, and is no measurement.
-Weights and caches are random, and
-``distinct`` layers of them are used in turn: one layer's are larger than any cache of a GPU.
+On CUDA attention is in FP8: products of cuBLAS, our decode kernel or FlashAttention 3, and around
+them kernels of ours (attention_worker/fused.py); the experts are the FFN instance's. On CPU
+everything is plain torch: it shows that the two sides fit together, and is no measurement. Weights
+and caches are random, and ``distinct`` layers of them are used in turn: one layer's are larger than
+any cache of a GPU.
 """
 
 from collections.abc import Sequence
@@ -22,6 +22,8 @@ from afd.wire.slot_torch import RoutedRows, SlotView, take_rows
 
 # Both workers are imported for this one measurement.
 from attention_worker import fused
+from attention_worker.decode_attention import decode_attention
+from attention_worker.decode_plan import plan_decode
 from attention_worker.outgoing import Outgoing, encode
 
 _FP8 = torch.float8_e4m3fn
@@ -103,6 +105,7 @@ class CudaAttention:
 
         self._ops, self._flash = _custom_ops, flash_attn_varlen_func
         self._load, self._distinct, self._device = load, distinct, device
+        self._processors = torch.cuda.get_device_properties(device).multi_processor_count
         hidden, q = load.hidden, load.heads * load.head_dim
         self._qkv = [self._weight(load.q_rank + 2 * load.head_dim, hidden) for _ in range(distinct)]
         self._up = [self._weight(q, load.q_rank) for _ in range(distinct)]
@@ -137,6 +140,7 @@ class CudaAttention:
         ones = torch.ones(load.rows, 1, device=device)
         scaled = ("q_descale", "k_descale", "v_descale") if load.kv_element == 1 else ()
         self._scales = dict.fromkeys(scaled, ones)
+        self._core = self._mqa if load.core == "mqa" else self._fa3
 
     def attend(self, layer: int, micro_batch: int, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         load, n = self._load, layer % self._distinct
@@ -149,8 +153,10 @@ class CudaAttention:
         codes, scale = fused.norm_store(qkv, self._low_norm, _EPS, self._rope, cache, _FP8)
         q = self._product(codes, scale, self._up[n])
         q = fused.rope_quantise(q, load.head_dim, self._rope, self._one, cache.keys.dtype)
-        out = self._core(q, cache)
-        codes, scale = fused.quantise_rows(out, _FP8)
+        shape = (load.rows, load.heads, load.head_dim)
+        out = torch.empty(shape, dtype=torch.bfloat16, device=self._device)
+        self._core(q.view(shape), cache.keys, cache.values, out)
+        codes, scale = fused.quantise_rows(out.flatten(1), _FP8)
         product = self._product(codes, scale, self._out[n])
         return fused.add_norm(product, residual, self._norm, _EPS)
 
@@ -162,18 +168,29 @@ class CudaAttention:
         self._ops.topk_softmax(weights, ids, pairs, scores)
         return _encoded(self._load, layer, hidden, ids, weights)
 
-    def _core(self, q: torch.Tensor, cache: fused.PagedCache) -> torch.Tensor:
-        """Attention of q, of the cache's type: bfloat16 [rows, heads * head_dim]."""
+    def _mqa(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor
+    ) -> None:
         load = self._load
-        shape = (load.rows, load.heads, load.head_dim)
-        out = torch.empty(shape, dtype=torch.bfloat16, device=self._device)
+        plan = plan_decode(
+            load.rows, 1, load.heads, load.head_dim, load.kv_element, self._processors
+        )
+        scale = load.head_dim**-0.5
+        one = self._one
+        decode_attention(
+            q, keys, values, self._blocks, self._lengths, out, scale, plan, one, one, one
+        )
+
+    def _fa3(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor
+    ) -> None:
         self._flash(
-            q.view(shape),
-            cache.keys,
-            cache.values,
+            q,
+            keys,
+            values,
             max_seqlen_q=1,
             cu_seqlens_q=self._starts,
-            max_seqlen_k=load.context,
+            max_seqlen_k=self._load.context,
             seqused_k=self._lengths,
             block_table=self._blocks,
             causal=True,
@@ -181,7 +198,6 @@ class CudaAttention:
             fa_version=3,
             **self._scales,
         )
-        return out.flatten(1)
 
     def _bf16(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=torch.bfloat16, device=self._device)

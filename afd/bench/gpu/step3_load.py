@@ -13,6 +13,8 @@ PAPER_TOKENS_PER_S = {"fp8": 4039.0, "bf16": 3321.0}
 """Per GPU by the format of attention: 2A2F, and 3A2F with about the same batch; table 8."""
 PAPER_BUDGET_US = 272.0
 """Per layer and micro-batch: 50 ms over 61 layers and 3 micro-batches."""
+CORES = ("mqa", "fa3")
+"""Ours (attention_worker/decode_attention.py), and FlashAttention 3 as vLLM has it."""
 AIM_US = 200.0
 MODEL_LAYERS = 61
 
@@ -25,7 +27,8 @@ class Load:
     width, shared_width: of an expert and of the shared one, on one FFN GPU. held: experts of an
     FFN instance. attention_instances, ffn_instances: how many messages of ``rows`` rows an FFN GPU
     gets, and an attention GPU. gpus: of the deployment that one pair stands for. kv_element: bytes
-    of a number in the cache, 1 for FP8, 2 for bfloat16; attention is computed in the same.
+    of a number in the cache, 1 for FP8, 2 for bfloat16; attention is computed in the same. core:
+    the kernel of attention on a GPU, CORES.
     """
 
     rows: int = 128
@@ -45,6 +48,7 @@ class Load:
     ffn_instances: int = 2
     gpus: int = 32
     kv_element: int = 1
+    core: str = "mqa"
 
     @property
     def kv(self) -> str:
