@@ -377,7 +377,8 @@ def decode_builds(target: str) -> Iterator[Build]:
             },
             {
                 "GROUP": group, "KV_HEADS": 1, "DIM": dim, "BLOCK": 16 if group <= 16 else 64,
-                "TILE": tile, "PAGE": page, "SPLIT": True, "P": tl.float16, "STAGES": 3 if target == "sm_90" else 2,
+                "TILE": tile, "PAGE": page, "SPLIT": True, "P": tl.float16,
+                "STAGES": 3 if target == "sm_90" else 2,
             },
             aligned=("q_stride", "page_stride", "token_stride", "head_stride"),
             wanted={t: _MFMA_FP8[t] + _MFMA_FP16[t] for t in TARGETS} if dim == 256 else {},
