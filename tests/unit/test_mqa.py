@@ -165,3 +165,25 @@ def test_the_backend_finds_keys_and_values_in_vllms_cache(monkeypatch):
     impl.forward(layer, q, none, none, cache, batch, out)
     impl.forward(layer, q, none, none, cache, None, out)
     assert len(taken) == 4 and len(given) == 1
+
+
+def test_the_bench_runs_without_a_gpu(tmp_path, capsys):
+    from afd.bench.gpu import attention
+    from afd.bench.records import read_records
+
+    out = tmp_path / "attention.json"
+    argv = ["--device", "cpu", "--cells", "128x4096", "128x256-8192", "--out", str(out)]
+    assert attention.main(argv) == 0
+    assert "128x4096: " in capsys.readouterr().out
+    records = read_records(out)
+    assert {r.metric for r in records} == {"us", "us_beside_memory"} and len(records) == 4
+    with pytest.raises(ConfigError, match="no cell 7x7; there are 1x32768"):
+        attention.main(["--cells", "7x7"])
+
+
+def test_bytes_and_lengths_of_a_cell():
+    from afd.bench.gpu.attention import cells
+
+    assert cells(1)["128x4096"].kv_bytes == 268_435_456
+    mixed = cells(1)["128x256-8192"].lengths
+    assert len(mixed) == 128 and min(mixed) >= 256 and max(mixed) <= 8192 and cells(1) == cells(1)
