@@ -4,13 +4,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel, compile
 from triton.runtime.jit import JITFunction
 
 from afd.wire import codecs_triton as wire
 from afd.wire import slot_triton as slot
-from attention_worker.kernels import norm, rope_cache, slots
+from attention_worker.kernels import decode, norm, rope_cache, slots
 from ffn_worker.allreduce import formats_triton as reduce
 from ffn_worker.allreduce import quick_triton as quick
 from ffn_worker.allreduce.formats import FORMATS, ReduceFormat
@@ -503,6 +504,49 @@ def placed_builds(target: str) -> Iterator[Build]:
     )  # fmt: skip
 
 
+_MFMA_FP16 = {
+    "gfx942": (r"v_mfma_f32_\d+x\d+x\d+_f16",),
+    "gfx950": (r"v_mfma_f32_\d+x\d+x\d+_f16",),
+    "sm_90": (r"wgmma\.mma_async\.sync\.aligned\.m64n256k16\.f32\.f16\.f16",),
+}
+DECODE = {"step3": (256, 64, 64, 64), "few": (64, 4, 32, 16)}
+"""Head size, query heads, tile and page of the builds of decode attention; "few" is emulated."""
+
+
+def decode_builds(target: str) -> Iterator[Build]:
+    """Decode attention on an FP8 cache: Step-3's shape, and a small one."""
+    fp8 = NATIVE_FP8[target]
+    strides = ("q_stride", "table_stride", "page_stride", "token_stride", "head_stride")
+    for name, (dim, group, tile, page) in DECODE.items():
+        yield Build(
+            f"decode[{name}]",
+            decode.decode_kernel,
+            {
+                **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), f"*{fp8}"),
+                **dict.fromkeys(("table_ptr", "lengths_ptr"), "*i32"),
+                **dict.fromkeys(("q_scale_ptr", "k_scale_ptr", "v_scale_ptr"), "*fp32"),
+                "out_ptr": "*fp16", "lse_ptr": "*fp32",
+                "softmax_scale": "fp32", **dict.fromkeys((*strides, "splits"), "i32"),
+            },
+            {
+                "GROUP": group, "KV_HEADS": 1, "DIM": dim, "BLOCK": 16 if group <= 16 else 64,
+                "TILE": tile, "PAGE": page, "SPLIT": True, "P": tl.float16,
+                "STAGES": 3 if target == "sm_90" else 2,
+            },
+            aligned=("q_stride", "page_stride", "token_stride", "head_stride"),
+            wanted={t: _MFMA_FP8[t] + _MFMA_FP16[t] for t in TARGETS} if dim == 256 else {},
+        )  # fmt: skip
+    yield Build(
+        "combine_decode",
+        decode.combine_kernel,
+        {
+            "parts_ptr": "*fp16", "lse_ptr": "*fp32", "v_scale_ptr": "*fp32", "out_ptr": "*bf16",
+            "rows": "i32", "splits": "i32",
+        },
+        {"DIM": 64, "LANES": 4, "BLOCK": 4, "SCALED": True},
+    )  # fmt: skip
+
+
 def builds(target: str) -> list[Build]:
     return [
         *codec_builds(target),
@@ -511,4 +555,5 @@ def builds(target: str) -> list[Build]:
         *reduce_builds(target),
         *moe_builds(target),
         *placed_builds(target),
+        *decode_builds(target),
     ]
