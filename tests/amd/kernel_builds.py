@@ -274,7 +274,7 @@ def moe_builds(target: str) -> Iterator[Build]:
             aligned=("hidden",),
         )
         yield from _sorting_builds(top_k, shared, suffix)
-    yield from _sorting_builds(3, True, "[large]", chunk=512, warps=8)
+    yield from _sorting_builds(3, True, "[large]", chunk=256, warps=8)
 
 
 def _sorting_builds(
