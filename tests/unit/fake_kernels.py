@@ -38,7 +38,7 @@ def tag_of(kind, payload):
 
 def grouped_gemm(
     grid, a, a_scale, b, b_scale, c, c_scale, pairs_ptr, experts_ptr, used, N, K, pairs, rows_per,
-    shared_expert, shared_width, *, A, B, C, GATED, SHARED, FP8_MAX, BM, BN, BK, GROUP_M,
+    shared_expert, shared_width, *, A, B, C, GATED, SHARED, FP8_MAX, BM, BN, BK, GROUP_M, SWAP,
 ):  # fmt: skip
     assert K % BK == 0 and (C == "plain" or N % BN == 0)
     assert grid == (experts_ptr.numel() * -(-N // BN),)
