@@ -33,9 +33,9 @@ BINS = 32
 
 
 def chunking(pairs: int) -> tuple[int, int]:
-    """(pairs, warps) of a program of the kernels. More pairs: fewer programs, which all add up the
-    counts of all chunks, but registers are spilled on gfx942 and gfx950."""
-    return (256, 4) if pairs <= 8192 else (256, 8)
+    """(pairs, warps) of a program of the kernels: few, so that there are many programs, but of a
+    large batch more, because every program adds up the counts of all."""
+    return (256, 4) if pairs <= 8192 else (512, 8)
 
 
 class _Counted(NamedTuple):

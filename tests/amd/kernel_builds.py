@@ -276,7 +276,7 @@ def moe_builds(target: str) -> Iterator[Build]:
             aligned=("hidden",),
         )
         yield from _sorting_builds(top_k, shared, suffix)
-    yield from _sorting_builds(3, True, "[large]", chunk=256, warps=8)
+    yield from _sorting_builds(3, True, "[large]", chunk=512, warps=8)
 
 
 def _sorting_builds(
@@ -339,17 +339,24 @@ def placed_builds(target: str) -> Iterator[Build]:
         placed.silu_kernel,
         {
             "h_ptr": "*bf16", "slots_ptr": "*i32", "a_ptr": "*bf16", "a_scale_ptr": "*bf16",
-            "width": "i32", "capacity": "i32",
+            "pairs": "i32", "width": "i32", "capacity": "i32",
         },
-        {"PLACED": True, "FP8_MAX": 0.0, "GROUPS": 4},
+        {"PLACED": True, "FP8_MAX": 0.0, "PAIRS": 2, "GROUPS": 4},
         aligned=("width", "capacity"),
     )  # fmt: skip
     for suffix, is_placed in (("", True), ("[rows]", False)):
         yield Build(
             f"silu{suffix}",
             placed.silu_kernel,
-            {"h_ptr": "*bf16", "slots_ptr": "*i32", "a_ptr": f"*{fp8}", "width": "i32", **scales},
-            {"PLACED": is_placed, "FP8_MAX": FP8_MAX[fp8], "GROUPS": 4},
+            {
+                "h_ptr": "*bf16",
+                "slots_ptr": "*i32",
+                "a_ptr": f"*{fp8}",
+                "pairs": "i32",
+                "width": "i32",
+                **scales,
+            },
+            {"PLACED": is_placed, "FP8_MAX": FP8_MAX[fp8], "PAIRS": 2, "GROUPS": 4},
             aligned=("width", "capacity"),
         )
     results = {"y_ptr": "*bf16", "slots_ptr": "*i32", "weights_ptr": "*fp32"}
