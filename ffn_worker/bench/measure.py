@@ -55,7 +55,7 @@ def taken(cell: Cell, choices: Choices) -> Cell:
 def races(cells: Sequence[Cell]) -> list[Race]:
     """What decides who computes: replayed graphs, as a deployment does."""
     return [
-        Race.on(cell.layer, cell.rows, cell.times)
+        Race.on(cell.layer, cell.rows, {name: round(us, 2) for name, us in cell.times.items()})
         for cell in cells
         if cell.mode == "graph" and len(cell.times) > 1
     ]

@@ -38,7 +38,8 @@ from ffn_worker.moe.triton import Products, TritonBackend, accepted
 
 logger = logging.getLogger("afd.bench")
 
-FIELDS = ("m", "n", "k", "group_m", "warps", "stages")
+FIELDS = ("m", "n", "k", "group_m", "warps", "stages", "swap")
+"""Of an entry of the search space; the last may be missing."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,14 @@ def read_space(file: Path = FOLDER / "space.json") -> dict[str, tuple[Cut, ...]]
         if tuple(data.pop("fields")) != FIELDS:
             raise ValueError(f"fields must be {', '.join(FIELDS)}")
         return {
-            scheme: tuple(Cut(int(m), Tile(*map(int, tile))) for m, *tile in cuts)
-            for scheme, cuts in data.items()
+            scheme: tuple(_cut(*map(int, cut)) for cut in cuts) for scheme, cuts in data.items()
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{file} is no search space ({error!r}); restore it from git") from None
+
+
+def _cut(m: int, n: int, k: int, group_m: int, warps: int, stages: int, swap: int = 0) -> Cut:
+    return Cut(m, Tile(n, k, group_m, warps, stages, bool(swap)))
 
 
 def heights(shape: LayerShape, rows: int) -> range:

@@ -43,31 +43,37 @@ def gather_rows_kernel(
 
 @triton.jit
 def silu_kernel(
-    h_ptr, slots_ptr, a_ptr, a_scale_ptr, width, capacity,
-    PLACED: tl.constexpr, FP8_MAX: tl.constexpr, GROUPS: tl.constexpr,
+    h_ptr, slots_ptr, a_ptr, a_scale_ptr, pairs, width, capacity,
+    PLACED: tl.constexpr, FP8_MAX: tl.constexpr, PAIRS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """a[slot] = silu(h[slot, :width]) * h[slot, width:] for the slot of each pair; without PLACED
     for every row of h.
 
     h bfloat16 [capacity, 2 * width]. a [capacity, width] FP8 with a_scale float32
-    [width / 128, capacity]; FP8_MAX 0: bfloat16. Grid (pairs or rows,
+    [width / 128, capacity]; FP8_MAX 0: bfloat16. Grid (ceil(pairs or rows / PAIRS),
     ceil(width / (128 * GROUPS))).
     """
-    slot = tl.program_id(0).to(tl.int64)
+    each = tl.arange(0, PAIRS * GROUPS)
+    pair = tl.program_id(0) * PAIRS + each // GROUPS
+    slot = tl.where(pair < pairs, pair, -1)
     if PLACED:
-        slot = tl.load(slots_ptr + slot).to(tl.int64)
-        if slot < 0:
+        slot = tl.load(slots_ptr + pair, mask=pair < pairs, other=-1)
+        if tl.max(slot, axis=0) < 0:
             return
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    group = tl.program_id(1) * GROUPS + each % GROUPS
+    here = (slot >= 0) & (group < width // 128)
+    slot = slot.to(tl.int64)
+    inside = here[:, None]
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
-    inside = column < width
-    gate = tl.load(h_ptr + slot * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(h_ptr + slot * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+    at = h_ptr + slot[:, None] * 2 * width + column
+    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
     value = gate / (1.0 + tl.exp(-gate)) * up
     if FP8_MAX > 0:
-        value, scale = fp8_block(value, FP8_MAX)
-        tl.store(a_scale_ptr + group * capacity + slot, scale, mask=group < width // 128)
-    tl.store(a_ptr + slot * width + column, value.to(a_ptr.dtype.element_ty), mask=inside)
+        value, scale = fp8_block(value, FP8_MAX, EXACT=False)
+        tl.store(a_scale_ptr + group * capacity + slot, scale, mask=here)
+    value = value.to(a_ptr.dtype.element_ty)
+    tl.store(a_ptr + slot[:, None] * width + column, value, mask=inside)
 
 
 @triton.jit

@@ -216,15 +216,17 @@ def _silu(tag: Tag, h: torch.Tensor, slots: torch.Tensor | None, pairs: int) -> 
     from ffn_worker.kernels.placed import silu_kernel
 
     room, width = h.shape[0], h.shape[1] // 2
-    a, groups = _Operand.empty(tag, room, width, h.device), 8
-    silu_kernel[(pairs, -(-width // (SCALE_BLOCK * groups)))](
+    a, rows, groups = _Operand.empty(tag, room, width, h.device), 4, 8
+    silu_kernel[(-(-pairs // rows), -(-width // (SCALE_BLOCK * groups)))](
         h,
         h if slots is None else slots,
         *a.pointers,
+        pairs,
         width,
         room,
         PLACED=slots is not None,
         FP8_MAX=FP8_MAX.get(tag, 0.0),
+        PAIRS=rows,
         GROUPS=groups,
     )
     return a

@@ -364,24 +364,26 @@ def moe_builds(target: str) -> Iterator[Build]:
     fp8 = NATIVE_FP8[target]
     pointers = {"plain": ("*bf16", "*fp32"), "fp8": (f"*{fp8}", "*fp32"), "mxfp4": ("*u8", "*u8")}
     cases = [
-        ("plain", "plain", _MFMA_BF16, 64, 64, False),
-        ("fp8", "fp8", _MFMA_FP8, 64, 128, False),
-        ("fp8", "fp8", _MFMA_FP8, 64, 128, True),
-        ("mxfp4", "mxfp4", _MFMA_MX, 64, 128, False),
-        ("plain", "mxfp4", _MFMA_BF16, 64, 64, False),
+        ("plain", "plain", _MFMA_BF16, 64, 64, False, False),
+        ("fp8", "fp8", _MFMA_FP8, 64, 128, False, False),
+        ("fp8", "fp8", _MFMA_FP8, 64, 128, True, False),
+        ("fp8", "fp8", _MFMA_FP8, 16, 128, False, True),
+        ("mxfp4", "mxfp4", _MFMA_MX, 64, 128, False, False),
+        ("plain", "mxfp4", _MFMA_BF16, 64, 64, False, False),
     ]
     if target != "sm_90":  # wgmma has 64 rows at least; with fewer, Triton would not multiply FP8
-        cases.append(("fp8", "fp8", _MFMA_FP8, 16, 128, False))
-    for a, b, wanted, rows, step, shared in cases:
+        cases.append(("fp8", "fp8", _MFMA_FP8, 16, 128, False, False))
+    for a, b, wanted, rows, step, shared, swap in cases:
         for gated in (True, False):
             out = a if gated else "plain"
             types = dict(_GEMM_TYPES)
             for letter, form in (("a", a), ("b", b), ("c", out)):
                 types[f"{letter}_ptr"], types[f"{letter}_scale_ptr"] = pointers[form]
             formats = {"A": a, "B": b, "C": out, "GATED": gated, "FP8_MAX": FP8_MAX[fp8]}
-            formats["SHARED"] = shared
+            formats["SHARED"], formats["SWAP"] = shared, swap
+            options = (",shared" if shared else "") + (",swap" if swap else "")
             yield Build(
-                f"{'gate_up' if gated else 'down'}[{a},{b},{rows}{',shared' if shared else ''}]",
+                f"{'gate_up' if gated else 'down'}[{a},{b},{rows}{options}]",
                 moe.grouped_gemm_kernel,
                 types,
                 {**formats, "BM": rows, "BN": 128, "BK": step, "GROUP_M": 8},
@@ -470,17 +472,24 @@ def placed_builds(target: str) -> Iterator[Build]:
         placed.silu_kernel,
         {
             "h_ptr": "*bf16", "slots_ptr": "*i32", "a_ptr": "*bf16", "a_scale_ptr": "*bf16",
-            "width": "i32", "capacity": "i32",
+            "pairs": "i32", "width": "i32", "capacity": "i32",
         },
-        {"PLACED": True, "FP8_MAX": 0.0, "GROUPS": 4},
+        {"PLACED": True, "FP8_MAX": 0.0, "PAIRS": 2, "GROUPS": 4},
         aligned=("width", "capacity"),
     )  # fmt: skip
     for suffix, is_placed in (("", True), ("[rows]", False)):
         yield Build(
             f"silu{suffix}",
             placed.silu_kernel,
-            {"h_ptr": "*bf16", "slots_ptr": "*i32", "a_ptr": f"*{fp8}", "width": "i32", **scales},
-            {"PLACED": is_placed, "FP8_MAX": FP8_MAX[fp8], "GROUPS": 4},
+            {
+                "h_ptr": "*bf16",
+                "slots_ptr": "*i32",
+                "a_ptr": f"*{fp8}",
+                "pairs": "i32",
+                "width": "i32",
+                **scales,
+            },
+            {"PLACED": is_placed, "FP8_MAX": FP8_MAX[fp8], "PAIRS": 2, "GROUPS": 4},
             aligned=("width", "capacity"),
         )
     results = {"y_ptr": "*bf16", "slots_ptr": "*i32", "weights_ptr": "*fp32"}

@@ -78,7 +78,8 @@ def test_bfloat16_rows_and_products(compiled, arch):
     assert np.array_equal(got[where[there]], np.repeat(x, EACH, 0)[there])
     h = rng.standard_normal((ROOM, 2 * HIDDEN)).astype(ml_dtypes.bfloat16)
     h[unused] = np.nan
-    arrays, grid = [h, where, a, a], (ROWS * EACH, 2)
+    arrays, grid = [h, where, a, a], (-(-ROWS * EACH // 2), 2)
+    sizes = [("i", ROWS * EACH), *sizes]
     (got,) = run.in_order("silu[plain]", arrays, [2], sizes, grid)
     values = h[where[there]].astype(np.float64)
     want = values[:, :HIDDEN] / (1 + np.exp(-values[:, :HIDDEN])) * values[:, HIDDEN:]
@@ -97,8 +98,8 @@ def test_silu_and_quantise(compiled, arch):
     h[where[0], :128], h[where[2], 5], h[where[3], :HIDDEN] = 0, np.nan, 300
     h[[slot for slot in range(ROOM) if slot not in where]] = np.nan
     a, a_scales = np.full((ROOM, HIDDEN), 7, np.uint8), np.full((HIDDEN // 128, ROOM), 7, "f4")
-    arrays, sizes = [h, where, a, a_scales], [("i", HIDDEN), ("i", ROOM)]
-    grid = (ROWS * EACH, 2)
+    arrays = [h, where, a, a_scales]
+    sizes, grid = [("i", ROWS * EACH), ("i", HIDDEN), ("i", ROOM)], (-(-ROWS * EACH // 2), 2)
     codes, scales = Runner(compiled, arch).in_order("silu", arrays, [2, 3], sizes, grid)
     values = h.astype(np.float64)
     with np.errstate(over="ignore"):

@@ -38,7 +38,7 @@ def tag_of(kind, payload):
 
 def grouped_gemm(
     grid, a, a_scale, b, b_scale, c, c_scale, pairs_ptr, experts_ptr, used, N, K, pairs, rows_per,
-    shared_expert, shared_width, *, A, B, C, GATED, SHARED, FP8_MAX, BM, BN, BK, GROUP_M,
+    shared_expert, shared_width, *, A, B, C, GATED, SHARED, FP8_MAX, BM, BN, BK, GROUP_M, SWAP,
 ):  # fmt: skip
     assert K % BK == 0 and (C == "plain" or N % BN == 0)
     assert grid == (experts_ptr.numel() * -(-N // BN),)
@@ -147,10 +147,12 @@ def gather_rows(grid, x, x_scale, slots, a, a_scale, hidden, capacity, *, EACH, 
                 a_scale[:, slot] = x_scale[pair // EACH]
 
 
-def silu(grid, h, slots, a, a_scale, width, capacity, *, PLACED, FP8_MAX, GROUPS):
+def silu(
+    grid, h, slots, a, a_scale, pairs, width, capacity, *, PLACED, FP8_MAX, PAIRS, GROUPS
+):  # fmt: skip
     if not PLACED:
         slots = torch.arange(capacity)
-    assert grid == (len(slots), -(-width // (128 * GROUPS)))
+    assert grid == (-(-pairs // PAIRS), -(-width // (128 * GROUPS))) and pairs == len(slots)
     assert h.shape == (capacity, 2 * width) and a.shape == (capacity, width)
     assert a.dtype == (torch.float8_e4m3fn if FP8_MAX else torch.bfloat16) and FP8_MAX in (0, 448)
     undefined(a, a_scale if FP8_MAX else None)

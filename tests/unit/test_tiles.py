@@ -44,6 +44,7 @@ def test_a_tiling_that_does_not_fit_is_named():
         (replace(good, gate_up=replace(TILE, k=256)), "one scale covers 128 of the 256"),
         (replace(good, gate_up=replace(TILE, n=256)), "640 columns are no multiple of 256"),
         (replace(good, gate_up=replace(TILE, n=64)), "does not fill a scale"),
+        (replace(good, down=replace(TILE, n=256, swap=True)), "256 columns of fp8_block"),
     ):
         assert why in tiles.problem(SHAPE, changed)
 
