@@ -493,24 +493,14 @@ def placed_builds(target: str) -> Iterator[Build]:
             aligned=("width", "capacity"),
         )
     results = {"y_ptr": "*bf16", "slots_ptr": "*i32", "weights_ptr": "*fp32"}
-    yield Build(
-        "sum_slots",
-        placed.sum_slots_kernel,
-        {**results, "out_ptr": "*bf16", "hidden": "i32"},
-        {"TOP_K": 3, "BLOCK": 1024},
-        aligned=("hidden",),
-    )
-    yield Build(
-        "sum_slots_shared",
-        placed.sum_slots_shared_kernel,
-        {
-            **results, "s_ptr": f"*{fp8}", "s_scale_ptr": "*fp32", "w_ptr": f"*{fp8}",
-            "w_scale_ptr": "*fp32", "out_ptr": "*bf16",
-            "rows": "i32", "hidden": "i32", "width": "i32",
-        },
-        {"TOP_K": 3, "BM": 64, "BN": 128},
-        aligned=("hidden", "width"),
-    )  # fmt: skip
+    for suffix, shared in (("", False), ("[shared]", True)):
+        yield Build(
+            f"sum_slots{suffix}",
+            placed.sum_slots_kernel,
+            {**results, "shared_ptr": "*bf16", "out_ptr": "*bf16", "hidden": "i32"},
+            {"TOP_K": 3, "SHARED": shared, "BLOCK": 1024},
+            aligned=("hidden",),
+        )
 
 
 _MFMA_FP16 = {
