@@ -3,7 +3,7 @@
 Flash-decoding: a program takes one request, one key/value head and one of ``splits`` parts of the
 cache, and all query heads that share that head at once, so a key is read once. Scores are products
 in the cache's own type (FP8 matrix instructions on an FP8 cache); values are multiplied in 16 bits,
-because an FP8 product wants them transposed. Only :mod:`attention_worker.decode` launches these.
+because an FP8 product wants them transposed. Launched by :mod:`attention_worker.decode_attention`.
 """
 
 import triton

@@ -43,7 +43,9 @@ class Case:
         self.lengths = torch.tensor(lengths, dtype=torch.int32, device="cuda")
         self.scales = [torch.tensor(s, device="cuda") for s in SCALES]
         self.out = torch.full((requests, heads, dim), 7.0, dtype=BF16, device="cuda")
-        self.plan = plan_decode(requests, kv_heads, heads // kv_heads, dim, dtype.itemsize, 132)
+        hip = torch.version.hip is not None
+        group = heads // kv_heads
+        self.plan = plan_decode(requests, kv_heads, group, dim, dtype.itemsize, 132, hip)
 
     def run(self, splits: int = 0):
         plan = replace(self.plan, splits=splits or self.plan.splits)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 import torch
 
 from afd.errors import ConfigError
+from attention_worker.decode_attention import decode_attention, reference_decode_attention
+from attention_worker.decode_plan import plan_decode
 
 _PAGE = 64
 _L2_BYTES = 160 << 20
@@ -68,10 +70,6 @@ def measure(lengths: tuple[int, ...], heads: int, dim: int, device: str) -> tupl
 
 
 def _ours(caches: Caches, device: str) -> Launch:
-    # Imported where it is used: the bench needs the attention worker for this one measurement.
-    from attention_worker.decode_attention import decode_attention
-    from attention_worker.decode_plan import plan_decode
-
     requests, heads, dim = caches.q.shape
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     plan = plan_decode(requests, 1, heads, dim, 1, processors)
@@ -118,8 +116,6 @@ def _fa3(caches: Caches) -> Launch:
 
 
 def _reference(caches: Caches) -> Launch:
-    from attention_worker.decode_attention import reference_decode_attention
-
     def launch(number: int) -> None:
         keys, values = caches.turn(number)
         reference_decode_attention(
