@@ -4,6 +4,7 @@
     decode      tokens/s per GPU at a time per token, against colocated vLLM on as many GPUs
     efficiency  busy time of the busier side over step time, stage times, a Perfetto trace
     step3       one layer of Step-3 at the paper's load per GPU, without vLLM
+    fused       kernels of one launch beside what they replace, on one GPU
     jitter      time per token over thousands of steps, beside colocated vLLM
     peer        the same requests on vllm-project/afd-plugin, from a checkout of it
     profile     no host synchronisation per layer: the host's CUDA calls of replayed steps
@@ -18,7 +19,7 @@ from collections.abc import Sequence
 
 from afd.errors import ConfigError
 
-COMMANDS = ("identity", "decode", "efficiency", "step3", "jitter", "peer", "profile")
+COMMANDS = ("identity", "decode", "efficiency", "step3", "fused", "jitter", "peer", "profile")
 
 
 def main(argv: Sequence[str]) -> int:
