@@ -53,11 +53,17 @@ class Attention(Section):
     host: str = "127.0.0.1"
     port: Port = 8100  # instance i serves at port + i; 0 = any free
     cpus: CoreLists = Field(default="auto", description=CORE_LISTS)
+    # of decode: vLLM's choice, or ours for an FP8 cache of one key/value head (docs/gpu.md)
+    kernel: Literal["vllm", "mqa"] = "vllm"
     vllm_args: tuple[str, ...] = ()  # given to vLLM's server unchanged
 
     @model_validator(mode="after")
     def _consistent(self) -> Attention:
         _check_core_lists(self.cpus, self.instances)
+        if self.kernel == "mqa" and self.device != "cuda":
+            raise ValueError(
+                f"kernel mqa runs on device cuda, not {self.device}; leave kernel at vllm"
+            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs"

@@ -26,7 +26,13 @@ class DecodePlan:
 
 
 def plan_decode(
-    requests: int, kv_heads: int, group: int, dim: int, element: int, processors: int
+    requests: int,
+    kv_heads: int,
+    group: int,
+    dim: int,
+    element: int,
+    processors: int,
+    hip: bool = False,
 ) -> DecodePlan:
     """The plan for ``requests`` rows with ``group`` query heads per key/value head of ``dim``.
 
@@ -34,6 +40,7 @@ def plan_decode(
 
     Args:
         element: bytes of a cache element. processors: multiprocessors of the device.
+        hip: an AMD device, of which some have 64 KiB of shared memory for a program.
     """
     block = 16 if group <= 16 else 64  # rows of the matrix instructions
     programs = max(1, requests * kv_heads * -(-group // block))
@@ -42,5 +49,5 @@ def plan_decode(
         tile=min(64, 16384 // (dim * element)),
         splits=min(MAX_SPLITS, max(1, PER_PROCESSOR * processors // programs)),
         warps=4,
-        stages=3,
+        stages=2 if hip else 3,
     )

@@ -56,6 +56,8 @@ def attention_command(
     if attention.device != "cpu":
         argv.append("--disable-cascade-attn")  # one attention call per micro-batch
         extra |= role.gpu_environment(environment)
+        if attention.kernel == "mqa":
+            argv.append("--attention-backend=CUSTOM")  # attention_worker/mqa_backend.py
     if replays(deployment):
         # Our layer loop replaces the model's own, so there is nothing for torch.compile; decode
         # steps are captured whole, transport included (attention_worker/graphs.py).

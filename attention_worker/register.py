@@ -4,6 +4,7 @@ import importlib
 
 from vllm import ModelRegistry
 from vllm.model_executor.model_loader import register_model_loader
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from afd.models import read_model
 from afd.roles import RoleSpec
@@ -23,4 +24,6 @@ def register_model(role: RoleSpec) -> None:
     base = getattr(importlib.import_module(module), name)
     register_remote_experts()
     register_model_loader(LOAD_FORMAT)(AttentionWeightLoader)
+    if role.deployment.attention.kernel == "mqa":
+        register_backend(AttentionBackendEnum.CUSTOM, "attention_worker.mqa_backend.MqaBackend")
     ModelRegistry.register_model(model.architecture, disaggregated(base, family))

@@ -1,8 +1,10 @@
 """What an attention instance does not support yet, refused before anything is loaded."""
 
 from vllm.config import VllmConfig
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from afd.errors import ConfigError
+from attention_worker.mqa import refusal
 
 
 def check_supported(config: VllmConfig) -> None:
@@ -24,3 +26,12 @@ def check_supported(config: VllmConfig) -> None:
             f"not supported on attention instances: {'; '.join(found)}; "
             "remove it from attention.vllm_args"
         )
+    if config.attention_config.backend is AttentionBackendEnum.CUSTOM:
+        model = config.model_config
+        refused = refusal(
+            config.cache_config.cache_dtype,
+            model.get_num_kv_heads(config.parallel_config),
+            model.get_head_size(),
+        )
+        if refused:
+            raise ConfigError(refused)

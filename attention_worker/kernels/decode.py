@@ -47,10 +47,7 @@ def _attend(q, factor, k, v0, v1, m, total, acc, left, MASKED: tl.constexpr, P: 
 def _entries(row_table, start, last, TILE: tl.constexpr, PAGE: tl.constexpr):
     """Pages of TILE tokens from ``start`` on: one number where a page holds them all, else [TILE].
     Tokens after ``last`` are taken for it: no entry is read that the request does not have."""
-    if PAGE % TILE == 0:
-        token = start
-    else:
-        token = start + tl.arange(0, TILE)
+    token = start if PAGE % TILE == 0 else start + tl.arange(0, TILE)
     return tl.load(row_table + tl.minimum(token, last) // PAGE)
 
 

@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     out = args.out
     if out is None:  # a host without a GPU has nothing to publish
         out = Path("docs/results/moe.json") if args.device == "cuda" else None
-    command = "afd bench moe " + " ".join(argv)
+    command = "afd bench moe " + " ".join(_without_out(argv))
     started = time.monotonic()
     rows = rows or (CPU_ROWS if args.device == "cpu" else ())
     run = Run(args.device, args.shapes, schemes, rows, tuple(args.modes.split(",")))
@@ -78,6 +78,18 @@ def main(argv: Sequence[str]) -> int:
     if out is not None:
         out.with_suffix(".md").write_text(page(cells, command, run.words()), encoding="utf-8")
     return 1 if run.failed else 0
+
+
+def _without_out(argv: Sequence[str]) -> list[str]:
+    """What was asked for, without where the results went."""
+    words = iter(argv)
+    kept = []
+    for word in words:
+        if word == "--out":
+            next(words, None)
+        elif not word.startswith("--out="):
+            kept.append(word)
+    return kept
 
 
 def _rows(text: str) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from ffn_worker.bench.layers import BOUNDS, Batch, Problem, batch, cost_of, erro
 from ffn_worker.bench.shapes import Ceilings
 from ffn_worker.bench.timing import as_graph, clock_of, repetitions_for
 from ffn_worker.model import FfnModel
-from ffn_worker.moe import BACKENDS, Scheme
+from ffn_worker.moe import BACKENDS
 from ffn_worker.moe.choice import Choices, Race, choices_of
 from ffn_worker.moe.tiles import LayerShape
 
@@ -55,7 +55,7 @@ def taken(cell: Cell, choices: Choices) -> Cell:
 def races(cells: Sequence[Cell]) -> list[Race]:
     """What decides who computes: replayed graphs, as a deployment does."""
     return [
-        Race.on(cell.layer, cell.rows, cell.times)
+        Race.on(cell.layer, cell.rows, {name: round(us, 2) for name, us in cell.times.items()})
         for cell in cells
         if cell.mode == "graph" and len(cell.times) > 1
     ]
@@ -102,9 +102,8 @@ def contenders(problem: Problem, ours: str, vllm: str) -> dict[str, Contender]:
         return takes and backend.unavailable(torch.bfloat16, shape.hidden, shape.width) is None
 
     hopper = ours == "triton" and runs("deep_gemm")
-    join = not (hopper and problem.scheme is Scheme.PLAIN)  # as the backend hopper has it
     names = (ours, "deep_gemm")[: 1 + hopper]
-    found = {name: Contender(problem.ffn(name, join_shared=join), encoded) for name in names}
+    found = {name: Contender(problem.ffn(name), encoded) for name in names}
     joined = found[ours].ffn.joins_shared
     if joined:
         apart = problem.ffn("hopper" if hopper else ours, join_shared=False)

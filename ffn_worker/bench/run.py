@@ -17,7 +17,7 @@ from ffn_worker.bench.measure import Cell, cells, ours_and_vllm, races, taken
 from ffn_worker.bench.timing import ceilings, clock_of
 from ffn_worker.bench.tune import read_space, tune
 from ffn_worker.moe.choice import write_races
-from ffn_worker.moe.tiles import FOLDER, LayerShape, write_buckets
+from ffn_worker.moe.tiles import FOLDER, LayerShape, tuned_tilings, write_buckets
 
 logger = logging.getLogger("afd.bench")
 
@@ -113,7 +113,8 @@ class Run:
         rows = tuple(count for count in self._rows if count in shapes.TUNED_ROWS) or self._rows
         with problem(shape, self._device, cache_bytes=0) as one:
             clock = clock_of(self._device)
-            named, buckets = tune(one, rows, read_space(), clock, hip, seconds)
+            held = tuned_tilings(device, hip)
+            named, buckets = tune(one, rows, read_space(), clock, hip, seconds, held)
         if buckets:
             file = FOLDER / slug(device) / f"{named.name}.json"
             write_buckets(file, device, named, buckets, tuned.command, tuned.date)

@@ -31,6 +31,7 @@ from ffn_worker.moe.tiles import (
     Part,
     Tile,
     Tiling,
+    Tilings,
     default_tiling,
 )
 from ffn_worker.moe.tiles import problem as problem_of
@@ -38,7 +39,8 @@ from ffn_worker.moe.triton import Products, TritonBackend, accepted
 
 logger = logging.getLogger("afd.bench")
 
-FIELDS = ("m", "n", "k", "group_m", "warps", "stages")
+FIELDS = ("m", "n", "k", "group_m", "warps", "stages", "swap")
+"""Of an entry of the search space; the last may be missing."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +67,14 @@ def read_space(file: Path = FOLDER / "space.json") -> dict[str, tuple[Cut, ...]]
         if tuple(data.pop("fields")) != FIELDS:
             raise ValueError(f"fields must be {', '.join(FIELDS)}")
         return {
-            scheme: tuple(Cut(int(m), Tile(*map(int, tile))) for m, *tile in cuts)
-            for scheme, cuts in data.items()
+            scheme: tuple(_cut(*map(int, cut)) for cut in cuts) for scheme, cuts in data.items()
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{file} is no search space ({error!r}); restore it from git") from None
+
+
+def _cut(m: int, n: int, k: int, group_m: int, warps: int, stages: int, swap: int = 0) -> Cut:
+    return Cut(m, Tile(n, k, group_m, warps, stages, bool(swap)))
 
 
 def heights(shape: LayerShape, rows: int) -> range:
@@ -256,18 +261,22 @@ def tune(
     clock: Clock,
     hip: bool,
     seconds: float,
+    held: Tilings | None = None,
 ) -> tuple[LayerShape, tuple[Bucket, ...]]:
     """Tilings of one shape: (the shape as its file is named, one bucket per entry of ``rows``).
 
-    A bucket takes an even part of ``seconds``, and begins with what was best in the one before.
+    A bucket takes an even part of ``seconds``, and begins with what was best in the one before and
+    with what ``held`` says.
     """
     layer = Layer(problem, hip)
     buckets: list[Bucket] = []
     ends = time.monotonic() + seconds
     for index, count in enumerate(sorted(rows)):
         bench, default = Bench(layer, count, clock), layer.default(count)
+        timed = {default: bench.layer_seconds(default)}  # after this the shape has its name
         tilings = [default] + ([buckets[-1].tiling] if buckets else [])
-        timed = {tiling: bench.layer_seconds(tiling) for tiling in tilings}
+        tilings += [held(layer.shape, count)] if held is not None else []
+        timed |= {t: bench.layer_seconds(t) for t in tilings if t != default}
         ran = [tiling for tiling, took in timed.items() if took is not None]
         if not ran:
             logger.warning("%s: nothing runs at %d rows", layer.shape.name, count)

@@ -37,10 +37,10 @@ def _a_tile(a_ptr, a_scale_ptr, row, inside, k0, K, A: tl.constexpr, BK: tl.cons
 @triton.jit
 def _product(
     acc, a, a_scale, b_ptr, b_scale_ptr, expert, n, n0, n_rows, k0, K,
-    A: tl.constexpr, B: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr,
 ):  # fmt: skip
-    """acc + activations x weights, over one step of K. ``n``: weight rows of this tile, ``n0``: the
-    first of them."""
+    """acc + activations x weights, over one step of K; with SWAP, which is for FP8, both transposed
+    and in the other order. ``n``: weight rows of this tile, ``n0``: the first of them."""
     if B == "mxfp4":
         byte = k0 // 2 + tl.arange(0, BK // 2)
         at = expert * n_rows * (K // 2) + n[None, :] * (K // 2) + byte[:, None]
@@ -57,7 +57,10 @@ def _product(
         b = tl.load(b_ptr + expert * n_rows * K + n[None, :] * K + k[:, None])
         if B == "fp8":
             b_scale_ptr += expert * (n_rows // 128) * (K // 128) + k0 // 128
-            if BN <= 128:  # one scale for all columns
+            if SWAP:
+                b_scale = tl.load(b_scale_ptr + n0 // 128 * (K // 128))
+                acc += tl.dot(tl.trans(b), tl.trans(a)) * (a_scale * b_scale)[None, :]
+            elif BN <= 128:  # one scale for all columns
                 b_scale = tl.load(b_scale_ptr + n0 // 128 * (K // 128))
                 acc += tl.dot(a, b) * (a_scale * b_scale)[:, None]
             else:
@@ -76,7 +79,7 @@ def _store(
     """Rows ``pair`` of the result, in the format ``C``."""
     n0 = tl.min(n, axis=0)
     if C == "fp8":
-        code, scale = fp8_block(tl.reshape(value, (BM, BN // 128, 128)), FP8_MAX)
+        code, scale = fp8_block(tl.reshape(value, (BM, BN // 128, 128)), FP8_MAX, EXACT=False)
         code = tl.reshape(code, (BM, BN)).to(c_ptr.dtype.element_ty)
         tl.store(c_ptr + pair[:, None] * N + n[None, :], code, mask=inside[:, None])
         group = n0 // 128 + tl.arange(0, BN // 128)
@@ -122,6 +125,7 @@ def grouped_gemm_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     GROUP_M: tl.constexpr,
+    SWAP: tl.constexpr,
 ):
     """C[pair] = A[pair // rows_per] x B[expert of pair].T; with GATED silu(gate) * up of it.
 
@@ -133,6 +137,9 @@ def grouped_gemm_kernel(
     pairs_ptr: int32, pair numbers sorted by expert, padding >= ``pairs``; experts_ptr: int32, the
     local expert of each block of BM; used_ptr: int32 [1], how many entries of pairs_ptr are in
     use. K is a multiple of BK; for a quantised C, N of BN. Grid: (blocks of pairs * blocks of N).
+
+    SWAP: weights are the first operand and activations the second, FP8 with BN of 128 at most.
+    Hopper's FP8 products have 64 rows of the first operand at least, but 8 of the second.
 
     SHARED: expert ``shared_expert`` is only ``shared_width`` wide, a multiple of BK (of the second
     launch) and of what its scales cover: further columns of C (GATED) are not computed, further
@@ -164,20 +171,23 @@ def grouped_gemm_kernel(
     n = n0 + tl.arange(0, BN)
     n_read = n % N  # columns beyond N repeat others and are not stored
     n_rows = 2 * N if GATED else N
-    acc = tl.zeros((BM, BN), dtype=tl.float32)
-    up = tl.zeros((BM, BN), dtype=tl.float32)
+    acc = tl.zeros((BN, BM) if SWAP else (BM, BN), dtype=tl.float32)
+    up = tl.zeros_like(acc)
     for k0 in range(0, k_end, BK):
         a, a_scale = _a_tile(a_ptr, a_scale_ptr, row, inside, k0, K, A, BK)
         acc = _product(
-            acc, a, a_scale, b_ptr, b_scale_ptr, expert, n_read, n0, n_rows, k0, K, A, B, BN, BK
-        )
+            acc, a, a_scale, b_ptr, b_scale_ptr, expert, n_read, n0, n_rows, k0, K, A, B, BN, BK,
+            SWAP,
+        )  # fmt: skip
         if GATED:
             up = _product(
                 up, a, a_scale, b_ptr, b_scale_ptr, expert, n_read + N, n0 + N, n_rows, k0, K,
-                A, B, BN, BK,
+                A, B, BN, BK, SWAP,
             )  # fmt: skip
     if GATED:
         acc = acc / (1.0 + tl.exp(-acc)) * up
+    if SWAP:
+        acc = tl.trans(acc)
     _store(c_ptr, c_scale_ptr, acc, pair, inside, n, N, C, FP8_MAX, BM, BN)
 
 

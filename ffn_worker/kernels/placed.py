@@ -43,45 +43,56 @@ def gather_rows_kernel(
 
 @triton.jit
 def silu_kernel(
-    h_ptr, slots_ptr, a_ptr, a_scale_ptr, width, capacity,
-    PLACED: tl.constexpr, FP8_MAX: tl.constexpr, GROUPS: tl.constexpr,
+    h_ptr, slots_ptr, a_ptr, a_scale_ptr, pairs, width, capacity,
+    PLACED: tl.constexpr, FP8_MAX: tl.constexpr, PAIRS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """a[slot] = silu(h[slot, :width]) * h[slot, width:] for the slot of each pair; without PLACED
     for every row of h.
 
     h bfloat16 [capacity, 2 * width]. a [capacity, width] FP8 with a_scale float32
-    [width / 128, capacity]; FP8_MAX 0: bfloat16. Grid (pairs or rows,
+    [width / 128, capacity]; FP8_MAX 0: bfloat16. Grid (ceil(pairs or rows / PAIRS),
     ceil(width / (128 * GROUPS))).
     """
-    slot = tl.program_id(0).to(tl.int64)
+    each = tl.arange(0, PAIRS * GROUPS)
+    pair = tl.program_id(0) * PAIRS + each // GROUPS
+    slot = tl.where(pair < pairs, pair, -1)
     if PLACED:
-        slot = tl.load(slots_ptr + slot).to(tl.int64)
-        if slot < 0:
+        slot = tl.load(slots_ptr + pair, mask=pair < pairs, other=-1)
+        if tl.max(slot, axis=0) < 0:
             return
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    group = tl.program_id(1) * GROUPS + each % GROUPS
+    here = (slot >= 0) & (group < width // 128)
+    slot = slot.to(tl.int64)
+    inside = here[:, None]
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
-    inside = column < width
-    gate = tl.load(h_ptr + slot * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(h_ptr + slot * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+    at = h_ptr + slot[:, None] * 2 * width + column
+    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
     value = gate / (1.0 + tl.exp(-gate)) * up
     if FP8_MAX > 0:
-        value, scale = fp8_block(value, FP8_MAX)
-        tl.store(a_scale_ptr + group * capacity + slot, scale, mask=group < width // 128)
-    tl.store(a_ptr + slot * width + column, value.to(a_ptr.dtype.element_ty), mask=inside)
+        value, scale = fp8_block(value, FP8_MAX, EXACT=False)
+        tl.store(a_scale_ptr + group * capacity + slot, scale, mask=here)
+    value = value.to(a_ptr.dtype.element_ty)
+    tl.store(a_ptr + slot[:, None] * width + column, value, mask=inside)
 
 
 @triton.jit
 def sum_slots_kernel(
-    y_ptr, slots_ptr, weights_ptr, out_ptr, hidden, TOP_K: tl.constexpr, BLOCK: tl.constexpr
+    y_ptr, slots_ptr, weights_ptr, shared_ptr, out_ptr, hidden,
+    TOP_K: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[row] = sum over k of weights[row, k] * y[slots[row * TOP_K + k]].
+    """out[row] = sum over k of weights[row, k] * y[slots[row * TOP_K + k]]; with SHARED plus
+    shared[row].
 
-    y bfloat16 [capacity, hidden]; slots below 0 are left out. Adds in float32 in the order of k.
-    Grid (rows, ceil(hidden / BLOCK)).
+    y bfloat16 [capacity, hidden], shared [rows, hidden]; slots below 0 are left out. Adds in
+    float32 in the order of k. Grid (rows, ceil(hidden / BLOCK)).
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
+    if SHARED:
+        at = shared_ptr + row * hidden + column
+        total += tl.load(at, mask=column < hidden, other=0.0).to(tl.float32)
     for k in tl.static_range(TOP_K):
         slot = tl.load(slots_ptr + row * TOP_K + k).to(tl.int64)
         here = slot >= 0
@@ -89,42 +100,3 @@ def sum_slots_kernel(
         # A pair that is left out may have any weight, NaN too.
         total += y.to(tl.float32) * tl.load(weights_ptr + row * TOP_K + k, mask=here, other=0.0)
     tl.store(out_ptr + row * hidden + column, total.to(out_ptr.dtype.element_ty), column < hidden)
-
-
-@triton.jit
-def sum_slots_shared_kernel(
-    y_ptr, slots_ptr, weights_ptr, s_ptr, s_scale_ptr, w_ptr, w_scale_ptr, out_ptr,
-    rows, hidden, width,
-    TOP_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """out = what sum_slots_kernel computes + s x w.T, the shared expert's product, which does not
-    pass through memory this way.
-
-    s FP8 [rows, width] with s_scale float32 [width / 128, rows]; w FP8 [hidden, width] with w_scale
-    float32 [hidden / 128, width / 128]. width is a multiple of 128, hidden of BN, and 128 of BN.
-    Grid (ceil(rows / BM) * hidden / BN): neighbours share w.
-    """
-    blocks_m = tl.cdiv(rows, BM)
-    row = tl.program_id(0) % blocks_m * BM + tl.arange(0, BM)
-    first = tl.program_id(0) // blocks_m * BN
-    column = first + tl.arange(0, BN)
-    inside = row < rows
-    wide = row.to(tl.int64)
-    total = tl.zeros((BM, BN), dtype=tl.float32)
-    for k0 in range(0, width, 128):
-        depth = k0 + tl.arange(0, 128)
-        s = tl.load(s_ptr + wide[:, None] * width + depth[None, :], mask=inside[:, None], other=0.0)
-        w = tl.load(w_ptr + column[None, :] * width + depth[:, None])
-        s_scale = tl.load(s_scale_ptr + k0 // 128 * rows + row, mask=inside, other=0.0)
-        w_scale = tl.load(w_scale_ptr + first // 128 * (width // 128) + k0 // 128)
-        total += tl.dot(s, w) * (s_scale * w_scale)[:, None]
-    # Behind the product: results that wait for it in registers would spill.
-    for k in tl.static_range(TOP_K):
-        slot = tl.load(slots_ptr + wide * TOP_K + k, mask=inside, other=-1).to(tl.int64)
-        here = slot >= 0
-        at = slot[:, None] * hidden + column[None, :]
-        y = tl.load(y_ptr + at, mask=here[:, None], other=0.0)
-        weight = tl.load(weights_ptr + wide * TOP_K + k, mask=here, other=0.0)
-        total += y.to(tl.float32) * weight[:, None]
-    at = wide[:, None] * hidden + column[None, :]
-    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside[:, None])

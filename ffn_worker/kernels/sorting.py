@@ -49,23 +49,27 @@ def count_pairs_kernel(
 
 
 @triton.jit
-def _runs(counts_ptr, mine, all_experts, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
+def _runs(
+    counts_ptr, mine, all_experts, BLOCK: tl.constexpr, BINS: tl.constexpr, EXPERTS: tl.constexpr
+):  # fmt: skip
     """Of the experts ``mine``: where their runs begin, their pairs, and how many of them lie in
     earlier chunks; and the entries of all runs together."""
     each = tl.arange(0, EXPERTS)
-    every = tl.zeros((EXPERTS,), tl.int32)
-    counts = tl.zeros_like(mine)
-    earlier = tl.zeros_like(mine)
+    step = tl.arange(0, 32)
+    every = tl.zeros((32, EXPERTS), tl.int32)
+    counts = tl.zeros((32, BINS), tl.int32)
+    earlier = tl.zeros((32, BINS), tl.int32)
     for first in range(0, tl.num_programs(0), 32):
-        chunk = first + tl.arange(0, 32)
+        chunk = first + step
         there = (chunk < tl.num_programs(0))[:, None]
         at = counts_ptr + chunk[:, None] * EXPERTS
-        found = tl.load(at + each[None, :], mask=there & (each < all_experts)[None, :], other=0)
-        every += tl.sum(found, axis=0)
+        every += tl.load(at + each[None, :], mask=there & (each < all_experts)[None, :], other=0)
         found = tl.load(at + mine[None, :], mask=there & (mine < all_experts)[None, :], other=0)
-        counts += tl.sum(found, axis=0)
-        before = (chunk < tl.program_id(0))[:, None]
-        earlier += tl.sum(tl.where(before, found, 0), axis=0)
+        counts += found
+        earlier += tl.where((chunk < tl.program_id(0))[:, None], found, 0)
+    every = tl.sum(every, axis=0)
+    counts = tl.sum(counts, axis=0)
+    earlier = tl.sum(earlier, axis=0)
     padded = _round_up(every, BLOCK)
     first = tl.sum(tl.where(each < tl.min(mine, axis=0), padded, 0), axis=0)
     own = _round_up(counts, BLOCK)
@@ -93,13 +97,13 @@ def sort_pairs_kernel(
     """
     mine = tl.program_id(1) * BINS + tl.arange(0, BINS)
     all_experts = experts + 1 if SHARED else experts
-    begins, counts, earlier, used = _runs(counts_ptr, mine, all_experts, BLOCK, EXPERTS)
+    begins, counts, earlier, used = _runs(counts_ptr, mine, all_experts, BLOCK, BINS, EXPERTS)
     pair = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     expert = _expert_of(ids_ptr, pair, pairs, start, experts, K, SHARED)
     found = expert[:, None] == mine[None, :]
     rank = tl.cumsum(found.to(tl.int32), axis=0) - 1
-    at = (begins + earlier)[None, :] + rank
-    tl.store(sorted_ptr + at, tl.broadcast_to(pair[:, None], (CHUNK, BINS)), mask=found)
+    at = tl.sum(tl.where(found, (begins + earlier)[None, :] + rank, 0), axis=1)
+    tl.store(sorted_ptr + at, pair, mask=(expert >= 0) & (expert // BINS == tl.program_id(1)))
     blocks = (counts + BLOCK - 1) // BLOCK
     # Chunks share the blocks out: one expert may have nearly all of them.
     for block in range(tl.program_id(0), tl.max(blocks, axis=0), tl.num_programs(0)):
@@ -127,7 +131,7 @@ def place_pairs_kernel(
     where each run ends, without its padding.
     """
     mine = tl.program_id(1) * BINS + tl.arange(0, BINS)
-    begins, counts, earlier, _ = _runs(counts_ptr, mine, experts, BLOCK, EXPERTS)
+    begins, counts, earlier, _ = _runs(counts_ptr, mine, experts, BLOCK, BINS, EXPERTS)
     pair = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     expert = _expert_of(ids_ptr, pair, pairs, start, experts, K, False)
     found = expert[:, None] == mine[None, :]

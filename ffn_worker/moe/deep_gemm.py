@@ -14,9 +14,8 @@ there are. The layout with an expert per row loads every tile of the upper bound
 computes no tile of -1: on a shard of half of the experts, twice the rows. The masked one needs
 room for every row at every expert.
 
-A shared expert is no group: groups have one width. In FP8 its first product runs on a stream of its
-own beside sorting and gathering, of which it needs nothing, its second in the kernel that sums
-results. In bfloat16 the caller computes it.
+A shared expert is no group: groups have one width. It is computed on a stream of its own beside the
+others, of which it needs nothing, and added where they are summed.
 """
 
 import importlib.util
@@ -147,57 +146,45 @@ def _grouped_product(
     return out
 
 
-def _product(rows: EncodedRows, weight: Weight, out: torch.Tensor) -> None:
-    """out bfloat16 [rows, N] = rows x weight.T, weight [N, K], on a part of the device."""
-    deep_gemm = library()
+def _product(a: _Operand, weight: Weight, out: torch.Tensor) -> None:
+    """out bfloat16 [rows, N] = a x weight.T, weight [N, K], on a part of the device. a: the scales
+    may be of more rows, up to a multiple of 4."""
+    deep_gemm, count = library(), len(out)
+    rows, columns = a.codes[:count], weight.codes
+    product = deep_gemm.bf16_gemm_nt
+    if a.scales is not None:
+        product = deep_gemm.fp8_gemm_nt
+        rows, columns = (rows, a.scales.t()[:count]), (columns, weight.scales)
     every = deep_gemm.get_num_sms()
     deep_gemm.set_num_sms(beside(every))
     try:
-        deep_gemm.fp8_gemm_nt((rows.payload, rows.scales), (weight.codes, weight.scales), out)
+        product(rows, columns, out)
     finally:
         deep_gemm.set_num_sms(every)
 
 
-def _sum(y: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
-    """out [rows, hidden]: each row's results by their slots, weighed and added."""
+def _sum(
+    y: torch.Tensor,
+    slots: torch.Tensor,
+    weights: torch.Tensor,
+    shared: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """out [rows, hidden]: each row's results by their slots, weighed and added, and ``shared``."""
     from ffn_worker.kernels.placed import sum_slots_kernel
 
     (count, hidden), block = out.shape, 1024
     sum_slots_kernel[(count, -(-hidden // block))](
-        y, slots, weights, out, hidden, TOP_K=weights.shape[1], BLOCK=block
-    )
-
-
-def _sum_shared(
-    y: torch.Tensor,
-    slots: torch.Tensor,
-    weights: torch.Tensor,
-    s: _Operand,
-    down: Weight,
-    out: torch.Tensor,
-) -> None:
-    """:func:`_sum`, and the shared expert's second product, of s."""
-    from ffn_worker.kernels.placed import sum_slots_shared_kernel
-
-    count, hidden = out.shape
-    m, n = 64, 64  # of a wider tile threads need twice the registers, so that half as many run
-    sum_slots_shared_kernel[(-(-count // m) * (hidden // n),)](
         y,
         slots,
         weights,
-        s.codes,
-        s.scales,
-        down.codes,
-        down.scales,
+        y if shared is None else shared,
         out,
-        count,
         hidden,
-        down.shape[1],
         TOP_K=weights.shape[1],
-        BM=m,
-        BN=n,
-        num_warps=8,
-        num_stages=2,
+        SHARED=shared is not None,
+        BLOCK=block,
+        num_warps=2,
     )
 
 
@@ -216,15 +203,17 @@ def _silu(tag: Tag, h: torch.Tensor, slots: torch.Tensor | None, pairs: int) -> 
     from ffn_worker.kernels.placed import silu_kernel
 
     room, width = h.shape[0], h.shape[1] // 2
-    a, groups = _Operand.empty(tag, room, width, h.device), 8
-    silu_kernel[(pairs, -(-width // (SCALE_BLOCK * groups)))](
+    a, rows, groups = _Operand.empty(tag, room, width, h.device), 4, 8
+    silu_kernel[(-(-pairs // rows), -(-width // (SCALE_BLOCK * groups)))](
         h,
         h if slots is None else slots,
         *a.pointers,
+        pairs,
         width,
         room,
         PLACED=slots is not None,
         FP8_MAX=FP8_MAX.get(tag, 0.0),
+        PAIRS=rows,
         GROUPS=groups,
     )
     return a
@@ -267,12 +256,11 @@ class DeepGemmBackend(TritonBackend):
         return None
 
     def prepare_shared(self, layer: int, gate_up: Weight, down: Weight) -> bool:
-        if self._layers[layer].w2.scales is None:
-            return False
         width = -(-down.shape[-1] // SCALE_BLOCK) * SCALE_BLOCK
+        scheme = self._layers[layer].w2.scheme
         self._beside[layer] = _Shared(
             *(
-                in_scheme(weight, Scheme.FP8_BLOCK, self.fp8, torch.bfloat16)
+                in_scheme(weight, scheme, self.fp8, torch.bfloat16)
                 for weight in widened(gate_up, down, width)
             )
         )
@@ -296,18 +284,24 @@ class DeepGemmBackend(TritonBackend):
         shared = self._beside.get(layer)
         if shared is None:
             y, placed = self._routed(layer, rows, topk_ids, load)
-            _sum(y, placed.slots, topk_weights, out)
+            _sum(y, placed.slots, topk_weights, None, out)
             return
-        assert self._side is not None and rows.scales is not None  # set by prepare_shared; FP8
-        h = torch.empty(
-            (len(rows), shared.gate_up.shape[0]), dtype=torch.bfloat16, device=rows.device
-        )
+        assert self._side is not None  # set by prepare_shared
+        added = torch.empty_like(out)
         with self._side.branch():
-            _product(rows, shared.gate_up, h)
-            s = _silu(rows.tag, h, None, len(rows))
+            self._apart(shared, rows, added)
         y, placed = self._routed(layer, rows, topk_ids, load)
         self._side.join()
-        _sum_shared(y, placed.slots, topk_weights, s, shared.down, out)
+        _sum(y, placed.slots, topk_weights, added, out)
+
+    @staticmethod
+    def _apart(shared: _Shared, rows: EncodedRows, out: torch.Tensor) -> None:
+        """The shared expert's results of all rows."""
+        scales = None if rows.scales is None else rows.scales.t()
+        room = -(-len(rows) // 4) * 4  # as the library wants scales
+        h = torch.empty((room, shared.gate_up.shape[0]), dtype=torch.bfloat16, device=rows.device)
+        _product(_Operand(rows.payload, scales), shared.gate_up, h[: len(rows)])
+        _product(_silu(rows.tag, h, None, len(rows)), shared.down, out)
 
     def _routed(
         self, layer: int, rows: EncodedRows, topk_ids: torch.Tensor, load: SlotLoad | None

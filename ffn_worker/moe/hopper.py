@@ -8,7 +8,7 @@ from afd.wire.rows_torch import EncodedRows
 from ffn_worker.load import SlotLoad
 from ffn_worker.moe.choice import Choices, choices_of
 from ffn_worker.moe.deep_gemm import DeepGemmBackend
-from ffn_worker.moe.quantise import Scheme, Weight
+from ffn_worker.moe.quantise import Weight
 from ffn_worker.moe.triton import TritonBackend
 from ffn_worker.moe.vllm_cuda import VllmCudaBackend
 
@@ -17,8 +17,8 @@ class HopperBackend(DeepGemmBackend):
     """The Triton kernels, DeepGEMM or vLLM's fused experts, as the device's tuning file has it
     (:mod:`ffn_worker.moe.choice`).
 
-    A shared expert of FP8 weights, which is small, is held for the first two; vLLM's kernels, which
-    have no such thing, are not taken then. With bfloat16 weights the caller computes it.
+    A shared expert, which is small, is held for the first two; vLLM's kernels, which have no such
+    thing, are not taken then.
     """
 
     def __init__(self, experts: tuple[int, int], num_experts: int | None = None) -> None:
@@ -36,8 +36,6 @@ class HopperBackend(DeepGemmBackend):
             self._vllm.prepare(layer, w13, w2)
 
     def prepare_shared(self, layer: int, gate_up: Weight, down: Weight) -> bool:
-        if self._layers[layer].w2.scheme is Scheme.PLAIN:
-            return False
         joined = TritonBackend.prepare_shared(self, layer, gate_up, down)
         return joined and super().prepare_shared(layer, gate_up, down)
 

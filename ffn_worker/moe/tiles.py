@@ -46,13 +46,15 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class Tile:
-    """One launch: columns and depth of a tile, and the programs' schedule."""
+    """One launch: columns and depth of a tile, and the programs' schedule. swap: FP8 weights times
+    rows instead of rows times weights, which Hopper can do for fewer than 64 rows as well."""
 
     n: int
     k: int
     group_m: int
     warps: int
     stages: int
+    swap: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,8 @@ def problem(shape: LayerShape, tiling: Tiling, parts: tuple[Part, ...] = PARTS) 
 def _problem(shape: LayerShape, tile: Tile, depth: int, columns: int) -> str | None:
     if depth % tile.k:
         return f"a depth of {depth} is no multiple of {tile.k}"
+    if tile.swap and (shape.scheme != "fp8_block" or tile.n > 128):
+        return f"a tile of {tile.n} columns of {shape.scheme} weights is not swapped"
     if shape.scheme == "fp8_block" and tile.k > 128:
         return f"one scale covers 128 of the {tile.k} columns of an FP8 tile"
     if shape.shared and tile.k > 128:

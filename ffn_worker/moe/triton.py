@@ -277,6 +277,7 @@ def _launch(
         BN=tile.n,
         BK=tile.k,
         GROUP_M=tile.group_m,
+        SWAP=tile.swap,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )

@@ -4,13 +4,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel, compile
 from triton.runtime.jit import JITFunction
 
 from afd.wire import codecs_triton as wire
 from afd.wire import slot_triton as slot
-from attention_worker.kernels import norm, rope_cache, slots
+from attention_worker.kernels import decode, norm, rope_cache, slots
 from ffn_worker.allreduce import formats_triton as reduce
 from ffn_worker.allreduce import quick_triton as quick
 from ffn_worker.allreduce.formats import FORMATS, ReduceFormat
@@ -363,24 +364,26 @@ def moe_builds(target: str) -> Iterator[Build]:
     fp8 = NATIVE_FP8[target]
     pointers = {"plain": ("*bf16", "*fp32"), "fp8": (f"*{fp8}", "*fp32"), "mxfp4": ("*u8", "*u8")}
     cases = [
-        ("plain", "plain", _MFMA_BF16, 64, 64, False),
-        ("fp8", "fp8", _MFMA_FP8, 64, 128, False),
-        ("fp8", "fp8", _MFMA_FP8, 64, 128, True),
-        ("mxfp4", "mxfp4", _MFMA_MX, 64, 128, False),
-        ("plain", "mxfp4", _MFMA_BF16, 64, 64, False),
+        ("plain", "plain", _MFMA_BF16, 64, 64, False, False),
+        ("fp8", "fp8", _MFMA_FP8, 64, 128, False, False),
+        ("fp8", "fp8", _MFMA_FP8, 64, 128, True, False),
+        ("fp8", "fp8", _MFMA_FP8, 16, 128, False, True),
+        ("mxfp4", "mxfp4", _MFMA_MX, 64, 128, False, False),
+        ("plain", "mxfp4", _MFMA_BF16, 64, 64, False, False),
     ]
     if target != "sm_90":  # wgmma has 64 rows at least; with fewer, Triton would not multiply FP8
-        cases.append(("fp8", "fp8", _MFMA_FP8, 16, 128, False))
-    for a, b, wanted, rows, step, shared in cases:
+        cases.append(("fp8", "fp8", _MFMA_FP8, 16, 128, False, False))
+    for a, b, wanted, rows, step, shared, swap in cases:
         for gated in (True, False):
             out = a if gated else "plain"
             types = dict(_GEMM_TYPES)
             for letter, form in (("a", a), ("b", b), ("c", out)):
                 types[f"{letter}_ptr"], types[f"{letter}_scale_ptr"] = pointers[form]
             formats = {"A": a, "B": b, "C": out, "GATED": gated, "FP8_MAX": FP8_MAX[fp8]}
-            formats["SHARED"] = shared
+            formats["SHARED"], formats["SWAP"] = shared, swap
+            options = (",shared" if shared else "") + (",swap" if swap else "")
             yield Build(
-                f"{'gate_up' if gated else 'down'}[{a},{b},{rows}{',shared' if shared else ''}]",
+                f"{'gate_up' if gated else 'down'}[{a},{b},{rows}{options}]",
                 moe.grouped_gemm_kernel,
                 types,
                 {**formats, "BM": rows, "BN": 128, "BK": step, "GROUP_M": 8},
@@ -469,37 +472,77 @@ def placed_builds(target: str) -> Iterator[Build]:
         placed.silu_kernel,
         {
             "h_ptr": "*bf16", "slots_ptr": "*i32", "a_ptr": "*bf16", "a_scale_ptr": "*bf16",
-            "width": "i32", "capacity": "i32",
+            "pairs": "i32", "width": "i32", "capacity": "i32",
         },
-        {"PLACED": True, "FP8_MAX": 0.0, "GROUPS": 4},
+        {"PLACED": True, "FP8_MAX": 0.0, "PAIRS": 2, "GROUPS": 4},
         aligned=("width", "capacity"),
     )  # fmt: skip
     for suffix, is_placed in (("", True), ("[rows]", False)):
         yield Build(
             f"silu{suffix}",
             placed.silu_kernel,
-            {"h_ptr": "*bf16", "slots_ptr": "*i32", "a_ptr": f"*{fp8}", "width": "i32", **scales},
-            {"PLACED": is_placed, "FP8_MAX": FP8_MAX[fp8], "GROUPS": 4},
+            {
+                "h_ptr": "*bf16",
+                "slots_ptr": "*i32",
+                "a_ptr": f"*{fp8}",
+                "pairs": "i32",
+                "width": "i32",
+                **scales,
+            },
+            {"PLACED": is_placed, "FP8_MAX": FP8_MAX[fp8], "PAIRS": 2, "GROUPS": 4},
             aligned=("width", "capacity"),
         )
     results = {"y_ptr": "*bf16", "slots_ptr": "*i32", "weights_ptr": "*fp32"}
+    for suffix, shared in (("", False), ("[shared]", True)):
+        yield Build(
+            f"sum_slots{suffix}",
+            placed.sum_slots_kernel,
+            {**results, "shared_ptr": "*bf16", "out_ptr": "*bf16", "hidden": "i32"},
+            {"TOP_K": 3, "SHARED": shared, "BLOCK": 1024},
+            aligned=("hidden",),
+        )
+
+
+_MFMA_FP16 = {
+    "gfx942": (r"v_mfma_f32_\d+x\d+x\d+_f16",),
+    "gfx950": (r"v_mfma_f32_\d+x\d+x\d+_f16",),
+    "sm_90": (r"wgmma\.mma_async\.sync\.aligned\.m64n256k16\.f32\.f16\.f16",),
+}
+DECODE = {"step3": (256, 64, 64, 64), "few": (64, 4, 32, 16)}
+"""Head size, query heads, tile and page of the builds of decode attention; "few" is emulated."""
+
+
+def decode_builds(target: str) -> Iterator[Build]:
+    """Decode attention on an FP8 cache: Step-3's shape, and a small one."""
+    fp8 = NATIVE_FP8[target]
+    strides = ("q_stride", "table_stride", "page_stride", "token_stride", "head_stride")
+    for name, (dim, group, tile, page) in DECODE.items():
+        yield Build(
+            f"decode[{name}]",
+            decode.decode_kernel,
+            {
+                **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), f"*{fp8}"),
+                **dict.fromkeys(("table_ptr", "lengths_ptr"), "*i32"),
+                **dict.fromkeys(("q_scale_ptr", "k_scale_ptr", "v_scale_ptr"), "*fp32"),
+                "out_ptr": "*fp16", "lse_ptr": "*fp32",
+                "softmax_scale": "fp32", **dict.fromkeys((*strides, "splits"), "i32"),
+            },
+            {
+                "GROUP": group, "KV_HEADS": 1, "DIM": dim, "BLOCK": 16 if group <= 16 else 64,
+                "TILE": tile, "PAGE": page, "SPLIT": True, "P": tl.float16,
+                "STAGES": 3 if target == "sm_90" else 2,
+            },
+            aligned=("q_stride", "page_stride", "token_stride", "head_stride"),
+            wanted={t: _MFMA_FP8[t] + _MFMA_FP16[t] for t in TARGETS} if dim == 256 else {},
+        )  # fmt: skip
     yield Build(
-        "sum_slots",
-        placed.sum_slots_kernel,
-        {**results, "out_ptr": "*bf16", "hidden": "i32"},
-        {"TOP_K": 3, "BLOCK": 1024},
-        aligned=("hidden",),
-    )
-    yield Build(
-        "sum_slots_shared",
-        placed.sum_slots_shared_kernel,
+        "combine_decode",
+        decode.combine_kernel,
         {
-            **results, "s_ptr": f"*{fp8}", "s_scale_ptr": "*fp32", "w_ptr": f"*{fp8}",
-            "w_scale_ptr": "*fp32", "out_ptr": "*bf16",
-            "rows": "i32", "hidden": "i32", "width": "i32",
+            "parts_ptr": "*fp16", "lse_ptr": "*fp32", "v_scale_ptr": "*fp32", "out_ptr": "*bf16",
+            "rows": "i32", "splits": "i32",
         },
-        {"TOP_K": 3, "BM": 64, "BN": 128},
-        aligned=("hidden", "width"),
+        {"DIM": 64, "LANES": 4, "BLOCK": 4, "SCALED": True},
     )  # fmt: skip
 
 
@@ -511,4 +554,5 @@ def builds(target: str) -> list[Build]:
         *reduce_builds(target),
         *moe_builds(target),
         *placed_builds(target),
+        *decode_builds(target),
     ]

@@ -83,24 +83,25 @@ def close(got: np.ndarray, want: np.ndarray, bound: float) -> None:
 
 
 CASES = [
-    ("plain", "plain", 64),
-    ("fp8", "fp8", 64),
-    ("mxfp4", "mxfp4", 64),
-    ("plain", "mxfp4", 64),
-    ("fp8", "fp8", 16),
+    ("plain", "plain", 64, ""),
+    ("fp8", "fp8", 64, ""),
+    ("mxfp4", "mxfp4", 64, ""),
+    ("plain", "mxfp4", 64, ""),
+    ("fp8", "fp8", 16, ""),
+    ("fp8", "fp8", 16, ",swap"),
 ]
 # One rounding of the result, relative to its largest value; FP8 and MXFP4 results are coarse.
 ACTIVATION_BOUND = {"plain": 2**-8, "fp8": 2**-4, "mxfp4": 0.26}
 
 
-@pytest.mark.parametrize(("a", "b", "block"), CASES)
+@pytest.mark.parametrize(("a", "b", "block", "how"), CASES)
 @pytest.mark.parametrize("arch", FP8)
-def test_gate_up(compiled, arch, a, b, block):
+def test_gate_up(compiled, arch, a, b, block, how):
     runner, tag, batch = Runner(compiled, arch), FP8[arch], Batch(block)
     x, w13 = quantised(batch.x, a, tag), quantised_weight(batch.w13, b, tag)
     out, scale, _ = quantised(np.zeros((PAIRS, WIDTH)), a, tag)
     got, got_scale = launch(
-        runner, f"gate_up[{a},{b},{block}]", batch, x, w13, out, scale, WIDTH, HIDDEN, TOP_K
+        runner, f"gate_up[{a},{b},{block}{how}]", batch, x, w13, out, scale, WIDTH, HIDDEN, TOP_K
     )
     want = silu_product(x[2], w13[2], batch.ids)
     if a == "fp8":
@@ -115,15 +116,16 @@ def test_gate_up(compiled, arch, a, b, block):
         assert np.isclose(got_scale.astype(float), want_scale, rtol=1e-5).mean() > 0.98
 
 
-@pytest.mark.parametrize(("a", "b", "block"), CASES)
+@pytest.mark.parametrize(("a", "b", "block", "how"), CASES)
 @pytest.mark.parametrize("arch", FP8)
-def test_down(compiled, arch, a, b, block):
+def test_down(compiled, arch, a, b, block, how):
     runner, tag, batch = Runner(compiled, arch), FP8[arch], Batch(block)
     rng = np.random.default_rng(6)
     act = quantised(rng.standard_normal((PAIRS, WIDTH)), a, tag)
     w2 = quantised_weight(batch.w2, b, tag)
     out, scale, _ = quantised(np.zeros((PAIRS, HIDDEN)), "plain", tag)
-    got, _ = launch(runner, f"down[{a},{b},{block}]", batch, act, w2, out, scale, HIDDEN, WIDTH, 1)
+    name = f"down[{a},{b},{block}{how}]"
+    got, _ = launch(runner, name, batch, act, w2, out, scale, HIDDEN, WIDTH, 1)
     want = np.einsum("pk,pnk->pn", act[2], w2[2][batch.ids.reshape(-1)])
     close(got, want, 2**-8)
 

@@ -78,7 +78,8 @@ def test_bfloat16_rows_and_products(compiled, arch):
     assert np.array_equal(got[where[there]], np.repeat(x, EACH, 0)[there])
     h = rng.standard_normal((ROOM, 2 * HIDDEN)).astype(ml_dtypes.bfloat16)
     h[unused] = np.nan
-    arrays, grid = [h, where, a, a], (ROWS * EACH, 2)
+    arrays, grid = [h, where, a, a], (-(-ROWS * EACH // 2), 2)
+    sizes = [("i", ROWS * EACH), *sizes]
     (got,) = run.in_order("silu[plain]", arrays, [2], sizes, grid)
     values = h[where[there]].astype(np.float64)
     want = values[:, :HIDDEN] / (1 + np.exp(-values[:, :HIDDEN])) * values[:, HIDDEN:]
@@ -97,8 +98,8 @@ def test_silu_and_quantise(compiled, arch):
     h[where[0], :128], h[where[2], 5], h[where[3], :HIDDEN] = 0, np.nan, 300
     h[[slot for slot in range(ROOM) if slot not in where]] = np.nan
     a, a_scales = np.full((ROOM, HIDDEN), 7, np.uint8), np.full((HIDDEN // 128, ROOM), 7, "f4")
-    arrays, sizes = [h, where, a, a_scales], [("i", HIDDEN), ("i", ROOM)]
-    grid = (ROWS * EACH, 2)
+    arrays = [h, where, a, a_scales]
+    sizes, grid = [("i", ROWS * EACH), ("i", HIDDEN), ("i", ROOM)], (-(-ROWS * EACH // 2), 2)
     codes, scales = Runner(compiled, arch).in_order("silu", arrays, [2, 3], sizes, grid)
     values = h.astype(np.float64)
     with np.errstate(over="ignore"):
@@ -134,33 +135,19 @@ def results(
     return [y, where, weights], want
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("arch", FP8)
-def test_results_are_summed(compiled, arch):
+def test_results_are_summed(compiled, arch, shared):
     """A second block of columns, partly outside."""
-    hidden = 1280
-    given, want = results(np.random.default_rng(3), ROWS, hidden, ROOM)
+    hidden, rng = 1280, np.random.default_rng(3)
+    given, want = results(rng, ROWS, hidden, ROOM)
     out = np.full((ROWS, hidden), 7, ml_dtypes.bfloat16)
+    added = rng.standard_normal((ROWS, hidden)).astype(ml_dtypes.bfloat16)
+    if shared:
+        want += added.astype(np.float64)
     sizes, run = [("i", hidden)], Runner(compiled, arch)
-    (got,) = run.in_order("sum_slots", [*given, out], [3], sizes, (ROWS, 2))
+    name = "sum_slots[shared]" if shared else "sum_slots"
+    (got,) = run.in_order(name, [*given, added, out], [4], sizes, (ROWS, 2))
     assert np.abs(got.astype(np.float64) - want).max() <= 2**-8 * np.abs(want).max()
-    assert (got[2].astype(np.float32) == 0).all()
-
-
-@pytest.mark.parametrize("arch", FP8)
-def test_the_shared_experts_product_is_added(compiled, arch):
-    """A second block of rows, partly outside, and of columns; two steps of the product."""
-    rng, tag, rows, hidden, width = np.random.default_rng(4), FP8[arch], 66, 256, 256
-    given, want = results(rng, rows, hidden, 3 * rows)
-    values = rng.standard_normal((rows + hidden, width)).astype(np.float32)
-    codes, scales = codecs.quantise_fp8(values, tag)
-    s, w = codes[:rows], codes[rows:]
-    w_scales = rng.random((hidden // 128, width // 128)).astype(np.float32)
-    ones = np.ones((hidden, width // 128), np.float32)
-    there = codecs.dequantise_fp8(w, ones, tag).reshape(hidden // 128, 128, width // 128, 128)
-    there = (there * w_scales[:, None, :, None]).reshape(hidden, width).astype(np.float64)
-    want += codecs.dequantise_fp8(s, scales[:rows], tag).astype(np.float64) @ there.T
-    out = np.full((rows, hidden), 7, ml_dtypes.bfloat16)
-    arrays = [*given, s, np.ascontiguousarray(scales[:rows].T), w, w_scales, out]
-    sizes = [("i", rows), ("i", hidden), ("i", width)]
-    (got,) = Runner(compiled, arch).in_order("sum_slots_shared", arrays, [7], sizes, (4,))
-    assert np.abs(got.astype(np.float64) - want).max() <= 2**-8 * np.abs(want).max()
+    if not shared:
+        assert (got[2].astype(np.float32) == 0).all()

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from afd.bench.servers import disaggregated
 from afd.bench.stages import totals
 from afd.bench.workload import Request, first_difference, run
 from afd.control import operator
+from afd.demo.make_model import make_model
+from afd.demo.sizes import resolve
 from afd.errors import AfdError
 
 pytestmark = [
@@ -140,6 +143,32 @@ def _restarted(server, pid):
     except AfdError:
         return False
     return True
+
+
+def test_our_decode_kernel_answers_like_flash_attention(tmp_path):
+    """On an FP8 cache, for which FlashAttention 3 rounds the softmax's weights to FP8 too."""
+    sizes = resolve("step3", "tiny", heads=16, head_dim=256)
+    make_model("step3", tmp_path / "model", sizes)
+
+    def answers(kernel):
+        target, log = Afd(1, 1, kernel=kernel), tmp_path / f"{kernel}.log"
+        args = vllm_args("cuda", filled=False, kv="fp8")
+        config = deployment(target, tmp_path / "model", Sizes(8, 1024, 1.0), "cuda", args)
+        with disaggregated(config, log=log) as server:
+            found = run(server.url, server.model, TOGETHER, salt=kernel)
+            assert replayed(server) > TOKENS / 2
+        assert ("AttentionBackendEnum.CUSTOM" in log.read_text()) == (kernel == "mqa")
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        ours, theirs = pool.map(answers, ("mqa", "vllm"))
+    same = []
+    for mine, other in zip(ours, theirs, strict=True):
+        assert len(mine.tokens) == TOKENS
+        differs = first_difference(mine, other)
+        assert differs is None or other.gaps[differs] < 3 * NEAR_TIE, differs
+        same.append(TOKENS if differs is None else differs)
+    print("equal tokens of each request", same)
 
 
 @pytest.mark.parametrize("depth", [1, 3])

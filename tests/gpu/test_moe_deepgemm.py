@@ -164,6 +164,22 @@ def shared_expert(made, width):
     return alone
 
 
+@pytest.mark.parametrize("rows", [1, 301])
+def test_a_shared_expert_beside_bfloat16_weights(rows):
+    held = in_plain(weights(8))
+    x, ids, scale = batch(rows, 8)
+    made = backend(held, (2, 6), 8)
+    torch.manual_seed(7)
+    shared = torch.randn(400, HIDDEN) / HIDDEN**0.5, torch.randn(HIDDEN, 200) / 200**0.5
+    gate_up, down = (Weight.of(weight.bfloat16()) for weight in shared)
+    assert made.prepare_shared(0, gate_up.to(CUDA), down.to(CUDA))
+    alone = [Weight.of(weight.codes[None]) for weight in (gate_up, down)]
+    every = torch.zeros(rows, 1, dtype=torch.int32), torch.ones(rows, 1)
+    got = made.forward(0, x.cuda(), ids.cuda(), scale.cuda())
+    want = exact(held, (2, 6), x.float(), ids, scale) + exact(alone, (0, 1), x.float(), *every)
+    close(got, want, PLAIN_BOUND)
+
+
 @pytest.mark.parametrize("width", [WIDTH, 200, 640])
 @pytest.mark.parametrize("rows", [1, 300, 1500])
 def test_a_shared_expert_is_computed_beside(rows, width):

@@ -12,6 +12,7 @@ from ffn_worker.moe.device import native_fp8  # noqa: E402
 from ffn_worker.moe.quantise import Scheme, Weight, in_scheme, widened  # noqa: E402
 from ffn_worker.moe.reference import ReferenceBackend  # noqa: E402
 from ffn_worker.moe.sorting import sort_pairs, sort_pairs_on_gpu  # noqa: E402
+from ffn_worker.moe.tiles import Tile, Tiling  # noqa: E402
 from ffn_worker.moe.triton import TritonBackend  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -42,8 +43,8 @@ def exact(held, experts, x, ids, scale):
     return reference.forward(0, x.float(), ids, scale)
 
 
-def triton(held, experts=(0, EXPERTS)):
-    backend = TritonBackend(experts, EXPERTS)
+def triton(held, experts=(0, EXPERTS), tilings=None):
+    backend = TritonBackend(experts, EXPERTS, tilings=tilings)
     backend.prepare(0, *(w.to(torch.device("cuda")) for w in held))
     return backend
 
@@ -62,6 +63,16 @@ def test_forward(scheme, rows, experts):
     # MXFP4 weights take bfloat16 rows as they are.
     bound = 2**-6 if scheme is Scheme.MXFP4 else BOUND[scheme]
     close(got, exact(held, experts, x, ids, scale), bound)
+
+
+@pytest.mark.parametrize("m", [16, 32, 64])
+def test_weights_times_rows(m):
+    """The operands of the FP8 products swapped."""
+    held, x, ids, scale = problem(40, Scheme.FP8_BLOCK)
+    tile = Tile(128, 128, 1, 4, 3, swap=True)
+    backend = triton(held, tilings=lambda shape, rows: Tiling(m, tile, tile))
+    got = backend.forward(0, x.cuda(), ids.cuda(), scale.cuda())
+    close(got, exact(held, (0, EXPERTS), x, ids, scale), BOUND[Scheme.FP8_BLOCK])
 
 
 @pytest.mark.parametrize("scheme", [Scheme.FP8_BLOCK, Scheme.MXFP4])

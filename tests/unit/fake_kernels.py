@@ -38,7 +38,7 @@ def tag_of(kind, payload):
 
 def grouped_gemm(
     grid, a, a_scale, b, b_scale, c, c_scale, pairs_ptr, experts_ptr, used, N, K, pairs, rows_per,
-    shared_expert, shared_width, *, A, B, C, GATED, SHARED, FP8_MAX, BM, BN, BK, GROUP_M,
+    shared_expert, shared_width, *, A, B, C, GATED, SHARED, FP8_MAX, BM, BN, BK, GROUP_M, SWAP,
 ):  # fmt: skip
     assert K % BK == 0 and (C == "plain" or N % BN == 0)
     assert grid == (experts_ptr.numel() * -(-N // BN),)
@@ -147,10 +147,12 @@ def gather_rows(grid, x, x_scale, slots, a, a_scale, hidden, capacity, *, EACH, 
                 a_scale[:, slot] = x_scale[pair // EACH]
 
 
-def silu(grid, h, slots, a, a_scale, width, capacity, *, PLACED, FP8_MAX, GROUPS):
+def silu(
+    grid, h, slots, a, a_scale, pairs, width, capacity, *, PLACED, FP8_MAX, PAIRS, GROUPS
+):  # fmt: skip
     if not PLACED:
-        slots = torch.arange(capacity)
-    assert grid == (len(slots), -(-width // (128 * GROUPS)))
+        slots = torch.arange(pairs)
+    assert grid == (-(-pairs // PAIRS), -(-width // (128 * GROUPS))) and pairs == len(slots)
     assert h.shape == (capacity, 2 * width) and a.shape == (capacity, width)
     assert a.dtype == (torch.float8_e4m3fn if FP8_MAX else torch.bfloat16) and FP8_MAX in (0, 448)
     undefined(a, a_scale if FP8_MAX else None)
@@ -174,20 +176,9 @@ def summed(y, slots, weights, hidden):
     return total
 
 
-def sum_slots(grid, y, slots, weights, out, hidden, *, TOP_K, BLOCK):
+def sum_slots(grid, y, slots, weights, shared, out, hidden, *, TOP_K, SHARED, BLOCK):
     assert grid == (len(out), -(-hidden // BLOCK)) and weights.shape == (len(out), TOP_K)
-    out.copy_(summed(y, slots, weights, hidden))
-
-
-def sum_slots_shared(
-    grid, y, slots, weights, s, s_scale, w, w_scale, out, rows, hidden, width, *, TOP_K, BM, BN
-):
-    assert grid == (-(-rows // BM) * (hidden // BN),) and hidden % BN == 128 % BN == 0
-    assert s.shape == (rows, width) and s_scale.shape == (width // 128, rows)
-    assert w.shape == (hidden, width) and w_scale.shape == (hidden // 128, width // 128)
-    product = EncodedRows(TAG[s.dtype], s, s_scale.t().contiguous()).decode(torch.float32)
-    product = product @ dequantise_weight(Weight(TAG[w.dtype], w, w_scale)).T
-    out.copy_(summed(y, slots, weights, hidden) + product)
+    out.copy_(summed(y, slots, weights, hidden) + (shared.float() if SHARED else 0))
 
 
 class DeepGemm:
@@ -211,8 +202,14 @@ class DeepGemm:
         assert codes.is_contiguous() and weight.is_contiguous() and d.shape == (m, n)
         assert scales.shape == (m, k // 128) and weight_scales.shape == (n // 128, k // 128)
         assert scales.dtype == weight_scales.dtype == torch.float32 and n % 8 == k % 128 == 0
-        rows = EncodedRows(Tag.E4M3FN, codes, scales).decode(torch.float32)
+        assert scales.is_contiguous() or scales.stride() == (1, -(-m // 4) * 4)
+        rows = EncodedRows(Tag.E4M3FN, codes, scales.contiguous()).decode(torch.float32)
         d.copy_(rows @ dequantise_weight(Weight(Tag.E4M3FN, weight, weight_scales)).T)
+
+    def bf16_gemm_nt(self, a, b, d):
+        assert a.dtype == b.dtype == d.dtype == torch.bfloat16 and a.shape[1] % 64 == 0
+        assert a.is_contiguous() and b.is_contiguous() and d.shape == (len(a), len(b))
+        d.copy_(a.float() @ b.float().T)
 
     def set_mk_alignment_for_contiguous_layout(self, tile):
         assert tile in (64, 128)
@@ -268,7 +265,6 @@ def install(monkeypatch):
             "gather_rows_kernel": Kernel(gather_rows),
             "silu_kernel": Kernel(silu),
             "sum_slots_kernel": Kernel(sum_slots),
-            "sum_slots_shared_kernel": Kernel(sum_slots_shared),
         },
     }
     for name, members in modules.items():

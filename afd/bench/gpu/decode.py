@@ -153,6 +153,10 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     made.add_argument(
         "--kv", default="bfloat16", choices=("bfloat16", "fp8"), help="of every server's KV cache"
     )
+    made.add_argument(
+        "--kernels", nargs="+", default=["vllm"], choices=("vllm", "mqa"),
+        help="attention.kernel of our deployments, one deployment each",
+    )  # fmt: skip
     made.add_argument("--computed", action="store_true", help="compute prompts, fill none")
     return made.parse_args(argv)
 
@@ -164,7 +168,7 @@ def _targets(args: argparse.Namespace) -> list[Target]:
     named = [parse(name, args.wire) for name in args.targets or ()]
     found = named or best_for(gpus, args.wire)
     ahead = {"off": (False,), "on": (True,), "both": (True, False)}[args.lookahead]
-    return in_modes(found, ahead, args.peers)
+    return in_modes(found, ahead, args.peers, args.kernels)
 
 
 def measure(

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
@@ -31,8 +32,8 @@ FILLED_FP8 = {**FILLED, "kv_connector_extra_config": {"fill_mean": 0x38}}
 @dataclass(frozen=True)
 class Afd:
     """x attention and y FFN instances, one GPU each or ``tp`` GPUs per FFN instance, or ``shared``
-    GPUs for all of them. stage_every: see metrics.stage_every; lookahead: see pipeline.lookahead.
-    """
+    GPUs for all of them. stage_every: see metrics.stage_every; lookahead: see pipeline.lookahead;
+    kernel: see attention.kernel."""
 
     attention: int
     ffn: int
@@ -42,6 +43,7 @@ class Afd:
     lookahead: bool = False
     shared: int | None = None
     tp: int = 1
+    kernel: str = "vllm"
 
     @property
     def gpus(self) -> int:
@@ -67,7 +69,8 @@ class Afd:
         ahead = " lookahead" if self.lookahead else ""
         eager = "" if self.graphs else " eager"
         shared = f" on {self.shared} GPUs" if self.shared else ""
-        return f"{self.name} {self.wire}{ahead}{eager}{shared}"
+        kernel = f" {self.kernel}" if self.kernel != "vllm" else ""
+        return f"{self.name} {self.wire}{kernel}{ahead}{eager}{shared}"
 
 
 @dataclass(frozen=True)
@@ -128,10 +131,17 @@ def best_for(gpus: int, wire: str = "exact") -> list[Target]:
 
 
 def in_modes(
-    targets: Sequence[Target], lookahead: Sequence[bool], mode: Literal["compiled", "graphs"]
+    targets: Sequence[Target],
+    lookahead: Sequence[bool],
+    mode: Literal["compiled", "graphs"],
+    kernels: Sequence[str] = ("vllm",),
 ) -> list[Target]:
-    """Each of ours with every value of ``lookahead``, then vLLM's in ``mode``."""
-    ours = [replace(t, lookahead=on) for t in targets if isinstance(t, Afd) for on in lookahead]
+    """Each of ours with every one of ``lookahead`` and ``kernels``, then vLLM's in ``mode``."""
+    ours = [
+        replace(t, lookahead=on, kernel=kernel)
+        for t, on, kernel in product(targets, lookahead, kernels)
+        if isinstance(t, Afd)
+    ]
     return ours + [replace(t, mode=mode) for t in targets if isinstance(t, Colocated)]
 
 
@@ -205,6 +215,7 @@ def deployment(
             "instances": target.attention,
             "device": device,
             "dtype": "bfloat16",
+            "kernel": target.kernel,
             "vllm_args": list(args),
         },
         # A profiler that starts, or a kernel that is compiled, is no reason to drop an instance.

@@ -1,0 +1,155 @@
+"""Times decode attention on one device, ours and vLLM's FlashAttention 3."""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from afd.errors import ConfigError
+
+_PAGE = 64
+_L2_BYTES = 160 << 20
+"""Caches that are gone through in turn hold more than any L2 cache."""
+_REPEATS = 7
+
+Launch = Callable[[int], object]
+
+
+class Caches:
+    """Random FP8 caches of the same requests, in turn, laid out as vLLM's: a token's key and value
+    beside each other, pages in no order."""
+
+    def __init__(self, lengths: tuple[int, ...], heads: int, dim: int, device: str) -> None:
+        generator = torch.Generator(device).manual_seed(0)
+        requests, per = len(lengths), -(-max(lengths) // _PAGE)
+        least = _L2_BYTES if device != "cpu" else 0
+        count = max(2, -(-least // (2 * dim * sum(lengths))))
+        shape = (requests * per, _PAGE, 1, 2 * dim)
+        # Codes of numbers below 1: any bits would be NaN here and there.
+        self.each = [
+            torch.empty(shape, dtype=torch.uint8, device=device)
+            .random_(0, 256, generator=generator)
+            .bitwise_and_(0xB7)
+            .view(torch.float8_e4m3fn)
+            .split(dim, -1)
+            for _ in range(count)
+        ]
+        order = torch.randperm(requests * per, generator=generator, device=device)
+        self.table = order.int().view(requests, per)
+        self.lengths = torch.tensor(lengths, dtype=torch.int32, device=device)
+        self.longest = max(lengths)
+        draw = torch.randn(requests, heads, dim, generator=generator, device=device)
+        self.q = draw.to(torch.float8_e4m3fn)
+        self.out = torch.empty(self.q.shape, dtype=torch.bfloat16, device=device)
+        self.one = torch.ones(1, device=device)
+        self.scale = dim**-0.5
+
+    def turn(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = self.each[number % len(self.each)]
+        return keys, values
+
+
+def measure(lengths: tuple[int, ...], heads: int, dim: int, device: str) -> tuple[float, float]:
+    """(ours, FlashAttention 3), us per launch. On a CPU both are the reference: a dry run.
+
+    Raises ConfigError where vLLM's kernels are missing.
+    """
+    caches = Caches(lengths, heads, dim, device)
+    if device == "cpu":
+        return _seconds(_reference(caches)) * 1e6, _seconds(_reference(caches)) * 1e6
+    try:
+        peer = _fa3(caches)
+    except ImportError as err:
+        raise ConfigError(
+            f"the comparison needs vLLM with FlashAttention 3 ({err}); install vllm==0.26.0"
+        ) from None
+    count = max(4, len(caches.each))
+    return _replayed_us(_ours(caches, device), count), _replayed_us(peer, count)
+
+
+def _ours(caches: Caches, device: str) -> Launch:
+    # Imported where it is used: the bench needs the attention worker for this one measurement.
+    from attention_worker.decode_attention import decode_attention
+    from attention_worker.decode_plan import plan_decode
+
+    requests, heads, dim = caches.q.shape
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    plan = plan_decode(requests, 1, heads, dim, 1, processors)
+    one = caches.one
+
+    def launch(number: int) -> None:
+        keys, values = caches.turn(number)
+        decode_attention(
+            caches.q, keys, values, caches.table, caches.lengths, caches.out, caches.scale, plan,
+            one, one, one,
+        )  # fmt: skip
+
+    return launch
+
+
+def _fa3(caches: Caches) -> Launch:
+    from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
+
+    requests = len(caches.q)
+    starts = torch.arange(requests + 1, dtype=torch.int32, device=caches.q.device)
+    ones = caches.one.expand(requests, 1)
+
+    def launch(number: int) -> None:
+        keys, values = caches.turn(number)
+        flash_attn_varlen_func(
+            caches.q,
+            keys,
+            values,
+            max_seqlen_q=1,
+            cu_seqlens_q=starts,
+            max_seqlen_k=caches.longest,
+            seqused_k=caches.lengths,
+            block_table=caches.table,
+            softmax_scale=caches.scale,
+            causal=True,
+            out=caches.out,
+            fa_version=3,
+            q_descale=ones,
+            k_descale=ones,
+            v_descale=ones,
+        )
+
+    return launch
+
+
+def _reference(caches: Caches) -> Launch:
+    from attention_worker.decode_attention import reference_decode_attention
+
+    def launch(number: int) -> None:
+        keys, values = caches.turn(number)
+        reference_decode_attention(
+            caches.q, keys, values, caches.table, caches.lengths, caches.scale
+        )
+
+    return launch
+
+
+def _seconds(launch: Launch) -> float:
+    began = time.perf_counter()
+    launch(0)
+    return time.perf_counter() - began
+
+
+def _replayed_us(launch: Launch, count: int) -> float:
+    """Of one of ``count`` launches in a graph; median of its replays."""
+    launch(0)  # compiles, and allocates what a capture must not
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for number in range(count):
+            launch(number)
+    graph.replay()
+    times = []
+    for _ in range(_REPEATS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return 1e3 * sorted(times)[_REPEATS // 2] / count
