@@ -288,6 +288,21 @@ def test_a_record_has_the_best_peer_of_its_batch(tmp_path):
     assert record.ratio == pytest.approx(0.8)
 
 
+def test_a_record_of_a_kernel_has_the_same_deployment_with_vllms(tmp_path):
+    out = Report("gpu", tmp_path / "r.json", "c", machine="m")
+    cells = []
+    for one in (
+        cell(Afd(1, 1, kernel="mqa"), 64, 0.010, 2),
+        cell(Afd(1, 1), 64, 0.011, 1),
+        cell(Afd(1, 1), 64, 0.015, 2),
+    ):
+        cells.append(one)
+        decode._record(one, cells, "step-3", out)
+    (record,) = read_records(tmp_path / "r.json")
+    assert record.case == "step-3 1A1F exact mqa depth 2 batch 64 context 1024"
+    assert (record.peer, record.ratio) == ("attention.kernel vllm", pytest.approx(1.5))
+
+
 def test_predictions_count_all_gpus():
     model, h200 = spec("qwen3-30b"), load_accelerator("h200")
     for target in best_for(4):

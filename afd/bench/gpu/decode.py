@@ -11,7 +11,7 @@ the pace of the slice's.
 import argparse
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from afd.bench.gpu.common import (
     Budget,
@@ -265,22 +265,29 @@ def _tell(cell: Cell, plan: Plan) -> None:
 
 
 def _record(cell: Cell, cells: Sequence[Cell], model: str, out: Report) -> None:
-    """Ours against the best colocated cell of the same batch and context known so far; once for
-    each of ours, again when a peer's cell comes."""
+    """Ours against the best colocated cell of the same batch and context known so far, and one with
+    a kernel of ours against the same with vLLM's; again when a peer's cell comes."""
     same = [c for c in cells if (c.requests, c.context) == (cell.requests, cell.context)]
-    peers = [c for c in same if not isinstance(c.target, Afd)]
-    if not peers:
-        return
-    peer = max(peers, key=lambda c: c.per_gpu)
+    theirs = [c for c in same if not isinstance(c.target, Afd)]
+    colocated = max(theirs, key=lambda c: c.per_gpu, default=None)
     for ours in same:
-        if isinstance(ours.target, Afd):
-            case = f"{model} {ours.name} batch {ours.requests} context {ours.context}"
-            out.add(case, "tokens_per_s_per_gpu", ours.per_gpu, "tokens/s/GPU", PEER, peer.per_gpu)
-            if ours.device_s:
-                out.add(
-                    case, "device_step_ms", 1e3 * ours.device_s, "ms", "time per token",
-                    1e3 * ours.tpot_s, more_is_better=False,
-                )  # fmt: skip
+        if not isinstance(ours.target, Afd):
+            continue
+        case = f"{model} {ours.name} batch {ours.requests} context {ours.context}"
+        peers = {PEER: colocated}
+        if ours.target.kernel != "vllm":
+            plain = (replace(ours.target, kernel="vllm"), ours.depth)
+            found = (c for c in same if (c.target, c.depth) == plain)
+            peers["attention.kernel vllm"] = next(found, None)
+        for name, peer in peers.items():
+            if peer:
+                rates = ours.per_gpu, "tokens/s/GPU", name, peer.per_gpu
+                out.add(case, "tokens_per_s_per_gpu", *rates)
+        if any(peers.values()) and ours.device_s:
+            out.add(
+                case, "device_step_ms", 1e3 * ours.device_s, "ms", "time per token",
+                1e3 * ours.tpot_s, more_is_better=False,
+            )  # fmt: skip
 
 
 def table(cells: Sequence[Cell], plan: Plan) -> str:
