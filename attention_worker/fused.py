@@ -20,8 +20,6 @@ _LEAST_SCALE = 2.0**-100
 _HEADS = 8
 """Heads that one program rotates: 8 values per thread at a width of 256."""
 _WARPS = 8
-_ROW_WARPS = 16
-"""Of a program that has a row of the hidden size, or of all heads, in its registers."""
 
 Quantised = tuple[torch.Tensor, torch.Tensor]
 """FP8 [rows, columns] and float32 scales [rows, 1]."""
@@ -92,7 +90,7 @@ def sum_norm_quantise(
         MESSAGES=len(parts),
         FP8_MAX=_FP8[fp8],
         BLOCK=_power_of_two(hidden),
-        num_warps=_ROW_WARPS,
+        num_warps=_WARPS,
     )
     return codes, scale
 
@@ -215,7 +213,7 @@ def quantise_rows(x: torch.Tensor, fp8: torch.dtype) -> Quantised:
         columns,
         FP8_MAX=_FP8[fp8],
         BLOCK=_power_of_two(columns),
-        num_warps=_ROW_WARPS,
+        num_warps=_WARPS,
     )
     return codes, scale
 
@@ -250,7 +248,7 @@ def add_norm(
         hidden,
         eps,
         BLOCK=_power_of_two(hidden),
-        num_warps=_ROW_WARPS,
+        num_warps=_WARPS,
     )
     return out
 

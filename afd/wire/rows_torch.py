@@ -32,15 +32,6 @@ class EncodedRows:
             return cls(_TAG_OF[x.dtype], x)
         return cls(tag, *encode(x, tag))
 
-    @classmethod
-    def cat(cls, parts: Sequence["EncodedRows"]) -> "EncodedRows":
-        """Rows of one tag, one below the other; a single part is not copied."""
-        if len(parts) == 1:
-            return parts[0]
-        scales = [part.scales for part in parts if part.scales is not None]
-        payload = cat([part.payload for part in parts])
-        return cls(parts[0].tag, payload, cat(scales) if scales else None)
-
     def __len__(self) -> int:
         return self.payload.shape[0]
 

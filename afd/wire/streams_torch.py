@@ -59,9 +59,10 @@ class Streams(Protocol):
         ours that those messages depend on, and is over once ``compute`` comes to it.
 
         For one side of the wire only: the FFN instances'. Streams may share a queue of the device,
-        where ``compute`` stands behind waits that it does not need. On one side that only costs
-        time, since a message depends on answers alone that went out before its wait. If attention
-        did the same, each could hold up what the other waits for.
+        where ``compute`` stands behind waits that it does not need. With this side alone a step
+        ends even if all streams share one (tests/unit/test_stream_steps.py), as what a message
+        depends on goes out before its wait is given; if attention waited ahead too, each side
+        could hold up what the other waits for.
         """
 
     def arrive(self, micro_batch: int) -> None:

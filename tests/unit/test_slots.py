@@ -1,10 +1,13 @@
 """Rows of several messages, sums of answers, and when a step waits, in plain torch."""
 
+import json
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from afd.bench.gpu import main
 from afd.wire.layout import layouts
 from afd.wire.rows_torch import EncodedRows
 from afd.wire.slot_torch import RoutedRows, SlotView, sum_of_parts, take_rows
@@ -135,3 +138,10 @@ def test_what_stands_around_an_attention_layers_products():
     zeros, broken = torch.zeros(1, low), torch.full((1, low), torch.inf)
     codes, scale = fused.plain_quantise_rows(torch.cat([zeros, broken]), FP8)
     assert (codes[0].float() == 0).all() and scale[0].isfinite() and scale[1].isnan()
+
+
+def test_the_bench_of_fused_kernels_runs_without_a_gpu(tmp_path):
+    out = tmp_path / "r.json"
+    assert main(["fused", "--device", "cpu", "--out", str(out)]) == 0
+    cases = [record["case"] for record in json.loads(out.read_text())]
+    assert "sum of two answers" in cases and len(cases) == 3

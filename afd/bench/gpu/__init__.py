@@ -5,6 +5,7 @@
     efficiency  busy time of the busier side over step time, stage times, a Perfetto trace
     step3       one layer of Step-3 at the paper's load per GPU, without vLLM
     attention   decode attention of Step-3 alone, beside FlashAttention 3, on one GPU
+    fused       kernels of one launch beside what they replace, on one GPU
     jitter      time per token over thousands of steps, beside colocated vLLM
     peer        the same requests on vllm-project/afd-plugin, from a checkout of it
     profile     no host synchronisation per layer: the host's CUDA calls of replayed steps
@@ -19,7 +20,17 @@ from collections.abc import Sequence
 
 from afd.errors import ConfigError
 
-COMMANDS = ("identity", "decode", "efficiency", "step3", "attention", "jitter", "peer", "profile")
+COMMANDS = (
+    "identity",
+    "decode",
+    "efficiency",
+    "step3",
+    "attention",
+    "fused",
+    "jitter",
+    "peer",
+    "profile",
+)
 
 
 def main(argv: Sequence[str]) -> int:

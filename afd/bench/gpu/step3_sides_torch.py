@@ -318,6 +318,7 @@ def measure(rank: int, settings: Settings, out: str) -> None:
         timed(plain, side, 3)
         tell("three steps are through")
         times = timed(plain, side, settings.steps)
+        tell("steps of " + " ".join(f"{1e3 * t:.1f}" for t in times) + " ms are through")
         dist.barrier()
         steps = with_marks(side)
     with open(f"{out}.{rank}", "w", encoding="utf-8") as file:
