@@ -77,6 +77,15 @@ def _runs(
 
 
 @triton.jit
+def _entries(expert, mine, begins):
+    """Where a chunk's pairs of the experts ``mine`` go; of others it is undefined. begins: of the
+    experts' pairs in this chunk."""
+    found = expert[:, None] == mine[None, :]
+    rank = tl.cumsum(found.to(tl.int32), axis=0) - 1
+    return tl.sum(tl.where(found, begins[None, :] + rank, 0), axis=1)
+
+
+@triton.jit
 def _add_load(load_ptr, mine, counts, experts):
     """Counts of routed experts, added to load int64 [experts]."""
     routed = mine < experts
@@ -100,18 +109,17 @@ def sort_pairs_kernel(
     begins, counts, earlier, used = _runs(counts_ptr, mine, all_experts, BLOCK, BINS, EXPERTS)
     pair = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     expert = _expert_of(ids_ptr, pair, pairs, start, experts, K, SHARED)
-    found = expert[:, None] == mine[None, :]
-    rank = tl.cumsum(found.to(tl.int32), axis=0) - 1
-    at = tl.sum(tl.where(found, (begins + earlier)[None, :] + rank, 0), axis=1)
-    tl.store(sorted_ptr + at, pair, mask=(expert >= 0) & (expert // BINS == tl.program_id(1)))
+    entry = _entries(expert, mine, begins + earlier)
+    tl.store(sorted_ptr + entry, pair, mask=(expert >= 0) & (expert // BINS == tl.program_id(1)))
     blocks = (counts + BLOCK - 1) // BLOCK
     # Chunks share the blocks out: one expert may have nearly all of them.
     for block in range(tl.program_id(0), tl.max(blocks, axis=0), tl.num_programs(0)):
         tl.store(owners_ptr + begins // BLOCK + block, mine, mask=block < blocks)
-    if tl.program_id(0) == 0:
+    if tl.program_id(0) == tl.num_programs(0) - 1:
         rest = (begins + counts)[:, None] + tl.arange(0, BLOCK)[None, :]
         nobody = tl.zeros((BINS, BLOCK), tl.int32) + pairs
         tl.store(sorted_ptr + rest, nobody, mask=rest < (begins + blocks * BLOCK)[:, None])
+    if tl.program_id(0) == 0:
         if LOAD:
             _add_load(load_ptr, mine, counts, experts)
         if tl.program_id(1) == 0:
@@ -134,13 +142,9 @@ def place_pairs_kernel(
     begins, counts, earlier, _ = _runs(counts_ptr, mine, experts, BLOCK, BINS, EXPERTS)
     pair = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     expert = _expert_of(ids_ptr, pair, pairs, start, experts, K, False)
-    found = expert[:, None] == mine[None, :]
-    rank = tl.cumsum(found.to(tl.int32), axis=0) - 1
-    at = tl.broadcast_to(pair[:, None], (CHUNK, BINS))
-    tl.store(slots_ptr + at, (begins + earlier)[None, :] + rank, mask=found)
-    if tl.program_id(1) == 0:
-        nobodys = (expert < 0) & (pair < pairs)
-        tl.store(slots_ptr + pair, tl.full((CHUNK,), -1, tl.int32), mask=nobodys)
+    entry = tl.where(expert < 0, -1, _entries(expert, mine, begins + earlier))
+    owner = tl.maximum(expert, 0) // BINS  # nobody's pairs are written with the first experts'
+    tl.store(slots_ptr + pair, entry, mask=(pair < pairs) & (owner == tl.program_id(1)))
     if tl.program_id(0) == 0:
         tl.store(ends_ptr + mine, begins + counts, mask=mine < experts)
         if LOAD:

@@ -33,9 +33,10 @@ BINS = 32
 
 
 def chunking(pairs: int) -> tuple[int, int]:
-    """(pairs, warps) of a program of the kernels: few, so that there are many programs, but of a
-    large batch more, because every program adds up the counts of all."""
-    return (256, 4) if pairs <= 8192 else (512, 8)
+    """(pairs, warps) of a program of the kernels: few, so that there are many programs, but so many
+    that 32 chunks hold the batch, since every program adds up the counts of all, 32 at a time."""
+    chunk = min(max(1 << (-(-pairs // 32) - 1).bit_length(), 64), 512)
+    return chunk, chunk // 64 if chunk > 256 else 4
 
 
 class _Counted(NamedTuple):

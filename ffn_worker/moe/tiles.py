@@ -85,13 +85,14 @@ def default_tiling(shape: LayerShape, rows: int, hip: bool) -> Tiling:
 
     Args:
         hip: 64 KiB of LDS on gfx942 hold fewer stages. On Hopper, FP8 is multiplied in tiles of 64
-            rows only: with fewer, Triton converts to float16 (seen in its PTX).
+            rows only: with fewer, Triton converts to float16 (seen in its PTX), which pays up to 16
+            pairs per expert (H200).
     """
-    quantised = shape.scheme != "plain"
+    quantised, fp8 = shape.scheme != "plain", shape.scheme == "fp8_block"
     load = rows * shape.top_k / shape.num_experts  # mean pairs per expert
-    smallest = 64 if quantised and not hip else 16
-    m = next((size for size in (16, 32) if max(load, smallest) <= size), 64)
-    if load >= 96 and not quantised and not hip:
+    heights = (16, 32) if hip or not quantised else (16,) if fp8 else ()
+    m = next((size for size in heights if load <= size), 64)
+    if load >= 64 and not quantised and not hip:
         m = 128  # a matrix of 64 rows reads weights too often for Hopper
 
     def tile(depth: int) -> Tile:

@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ffn_worker.moe.sorting import capacity, place_pairs, sort_pairs  # noqa: E402
+from ffn_worker.moe.sorting import capacity, chunking, place_pairs, sort_pairs  # noqa: E402
 
 
 def by_hand(ids, start, end, block):
@@ -78,3 +78,9 @@ def test_places_are_the_inverse(experts):
         begin = -(-end // 4) * 4
         assert all(pair == pairs for pair in entries[end:begin])
     assert begin == len(entries)
+
+
+def test_a_batch_is_cut_into_32_chunks_where_they_are_small_enough():
+    assert [chunking(n) for n in (1, 2048, 2049, 8192, 8193, 10**6)] == [
+        (64, 4), (64, 4), (128, 4), (256, 4), (512, 8), (512, 8),
+    ]  # fmt: skip

@@ -23,9 +23,9 @@ TILE = Tile(128, 128, 8, 8, 3)
 
 @pytest.mark.parametrize(
     ("rows", "scheme", "hip", "m"),
-    [(64, "plain", False, 16), (512, "plain", True, 32), (1024, "plain", False, 64),
-     (4096, "plain", False, 128), (4096, "plain", True, 64), (64, "fp8_block", False, 64),
-     (64, "fp8_block", True, 16)],
+    [(64, "plain", False, 16), (512, "plain", True, 32), (1008, "plain", False, 64),
+     (1024, "plain", False, 128), (4096, "plain", True, 64), (64, "fp8_block", False, 16),
+     (512, "fp8_block", False, 64), (512, "fp8_block", True, 32), (64, "mxfp4", False, 64)],
 )  # fmt: skip
 def test_the_rule_has_no_more_rows_than_needed(rows, scheme, hip, m):
     shape = replace(SHAPE, scheme=scheme)
