@@ -59,18 +59,6 @@ def members_of(call: Call) -> list[Member]:
     ]
 
 
-@dataclass(frozen=True)
-class _Messages:
-    """What comes at the position of this number in a step, by attention instance."""
-
-    number: int
-    micro_batch: int
-    slots: list[int]
-    flags: list[int]
-    peers: list[Peer | None]
-    rows: list[int]
-
-
 @dataclass
 class _Recorded:
     """A step as the streams know it. slots, flags: its waits in order, and whose they are."""
@@ -207,70 +195,48 @@ class StreamSteps:
         """All expert calls of the step, given to the streams in the order of the walk."""
         step = _Recorded(marks=new_marks(self._streams, 0, self._stage_every))
         step.marks.begin()
-        depth, expected = _depth(members), self._expected(members)
+        position_of = {m.attention: 0 for m in members}
         held: dict[int, Answers] = {}
-        self._streams.fork()
-        for messages in expected[:depth]:
-            self._expect(step, messages)
-        for position, messages in zip(walk(self._layers, depth), expected, strict=True):
-            self._streams.arrive(position.micro_batch)
+        for position in walk(self._layers, _depth(members)):
+            taking_part = self._at(members, position.micro_batch)
+            peers, rows = [m.peer for m, _ in taking_part], [n for _, n in taking_part]
+            slots, flags = self._slots(taking_part, position.micro_batch), []
+            for member, _ in taking_part:
+                position_of[member.attention] += 1
+                sequence = stream_sequence(position_of[member.attention])
+                flags.append(make_flag(member.session, sequence))
+            self._region.enqueue_wait(self._streams.compute, slots, flags, reset=self._reset)
             step.marks.working()
+            step.slots += slots
+            step.flags += flags
+            step.peers += peers
             # Only now is the answer before this one surely copied, and its memory free.
             held.pop(position.micro_batch, None)
-            rows = messages.rows
-            batch = self._inbox.read(messages.slots, rows)
+            batch = self._inbox.read(slots, rows)
             out = self._model.forward(position.layer, batch.x, batch.ids, batch.weights)
             out, counts = self._shares.of(out, rows)
             answers = held[position.micro_batch] = Answers.of(out, self._resolved.f2a)
             step.marks.done(position.layer, position.micro_batch, sum(rows))
             self._streams.fork()
-            self._answer(position, depth, messages, counts, answers)
+            self._answer(position, _depth(members), peers, counts, flags, answers)
             step.marks.copied()
-            if messages.number + depth < len(expected):
-                self._expect(step, expected[messages.number + depth])
         step.marks.end()
         self._streams.join()
         return step
-
-    def _expected(self, members: Sequence[Member]) -> list[_Messages]:
-        """The messages of all positions of a step."""
-        found = []
-        position_of = {m.attention: 0 for m in members}
-        for number, position in enumerate(walk(self._layers, _depth(members))):
-            mb, taking_part = position.micro_batch, self._at(members, position.micro_batch)
-            flags = []
-            for member, _ in taking_part:
-                position_of[member.attention] += 1
-                sequence = stream_sequence(position_of[member.attention])
-                flags.append(make_flag(member.session, sequence))
-            slots = self._slots(taking_part, mb)
-            peers, rows = [m.peer for m, _ in taking_part], [n for _, n in taking_part]
-            found.append(_Messages(number, mb, slots, flags, peers, rows))
-        return found
-
-    def _expect(self, step: _Recorded, messages: _Messages) -> None:
-        """Wait for these messages from here on: the answers before them are under way."""
-
-        def wait(stream: int) -> None:
-            self._region.enqueue_wait(stream, messages.slots, messages.flags, reset=self._reset)
-            step.slots += messages.slots
-            step.flags += messages.flags
-            step.peers += messages.peers
-
-        self._streams.expect(messages.micro_batch, wait)
 
     def _answer(
         self,
         position: Position,
         depth: int,
-        messages: _Messages,
+        peers: Sequence[Peer | None],
         counts: Sequence[int],
+        flags: Sequence[int],
         answers: Answers,
     ) -> None:
         """Each peer's share of the rows; ``counts``: of each of them."""
         offset = 0
         slot = self._resolved.slots.to_attention(self._number, position.micro_batch)
-        for peer, rows, flag in zip(messages.peers, counts, messages.flags, strict=True):
+        for peer, rows, flag in zip(peers, counts, flags, strict=True):
             if peer is not None:
                 peer.link.enqueue(
                     self._streams.copy,

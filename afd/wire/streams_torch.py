@@ -60,9 +60,8 @@ class Streams(Protocol):
 
         For one side of the wire only: the FFN instances'. Streams may share a queue of the device,
         where ``compute`` stands behind waits that it does not need. With this side alone a step
-        ends even if all streams share one (tests/unit/test_stream_steps.py), as what a message
-        depends on goes out before its wait is given; if attention waited ahead too, each side
-        could hold up what the other waits for.
+        ends even if all streams share one, as what a message depends on goes out before its wait is
+        given; if attention waited ahead too, each side could hold up what the other waits for.
         """
 
     def arrive(self, micro_batch: int) -> None:

@@ -22,9 +22,10 @@ _ROUND_S = {"cpu": 0.02, "cuda": 0.01}
 
 @dataclass(frozen=True)
 class Cell:
-    """One measured cell, times in microseconds. ours: the backend that `auto` computes this cell
-    with, and us its time. vllm_us: None where vLLM has no such kernel. apart_us: ours with the
-    shared expert computed apart; None where there is none, or where it is computed apart anyway.
+    """One measured cell, times in microseconds. ours: the backend that computes this cell (on
+    Hopper the one that `hopper` takes), and us its time. vllm_us: None where vLLM has no such
+    kernel. apart_us: ours with the shared expert computed apart; None where there is none, or where
+    it is computed apart anyway.
     error: of ours against the reference. times: of all backends that ours may be; layer: by what
     one is taken."""
 

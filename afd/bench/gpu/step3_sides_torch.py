@@ -226,7 +226,7 @@ class FfnSide(Side):
         return kept
 
     def _expect(self, micro_batch: int, position: int) -> None:
-        """As ffn_worker/steps.py does."""
+        """Wait from here on, the answer before these messages being under way."""
         self.streams.expect(micro_batch, lambda stream: self.wait(stream, micro_batch, position))
 
 

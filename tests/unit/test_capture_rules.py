@@ -1,0 +1,96 @@
+"""The streams of a step obey what CUDA demands of a capture: on stand-ins for torch's streams."""
+
+import itertools
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch
+from remote_support import Deployed, reference_model
+from test_stream_steps import run_on_streams
+
+from afd.wire.streams_torch import CudaStreams
+from attention_worker.stream import StreamExperts
+
+_OPERATIONS = itertools.count()
+_HERE = threading.local()
+
+
+class Event:
+    def __init__(self, stream):
+        self.done, self.captured = frozenset(stream.done), stream.captured
+
+
+class Stream:
+    """Knows which operations come before its next one. In a capture a stream takes part once it
+    waits for one that does; nothing may be given to, or waited for from, one that does not."""
+
+    def __init__(self, device=None, priority=0):
+        self.done, self.captured = set(), False
+
+    @property
+    def cuda_stream(self):
+        assert self.captured, "an operation on a stream that is not in the capture"
+        self.done.add(next(_OPERATIONS))
+        return 0
+
+    def record_event(self):
+        return Event(self)
+
+    def wait_event(self, event):
+        assert event.captured, "dependency created on uncaptured work in another stream"
+        self.captured = True
+        self.done |= event.done
+
+    def wait_stream(self, other):
+        self.wait_event(other.record_event())
+
+
+def current(device=None):
+    if not hasattr(_HERE, "stream"):
+        _HERE.stream = Stream()
+        _HERE.stream.captured = True
+    return _HERE.stream
+
+
+@contextmanager
+def on(stream):
+    before, _HERE.stream = current(), stream
+    assert stream.cuda_stream == 0  # kernels are launched within
+    yield
+    _HERE.stream = before
+
+
+class Captured(CudaStreams):
+    """Each step is a capture, which ends with its join."""
+
+    def __init__(self, ended):
+        super().__init__(torch.device("cpu"))
+        self.ended = ended
+
+    def join(self):
+        super().join()
+        assert not self._expected, "a wait that nothing follows"
+        for stream in (self._copy, self._receive):
+            assert stream.done <= current().done, "unjoined work"
+            stream.captured = False
+        self.ended.append(self)
+
+
+@pytest.mark.parametrize("x,y", [(1, 1), (1, 2)])
+def test_every_stream_of_a_step_is_forked_and_joined(tiny_models, monkeypatch, x, y):
+    ended = []
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", current)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr("ffn_worker.loop.make_streams", lambda device: Captured(ended))
+    deployed = Deployed(tiny_models("deepseek_v3"), x, y, transport={"backend": "ipc"})
+    try:
+        client = deployed.clients[0]
+        stream = StreamExperts(deployed.resolved, 0, client._region, Captured(ended))
+        expected = reference_model(tiny_models("deepseek_v3"))
+        for depth in (1, 2, 3):
+            run_on_streams(client, stream, deployed.resolved, expected, 7, depth, depth)
+    finally:
+        deployed.close()
+    assert len(ended) == 3 * (1 + y)  # steps of attention and of each FFN instance
