@@ -11,6 +11,7 @@ from afd.planner.facts.ffn import MoeFfn
 from afd.planner.sizing.plan import Change, ChangeKind, Operating, Plan, Reason, ReasonKind
 from afd.planner.sizing.request import Request
 from afd.planner.sizing.unit_cost import STAGES
+from afd.planner.sizing.verdict import DOUBTFUL
 from afd.topology import expert_ranges
 
 MOST_NOTES = 3
@@ -122,10 +123,16 @@ def verdict_lines(plan: Plan) -> list[str]:
     if plan.colocated is None:
         return ["Disaggregate: no colocated plan fits these accelerators within the TPOT."]
     if verdict.disaggregate:
-        return [
+        lines = [
             f"Disaggregate: {verdict.ratio:.2f} times the {measure} of the best colocated plan"
             f" (worth it from {verdict.needed:.2f})."
         ]
+        if verdict.ratio < DOUBTFUL and request.measured is None:
+            lines.append(
+                "Measure both before you rely on it: checked on H200, the model favoured the split"
+                " by up to 19 % (docs/planner-model.md)."
+            )
+        return lines
     if plan.afd is None:
         lines = ["Do NOT disaggregate here: there is no xAyF plan. Why:"]
     else:

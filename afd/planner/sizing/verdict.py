@@ -23,6 +23,10 @@ NEEDED = 1.05
 """Ratio from which disaggregation is worth its second pool: five percent, below which the model's
 own error decides."""
 
+DOUBTFUL = 1.2
+"""Ratio up to which a gain may be the model's: where it was checked, on H200, it favoured the split
+by up to 19 % (docs/planner-model.md)."""
+
 NOTICEABLE = 1.02
 """A cost whose removal gains less is no reason."""
 
