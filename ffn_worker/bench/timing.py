@@ -59,6 +59,16 @@ def as_graph(call: Call) -> Call:
     return graph.replay
 
 
+def graph_seconds(call: Callable[[int], object], count: int, repetitions: int) -> float:
+    """Of one of ``count`` calls, each told its number, one behind the other in a replayed graph."""
+
+    def every() -> None:
+        for number in range(count):
+            call(number)
+
+    return gpu_clock(as_graph(every), repetitions) / count
+
+
 def repetitions_for(seconds: float, wanted_s: float) -> int:
     """How often a call of ``seconds`` is repeated so that a round takes ``wanted_s``."""
     return max(1, min(1000, int(wanted_s / max(seconds, 1e-7))))

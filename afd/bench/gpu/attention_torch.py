@@ -1,6 +1,5 @@
 """Times decode attention on one device, ours and vLLM's FlashAttention 3."""
 
-import time
 from collections.abc import Callable
 
 import torch
@@ -8,11 +7,11 @@ import torch
 from afd.errors import ConfigError
 from attention_worker.decode_attention import decode_attention, reference_decode_attention
 from attention_worker.decode_plan import plan_decode
+from ffn_worker.bench.timing import cpu_clock, graph_seconds
 
 _PAGE = 64
 _L2_BYTES = 160 << 20
 """Caches that are gone through in turn hold more than any L2 cache."""
-_REPEATS = 7
 
 Launch = Callable[[int], object]
 
@@ -58,7 +57,8 @@ def measure(lengths: tuple[int, ...], heads: int, dim: int, device: str) -> tupl
     """
     caches = Caches(lengths, heads, dim, device)
     if device == "cpu":
-        return _seconds(_reference(caches)) * 1e6, _seconds(_reference(caches)) * 1e6
+        ours, peer = (1e6 * cpu_clock(lambda: _reference(caches), 1) for _ in range(2))
+        return ours, peer
     try:
         peer = _fa3(caches)
     except ImportError as err:
@@ -66,7 +66,8 @@ def measure(lengths: tuple[int, ...], heads: int, dim: int, device: str) -> tupl
             f"the comparison needs vLLM with FlashAttention 3 ({err}); install vllm==0.26.0"
         ) from None
     count = max(4, len(caches.each))
-    return _replayed_us(_ours(caches, device), count), _replayed_us(peer, count)
+    ours, theirs = (1e6 * graph_seconds(f, count, 1) for f in (_ours(caches, device), peer))
+    return ours, theirs
 
 
 def _ours(caches: Caches, device: str) -> Launch:
@@ -115,37 +116,8 @@ def _fa3(caches: Caches) -> Launch:
     return launch
 
 
-def _reference(caches: Caches) -> Launch:
-    def launch(number: int) -> None:
-        keys, values = caches.turn(number)
-        reference_decode_attention(
-            caches.q, keys, values, caches.table, caches.lengths, caches.scale
-        )
-
-    return launch
-
-
-def _seconds(launch: Launch) -> float:
-    began = time.perf_counter()
-    launch(0)
-    return time.perf_counter() - began
-
-
-def _replayed_us(launch: Launch, count: int) -> float:
-    """Of one of ``count`` launches in a graph; median of its replays."""
-    launch(0)  # compiles, and allocates what a capture must not
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for number in range(count):
-            launch(number)
-    graph.replay()
-    times = []
-    for _ in range(_REPEATS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return 1e3 * sorted(times)[_REPEATS // 2] / count
+def _reference(caches: Caches) -> torch.Tensor:
+    keys, values = caches.turn(0)
+    return reference_decode_attention(
+        caches.q, keys, values, caches.table, caches.lengths, caches.scale
+    )

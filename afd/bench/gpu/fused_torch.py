@@ -12,7 +12,7 @@ from afd.errors import ConfigError
 from afd.wire.layout import SlotLayout, layouts
 from afd.wire.slot_torch import RoutedRows, SlotView, sum_of_parts, take_rows
 from attention_worker import fused
-from ffn_worker.bench.timing import as_graph, cpu_clock, gpu_clock
+from ffn_worker.bench.timing import cpu_clock, graph_seconds
 
 Call = Callable[[], object]
 _FP8 = torch.float8_e4m3fn
@@ -37,12 +37,7 @@ def microseconds(call: Call, device: str) -> float:
     """Of one call."""
     if device == "cpu":
         return 1e6 * cpu_clock(call, 1)
-
-    def many() -> None:
-        for _ in range(_CALLS):
-            call()
-
-    return 1e6 * gpu_clock(as_graph(many), 10) / _CALLS
+    return 1e6 * graph_seconds(lambda _: call(), _CALLS, 10)
 
 
 def cases(load: Load, device: str) -> Iterator[Case]:
