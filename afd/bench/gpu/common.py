@@ -97,13 +97,12 @@ def parser(what: str, doc: str | None, seconds: float) -> argparse.ArgumentParse
 
 def add_model(made: argparse.ArgumentParser, default: str, *, several: bool = False) -> None:
     """several: ``--model`` is a list."""
-    if several:
-        made.add_argument(
-            "--model", nargs="+", default=[default], metavar="MODEL",
-            help="slices (afd/bench/gpu/slices.py)",
-        )  # fmt: skip
-    else:
-        made.add_argument("--model", default=default, help="a slice (afd/bench/gpu/slices.py)")
+    made.add_argument(
+        "--model",
+        nargs="+" if several else None,
+        default=[default] if several else default,
+        help="a slice (afd/bench/gpu/slices.py)" + (", or several" if several else ""),
+    )
     made.add_argument("--layers", type=int, help="of the slice, instead of its own number")
     made.add_argument(
         "--models", type=Path, default=Path("models"), help="folder of checkpoints, made if missing"

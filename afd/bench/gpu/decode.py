@@ -23,7 +23,7 @@ from afd.bench.gpu.common import (
     parser,
     report,
 )
-from afd.bench.gpu.kv import kv_bytes
+from afd.bench.gpu.kv import spread_kv_bytes
 from afd.bench.gpu.load import Load, steady
 from afd.bench.gpu.predict import Prediction, predict
 from afd.bench.gpu.slices import Slice
@@ -195,8 +195,7 @@ def measure(
                 break
             for target in row:
                 what = f"{target.label} batch {requests} context {context}"
-                needed = kv_bytes(target, requests, context + args.answer, model, plan.kv)
-                needed *= target.replicas * target.kv_gpus / target.gpus
+                needed = spread_kv_bytes(target, requests, context + args.answer, model, plan.kv)
                 if needed > plan.kv_bytes:
                     print(
                         f"{what}: its KV cache of {needed / _GIB:.1f} GiB per GPU is over --kv-gib",

@@ -15,10 +15,16 @@ def kv_bytes(
     return each * model.kv_stored_bytes(length, kv) / shards
 
 
+def spread_kv_bytes(
+    target: Target, requests: int, length: int, model: ModelSpec, kv: str = "bfloat16"
+) -> float:
+    """The same per GPU of the target, those without a cache counted too."""
+    having = target.replicas * target.kv_gpus
+    return kv_bytes(target, requests, length, model, kv) * having / target.gpus
+
+
 def kv_gib(targets: Sequence[Target], requests: int, length: int, model: ModelSpec) -> float:
     """Per GPU, those without a cache counted too, for all requests at full length on any of the
     targets."""
-    most = max(
-        kv_bytes(t, requests, length, model) * t.replicas * t.kv_gpus / t.gpus for t in targets
-    )
+    most = max(spread_kv_bytes(target, requests, length, model) for target in targets)
     return 1.1 * most / 2**30 + 0.1
