@@ -151,9 +151,10 @@ class Step:
             for mb, part in enumerate(self.parts()):
                 if n:
                     hidden[mb] = experts.recv(mb) + self.x[part]
-                ids = self.ids[n, part].masked_fill(padding[mb], -1)
                 weights = self.weights[n, part]
-                experts.send(layer, mb, hidden[mb], ids, weights)
+                with experts.sending(layer, mb, len(weights)):
+                    ids = self.ids[n, part].masked_fill(padding[mb], -1)
+                    experts.send(layer, mb, hidden[mb], ids, weights)
         for mb, part in enumerate(self.parts()):
             self.out[part] = experts.recv(mb)
         experts.end_step()

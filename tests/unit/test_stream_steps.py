@@ -70,7 +70,8 @@ def run_on_streams(
                 check(mb)
             x, ids, weights = random_rows(resolved, part, hash((seed, layer, mb)) % 2**31)
             padding = padding_of({"a": parts[mb], "b": parts[mb]})
-            stream.send(layer, mb, x, ids.masked_fill(padding, -1), weights)
+            with stream.sending(layer, mb, part):
+                stream.send(layer, mb, x, ids.masked_fill(padding, -1), weights)
             sent[mb] = (layer, x, ids, weights, part - int(padding.sum()))
     for mb in list(sent):
         check(mb)
