@@ -19,7 +19,7 @@ from afd.resolve import region_options, resolve
 from afd.roles import RoleSpec
 from afd.schedule import split_rows
 from afd.step_trace import Marks, NoMarks
-from afd.wire.streams_torch import CudaStreams
+from afd.wire.streams_torch import make_streams
 from afd_comm import Region, Status
 from attention_worker.padding import padding_of
 from attention_worker.remote import RemoteExperts
@@ -69,7 +69,7 @@ class Pair:
         self.host = RemoteExperts(r, 0, self.region, self.control, metrics)
         self.host.connect(START_S)
         self.control.set_state("ready")
-        self.streams = CudaStreams(DEVICE)
+        self.streams = make_streams(DEVICE)
         self.stream = StreamExperts(r, 0, self.region, self.streams)
 
     def start(self, role: str) -> None:
