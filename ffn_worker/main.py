@@ -153,11 +153,15 @@ def _compile(model: FfnModel, resolved: Resolved) -> None:
     wait for it. Takes the memory that the largest batch takes."""
     began = time.monotonic()
     most = resolved.contract.capacity_rows * resolved.deployment.attention.instances
-    sizes = [2**n for n in range(most.bit_length())]
-    for rows in dict.fromkeys([*sizes, most]):
+    for rows in sizes_up_to(most):
         model.warm_up(rows, resolved.a2f.tag)
     settle(model.device)
     logger.info("kernels compiled in %.1f s", time.monotonic() - began)
+
+
+def sizes_up_to(most: int) -> list[int]:
+    """The powers of two below ``most``, and ``most``."""
+    return [*(2**n for n in range((most - 1).bit_length())), most]
 
 
 def _collective(resolved: Resolved, place: FfnPlace) -> MakeCollective:
