@@ -253,6 +253,8 @@ def test_places(rows, experts):
     got = place_pairs_on_gpu(ids.cuda(), *experts, 64, load)
     want = place_pairs(ids, *experts, 64)
     assert torch.equal(got.slots.cpu(), want.slots) and torch.equal(got.ends.cpu(), want.ends)
+    here = want.slots[want.slots >= 0].long()
+    assert torch.equal(got.pairs.cpu()[here], want.pairs[here])
     counts = [int((ids == e).sum()) for e in range(*experts)]
     assert (load - 2**40).tolist() == counts
 
