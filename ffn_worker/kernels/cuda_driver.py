@@ -12,10 +12,10 @@ from functools import cache
 
 from afd.errors import ConfigError
 
-_UINT8, _SWIZZLE_128B, _PROMOTE_256B = 0, 3, 3
+_UINT8, _SWIZZLE_128B, _PROMOTE_128B = 0, 3, 2
 _MAX_DYNAMIC_SHARED = 8
 """Of cuda.h: CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_SWIZZLE_128B,
-CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
+CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 
 Argument = ctypes.c_int | ctypes.c_void_p | ctypes.Array
@@ -92,7 +92,7 @@ def tensor_map(
         (ctypes.c_uint32 * rank)(*[1] * rank),
         0,
         _SWIZZLE_128B,
-        _PROMOTE_256B,
+        _PROMOTE_128B,
         0,
     )
     return made

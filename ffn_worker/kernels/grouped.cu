@@ -110,8 +110,8 @@ __device__ __forceinline__ int place(int n) {
 }
 
 struct Ring {
-    int stage = 0;
-    u32 phase = 0;
+    int stage;
+    u32 phase;
     __device__ __forceinline__ void advance() {
         if (++stage == STAGES) {
             stage = 0;
@@ -120,24 +120,21 @@ struct Ring {
     }
 };
 
-// Walks the tiles of this block: those of an expert one after the other, its row tiles innermost.
-struct Walk {
-    const Group* groups;
-    int experts, columns, number, group = 0;
-
-    __device__ __forceinline__ bool next(Tile& tile) {
-        int across = columns / 128;
-        while (group < experts && number >= groups[group + 1].first_tile * across) ++group;
-        if (group == experts) return false;
-        Group g = groups[group];
-        int parts = groups[group + 1].first_tile - g.first_tile;
-        int within = number - g.first_tile * across, part = within % parts;
-        int each = ((g.rows + parts - 1) / parts + 7) & ~7;
-        tile = {group, within / parts * 128, g.begin + part * each, min(each, g.rows - part * each)};
-        number += gridDim.x;
-        return true;
-    }
-};
+// Tile of a number, false where there are no more: those of an expert one after the other, its row
+// tiles innermost. group only rises. (As a struct with a state of its own it costs the math
+// warps their uniform registers: descriptors are then moved before every instruction.)
+__device__ __forceinline__ bool find(const Group* groups, int experts, int columns, int number, int& group,
+                                     Tile& tile) {
+    int across = columns / 128;
+    while (group < experts && number >= groups[group + 1].first_tile * across) ++group;
+    if (group == experts) return false;
+    Group g = groups[group];
+    int parts = groups[group + 1].first_tile - g.first_tile;
+    int within = number - g.first_tile * across, part = within % parts;
+    int each = ((g.rows + parts - 1) / parts + 7) & ~7;
+    tile = {group, within / parts * 128, g.begin + part * each, min(each, g.rows - part * each)};
+    return true;
+}
 
 // silu(gate) * up of 8 columns in FP8, with the scale of the 128 columns that 16 lanes have together;
 // rounded as codecs_triton.fp8_block rounds them.
@@ -183,7 +180,7 @@ struct Results {
 template <int N>
 __device__ __forceinline__ void multiply(const Shared& shared, const Tile& tile, int half, int k_blocks,
                                          const Results& results, Ring& ring) {
-    // As many scales as registers hold are loaded while the tensor cores work.
+    // As many scales as registers hold are loaded once for both halves, before the tensor cores begin.
     constexpr int EARLY = N <= 96 ? N / 16 : N <= 128 ? 2 : 0;
     float sums[2][N / 2];
 #pragma unroll
@@ -196,6 +193,9 @@ __device__ __forceinline__ void multiply(const Shared& shared, const Tile& tile,
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         const float4* scales =
             reinterpret_cast<const float4*>(shared.scales + (ring.stage * 2 + half) * N_MAX) + lane % 4;
+        float4 early[EARLY + 1];
+#pragma unroll
+        for (int j = 0; j < EARLY; ++j) early[j] = scales[j * 4];
         u32 a = shared_address(shared.weights + ring.stage * WEIGHT_BYTES) + half * 128 * K_BLOCK;
         u64 b = operand(shared_address(shared.rows + ring.stage * ROW_BYTES));
 #pragma unroll
@@ -207,9 +207,6 @@ __device__ __forceinline__ void multiply(const Shared& shared, const Tile& tile,
 #pragma unroll
             for (int k = 0; k < K_BLOCK / 32; ++k) wgmma<N>(part, a_half + 2 * k, b + 2 * k, k != 0);
             asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-            float4 early[EARLY + 1];
-#pragma unroll
-            for (int j = 0; j < EARLY; ++j) early[j] = scales[j * 4];
             asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
             // What reads `part` must stay behind the wait.
 #pragma unroll
@@ -324,13 +321,14 @@ gate_up(const __grid_constant__ TensorMap weight_map,  // of codes [experts, 2 *
     }
     __syncthreads();
 
-    Walk walk{shared.groups, experts, columns, static_cast<int>(blockIdx.x)};
-    Ring ring;
+    Ring ring{0, 0};
     Tile tile;
+    int group = 0;
+    const int first_tile = blockIdx.x, step = gridDim.x;
     if (warp >= FIRST_LOADER / 32) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
         if (warp == 8 && lane == 0) {
-            while (walk.next(tile))
+            for (int t = first_tile; find(shared.groups, experts, columns, t, group, tile); t += step)
                 for (int block = 0; block < k_blocks; ++block, ring.advance()) {
                     barrier_wait(&shared.empty[ring.stage], ring.phase ^ 1);
                     u64* full = &shared.full[ring.stage];
@@ -342,7 +340,7 @@ gate_up(const __grid_constant__ TensorMap weight_map,  // of codes [experts, 2 *
                 }
         } else if (warp == 9) {
             constexpr int EACH = (N_MAX + 31) / 32;
-            while (walk.next(tile)) {
+            for (int t = first_tile; find(shared.groups, experts, columns, t, group, tile); t += step) {
                 const float* gate = weight_scales + (long long)(tile.expert * 2 * columns + tile.column) / 128 * k_blocks;
                 const float* up = gate + columns / 128 * k_blocks;
                 u32 at[EACH];
@@ -374,7 +372,7 @@ gate_up(const __grid_constant__ TensorMap weight_map,  // of codes [experts, 2 *
             }
         } else if (warp >= 10) {
             int thread = threadIdx.x - FIRST_LOADER - 64, first = thread / 8, piece = thread % 8 * 16;
-            while (walk.next(tile)) {
+            for (int t = first_tile; find(shared.groups, experts, columns, t, group, tile); t += step) {
                 named_sync(2, GATHERERS);
                 for (int n = thread; n < tile.rows; n += GATHERERS)
                     shared.sources[n] = sources[tile.slot + n] / top_k * (k_blocks * K_BLOCK);
@@ -397,7 +395,7 @@ gate_up(const __grid_constant__ TensorMap weight_map,  // of codes [experts, 2 *
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MATH_REGISTERS));
         int half = __shfl_sync(~0u, warp / 4, 0);
         Results results{out, out_scales, columns, room};
-        while (walk.next(tile)) {
+        for (int t = first_tile; find(shared.groups, experts, columns, t, group, tile); t += step) {
             TILE_BRANCHES
         }
     }
