@@ -98,6 +98,7 @@ class Ffn(Section):
         "aiter",
         "triton",
         "deep_gemm",
+        "grouped",
         "hopper",
     ] = "auto"
     weights: Literal["auto", "plain", "fp8_block", "mxfp4"] = "auto"  # of experts; auto: as stored

@@ -88,8 +88,8 @@ def ours_and_vllm(device: torch.device) -> tuple[str, str]:
 
 
 def contenders(problem: Problem, ours: str, vllm: str) -> dict[str, Contender]:
-    """``ours`` by its name; on Hopper beside the Triton kernels "deep_gemm" and "vllm_cuda", which
-    are ours as well; "vllm" where it can run; and where it differs "apart"."""
+    """``ours`` by its name; on Hopper beside the Triton kernels "deep_gemm", "grouped" and
+    "vllm_cuda", which are ours as well; "vllm" where it can run; and where it differs "apart"."""
 
     def encoded(given: Batch) -> EncodedRows:
         return given.encoded
@@ -103,7 +103,7 @@ def contenders(problem: Problem, ours: str, vllm: str) -> dict[str, Contender]:
         return takes and backend.unavailable(torch.bfloat16, shape.hidden, shape.width) is None
 
     hopper = ours == "triton" and runs("deep_gemm")
-    names = (ours, "deep_gemm")[: 1 + hopper]
+    names = (ours, *(name for name in ("deep_gemm", "grouped") if hopper and runs(name)))
     found = {name: Contender(problem.ffn(name), encoded) for name in names}
     joined = found[ours].ffn.joins_shared
     if joined:

@@ -128,15 +128,15 @@ def sort_pairs_kernel(
 
 @triton.jit
 def place_pairs_kernel(
-    ids_ptr, counts_ptr, load_ptr, slots_ptr, ends_ptr, pairs, start, experts,
+    ids_ptr, counts_ptr, load_ptr, slots_ptr, order_ptr, ends_ptr, pairs, start, experts,
     K: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr, EXPERTS: tl.constexpr,
     LOAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The place of each pair in the order that sort_pairs_kernel writes down, without a shared
     expert.
 
-    counts, load: as there. slots int32 [pairs], -1 for a pair of nobody's; ends int32 [experts]:
-    where each run ends, without its padding.
+    counts, load: as there. slots int32 [pairs], -1 for a pair of nobody's; order int32, the pair at
+    each place that one has; ends int32 [experts]: where each run ends, without its padding.
     """
     mine = tl.program_id(1) * BINS + tl.arange(0, BINS)
     begins, counts, earlier, _ = _runs(counts_ptr, mine, experts, BLOCK, BINS, EXPERTS)
@@ -144,7 +144,9 @@ def place_pairs_kernel(
     expert = _expert_of(ids_ptr, pair, pairs, start, experts, K, False)
     entry = tl.where(expert < 0, -1, _entries(expert, mine, begins + earlier))
     owner = tl.maximum(expert, 0) // BINS  # nobody's pairs are written with the first experts'
-    tl.store(slots_ptr + pair, entry, mask=(pair < pairs) & (owner == tl.program_id(1)))
+    mine_here = (pair < pairs) & (owner == tl.program_id(1))
+    tl.store(slots_ptr + pair, entry, mask=mine_here)
+    tl.store(order_ptr + entry, pair, mask=mine_here & (expert >= 0))
     if tl.program_id(0) == 0:
         tl.store(ends_ptr + mine, begins + counts, mask=mine < experts)
         if LOAD:

@@ -6,6 +6,7 @@ from afd.errors import ConfigError
 from ffn_worker.moe.aiter import AiterBackend
 from ffn_worker.moe.base import Linear, MoeBackend
 from ffn_worker.moe.deep_gemm import DeepGemmBackend
+from ffn_worker.moe.grouped import GroupedBackend
 from ffn_worker.moe.hopper import HopperBackend
 from ffn_worker.moe.quantise import Scheme
 from ffn_worker.moe.reference import ReferenceBackend
@@ -24,6 +25,7 @@ BACKENDS: dict[str, type[MoeBackend]] = {
     "aiter": AiterBackend,
     "hopper": HopperBackend,
     "deep_gemm": DeepGemmBackend,
+    "grouped": GroupedBackend,
     "triton": TritonBackend,
 }
 AUTO_ORDER = ("vllm_cpu", "hopper", "vllm_cuda", "aiter", "triton", "torch")

@@ -39,7 +39,7 @@ from ffn_worker.moe.choice import mean_pairs
 from ffn_worker.moe.quantise import Scheme, Weight, in_scheme, widened
 from ffn_worker.moe.side_stream import SideStream
 from ffn_worker.moe.sorting import PlacedPairs, capacity, place_pairs_on_gpu
-from ffn_worker.moe.triton import TritonBackend
+from ffn_worker.moe.triton import Layer, TritonBackend
 
 _FOLDER = Path("third_party/deep_gemm")
 
@@ -100,7 +100,7 @@ def _compiler() -> Path:
 
 
 @dataclass(frozen=True)
-class _Operand:
+class Operand:
     """bfloat16 rows [room, k]; or FP8 rows with their scales as the library's TMA loads want them,
     [k / 128, room], if ``room`` is a multiple of 4."""
 
@@ -108,7 +108,7 @@ class _Operand:
     scales: torch.Tensor | None = None
 
     @classmethod
-    def empty(cls, tag: Tag, room: int, k: int, device: torch.device) -> "_Operand":
+    def empty(cls, tag: Tag, room: int, k: int, device: torch.device) -> "Operand":
         codes = torch.empty((room, k), dtype=DTYPE_OF_TAG[tag], device=device)
         if tag == Tag.BFLOAT16:
             return cls(codes)
@@ -120,16 +120,24 @@ class _Operand:
         return self.codes, self.codes if self.scales is None else self.scales
 
 
-def _grouped_product(
-    a: _Operand, weight: Weight, placed: PlacedPairs, tile: int, expected: int
-) -> torch.Tensor:
+@dataclass(frozen=True)
+class Cut:
+    """How a batch is cut. tile: what an expert's rows are padded to. expected: see
+    :func:`expected_rows`. room: slots that any routing fits into."""
+
+    tile: int
+    expected: int
+    room: int
+
+
+def _grouped_product(a: Operand, weight: Weight, placed: PlacedPairs, cut: Cut) -> torch.Tensor:
     """bfloat16 [room, N] = a x weight[expert].T for the rows in use; the others are undefined."""
     out = torch.empty(
         (a.codes.shape[0], weight.shape[1]), dtype=torch.bfloat16, device=a.codes.device
     )
     deep_gemm = library()
     # The height of its tiles is a setting of the process; whoever else uses it sets it too.
-    deep_gemm.set_mk_alignment_for_contiguous_layout(tile)
+    deep_gemm.set_mk_alignment_for_contiguous_layout(cut.tile)
     product = deep_gemm.m_grouped_bf16_gemm_nt_contiguous
     rows, experts = a.codes, weight.codes
     if a.scales is not None:
@@ -141,12 +149,12 @@ def _grouped_product(
         out,
         placed.ends,
         use_psum_layout=True,
-        expected_m_for_psum_layout=expected,
+        expected_m_for_psum_layout=cut.expected,
     )
     return out
 
 
-def _product(a: _Operand, weight: Weight, out: torch.Tensor) -> None:
+def _product(a: Operand, weight: Weight, out: torch.Tensor) -> None:
     """out bfloat16 [rows, N] = a x weight.T, weight [N, K], on a part of the device. a: the scales
     may be of more rows, up to a multiple of 4."""
     deep_gemm, count = library(), len(out)
@@ -197,13 +205,13 @@ class _Shared:
     down: Weight
 
 
-def _silu(tag: Tag, h: torch.Tensor, slots: torch.Tensor | None, pairs: int) -> _Operand:
+def _silu(tag: Tag, h: torch.Tensor, slots: torch.Tensor | None, pairs: int) -> Operand:
     """silu(gate) * up of h [room, 2 * width] in FP8 or bfloat16, for the slots of ``pairs`` pairs;
     slots None: for every row."""
     from ffn_worker.kernels.placed import silu_kernel
 
     room, width = h.shape[0], h.shape[1] // 2
-    a, rows, groups = _Operand.empty(tag, room, width, h.device), 4, 8
+    a, rows, groups = Operand.empty(tag, room, width, h.device), 4, 8
     silu_kernel[(-(-pairs // rows), -(-width // (SCALE_BLOCK * groups)))](
         h,
         h if slots is None else slots,
@@ -300,27 +308,33 @@ class DeepGemmBackend(TritonBackend):
         scales = None if rows.scales is None else rows.scales.t()
         room = -(-len(rows) // 4) * 4  # as the library wants scales
         h = torch.empty((room, shared.gate_up.shape[0]), dtype=torch.bfloat16, device=rows.device)
-        _product(_Operand(rows.payload, scales), shared.gate_up, h[: len(rows)])
+        _product(Operand(rows.payload, scales), shared.gate_up, h[: len(rows)])
         _product(_silu(rows.tag, h, None, len(rows)), shared.down, out)
 
     def _routed(
         self, layer: int, rows: EncodedRows, topk_ids: torch.Tensor, load: SlotLoad | None
     ) -> tuple[torch.Tensor, PlacedPairs]:
         """Both products of the routed experts: bfloat16 [room, hidden], by slots."""
-        from ffn_worker.kernels.placed import gather_rows_kernel
-
         held, experts = self._layers[layer], self.end - self.start
         count, top_k = topk_ids.shape
-        hidden = held.shape.hidden
         mean = mean_pairs(count, top_k, self.num_experts)
         tile = tile_rows(mean)
         counts = None if load is None else load.counts
         placed = place_pairs_on_gpu(topk_ids, self.start, self.end, tile, counts)
-        room = capacity(count * top_k, experts, tile)
-        expected = expected_rows(mean, tile)
-        given = _Operand(rows.payload, rows.scales)
-        a = _Operand.empty(rows.tag, room, hidden, rows.device)
-        gather_rows_kernel[(count,)](
+        cut = Cut(tile, expected_rows(mean, tile), capacity(count * top_k, experts, tile))
+        a = self._activation(held, rows, placed, top_k, cut)
+        return _grouped_product(a, held.w2[:experts], placed, cut), placed
+
+    def _activation(
+        self, held: Layer, rows: EncodedRows, placed: PlacedPairs, top_k: int, cut: Cut
+    ) -> Operand:
+        """silu(gate) * up of the routed experts, by slots, in the format of the rows."""
+        from ffn_worker.kernels.placed import gather_rows_kernel
+
+        hidden, room = held.shape.hidden, cut.room
+        given = Operand(rows.payload, rows.scales)
+        a = Operand.empty(rows.tag, room, hidden, rows.device)
+        gather_rows_kernel[(len(rows),)](
             *given.pointers,
             placed.slots,
             *a.pointers,
@@ -330,6 +344,5 @@ class DeepGemmBackend(TritonBackend):
             SCALED=rows.scales is not None,
             BLOCK=1 << (hidden - 1).bit_length(),
         )
-        h = _grouped_product(a, held.w13[:experts], placed, tile, expected)
-        a = _silu(rows.tag, h, placed.slots, count * top_k)
-        return _grouped_product(a, held.w2[:experts], placed, tile, expected), placed
+        h = _grouped_product(a, held.w13[: held.shape.experts], placed, cut)
+        return _silu(rows.tag, h, placed.slots, len(rows) * top_k)

@@ -1,4 +1,4 @@
-"""Backend for NVIDIA Hopper: of three that take the same weights, for each batch the quickest."""
+"""Backend for NVIDIA Hopper: of four that take the same weights, for each batch the quickest."""
 
 from dataclasses import replace
 
@@ -7,24 +7,34 @@ import torch
 from afd.wire.rows_torch import EncodedRows
 from ffn_worker.load import SlotLoad
 from ffn_worker.moe.choice import Choices, choices_of
-from ffn_worker.moe.deep_gemm import DeepGemmBackend
+from ffn_worker.moe.deep_gemm import Cut, DeepGemmBackend, Operand
+from ffn_worker.moe.grouped import GroupedBackend, cannot_compile
 from ffn_worker.moe.quantise import Weight
-from ffn_worker.moe.triton import TritonBackend
+from ffn_worker.moe.sorting import PlacedPairs
+from ffn_worker.moe.tiles import LayerShape
+from ffn_worker.moe.triton import Layer, TritonBackend
 from ffn_worker.moe.vllm_cuda import VllmCudaBackend
 
 
-class HopperBackend(DeepGemmBackend):
-    """The Triton kernels, DeepGEMM or vLLM's fused experts, as the device's tuning file has it
-    (:mod:`ffn_worker.moe.choice`).
+class HopperBackend(GroupedBackend):
+    """The Triton kernels, DeepGEMM with or without our gate and up, or vLLM's fused experts, as the
+    device's tuning file has it (:mod:`ffn_worker.moe.choice`).
 
-    A shared expert, which is small, is held for the first two; vLLM's kernels, which have no such
-    thing, are not taken then.
+    A shared expert, which is small, is held for all but vLLM's kernels, which have no such thing
+    and are not taken then.
     """
+
+    schemes = DeepGemmBackend.schemes
 
     def __init__(self, experts: tuple[int, int], num_experts: int | None = None) -> None:
         super().__init__(experts, num_experts)
         self._choices: Choices | None = None
         self._vllm: VllmCudaBackend | None = None
+        self._has_grouped = cannot_compile() is None
+
+    @staticmethod
+    def unavailable(dtype: torch.dtype, hidden: int, intermediate: int) -> str | None:
+        return DeepGemmBackend.unavailable(dtype, hidden, intermediate)
 
     def prepare(self, layer: int, w13: Weight, w2: Weight) -> None:
         super().prepare(layer, w13, w2)
@@ -48,9 +58,13 @@ class HopperBackend(DeepGemmBackend):
 
     def chosen(self, layer: int, rows: int, top_k: int) -> str:
         """Name of the backend that computes a batch."""
+        return self._chosen(self._layers[layer].shape, rows, top_k)
+
+    def _chosen(self, shape: LayerShape, rows: int, top_k: int) -> str:
         assert self._choices is not None  # set by prepare
-        shape = self._layers[layer].shape
         name = self._choices.of(replace(shape, top_k=top_k), rows)
+        if name == "grouped" and not self._has_grouped:
+            return "deep_gemm"
         return "triton" if name == "vllm_cuda" and shape.shared else name
 
     def forward_encoded(
@@ -75,6 +89,13 @@ class HopperBackend(DeepGemmBackend):
         out: torch.Tensor,
         load: SlotLoad | None,
     ) -> None:
-        many = self.chosen(layer, *topk_ids.shape) == "deep_gemm"
+        many = self.chosen(layer, *topk_ids.shape) in ("deep_gemm", "grouped")
         backend = DeepGemmBackend if many else TritonBackend
         backend._compute(self, layer, rows, topk_ids, topk_weights, out, load)
+
+    def _activation(
+        self, held: Layer, rows: EncodedRows, placed: PlacedPairs, top_k: int, cut: Cut
+    ) -> Operand:
+        ours = self._chosen(held.shape, len(rows), top_k) == "grouped"
+        backend = GroupedBackend if ours else DeepGemmBackend
+        return backend._activation(self, held, rows, placed, top_k, cut)

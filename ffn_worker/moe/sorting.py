@@ -95,14 +95,16 @@ def sort_pairs_on_gpu(
 
 @dataclass(frozen=True)
 class PlacedPairs:
-    """The same order, by its inverse; both on the batch's device.
+    """The same order, by its inverse; all on the batch's device.
 
     slots: int32 [rows * K], the entry of each pair; -1: nobody here computes it.
+    pairs: int32 [capacity], the pair of each entry; undefined where there is none.
     ends: int32 [experts], where each expert's run ends, without the padding behind it. A run begins
     at the multiple of the block at or after the end before it.
     """
 
     slots: torch.Tensor
+    pairs: torch.Tensor
     ends: torch.Tensor
 
 
@@ -114,12 +116,13 @@ def place_pairs_on_gpu(
 
     counts, pairs, grid, constants = _count(topk_ids, start, end, False)
     new = partial(torch.empty, dtype=torch.int32, device=topk_ids.device)
-    slots, ends = new(pairs), new(end - start)
+    size = capacity(pairs, end - start, block)
+    slots, order, ends = new(pairs), new(size), new(end - start)
     place_pairs_kernel[grid](
-        topk_ids, counts, counts if load is None else load, slots, ends, pairs, start, end - start,
-        LOAD=load is not None, BLOCK=block, **constants,
+        topk_ids, counts, counts if load is None else load, slots, order, ends, pairs, start,
+        end - start, LOAD=load is not None, BLOCK=block, **constants,
     )  # fmt: skip
-    return PlacedPairs(slots, ends)
+    return PlacedPairs(slots, order, ends)
 
 
 def place_pairs(topk_ids: torch.Tensor, start: int, end: int, block: int) -> PlacedPairs:
@@ -132,7 +135,7 @@ def place_pairs(topk_ids: torch.Tensor, start: int, end: int, block: int) -> Pla
     slots[order.pairs[:used].long()] = torch.arange(used, dtype=torch.int32, device=slots.device)
     padded = torch.bincount(owners, minlength=experts)
     real = torch.bincount(owners[order.pairs[:used] < pairs], minlength=experts)
-    return PlacedPairs(slots[:pairs], (padded.cumsum(0) - padded + real).int())
+    return PlacedPairs(slots[:pairs], order.pairs, (padded.cumsum(0) - padded + real).int())
 
 
 def sort_pairs(

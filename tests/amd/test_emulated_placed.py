@@ -41,11 +41,15 @@ def test_places(compiled, arch):
     for begin, run in zip(begins, runs, strict=True):
         want[run] = begin + np.arange(len(run))
     before = np.arange(experts) + 2**40
-    outputs = [before, np.full(rows * top_k, -7, np.int32), np.full(experts, -7, np.int32)]
+    room = int((-(-counts // block) * block).sum())
+    outputs = [before, *(np.full(n, -7, np.int32) for n in (rows * top_k, room, experts))]
     sizes = [("i", rows * top_k), ("i", start), ("i", experts)]
     run, grid = Runner(compiled, arch), (len(by_chunk), 2)
-    load, got, ends = run("place_pairs", [ids, by_chunk], outputs, sizes, grid)
+    load, got, order, ends = run("place_pairs", [ids, by_chunk], outputs, sizes, grid)
     assert (load - before).tolist() == counts.tolist()
+    inverse = np.full(room, -7)
+    inverse[want[want >= 0]] = np.flatnonzero(want >= 0)
+    assert order.tolist() == inverse.tolist()
     assert got.tolist() == want.tolist() and ends.tolist() == (begins + counts).tolist()
 
 

@@ -12,6 +12,7 @@ from ffn_worker.load import SlotLoad  # noqa: E402
 from ffn_worker.moe import hopper  # noqa: E402
 from ffn_worker.moe.choice import Choices  # noqa: E402
 from ffn_worker.moe.deep_gemm import DeepGemmBackend  # noqa: E402
+from ffn_worker.moe.grouped import GroupedBackend, cannot_compile  # noqa: E402
 from ffn_worker.moe.hopper import HopperBackend  # noqa: E402
 from ffn_worker.moe.quantise import (  # noqa: E402
     Scheme,
@@ -30,6 +31,7 @@ if REASON is not None:
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
+KINDS = [DeepGemmBackend, GroupedBackend][: 2 if cannot_compile() is None else 1]
 BOUND, PLAIN_BOUND = 0.1, 2**-5
 """Of a row's largest value: the product of gate and up is rounded to FP8, as rows are; to
 bfloat16."""
@@ -60,8 +62,8 @@ def encoded(x):
     return rows, EncodedRows(rows.tag, rows.payload.cuda(), rows.scales.cuda())
 
 
-def backend(held, experts, every):
-    made = DeepGemmBackend(experts, every)
+def backend(held, experts, every, kind=DeepGemmBackend):
+    made = kind(experts, every)
     made.prepare(0, *(w[slice(*experts)].to(CUDA) for w in held))
     return made
 
@@ -81,11 +83,12 @@ def close(got, want, bound=BOUND):
     ("every", "experts"), [(1, (0, 1)), (8, (0, 8)), (48, (0, 24)), (48, (24, 48)), (160, (3, 160))]
 )
 @pytest.mark.parametrize("rows", [1, 63, 300, 2048])
-def test_rows_as_the_wire_brings_them(rows, every, experts):
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_as_the_wire_brings_them(rows, every, experts, kind):
     held = weights(every)
     x, ids, scale = batch(rows, every)
     rows, there = encoded(x)
-    made = backend(held, experts, every)
+    made = backend(held, experts, every, kind)
     got = made.forward_encoded(0, there, ids.cuda(), scale.cuda(), torch.bfloat16)
     close(got, exact(held, experts, rows.decode(torch.float32), ids, scale))
 
@@ -209,9 +212,10 @@ def test_nan_stays_in_its_row_and_masked_rows_are_zero():
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("rows", [48, 700])
-def test_a_graph_with_other_routing(rows, shared):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_graph_with_other_routing(rows, shared, kind):
     held = weights(24)
-    made = backend(held, (0, 12), 24)
+    made = backend(held, (0, 12), 24, kind)
     alone = shared_expert(made, 200) if shared else torch.zeros_like
     x, ids, scale = batch(rows, 24)
     there = encoded(x)[1]
@@ -253,11 +257,13 @@ def test_places(rows, experts):
     got = place_pairs_on_gpu(ids.cuda(), *experts, 64, load)
     want = place_pairs(ids, *experts, 64)
     assert torch.equal(got.slots.cpu(), want.slots) and torch.equal(got.ends.cpu(), want.ends)
+    here = want.slots[want.slots >= 0].long()
+    assert torch.equal(got.pairs.cpu()[here], want.pairs[here])
     counts = [int((ids == e).sum()) for e in range(*experts)]
     assert (load - 2**40).tolist() == counts
 
 
-@pytest.mark.parametrize("name", ["triton", "deep_gemm", "vllm_cuda"])
+@pytest.mark.parametrize("name", ["triton", "deep_gemm", "grouped", "vllm_cuda"])
 @pytest.mark.parametrize("plain", [False, True])
 def test_the_backend_that_takes_any(monkeypatch, plain, name):
     held = in_plain(weights(8)) if plain else weights(8)

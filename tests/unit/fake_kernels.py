@@ -10,7 +10,7 @@ import torch
 from afd.wire.codecs_torch import DTYPE_OF_TAG
 from afd.wire.layout import Tag
 from afd.wire.rows_torch import EncodedRows
-from ffn_worker.moe import deep_gemm
+from ffn_worker.moe import deep_gemm, grouped
 from ffn_worker.moe.quantise import Weight, dequantise_weight
 from ffn_worker.moe.sorting import place_pairs, sort_pairs
 
@@ -117,7 +117,7 @@ def sort_kernel(
 
 
 def place_kernel(
-    grid, ids, counts, load, slots, ends, pairs, start, experts,
+    grid, ids, counts, load, slots, order, ends, pairs, start, experts,
     *, K, CHUNK, BINS, EXPERTS, LOAD, BLOCK,
 ):  # fmt: skip
     assert pairs == ids.shape[0] * K
@@ -125,6 +125,8 @@ def place_kernel(
     add_load(ids, load, start, experts, LOAD)
     placed = place_pairs(ids, start, start + experts, BLOCK)
     slots.copy_(placed.slots), ends.copy_(placed.ends)
+    assert order.shape == placed.pairs.shape
+    order.copy_(torch.where(placed.pairs < pairs, placed.pairs, 1 << 30))
 
 
 def undefined(codes, scales):
@@ -249,6 +251,26 @@ class DeepGemm:
             begin = -(-end // self.tile) * self.tile
 
 
+def gate_up(rows, weight, placed, top_k, cut):
+    """Of kernels/grouped.cu, with what its asynchronous copies demand."""
+    experts, columns, k = weight.shape
+    assert rows.tag == weight.tag == Tag.E4M3FN and columns % 256 == k % 128 == 0
+    assert weight.codes.is_contiguous() and weight.scales.is_contiguous()
+    assert rows.payload.data_ptr() % 16 == 0 and rows.scales.shape == (len(rows), k // 128)
+    a = deep_gemm.Operand.empty(rows.tag, cut.room, columns // 2, rows.device)
+    decoded, values = rows.decode(torch.float32), dequantise_weight(weight)
+    begin = 0
+    for group, end in enumerate(placed.ends.tolist()):
+        if end > begin:
+            h = decoded[placed.pairs[begin:end] // top_k] @ values[group].T
+            gate, up = h.bfloat16().float().chunk(2, 1)
+            made = EncodedRows.of(gate / (1 + torch.exp(-gate)) * up, rows.tag)
+            a.codes[begin:end], a.scales[:, begin:end] = made.payload, made.scales.T
+        begin = -(-end // cut.tile) * cut.tile
+    assert len(placed.ends) == experts
+    return a
+
+
 def install(monkeypatch):
     """Makes the backend find the stand-ins for the duration of a test."""
     modules = {
@@ -274,3 +296,4 @@ def install(monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
     fake = DeepGemm()
     monkeypatch.setattr(deep_gemm, "library", lambda: fake)
+    monkeypatch.setattr(grouped, "gate_up", gate_up)

@@ -18,6 +18,7 @@ from ffn_worker.bench.shapes import SHAPES, Ceilings, in_scheme, layer_cost, nam
 from ffn_worker.moe import hopper  # noqa: E402
 from ffn_worker.moe.choice import Choices, chosen  # noqa: E402
 from ffn_worker.moe.deep_gemm import DeepGemmBackend  # noqa: E402
+from ffn_worker.moe.grouped import GroupedBackend  # noqa: E402
 from ffn_worker.moe.triton import TritonBackend  # noqa: E402
 from ffn_worker.moe.vllm_cpu import load_operators  # noqa: E402
 
@@ -87,7 +88,7 @@ def test_cells_of_a_step_whose_shared_expert_joins(monkeypatch):
     """What a GPU run measures, on stand-ins for the kernels."""
     fake_kernels.install(monkeypatch)
     monkeypatch.setattr(TritonBackend, "devices", ("cpu",))
-    for backend in (TritonBackend, DeepGemmBackend):
+    for backend in (TritonBackend, DeepGemmBackend, GroupedBackend):
         monkeypatch.setattr(backend, "unavailable", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU without tuned tiles")
     choices = Choices(schemes={"plain": ((0, "triton"),)})
@@ -99,7 +100,8 @@ def test_cells_of_a_step_whose_shared_expert_joins(monkeypatch):
         with problem(in_scheme(shape, scheme), torch.device("cpu"), cache_bytes=0) as given:
             who = measure.contenders(given, "triton", "vllm_cpu")
             fits_vllm = scheme == "plain" and load_operators() is None
-            ours, others = {"triton", "deep_gemm"}, {"apart", "vllm"} if fits_vllm else {"apart"}
+            ours = {"triton", "deep_gemm", *(("grouped",) if scheme == "fp8_block" else ())}
+            others = {"apart", "vllm"} if fits_vllm else {"apart"}
             assert set(who) == ours | others
             (cell,) = measure.cells("s", given, (3,), ("eager",), ceilings, ("triton", "vllm_cpu"))
         assert cell.us == cell.apart_us == 1.0 and (cell.vllm_us is None) is not fits_vllm

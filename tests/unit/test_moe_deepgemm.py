@@ -19,6 +19,7 @@ from ffn_worker.moe.deep_gemm import (  # noqa: E402
     expected_rows,
     tile_rows,
 )
+from ffn_worker.moe.grouped import GroupedBackend  # noqa: E402
 from ffn_worker.moe.hopper import HopperBackend  # noqa: E402
 from ffn_worker.moe.quantise import (  # noqa: E402
     Scheme,
@@ -79,17 +80,16 @@ def exact(held, experts, rows, ids, scale):
     return reference.forward(0, rows.decode(torch.float32), ids, scale)
 
 
+@pytest.mark.parametrize("kind", [DeepGemmBackend, GroupedBackend])
 @pytest.mark.parametrize("tag", [Tag.BFLOAT16, Tag.E4M3FN, Tag.E2M1])
 @pytest.mark.parametrize("experts", [(0, EXPERTS), (2, 5)])
 @pytest.mark.parametrize("rows", [1, 150])
-def test_launches(held, rows, experts, tag):
+def test_launches(held, rows, experts, tag, kind):
     x, ids, scale = batch(rows)
     ids[3::7] = -1
     scale[3::7] = torch.nan
     given = EncodedRows.of(x, tag)
-    got = prepared(DeepGemmBackend, held, experts).forward_encoded(
-        0, given, ids, scale, torch.bfloat16
-    )
+    got = prepared(kind, held, experts).forward_encoded(0, given, ids, scale, torch.bfloat16)
     assert got.shape == (rows, HIDDEN) and (got[3::7] == 0).all()
     close(got, exact(held, experts, given, ids, scale.nan_to_num()))
 
@@ -113,7 +113,8 @@ def test_no_rows(held):
 
 
 @pytest.mark.parametrize(
-    ("kind", "narrow"), [(DeepGemmBackend, 80), (DeepGemmBackend, 384), (HopperBackend, 80)]
+    ("kind", "narrow"),
+    [(DeepGemmBackend, 80), (GroupedBackend, 80), (DeepGemmBackend, 384), (HopperBackend, 80)],
 )
 @pytest.mark.parametrize("rows", [1, 70])
 def test_a_shared_expert_is_computed_beside(held, kind, narrow, rows):

@@ -1,0 +1,402 @@
+// Gate and up of the experts' rows in one launch for NVIDIA Hopper (sm_90a): rows gathered where they
+// came, multiplied in FP8, silu(gate) * up written in FP8 to the slots. grouped.py fills in the
+// instructions and the branches over tiles, and defines N_MAX and STAGES.
+//
+// Operands are swapped: weights are the M of wgmma and an expert's rows its N, so that a tile has
+// any multiple of 16 of them and an expert of up to N_MAX rows is one tile, whose weights are loaded
+// once. A tile has 128 columns of gate and the same of up, one warpgroup each: the results are
+// whole blocks of 128 with one scale. A third warpgroup loads: one warp weights (bulk tensor copies),
+// one scales, two rows (asynchronous copies of 16 bytes, swizzled as the tensor cores read them).
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+struct alignas(64) TensorMap {
+    u64 words[16];
+};
+
+constexpr int K_BLOCK = 128;  // columns of a stage, and of a scale
+constexpr int WEIGHT_BYTES = 256 * K_BLOCK, ROW_BYTES = N_MAX * K_BLOCK;
+constexpr int STAGED = 16, STAGED_ROW = 256;  // result rows that pass shared memory at once, bytes of one
+constexpr int LOADER_REGISTERS = 40, MATH_REGISTERS = 232;
+constexpr int FIRST_LOADER = 256, GATHERERS = 64;  // threads
+
+__device__ __forceinline__ u32 shared_address(const void* at) {
+    return static_cast<u32>(__cvta_generic_to_shared(at));
+}
+
+__device__ __forceinline__ void barrier_init(u64* barrier, int count) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count));
+}
+
+__device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) {
+    u32 at = shared_address(barrier), done;
+    do {
+        asm volatile(
+            "{\n.reg .pred p;\n"
+            "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+            "selp.u32 %0, 1, 0, p;\n}"
+            : "=r"(done)
+            : "r"(at), "r"(parity)
+            : "memory");
+    } while (!done);
+}
+
+__device__ __forceinline__ void barrier_arrive(u64* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+__device__ __forceinline__ void barrier_expect(u64* barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+                 "r"(bytes)
+                 : "memory");
+}
+
+// 128 rows of an expert's weights. They pass the L2 cache once: its first to go.
+__device__ __forceinline__ void load_weights(u32 to, const TensorMap* map, u64* barrier, int column, int row,
+                                             int expert) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to),
+        "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(row), "r"(expert), "l"(0x12F0000000000000ull)
+        : "memory");
+}
+
+__device__ __forceinline__ void copy_16(u32 to, const char* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void named_sync(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Descriptor of an operand in shared memory: K-major, rows of 128 bytes, swizzled by 128 bytes.
+__device__ __forceinline__ u64 operand(u32 at) {
+    return static_cast<u64>((at & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+}
+
+template <int N>
+__device__ __forceinline__ void wgmma(float (&d)[N / 2], u64 a, u64 b, int add);
+WGMMA_FUNCTIONS
+
+__device__ __forceinline__ u32 packed(float low, float high) {
+    u32 two;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(high), "f"(low));
+    return two;
+}
+
+// An expert: number of its first tile, where its slots begin, its rows.
+struct Group {
+    int first_tile, begin, rows;
+};
+
+struct Tile {
+    int expert, column, slot, rows;
+};
+
+struct Shared {
+    char* weights;  // [STAGES][256][128]: gate, up
+    char* rows;     // [STAGES][N_MAX][128]
+    char* staged;   // [2][STAGED][STAGED_ROW]
+    float* scales;  // [STAGES][2][N_MAX]: of rows times that of gate or of up, at place(row)
+    u32* sources;   // [N_MAX]: where a tile's rows begin
+    u64 *full, *empty;  // [STAGES]
+    Group* groups;      // [experts + 1]
+};
+
+// Where a row's scale lies: a lane has two rows of each eight, beside them its two of the next eight.
+__device__ __forceinline__ int place(int n) {
+    return n / 16 * 16 + n % 8 / 2 * 4 + n / 8 % 2 * 2 + n % 2;
+}
+
+struct Ring {
+    int stage;
+    u32 phase;
+    __device__ __forceinline__ void advance() {
+        if (++stage == STAGES) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+};
+
+// Tile of a number, false where there are no more: those of an expert one after the other, its row
+// tiles innermost. group only rises. (As a struct with a state of its own it costs the math
+// warps their uniform registers: descriptors are then moved before every instruction.)
+__device__ __forceinline__ bool find(const Group* groups, int experts, int columns, int number, int& group,
+                                     Tile& tile) {
+    int across = columns / 128;
+    while (group < experts && number >= groups[group + 1].first_tile * across) ++group;
+    if (group == experts) return false;
+    Group g = groups[group];
+    int parts = groups[group + 1].first_tile - g.first_tile;
+    int within = number - g.first_tile * across, part = within % parts;
+    int each = ((g.rows + parts - 1) / parts + 7) & ~7;
+    tile = {group, within / parts * 128, g.begin + part * each, min(each, g.rows - part * each)};
+    return true;
+}
+
+// silu(gate) * up of 8 columns in FP8, with the scale of the 128 columns that 16 lanes have together;
+// rounded as codecs_triton.fp8_block rounds them.
+__device__ __forceinline__ uint2 gated(uint4 gate, uint4 up, float& scale) {
+    const u32 g[4] = {gate.x, gate.y, gate.z, gate.w}, u[4] = {up.x, up.y, up.z, up.w};
+    float v[8];
+    u32 most = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        float a = __uint_as_float(i % 2 ? g[i / 2] & 0xFFFF0000u : g[i / 2] << 16);
+        float b = __uint_as_float(i % 2 ? u[i / 2] & 0xFFFF0000u : u[i / 2] << 16);
+        v[i] = __fdividef(a, 1.f + __expf(-a)) * b;
+        most = max(most, __float_as_uint(v[i]) & 0x7FFFFFFFu);
+    }
+#pragma unroll
+    for (int d = 1; d < 16; d *= 2) most = max(most, __shfl_xor_sync(~0u, most, d));
+    scale = __uint_as_float(most) / 448.f;
+    if (scale < 1e-30f) scale = 1.f;
+    if (most >= 0x7F800000u) scale = __uint_as_float(0x7FC00000u);
+    float inverse = 1.f / scale;
+    u32 codes[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        unsigned short low, high;
+        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
+            : "=h"(low)
+            : "f"(v[i * 4 + 1] * inverse), "f"(v[i * 4] * inverse));
+        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
+            : "=h"(high)
+            : "f"(v[i * 4 + 3] * inverse), "f"(v[i * 4 + 2] * inverse));
+        codes[i] = low | static_cast<u32>(high) << 16;
+    }
+    return make_uint2(codes[0], codes[1]);
+}
+
+struct Results {
+    char* codes;    // [room, columns]
+    float* scales;  // [columns / 128, room]
+    int columns, room;
+};
+
+// One tile of up to N rows by one warpgroup, 0: gate, 1: up.
+template <int N>
+__device__ __forceinline__ void multiply(const Shared& shared, const Tile& tile, int half, int k_blocks,
+                                         const Results& results, Ring& ring) {
+    // As many scales as registers hold are loaded once for both halves, before the tensor cores begin.
+    constexpr int EARLY = N <= 96 ? N / 16 : N <= 128 ? 2 : 0;
+    float sums[2][N / 2];
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) sums[0][i] = sums[1][i] = 0.f;
+    int lane = threadIdx.x % 32;
+
+    for (int block = 0; block < k_blocks; ++block) {
+        barrier_wait(&shared.full[ring.stage], ring.phase);
+        // Rows came by ordinary asynchronous copies; the tensor cores read through the other proxy.
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        const float4* scales =
+            reinterpret_cast<const float4*>(shared.scales + (ring.stage * 2 + half) * N_MAX) + lane % 4;
+        float4 early[EARLY + 1];
+#pragma unroll
+        for (int j = 0; j < EARLY; ++j) early[j] = scales[j * 4];
+        u32 a = shared_address(shared.weights + ring.stage * WEIGHT_BYTES) + half * 128 * K_BLOCK;
+        u64 b = operand(shared_address(shared.rows + ring.stage * ROW_BYTES));
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            // The tensor cores add in few bits: every 128 columns go to the sums by themselves.
+            float part[N / 2];
+            u64 a_half = operand(a + h * 64 * K_BLOCK);
+            asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+            for (int k = 0; k < K_BLOCK / 32; ++k) wgmma<N>(part, a_half + 2 * k, b + 2 * k, k != 0);
+            asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+            asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+            // What reads `part` must stay behind the wait.
+#pragma unroll
+            for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(part[i])::"memory");
+            float* sum = sums[h];
+#pragma unroll
+            for (int j = 0; j < N / 16; ++j) {
+                float4 scale = j < EARLY ? early[j] : scales[j * 4];
+                sum[j * 8 + 0] += part[j * 8 + 0] * scale.x;
+                sum[j * 8 + 1] += part[j * 8 + 1] * scale.y;
+                sum[j * 8 + 2] += part[j * 8 + 2] * scale.x;
+                sum[j * 8 + 3] += part[j * 8 + 3] * scale.y;
+                sum[j * 8 + 4] += part[j * 8 + 4] * scale.z;
+                sum[j * 8 + 5] += part[j * 8 + 5] * scale.w;
+                sum[j * 8 + 6] += part[j * 8 + 6] * scale.z;
+                sum[j * 8 + 7] += part[j * 8 + 7] * scale.w;
+            }
+        }
+        __syncwarp();
+        if (lane == 0) barrier_arrive(&shared.empty[ring.stage]);
+        ring.advance();
+    }
+
+    // Through shared memory, 16 rows at a time, in bfloat16: the halves meet and turn to rows there.
+    int thread;  // read here, so that no address is kept in a register throughout the loop
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    int warp = thread / 32 % 4, matrix = thread % 32 / 8, row_in = matrix / 2 * 8 + thread % 8;
+    u32 to = shared_address(shared.staged) + half * STAGED * STAGED_ROW + row_in * STAGED_ROW;
+    int r = thread / 16, piece = thread % 16;  // pieces of 16 bytes are swizzled by row
+    const char* from = shared.staged + r * STAGED_ROW + (piece ^ (r & 7)) * 16;
+    long long slot = tile.slot + r;
+    char* codes_at = results.codes + slot * results.columns + tile.column + piece * 8;
+    float* scale_at = results.scales + (long long)(tile.column / 128) * results.room + slot;
+#pragma unroll
+    for (int n = 0; n < N; n += STAGED) {
+        if (n < tile.rows) {
+            named_sync(1, 256);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const float* s = &sums[h][n / 2];
+                asm volatile(
+                    "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                        to + ((h * 8 + warp * 2 + matrix % 2) ^ (row_in & 7)) * 16),
+                    "r"(packed(s[0], s[1])), "r"(packed(s[2], s[3])), "r"(packed(s[4], s[5])),
+                    "r"(packed(s[6], s[7]))
+                    : "memory");
+            }
+            named_sync(1, 256);
+            float scale;
+            uint2 codes = gated(*reinterpret_cast<const uint4*>(from),
+                                *reinterpret_cast<const uint4*>(from + STAGED * STAGED_ROW), scale);
+            if (n + r < tile.rows) {
+                *reinterpret_cast<uint2*>(codes_at) = codes;
+                if (piece == 0) *scale_at = scale;
+            }
+            codes_at += STAGED * results.columns;
+            scale_at += STAGED;
+        }
+    }
+}
+
+// One warp: every expert's first tile, from where its slots end. A run begins at a multiple of pad.
+__device__ __forceinline__ void find_groups(const int* ends, int experts, int pad, Group* groups) {
+    int lane = threadIdx.x % 32, tiles = 0, last = 0;
+    for (int base = 0; base < experts; base += 32) {
+        bool real = base + lane < experts;
+        int end = real ? ends[base + lane] : 0, before = __shfl_up_sync(~0u, end, 1);
+        if (lane == 0) before = last;
+        int begin = (before + pad - 1) / pad * pad, rows = real ? end - begin : 0;
+        int parts = (rows + N_MAX - 1) / N_MAX, sum = parts;
+        for (int d = 1; d < 32; d *= 2) {
+            int other = __shfl_up_sync(~0u, sum, d);
+            if (lane >= d) sum += other;
+        }
+        if (real) groups[base + lane] = {tiles + sum - parts, begin, rows};
+        tiles += __shfl_sync(~0u, sum, 31);
+        last = __shfl_sync(~0u, end, 31);
+    }
+    if (lane == 0) groups[experts].first_tile = tiles;
+}
+
+extern "C" __global__ void __launch_bounds__(384, 1)
+gate_up(const __grid_constant__ TensorMap weight_map,  // of codes [experts, 2 * columns, k_blocks * 128]
+        const float* __restrict__ weight_scales,       // [experts, 2 * columns / 128, k_blocks]
+        const char* __restrict__ rows,                 // [., k_blocks * 128]
+        const float* __restrict__ row_scales,          // [., k_blocks]
+        const int* __restrict__ sources,               // [room]: of each slot the pair that has it
+        const int* __restrict__ ends,                  // [experts]
+        char* __restrict__ out, float* __restrict__ out_scales, int experts, int columns, int k_blocks, int top_k,
+        int room, int pad) {
+    extern __shared__ __align__(1024) char memory[];
+    Shared shared;
+    shared.weights = memory;
+    shared.rows = shared.weights + STAGES * WEIGHT_BYTES;
+    shared.staged = shared.rows + STAGES * ROW_BYTES;
+    shared.scales = reinterpret_cast<float*>(shared.staged + 2 * STAGED * STAGED_ROW);
+    shared.sources = reinterpret_cast<u32*>(shared.scales + STAGES * 2 * N_MAX);
+    shared.full = reinterpret_cast<u64*>(shared.sources + N_MAX);
+    shared.empty = shared.full + STAGES;
+    shared.groups = reinterpret_cast<Group*>(shared.empty + STAGES);
+
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (warp == 0) {
+        find_groups(ends, experts, pad, shared.groups);
+    } else if (warp == 1 && lane == 0) {
+        for (int s = 0; s < STAGES; ++s) {
+            barrier_init(&shared.full[s], 2 + GATHERERS);
+            barrier_init(&shared.empty[s], 8);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    }
+    __syncthreads();
+
+    Ring ring{0, 0};
+    Tile tile;
+    int group = 0;
+    const int first_tile = blockIdx.x, step = gridDim.x;
+    if (warp >= FIRST_LOADER / 32) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
+        if (warp == 8 && lane == 0) {
+            for (int t = first_tile; find(shared.groups, experts, columns, t, group, tile); t += step)
+                for (int block = 0; block < k_blocks; ++block, ring.advance()) {
+                    barrier_wait(&shared.empty[ring.stage], ring.phase ^ 1);
+                    u64* full = &shared.full[ring.stage];
+                    barrier_expect(full, WEIGHT_BYTES);
+                    u32 to = shared_address(shared.weights + ring.stage * WEIGHT_BYTES);
+                    load_weights(to, &weight_map, full, block * K_BLOCK, tile.column, tile.expert);
+                    load_weights(to + 128 * K_BLOCK, &weight_map, full, block * K_BLOCK, columns + tile.column,
+                                 tile.expert);
+                }
+        } else if (warp == 9) {
+            constexpr int EACH = (N_MAX + 31) / 32;
+            for (int t = first_tile; find(shared.groups, experts, columns, t, group, tile); t += step) {
+                const float* gate = weight_scales + (long long)(tile.expert * 2 * columns + tile.column) / 128 * k_blocks;
+                const float* up = gate + columns / 128 * k_blocks;
+                u32 at[EACH];
+                float next[EACH], next_gate = gate[0], next_up = up[0];
+#pragma unroll
+                for (int i = 0; i < EACH; ++i) {
+                    int n = lane + i * 32;
+                    at[i] = n < tile.rows ? sources[tile.slot + n] / top_k * k_blocks : 0;
+                    next[i] = row_scales[at[i]];
+                }
+                for (int block = 0; block < k_blocks; ++block, ring.advance()) {
+                    barrier_wait(&shared.empty[ring.stage], ring.phase ^ 1);
+                    float* to = shared.scales + ring.stage * 2 * N_MAX + place(lane);
+#pragma unroll
+                    for (int i = 0; i < EACH; ++i)
+                        if (lane + i * 32 < N_MAX) {
+                            to[i * 32] = next[i] * next_gate;
+                            to[N_MAX + i * 32] = next[i] * next_up;
+                        }
+                    __syncwarp();
+                    if (lane == 0) barrier_arrive(&shared.full[ring.stage]);
+                    if (block + 1 < k_blocks) {
+#pragma unroll
+                        for (int i = 0; i < EACH; ++i) next[i] = row_scales[at[i] + block + 1];
+                        next_gate = gate[block + 1];
+                        next_up = up[block + 1];
+                    }
+                }
+            }
+        } else if (warp >= 10) {
+            int thread = threadIdx.x - FIRST_LOADER - 64, first = thread / 8, piece = thread % 8 * 16;
+            for (int t = first_tile; find(shared.groups, experts, columns, t, group, tile); t += step) {
+                named_sync(2, GATHERERS);
+                for (int n = thread; n < tile.rows; n += GATHERERS)
+                    shared.sources[n] = sources[tile.slot + n] / top_k * (k_blocks * K_BLOCK);
+                named_sync(2, GATHERERS);
+                for (int block = 0; block < k_blocks; ++block, ring.advance()) {
+                    barrier_wait(&shared.empty[ring.stage], ring.phase ^ 1);
+                    u32 to = shared_address(shared.rows + ring.stage * ROW_BYTES) + first * K_BLOCK + (piece ^ first * 16);
+                    const char* from = rows + block * K_BLOCK + piece;
+#pragma unroll
+                    for (int i = 0; i < N_MAX / 8; ++i)
+                        if (first + i * 8 < tile.rows)
+                            copy_16(to + i * 8 * K_BLOCK, from + shared.sources[first + i * 8]);
+                    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(
+                                     shared_address(&shared.full[ring.stage]))
+                                 : "memory");
+                }
+            }
+        }
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MATH_REGISTERS));
+        int half = __shfl_sync(~0u, warp / 4, 0);
+        Results results{out, out_scales, columns, room};
+        for (int t = first_tile; find(shared.groups, experts, columns, t, group, tile); t += step) {
+            TILE_BRANCHES
+        }
+    }
+}

@@ -1,0 +1,63 @@
+"""The source of grouped.cu and what a launch of it needs to know. Pure; no torch."""
+
+from functools import cache
+from pathlib import Path
+
+ENTRY, THREADS, STAGES = "gate_up", 384, 4
+WEIGHT_BOX = 128
+"""Rows of weights that the copy engine loads at once: a tile has two of them, gate and up."""
+TILE_ROWS = (32, 64, 96, 128, 144)
+"""Rows that an instruction multiplies; a tile takes the least that holds its own. 144 is what
+registers hold: two sums of 64 columns, and a product beside them."""
+MOST_ROWS = TILE_ROWS[-1]
+_K_BLOCK, _SHARED_LIMIT = 128, 227 * 1024
+_STAGE_BYTES = (2 * WEIGHT_BOX + MOST_ROWS) * _K_BLOCK + 2 * MOST_ROWS * 4 + 2 * 8
+_STAGED_BYTES, _SOURCES_BYTES, _GROUP_BYTES = 2 * 16 * 256, MOST_ROWS * 4, 12
+OPTIONS = ("-arch=sm_90a", "--std=c++17", f"-DN_MAX={MOST_ROWS}", f"-DSTAGES={STAGES}")
+"""What NVRTC is given."""
+
+
+def wgmma(rows: int) -> str:
+    """The function around one instruction: d [64, rows] (+)= weights [64, 32] x [rows, 32].T."""
+    count = rows // 2
+    registers = ", ".join(f"%{i}" for i in range(count))
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    name = f"wgmma.mma_async.sync.aligned.m64n{rows}k32.f32.e4m3.e4m3"
+    return f"""template <>
+__device__ __forceinline__ void wgmma<{rows}>(float (&d)[{count}], u64 a, u64 b, int add) {{
+    asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"
+                 "{name} {{{registers}}}, %{count}, %{count + 1}, p, 1, 1;\\n}}"
+                 : {outputs} : "l"(a), "l"(b), "r"(add));
+}}
+"""
+
+
+@cache
+def source() -> str:
+    """CUDA C++, its instructions and branches written out for ``TILE_ROWS``."""
+    text = Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
+    branches = "\nelse ".join(
+        f"if (tile.rows <= {n}) multiply<{n}>(shared, tile, half, k_blocks, results, ring);"
+        for n in TILE_ROWS
+    )
+    functions = "\n".join(map(wgmma, TILE_ROWS))
+    return text.replace("WGMMA_FUNCTIONS", functions).replace("TILE_BRANCHES", branches)
+
+
+def shared_bytes(experts: int) -> int:
+    """Shared memory of a block: the pipeline, results and sources of a tile, the experts' runs."""
+    runs = (experts + 1) * _GROUP_BYTES
+    return STAGES * _STAGE_BYTES + _STAGED_BYTES + _SOURCES_BYTES + runs
+
+
+def most_experts() -> int:
+    """How many experts' runs fit into shared memory beside the rest."""
+    return (_SHARED_LIMIT - shared_bytes(0)) // _GROUP_BYTES
+
+
+def tile_rows(rows: int) -> list[int]:
+    """How grouped.cu cuts an expert's rows: into as few tiles as there can be, which are alike, and
+    multiples of 8, but for the last."""
+    parts = -(-rows // MOST_ROWS)
+    each = -(-rows // (8 * parts)) * 8 if parts else 0
+    return [min(each, rows - part * each) for part in range(parts)]
