@@ -29,6 +29,11 @@ from ffn_worker.shares import Shares
 
 logger = logging.getLogger("afd.ffn")
 
+APART_FROM = 3
+"""Depth from which on each micro-batch has a stream of its own. Two that share the GPU end at the
+same time and leave it idle while both are in attention: at depth 2 a step took 7.2 ms so and 6.8
+one after the other, where depth 3 gained 6 % (docs/results/gpu.md)."""
+
 Shape = tuple[tuple[int, int, int, int], ...]
 """Per attention instance of a step: its index, session, rows and depth."""
 
@@ -205,14 +210,16 @@ class StreamSteps:
                 position_of[member.attention] += 1
                 sequence = stream_sequence(position_of[member.attention])
                 flags.append(make_flag(member.session, sequence))
-            with self._stream_of(position.micro_batch):
+            with self._stream_of(position.micro_batch, _depth(members)):
                 self._run_position(step, position, _depth(members), taking_part, flags, held)
         self._streams.join()
         step.marks.end()
         return step
 
-    def _stream_of(self, micro_batch: int) -> AbstractContextManager[object]:
-        return nullcontext() if self._shares.in_order else self._streams.apart(micro_batch)
+    def _stream_of(self, micro_batch: int, depth: int) -> AbstractContextManager[object]:
+        if depth < APART_FROM or self._shares.in_order:
+            return nullcontext()
+        return self._streams.apart(micro_batch)
 
     def _run_position(
         self,

@@ -70,6 +70,8 @@ def test_a_full_pipeline_keeps_its_busier_side_busy():
         found[depth] = timeline.summary(joined)
     assert found[1].efficiency == pytest.approx(100 / 210, rel=0.02)
     assert found[3].efficiency > 0.98
+    assert found[3].in_layers == 1.0 and 0.98 < found[3].efficiency < 1.0
+    assert found[1].in_layers == pytest.approx(40 * 100 / (40 * 100 + 39 * 110))
     one = found[3]
     assert (one.attention_us, one.ffn_us, one.to_ffn_us) == (100, 90, 10)
     assert one.busy["ffn-0"] == pytest.approx(0.9 * one.busy["attention"], rel=0.01)

@@ -193,8 +193,8 @@ def _tell(model: Model, cell: Cell) -> None:
     print(
         f"{model.name} {cell.target.label} depth {cell.depth} batch {cell.load.requests} context"
         f" {cell.load.prompt}: efficiency"
-        f" {f.efficiency:.3f} ({busy}), step {f.step_s * 1e3:.3f} ms; attention"
-        f" {f.attention_us:.1f} us, to FFN {f.to_ffn_us:.1f}, FFN {f.ffn_us:.1f}, back"
+        f" {f.efficiency:.3f} ({busy}), in the layers {f.in_layers:.3f}, step"
+        f" {f.step_s * 1e3:.3f} ms; attention {f.attention_us:.1f} us, to FFN {f.to_ffn_us:.1f}, FFN {f.ffn_us:.1f}, back"
         f" {f.to_attention_us:.1f}; {f.steps} steps, clocks within {error:.1f} us",
         flush=True,
     )
@@ -213,6 +213,7 @@ def _record(cell: Cell, model: str, out: Report) -> None:
     case += f" context {load.prompt}"
     f = cell.found
     out.add(case, "efficiency", f.efficiency, "fraction of the step", "aim", AIM)
+    out.add(case, "efficiency_in_layers", f.in_layers, "fraction of its layers", "aim", AIM)
     for metric, value in (
         ("attention_us", f.attention_us),
         ("to_ffn_us", f.to_ffn_us),

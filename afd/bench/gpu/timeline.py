@@ -42,12 +42,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Summary:
-    """Means over steps. efficiency: busy time of the busiest role over step time. busy: share of
-    the step, by member. us: of one micro-batch in one layer, per stage."""
+    """Means over steps. efficiency: busy time of the busiest role over step time; in_layers: over
+    the time from its first to its last work, without what a model does before and behind its
+    layers. busy: share of the step, by member. us: of one micro-batch in one layer, per stage."""
 
     steps: int
     step_s: float
     efficiency: float
+    in_layers: float
     busy: Mapping[str, float]
     attention_us: float
     ffn_us: float
@@ -135,16 +137,19 @@ def _next_of_micro_batch(spans: Sequence[Span]) -> dict[tuple[int, int], Span]:
 def summary(steps: Sequence[Step]) -> Summary:
     """Of at least one step."""
     total = sum(step.seconds for step in steps)
-    busy = {"attention": sum(step.attention.busy_ns for step in steps) / 1e9 / total}
-    for member in steps[0].ffn:
-        busy[member] = sum(step.ffn[member].busy_ns for step in steps) / 1e9 / total
+    roles = {"attention": [step.attention for step in steps]}
+    roles |= {member: [step.ffn[member] for step in steps] for member in steps[0].ffn}
+    worked_s = {role: sum(own.busy_ns for own in traces) / 1e9 for role, traces in roles.items()}
+    busiest = max(worked_s, key=lambda role: worked_s[role])
+    waited_s = sum(own.waited_ns for own in roles[busiest]) / 1e9
     mine = [s for step in steps for s in step.attention.spans]
     theirs = [s for step in steps for own in step.ffn.values() for s in own.spans]
     return Summary(
         len(steps),
         total / len(steps),
-        max(busy.values()),
-        busy,
+        worked_s[busiest] / total,
+        worked_s[busiest] / (worked_s[busiest] + waited_s),
+        {role: seconds / total for role, seconds in worked_s.items()},
         _mean_us([ns for step in steps for ns in step.attention.worked_ns]),
         _mean_us([ns for step in steps for own in step.ffn.values() for ns in own.worked_ns]),
         _mean_us([s.copied_ns - s.done_ns for s in mine]),
