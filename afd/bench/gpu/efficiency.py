@@ -194,8 +194,9 @@ def _tell(model: Model, cell: Cell) -> None:
         f"{model.name} {cell.target.label} depth {cell.depth} batch {cell.load.requests} context"
         f" {cell.load.prompt}: efficiency"
         f" {f.efficiency:.3f} ({busy}), in the layers {f.in_layers:.3f}, step"
-        f" {f.step_s * 1e3:.3f} ms; attention {f.attention_us:.1f} us, to FFN {f.to_ffn_us:.1f}, FFN {f.ffn_us:.1f}, back"
-        f" {f.to_attention_us:.1f}; {f.steps} steps, clocks within {error:.1f} us",
+        f" {f.step_s * 1e3:.3f} ms; attention {f.attention_us:.1f} us, to FFN {f.to_ffn_us:.1f},"
+        f" FFN {f.ffn_us:.1f}, back {f.to_attention_us:.1f}; {f.steps} steps, clocks within"
+        f" {error:.1f} us",
         flush=True,
     )
     marked, plain = cell.device_s
