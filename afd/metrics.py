@@ -189,8 +189,8 @@ class RoleMetrics:
     def note_replay(self, step: StepTrace) -> None:
         """Keep a replayed step, and count its stages: no host has timed them."""
         own, sent = _OWN_STAGE[self.role], Stage.A2F if self.role == "attention" else Stage.F2A
-        for span in step.spans:
-            self._stages[own].observe((span.done_ns - span.started_ns) / 1e9)
+        for span, worked_ns in zip(step.spans, step.worked_ns, strict=True):
+            self._stages[own].observe(worked_ns / 1e9)
             self._stages[sent].observe((span.copied_ns - span.done_ns) / 1e9)
         self.bubble_seconds += step.waited_ns / 1e9
         self.step_traces.add(step)

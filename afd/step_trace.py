@@ -18,8 +18,8 @@ KEPT = 64
 class Span:
     """Work on one position of a step. Times: ns; rows: of this micro-batch.
 
-    started_ns: past the wait for its input. copied_ns: its message was complete in the peers'
-    slots, doorbells included.
+    started_ns: past the wait for its input; a GPU may work on several spans at once. copied_ns: its
+    message was complete in the peers' slots, doorbells included.
     """
 
     layer: int
@@ -55,13 +55,25 @@ class StepTrace:
         return sum(span.rows for span in self.spans if span.layer == first)
 
     @property
+    def worked_ns(self) -> tuple[int, ...]:
+        """Per span, the time that it added to the step's work: while several are worked on at once,
+        the time counts for the one that began first."""
+        worked, until = [0] * len(self.spans), 0
+        for i in sorted(range(len(self.spans)), key=lambda i: self.spans[i].started_ns):
+            span = self.spans[i]
+            worked[i] = max(0, span.done_ns - max(span.started_ns, until))
+            until = max(until, span.done_ns)
+        return tuple(worked)
+
+    @property
     def busy_ns(self) -> int:
-        return sum(span.done_ns - span.started_ns for span in self.spans)
+        return sum(self.worked_ns)
 
     @property
     def waited_ns(self) -> int:
         """Between spans: the compute side had nothing to do."""
-        return self.spans[-1].done_ns - self.spans[0].started_ns - self.busy_ns
+        began = min(span.started_ns for span in self.spans)
+        return max(span.done_ns for span in self.spans) - began - self.busy_ns
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)

@@ -49,7 +49,8 @@ class MqaImpl(FlashAttentionImpl):
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale,
                 output_block_scale,
             )  # fmt: skip
-        rows = attn_metadata.num_actual_tokens  # one per request; those that pad a graph have 0
+        # One per request; those that pad a graph have 0. In a micro-batch it is of NumPy's type.
+        rows = int(attn_metadata.num_actual_tokens)
         codes = kv_cache.view(current_platform.fp8_dtype()).transpose(1, 2)
         keys, values = codes.split(self.head_size, dim=-1)
         plan = plan_decode(rows, 1, self.num_heads, self.head_size, 1, _processors())

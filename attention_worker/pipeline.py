@@ -1,6 +1,7 @@
 """The layer pipeline of an attention instance: one explicit loop over layers and micro-batches."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -32,6 +33,10 @@ class Experts(Protocol):
     (:class:`attention_worker.stream.StreamExperts`)."""
 
     def begin_step(self, depth: int) -> None: ...
+
+    def sending(self, layer: int, micro_batch: int, rows: int) -> AbstractContextManager[object]:
+        """Around the work that only a message needs, :meth:`send` being the last of it: where there
+        are streams, the next micro-batch does not wait for it."""
 
     def send(
         self,
@@ -88,10 +93,11 @@ def run_layers(
                     batch.positions, batch.hidden, batch.residual
                 )
                 if layer.is_remote:
-                    weights, ids = layer.route(batch.hidden)
-                    if batch.padding is not None:
-                        ids.masked_fill_(batch.padding, -1)  # no expert computes these rows
-                    remote.send(layer.index, batch.index, batch.hidden, ids, weights)
+                    with remote.sending(layer.index, batch.index, len(batch.hidden)):
+                        weights, ids = layer.route(batch.hidden)
+                        if batch.padding is not None:
+                            ids.masked_fill_(batch.padding, -1)  # no expert computes these rows
+                        remote.send(layer.index, batch.index, batch.hidden, ids, weights)
                     batch.in_flight = True
                 else:
                     batch.hidden = layer.local_ffn(batch.hidden)

@@ -6,7 +6,8 @@ and the waits for theirs, and a replay runs the whole step without the host
 the same ones (afd/schedule.py: stream_sequence).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -86,6 +87,16 @@ class StreamExperts:
         self._position = 0
         self._marks.begin()
 
+    @contextmanager
+    def sending(self, layer: int, micro_batch: int, rows: int) -> Iterator[None]:
+        """Router and encoding go to the copying stream, behind all that was computed so far.
+
+        What they read has to live until the answer is awaited."""
+        self._marks.done(layer, micro_batch, rows)
+        self._streams.fork()
+        with self._streams.copying():
+            yield
+
     def send(
         self,
         layer: int,
@@ -94,15 +105,14 @@ class StreamExperts:
         ids: torch.Tensor,
         weights: torch.Tensor,
     ) -> None:
-        """As :meth:`attention_worker.remote.RemoteExperts.send`, on the copying stream."""
+        """As :meth:`attention_worker.remote.RemoteExperts.send`, on the copying stream; within
+        :meth:`sending`."""
         layout = self._resolved.a2f
         slots = self._slots.of(layer, ids)
         pending = self._pending[micro_batch] = encode(layout, layer, hidden, slots, weights)
         self._position += 1
         sequence = stream_sequence(self._position)
         flags = self._awaited[micro_batch] = [make_flag(p.session, sequence) for p in self._peers]
-        self._marks.done(layer, micro_batch, pending.rows)
-        self._streams.fork()
         for peer, flag in zip(self._peers, flags, strict=True):
             # A status says only that the peer is gone already; then the wait below tells.
             peer.link.enqueue(

@@ -66,7 +66,7 @@ class FfnLoop:
             self._inbox,
             model,
             self._shares,
-            make_streams(model.device),
+            make_streams(model.device, resolved.contract.max_depth),
             number,
             metrics,
         )

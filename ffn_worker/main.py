@@ -23,7 +23,7 @@ from afd.metrics_server import serve_metrics
 from afd.resolve import Resolved, region_options, resolve
 from afd.roles import RoleSpec
 from afd.topology import PINNED_SPIN_US, FfnPlace
-from afd.wire.streams_torch import torch_device
+from afd.wire.streams_torch import settle, torch_device
 from afd_comm import Region, VerbsOptions
 from ffn_worker.allreduce.base import Collective
 from ffn_worker.allreduce.registry import make_collective
@@ -86,6 +86,8 @@ def run_ffn(role: RoleSpec) -> None:
         )
         control.report_work(lambda: work_of(metrics))
         model = _load(role, resolved, metrics, control.members)
+        if model.device.type != "cpu":
+            _compile(model, resolved)
         ranks.meet(_collective(resolved, place), deployment.deadlines.start_s)
         loop = FfnLoop(resolved, region, control, model, ranks, metrics)
         _stop_on_signals(loop)
@@ -143,6 +145,23 @@ def _load(role: RoleSpec, resolved: Resolved, metrics: RoleMetrics, members: Mem
     if role.rank == 0:  # the others compute the same rows
         metrics.expert_rows = model.expert_rows
     return model
+
+
+def _compile(model: FfnModel, resolved: Resolved) -> None:
+    """Have the kernels compiled, seconds each, that batches of any size take: most backends choose
+    by the power of two of the rows, and do it when a kernel is first called, where a request would
+    wait for it. Takes the memory that the largest batch takes."""
+    began = time.monotonic()
+    most = resolved.contract.capacity_rows * resolved.deployment.attention.instances
+    for rows in sizes_up_to(most):
+        model.warm_up(rows, resolved.a2f.tag)
+    settle(model.device)
+    logger.info("kernels compiled in %.1f s", time.monotonic() - began)
+
+
+def sizes_up_to(most: int) -> list[int]:
+    """The powers of two below ``most``, and ``most``."""
+    return [*(2**n for n in range((most - 1).bit_length())), most]
 
 
 def _collective(resolved: Resolved, place: FfnPlace) -> MakeCollective:

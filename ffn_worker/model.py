@@ -213,15 +213,19 @@ class FfnModel:
         """Whether the backend computes the shared expert of some layer with the routed ones."""
         return bool(self._joined)
 
+    @torch.inference_mode()
     def warm_up(self, rows: int, tag: Tag) -> torch.Tensor:
         """One call of ``rows`` rows that come as ``tag``, so that its kernels are compiled and
-        chosen; its output."""
+        chosen; its output. Its rows are not counted as load."""
         layer, kinds = self.model.moe_layers[0], self.model.top_k
         zeros = torch.zeros((rows, self.model.hidden), dtype=self.dtype, device=self.device)
         x = EncodedRows.of(zeros, tag)
         ids = torch.arange(rows * kinds, dtype=torch.int32, device=self.device)
         ids = (ids % self.shard.all_slots).view(rows, kinds)
-        return self.forward(layer, x, ids, torch.ones_like(ids, dtype=torch.float32))
+        weights = torch.ones_like(ids, dtype=torch.float32)
+        first, *others = self._layers[layer].held
+        uncounted = SlotLoad(first.experts, self.shard.slots[0], self.device)
+        return self._forward(layer, x, ids, weights, replace(first, load=uncounted), *others)
 
     @torch.inference_mode()
     def forward(
@@ -250,12 +254,22 @@ class FfnModel:
             A new tensor [rows, hidden] in the serving dtype.
         """
         rows = EncodedRows.of(x) if isinstance(x, torch.Tensor) else x
+        return self._forward(layer, rows, topk_ids, topk_weights, *self._layers[layer].held)
+
+    def _forward(
+        self,
+        layer: int,
+        rows: EncodedRows,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        first: _Held,
+        *others: _Held,
+    ) -> torch.Tensor:
         if layer in self._shared and not self._banks[0].takes_encoded:
             rows = EncodedRows.of(rows.decode(self.dtype))  # once for both
         scaling = self.model.routed_scaling
         if layer in self._joined and scaling != 1.0:
             topk_weights, scaling = topk_weights * scaling, 1.0
-        first, *others = self._layers[layer].held
         out = self._routed(first, layer, rows, topk_ids, topk_weights, alone=not others)
         for held in others:
             out += self._routed(held, layer, rows, topk_ids, topk_weights, alone=False)

@@ -23,6 +23,11 @@ class Shares:
     def capturable(self) -> bool:
         return self._collective.capturable
 
+    @property
+    def in_order(self) -> bool:
+        """Whether all ranks have to take the micro-batches in the same order: their sums are."""
+        return self._collective.world > 1
+
     def of(self, out: torch.Tensor, rows: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
         """This rank's rows of the sum, attention instance by attention instance.
 

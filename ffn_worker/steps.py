@@ -8,6 +8,7 @@ guard).
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -195,34 +196,54 @@ class StreamSteps:
         """All expert calls of the step, given to the streams in the order of the walk."""
         step = _Recorded(marks=new_marks(self._streams, 0, self._stage_every))
         step.marks.begin()
+        self._streams.begin_step()
         position_of = {m.attention: 0 for m in members}
         held: dict[int, Answers] = {}
         for position in walk(self._layers, _depth(members)):
-            taking_part = self._at(members, position.micro_batch)
-            peers, rows = [m.peer for m, _ in taking_part], [n for _, n in taking_part]
-            slots, flags = self._slots(taking_part, position.micro_batch), []
+            taking_part, flags = self._at(members, position.micro_batch), []
             for member, _ in taking_part:
                 position_of[member.attention] += 1
                 sequence = stream_sequence(position_of[member.attention])
                 flags.append(make_flag(member.session, sequence))
-            self._region.enqueue_wait(self._streams.compute, slots, flags, reset=self._reset)
-            step.marks.working()
-            step.slots += slots
-            step.flags += flags
-            step.peers += peers
-            # Only now is the answer before this one surely copied, and its memory free.
-            held.pop(position.micro_batch, None)
-            batch = self._inbox.read(slots, rows)
-            out = self._model.forward(position.layer, batch.x, batch.ids, batch.weights)
-            out, counts = self._shares.of(out, rows)
-            answers = held[position.micro_batch] = Answers.of(out, self._resolved.f2a)
-            step.marks.done(position.layer, position.micro_batch, sum(rows))
-            self._streams.fork()
-            self._answer(position, _depth(members), peers, counts, flags, answers)
-            step.marks.copied()
-        step.marks.end()
+            with self._stream_of(position.micro_batch):
+                self._run_position(step, position, _depth(members), taking_part, flags, held)
         self._streams.join()
+        step.marks.end()
         return step
+
+    def _stream_of(self, micro_batch: int) -> AbstractContextManager[object]:
+        return nullcontext() if self._shares.in_order else self._streams.apart(micro_batch)
+
+    def _run_position(
+        self,
+        step: _Recorded,
+        position: Position,
+        depth: int,
+        taking_part: Sequence[tuple[Member, int]],
+        flags: Sequence[int],
+        held: dict[int, Answers],
+    ) -> None:
+        """Wait for the messages of a position, compute and answer it.
+
+        held: by micro-batch, the memory of the answers that are under way.
+        """
+        peers, rows = [m.peer for m, _ in taking_part], [n for _, n in taking_part]
+        slots = self._slots(taking_part, position.micro_batch)
+        self._region.enqueue_wait(self._streams.compute, slots, flags, reset=self._reset)
+        step.marks.working()
+        step.slots += slots
+        step.flags += flags
+        step.peers += peers
+        # Only now is the answer before this one surely copied, and its memory free.
+        held.pop(position.micro_batch, None)
+        batch = self._inbox.read(slots, rows)
+        out = self._model.forward(position.layer, batch.x, batch.ids, batch.weights)
+        out, counts = self._shares.of(out, rows)
+        answers = held[position.micro_batch] = Answers.of(out, self._resolved.f2a)
+        step.marks.done(position.layer, position.micro_batch, sum(rows))
+        self._streams.fork()
+        self._answer(position, depth, peers, counts, flags, answers)
+        step.marks.copied()
 
     def _answer(
         self,

@@ -1,8 +1,8 @@
 """What both workers need of a device: slots as tensors, and the streams that a step runs on."""
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -53,19 +53,22 @@ class Streams(Protocol):
     def copying(self) -> AbstractContextManager[object]:
         """Within, kernels go to ``copy``: what only a message needs does not hold up the rest."""
 
-    def expect(self, micro_batch: int, wait: Callable[[int], object]) -> None:
-        """Have ``wait``, which gives a wait for messages to the stream of this address, called for
-        a stream of its own. It begins behind what ``copy`` was given so far, which must be all of
-        ours that those messages depend on, and is over once ``compute`` comes to it.
+    def begin_step(self) -> None:
+        """What micro-batches get ``apart`` starts after all that ``compute`` was given so far."""
+
+    def apart(self, micro_batch: int) -> AbstractContextManager[object]:
+        """Within, ``compute`` is a stream of this micro-batch alone: what it waits for holds up no
+        other one, and its kernels fill the multiprocessors that theirs leave idle.
+
+        It starts behind what ``copy`` was given when this micro-batch was here last, which must be
+        all that the messages it waits for depend on; in its first turn behind :meth:`begin_step`.
+        Before it ends ``copy`` has to follow it (:meth:`fork`).
 
         For one side of the wire only: the FFN instances'. Streams may share a queue of the device,
-        where ``compute`` stands behind waits that it does not need. With this side alone a step
-        ends even if all streams share one, as what a message depends on goes out before its wait is
-        given; if attention waited ahead too, each side could hold up what the other waits for.
+        where a micro-batch's kernels stand behind another's wait. With this side alone a step
+        ends even if all streams share one, as what a message depends on went out before its wait is
+        given; if attention did so too, each side could hold up what the other waits for.
         """
-
-    def arrive(self, micro_batch: int) -> None:
-        """What ``compute`` gets from now on starts after what was expected in this micro-batch."""
 
     def capturable(self) -> AbstractContextManager[object]:
         """Within, ``compute`` is a stream that can be captured, which the default stream cannot."""
@@ -84,9 +87,6 @@ class HostStreams:
     compute = 0
     copy = 0
 
-    def __init__(self) -> None:
-        self._expected: dict[int, Callable[[int], object]] = {}
-
     def fork(self) -> None: ...
 
     def join(self) -> None: ...
@@ -94,11 +94,10 @@ class HostStreams:
     def copying(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def expect(self, micro_batch: int, wait: Callable[[int], object]) -> None:
-        self._expected[micro_batch] = wait
+    def begin_step(self) -> None: ...
 
-    def arrive(self, micro_batch: int) -> None:
-        self._expected.pop(micro_batch)(self.compute)
+    def apart(self, micro_batch: int) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def capturable(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -112,18 +111,18 @@ class HostStreams:
 
 
 class CudaStreams:
-    """The current stream, and two of our own beside it. May be captured: what orders them are edges
-    of the graph. Between a kernel and the next one a wait costs 8 us even if its message is there
-    (docs/results/notes.md): hence the stream that only waits."""
+    """The current stream, and our own beside it. May be captured: what orders them are edges of the
+    graph."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, depth: int) -> None:
         self._device = device
         # Its small kernels go before the large ones that computing has begun meanwhile.
         self._copy = torch.cuda.Stream(device, priority=-1)
-        self._receive = torch.cuda.Stream(device)
-        self._expected: dict[int, torch.cuda.Event] = {}
-        # Made now: with a wait pending on some other stream it could not be (comm/README.md).
+        # Made now: with a wait pending on some other stream they could not be (comm/README.md).
+        self._own = [torch.cuda.Stream(device) for _ in range(depth)]
         self._captured = torch.cuda.Stream(device)
+        # By micro-batch, what its next turn in this step is behind.
+        self._before: list[torch.cuda.Event] = []
 
     @property
     def compute(self) -> int:
@@ -142,14 +141,17 @@ class CudaStreams:
     def copying(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._copy)
 
-    def expect(self, micro_batch: int, wait: Callable[[int], object]) -> None:
-        self._receive.wait_stream(self._copy)
-        wait(self._receive.cuda_stream)
-        self._expected[micro_batch] = self._receive.record_event()
+    def begin_step(self) -> None:
+        begun = torch.cuda.current_stream(self._device).record_event()
+        self._before = [begun] * len(self._own)
 
-    def arrive(self, micro_batch: int) -> None:
-        arrived = self._expected.pop(micro_batch)
-        torch.cuda.current_stream(self._device).wait_event(arrived)
+    @contextmanager
+    def apart(self, micro_batch: int) -> Iterator[None]:
+        own = self._own[micro_batch]
+        own.wait_event(self._before[micro_batch])
+        with torch.cuda.stream(own):
+            yield
+        self._before[micro_batch] = self._copy.record_event()
 
     def capturable(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._captured)
@@ -165,5 +167,6 @@ class CudaStreams:
         return int(first.elapsed_time(then) * 1e6)
 
 
-def make_streams(device: torch.device) -> Streams:
-    return HostStreams() if device.type == "cpu" else CudaStreams(device)
+def make_streams(device: torch.device, depth: int = 0) -> Streams:
+    """depth: micro-batches that may be :meth:`Streams.apart`."""
+    return HostStreams() if device.type == "cpu" else CudaStreams(device, depth)

@@ -21,16 +21,8 @@ _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 Argument = ctypes.c_int | ctypes.c_void_p | ctypes.Array
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """A cubin, and what the compiler said of it."""
-
-    cubin: bytes
-    log: str
-
-
-def compiled(source: str, name: str, options: Sequence[str]) -> Compiled:
-    """CUDA C++ for the processor that ``options`` name.
+def compiled(source: str, name: str, options: Sequence[str]) -> bytes:
+    """The cubin of CUDA C++.
 
     Raises:
         ConfigError: NVRTC is missing or refuses the source; with what it says.
@@ -48,16 +40,15 @@ def compiled(source: str, name: str, options: Sequence[str]) -> Compiled:
         (status,) = nvrtc.nvrtcCompileProgram(
             program, len(options), [option.encode() for option in options]
         )
-        _, size = nvrtc.nvrtcGetProgramLogSize(program)
-        said = b" " * size
-        nvrtc.nvrtcGetProgramLog(program, said)
-        log = said.decode().strip("\0 \n")
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            raise ConfigError(f"NVRTC refuses {name}: {log}")
+            _, size = nvrtc.nvrtcGetProgramLogSize(program)
+            log = b" " * size
+            nvrtc.nvrtcGetProgramLog(program, log)
+            raise ConfigError(f"NVRTC refuses {name}: {log.decode().strip(chr(0))}")
         _, size = nvrtc.nvrtcGetCUBINSize(program)
         cubin = b" " * size
         nvrtc.nvrtcGetCUBIN(program, cubin)
-        return Compiled(cubin, log)
+        return cubin
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 

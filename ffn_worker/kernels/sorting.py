@@ -87,9 +87,9 @@ def _entries(expert, mine, begins):
 
 @triton.jit
 def _add_load(load_ptr, mine, counts, experts):
-    """Counts of routed experts, added to load int64 [experts]."""
-    routed = mine < experts
-    tl.store(load_ptr + mine, tl.load(load_ptr + mine, mask=routed, other=0) + counts, mask=routed)
+    """Counts of routed experts, added to load int64 [experts], to which another micro-batch of the
+    layer may add at the same time."""
+    tl.atomic_add(load_ptr + mine, counts.to(tl.int64), mask=mine < experts, sem="relaxed")
 
 
 @triton.jit

@@ -37,7 +37,7 @@ def cannot_compile() -> str | None:
 
 @cache
 def _cubin() -> bytes:
-    return compiled(grouped.source(), "grouped.cu", grouped.OPTIONS).cubin
+    return compiled(grouped.source(), "grouped.cu", grouped.OPTIONS)
 
 
 @cache

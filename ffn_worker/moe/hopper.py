@@ -47,12 +47,14 @@ class HopperBackend(GroupedBackend):
 
     def prepare_shared(self, layer: int, gate_up: Weight, down: Weight) -> bool:
         joined = TritonBackend.prepare_shared(self, layer, gate_up, down)
+        if joined and self._vllm is not None:
+            self._vllm.release(layer)  # the weights without the shared expert in them
         return joined and super().prepare_shared(layer, gate_up, down)
 
     def release(self, layer: int) -> None:
-        super().release(layer)
-        if self._vllm is not None:
+        if self._vllm is not None and not self._layers[layer].shape.shared:
             self._vllm.release(layer)
+        super().release(layer)
 
     def chosen(self, layer: int, rows: int, top_k: int) -> str:
         """Name of the backend that computes a batch."""

@@ -19,7 +19,7 @@ from afd.resolve import region_options, resolve
 from afd.roles import RoleSpec
 from afd.schedule import split_rows
 from afd.step_trace import Marks, NoMarks
-from afd.wire.streams_torch import CudaStreams
+from afd.wire.streams_torch import make_streams
 from afd_comm import Region, Status
 from attention_worker.padding import padding_of
 from attention_worker.remote import RemoteExperts
@@ -69,7 +69,7 @@ class Pair:
         self.host = RemoteExperts(r, 0, self.region, self.control, metrics)
         self.host.connect(START_S)
         self.control.set_state("ready")
-        self.streams = CudaStreams(DEVICE)
+        self.streams = make_streams(DEVICE)
         self.stream = StreamExperts(r, 0, self.region, self.streams)
 
     def start(self, role: str) -> None:
@@ -151,9 +151,10 @@ class Step:
             for mb, part in enumerate(self.parts()):
                 if n:
                     hidden[mb] = experts.recv(mb) + self.x[part]
-                ids = self.ids[n, part].masked_fill(padding[mb], -1)
                 weights = self.weights[n, part]
-                experts.send(layer, mb, hidden[mb], ids, weights)
+                with experts.sending(layer, mb, len(weights)):
+                    ids = self.ids[n, part].masked_fill(padding[mb], -1)
+                    experts.send(layer, mb, hidden[mb], ids, weights)
         for mb, part in enumerate(self.parts()):
             self.out[part] = experts.recv(mb)
         experts.end_step()

@@ -171,6 +171,32 @@ def test_our_decode_kernel_answers_like_flash_attention(tmp_path):
     print("equal tokens of each request", same)
 
 
+def test_the_depth_is_chosen_while_graphs_are_replayed(tiny_models, tmp_path):
+    log = tmp_path / "serve.log"
+    config = deployed(tiny_models("qwen3_moe"), 60.0)
+    config["pipeline"]["depth"] = "auto"
+    config["metrics"]["stage_every"] = 16
+    with disaggregated(config, log=log) as server:
+        first = run(server.url, server.model, TOGETHER, salt="auto")
+
+        def chosen():
+            for mine, before in zip(
+                run(server.url, server.model, TOGETHER, salt="auto"), first, strict=True
+            ):
+                differs = first_difference(mine, before)
+                assert differs is None or before.gaps[differs] < NEAR_TIE, differs
+            return [line for line in log.read_text().splitlines() if "depth 3 -> " in line]
+
+        wait_until(chosen, 90, "another depth was measured to be quicker")
+        print(chosen()[0])
+        by_depth = [
+            float(line.split()[1])
+            for line in server.metrics().splitlines()
+            if line.startswith("afd_graph_steps_total{")
+        ]
+        assert len(by_depth) == 3 and min(by_depth) > 24
+
+
 @pytest.mark.parametrize("depth", [1, 3])
 def test_no_host_waits_once_per_layer(tmp_path, depth):
     """12 layers: a wait of vLLM's own per step does not hide one per layer."""

@@ -196,33 +196,28 @@ def test_a_launch_takes_what_the_limit_says():
     assert len(FAR) == slot_torch.MOST - 1
 
 
-def test_what_is_expected_is_there_when_computing_comes_to_it():
-    """Behind what the copying stream was given before, and beside what computes meanwhile."""
-    streams = make_streams(DEVICE)
+def test_micro_batches_apart_of_a_graph():
+    """Each goes on behind its own message, beside the others, and all are over at the end."""
+    streams = make_streams(DEVICE, 3)
     sent, got = (torch.zeros(3, device=DEVICE) for _ in range(2))
-    seen = torch.zeros((2, 3), device=DEVICE)
     graph = torch.cuda.CUDAGraph()
-
-    def wait(stream):
-        with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
-            torch.cuda._sleep(1_000_000)
-            got.copy_(sent)
-
     with streams.capturable(), torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-        for layer in range(2):
+        sent.zero_()
+        streams.begin_step()
+        for _layer in range(4):
             for micro_batch in range(3):
-                if layer:
-                    streams.arrive(micro_batch)
-                    seen[0, micro_batch].copy_(got[micro_batch])
-                streams.fork()
-                with streams.copying():
-                    sent[micro_batch] += 1
-                streams.expect(micro_batch, wait)
-        for micro_batch in range(3):
-            streams.arrive(micro_batch)
-            seen[1, micro_batch].copy_(got[micro_batch])
+                with streams.apart(micro_batch):
+                    torch.cuda._sleep(300_000 * (3 - micro_batch))
+                    got[micro_batch] += sent[micro_batch] + 1
+                    streams.fork()
+                    with streams.copying():
+                        sent[micro_batch].copy_(got[micro_batch])
         streams.join()
-    for replay in range(3):
+        total = got + sent
+    for replay in range(1, 4):
+        before = got.clone()
         graph.replay()
         torch.cuda.synchronize()
-        assert (seen[1] == 2 * replay + 2).all() and (seen[0] >= 2 * replay + 1).all()
+        # 1 + before, doubled with 1 more by each of three layers
+        want = 8 * (before + 1) + 7
+        assert torch.equal(got, want) and torch.equal(total, 2 * want), replay

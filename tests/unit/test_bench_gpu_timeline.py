@@ -4,6 +4,8 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from afd.bench.gpu import step3, timeline
 from afd.bench.gpu.step3_load import PAPER, TINY, floor
@@ -40,6 +42,16 @@ def pipeline(layers, depth, attention_us, ffn_us, wire_us, ahead_ns=0, began_ns=
 
     end = max(back)
     return step(mine, 0, end), step(theirs, ahead_ns, end)
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), min_size=1, max_size=9))
+def test_time_that_several_spans_share_is_worked_once(times):
+    spans = tuple(Span(0, 0, 1, t, t + n, t + n) for t, n in times)
+    step = StepTrace(0, 100, True, spans)
+    ticks = {tick for t, n in times for tick in range(t, t + n)}
+    assert step.busy_ns == len(ticks) and min(step.worked_ns) >= 0
+    whole = max(t + n for t, n in times) - min(t for t, _ in times)
+    assert step.waited_ns == whole - len(ticks)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

@@ -64,14 +64,13 @@ def on(stream):
 class Captured(CudaStreams):
     """Each step is a capture, which ends with its join."""
 
-    def __init__(self, ended):
-        super().__init__(torch.device("cpu"))
+    def __init__(self, ended, depth):
+        super().__init__(torch.device("cpu"), depth)
         self.ended = ended
 
     def join(self):
         super().join()
-        assert not self._expected, "a wait that nothing follows"
-        for stream in (self._copy, self._receive):
+        for stream in (self._copy, *self._own):
             assert stream.done <= current().done, "unjoined work"
             stream.captured = False
         self.ended.append(self)
@@ -83,11 +82,13 @@ def test_every_stream_of_a_step_is_forked_and_joined(tiny_models, monkeypatch, x
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", current)
     monkeypatch.setattr(torch.cuda, "stream", on)
-    monkeypatch.setattr("ffn_worker.loop.make_streams", lambda device: Captured(ended))
+    monkeypatch.setattr(
+        "ffn_worker.loop.make_streams", lambda device, depth: Captured(ended, depth)
+    )
     deployed = Deployed(tiny_models("deepseek_v3"), x, y, transport={"backend": "ipc"})
     try:
         client = deployed.clients[0]
-        stream = StreamExperts(deployed.resolved, 0, client._region, Captured(ended))
+        stream = StreamExperts(deployed.resolved, 0, client._region, Captured(ended, 0))
         expected = reference_model(tiny_models("deepseek_v3"))
         for depth in (1, 2, 3):
             run_on_streams(client, stream, deployed.resolved, expected, 7, depth, depth)

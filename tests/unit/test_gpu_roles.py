@@ -8,6 +8,7 @@ from afd.resolve import region_options, replays
 from afd.roles import RoleSpec
 from afd.schedule import padded_depth, split_rows, stream_sequence, walk
 from afd.topology import gpu_order, visible_gpus
+from ffn_worker.main import sizes_up_to
 
 
 def deployed(checkpoint="m", **sections) -> Deployment:
@@ -141,3 +142,9 @@ def test_doorbells_of_a_step_differ_and_are_no_sequence_numbers():
     sequences = [stream_sequence(n + 1) for n, _ in enumerate(walk(range(100), 3))]
     assert len(set(sequences)) == 300
     assert all(2**31 < sequence < 2**32 for sequence in sequences)
+
+
+def test_kernels_are_compiled_for_every_power_of_two_and_the_largest_batch():
+    assert sizes_up_to(1) == [1]
+    assert sizes_up_to(8) == [1, 2, 4, 8]
+    assert sizes_up_to(9) == [1, 2, 4, 8, 9]

@@ -219,6 +219,8 @@ def test_plain_weights_go_to_vllm_where_nothing_was_measured(monkeypatch, plain)
     )
     assert backend.prepare_shared(0, *(weight[0] for weight in plain))
     assert backend.chosen(0, 9000, TOP_K) == "triton"
+    assert not backend._vllm._weights  # they would be held twice
+    backend.release(0)
 
 
 def test_tiles():

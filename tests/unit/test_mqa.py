@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from afd.config import Deployment
@@ -140,7 +141,7 @@ def test_the_backend_finds_keys_and_values_in_vllms_cache(monkeypatch):
     layer._v_scale = torch.tensor(3.0)
     batch = SimpleNamespace(
         **vars(Batch()),
-        num_actual_tokens=3,
+        num_actual_tokens=np.int32(3),  # as in a micro-batch
         block_table=torch.tensor([[3, 1], [5, 0], [0, 0], [0, 0]], dtype=torch.int32),
         seq_lens=torch.tensor([70, 64, 0], dtype=torch.int32),
     )
@@ -153,6 +154,7 @@ def test_the_backend_finds_keys_and_values_in_vllms_cache(monkeypatch):
     )
     assert torch.allclose(out[:3], want) and not out[2].any() and (out[3] == 7).all()
     assert given[0].splits > 1 and page == 64
+    assert all(type(n) in (int, bool) for n in vars(given[0]).values())  # or Triton refuses them
 
     taken = []
     monkeypatch.setattr(

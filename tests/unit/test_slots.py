@@ -11,7 +11,6 @@ from afd.bench.gpu import main
 from afd.wire.layout import layouts
 from afd.wire.rows_torch import EncodedRows
 from afd.wire.slot_torch import RoutedRows, SlotView, sum_of_parts, take_rows
-from afd.wire.streams_torch import HostStreams
 from attention_worker import fused
 
 FP8 = torch.float8_e4m3fn
@@ -71,16 +70,6 @@ def test_answers_are_added_in_float32(wire):
     want = sum(view.decode(5, torch.float32) for view in views).bfloat16()
     assert torch.equal(sum_of_parts(views, 5, torch.bfloat16), want)
     assert sum_of_parts(views[:1], 5, torch.bfloat16).equal(views[0].decode(5, torch.bfloat16))
-
-
-def test_a_host_waits_when_it_needs_the_message():
-    streams, waited = HostStreams(), []
-    for micro_batch in range(2):
-        streams.expect(micro_batch, lambda stream, n=micro_batch: waited.append((n, stream)))
-    assert waited == []
-    streams.arrive(1)
-    streams.arrive(0)
-    assert waited == [(1, streams.compute), (0, streams.compute)]
 
 
 def test_what_stands_around_an_attention_layers_products():

@@ -108,17 +108,26 @@ def _model(args: argparse.Namespace, name: str, targets: Sequence[Afd]) -> Model
 def _all_running(
     models: Sequence[Model], targets: Sequence[Afd], args: argparse.Namespace
 ) -> Iterator[list[tuple[Model, Mapping[Target, Server]]]]:
-    """Every target of every model, started at once. Raises AfdError: a model has no server."""
+    """Every target of every model, started at once; models without a server are named and left out.
+    Raises AfdError: no model has one."""
     flags = [*vllm_args(args.device, True), *args.vllm_args]
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(models)) as pool:
 
         def start(model: Model) -> Mapping[Target, Server]:
             logs = args.logs / model.name
-            return stack.enter_context(
-                running(targets, model.path, model.sizes, args.device, flags, logs)
-            )
+            try:
+                return stack.enter_context(
+                    running(targets, model.path, model.sizes, args.device, flags, logs)
+                )
+            except AfdError as err:
+                print(f"{model.name}: FAILED: {err}", flush=True)
+                return {}
 
-        yield list(zip(models, pool.map(start, models), strict=True))
+        started = zip(models, pool.map(start, models), strict=True)
+        found = [(model, servers) for model, servers in started if servers]
+        if not found:
+            raise AfdError("no server started; the reasons are above")
+        yield found
 
 
 def _afd(name: str, wire: str) -> Afd:

@@ -234,7 +234,8 @@ class Experts:
     instance, on CUDA in FP8 with rows taken as they come.
 
     Of ``ffn_rows`` rows those of its own messages come by the wire; the others, which in the real
-    deployment the instance's GPUs gather from each other, are random and stay the same.
+    deployment the instance's GPUs gather from each other, are random and stay the same, each
+    micro-batch's its own.
     """
 
     def __init__(self, load: Load, distinct: int, device: torch.device) -> None:
@@ -244,11 +245,7 @@ class Experts:
 
         self._load, self._distinct = load, distinct
         self._own = load.rows * load.attention_instances
-        x = torch.randn(load.ffn_rows, load.hidden, dtype=torch.bfloat16, device=device)
-        scores = torch.rand(load.ffn_rows, load.experts, device=device)
-        weights, ids = scores.topk(load.top_k, dim=-1)
-        weights = (weights / load.top_k).contiguous()
-        self._rows = RoutedRows(EncodedRows.of(x, Tag.E4M3FN), ids.int(), weights)
+        self._rows = [_random_rows(load, device) for _ in range(load.depth)]
         model = _model(load, distinct)
         shard = whole_shard(model, load.held)
         on_gpu = device.type != "cpu"
@@ -261,11 +258,19 @@ class Experts:
             scheme=Scheme.FP8_BLOCK if on_gpu else Scheme.PLAIN,
         )
 
-    def compute(self, layer: int, views: list[SlotView]) -> torch.Tensor:
+    def compute(self, layer: int, micro_batch: int, views: list[SlotView]) -> torch.Tensor:
         """Partial sums of the rows of these messages, one below the other: bfloat16."""
-        take_rows(views, [self._load.rows] * len(views), self._rows)
-        rows, layer = self._rows, layer % self._distinct
+        rows, layer = self._rows[micro_batch], layer % self._distinct
+        take_rows(views, [self._load.rows] * len(views), rows)
         return self._model.forward(layer, rows.x, rows.ids, rows.weights)[: self._own]
+
+
+def _random_rows(load: Load, device: torch.device) -> RoutedRows:
+    x = torch.randn(load.ffn_rows, load.hidden, dtype=torch.bfloat16, device=device)
+    scores = torch.rand(load.ffn_rows, load.experts, device=device)
+    weights, ids = scores.topk(load.top_k, dim=-1)
+    weights = (weights / load.top_k).contiguous()
+    return RoutedRows(EncodedRows.of(x, Tag.E4M3FN), ids.int(), weights)
 
 
 def _model(load: Load, distinct: int) -> MoeModel:

@@ -101,7 +101,7 @@ class Side(ABC):
             )
             for m in self.messages
         ]
-        self.streams: Streams = make_streams(self.device)
+        self.streams: Streams = make_streams(self.device, load.depth)
         self.views = [SlotView(slot_bytes(self.region, s), self.incoming) for s in range(slots)]
         self.waits: tuple[list[int], list[int]] = ([], [])
 
@@ -202,32 +202,25 @@ class FfnSide(Side):
 
     def warm_up(self) -> None:
         for mb in range(self.load.depth):
-            self._experts.compute(0, [self.views[slot] for slot in self.slots(mb)])
+            self._experts.compute(0, mb, [self.views[slot] for slot in self.slots(mb)])
 
     def step(self, marks: Marks) -> list[object]:
         rows, depth, last = self.load.rows, self.load.depth, self.layers * self.load.depth
         kept: list[object] = []
-        self.streams.fork()
-        for mb in range(depth):
-            self._expect(mb, mb)
+        self.streams.begin_step()
         for position in range(last):
             layer, mb = divmod(position, depth)
-            self.streams.arrive(mb)
-            marks.working()
-            views = [self.views[slot] for slot in self.slots(mb)]
-            answers = Answers.of(self._experts.compute(layer, views), self.outgoing)
-            kept.append(answers)
-            marks.done(layer, mb, self.load.ffn_rows)
-            self.streams.fork()
-            parts = [answers.parts(m * rows, rows) for m in range(len(self.messages))]
-            self.send(mb, position, parts, marks)
-            if position + depth < last:
-                self._expect(mb, position + depth)
+            with self.streams.apart(mb):
+                views = self.wait(self.streams.compute, mb, position)
+                marks.working()
+                out = self._experts.compute(layer, mb, views)
+                answers = Answers.of(out, self.outgoing)
+                kept.append(answers)
+                marks.done(layer, mb, self.load.ffn_rows)
+                self.streams.fork()
+                parts = [answers.parts(m * rows, rows) for m in range(len(self.messages))]
+                self.send(mb, position, parts, marks)
         return kept
-
-    def _expect(self, micro_batch: int, position: int) -> None:
-        """Wait from here on, the answer before these messages being under way."""
-        self.streams.expect(micro_batch, lambda stream: self.wait(stream, micro_batch, position))
 
 
 class Replay:
@@ -246,8 +239,8 @@ class Replay:
         self._side.waits = ([], [])
         self._marks.begin()
         self._kept = self._side.step(self._marks)
-        self._marks.end()
         self._side.streams.join()
+        self._marks.end()
         self._waits = self._side.waits
 
     def __call__(self) -> None:

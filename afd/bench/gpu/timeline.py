@@ -145,8 +145,8 @@ def summary(steps: Sequence[Step]) -> Summary:
         total / len(steps),
         max(busy.values()),
         busy,
-        _mean_us([s.done_ns - s.started_ns for s in mine]),
-        _mean_us([s.done_ns - s.started_ns for s in theirs]),
+        _mean_us([ns for step in steps for ns in step.attention.worked_ns]),
+        _mean_us([ns for step in steps for own in step.ffn.values() for ns in own.worked_ns]),
         _mean_us([s.copied_ns - s.done_ns for s in mine]),
         _mean_us([s.copied_ns - s.done_ns for s in theirs]),
     )
@@ -157,19 +157,21 @@ def _mean_us(times_ns: Sequence[int]) -> float:
 
 
 def chrome(step: Step, attention: str) -> dict[str, Any]:
-    """One step, all sides, in Chrome's Trace Event Format: a process per role, a thread for its
-    work and one for its messages. Times begin at the step's."""
+    """One step, all sides, in Chrome's Trace Event Format: a process per role, a thread for the
+    work of each micro-batch and one for its messages. Times begin at the step's."""
     zero = step.attention.began_ns
     roles = {attention: (step.attention, 0)}
     roles |= {member: (own, step.offsets_ns[member]) for member, own in step.ffn.items()}
     out: list[dict[str, Any]] = []
     for pid, (member, (own, offset)) in enumerate(roles.items(), start=1):
         out.append(label("process_name", pid, 0, member))
-        out.append(label("thread_name", pid, 1, "work"))
-        out.append(label("thread_name", pid, 2, "messages to peers"))
+        for mb in range(own.depth):
+            out.append(label("thread_name", pid, 1 + mb, f"micro-batch {mb}: work"))
+            out.append(label("thread_name", pid, 1 + own.depth + mb, f"micro-batch {mb}: messages"))
         shift = offset - zero
         for s in own.spans:
             title, args = f"layer {s.layer} mb {s.micro_batch}", {"rows": s.rows}
-            out.append(span(title, pid, 1, s.started_ns + shift, s.done_ns + shift, args))
-            out.append(span(title, pid, 2, s.done_ns + shift, s.copied_ns + shift, {}))
+            works, sends = 1 + s.micro_batch, 1 + own.depth + s.micro_batch
+            out.append(span(title, pid, works, s.started_ns + shift, s.done_ns + shift, args))
+            out.append(span(title, pid, sends, s.done_ns + shift, s.copied_ns + shift, {}))
     return {"traceEvents": out, "displayTimeUnit": "ns"}

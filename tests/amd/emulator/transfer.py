@@ -99,6 +99,14 @@ def _global(name: str, f: dict[str, int]) -> Step | None:
                     w.v[base + f["vdst"], lane] = old.view(np.uint32)[0, 0]
 
         return swap
+    if name == "GLOBAL_ATOMIC_ADD_X2" and not f["sc0"]:
+        data = base + f["data"]
+
+        def add(w: Wave) -> None:
+            lanes = np.flatnonzero(w.active)
+            _atomic(w, addresses(w, lanes), w.v[data : data + 2, lanes].T, np.uint64)
+
+        return add
     found = _parse(name, "GLOBAL")
     if found is None:
         return None
@@ -152,7 +160,7 @@ def _buffer(name: str, f: dict[str, int]) -> Step | None:
             else:
                 _put(w, base + f["vdata"], lanes, data, kind)
         elif atomic is not None:
-            _atomic(w, address, w.v[base + f["vdata"], lanes[inside]], atomic)
+            _atomic(w, address, w.v[base + f["vdata"], lanes[inside], None], atomic)
         elif inside.any():
             w.memory.store(address, _take(w, base + f["vdata"], lanes[inside], size, kind))
 
@@ -168,10 +176,10 @@ _ATOMICS = {
 
 
 def _atomic(w: Wave, addresses: Array, values: Array, dtype: type) -> None:
-    """Adds 32-bit ``values`` to memory lane by lane, as one or two numbers of ``dtype``."""
-    for address, value in zip(addresses, values, strict=True):
-        at = np.array([address])
-        total = w.memory.load(at, 4).view(dtype) + np.array([[value]], np.uint32).view(dtype)
+    """Adds ``values`` [lanes, words of 32 bits] to memory lane by lane, as numbers of ``dtype``."""
+    for address, words in zip(addresses, values, strict=True):
+        at, added = np.array([address]), np.array([words], np.uint32).view(dtype)
+        total = w.memory.load(at, 4 * words.size).view(dtype) + added
         w.memory.store(at, total.astype(dtype).view(np.uint8))
 
 
