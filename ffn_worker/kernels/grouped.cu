@@ -11,9 +11,7 @@
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-struct alignas(64) TensorMap {
-    u64 words[16];
-};
+struct alignas(64) TensorMap { u64 words[16]; };
 
 constexpr int K_BLOCK = 128;  // columns of a stage, and of a scale
 constexpr int WEIGHT_BYTES = 256 * K_BLOCK, ROW_BYTES = N_MAX * K_BLOCK;

@@ -10,7 +10,7 @@ from afd.errors import ConfigError  # noqa: E402
 from afd.wire.layout import Tag  # noqa: E402
 from afd.wire.rows_torch import EncodedRows  # noqa: E402
 from ffn_worker.load import SlotLoad  # noqa: E402
-from ffn_worker.moe import choose_backend, deep_gemm, hopper  # noqa: E402
+from ffn_worker.moe import choose_backend, deep_gemm, grouped, hopper  # noqa: E402
 from ffn_worker.moe.base import MoeBackend  # noqa: E402
 from ffn_worker.moe.choice import Choices  # noqa: E402
 from ffn_worker.moe.deep_gemm import (  # noqa: E402
@@ -173,6 +173,40 @@ def test_who_computes_by_rows(monkeypatch, held, rows, who):
     backend.forward(0, x, ids, scale)
     assert called == [who]
     backend.release(0)
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_our_gate_and_up_where_it_can_be_compiled(monkeypatch, held, plain, compiles):
+    every = dict.fromkeys(("plain", "fp8_block"), ((0, "grouped"),))
+    monkeypatch.setattr(hopper, "choices_of", lambda _: Choices(schemes=every))
+    monkeypatch.setattr(hopper, "cannot_compile", lambda: None if compiles else "no NVRTC")
+    called, gate_up = [], grouped.gate_up
+    monkeypatch.setattr(grouped, "gate_up", lambda *args: called.append(1) or gate_up(*args))
+    x, ids, scale = batch(70)
+    given = EncodedRows.of(x, Tag.E4M3FN)
+    for weights, bound in ((held, 0.1), (plain, 2**-6)):
+        got = prepared(HopperBackend, weights).forward_encoded(0, given, ids, scale, torch.bfloat16)
+        close(got, exact(weights, (0, EXPERTS), given, ids, scale), bound)
+    assert len(called) == compiles  # not for bfloat16 weights
+
+
+def test_rows_that_cannot_be_copied_by_16_bytes(monkeypatch, held):
+    monkeypatch.setattr(grouped, "gate_up", None)
+    x, ids, scale = batch(9)
+    given = EncodedRows.of(x, Tag.E4M3FN)
+    memory = torch.empty(given.payload.numel() + 16, dtype=torch.uint8)
+    begin = 1 + -memory.data_ptr() % 16
+    moved = memory[begin : begin + given.payload.numel()].view(given.payload.dtype)
+    moved = moved.view(given.payload.shape).copy_(given.payload)
+    shifted = EncodedRows(given.tag, moved, given.scales)
+    got = prepared(GroupedBackend, held).forward_encoded(0, shifted, ids, scale, torch.bfloat16)
+    close(got, exact(held, (0, EXPERTS), given, ids, scale))
+
+
+def test_more_experts_than_the_kernel_has_room_for(monkeypatch, held):
+    monkeypatch.setattr(grouped.grouped, "most_experts", lambda: EXPERTS - 1)
+    with pytest.raises(ConfigError, match="at most 5 experts of a layer, not 6; use more FFN"):
+        prepared(GroupedBackend, held)
 
 
 def test_plain_weights_go_to_vllm_where_nothing_was_measured(monkeypatch, plain):
