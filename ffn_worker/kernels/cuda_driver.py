@@ -59,7 +59,7 @@ def _driver() -> ctypes.CDLL:
 
 
 def _call(name: str, *arguments: object) -> None:
-    status = getattr(_driver(), name)(*arguments)
+    status = _driver()[name](*arguments)
     if status:
         words = ctypes.c_char_p()
         _driver().cuGetErrorName(status, ctypes.byref(words))
