@@ -90,8 +90,12 @@ def test_every_stream_of_a_step_is_forked_and_joined(tiny_models, monkeypatch, x
         client = deployed.clients[0]
         stream = StreamExperts(deployed.resolved, 0, client._region, Captured(ended, 0))
         expected = reference_model(tiny_models("deepseek_v3"))
-        for depth in (1, 2, 3):
-            run_on_streams(client, stream, deployed.resolved, expected, 7, depth, depth)
+        for restart in (False, True):
+            if restart:  # its session ends, and with it every graph: all is captured anew
+                deployed.stop_ffn(0)
+                deployed.start_ffn(0)
+            for depth in (1, 2, 3):
+                run_on_streams(client, stream, deployed.resolved, expected, 7, depth, depth)
     finally:
         deployed.close()
-    assert len(ended) == 3 * (1 + y)  # steps of attention and of each FFN instance
+    assert len(ended) == 6 * (1 + y)  # steps of attention and of each FFN instance
