@@ -202,16 +202,16 @@ class StreamSteps:
         step = _Recorded(marks=new_marks(self._streams, 0, self._stage_every))
         step.marks.begin()
         self._streams.begin_step()
-        position_of = {m.attention: 0 for m in members}
+        position_of, depth = {m.attention: 0 for m in members}, _depth(members)
         held: dict[int, Answers] = {}
-        for position in walk(self._layers, _depth(members)):
+        for position in walk(self._layers, depth):
             taking_part, flags = self._at(members, position.micro_batch), []
             for member, _ in taking_part:
                 position_of[member.attention] += 1
                 sequence = stream_sequence(position_of[member.attention])
                 flags.append(make_flag(member.session, sequence))
-            with self._stream_of(position.micro_batch, _depth(members)):
-                self._run_position(step, position, _depth(members), taking_part, flags, held)
+            with self._stream_of(position.micro_batch, depth):
+                self._run_position(step, position, depth, taking_part, flags, held)
         self._streams.join()
         step.marks.end()
         return step

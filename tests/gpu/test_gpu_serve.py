@@ -51,9 +51,13 @@ def generated(server):
     return totals(server.metrics(), 0.0).generated
 
 
-def replayed(server):
+def replayed_by_depth(server):
     names = (line.split() for line in server.metrics().splitlines())
-    return sum(float(w[1]) for w in names if w and w[0].startswith("afd_graph_steps_total"))
+    return [float(w[1]) for w in names if w and w[0].startswith("afd_graph_steps_total")]
+
+
+def replayed(server):
+    return sum(replayed_by_depth(server))
 
 
 def wait_until(check, deadline_s, what):
@@ -189,11 +193,7 @@ def test_the_depth_is_chosen_while_graphs_are_replayed(tiny_models, tmp_path):
 
         wait_until(chosen, 90, "another depth was measured to be quicker")
         print(chosen()[0])
-        by_depth = [
-            float(line.split()[1])
-            for line in server.metrics().splitlines()
-            if line.startswith("afd_graph_steps_total{")
-        ]
+        by_depth = replayed_by_depth(server)
         assert len(by_depth) == 3 and min(by_depth) > 24
 
 

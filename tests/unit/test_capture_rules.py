@@ -13,7 +13,6 @@ from afd.wire.streams_torch import CudaStreams
 from attention_worker.stream import StreamExperts
 
 _OPERATIONS = itertools.count()
-_HERE = threading.local()
 
 
 class Event:
@@ -46,10 +45,18 @@ class Stream:
         self.wait_event(other.record_event())
 
 
+class Here(threading.local):
+    """The current stream of each thread; it begins with one that is captured."""
+
+    def __init__(self):
+        self.stream = Stream()
+        self.stream.captured = True
+
+
+_HERE = Here()
+
+
 def current(device=None):
-    if not hasattr(_HERE, "stream"):
-        _HERE.stream = Stream()
-        _HERE.stream.captured = True
     return _HERE.stream
 
 
