@@ -11,6 +11,10 @@ from reference import REQUESTS, SCORED, Reference, References, score
 from afd.bench.servers import colocated
 from afd.bench.workload import run
 
+_SHOWN = 600
+"""Lines of a deployment's log: when an engine dies, each of its requests writes a trace of its own
+behind the one that says why."""
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _need_vllm() -> None:
@@ -61,4 +65,4 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     if report.failed and isinstance(host, Host) and host.current is not None:
         with contextlib.suppress(OSError):
             lines = host.current.server.log.read_text(errors="replace").splitlines()
-            report.sections.append(("deployment log", "\n".join(lines[-60:])))
+            report.sections.append(("deployment log", "\n".join(lines[-_SHOWN:])))
