@@ -86,9 +86,15 @@ def rate(first: Totals, last: Totals, requests: int) -> Steady:
     tokens = last.generated - first.generated
     if tokens <= 0:
         raise AfdError("no token came inside the window; raise --window")
-    steps = last.replayed - first.replayed
-    device_s = (last.replayed_s - first.replayed_s) / steps if steps else 0.0
+    device_s = device_step_s(first, last)
     return Steady(tokens / seconds, requests * seconds / tokens, seconds, device_s)
+
+
+def device_step_s(first: Totals, last: Totals) -> float:
+    """Mean seconds on the device of the steps that ours replayed between two readings; 0 if none
+    was."""
+    steps = last.replayed - first.replayed
+    return (last.replayed_s - first.replayed_s) / steps if steps else 0.0
 
 
 @contextlib.asynccontextmanager
