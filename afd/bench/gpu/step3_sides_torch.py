@@ -310,12 +310,14 @@ def measure(rank: int, settings: Settings, out: str) -> None:
         dist.barrier()  # nothing is waited for before both sides have loaded and captured
         timed(plain, side, 3)
         tell("three steps are through")
+        began_s = time.time()
         times = timed(plain, side, settings.steps)
+        window_s = began_s, time.time()
         tell("steps of " + " ".join(f"{1e3 * t:.1f}" for t in times) + " ms are through")
         dist.barrier()
         steps = with_marks(side)
     with open(f"{out}.{rank}", "w", encoding="utf-8") as file:
-        json.dump({"times": times, "steps": steps}, file)
+        json.dump({"times": times, "steps": steps, "window_s": window_s}, file)
     dist.barrier()
 
 
