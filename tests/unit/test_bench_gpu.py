@@ -421,7 +421,7 @@ def test_jitter_tells_what_it_cannot_measure(monkeypatch, tmp_path, capsys):
     for argv, words in (
         (["--steps", "99"], "--steps 99 have no 99th percentile"),
         (["--dummy-experts"], "for ours alone"),
-        (["--context", "40500"], "over the 40960 of tiny; lower --context"),
+        (["--context", "40500"], "over the 40960 of tiny; lower the context"),
     ):
         with pytest.raises(ConfigError, match=words):
             jitter_runs(monkeypatch, tmp_path, *argv)
@@ -461,7 +461,7 @@ def test_waits_and_copies_of_a_trace_are_counted_per_graph_launch():
         profile.calls({"traceEvents": []}).per_step()
 
 
-def test_the_peer_runs_its_recipe(tmp_path, capsys):
+def test_the_peer_runs_its_recipe(tmp_path, capsys, monkeypatch):
     with pytest.raises(ConfigError, match=r"has no afd_plugin/__init__\.py"):
         peer.main(["--peer-checkout", str(tmp_path)])
     (tmp_path / "afd_plugin").mkdir()
@@ -477,6 +477,14 @@ def test_the_peer_runs_its_recipe(tmp_path, capsys):
     assert there["VLLM_PLUGINS"] == "afd_plugin_checkout"
     assert "afd_plugin:register_afd" in next(tmp_path.rglob("entry_points.txt")).read_text()
     assert "fuse_allreduce_rms" not in ffn + attention
+    monkeypatch.setattr(peer, "gpu_names", lambda: ["H200"] * 2)
+    for argv, words in (
+        (["--target", "TP2"], "TP2 is no topology"),
+        (["--device", "cpu"], "the peer runs on GPUs; --dry-run"),
+        (["--recipes", "dp1tp1"], "takes 4 GPUs and the host has 2; --recipes dp1tp1 --target"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            peer.main(["--peer-checkout", str(tmp_path), *argv])
 
 
 def test_a_request_names_its_rank_where_vllm_would_deal_unevenly():

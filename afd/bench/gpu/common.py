@@ -10,6 +10,7 @@ from pathlib import Path
 from afd.bench.gpu.checkpoint import make
 from afd.bench.gpu.slices import Slice, find
 from afd.bench.records import Record, machine, today, write_records
+from afd.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -124,10 +125,24 @@ def add_peers(made: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def model_of(args: argparse.Namespace, name: str, *, experts: bool = True) -> tuple[Slice, Path]:
-    """The slice of that name as it was asked for, and its checkpoint, made if missing. experts: see
-    :func:`afd.bench.gpu.checkpoint.make`."""
+def model_of(
+    args: argparse.Namespace, name: str, length: int, *, experts: bool = True
+) -> tuple[Slice, Path]:
+    """The slice of that name as it was asked for, and its checkpoint, made if missing.
+
+    Args:
+        length: tokens of the longest request.
+        experts: see :func:`afd.bench.gpu.checkpoint.make`.
+
+    Raises:
+        ConfigError: the model has no positions for such requests, or see ``make``.
+    """
     piece = find(name, args.layers)
+    if length > piece.sizes.max_positions:
+        raise ConfigError(
+            f"requests of {length} tokens are over the {piece.sizes.max_positions} of {name}; lower"
+            " the context, or the length of answers (steps)"
+        )
     began = time.monotonic()
     path = make(name, piece, args.models, experts=experts)
     print(f"{path}: ready after {time.monotonic() - began:.1f} s", flush=True)

@@ -85,14 +85,9 @@ def main(argv: Sequence[str]) -> int:
     args = _arguments(argv)
     budget = Budget(args.seconds)
     targets = _targets(args)
-    piece, path = model_of(args, args.model, experts=not args.dummy_experts)
     # The load's requests have to outlast the one that is timed: the first decode while others come.
     length = args.context + args.steps + _FIRST + 500 + 4 * args.batch
-    if length > piece.sizes.max_positions:
-        raise ConfigError(
-            f"requests of {length} tokens are over the {piece.sizes.max_positions} of {args.model};"
-            " lower --context or --steps"
-        )
+    piece, path = model_of(args, args.model, length, experts=not args.dummy_experts)
     model = load_model(str(path))
     for target in targets:
         gib = kv_bytes(target, args.batch, length, model) / 2**30

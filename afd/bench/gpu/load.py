@@ -80,7 +80,7 @@ def rate(first: Totals, last: Totals, requests: int) -> Steady:
     if last.running != requests:
         raise AfdError(
             f"{last.running:.0f} of {requests} requests were left at the end of the window; raise"
-            " --length, or lower --window"
+            " --answer, or lower --window"
         )
     seconds = (last.moment_ns - first.moment_ns) / 1e9
     tokens = last.generated - first.generated
@@ -124,11 +124,14 @@ async def _await_decode(server: Server, load: Load, tasks: list[asyncio.Task[Non
         for task in tasks:
             if task.done():
                 await task
-                raise AfdError(f"a request ended before all {load.requests} ran; raise --length")
+                raise AfdError(
+                    f"a request ended before all {load.requests} ran; give answers more tokens"
+                    " (--answer), or lower the batch"
+                )
         if time.monotonic() > end:
             raise DeadlineExceeded(
                 f"{now.running:.0f} of {load.requests} requests ran after {_READY_S:g} s; lower"
-                " --batches, or raise --kv-gib"
+                " the batch, or raise --kv-gib"
             )
         await asyncio.sleep(_POLL_S)
 

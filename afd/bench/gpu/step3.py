@@ -12,7 +12,6 @@ import contextlib
 import datetime
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -111,9 +110,6 @@ def run(
     logs: Path,
 ) -> Result:
     """Measure in a process per GPU. Raises AfdError when they fail or take longer."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     settings = {
         "load": asdict(load),
         "layers": layers,
@@ -121,7 +117,6 @@ def run(
         "pairs": pairs,
         "distinct": distinct,
         "device": device,
-        "port": port,
     }
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_MODULE_LOADING": "EAGER"}
     with tempfile.TemporaryDirectory() as folder:
