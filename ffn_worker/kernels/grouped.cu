@@ -5,9 +5,10 @@
 //
 // Operands are swapped: weights are the M of wgmma and an expert's rows its N, so that a tile has
 // any multiple of 16 of them and an expert of up to N_USUAL rows is one tile, whose weights are loaded
-// once (some tiles have rows as M: grouped_rows.cu). A tile has 128 columns of gate and the same of up, one warpgroup each: the results are
-// whole blocks of 128 with one scale. A third warpgroup loads: one warp weights (bulk tensor copies),
-// one scales, two rows (asynchronous copies of 16 bytes, swizzled as the tensor cores read them).
+// once (some tiles have rows as M: grouped_rows.cu). A tile has 128 columns of gate and the same of up,
+// one warpgroup each: the results are whole blocks of 128 with one scale. A third warpgroup loads: one
+// warp weights (bulk tensor copies), one scales, two rows (asynchronous copies of 16 bytes, swizzled as
+// the tensor cores read them).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -20,6 +21,7 @@ constexpr int STAGED = 16, STAGED_ROW = 256;  // result rows that pass shared me
 constexpr int LOADER_REGISTERS = 40, MATH_REGISTERS = 232;
 constexpr int FIRST_LOADER = 256, GATHERERS = 64;  // threads
 constexpr int LAG = 2;  // stages whose rows are under way before the gathering warps wait for those of one
+static_assert(LAG < STAGES);
 constexpr int SHORT = 16;  // stages of the deepest tiles whose rows are M from 97 on
 
 __device__ __forceinline__ u32 shared_address(const void* at) {
@@ -226,8 +228,8 @@ __device__ __forceinline__ int find_groups(const int* ends, int experts, int pad
     return tiles;
 }
 
-// The copies of all but the last PENDING stages are there: tells that the stage so far behind the ring's is full.
-// The fence is here because a multiplying warp would stand still for it.
+// The copies of all but the last PENDING stages are there: so is the stage so far behind the ring's. The fence
+// is here because a multiplying warp would stand still for it.
 template <int PENDING>
 __device__ __forceinline__ void arrive_copied(const Shared& shared, const Ring& ring, int behind) {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");

@@ -32,7 +32,7 @@ class HopperBackend(GroupedBackend):
         self._choices: Choices | None = None
         self._vllm: VllmCudaBackend | None = None
         self._compiles = cannot_compile() is None
-        self._names: dict[tuple[LayerShape, int, int], str] = {}
+        self._names: dict[tuple[LayerShape, int, int], str] = {}  # looked up so far
 
     @staticmethod
     def unavailable(dtype: torch.dtype, hidden: int, intermediate: int) -> str | None:
