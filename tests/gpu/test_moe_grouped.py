@@ -82,8 +82,8 @@ def test_rows_of_one_expert(count, hidden):
 @pytest.mark.parametrize("count", [100, 144, 145, 160, 161, 300])
 def test_more_tiles_than_multiprocessors(count, hidden):
     torch.manual_seed(count)
-    ids = torch.arange(60, dtype=torch.int32).repeat(count)[:, None]
-    checked(weights(60, 384, hidden), ids[torch.randperm(len(ids))])
+    ids = torch.arange(24, dtype=torch.int32).repeat(count)[:, None]
+    checked(weights(24, 768, hidden), ids[torch.randperm(len(ids))])
 
 
 def test_no_pairs_and_what_is_not_finite():
