@@ -24,6 +24,7 @@ from afd.bench.gpu.common import (
     Report,
     add_model,
     case_of,
+    count,
     model_of,
     parser,
     report,
@@ -71,9 +72,9 @@ def main(argv: Sequence[str]) -> int:
     made.add_argument("--targets", nargs="+", default=["1A1F"], metavar="NAME")
     made.add_argument("--wire", default="exact", choices=("exact", "fp8"))
     made.add_argument("--depths", type=int, nargs="+", default=[3, 2, 1], choices=(1, 2, 3))
-    made.add_argument("--batches", type=int, nargs="+", default=[64, 256])
-    made.add_argument("--contexts", type=int, nargs="+", default=[1024])
-    made.add_argument("--answer", type=int, default=2_000, help="most tokens of an answer")
+    made.add_argument("--batches", type=count, nargs="+", default=[64, 256])
+    made.add_argument("--contexts", type=count, nargs="+", default=[1024])
+    made.add_argument("--answer", type=count, default=2_000, help="most tokens of an answer")
     made.add_argument(
         "--marked-only", action="store_true", help="no second deployment without marks"
     )
@@ -86,20 +87,20 @@ def main(argv: Sequence[str]) -> int:
     plain = [] if args.marked_only else [replace(target, stage_every=0) for target in marked]
     models = [_model(args, name, marked) for name in args.model]
     out = report("gpu", args, "efficiency", argv)
-    count = 0
+    measured = 0
     with _all_running(models, [*marked, *plain], args) as started:
         for model, servers in started:
             for cell in _cells(model, servers, args, budget):
-                count += 1
+                measured += 1
                 _tell(model, cell)
                 _record(cell, case_of(model.name, model.piece), out)
                 _write_trace(model, cell, args)
-    return 0 if count else 1
+    return 0 if measured else 1
 
 
 def _model(args: argparse.Namespace, name: str, targets: Sequence[Afd]) -> Model:
-    piece, path = model_of(args, name)
     requests, length = max(args.batches), max(args.contexts) + args.answer
+    piece, path = model_of(args, name, length)
     cache = kv_gib(targets, requests, length, load_model(str(path)))
     return Model(name, piece, path, Sizes(requests, length, cache, tuple(args.batches)))
 
