@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from afd.bench import stages
 from afd.bench.gpu import (
     COMMANDS,
     decode,
@@ -201,6 +202,16 @@ def test_a_window_counts_only_where_all_requests_ran():
     assert rate(totals(1.0, 4, 100), totals(3.0, 4, 300), 4) == Steady(100.0, 0.04, 2.0)
     first, last = Totals(0, 4, 0.0, 10.0, 1.0), Totals(10**9, 4, 8.0, 14.0, 1.2)
     assert rate(first, last, 4).device_s == pytest.approx(0.05)
+    lines = [
+        f'afd_graph_step{what}_total{{depth="{depth}"}} {value}'
+        for depth, count, seconds in ((1, 8, 2.0), (3, 4, 0.2))
+        for what, value in (("s", count), ("_seconds", seconds))
+    ]
+    text = "\n".join(["vllm:num_requests_running 4", *lines, ""])
+    found = [stages.totals(text, 0, depth) for depth in (None, 3, 2)]
+    assert [(t.running, t.replayed, t.replayed_s) for t in found] == [
+        (4, 12, 2.2), (4, 4, 0.2), (4, 0, 0)
+    ]  # fmt: skip
     with pytest.raises(AfdError, match="3 of 4 requests were left"):
         rate(totals(1.0, 4, 100), totals(3.0, 3, 300), 4)
     with pytest.raises(AfdError, match="no token"):

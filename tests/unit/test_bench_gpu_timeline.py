@@ -160,7 +160,7 @@ def test_the_step3_slice_runs_without_a_gpu(tmp_path, monkeypatch, capsys):
     smi.parent.mkdir()
     smi.write_text(
         "#!/bin/sh\nwhile :; do echo \"$(date '+%Y/%m/%d %H:%M:%S.%3N'), 0, 1980, 512.5,"
-        ' 0x0000000000000004"; sleep 0.1; done\n'
+        ' 0x0000000000000004"; sleep 0.5; done\n'
     )
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", str(smi.parent), prepend=os.pathsep)

@@ -17,8 +17,6 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from afd.bench.gpu.common import (
     Budget,
     Report,
@@ -30,7 +28,7 @@ from afd.bench.gpu.common import (
     report,
 )
 from afd.bench.gpu.kv import kv_gib
-from afd.bench.gpu.load import Load, exposition, held
+from afd.bench.gpu.load import Load, device_step_s, held, read
 from afd.bench.gpu.slices import Slice
 from afd.bench.gpu.targets import Afd, Sizes, Target, parse, running, vllm_args
 from afd.bench.gpu.timeline import Step, Summary, chrome, fetch, join, summary
@@ -163,28 +161,11 @@ async def _watch(server: Server, load: Load, depth: int) -> tuple[list[Step], fl
     """The last steps of a second of decode, and their mean time on the device, seconds."""
     server.set_depth(depth)
     async with held(server, load):
-        before = await exposition(server)
+        before = await read(server, depth)
         await asyncio.sleep(_WAIT_S)
         kept = await asyncio.to_thread(fetch, server)
-        after = await exposition(server)
-    return join(kept, _ATTENTION, depth), device_seconds(before, after, depth)
-
-
-def device_seconds(before: str, after: str, depth: int) -> float:
-    """Mean time of the steps replayed at this depth between two expositions; 0 if none was."""
-    first, last = _replayed(before, depth), _replayed(after, depth)
-    steps = last[0] - first[0]
-    return (last[1] - first[1]) / steps if steps else 0.0
-
-
-def _replayed(exposition: str, depth: int) -> tuple[float, float]:
-    sums = {"afd_graph_steps_total": 0.0, "afd_graph_step_seconds_total": 0.0}
-    for family in text_string_to_metric_families(exposition):
-        for sample in family.samples:
-            if sample.name in sums and sample.labels["depth"] == str(depth):
-                sums[sample.name] += sample.value
-    steps, seconds = sums.values()
-    return steps, seconds
+        after = await read(server, depth)
+    return join(kept, _ATTENTION, depth), device_step_s(before, after)
 
 
 def _tell(model: Model, cell: Cell) -> None:

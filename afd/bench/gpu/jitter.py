@@ -224,13 +224,14 @@ def _tell(target: Target, j: Jitter, steps: int) -> None:
         flush=True,
     )
     if j.steps < steps:
-        print(f"  {steps - j.steps} pieces had more than one token: their times are of more steps")
-    words = [f"{s.step} at {s.at_s:.2f} s {s.ms:.1f}" for s in sorted(j.slowest, key=_number)]
+        print(
+            f"  {steps - j.steps} tokens came with the one before them, whose time is of two steps"
+        )
+    words = [
+        f"{s.step} at {s.at_s:.2f} s {s.ms:.1f}"
+        for s in sorted(j.slowest, key=lambda slow: slow.step)
+    ]
     print(f"  slowest, ms: {', '.join(words)}", flush=True)
-
-
-def _number(slow: Slow) -> int:
-    return slow.step
 
 
 def _keep(target: Target, times_s: Sequence[float], j: Jitter, logs: Path) -> None:
@@ -246,7 +247,7 @@ def _record(
     """Ours against limits, and against the quickest colocated vLLM measured so far; again when one
     comes."""
     peers = [j for target, j in found.items() if not isinstance(target, Afd)]
-    theirs = _values(min(peers, key=_p50)) if peers else {}
+    theirs = _values(min(peers, key=lambda peer: peer.p50)) if peers else {}
     for target, j in found.items():
         if not isinstance(target, Afd):
             continue
@@ -269,7 +270,3 @@ def _values(j: Jitter) -> dict[str, float]:
         "tpot_p99": j.p99,
         "tpot_max": j.longest,
     }
-
-
-def _p50(j: Jitter) -> float:
-    return j.p50

@@ -192,14 +192,11 @@ async def _posted(
         raise AfdError(f"{server.url} dropped a request ({err!r}); see {server.log}") from None
 
 
-async def read(server: Server) -> Totals:
-    """The server's counters. Raises AfdError if it does not give them."""
-    return totals(await exposition(server), time.monotonic_ns())
-
-
-async def exposition(server: Server) -> str:
-    """Its metrics page. Raises AfdError if it does not give one."""
+async def read(server: Server, depth: int | None = None) -> Totals:
+    """The server's counters; depth: see :func:`totals`. Raises AfdError if it does not give
+    them."""
     try:
-        return await asyncio.to_thread(server.metrics)
+        exposition = await asyncio.to_thread(server.metrics)
     except OSError as err:
         raise AfdError(f"{server.url} gives no metrics ({err}); see {server.log}") from None
+    return totals(exposition, time.monotonic_ns(), depth)

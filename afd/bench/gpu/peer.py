@@ -44,7 +44,7 @@ from afd.bench.gpu.targets import (
 from afd.bench.records import gpu_names
 from afd.bench.servers import Server, await_health, server_process
 from afd.errors import AfdError, ConfigError
-from afd.launch.ports import check_free, free_ports
+from afd.launch.ports import check_free, held_ports
 from afd.topology import visible_gpus
 
 NAME = "afd-plugin"
@@ -305,7 +305,7 @@ def peer(
         # The connector takes the ports after the first as well, one per FFN rank.
         for port in range(_MEETING, _MEETING + gpus + 1):
             check_free("127.0.0.1", port, "what listens there")
-        ports = free_ports(["127.0.0.1"] * 2)
+        ports = stack.enter_context(held_ports(["127.0.0.1"] * 2))
         allowed = visible_gpus(range(2 * gpus), os.environ.get(_VISIBLE)).split(",")
         started = {}
         for role, port, first in (("ffn", ports[0], gpus), ("attention", ports[1], 0)):
