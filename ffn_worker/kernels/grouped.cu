@@ -3,10 +3,10 @@
 // instructions and defines STAGES, N_MAX (rows of the largest tile) and N_USUAL (of the largest unless
 // there would be more tiles than blocks).
 //
-// Operands are swapped: weights are the M of wgmma and an expert's rows its N, so that a tile has
-// any multiple of 16 of them and an expert of up to N_USUAL rows is one tile, whose weights are loaded
-// once (some tiles have rows as M: grouped_rows.cu). A tile has 128 columns of gate and the same of up,
-// one warpgroup each: the results are whole blocks of 128 with one scale. A third warpgroup loads: one
+// An expert of up to N_USUAL rows is one tile, whose weights are loaded once. In a tile of few rows
+// operands are swapped: weights are the M of wgmma and rows its N, any multiple of 16 (those of more
+// than 96 rows: grouped_rows.cu). A tile has 128 columns of gate and the same of up, one warpgroup
+// each: the results are whole blocks of 128 with one scale. A third warpgroup loads: one
 // warp weights (bulk tensor copies), one scales, two rows (asynchronous copies of 16 bytes, swizzled as
 // the tensor cores read them).
 
@@ -22,7 +22,6 @@ constexpr int LOADER_REGISTERS = 40, MATH_REGISTERS = 232;
 constexpr int FIRST_LOADER = 256, GATHERERS = 64;  // threads
 constexpr int LAG = 2;  // stages whose rows are under way before the gathering warps wait for those of one
 static_assert(LAG < STAGES);
-constexpr int SHORT = 16;  // stages of the deepest tiles whose rows are M from 97 on
 
 __device__ __forceinline__ u32 shared_address(const void* at) {
     return static_cast<u32>(__cvta_generic_to_shared(at));
@@ -352,21 +351,17 @@ gate_up(const __grid_constant__ TensorMap weight_map,  // of codes [experts, 2 *
         int half = __shfl_sync(~0u, warp / 4, 0);
         Results results{out, out_scales, columns, room};
         for (int t = first_tile; find(shared.groups, experts, columns, t, group, tile); t += step) {
-            int n = tile.rows, most_as_n = k_blocks <= SHORT ? 96 : N_USUAL;
+            int n = tile.rows;
             if (n <= 32)
                 multiply<32>(shared, tile, half, k_blocks, results, ring);
             else if (n <= 64)
                 multiply<64>(shared, tile, half, k_blocks, results, ring);
             else if (n <= 96)
                 multiply<96>(shared, tile, half, k_blocks, results, ring);
-            else if (n > most_as_n && n <= 128)
-                multiply_rows<0>(shared, tile, half, k_blocks, results, ring);
-            else if (n > most_as_n && n <= 144)
-                multiply_rows<16>(shared, tile, half, k_blocks, results, ring);
             else if (n <= 128)
-                multiply<128>(shared, tile, half, k_blocks, results, ring);
+                multiply_rows<0>(shared, tile, half, k_blocks, results, ring);
             else if (n <= 144)
-                multiply<144>(shared, tile, half, k_blocks, results, ring);
+                multiply_rows<16>(shared, tile, half, k_blocks, results, ring);
             else
                 multiply_rows<32>(shared, tile, half, k_blocks, results, ring);
         }

@@ -8,10 +8,9 @@ ENTRY, THREADS, STAGES = "gate_up", 384, 4
 WEIGHT_BOX = 128
 """Rows of weights that the copy engine loads at once: a tile has two of them, gate and up."""
 USUAL_ROWS, MOST_ROWS = 144, 160
-"""Rows of the largest tile: 160 only where there would be more tiles than multiprocessors. 144 is
-what registers hold with rows as the N of the instruction: two sums of 64 columns, and a product
-beside them."""
-INSTRUCTIONS = (16, 32, 64, 96, 128, 144)
+"""Rows of the largest tile: 160 only where there would be more tiles than multiprocessors, because
+registers hold half a product beside the sums of so many."""
+INSTRUCTIONS = (16, 32, 64, 96, 128)
 """N of the instructions that the source has."""
 _K_BLOCK, _SHARED_LIMIT = 128, 227 * 1024
 _STAGE_BYTES = (2 * WEIGHT_BOX + MOST_ROWS) * _K_BLOCK + 2 * MOST_ROWS * 4 + 2 * 8

@@ -1,10 +1,9 @@
 // Tiles of 97 to 128 + REST rows for grouped.cu: the first 128 rows are the M of wgmma, 64 a
 // warpgroup, and the weights its N; those above are its N again, as in multiply.
 //
-// So are multiplied: tiles of more than N_USUAL rows, whose sums registers do not hold with rows as N; and
-// those of a short depth, because a tile ends sooner. Gate and up of a row are in one lane: they
-// meet without shared memory, where N / 16 times all warps wait for each other. In a deep tile the
-// multiplication counts, which is quicker with rows as N.
+// They take fewer bytes of shared memory than with rows as N, by which these tiles are bound, and gate
+// and up of a row are in one lane: they meet without shared memory, where N / 16 times all warps
+// wait for each other.
 
 // silu(gate) * up of a lane's two rows of `sums`, eight apart, from their bfloat16 in FP8 to the slots.
 __device__ __forceinline__ void store_rows(float (&sums)[2][64], const Tile& tile, int half,

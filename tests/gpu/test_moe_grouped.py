@@ -70,7 +70,7 @@ def test_draws(width, hidden, seed):
 @pytest.mark.parametrize("hidden", [640, 2304])
 @pytest.mark.parametrize("count", [1, 31, 32, 33, 96, 97, 128, 129, 144, 145, 160, 289, 1000])
 def test_rows_of_one_expert(count, hidden):
-    """The others have none, or few. Deep tiles have rows as N of the instructions, others as M."""
+    """The others have none, or few. From 97 rows on they are the M of the instructions."""
     torch.manual_seed(count)
     ids = torch.full((max(count, 40), 1), -1, dtype=torch.int32)
     ids[torch.randperm(len(ids))[:count]] = 2
