@@ -23,7 +23,7 @@ from ffn_worker.bench.measure import Cell
 from ffn_worker.bench.run import Run, Tuned
 
 SCHEMES = ("plain", "fp8_block", "mxfp4")
-MODES = ("eager", "graph")
+MODES = ("eager", "graph", "streams")
 CPU_ROWS = (1, 64, 256)
 
 
@@ -36,7 +36,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--shapes", default="all", help="all, tiny, or names with commas")
     parser.add_argument("--schemes", default=",".join(SCHEMES), metavar="NAME,...")
-    parser.add_argument("--modes", default="eager,graph", help="eager, graph, or both")
+    parser.add_argument(
+        "--modes", default="eager,graph", metavar="NAME,...", help="of " + ", ".join(MODES)
+    )
     parser.add_argument("--rows", default="", metavar="N,...", help="64 to 8192 by default")
     parser.add_argument(
         "--tune",

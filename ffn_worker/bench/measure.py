@@ -10,13 +10,15 @@ from afd.wire.layout import SCALE_BLOCK
 from afd.wire.rows_torch import EncodedRows
 from ffn_worker.bench.layers import BOUNDS, Batch, Problem, batch, cost_of, error_against
 from ffn_worker.bench.shapes import Ceilings
-from ffn_worker.bench.timing import as_graph, clock_of, repetitions_for
+from ffn_worker.bench.timing import as_graph, clock_of, on_streams, repetitions_for
 from ffn_worker.model import FfnModel
 from ffn_worker.moe import BACKENDS
 from ffn_worker.moe.choice import Choices, Race, choices_of
 from ffn_worker.moe.tiles import LayerShape
 
 _CHECKED_ROWS = 64
+STREAMS = 3
+"""Micro-batches at a time of mode "streams", in a graph; times are of one of them."""
 _ROUND_S = {"cpu": 0.02, "cuda": 0.01}
 
 
@@ -172,10 +174,13 @@ def cells(
                     continue
                 call = contender.call(given)
                 once = clock(call, 1)
-                if mode == "graph":
+                at_once = STREAMS if mode == "streams" else 1
+                if at_once > 1:
+                    call = on_streams(call, at_once)
+                if mode != "eager":
                     call = as_graph(call)
-                seconds = clock(call, repetitions_for(once, _ROUND_S[device]))
-                us[key] = seconds / layers * 1e6
+                seconds = clock(call, repetitions_for(at_once * once, _ROUND_S[device]))
+                us[key] = seconds / at_once / layers * 1e6
             cell = Cell(
                 shape=name,
                 scheme=problem.shape.scheme,

@@ -34,8 +34,9 @@ class Run:
     """Shapes and schemes on one device, in the order in which they were asked for.
 
     Args:
-        device: "cpu" or "cuda". names: as `shapes.named` reads it. rows: () for all. modes: "eager"
-            and "graph", where the device has graphs.
+        device: "cpu" or "cuda". names: as `shapes.named` reads it. rows: () for all. modes:
+            "eager", and where the device has graphs "graph" and "streams": three at a time, the
+            time of one.
 
     Raises:
         ConfigError: there is no such device or shape.

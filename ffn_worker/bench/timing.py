@@ -59,6 +59,22 @@ def as_graph(call: Call) -> Call:
     return graph.replay
 
 
+def on_streams(call: Call, count: int) -> Call:
+    """``call`` on ``count`` streams at once, as a pipeline computes its micro-batches."""
+    streams = [torch.cuda.Stream() for _ in range(count)]
+
+    def every() -> None:
+        current = torch.cuda.current_stream()
+        for stream in streams:
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                call()
+        for stream in streams:
+            current.wait_stream(stream)
+
+    return every
+
+
 def graph_seconds(call: Callable[[int], object], count: int, repetitions: int) -> float:
     """Of one of ``count`` calls, each told its number, one behind the other in a replayed graph."""
 

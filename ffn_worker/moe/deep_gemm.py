@@ -192,7 +192,7 @@ def _sum(
         TOP_K=weights.shape[1],
         SHARED=shared is not None,
         BLOCK=block,
-        num_warps=2,
+        num_warps=4,
     )
 
 

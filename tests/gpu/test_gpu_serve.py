@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from afd.control import operator
 from afd.demo.make_model import make_model
 from afd.demo.sizes import resolve
 from afd.errors import AfdError
+from afd.placement import balance
 
 pytestmark = [
     pytest.mark.multi_gpu,
@@ -195,6 +197,53 @@ def test_the_depth_is_chosen_while_graphs_are_replayed(tiny_models, tmp_path):
         print(chosen()[0])
         by_depth = replayed_by_depth(server)
         assert len(by_depth) == 3 and min(by_depth) > 24
+
+
+def test_routed_dispatch_answers_like_broadcast_also_while_experts_move(tiny_models, tmp_path):
+    """Two FFN instances that share two GPUs with the attention instance; no graphs, whose sizes and
+    addresses are fixed."""
+
+    def config(dispatch):
+        target = Afd(1, 2, graphs=False, shared=2)
+        args = vllm_args("cuda", filled=False)
+        made = deployment(target, tiny_models("qwen3_moe"), Sizes(8, 1024, 1.0), "cuda", args)
+        made["attention"]["enable_prefix_caching"] = False
+        made["ffn"]["redundant_experts"] = 2
+        made["wire"]["dispatch"] = dispatch
+        return made
+
+    def alike(mine, theirs):
+        for one, other in zip(mine, theirs, strict=True):
+            assert len(one.tokens) == TOKENS
+            differs = first_difference(one, other)
+            # Logits of 16 and more are 0.125 apart in bfloat16.
+            assert differs is None or other.gaps[differs] < 2 * NEAR_TIE, differs
+
+    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        starting = [
+            pool.submit(
+                stack.enter_context,
+                disaggregated(config(dispatch), log=tmp_path / f"{dispatch}.log"),
+            )
+            for dispatch in ("broadcast", "routed")
+        ]
+        whole, routed = (server.result() for server in starting)
+        expected = run(whole.url, whole.model, TOGETHER, salt="broadcast")
+        alike(run(routed.url, routed.model, TOGETHER, salt="routed"), expected)
+        contract = operator.contract(routed.control)
+        assert contract is not None
+        load = [float(e % 3) for e in range(contract.num_experts)]
+        table = balance(load, contract.expert_slots)
+        assert table not in contract.expert_map
+        thread, found = in_background(routed, TOGETHER, "moving")
+        operator.move_experts(routed.control, tables=(table,) * len(contract.moe_layers))
+        wait_until(lambda: not operator.status(routed.control).moves_left, 60, "experts moved")
+        moved = operator.status(routed.control)
+        assert {move.experts for move in moved.moved} == {table} and not moved.move_fault
+        thread.join(180)
+        assert not isinstance(found[0], AfdError), found
+        alike(found[0], expected)
+        alike(run(routed.url, routed.model, TOGETHER, salt="moved"), expected)
 
 
 @pytest.mark.parametrize("depth", [1, 3])
