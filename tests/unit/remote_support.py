@@ -136,6 +136,17 @@ class Deployed:
         for number in list(self.loops):
             self.loops[number].wake()
 
+    def renew(self, role, index):
+        """The control plane gives a member up that lives, and takes it back."""
+        name = member_id(role, index)
+        with self.lock:
+            self.generation += 1
+            old = self.members[name]
+            self.members[name] = msgspec.structs.replace(old, generation=self.generation)
+            roles = {"attention": self.clients, "ffn": self.loops}
+            roles[role][index]._control.generation = self.generation
+            self.registry.set(*self.members.values())
+
     def region(self, role, slots, nbytes, index):
         verbs = self.deployment.transport.verbs_keywords(role)
         options = VerbsOptions(**verbs) if verbs else None

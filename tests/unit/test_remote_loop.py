@@ -143,14 +143,54 @@ def test_a_member_that_was_given_up_and_taken_back_goes_on(deploy, reference, ro
     client = deployed.clients[0]
     for step in range(3):
         run_step(client, deployed.resolved, expected, [2, 3], step)
-        old = deployed.members[f"{role}-0"]
-        renewed = msgspec.structs.replace(old, generation=old.generation + 1)
-        deployed.members[renewed.id] = renewed
-        control = client._control if role == "attention" else deployed.loops[0]._control
-        control.generation = renewed.generation
-        deployed.registry.set(*deployed.members.values())
+        deployed.renew(role, 0)
     run_step(client, deployed.resolved, expected, [2, 3], 9)
     assert client._metrics.ffn_retries == 3
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+def test_an_instance_given_up_while_it_waits_for_an_ffn_goes_on(deploy, reference, in_step):
+    """Both are silent for too long on a busy machine, and come back one after the other."""
+    deployed = deploy("qwen3_moe", 1, 2, deadlines={"ffn_s": 3.0})
+    expected = reference("qwen3_moe")
+    client = deployed.clients[0]
+    failure = []
+
+    def work():
+        try:
+            for step in range(3):
+                run_step(client, deployed.resolved, expected, [2, 3], step, pause=0.03 * in_step)
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=work)
+    if in_step:
+        thread.start()
+        time.sleep(0.1)
+    deployed.stop_ffn(1)
+    if not in_step:
+        thread.start()
+    time.sleep(0.3)
+    deployed.renew("attention", 0)
+    deployed.start_ffn(1)
+    thread.join(10)
+    assert not thread.is_alive() and not failure, failure
+
+
+def test_an_ffn_that_dies_again_as_it_comes_back_is_waited_for(deploy, reference):
+    deployed = deploy("qwen3_moe", 1, 1)
+    expected = reference("qwen3_moe")
+    client = deployed.clients[0]
+    run_step(client, deployed.resolved, expected, [2], 0)
+    dead = deployed.members["ffn-0"]
+    deployed.stop_ffn(0)
+    # Ready for the control plane, which has not noticed yet.
+    deployed.generation += 1
+    deployed.join(msgspec.structs.replace(dead, generation=deployed.generation))
+    restart = threading.Timer(0.3, deployed.start_ffn, (0,))
+    restart.start()
+    run_step(client, deployed.resolved, expected, [2], 1)
+    restart.join()
 
 
 def test_an_ffn_that_never_comes_back_is_an_error_that_names_it(deploy, reference):
@@ -227,7 +267,7 @@ def test_the_loop_over_verbs(deploy, reference, tmp_path):
         expected = reference("qwen3_moe")
         for step in range(3):
             for i, client in enumerate(deployed.clients):
-                assert {ffn.link.backend for ffn in client._ffns} == {"verbs"}
+                assert {ffn.link.backend for ffn in client.peers} == {"verbs"}
                 run_step(client, deployed.resolved, expected, [2, 3], (i, step))
                 client.leave()
         deployed.close()
