@@ -185,7 +185,10 @@ class RemoteExperts:
         while missing:
             slots = [self._resolved.slots.to_attention(j, micro_batch) for j in missing]
             flags = [self._flags[micro_batch][j] for j in missing]
+            before = time.monotonic()
             statuses = self._region.wait_all(slots, flags, _SLICE_US)
+            # Longer than it was to last: this process stood still, which is nobody else's fault.
+            deadline += max(0.0, time.monotonic() - before - _SLICE_US / 1e6)
             waiting = list(zip(missing, statuses, strict=True))
             missing = [j for j, status in waiting if status != Status.OK]
             missing = sorted({*missing, *self._renewed(missing, deadline)})

@@ -204,6 +204,39 @@ def test_an_ffn_that_never_comes_back_is_an_error_that_names_it(deploy, referenc
     assert time.monotonic() - started < 3.0
 
 
+class StoodStill:
+    """A region whose process is stopped in its first wait, past every deadline."""
+
+    def __init__(self, region, stopped_s):
+        self._region = region
+        self._stopped_s = stopped_s
+
+    def wait_all(self, slots, flags, timeout_us):
+        time.sleep(self._stopped_s)
+        self._stopped_s = 0.0
+        return self._region.wait_all(slots, flags, timeout_us)
+
+    def __getattr__(self, name):
+        return getattr(self._region, name)
+
+
+def test_time_in_which_an_instance_stood_still_is_not_its_ffns_fault(
+    deploy, reference, monkeypatch
+):
+    deployed = deploy("qwen3_moe", 1, 1, deadlines={"ffn_s": 1.0})
+    client, model = deployed.clients[0], deployed.loops[0]._model
+    client._region = StoodStill(client._region, 1.3)
+    forward = model.forward
+
+    def slow(*args):  # stopped too, and back a little later
+        monkeypatch.setattr(model, "forward", forward)
+        time.sleep(1.6)
+        return forward(*args)
+
+    monkeypatch.setattr(model, "forward", slow)
+    run_step(client, deployed.resolved, reference("qwen3_moe"), [2], 0)
+
+
 def test_more_rows_than_capacity_is_an_error_with_a_remedy(deploy):
     deployed = deploy("qwen3_moe", 1, 1)
     rows = random_rows(deployed.resolved, 65, 0)
