@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from afd.control.client import ControlClient
@@ -16,6 +17,9 @@ logger = logging.getLogger("afd.attention")
 POST_TIMEOUT_US = 5_000_000
 """How long connecting, or one call to post, may take, microseconds."""
 _RETRY_S = 0.1
+_PATIENCE = 1.5
+"""How long a rank that the control plane has as a member may be out of reach, in timeouts of the
+control plane: until then the rank may have died, and the control plane be about to say so."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,8 @@ class FfnSessions:
         self._count, self._tp = resolved.slots.ffn_ranks, resolved.contract.ffn_tp
         self._device = device
         self._control = control
+        self._patience_s = _PATIENCE * resolved.deployment.control.timeout_s
+        self._cut_off: dict[int, float] = {}  # ranks out of reach -> since when
         self._generation = 0
         self._ffns: list[Ffn] = []
 
@@ -78,6 +84,21 @@ class FfnSessions:
         """Whether the session has ended: the FFN rank is gone, or has registered anew."""
         member = self._control.members.find("ffn", *self._place(j))
         return member is None or self._number(member) != self._ffns[j].session
+
+    def cut_off(self, ranks: Iterable[int]) -> None:
+        """Say, again and again, which FFN ranks the transport does not reach, if any.
+
+        A connection may break between two that live, and an FFN rank may drop an instance that it
+        cannot follow. If that lasts, this instance registers anew: then everybody links anew.
+        """
+        now = time.monotonic()
+        self._cut_off = {j: self._cut_off.get(j, now) for j in ranks if not self.is_lost(j)}
+        lasting = [j for j, since in self._cut_off.items() if now - since > self._patience_s]
+        if lasting:
+            names = ", ".join(self.name(j) for j in lasting)
+            logger.warning("%s cannot be reached, but lives; registering anew", names)
+            self._cut_off.clear()
+            self._control.renew()
 
     def renew(self, j: int, deadline: float) -> Ffn:
         """End this session, and wait until another one can begin.

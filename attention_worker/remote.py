@@ -59,6 +59,7 @@ class RemoteExperts:
         self._dtype = DTYPE_OF_TAG[TAG_OF_DTYPE[resolved.model.dtype]]
         self._count, self._tp = resolved.slots.ffn_ranks, resolved.contract.ffn_tp
         self._sessions = FfnSessions(resolved, index, region.device, control)
+        self._unsent: set[int] = set()  # FFN ranks that did not get something of this session
         self._group = Group([], timeout_us=POST_TIMEOUT_US)
         depth, count = resolved.contract.max_depth, self._count
         # What was posted and not yet answered, and the same rows before experts became slots.
@@ -161,10 +162,7 @@ class RemoteExperts:
         self._marks.done(layer, micro_batch, source.rows)
         self._metrics.slots_in_flight += self._count
         flags = self._flags[micro_batch] = [flag + 1 for flag in self._flags[micro_batch]]
-        before = self.peers
-        for j, status in enumerate(self._post(flags, micro_batch, pending)):
-            if status != Status.OK and self.peers[j] is before[j]:
-                self._recover(j, time.monotonic() + self._deadline_s)
+        self._post(flags, micro_batch, pending)
         self._marks.copied()
         self._mark = time.monotonic()
 
@@ -191,6 +189,8 @@ class RemoteExperts:
             deadline += max(0.0, time.monotonic() - before - _SLICE_US / 1e6)
             waiting = list(zip(missing, statuses, strict=True))
             missing = [j for j, status in waiting if status != Status.OK]
+            gone = (j for j, status in waiting if status == Status.PEER_GONE)
+            self._sessions.cut_off({*self._unsent, *gone})
             missing = sorted({*missing, *self._renewed(missing, deadline)})
             if Status.PEER_GONE in statuses:
                 # The transport sees a death at once, the control plane a heartbeat later.
@@ -230,16 +230,21 @@ class RemoteExperts:
         """
         deadline = time.monotonic() + self._deadline_s
         before = self.peers
-        for j in lost:
-            if self.peers[j] is before[j]:
-                self._recover(j, deadline)
+        while waiting := [j for j in lost if self.peers[j] is before[j]]:
+            if not self._renewed(waiting, deadline):
+                if time.monotonic() > deadline:
+                    names = ", ".join(self.peers[j].id for j in waiting)
+                    raise DeadlineExceeded(f"{names} cannot be reached; look at its log")
+                self._sessions.cut_off(waiting)
+                time.sleep(_GONE_PAUSE_S)
 
     def close(self) -> None:
         self._sessions.close()
         self._region.close()
 
-    def _post(self, flags: list[int], micro_batch: int, pending: Outgoing) -> tuple[Status, ...]:
-        """To every FFN instance whose flag is not 0."""
+    def _post(self, flags: list[int], micro_batch: int, pending: Outgoing) -> None:
+        """To every FFN instance whose flag is not 0. Who did not get it is found out about, and
+        gets it, while its answer is waited for."""
         layout, slots = self._resolved.a2f, self._resolved.slots
         slot, answered = slots.to_ffn(self._index, micro_batch), self._answered[micro_batch]
         shares = pending.shares
@@ -249,16 +254,18 @@ class RemoteExperts:
         settle(pending.payload.device)
         layer, depth, step = pending.layer, self._depth, self._step
         if shares is None:
-            return self._group.broadcast(
+            statuses = self._group.broadcast(
                 slot, flags, layer, micro_batch, pending.rows, depth, Kind.DATA, layout.tag, step,
                 pending.parts(layout), answered,
             )  # fmt: skip
-        # Who computes none of the rows gets a message without any, and answers it: the order of
-        # its messages is the order of the step for everybody.
-        return self._group.scatter(
-            slot, flags, layer, micro_batch, counts, depth, Kind.DATA, layout.tag, step,
-            pending.row_parts(layout), answered,
-        )  # fmt: skip
+        else:
+            # Who computes none of the rows gets a message without any, and answers it: the order of
+            # its messages is the order of the step for everybody.
+            statuses = self._group.scatter(
+                slot, flags, layer, micro_batch, counts, depth, Kind.DATA, layout.tag, step,
+                pending.row_parts(layout), answered,
+            )  # fmt: skip
+        self._unsent.update(j for j, status in enumerate(statuses) if status != Status.OK)
 
     def _tell(self, kind: Kind, rows: int) -> None:
         slot = self._resolved.slots.control_to_ffn(self._index)
@@ -298,13 +305,14 @@ class RemoteExperts:
         logger.warning("%s is gone; waiting for it to come back", self._sessions.name(j))
         fresh = self._sessions.renew(j, deadline)
         self._start_session(j)
+        self._unsent.discard(j)
         self._metrics.ffn_retries += 1
         # Also what the old session had answered but nobody has read: its doorbells are void now.
         waiting = [(p.layer, mb, p) for mb, p in enumerate(self._pending) if p is not None]
         for _, mb, pending in sorted(waiting, key=lambda item: item[:2]):
             self._flags[mb][j] += 1
             flags = [flag if k == j else 0 for k, flag in enumerate(self._flags[mb])]
-            self._post(flags, mb, pending)  # gone again: the wait for the answer finds out
+            self._post(flags, mb, pending)
         logger.warning("%s is back (session %d); resumed", fresh.id, fresh.session)
 
     def _start_session(self, j: int) -> None:

@@ -2,7 +2,9 @@
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import msgspec
 import torch
@@ -53,6 +55,7 @@ class FakeControl:
     registry: Registry
     generation: int
     name: str = ""
+    renew: Callable[[], None] = lambda: None
 
     @property
     def members(self) -> Members:
@@ -222,7 +225,8 @@ class Deployed:
         r = self.resolved
         region = self.region("attention", r.slots.attention_region_slots, r.f2a.nbytes, i)
         member = self.member("attention", i, region)
-        control = FakeControl(self.registry, member.generation, member.id)
+        renew = partial(self.renew, "attention", i)
+        control = FakeControl(self.registry, member.generation, member.id, renew)
         client = RemoteExperts(r, i, region, control, RoleMetrics("attention"))
         client.connect(5.0)
         return client

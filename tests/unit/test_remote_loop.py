@@ -204,6 +204,33 @@ def test_an_ffn_that_never_comes_back_is_an_error_that_names_it(deploy, referenc
     assert time.monotonic() - started < 3.0
 
 
+@pytest.mark.parametrize("way", ["up", "down"])
+def test_a_link_that_breaks_between_two_that_live_is_made_anew(deploy, reference, way):
+    """As a connection that the network resets; nobody dies, so nobody registers anew by itself."""
+    control = {"heartbeat_s": 0.1, "timeout_s": 0.3}
+    deployed = deploy("qwen3_moe", 2, 2, control=control, deadlines={"ffn_s": 3.0})
+    expected = reference("qwen3_moe")
+    client = deployed.clients[0]
+    run_step(client, deployed.resolved, expected, [2, 3], 0)
+    ends = client.peers if way == "up" else deployed.loops[1]._table.peers
+    ends[-1 if way == "up" else 0].link.close()
+    run_step(client, deployed.resolved, expected, [2, 3], 1)
+    run_step(deployed.clients[1], deployed.resolved, expected, [2, 3], 1)
+
+
+def test_an_instance_that_an_ffn_has_dropped_is_taken_back(deploy, reference):
+    """As one that was late in a step of streams, which lives."""
+    control = {"heartbeat_s": 0.1, "timeout_s": 0.3}
+    deployed = deploy("qwen3_moe", 1, 1, control=control, deadlines={"ffn_s": 3.0})
+    client, table = deployed.clients[0], deployed.loops[0]._table
+    run_step(client, deployed.resolved, reference("qwen3_moe"), [2], 0)
+    before = client.peers
+    table.drop(table.peers[0])
+    client.renew([0])
+    assert client.peers[0].session > before[0].session
+    run_step(client, deployed.resolved, reference("qwen3_moe"), [2], 1)
+
+
 class StoodStill:
     """A region whose process is stopped in its first wait, past every deadline."""
 
