@@ -231,6 +231,18 @@ def test_an_instance_that_an_ffn_has_dropped_is_taken_back(deploy, reference):
     run_step(client, deployed.resolved, reference("qwen3_moe"), [2], 1)
 
 
+def test_the_end_of_an_old_session_leaves_its_successor_alone(deploy, reference):
+    deployed = deploy("qwen3_moe", 1, 1, deadlines={"ffn_s": 2.0})
+    client, table = deployed.clients[0], deployed.loops[0]._table
+    run_step(client, deployed.resolved, reference("qwen3_moe"), [2], 0)
+    old = table.peers[0]
+    deployed.renew("attention", 0)
+    run_step(client, deployed.resolved, reference("qwen3_moe"), [2], 1)
+    table.drop(old)  # found wrong in a wait that has outlived it
+    time.sleep(0.4)  # until the loop has looked at its peers again
+    run_step(client, deployed.resolved, reference("qwen3_moe"), [2], 2)
+
+
 class StoodStill:
     """A region whose process is stopped in its first wait, past every deadline."""
 
