@@ -110,6 +110,36 @@ def test_a_late_instance_is_detached_and_served_on_its_own(deploy, reference):
     assert deployed.loops[0]._metrics.late_peers >= 1
 
 
+def test_who_was_late_at_one_ffn_is_served_while_another_keeps_it_busy(deploy, reference):
+    """The leader has it in a call; the other FFN instance has to find it between its orders."""
+    deployed = deploy("qwen3_moe", 2, 2, ffn={"step_wait_ms": 5.0, "late_ms": 5.0})
+    expected = reference("qwen3_moe")
+    late, busy = deployed.clients
+    for client in deployed.clients:  # orders have named every micro-batch
+        for step in range(3):
+            run_step(client, deployed.resolved, expected, [1, 1, 1], step)
+    served, steps, post = threading.Event(), [], late._post
+
+    def one_after_the_other(flags, micro_batch, pending):
+        late._post = post
+        post([flags[0], 0], micro_batch, pending)
+        time.sleep(0.2)
+        post([0, flags[1]], micro_batch, pending)
+
+    def keep_busy():
+        end = time.monotonic() + 5.0
+        while not served.is_set() and time.monotonic() < end:
+            steps.append(run_step(busy, deployed.resolved, expected, [1, 1, 1], len(steps)))
+
+    thread = threading.Thread(target=keep_busy)
+    thread.start()
+    late._post = one_after_the_other
+    run_step(late, deployed.resolved, expected, [1], 3)
+    assert thread.is_alive(), "not before the other had nothing to do"
+    served.set()
+    thread.join(10)
+
+
 @pytest.mark.parametrize("y", [1, 2])
 def test_an_ffn_restart_in_mid_step_loses_nothing(deploy, reference, y):
     deployed = deploy("deepseek_v2", 1, y)
