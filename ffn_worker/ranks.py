@@ -3,11 +3,12 @@
 import logging
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from afd.control.client import ControlClient
 from afd.control.messages import Members, member_id
 from afd.errors import DeadlineExceeded, PeerLost
-from afd.launch.ports import free_ports
+from afd.launch.ports import held_ports
 from afd.resolve import Resolved
 from afd.topology import FfnPlace
 from afd.wire.orders import Order
@@ -35,8 +36,13 @@ class Ranks:
         name = member_id("ffn", place.instance, place.rank)
         superior = place.superior
         self.box = None if superior is None else OrderBox(resolved, name, superior)
-        host = resolved.deployment.transport.host
-        self._meeting = f"tcp://{host}:{free_ports([host])[0]}" if place.mates else ""
+        self._held = ExitStack()
+        self._meeting = ""
+        if place.mates:
+            # Held until the ranks have met: weights are read in between.
+            host = resolved.deployment.transport.host
+            (port,) = self._held.enter_context(held_ports([host]))
+            self._meeting = f"tcp://{host}:{port}"
         self._mates = Followers(resolved, place.mates, together=True, hello=self._meeting)
         self._heads = Followers(resolved, place.heads, together=False)
         self._control = control
@@ -92,6 +98,7 @@ class Ranks:
             self.box.region.wake()
 
     def close(self) -> None:
+        self._held.close()
         self.collective.close()
         self._mates.close()
         self._heads.close()
@@ -116,6 +123,7 @@ class Ranks:
             if missing := self._mates.missing():
                 raise PeerLost(f"{', '.join(missing)} cannot be reached; all ranks start again")
         self.collective = make(address)
+        self._held.close()
         members = self._control.members
         for name, place in zip(names, self.place.ranks, strict=True):
             member = members.find("ffn", *place)

@@ -93,20 +93,16 @@ def gpu_cells(settings: dict[str, Any], rank: int) -> Iterator[Cell]:
     # the caller says otherwise.
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     from afd.reduce_crossover import Crossover
+    from ffn_worker.allreduce.base import Setup
     from ffn_worker.allreduce.formats import FP16
     from ffn_worker.allreduce.quick import CAPACITY_BYTES, QuickCollective
 
     world = settings["world"]
     device = torch.device("cuda", rank)
+    address = f"file://{settings['folder']}/store"
     ours = QuickCollective(
-        rank,
-        world,
-        INT4,
-        f"file://{settings['folder']}/store",
-        device=device,
-        deadline_s=60,
-        start_s=START_S,
-        crossover=Crossover(0, None),
+        Setup(rank, world, INT4, address, device, deadline_s=60, start_s=START_S),
+        Crossover(0, None),
         room=FP16,
         # So that INT4 takes as many launches as where the room is its own.
         capacity_bytes=CAPACITY_BYTES * FP16.atom_bytes // INT4.atom_bytes,

@@ -10,7 +10,6 @@ micro-batches in flight behind about 100 us of computing on either side.
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -74,9 +73,6 @@ def run(
     rounds: int, ways: Sequence[str], connections: int | None
 ) -> tuple[Cells, Besides, InFlight]:
     """Measure in two processes. Raises AfdError when they fail or do not end in time."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     settings = {
         "sizes": SIZES,
         "rounds": [rounds] + [min(rounds, OTHER_ROUNDS)] * (len(SIZES) - 1),
@@ -84,7 +80,6 @@ def run(
         "ways": ways,
         "beside": PAPER,
         "pipelined": min(rounds, PIPELINED_ROUNDS),
-        "port": port,
     }
     environment = dict(os.environ)
     if connections is not None:

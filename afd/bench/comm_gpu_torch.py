@@ -81,7 +81,6 @@ class Settings:
     ways: tuple[str, ...]
     beside: tuple[int, int]
     pipelined: int
-    port: int
 
 
 class Ipc:
@@ -289,9 +288,7 @@ def measure(rank: int, settings: Settings, out: str) -> None:
     """One of the two processes. Rank 0 writes what it found to the file ``out``."""
     device, peer = settings.devices[rank], settings.devices[1 - rank]
     torch.cuda.set_device(device)
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{settings.port}", rank=rank, world_size=2
-    )
+    dist.init_process_group("gloo", init_method=f"file://{out}.meeting", rank=rank, world_size=2)
     nbytes = max(max(size) for size in settings.sizes)
     torch.cuda.set_stream(torch.cuda.Stream())
     torch.cuda._sleep(1)

@@ -259,12 +259,14 @@ async def _read(server: Server) -> Totals:
     return totals(exposition, time.monotonic_ns())
 
 
-def totals(exposition: str, moment_ns: int) -> Totals:
-    """The counters in a gateway's exposition; those of several instances are added up."""
+def totals(exposition: str, moment_ns: int, depth: int | None = None) -> Totals:
+    """The counters in a gateway's exposition; those of several instances are added up. depth: count
+    the replayed steps of this depth only."""
     sums: dict[str, float] = {}
     for family in text_string_to_metric_families(exposition):
         for sample in family.samples:
-            sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+            if depth is None or sample.labels.get("depth", str(depth)) == str(depth):
+                sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
     return Totals(
         moment_ns,
         sums.get("vllm:num_requests_running", 0.0),

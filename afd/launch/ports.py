@@ -14,9 +14,9 @@ def held_ports(hosts: Sequence[str]) -> Iterator[list[int]]:
     """One port per host that nobody uses, all different; nobody else gets them meanwhile.
 
     The ports are bound here, without listening, for as long as the context lasts. A server that
-    sets SO_REUSEADDR, as asyncio, ZeroMQ, uvicorn and vLLM do, binds and listens beside that, while
-    the kernel gives such a port neither to a bind to port 0 nor to an outgoing connection
-    (net/ipv4/inet_connection_sock.c: inet_csk_bind_conflict).
+    sets SO_REUSEADDR, as asyncio, ZeroMQ, uvicorn, vLLM and torch's TCPStore do, binds and listens
+    beside that, while the kernel gives such a port neither to a bind to port 0 nor to an outgoing
+    connection (net/ipv4/inet_connection_sock.c: inet_csk_bind_conflict).
 
     Raises:
         ConfigError: a host is not an address of this machine.
@@ -34,12 +34,6 @@ def held_ports(hosts: Sequence[str]) -> Iterator[list[int]]:
                 ) from None
             ports.append(int(held.getsockname()[1]))
         yield ports
-
-
-def free_ports(hosts: Sequence[str]) -> list[int]:
-    """As :func:`held_ports`, for a caller that listens at once: they are no longer held."""
-    with held_ports(hosts) as ports:
-        return ports
 
 
 def check_free(host: str, port: int, setting: str) -> None:

@@ -13,7 +13,11 @@ from afd.wire.slot_triton import FAR, sum_of_messages
 
 @triton.jit
 def row_fp8(y, FP8_MAX: tl.constexpr):
-    """(values to convert, scale) of a row y, float32 [n], with one scale; not finite: NaN."""
+    """(values to convert, scale) of a row y, float32 [n], with one scale; not finite: NaN.
+
+    Not ``fp8_block`` of afd/wire/codecs_triton.py, which it is like: there a scale below 1e-30
+    becomes 1, as in grouped.cu, here none is below 2^-100, as in :mod:`attention_worker.fused`.
+    """
     bits = tl.max(y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)
     scale = tl.maximum(bits.to(tl.float32, bitcast=True) / FP8_MAX, 2.0**-100)
     scale = tl.where(bits < 0x7F800000, scale, float("nan"))

@@ -9,6 +9,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import Enum
 
 import torch
@@ -16,8 +17,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from afd.errors import ConfigError
-from ffn_worker.allreduce.base import Collective
-from ffn_worker.allreduce.formats import FP16, INT4, INT6, INT8, ReduceFormat
+from ffn_worker.allreduce.base import Collective, Setup
+from ffn_worker.allreduce.formats import FP16, INT4, INT6, INT8
 from ffn_worker.allreduce.nccl import NcclCollective
 
 
@@ -39,8 +40,8 @@ NAMES = {FP16: "FP", INT8: "INT8", INT6: "INT6", INT4: "INT4"}
 
 class AiterQuickCollective(Collective):
     """See :class:`Collective`: messages above the provider's crossover through QuickAllReduce,
-    others and all exact ones through RCCL. Arguments as for :class:`NcclCollective`; a format that
-    AITER does not have is looked for in vLLM.
+    others and all exact ones through RCCL. A format that AITER does not have is looked for in
+    vLLM.
 
     Raises:
         ConfigError: exact, or neither provider has the format, is installed, or takes the GPUs.
@@ -48,18 +49,9 @@ class AiterQuickCollective(Collective):
 
     capturable = True
 
-    def __init__(
-        self,
-        rank: int,
-        world: int,
-        fmt: ReduceFormat | None,
-        address: str,
-        *,
-        device: torch.device,
-        deadline_s: float,
-        start_s: float,
-    ) -> None:
-        super().__init__(rank, world)
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup.rank, setup.world)
+        fmt = setup.fmt
         if fmt not in NAMES:
             known = ", ".join(f.name for f in NAMES)
             raise ConfigError(
@@ -71,11 +63,9 @@ class AiterQuickCollective(Collective):
         problem = unavailable(provider)
         if problem is not None:
             raise ConfigError(f"the all-reduce aiter_quick cannot run: {problem}; use quick")
-        self._library = NcclCollective(
-            rank, world, None, address, device=device, deadline_s=deadline_s, start_s=start_s
-        )
+        self._library = NcclCollective(replace(setup, fmt=None))
         group = dist.new_group(backend="gloo")
-        self._quick = QuickAllReduceBackend(group, device, name, provider)
+        self._quick = QuickAllReduceBackend(group, setup.device, name, provider)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         self.check()

@@ -1,12 +1,35 @@
 """The contract of a collective: sums and gathers among the ranks of one FFN instance."""
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 
 from afd.schedule import row_shares
+from ffn_worker.allreduce.formats import ReduceFormat
 
-__all__ = ["Alone", "Collective", "row_shares"]
+__all__ = ["Alone", "Collective", "Setup", "row_shares"]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What every collective is made of.
+
+    Args:
+        fmt: format in which partial sums travel; None: exact.
+        address: where the ranks meet, see :func:`ffn_worker.allreduce.rendezvous.open_store`.
+        device: this rank's. dtype: of the rows.
+        deadline_s: how long a collective waits for a rank. start_s: the same for the start.
+    """
+
+    rank: int
+    world: int
+    fmt: ReduceFormat | None
+    address: str
+    device: torch.device
+    dtype: torch.dtype = torch.bfloat16
+    deadline_s: float = 10.0
+    start_s: float = 120.0
 
 
 class Collective(ABC):

@@ -11,42 +11,26 @@ import torch
 from torch.distributed import ProcessGroupGloo, Work
 
 from ffn_worker.allreduce import formats_torch
-from ffn_worker.allreduce.base import Collective, row_shares
-from ffn_worker.allreduce.formats import ReduceFormat
+from ffn_worker.allreduce.base import Collective, Setup, row_shares
 from ffn_worker.allreduce.rendezvous import host_of, named_errors, open_store
 
 
 class GlooCollective(Collective):
-    """See :class:`Collective`.
+    """See :class:`Collective`. Exact sums are added in float32 in rank order and rounded once."""
 
-    Args:
-        fmt: format in which partial sums travel; None: as they are, added in float32 in rank
-            order and rounded once.
-        address, start_s: see :func:`open_store`.
-        deadline_s: how long one call waits for the other ranks.
-    """
-
-    def __init__(
-        self,
-        rank: int,
-        world: int,
-        fmt: ReduceFormat | None,
-        address: str,
-        *,
-        deadline_s: float,
-        start_s: float,
-    ) -> None:
+    def __init__(self, setup: Setup) -> None:
+        rank, world, start_s = setup.rank, setup.world, setup.start_s
         super().__init__(rank, world)
-        self._fmt = fmt
-        self._deadline_s = deadline_s
-        store = open_store(address, rank, world, start_s)
+        self._fmt = setup.fmt
+        self._deadline_s = setup.deadline_s
+        store = open_store(setup.address, rank, world, start_s)
         options = ProcessGroupGloo._Options()
-        options._devices = [ProcessGroupGloo.create_device(hostname=host_of(address))]
+        options._devices = [ProcessGroupGloo.create_device(hostname=host_of(setup.address))]
         options._timeout = timedelta(seconds=start_s)
         with named_errors("connecting to the other ranks", rank, world, start_s):
             self._group = ProcessGroupGloo(store, rank, world, options)
             self._group.barrier().wait()
-        self._group._set_default_timeout(timedelta(seconds=deadline_s))
+        self._group._set_default_timeout(timedelta(seconds=setup.deadline_s))
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         if not x.numel():

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from afd.errors import ConfigError, PeerLost
-from ffn_worker.allreduce.base import Collective, row_shares
-from ffn_worker.allreduce.formats import ReduceFormat
+from ffn_worker.allreduce.base import Collective, Setup, row_shares
 from ffn_worker.allreduce.rendezvous import named_errors, open_store
 from ffn_worker.allreduce.watch import PeerWatch
 
@@ -24,34 +23,24 @@ class NcclCollective(Collective):
     ends kernels that wait, captured ones too. A rank that lives but does not come is noticed by
     torch's own watchdog, for calls that are not replayed.
 
-    Args:
-        fmt: must be None: NCCL adds values as they are.
-        device: this rank's GPU.
-        address, start_s: see :func:`open_store`. deadline_s: torch's timeout of a call.
+    Raises:
+        ConfigError: there is a format, NCCL adds values as they are; or no GPU.
     """
 
     capturable = True
 
-    def __init__(
-        self,
-        rank: int,
-        world: int,
-        fmt: ReduceFormat | None,
-        address: str,
-        *,
-        device: torch.device,
-        deadline_s: float,
-        start_s: float,
-    ) -> None:
+    def __init__(self, setup: Setup) -> None:
+        rank, world, device, start_s = setup.rank, setup.world, setup.device, setup.start_s
         super().__init__(rank, world)
-        if fmt is not None:
-            raise ConfigError(f"nccl has no all-reduce format {fmt.name}; use quick, or exact")
+        if setup.fmt is not None:
+            name = setup.fmt.name
+            raise ConfigError(f"nccl has no all-reduce format {name}; use quick, or exact")
         if device.type != "cuda":
             raise ConfigError(f"nccl runs on GPUs, not on {device}; use gloo")
         if dist.is_initialized():
             raise ConfigError("this process has a process group; make one collective only")
         self.device = device
-        self.store = open_store(address, rank, world, start_s)
+        self.store = open_store(setup.address, rank, world, start_s)
         torch.cuda.set_device(device)
         # All ranks are on this host, whose own name need not resolve.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -67,8 +56,8 @@ class NcclCollective(Collective):
             self.watch = PeerWatch(self.store, rank, world)
             dist.barrier()
         self._backend = dist.group.WORLD._get_backend(device)
-        self._backend._set_default_timeout(timedelta(seconds=deadline_s))
-        self._deadline_s = deadline_s
+        self._backend._set_default_timeout(timedelta(seconds=setup.deadline_s))
+        self._deadline_s = setup.deadline_s
         self._lost: int | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch_peers, daemon=True)

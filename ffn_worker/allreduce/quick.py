@@ -7,6 +7,7 @@ Peer memory is torch's symmetric memory, which knows CUDA and ROCm; NVLink multi
 """
 
 import os
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ import torch.distributed._symmetric_memory as symmetric
 from afd.errors import ConfigError, DeadlineExceeded, PeerLost
 from afd.reduce_crossover import Crossover, Way
 from ffn_worker.allreduce import quick_plan, quick_triton
-from ffn_worker.allreduce.base import Collective, row_shares
+from ffn_worker.allreduce.base import Collective, Setup, row_shares
 from ffn_worker.allreduce.formats import FP16, ReduceFormat
 from ffn_worker.allreduce.nccl import NcclCollective
 from ffn_worker.allreduce.quick_plan import Launch, Segments
@@ -33,13 +34,11 @@ class QuickCollective(Collective):
     call in which it was is worthless, and so are all later ones.
 
     Args:
-        fmt: of two shots; None: everything is exact.
-        device, address, start_s: see :class:`NcclCollective`.
-        deadline_s: how long a kernel waits for a rank.
+        setup: its format is that of two shots; without one everything is exact. Its dtype is
+            compiled and tried at the start, other types at their first call.
         crossover: which way a message goes, by its size.
-        dtype: what is compiled and tried at the start; other types are at their first call.
-        room: the format that the inboxes are laid out for; None: fmt. Other formats of at most its
-            size may be given to the methods that take one.
+        room: the format that the inboxes are laid out for; None: the setup's. Other formats of at
+            most its size may be given to the methods that take one.
         capacity_bytes: about what the inboxes of two shots take.
 
     Raises:
@@ -50,27 +49,19 @@ class QuickCollective(Collective):
 
     def __init__(
         self,
-        rank: int,
-        world: int,
-        fmt: ReduceFormat | None,
-        address: str,
-        *,
-        device: torch.device,
-        deadline_s: float,
-        start_s: float,
+        setup: Setup,
         crossover: Crossover,
-        dtype: torch.dtype = torch.bfloat16,
+        *,
         room: ReduceFormat | None = None,
         capacity_bytes: int = CAPACITY_BYTES,
     ) -> None:
+        rank, world, fmt, device = setup.rank, setup.world, setup.fmt, setup.device
         super().__init__(rank, world)
-        self._library = NcclCollective(
-            rank, world, None, address, device=device, deadline_s=deadline_s, start_s=start_s
-        )
+        self._library = NcclCollective(replace(setup, fmt=None))
         self._fmt = fmt or FP16
         self._lossy = fmt is not None
         self._crossover = crossover
-        self._deadline_s = deadline_s
+        self._deadline_s = setup.deadline_s
         atom_bytes = (room or self._fmt).atom_bytes
         atoms = capacity_bytes // (2 * world * atom_bytes) if room or fmt else 1
         self._buffer = quick_plan.Buffer(world, atoms, atom_bytes, _ONE_SHOT_TILES)
@@ -99,9 +90,9 @@ class QuickCollective(Collective):
         torch.cuda.synchronize(device)
         dist.barrier()  # all buffers are zero before anyone writes to one
         spin_us = self._spin_us()
-        self._spins = _spins(start_s, spin_us)
-        self._try_out(dtype)
-        self._spins = _spins(deadline_s, spin_us)
+        self._spins = _spins(setup.start_s, spin_us)
+        self._try_out(setup.dtype)
+        self._spins = _spins(setup.deadline_s, spin_us)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         self.check()

@@ -1,90 +1,63 @@
 """Collectives by name. A new one is one file and one line in BACKENDS."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from afd.errors import ConfigError
 from afd.reduce_crossover import read_crossover, table_of
-from ffn_worker.allreduce.base import Alone, Collective
-from ffn_worker.allreduce.formats import FORMATS, ReduceFormat
+from ffn_worker.allreduce.base import Alone, Collective, Setup
+from ffn_worker.allreduce.formats import FORMATS
 
 EXACT = "exact"
 REDUCE_FORMATS = (EXACT, *FORMATS)
 _CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True)
-class _Request:
-    """Arguments of make_collective, checked. form: None for exact."""
-
-    rank: int
-    world: int
-    form: ReduceFormat | None
-    address: str
-    device: torch.device
-    dtype: torch.dtype
-    deadline_s: float
-    start_s: float
-    table: Path | None
-
-
-def _gloo(r: _Request) -> Collective:
+def _gloo(setup: Setup, _: Path | None) -> Collective:
     from ffn_worker.allreduce.gloo import GlooCollective
 
-    if r.device.type != "cpu":
-        raise ConfigError(f"gloo runs on CPUs, not on {r.device}; use nccl or quick")
-    times = {"deadline_s": r.deadline_s, "start_s": r.start_s}
-    return GlooCollective(r.rank, r.world, r.form, r.address, **times)
+    if setup.device.type != "cpu":
+        raise ConfigError(f"gloo runs on CPUs, not on {setup.device}; use nccl or quick")
+    return GlooCollective(setup)
 
 
-def _nccl(r: _Request) -> Collective:
+def _nccl(setup: Setup, _: Path | None) -> Collective:
     from ffn_worker.allreduce.nccl import NcclCollective
 
-    times = {"deadline_s": r.deadline_s, "start_s": r.start_s}
-    return NcclCollective(r.rank, r.world, r.form, r.address, device=r.device, **times)
+    return NcclCollective(setup)
 
 
-def _quick(r: _Request) -> Collective:
-    _need_gpu("quick", r)
+def _quick(setup: Setup, table: Path | None) -> Collective:
+    _need_gpu("quick", setup)
     from ffn_worker.allreduce.quick import QuickCollective  # needs triton
 
-    name = r.form.name if r.form else EXACT
-    table = r.table or table_of(torch.cuda.get_device_name(r.device))
-    return QuickCollective(
-        r.rank,
-        r.world,
-        r.form,
-        r.address,
-        device=r.device,
-        deadline_s=r.deadline_s,
-        start_s=r.start_s,
-        crossover=read_crossover(table, r.world, str(r.dtype).removeprefix("torch."), name),
-        dtype=r.dtype,
-    )
+    name = setup.fmt.name if setup.fmt else EXACT
+    table = table or table_of(torch.cuda.get_device_name(setup.device))
+    dtype = str(setup.dtype).removeprefix("torch.")
+    return QuickCollective(setup, read_crossover(table, setup.world, dtype, name))
 
 
-def _aiter_quick(r: _Request) -> Collective:
-    _need_gpu("aiter_quick", r)
+def _aiter_quick(setup: Setup, _: Path | None) -> Collective:
+    _need_gpu("aiter_quick", setup)
     from ffn_worker.allreduce.aiter_quick import AiterQuickCollective
 
-    times = {"deadline_s": r.deadline_s, "start_s": r.start_s}
-    return AiterQuickCollective(r.rank, r.world, r.form, r.address, device=r.device, **times)
+    return AiterQuickCollective(setup)
 
 
-def _need_gpu(name: str, r: _Request) -> None:
-    if r.device.type != "cuda":
-        raise ConfigError(f"the all-reduce {name} runs on GPUs, not on {r.device}; use gloo")
+def _need_gpu(name: str, setup: Setup) -> None:
+    if setup.device.type != "cuda":
+        raise ConfigError(f"the all-reduce {name} runs on GPUs, not on {setup.device}; use gloo")
 
 
-BACKENDS: dict[str, Callable[[_Request], Collective]] = {
+BACKENDS: dict[str, Callable[[Setup, Path | None], Collective]] = {
     "gloo": _gloo,
     "nccl": _nccl,
     "quick": _quick,
     "aiter_quick": _aiter_quick,
 }
+"""By the setup and the crossover table that was named, if one was."""
 
 
 def make_collective(
@@ -106,9 +79,7 @@ def make_collective(
         name: a key of BACKENDS; "auto" takes gloo on CPUs, on GPUs nccl where the format is exact
             and quick where it is not.
         fmt: one of REDUCE_FORMATS, how partial sums travel.
-        address: where the ranks meet, see :func:`ffn_worker.allreduce.rendezvous.open_store`.
-        dtype: of the rows.
-        deadline_s: how long a collective waits for a rank. start_s: the same for the start.
+        rank, world, address, device, dtype, deadline_s, start_s: see :class:`Setup`.
         table: quick's crossover table; None: the device's own.
 
     Raises:
@@ -129,5 +100,5 @@ def make_collective(
     form = FORMATS.get(fmt)
     if name == "auto":
         name = "gloo" if device.type == "cpu" else "quick" if form else "nccl"
-    times = (deadline_s, start_s)
-    return BACKENDS[name](_Request(rank, world, form, address, device, dtype, *times, table))
+    setup = Setup(rank, world, form, address, device, dtype, deadline_s, start_s)
+    return BACKENDS[name](setup, table)

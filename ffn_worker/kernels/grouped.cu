@@ -1,12 +1,14 @@
 // Gate and up of the experts' rows in one launch for NVIDIA Hopper (sm_90a): rows gathered where they
 // came, multiplied in FP8, silu(gate) * up written in FP8 to the slots. grouped.py fills in the
-// instructions and the branches over tiles, and defines N_MAX and STAGES.
+// instructions and defines STAGES, N_MAX (rows of the largest tile) and N_USUAL (of the largest unless
+// there would be more tiles than blocks).
 //
-// Operands are swapped: weights are the M of wgmma and an expert's rows its N, so that a tile has
-// any multiple of 16 of them and an expert of up to N_MAX rows is one tile, whose weights are loaded
-// once. A tile has 128 columns of gate and the same of up, one warpgroup each: the results are
-// whole blocks of 128 with one scale. A third warpgroup loads: one warp weights (bulk tensor copies),
-// one scales, two rows (asynchronous copies of 16 bytes, swizzled as the tensor cores read them).
+// An expert of up to N_USUAL rows is one tile, whose weights are loaded once. In a tile of few rows
+// operands are swapped: weights are the M of wgmma and rows its N, any multiple of 16 (those of more
+// than 96 rows: grouped_rows.cu). A tile has 128 columns of gate and the same of up, one warpgroup
+// each: the results are whole blocks of 128 with one scale. A third warpgroup loads: one
+// warp weights (bulk tensor copies), one scales, two rows (asynchronous copies of 16 bytes, swizzled as
+// the tensor cores read them).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -18,6 +20,8 @@ constexpr int WEIGHT_BYTES = 256 * K_BLOCK, ROW_BYTES = N_MAX * K_BLOCK;
 constexpr int STAGED = 16, STAGED_ROW = 256;  // result rows that pass shared memory at once, bytes of one
 constexpr int LOADER_REGISTERS = 40, MATH_REGISTERS = 232;
 constexpr int FIRST_LOADER = 256, GATHERERS = 64;  // threads
+constexpr int LAG = 2;  // stages whose rows are under way before the gathering warps wait for those of one
+static_assert(LAG < STAGES);
 
 __device__ __forceinline__ u32 shared_address(const void* at) {
     return static_cast<u32>(__cvta_generic_to_shared(at));
@@ -64,6 +68,9 @@ __device__ __forceinline__ void copy_16(u32 to, const char* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
+// Rows come by ordinary asynchronous copies; the tensor cores read through the other proxy.
+__device__ __forceinline__ void fence_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 __device__ __forceinline__ void named_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -76,12 +83,6 @@ __device__ __forceinline__ u64 operand(u32 at) {
 template <int N>
 __device__ __forceinline__ void wgmma(float (&d)[N / 2], u64 a, u64 b, int add);
 WGMMA_FUNCTIONS
-
-__device__ __forceinline__ u32 packed(float low, float high) {
-    u32 two;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(high), "f"(low));
-    return two;
-}
 
 // An expert: number of its first tile, where its slots begin, its rows.
 struct Group {
@@ -134,45 +135,38 @@ __device__ __forceinline__ bool find(const Group* groups, int experts, int colum
     return true;
 }
 
-// silu(gate) * up of 8 columns in FP8, with the scale of the 128 columns that 16 lanes have together;
-// rounded as codecs_triton.fp8_block rounds them.
-__device__ __forceinline__ uint2 gated(uint4 gate, uint4 up, float& scale) {
-    const u32 g[4] = {gate.x, gate.y, gate.z, gate.w}, u[4] = {up.x, up.y, up.z, up.w};
-    float v[8];
-    u32 most = 0;
+#include "grouped_results.cu"
+
+// part = a [64, K_BLOCK] x b [N, K_BLOCK].T by a warpgroup.
+template <int N>
+__device__ __forceinline__ void product(float (&part)[N / 2], u64 a, u64 b) {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        float a = __uint_as_float(i % 2 ? g[i / 2] & 0xFFFF0000u : g[i / 2] << 16);
-        float b = __uint_as_float(i % 2 ? u[i / 2] & 0xFFFF0000u : u[i / 2] << 16);
-        v[i] = __fdividef(a, 1.f + __expf(-a)) * b;
-        most = max(most, __float_as_uint(v[i]) & 0x7FFFFFFFu);
-    }
+    for (int k = 0; k < K_BLOCK / 32; ++k) wgmma<N>(part, a + 2 * k, b + 2 * k, k != 0);
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    // What reads `part` must stay behind the wait.
 #pragma unroll
-    for (int d = 1; d < 16; d *= 2) most = max(most, __shfl_xor_sync(~0u, most, d));
-    scale = __uint_as_float(most) / 448.f;
-    if (scale < 1e-30f) scale = 1.f;
-    if (most >= 0x7F800000u) scale = __uint_as_float(0x7FC00000u);
-    float inverse = 1.f / scale;
-    u32 codes[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        unsigned short low, high;
-        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
-            : "=h"(low)
-            : "f"(v[i * 4 + 1] * inverse), "f"(v[i * 4] * inverse));
-        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
-            : "=h"(high)
-            : "f"(v[i * 4 + 3] * inverse), "f"(v[i * 4 + 2] * inverse));
-        codes[i] = low | static_cast<u32>(high) << 16;
-    }
-    return make_uint2(codes[0], codes[1]);
+    for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(part[i])::"memory");
 }
 
-struct Results {
-    char* codes;    // [room, columns]
-    float* scales;  // [columns / 128, room]
-    int columns, room;
-};
+// sum += part, with a scale per row; the first EARLY * 16 rows' are in `early`, the others' in shared memory.
+template <int N, int EARLY>
+__device__ __forceinline__ void add_scaled(float (&sum)[N / 2], const float (&part)[N / 2], const float4* early,
+                                           const float4* scales) {
+#pragma unroll
+    for (int j = 0; j < N / 16; ++j) {
+        float4 scale = j < EARLY ? early[j] : scales[j * 4];
+        sum[j * 8 + 0] += part[j * 8 + 0] * scale.x;
+        sum[j * 8 + 1] += part[j * 8 + 1] * scale.y;
+        sum[j * 8 + 2] += part[j * 8 + 2] * scale.x;
+        sum[j * 8 + 3] += part[j * 8 + 3] * scale.y;
+        sum[j * 8 + 4] += part[j * 8 + 4] * scale.z;
+        sum[j * 8 + 5] += part[j * 8 + 5] * scale.w;
+        sum[j * 8 + 6] += part[j * 8 + 6] * scale.z;
+        sum[j * 8 + 7] += part[j * 8 + 7] * scale.w;
+    }
+}
 
 // One tile of up to N rows by one warpgroup, 0: gate, 1: up.
 template <int N>
@@ -187,8 +181,6 @@ __device__ __forceinline__ void multiply(const Shared& shared, const Tile& tile,
 
     for (int block = 0; block < k_blocks; ++block) {
         barrier_wait(&shared.full[ring.stage], ring.phase);
-        // Rows came by ordinary asynchronous copies; the tensor cores read through the other proxy.
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         const float4* scales =
             reinterpret_cast<const float4*>(shared.scales + (ring.stage * 2 + half) * N_MAX) + lane % 4;
         float4 early[EARLY + 1];
@@ -200,81 +192,29 @@ __device__ __forceinline__ void multiply(const Shared& shared, const Tile& tile,
         for (int h = 0; h < 2; ++h) {
             // The tensor cores add in few bits: every 128 columns go to the sums by themselves.
             float part[N / 2];
-            u64 a_half = operand(a + h * 64 * K_BLOCK);
-            asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#pragma unroll
-            for (int k = 0; k < K_BLOCK / 32; ++k) wgmma<N>(part, a_half + 2 * k, b + 2 * k, k != 0);
-            asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-            asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-            // What reads `part` must stay behind the wait.
-#pragma unroll
-            for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(part[i])::"memory");
-            float* sum = sums[h];
-#pragma unroll
-            for (int j = 0; j < N / 16; ++j) {
-                float4 scale = j < EARLY ? early[j] : scales[j * 4];
-                sum[j * 8 + 0] += part[j * 8 + 0] * scale.x;
-                sum[j * 8 + 1] += part[j * 8 + 1] * scale.y;
-                sum[j * 8 + 2] += part[j * 8 + 2] * scale.x;
-                sum[j * 8 + 3] += part[j * 8 + 3] * scale.y;
-                sum[j * 8 + 4] += part[j * 8 + 4] * scale.z;
-                sum[j * 8 + 5] += part[j * 8 + 5] * scale.w;
-                sum[j * 8 + 6] += part[j * 8 + 6] * scale.z;
-                sum[j * 8 + 7] += part[j * 8 + 7] * scale.w;
-            }
+            product<N>(part, operand(a + h * 64 * K_BLOCK), b);
+            add_scaled<N, EARLY>(sums[h], part, early, scales);
         }
         __syncwarp();
         if (lane == 0) barrier_arrive(&shared.empty[ring.stage]);
         ring.advance();
     }
 
-    // Through shared memory, 16 rows at a time, in bfloat16: the halves meet and turn to rows there.
-    int thread;  // read here, so that no address is kept in a register throughout the loop
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    int warp = thread / 32 % 4, matrix = thread % 32 / 8, row_in = matrix / 2 * 8 + thread % 8;
-    u32 to = shared_address(shared.staged) + half * STAGED * STAGED_ROW + row_in * STAGED_ROW;
-    int r = thread / 16, piece = thread % 16;  // pieces of 16 bytes are swizzled by row
-    const char* from = shared.staged + r * STAGED_ROW + (piece ^ (r & 7)) * 16;
-    long long slot = tile.slot + r;
-    char* codes_at = results.codes + slot * results.columns + tile.column + piece * 8;
-    float* scale_at = results.scales + (long long)(tile.column / 128) * results.room + slot;
-#pragma unroll
-    for (int n = 0; n < N; n += STAGED) {
-        if (n < tile.rows) {
-            named_sync(1, 256);
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const float* s = &sums[h][n / 2];
-                asm volatile(
-                    "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                        to + ((h * 8 + warp * 2 + matrix % 2) ^ (row_in & 7)) * 16),
-                    "r"(packed(s[0], s[1])), "r"(packed(s[2], s[3])), "r"(packed(s[4], s[5])),
-                    "r"(packed(s[6], s[7]))
-                    : "memory");
-            }
-            named_sync(1, 256);
-            float scale;
-            uint2 codes = gated(*reinterpret_cast<const uint4*>(from),
-                                *reinterpret_cast<const uint4*>(from + STAGED * STAGED_ROW), scale);
-            if (n + r < tile.rows) {
-                *reinterpret_cast<uint2*>(codes_at) = codes;
-                if (piece == 0) *scale_at = scale;
-            }
-            codes_at += STAGED * results.columns;
-            scale_at += STAGED;
-        }
-    }
+    store<N>(sums, 0, shared, tile, half, results);
 }
 
+#include "grouped_rows.cu"
+
 // One warp: every expert's first tile, from where its slots end. A run begins at a multiple of pad.
-__device__ __forceinline__ void find_groups(const int* ends, int experts, int pad, Group* groups) {
+// most: rows of the largest tile. Returns the number of row tiles.
+__device__ __forceinline__ int find_groups(const int* ends, int experts, int pad, int most, Group* groups) {
     int lane = threadIdx.x % 32, tiles = 0, last = 0;
     for (int base = 0; base < experts; base += 32) {
         bool real = base + lane < experts;
         int end = real ? ends[base + lane] : 0, before = __shfl_up_sync(~0u, end, 1);
         if (lane == 0) before = last;
         int begin = (before + pad - 1) / pad * pad, rows = real ? end - begin : 0;
-        int parts = (rows + N_MAX - 1) / N_MAX, sum = parts;
+        int parts = (rows + most - 1) / most, sum = parts;
         for (int d = 1; d < 32; d *= 2) {
             int other = __shfl_up_sync(~0u, sum, d);
             if (lane >= d) sum += other;
@@ -284,6 +224,16 @@ __device__ __forceinline__ void find_groups(const int* ends, int experts, int pa
         last = __shfl_sync(~0u, end, 31);
     }
     if (lane == 0) groups[experts].first_tile = tiles;
+    return tiles;
+}
+
+// The copies of all but the last PENDING stages are there: so is the stage so far behind the ring's. The fence
+// is here because a multiplying warp would stand still for it.
+template <int PENDING>
+__device__ __forceinline__ void arrive_copied(const Shared& shared, const Ring& ring, int behind) {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+    fence_proxy();
+    barrier_arrive(&shared.full[(ring.stage + STAGES - behind) % STAGES]);
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1)
@@ -308,14 +258,15 @@ gate_up(const __grid_constant__ TensorMap weight_map,  // of codes [experts, 2 *
 
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (warp == 0) {
-        find_groups(ends, experts, pad, shared.groups);
+        int tiles = find_groups(ends, experts, pad, N_USUAL, shared.groups);
+        if (tiles * (columns / 128) > gridDim.x) find_groups(ends, experts, pad, N_MAX, shared.groups);
     } else if (warp == 1 && lane == 0) {
         for (int s = 0; s < STAGES; ++s) {
             barrier_init(&shared.full[s], 2 + GATHERERS);
             barrier_init(&shared.empty[s], 8);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        fence_proxy();
     }
     __syncthreads();
 
@@ -370,23 +321,29 @@ gate_up(const __grid_constant__ TensorMap weight_map,  // of codes [experts, 2 *
             }
         } else if (warp >= 10) {
             int thread = threadIdx.x - FIRST_LOADER - 64, first = thread / 8, piece = thread % 8 * 16;
+            // Through a shuffle, or the compiler loads the parameter again for every copy.
+            u64 base = __shfl_sync(~0u, reinterpret_cast<u64>(rows + piece), lane);
             for (int t = first_tile; find(shared.groups, experts, columns, t, group, tile); t += step) {
                 named_sync(2, GATHERERS);
                 for (int n = thread; n < tile.rows; n += GATHERERS)
                     shared.sources[n] = sources[tile.slot + n] / top_k * (k_blocks * K_BLOCK);
                 named_sync(2, GATHERERS);
+                // Read once, or every copy of every stage waits for shared memory.
+                u32 held[N_MAX / 8];
+#pragma unroll
+                for (int i = 0; i < N_MAX / 8; ++i) held[i] = shared.sources[first + i * 8];
                 for (int block = 0; block < k_blocks; ++block, ring.advance()) {
                     barrier_wait(&shared.empty[ring.stage], ring.phase ^ 1);
                     u32 to = shared_address(shared.rows + ring.stage * ROW_BYTES) + first * K_BLOCK + (piece ^ first * 16);
-                    const char* from = rows + block * K_BLOCK + piece;
+                    const char* from = reinterpret_cast<const char*>(base) + block * K_BLOCK;
 #pragma unroll
                     for (int i = 0; i < N_MAX / 8; ++i)
-                        if (first + i * 8 < tile.rows)
-                            copy_16(to + i * 8 * K_BLOCK, from + shared.sources[first + i * 8]);
-                    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(
-                                     shared_address(&shared.full[ring.stage]))
-                                 : "memory");
+                        if (first + i * 8 < tile.rows) copy_16(to + i * 8 * K_BLOCK, from + held[i]);
+                    asm volatile("cp.async.commit_group;" ::: "memory");
+                    if (block >= LAG) arrive_copied<LAG>(shared, ring, LAG);
                 }
+#pragma unroll 1
+                for (int behind = min(LAG, k_blocks); behind > 0; --behind) arrive_copied<0>(shared, ring, behind);
             }
         }
     } else {
@@ -394,7 +351,19 @@ gate_up(const __grid_constant__ TensorMap weight_map,  // of codes [experts, 2 *
         int half = __shfl_sync(~0u, warp / 4, 0);
         Results results{out, out_scales, columns, room};
         for (int t = first_tile; find(shared.groups, experts, columns, t, group, tile); t += step) {
-            TILE_BRANCHES
+            int n = tile.rows;
+            if (n <= 32)
+                multiply<32>(shared, tile, half, k_blocks, results, ring);
+            else if (n <= 64)
+                multiply<64>(shared, tile, half, k_blocks, results, ring);
+            else if (n <= 96)
+                multiply<96>(shared, tile, half, k_blocks, results, ring);
+            else if (n <= 128)
+                multiply_rows<0>(shared, tile, half, k_blocks, results, ring);
+            else if (n <= 144)
+                multiply_rows<16>(shared, tile, half, k_blocks, results, ring);
+            else
+                multiply_rows<32>(shared, tile, half, k_blocks, results, ring);
         }
     }
 }

@@ -1,19 +1,22 @@
 """The source of grouped.cu and what a launch of it needs to know. Pure; no torch."""
 
+import re
 from functools import cache
 from pathlib import Path
 
 ENTRY, THREADS, STAGES = "gate_up", 384, 4
 WEIGHT_BOX = 128
 """Rows of weights that the copy engine loads at once: a tile has two of them, gate and up."""
-TILE_ROWS = (32, 64, 96, 128, 144)
-"""Rows that an instruction multiplies; a tile takes the least that holds its own. 144 is what
-registers hold: two sums of 64 columns, and a product beside them."""
-MOST_ROWS = TILE_ROWS[-1]
+USUAL_ROWS, MOST_ROWS = 144, 160
+"""Rows of the largest tile: 160 only where there would be more tiles than multiprocessors, because
+registers hold half a product beside the sums of so many."""
+INSTRUCTIONS = (16, 32, 64, 96, 128)
+"""N of the instructions that the source has."""
 _K_BLOCK, _SHARED_LIMIT = 128, 227 * 1024
 _STAGE_BYTES = (2 * WEIGHT_BOX + MOST_ROWS) * _K_BLOCK + 2 * MOST_ROWS * 4 + 2 * 8
 _STAGED_BYTES, _SOURCES_BYTES, _GROUP_BYTES = 2 * 16 * 256, MOST_ROWS * 4, 12
-OPTIONS = ("-arch=sm_90a", "--std=c++17", f"-DN_MAX={MOST_ROWS}", f"-DSTAGES={STAGES}")
+_CONSTANTS = {"N_MAX": MOST_ROWS, "N_USUAL": USUAL_ROWS, "STAGES": STAGES}
+OPTIONS = ("-arch=sm_90a", "--std=c++17", *(f"-D{name}={n}" for name, n in _CONSTANTS.items()))
 """What NVRTC is given."""
 
 
@@ -34,14 +37,14 @@ __device__ __forceinline__ void wgmma<{rows}>(float (&d)[{count}], u64 a, u64 b,
 
 @cache
 def source() -> str:
-    """CUDA C++, its instructions and branches written out for ``TILE_ROWS``."""
-    text = Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
-    branches = "\nelse ".join(
-        f"if (tile.rows <= {n}) multiply<{n}>(shared, tile, half, k_blocks, results, ring);"
-        for n in TILE_ROWS
-    )
-    functions = "\n".join(map(wgmma, TILE_ROWS))
-    return text.replace("WGMMA_FUNCTIONS", functions).replace("TILE_BRANCHES", branches)
+    """CUDA C++ in one piece, its instructions written out."""
+    folder = Path(__file__).parent
+
+    def read(name: str) -> str:
+        return (folder / name).read_text(encoding="utf-8")
+
+    text = re.sub(r'#include "(.+)"', lambda found: read(found[1]), read("grouped.cu"))
+    return text.replace("WGMMA_FUNCTIONS", "\n".join(map(wgmma, INSTRUCTIONS)))
 
 
 def shared_bytes(experts: int) -> int:
@@ -53,11 +56,3 @@ def shared_bytes(experts: int) -> int:
 def most_experts() -> int:
     """How many experts' runs fit into shared memory beside the rest."""
     return (_SHARED_LIMIT - shared_bytes(0)) // _GROUP_BYTES
-
-
-def tile_rows(rows: int) -> list[int]:
-    """How grouped.cu cuts an expert's rows: into as few tiles as there can be, which are alike, and
-    multiples of 8, but for the last."""
-    parts = -(-rows // MOST_ROWS)
-    each = -(-rows // (8 * parts)) * 8 if parts else 0
-    return [min(each, rows - part * each) for part in range(parts)]

@@ -2,9 +2,9 @@
 
 DeepGEMM's first product wants the rows gathered into slots and leaves 16 bits that are read again
 for SiLU. Here one kernel (kernels/grouped.cu) reads rows where they came and writes silu(gate) * up
-in FP8. An expert of up to 144 rows is one tile whose weights come through the L2 cache once, where
-DeepGEMM has tiles of 128 rows and the weights twice from 129 rows on. What is before and behind it
-is as in :mod:`ffn_worker.moe.deep_gemm`.
+in FP8. An expert of up to 144 rows (160 where tiles would be more than multiprocessors) is one tile
+whose weights come through the L2 cache once, where DeepGEMM has tiles of 128 rows and the weights
+twice from 129 rows on. What is before and behind it is as in :mod:`ffn_worker.moe.deep_gemm`.
 """
 
 import ctypes

@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 
 from afd.wire.rows_torch import EncodedRows
+from ffn_worker.kernels import grouped
 from ffn_worker.load import SlotLoad
 from ffn_worker.moe.choice import Choices, choices_of
 from ffn_worker.moe.deep_gemm import Cut, DeepGemmBackend, Operand
@@ -30,14 +31,15 @@ class HopperBackend(GroupedBackend):
         super().__init__(experts, num_experts)
         self._choices: Choices | None = None
         self._vllm: VllmCudaBackend | None = None
-        self._has_grouped = cannot_compile() is None
+        self._compiles = cannot_compile() is None
+        self._names: dict[tuple[LayerShape, int, int], str] = {}  # looked up so far
 
     @staticmethod
     def unavailable(dtype: torch.dtype, hidden: int, intermediate: int) -> str | None:
         return DeepGemmBackend.unavailable(dtype, hidden, intermediate)
 
     def prepare(self, layer: int, w13: Weight, w2: Weight) -> None:
-        super().prepare(layer, w13, w2)
+        DeepGemmBackend.prepare(self, layer, w13, w2)  # not refused for too many experts
         if self._choices is None:
             self._choices = choices_of(torch.cuda.get_device_name(w13.codes.device))
             if "vllm_cuda" in self._choices.names(w13.scheme.value):
@@ -61,9 +63,16 @@ class HopperBackend(GroupedBackend):
         return self._chosen(self._layers[layer].shape, rows, top_k)
 
     def _chosen(self, shape: LayerShape, rows: int, top_k: int) -> str:
+        key = (shape, rows, top_k)
+        if (name := self._names.get(key)) is None:
+            name = self._names[key] = self._looked_up(replace(shape, top_k=top_k), rows)
+        return name
+
+    def _looked_up(self, shape: LayerShape, rows: int) -> str:
         assert self._choices is not None  # set by prepare
-        name = self._choices.of(replace(shape, top_k=top_k), rows)
-        if name == "grouped" and not self._has_grouped:
+        name = self._choices.of(shape, rows)
+        fits = self._compiles and shape.experts <= grouped.most_experts()
+        if name == "grouped" and not fits:
             return "deep_gemm"
         return "triton" if name == "vllm_cuda" and shape.shared else name
 

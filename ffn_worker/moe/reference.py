@@ -1,10 +1,12 @@
-"""Reference backend: float32, one expert after the other, written to be read."""
+"""References: float32, one expert after the other, written to be read."""
 
 import torch
 import torch.nn.functional as F
 
+from afd.wire.rows_torch import EncodedRows
 from ffn_worker.moe.base import Linear, MoeBackend
 from ffn_worker.moe.quantise import Scheme, Weight, dequantise_weight
+from ffn_worker.moe.sorting import PlacedPairs
 
 
 class ReferenceBackend(MoeBackend):
@@ -47,3 +49,26 @@ class ReferenceBackend(MoeBackend):
     def linear(self, weight: torch.Tensor) -> Linear:
         weight32 = weight.float()
         return lambda x: F.linear(x.float(), weight32).to(x.dtype)
+
+
+def gate_up(
+    rows: EncodedRows, weight: Weight, placed: PlacedPairs, top_k: int, tile: int
+) -> torch.Tensor:
+    """silu(gate) * up by slots, float32 [slots, I]; NaN where no pair is.
+
+    gate and up are rounded to bfloat16, as a product of the library gives them.
+
+    Args:
+        rows: [n, H]. weight: [E, 2*I, H].
+        tile: what an expert's run of slots begins at a multiple of.
+    """
+    decoded, values = rows.decode(torch.float32), dequantise_weight(weight)
+    shape = len(placed.pairs), weight.shape[1] // 2
+    activation = torch.full(shape, torch.nan, device=rows.device)
+    begin = 0
+    for expert, end in enumerate(placed.ends.tolist()):
+        h = F.linear(decoded[placed.pairs[begin:end].long() // top_k], values[expert])
+        gate, up = h.bfloat16().float().chunk(2, dim=-1)
+        activation[begin:end] = F.silu(gate) * up
+        begin = -(-end // tile) * tile
+    return activation

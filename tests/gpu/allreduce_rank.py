@@ -17,7 +17,7 @@ import torch
 from afd.errors import DeadlineExceeded, PeerLost
 from afd.reduce_crossover import DEFAULT, read_crossover
 from ffn_worker.allreduce import formats_torch
-from ffn_worker.allreduce.base import row_shares
+from ffn_worker.allreduce.base import Setup, row_shares
 from ffn_worker.allreduce.formats import FORMATS, FP16, INT4, ReduceFormat
 from ffn_worker.allreduce.nccl import NcclCollective
 from ffn_worker.allreduce.quick import QuickCollective
@@ -27,17 +27,9 @@ DEADLINE_S = 1.0
 
 
 def quick(rank: int, world: int, folder: str, deadline_s: float = 60.0) -> QuickCollective:
-    return QuickCollective(
-        rank,
-        world,
-        INT4,
-        f"file://{folder}/store",
-        device=torch.device("cuda", rank),
-        deadline_s=deadline_s,
-        start_s=120,
-        crossover=read_crossover(DEFAULT, world, "bfloat16", "int4"),
-        room=FP16,
-    )
+    device = torch.device("cuda", rank)
+    setup = Setup(rank, world, INT4, f"file://{folder}/store", device, deadline_s=deadline_s)
+    return QuickCollective(setup, read_crossover(DEFAULT, world, "bfloat16", "int4"), room=FP16)
 
 
 def inputs(world: int, rows: int, hidden: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
@@ -102,8 +94,7 @@ def formats(rank: int, world: int, folder: str) -> None:
 def library(rank: int, world: int, folder: str) -> None:
     """NCCL behind the same interface: uneven shares too."""
     device = torch.device("cuda", rank)
-    address = f"file://{folder}/store"
-    ours = NcclCollective(rank, world, None, address, device=device, deadline_s=10, start_s=120)
+    ours = NcclCollective(Setup(rank, world, None, f"file://{folder}/store", device))
     for rows in (0, 1, world, 4 * world + 1):
         xs = [torch.full((rows, 512), float(r + 1)).bfloat16() for r in range(world)]
         want = torch.full((rows, 512), world * (world + 1) / 2).bfloat16()

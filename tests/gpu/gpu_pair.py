@@ -7,13 +7,14 @@ routing. So what a step computes can be compared with the same experts on one GP
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
 from afd.config import Deployment
 from afd.control.connect import client_for
-from afd.launch.ports import free_ports
+from afd.launch.ports import held_ports
 from afd.metrics import RoleMetrics
 from afd.resolve import region_options, resolve
 from afd.roles import RoleSpec
@@ -34,7 +35,8 @@ class Pair:
     """Control plane and FFN instance as processes; the attention side is the calling thread."""
 
     def __init__(self, checkpoint: Path, folder: Path, **sections: dict[str, object]) -> None:
-        (port,) = free_ports(["127.0.0.1"])
+        self._held = ExitStack()
+        (port,) = self._held.enter_context(held_ports(["127.0.0.1"]))
         deployment = Deployment.from_plain(
             {
                 "model": str(checkpoint),
@@ -96,6 +98,7 @@ class Pair:
                 process.wait(15)
             except subprocess.TimeoutExpired:
                 process.kill()
+        self._held.close()
 
     def reference(self) -> FfnModel:
         r = self.resolved

@@ -8,9 +8,10 @@ if not torch.cuda.is_available():
 
 from afd.wire.layout import Tag  # noqa: E402
 from afd.wire.rows_torch import EncodedRows  # noqa: E402
+from ffn_worker.moe import reference  # noqa: E402
 from ffn_worker.moe.deep_gemm import Cut  # noqa: E402
 from ffn_worker.moe.grouped import cannot_compile, gate_up  # noqa: E402
-from ffn_worker.moe.quantise import Scheme, Weight, dequantise_weight, in_scheme  # noqa: E402
+from ffn_worker.moe.quantise import Scheme, Weight, in_scheme  # noqa: E402
 from ffn_worker.moe.sorting import capacity, place_pairs, place_pairs_on_gpu  # noqa: E402
 
 REASON = cannot_compile()
@@ -35,19 +36,6 @@ def rows_of(count, hidden):
     return EncodedRows(rows.tag, rows.payload.to(CUDA), rows.scales.to(CUDA))
 
 
-def wanted(rows, weight, placed, top_k, tile):
-    """float32 [slots, width], NaN where no pair is: h is rounded to bfloat16, as it ever was."""
-    decoded, values = rows.decode(torch.float32), dequantise_weight(weight)
-    want = torch.full((len(placed.pairs), weight.shape[1] // 2), torch.nan, device=CUDA)
-    begin = 0
-    for group, end in enumerate(placed.ends.tolist()):
-        h = decoded[placed.pairs[begin:end].to(CUDA).long() // top_k] @ values[group].T
-        gate, up = h.bfloat16().float().chunk(2, 1)
-        want[begin:end] = torch.nn.functional.silu(gate) * up
-        begin = -(-end // tile) * tile
-    return want
-
-
 def checked(weight, ids, tile=128, start=0):
     experts, columns, hidden = weight.shape
     (count, top_k), device_ids = ids.shape, ids.to(CUDA)
@@ -58,7 +46,8 @@ def checked(weight, ids, tile=128, start=0):
     poison = torch.full((cut.room * columns,), 0xFF, dtype=torch.uint8, device=CUDA)
     del poison
     got = gate_up(rows, weight, placed, top_k, cut)
-    want = wanted(rows, weight, place_pairs(ids, start, start + experts, tile), top_k, tile)
+    placed = place_pairs(ids, start, start + experts, tile)
+    want = reference.gate_up(rows, weight, placed, top_k, tile)
     here = ~want.isnan().any(1)
     decoded = got.codes.float() * got.scales.t().repeat_interleave(128, 1)
     error = (decoded[here] - want[here]).abs()
@@ -78,14 +67,23 @@ def test_draws(width, hidden, seed):
     checked(weights(experts, width, hidden), ids, (128, 64, 8)[seed], start=seed)
 
 
-@pytest.mark.parametrize("count", [1, 31, 32, 33, 128, 129, 144, 145, 160, 289, 1000])
-def test_rows_of_one_expert(count):
-    """The others have none, or few."""
+@pytest.mark.parametrize("hidden", [640, 2304])
+@pytest.mark.parametrize("count", [1, 31, 32, 33, 96, 97, 128, 129, 144, 145, 160, 289, 1000])
+def test_rows_of_one_expert(count, hidden):
+    """The others have none, or few. From 97 rows on they are the M of the instructions."""
     torch.manual_seed(count)
     ids = torch.full((max(count, 40), 1), -1, dtype=torch.int32)
     ids[torch.randperm(len(ids))[:count]] = 2
     ids[:7][ids[:7] == -1] = 3
-    checked(weights(5, 256, 640), ids)
+    checked(weights(5, 256, hidden), ids)
+
+
+@pytest.mark.parametrize("hidden", [512, 2304])
+@pytest.mark.parametrize("count", [100, 144, 145, 160, 161, 300])
+def test_more_tiles_than_multiprocessors(count, hidden):
+    torch.manual_seed(count)
+    ids = torch.arange(24, dtype=torch.int32).repeat(count)[:, None]
+    checked(weights(24, 768, hidden), ids[torch.randperm(len(ids))])
 
 
 def test_no_pairs_and_what_is_not_finite():

@@ -10,7 +10,7 @@ import torch
 from afd.wire.codecs_torch import DTYPE_OF_TAG
 from afd.wire.layout import Tag
 from afd.wire.rows_torch import EncodedRows
-from ffn_worker.moe import deep_gemm, grouped
+from ffn_worker.moe import deep_gemm, grouped, reference
 from ffn_worker.moe.quantise import Weight, dequantise_weight
 from ffn_worker.moe.sorting import place_pairs, sort_pairs
 
@@ -258,16 +258,9 @@ def gate_up(rows, weight, placed, top_k, cut):
     assert weight.codes.is_contiguous() and weight.scales.is_contiguous()
     assert rows.payload.data_ptr() % 16 == 0 and rows.scales.shape == (len(rows), k // 128)
     a = deep_gemm.Operand.empty(rows.tag, cut.room, columns // 2, rows.device)
-    decoded, values = rows.decode(torch.float32), dequantise_weight(weight)
-    begin = 0
-    for group, end in enumerate(placed.ends.tolist()):
-        if end > begin:
-            h = decoded[placed.pairs[begin:end] // top_k] @ values[group].T
-            gate, up = h.bfloat16().float().chunk(2, 1)
-            made = EncodedRows.of(gate / (1 + torch.exp(-gate)) * up, rows.tag)
-            a.codes[begin:end], a.scales[:, begin:end] = made.payload, made.scales.T
-        begin = -(-end // cut.tile) * cut.tile
     assert len(placed.ends) == experts
+    made = EncodedRows.of(reference.gate_up(rows, weight, placed, top_k, cut.tile), rows.tag)
+    a.codes.copy_(made.payload), a.scales.copy_(made.scales.T)
     return a
 
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from afd.bench import stages
 from afd.bench.gpu import (
     COMMANDS,
     decode,
@@ -95,6 +96,24 @@ def test_a_checkpoint_is_written_once_and_read_by_its_family(name, tmp_path):
     assert (path / "outside.safetensors").stat().st_mtime_ns == written
     words = json.loads((path / "tokenizer.json").read_text())["model"]["vocab"]
     assert len(words) == piece.sizes.vocab
+
+
+def test_a_checkpoint_for_random_experts_has_holes_in_their_place(tmp_path):
+    piece = find("tiny-deepseek", 2)
+    whole = make("t", piece, tmp_path)
+    holes = make("t", piece, tmp_path, experts=False)
+    is_expert = read_model(holes)[0].is_expert_weight
+    for path in whole.glob("*.safetensors"):
+        other = holes / path.name
+        assert other.stat().st_size == path.stat().st_size
+    spared = sum(t.nbytes for t in listing(piece)[1] if is_expert(t.name))
+    full, rest = (
+        sum(512 * file.stat().st_blocks for file in folder.glob("*.safetensors"))
+        for folder in (whole, holes)
+    )
+    assert full - rest > 0.9 * spared > 1e6
+    assert tensor_table(holes).keys() == tensor_table(whole).keys()
+    assert (holes / "config.json").read_text() == (whole / "config.json").read_text()
 
 
 def test_weights_look_like_weights(tmp_path):
@@ -183,6 +202,16 @@ def test_a_window_counts_only_where_all_requests_ran():
     assert rate(totals(1.0, 4, 100), totals(3.0, 4, 300), 4) == Steady(100.0, 0.04, 2.0)
     first, last = Totals(0, 4, 0.0, 10.0, 1.0), Totals(10**9, 4, 8.0, 14.0, 1.2)
     assert rate(first, last, 4).device_s == pytest.approx(0.05)
+    lines = [
+        f'afd_graph_step{what}_total{{depth="{depth}"}} {value}'
+        for depth, count, seconds in ((1, 8, 2.0), (3, 4, 0.2))
+        for what, value in (("s", count), ("_seconds", seconds))
+    ]
+    text = "\n".join(["vllm:num_requests_running 4", *lines, ""])
+    found = [stages.totals(text, 0, depth) for depth in (None, 3, 2)]
+    assert [(t.running, t.replayed, t.replayed_s) for t in found] == [
+        (4, 12, 2.2), (4, 4, 0.2), (4, 0, 0)
+    ]  # fmt: skip
     with pytest.raises(AfdError, match="3 of 4 requests were left"):
         rate(totals(1.0, 4, 100), totals(3.0, 3, 300), 4)
     with pytest.raises(AfdError, match="no token"):
@@ -341,6 +370,78 @@ def test_jitter_with_and_without_drift():
     assert found.steps == 4000 and found.p50 == pytest.approx(6.0, rel=0.01)
     assert found.ratio > 1.3 and found.steady < 1.1
     assert found.longest == pytest.approx(8.0, rel=0.01)
+    steps[1000] += 0.05
+    steps[1001] -= 0.003
+    first, second, *_ = jitter.summary(steps).slowest
+    assert (first.step, first.ms, first.next_ms) == (1000, pytest.approx(55), pytest.approx(2.001))
+    assert first.at_s == pytest.approx(sum(steps[:1001]), abs=1e-4)
+    assert (second.step, second.next_ms) == (3999, 0.0)
+
+
+def jitter_runs(monkeypatch, tmp_path, *argv, others=3, pieces=200):
+    """`afd bench gpu jitter` on a server that does not exist; its records."""
+    reads = [Totals(0, 3, 0.0, 10.0, 1.0), Totals(10**9, others, 8.0, 14.0, 1.02)]
+
+    @contextlib.contextmanager
+    def running(asked, *rest):
+        yield {target: SimpleNamespace(model="m", set_depth=lambda depth: None) for target in asked}
+
+    @contextlib.asynccontextmanager
+    async def held(server, load):
+        assert load.requests == 3
+        yield
+
+    async def read(server):
+        reads.append(reads.pop(0))
+        return reads[-1]
+
+    async def moments(session, server, body, index):
+        assert body["max_tokens"] == 233
+        return [0.005 * n for n in range(33 + pieces)]
+
+    for name, fake in (("running", running), ("held", held), ("read", read), ("moments", moments)):
+        monkeypatch.setattr(jitter, name, fake)
+    places = ["--models", str(tmp_path), "--logs", str(tmp_path), "--out", str(tmp_path / "r.json")]
+    sizes = ["--model", "tiny", "--layers", "2", "--batch", "4", "--steps", "200"]
+    status = jitter.main([*sizes, *places, *argv])
+    return status, {(r.metric, r.peer): r for r in read_records(tmp_path / "r.json")}
+
+
+def test_jitter_of_ours_alone_is_compared_with_limits(monkeypatch, tmp_path, capsys):
+    alone = ["--targets", "1A1F", "--dummy-experts", "--context", "64"]
+    status, records = jitter_runs(monkeypatch, tmp_path, *alone)
+    assert status == 0 and {peer for _, peer in records} == {
+        "aim", "its own p50", "step on the device"
+    }  # fmt: skip
+    aim = records["tpot_p99_over_p50", "aim"]
+    assert aim.case == "tiny 2 layers 1A1F exact dummy experts depth 3 batch 4 context 64"
+    assert aim.value == pytest.approx(1.0) and aim.peer_value == 1.02
+    assert records["tpot_p50", "step on the device"].peer_value == pytest.approx(5.0)
+    raw = json.loads((tmp_path / "jitter-1A1F-exact-dummy-experts.json").read_text())
+    assert len(raw["ms"]) == 200 and len(raw["slowest"]) == 20
+    assert "GiB of KV cache per GPU that has one" in capsys.readouterr().out
+
+
+def test_jitter_beside_a_peer_has_its_records_too(monkeypatch, tmp_path):
+    _, records = jitter_runs(monkeypatch, tmp_path, "--targets", "1A1F", "1A1F", "TP1")
+    assert len([metric for metric, peer in records if peer == "vllm colocated"]) == 5
+    assert records["tpot_max", "vllm colocated"].ratio == pytest.approx(1.0)
+
+
+def test_jitter_tells_what_it_cannot_measure(monkeypatch, tmp_path, capsys):
+    for argv, words in (
+        (["--steps", "99"], "--steps 99 have no 99th percentile"),
+        (["--dummy-experts"], "for ours alone"),
+        (["--context", "40500"], "over the 40960 of tiny; lower the context"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            jitter_runs(monkeypatch, tmp_path, *argv)
+    with pytest.raises(SystemExit):
+        jitter_runs(monkeypatch, tmp_path, "--batch", "0")
+    assert "argument --batch: 0 is no whole number above 0" in capsys.readouterr().err
+    for faults, words in (({"others": 2}, "2 of the 3 other"), ({"pieces": 90}, "90 pieces")):
+        assert jitter_runs(monkeypatch, tmp_path, "--targets", "1A1F", **faults)[0] == 1
+        assert words in capsys.readouterr().out
 
 
 def test_identity_runs_every_topology_that_fits(monkeypatch):
@@ -371,7 +472,7 @@ def test_waits_and_copies_of_a_trace_are_counted_per_graph_launch():
         profile.calls({"traceEvents": []}).per_step()
 
 
-def test_the_peer_runs_its_recipe(tmp_path, capsys):
+def test_the_peer_runs_its_recipe(tmp_path, capsys, monkeypatch):
     with pytest.raises(ConfigError, match=r"has no afd_plugin/__init__\.py"):
         peer.main(["--peer-checkout", str(tmp_path)])
     (tmp_path / "afd_plugin").mkdir()
@@ -387,6 +488,14 @@ def test_the_peer_runs_its_recipe(tmp_path, capsys):
     assert there["VLLM_PLUGINS"] == "afd_plugin_checkout"
     assert "afd_plugin:register_afd" in next(tmp_path.rglob("entry_points.txt")).read_text()
     assert "fuse_allreduce_rms" not in ffn + attention
+    monkeypatch.setattr(peer, "gpu_names", lambda: ["H200"] * 2)
+    for argv, words in (
+        (["--target", "TP2"], "TP2 is no topology"),
+        (["--device", "cpu"], "the peer runs on GPUs; --dry-run"),
+        (["--recipes", "dp1tp1"], "takes 4 GPUs and the host has 2; --recipes dp1tp1 --target"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            peer.main(["--peer-checkout", str(tmp_path), *argv])
 
 
 def test_a_request_names_its_rank_where_vllm_would_deal_unevenly():

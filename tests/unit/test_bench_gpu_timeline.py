@@ -1,13 +1,15 @@
 """Steps of two roles on one clock, and the Step-3 slice's processes as a dry run."""
 
 import json
+import os
+import time
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from afd.bench.gpu import step3, timeline
+from afd.bench.gpu import clocks, step3, timeline
 from afd.bench.gpu.step3_load import PAPER, TINY, floor
 from afd.metrics import RoleMetrics, Stage
 from afd.metrics_server import serve_metrics
@@ -124,13 +126,49 @@ def test_the_load_is_that_of_the_paper():
     assert 80 < least.attention_us < 100 and 60 < least.ffn_us < 80
 
 
-def test_the_step3_slice_runs_without_a_gpu(tmp_path):
+def test_clocks_of_a_window_are_told_by_gpu():
+    line = "2026/08/08 12:00:0{}.000, {}, {}, {}, 0x{:016x}"
+    text = "\n".join(
+        [
+            line.format(0, 0, 1200, 700.0, 0x8),  # before the window
+            line.format(1, 0, 1980, 512.5, 0),
+            line.format(2, 0, 1500, 699.0, 0x24),
+            line.format(2, 1, 1980, 300.0, 1),
+            line.format(2, 1, "[N/A]", 300.0, 1),
+            "2026/08/08 12:00:03.0",
+        ]
+    )
+    samples = clocks.parse(text)
+    begin = samples[0].at_s
+    assert [sample.at_s - begin for sample in samples] == [0, 1, 2, 2]
+    assert clocks.told(samples, begin + 0.5, begin + 3).splitlines() == [
+        "GPU 0: clock 1740 MHz, min 1500; power at most 699 W; limits: power cap, software thermal"
+        " (2 samples)",
+        "GPU 1: clock 1980 MHz, min 1980; power at most 300 W; limits: none (1 samples)",
+    ]
+    assert "no clock was sampled" in clocks.told(samples, begin + 5, begin + 6)
+    assert clocks.parse('Field "clocks_event_reasons.active" is not a valid field to query.') == []
+
+
+def test_the_step3_slice_runs_without_a_gpu(tmp_path, monkeypatch, capsys):
     pytest.importorskip("torch")
     pytest.importorskip("afd_comm")
     out, trace = tmp_path / "r.json", tmp_path / "t.json"
     argv = ["--device", "cpu", "--layers", "2", "--steps", "3", "--distinct", "1"]
     argv += ["--logs", str(tmp_path)]
+    smi = tmp_path / "bin" / "nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text(
+        "#!/bin/sh\nwhile :; do echo \"$(date '+%Y/%m/%d %H:%M:%S.%3N'), 0, 1980, 512.5,"
+        ' 0x0000000000000004"; sleep 0.5; done\n'
+    )
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(smi.parent), prepend=os.pathsep)
     assert step3.main([*argv, "--out", str(out), "--trace", str(trace)]) == 0
+    assert "step3-clocks.csv written" in capsys.readouterr().out
+    sample = clocks.parse((tmp_path / "step3-clocks.csv").read_text())[0]
+    assert (sample.gpu, sample.sm_mhz, sample.watts, sample.reasons) == (0, 1980, 512.5, 4)
+    assert abs(sample.at_s - time.time()) < 600
     records = {r["metric"]: r for r in json.loads(out.read_text())}
     assert records["us_per_layer_microbatch"]["bench"] == "step3"
     assert records["us_per_layer_microbatch"]["peer_value"] == 272

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,9 +19,11 @@ import torch
 from torch.distributed import FileStore
 
 from afd.errors import AfdError, ConfigError, DeadlineExceeded, PeerLost
+from afd.launch.ports import held_ports
 from ffn_worker.allreduce import formats
 from ffn_worker.allreduce.base import Collective, row_shares
 from ffn_worker.allreduce.registry import REDUCE_FORMATS, make_collective
+from ffn_worker.allreduce.rendezvous import open_store
 from ffn_worker.allreduce.watch import PeerWatch
 
 CUDA = torch.device("cuda", 0)
@@ -210,6 +213,14 @@ def test_one_rank_needs_nobody():
 def test_bad_arguments_are_one_sentence(arguments: tuple, message: str):
     with pytest.raises(ConfigError, match=message):
         make_collective(*arguments)
+
+
+def test_ranks_meet_at_a_port_that_is_held_for_them():
+    with held_ports(["127.0.0.1"]) as (port,), ThreadPoolExecutor(2) as pool:
+        meeting = [pool.submit(open_store, f"tcp://127.0.0.1:{port}", r, 2, 20.0) for r in (0, 1)]
+        first, second = (each.result() for each in meeting)
+    first.set("word", "here")  # and afterwards
+    assert second.get("word") == b"here"
 
 
 def test_a_watched_process_that_ends_is_named(tmp_path: Path):

@@ -11,24 +11,11 @@ from ffn_worker.kernels import cuda_driver, grouped
 HAS_NVRTC = importlib.util.find_spec("cuda") and importlib.util.find_spec("cuda.bindings")
 
 
-@pytest.mark.parametrize("rows", [1, 8, 31, 128, 144, 145, 160, 289, 1000, 8191])
-def test_tiles_of_an_expert(rows):
-    tiles = grouped.tile_rows(rows)
-    assert sum(tiles) == rows and len(tiles) == -(-rows // grouped.MOST_ROWS)
-    assert all(0 < tile <= grouped.MOST_ROWS for tile in tiles)
-    assert len(set(tiles[:-1])) <= 1 and all(tile % 8 == 0 for tile in tiles[:-1])
-
-
-def test_an_expert_without_rows_has_no_tile():
-    assert grouped.tile_rows(0) == []
-
-
-def test_every_tile_has_its_instruction_and_its_branch():
+def test_the_source_is_one_piece_with_its_instructions():
     text = grouped.source()
-    assert "WGMMA_FUNCTIONS" not in text and "TILE_BRANCHES" not in text
-    for rows in grouped.TILE_ROWS:
+    assert "WGMMA_FUNCTIONS" not in text and "#include" not in text
+    for rows in grouped.INSTRUCTIONS:
         assert f"m64n{rows}k32.f32.e4m3.e4m3" in text
-        assert f"if (tile.rows <= {rows}) multiply<{rows}>(" in text
     named = set(re.findall(r"%(\d+)", grouped.wgmma(32)))
     assert named == {str(i) for i in range(16 + 3)}  # 16 sums, two operands, whether it adds
 

@@ -207,6 +207,11 @@ def test_more_experts_than_the_kernel_has_room_for(monkeypatch, held):
     monkeypatch.setattr(grouped.grouped, "most_experts", lambda: EXPERTS - 1)
     with pytest.raises(ConfigError, match="at most 5 experts of a layer, not 6; use more FFN"):
         prepared(GroupedBackend, held)
+    every = Choices(schemes={"fp8_block": ((0, "grouped"),)})
+    monkeypatch.setattr(hopper, "choices_of", lambda _: every)
+    monkeypatch.setattr(hopper, "cannot_compile", lambda: None)
+    assert prepared(HopperBackend, held).chosen(0, 70, TOP_K) == "deep_gemm"
+    assert prepared(HopperBackend, held, (1, 6)).chosen(0, 70, TOP_K) == "grouped"
 
 
 def test_plain_weights_go_to_vllm_where_nothing_was_measured(monkeypatch, plain):

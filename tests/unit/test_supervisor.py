@@ -18,7 +18,7 @@ from afd.errors import ConfigError
 from afd.launch.cpus import cpu_plan, plan_for
 from afd.launch.logs import RoleLog
 from afd.launch.plan import Ports, role_specs
-from afd.launch.ports import accepts, check_free, free_ports, held_ports
+from afd.launch.ports import accepts, check_free, held_ports
 from afd.launch.process import Command, describe_exit, group_members
 from afd.launch.restarts import backoff_s
 from afd.launch.serve import summary
@@ -336,7 +336,8 @@ def test_port_in_use_is_one_clear_error():
         assert accepts("127.0.0.1", port)
         with pytest.raises(ConfigError, match=rf"port {port} is in use .*change gateway\.port"):
             check_free("127.0.0.1", port, "gateway.port")
-    check_free("127.0.0.1", free_ports(["127.0.0.1"])[0], "gateway.port")
+    with held_ports(["127.0.0.1"]) as (port,):
+        check_free("127.0.0.1", port, "gateway.port")
 
 
 def test_unusable_host_names_the_setting():

@@ -10,7 +10,7 @@ import math
 import os
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import ml_dtypes
@@ -19,15 +19,17 @@ import numpy as np
 from afd.bench.gpu.slices import Slice
 from afd.demo import weights
 from afd.errors import ConfigError
+from afd.models import family_of
 
 _BLOCK = 1 << 22  # numbers of each kind
 _THREADS = 8
 _DONE = "slice.json"
+_HOLE = "hole"
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """kind: of :func:`afd.demo.weights.deviations`."""
+    """kind: of :func:`afd.demo.weights.deviations`, or a hole."""
 
     name: str
     kind: str
@@ -71,20 +73,27 @@ def listing(piece: Slice) -> tuple[dict[str, object], list[Tensor]]:
     return config, sink.tensors
 
 
-def make(name: str, piece: Slice, folder: Path) -> Path:
+def make(name: str, piece: Slice, folder: Path, *, experts: bool = True) -> Path:
     """``folder/name-LAYERS``, written if it is not there whole.
+
+    Args:
+        experts: False leaves holes in the files in their place, which take no room and no time, for
+            servers that do not read them (ffn.load: dummy); the folder ends in ``-dummy``.
 
     Raises:
         ConfigError: the disk has no room for it; the message says how much is missing.
     """
-    path = folder / f"{name}-{piece.sizes.layers}"
+    path = folder / f"{name}-{piece.sizes.layers}{'' if experts else '-dummy'}"
     config, tensors = listing(piece)
+    if not experts:
+        is_expert = family_of(config).is_expert_weight
+        tensors = [replace(t, kind=_HOLE) if is_expert(t.name) else t for t in tensors]
     told = json.dumps(config, sort_keys=True)
     done = path / _DONE
     if done.exists() and done.read_text(encoding="utf-8") == told:
         return path
     path.mkdir(parents=True, exist_ok=True)
-    total = sum(tensor.nbytes for tensor in tensors)
+    total = sum(tensor.nbytes for tensor in tensors if tensor.kind != _HOLE)
     free = os.statvfs(path).f_bavail * os.statvfs(path).f_frsize
     if total > free:
         raise ConfigError(
@@ -143,12 +152,16 @@ def _write_file(path: Path, tensors: list[Tensor], blocks: dict[str, bytes]) -> 
     with open(path, "wb", buffering=0) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors:
+            if tensor.kind == _HOLE:
+                file.seek(tensor.nbytes, os.SEEK_CUR)
+                continue
             block = memoryview(blocks[tensor.kind])
             period = len(block) // 2
             start = zlib.crc32(tensor.name.encode()) % (period // 8) * 8
             left = tensor.nbytes
             while left:
                 left -= file.write(block[start : start + min(left, period)])
+        file.truncate()  # a hole at the end
 
 
 def write_tokenizer(path: Path, vocab: int) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from afd.bench.gpu.checkpoint import make
 from afd.bench.gpu.slices import Slice, find
 from afd.bench.records import Record, machine, today, write_records
+from afd.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,13 @@ class Report:
                 write_records(self.out, [record])
 
 
+def count(text: str) -> int:
+    """Type of an argument: a whole number above 0."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text} is no whole number above 0")
+    return int(text)
+
+
 def parser(what: str, doc: str | None, seconds: float) -> argparse.ArgumentParser:
     """With the arguments that every sub-command has."""
     made = argparse.ArgumentParser(
@@ -103,7 +111,7 @@ def add_model(made: argparse.ArgumentParser, default: str, *, several: bool = Fa
         default=[default] if several else default,
         help="a slice (afd/bench/gpu/slices.py)" + (", or several" if several else ""),
     )
-    made.add_argument("--layers", type=int, help="of the slice, instead of its own number")
+    made.add_argument("--layers", type=count, help="of the slice, instead of its own number")
     made.add_argument(
         "--models", type=Path, default=Path("models"), help="folder of checkpoints, made if missing"
     )
@@ -117,11 +125,26 @@ def add_peers(made: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def model_of(args: argparse.Namespace, name: str) -> tuple[Slice, Path]:
-    """The slice of that name as it was asked for, and its checkpoint, made if missing."""
+def model_of(
+    args: argparse.Namespace, name: str, length: int, *, experts: bool = True
+) -> tuple[Slice, Path]:
+    """The slice of that name as it was asked for, and its checkpoint, made if missing.
+
+    Args:
+        length: tokens of the longest request.
+        experts: see :func:`afd.bench.gpu.checkpoint.make`.
+
+    Raises:
+        ConfigError: the model has no positions for such requests, or see ``make``.
+    """
     piece = find(name, args.layers)
+    if length > piece.sizes.max_positions:
+        raise ConfigError(
+            f"requests of {length} tokens are over the {piece.sizes.max_positions} of {name}; lower"
+            " the context, or the length of answers (steps)"
+        )
     began = time.monotonic()
-    path = make(name, piece, args.models)
+    path = make(name, piece, args.models, experts=experts)
     print(f"{path}: ready after {time.monotonic() - began:.1f} s", flush=True)
     return piece, path
 

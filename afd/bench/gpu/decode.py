@@ -19,6 +19,7 @@ from afd.bench.gpu.common import (
     add_model,
     add_peers,
     case_of,
+    count,
     model_of,
     parser,
     report,
@@ -101,7 +102,8 @@ def main(argv: Sequence[str]) -> int:
     args = _arguments(argv)
     budget = Budget(args.seconds)
     targets = _targets(args)
-    piece, path = model_of(args, args.model)
+    length = max(args.contexts) + args.answer
+    piece, path = model_of(args, args.model, length)
     model = load_model(str(path))
     plan = Plan(
         tuple(sorted(args.batches)),
@@ -113,7 +115,7 @@ def main(argv: Sequence[str]) -> int:
         args.kv_gib * _GIB,
         args.kv,
     )
-    sizes = Sizes(max(plan.batches), max(plan.contexts) + args.answer, args.kv_gib, plan.batches)
+    sizes = Sizes(max(plan.batches), length, args.kv_gib, plan.batches)
     flags = [*vllm_args(args.device, not args.computed, args.kv), *args.vllm_args]
     cache = "" if args.kv == "bfloat16" else f" {args.kv} cache"
     out = report("gpu", args, "decode", argv)
@@ -131,7 +133,7 @@ def main(argv: Sequence[str]) -> int:
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     made = parser("decode", __doc__, 420.0)
     add_model(made, "qwen3-30b")
-    made.add_argument("--gpus", type=int, help="of every target; default: all of this host")
+    made.add_argument("--gpus", type=count, help="of every target; default: all of this host")
     made.add_argument(
         "--targets", nargs="+", metavar="NAME", help="2A2F TP4 DP4+EP TP2xDP2; default: all"
     )
@@ -141,12 +143,12 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         help="pipeline.lookahead of our deployments; both: each with and without it",
     )  # fmt: skip
     add_peers(made)
-    made.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 16_384])
-    made.add_argument("--batches", type=int, nargs="+", default=[64, 128, 256, 512, 1024])
+    made.add_argument("--contexts", type=count, nargs="+", default=[1024, 4096, 16_384])
+    made.add_argument("--batches", type=count, nargs="+", default=[64, 128, 256, 512, 1024])
     made.add_argument("--depths", type=int, nargs="+", default=[3, 2, 1], choices=(1, 2, 3))
     made.add_argument("--tpot-ms", type=float, nargs="+", default=[50.0, 100.0])
     made.add_argument("--window", type=float, default=1.5, help="seconds per cell")
-    made.add_argument("--answer", type=int, default=_ANSWER, help="most tokens of an answer")
+    made.add_argument("--answer", type=count, default=_ANSWER, help="most tokens of an answer")
     made.add_argument(
         "--kv-gib", type=float, default=8.0, help="KV cache of a server, per GPU it has"
     )

@@ -17,19 +17,18 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from afd.bench.gpu.common import (
     Budget,
     Report,
     add_model,
     case_of,
+    count,
     model_of,
     parser,
     report,
 )
 from afd.bench.gpu.kv import kv_gib
-from afd.bench.gpu.load import Load, exposition, held
+from afd.bench.gpu.load import Load, device_step_s, held, read
 from afd.bench.gpu.slices import Slice
 from afd.bench.gpu.targets import Afd, Sizes, Target, parse, running, vllm_args
 from afd.bench.gpu.timeline import Step, Summary, chrome, fetch, join, summary
@@ -71,9 +70,9 @@ def main(argv: Sequence[str]) -> int:
     made.add_argument("--targets", nargs="+", default=["1A1F"], metavar="NAME")
     made.add_argument("--wire", default="exact", choices=("exact", "fp8"))
     made.add_argument("--depths", type=int, nargs="+", default=[3, 2, 1], choices=(1, 2, 3))
-    made.add_argument("--batches", type=int, nargs="+", default=[64, 256])
-    made.add_argument("--contexts", type=int, nargs="+", default=[1024])
-    made.add_argument("--answer", type=int, default=2_000, help="most tokens of an answer")
+    made.add_argument("--batches", type=count, nargs="+", default=[64, 256])
+    made.add_argument("--contexts", type=count, nargs="+", default=[1024])
+    made.add_argument("--answer", type=count, default=2_000, help="most tokens of an answer")
     made.add_argument(
         "--marked-only", action="store_true", help="no second deployment without marks"
     )
@@ -86,20 +85,20 @@ def main(argv: Sequence[str]) -> int:
     plain = [] if args.marked_only else [replace(target, stage_every=0) for target in marked]
     models = [_model(args, name, marked) for name in args.model]
     out = report("gpu", args, "efficiency", argv)
-    count = 0
+    measured = 0
     with _all_running(models, [*marked, *plain], args) as started:
         for model, servers in started:
             for cell in _cells(model, servers, args, budget):
-                count += 1
+                measured += 1
                 _tell(model, cell)
                 _record(cell, case_of(model.name, model.piece), out)
                 _write_trace(model, cell, args)
-    return 0 if count else 1
+    return 0 if measured else 1
 
 
 def _model(args: argparse.Namespace, name: str, targets: Sequence[Afd]) -> Model:
-    piece, path = model_of(args, name)
     requests, length = max(args.batches), max(args.contexts) + args.answer
+    piece, path = model_of(args, name, length)
     cache = kv_gib(targets, requests, length, load_model(str(path)))
     return Model(name, piece, path, Sizes(requests, length, cache, tuple(args.batches)))
 
@@ -162,28 +161,11 @@ async def _watch(server: Server, load: Load, depth: int) -> tuple[list[Step], fl
     """The last steps of a second of decode, and their mean time on the device, seconds."""
     server.set_depth(depth)
     async with held(server, load):
-        before = await exposition(server)
+        before = await read(server, depth)
         await asyncio.sleep(_WAIT_S)
         kept = await asyncio.to_thread(fetch, server)
-        after = await exposition(server)
-    return join(kept, _ATTENTION, depth), device_seconds(before, after, depth)
-
-
-def device_seconds(before: str, after: str, depth: int) -> float:
-    """Mean time of the steps replayed at this depth between two expositions; 0 if none was."""
-    first, last = _replayed(before, depth), _replayed(after, depth)
-    steps = last[0] - first[0]
-    return (last[1] - first[1]) / steps if steps else 0.0
-
-
-def _replayed(exposition: str, depth: int) -> tuple[float, float]:
-    sums = {"afd_graph_steps_total": 0.0, "afd_graph_step_seconds_total": 0.0}
-    for family in text_string_to_metric_families(exposition):
-        for sample in family.samples:
-            if sample.name in sums and sample.labels["depth"] == str(depth):
-                sums[sample.name] += sample.value
-    steps, seconds = sums.values()
-    return steps, seconds
+        after = await read(server, depth)
+    return join(kept, _ATTENTION, depth), device_step_s(before, after)
 
 
 def _tell(model: Model, cell: Cell) -> None:

@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     args = _arguments(argv)
     budget = Budget(args.seconds)
     targets = [REFERENCE, Colocated(1), *variants(args)]
-    piece, path = model_of(args, args.model)
+    piece, path = model_of(args, args.model, int(SETTINGS["max_model_len"]))
     model = case_of(args.model, piece)
     sizes = Sizes(
         int(SETTINGS["max_num_seqs"]),
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     out = report("gpu", args, "identity", argv)
     failed = False
     with running(targets, path, sizes, args.device, flags, args.logs) as servers:
-        failed = len(servers) < len(targets)
+        failed = servers.keys() != set(targets)
         if REFERENCE not in servers:
             raise AfdError("without colocated vLLM there is nothing to compare with; see above")
         reference, itself = _reference(servers[REFERENCE], sets)

@@ -80,15 +80,21 @@ def rate(first: Totals, last: Totals, requests: int) -> Steady:
     if last.running != requests:
         raise AfdError(
             f"{last.running:.0f} of {requests} requests were left at the end of the window; raise"
-            " --length, or lower --window"
+            " --answer, or lower --window"
         )
     seconds = (last.moment_ns - first.moment_ns) / 1e9
     tokens = last.generated - first.generated
     if tokens <= 0:
         raise AfdError("no token came inside the window; raise --window")
-    steps = last.replayed - first.replayed
-    device_s = (last.replayed_s - first.replayed_s) / steps if steps else 0.0
+    device_s = device_step_s(first, last)
     return Steady(tokens / seconds, requests * seconds / tokens, seconds, device_s)
+
+
+def device_step_s(first: Totals, last: Totals) -> float:
+    """Mean seconds on the device of the steps that ours replayed between two readings; 0 if none
+    was."""
+    steps = last.replayed - first.replayed
+    return (last.replayed_s - first.replayed_s) / steps if steps else 0.0
 
 
 @contextlib.asynccontextmanager
@@ -118,11 +124,14 @@ async def _await_decode(server: Server, load: Load, tasks: list[asyncio.Task[Non
         for task in tasks:
             if task.done():
                 await task
-                raise AfdError(f"a request ended before all {load.requests} ran; raise --length")
+                raise AfdError(
+                    f"a request ended before all {load.requests} ran; give answers more tokens"
+                    " (--answer), or lower the batch"
+                )
         if time.monotonic() > end:
             raise DeadlineExceeded(
                 f"{now.running:.0f} of {load.requests} requests ran after {_READY_S:g} s; lower"
-                " --batches, or raise --kv-gib"
+                " the batch, or raise --kv-gib"
             )
         await asyncio.sleep(_POLL_S)
 
@@ -183,14 +192,11 @@ async def _posted(
         raise AfdError(f"{server.url} dropped a request ({err!r}); see {server.log}") from None
 
 
-async def read(server: Server) -> Totals:
-    """The server's counters. Raises AfdError if it does not give them."""
-    return totals(await exposition(server), time.monotonic_ns())
-
-
-async def exposition(server: Server) -> str:
-    """Its metrics page. Raises AfdError if it does not give one."""
+async def read(server: Server, depth: int | None = None) -> Totals:
+    """The server's counters; depth: see :func:`totals`. Raises AfdError if it does not give
+    them."""
     try:
-        return await asyncio.to_thread(server.metrics)
+        exposition = await asyncio.to_thread(server.metrics)
     except OSError as err:
         raise AfdError(f"{server.url} gives no metrics ({err}); see {server.log}") from None
+    return totals(exposition, time.monotonic_ns(), depth)

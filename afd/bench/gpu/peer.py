@@ -25,6 +25,7 @@ from afd.bench.gpu.common import (
     Report,
     add_model,
     case_of,
+    count,
     model_of,
     parser,
     report,
@@ -40,9 +41,10 @@ from afd.bench.gpu.targets import (
     share,
     vllm_args,
 )
+from afd.bench.records import gpu_names
 from afd.bench.servers import Server, await_health, server_process
 from afd.errors import AfdError, ConfigError
-from afd.launch.ports import check_free, free_ports
+from afd.launch.ports import check_free, held_ports
 from afd.topology import visible_gpus
 
 NAME = "afd-plugin"
@@ -96,9 +98,9 @@ def main(argv: Sequence[str]) -> int:
     made.add_argument("--lookahead", action="store_true", help="pipeline.lookahead of ours")
     made.add_argument("--wire", default="exact", choices=("exact", "fp8"))
     made.add_argument("--depths", type=int, nargs="+", default=[3, 2, 1], choices=(1, 2, 3))
-    made.add_argument("--batches", type=int, nargs="+", default=[64, 128, 256])
-    made.add_argument("--context", type=int, default=1024)
-    made.add_argument("--answer", type=int, default=1_200, help="most tokens of an answer")
+    made.add_argument("--batches", type=count, nargs="+", default=[64, 128, 256])
+    made.add_argument("--context", type=count, default=1024)
+    made.add_argument("--answer", type=count, default=1_200, help="most tokens of an answer")
     made.add_argument("--window", type=float, default=2.0, help="seconds per cell")
     made.add_argument("--kv-gib", type=float, default=16.0, help="KV cache per GPU and server")
     made.add_argument("--peer-args", nargs="*", default=[], help="for the peer's vLLMs only")
@@ -110,6 +112,10 @@ def main(argv: Sequence[str]) -> int:
             f"{args.peer_checkout} has no afd_plugin/__init__.py; give a checkout of"
             " https://github.com/vllm-project/afd-plugin"
         )
+    ours = parse(args.target, args.wire)
+    if not isinstance(ours, Afd):
+        raise ConfigError(f"{args.target} is no topology; name a deployment such as 2A2F")
+    ours = replace(ours, lookahead=args.lookahead)
     recipes = [RECIPES[name] for name in args.recipes]
     batches = tuple(args.batches)
     sizes = Sizes(max(batches), args.context + args.answer, args.kv_gib, batches)
@@ -119,17 +125,15 @@ def main(argv: Sequence[str]) -> int:
             for role in ("ffn", "attention"):
                 print(" ".join(command(recipe, role, Path("MODEL"), sizes, args, flags, 1, 2)))
         return 0
-    ours = parse(args.target, args.wire)
-    if not isinstance(ours, Afd):
-        raise ConfigError(f"{args.target} is no topology; name a deployment such as 2A2F")
-    ours = replace(ours, lookahead=args.lookahead)
-    piece, path = model_of(args, args.model)
+    _check_gpus(args.device, ours, recipes)
+    piece, path = model_of(args, args.model, sizes.length)
     out = report("gpu", args, "peer", argv)
     loads = [
         Load(batch, args.context, sizes.length, piece.sizes.vocab, args.seed)
         for batch in args.batches
     ]
     theirs: dict[int, tuple[str, float]] = {}
+    measured = 0
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(1) as pool:
         # Ours starts beside the peer and leaves its GPUs alone until it is asked. The peer's FFN
         # ranks wait for work in an NCCL kernel, so they have ended before ours is measured.
@@ -160,16 +164,33 @@ def main(argv: Sequence[str]) -> int:
         for load, depth in product(loads, args.depths):
             if not budget.allows(f"{ours.label} depth {depth} batch {load.requests}"):
                 break
+            rate = _rate(f"{ours.label} depth {depth}", server, load, args.window, depth)
+            if rate:
+                measured += 1
+                _record(case_of(args.model, piece), ours, depth, load, rate, theirs, out)
+    return 0 if theirs and measured else 1
+
+
+def _check_gpus(device: str, ours: Afd, recipes: Sequence[Recipe]) -> None:
+    """Raise ConfigError before a checkpoint is written and servers are started for nothing."""
+    if device == "cpu":
+        raise ConfigError("the peer runs on GPUs; --dry-run prints its commands")
+    needed, there = max(ours.gpus, *(2 * recipe.side for recipe in recipes)), len(gpu_names())
+    if needed > there:
+        raise ConfigError(
+            f"this takes {needed} GPUs and the host has {there}; --recipes dp1tp1 --target 1A1F"
+            " take two"
+        )
+
+
+def _rate(
+    name: str, server: Server, load: Load, window_s: float, depth: int | None = None
+) -> Steady | None:
+    """depth: to be set before; of ours only."""
+    try:
+        if depth is not None:
             server.set_depth(depth)
             time.sleep(_SETTLE_S)
-            rate = _rate(f"{ours.label} depth {depth}", server, load, args.window)
-            if rate:
-                _record(case_of(args.model, piece), ours, depth, load, rate, theirs, out)
-    return 0 if theirs else 1
-
-
-def _rate(name: str, server: Server, load: Load, window_s: float) -> Steady | None:
-    try:
         found = steady(server, load, window_s)
     except AfdError as err:
         print(f"{name} batch {load.requests}: FAILED: {err}", flush=True)
@@ -284,7 +305,7 @@ def peer(
         # The connector takes the ports after the first as well, one per FFN rank.
         for port in range(_MEETING, _MEETING + gpus + 1):
             check_free("127.0.0.1", port, "what listens there")
-        ports = free_ports(["127.0.0.1"] * 2)
+        ports = stack.enter_context(held_ports(["127.0.0.1"] * 2))
         allowed = visible_gpus(range(2 * gpus), os.environ.get(_VISIBLE)).split(",")
         started = {}
         for role, port, first in (("ffn", ports[0], gpus), ("attention", ports[1], 0)):

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from afd.bench.gpu.common import Report, add_model, case_of, model_of, parser, report
+from afd.bench.gpu.common import Report, add_model, case_of, count, model_of, parser, report
 from afd.bench.gpu.load import Load, held
 from afd.bench.gpu.slices import Slice
 from afd.bench.gpu.targets import START_S, Afd, Sizes, deployment, graph_args, vllm_args
@@ -87,14 +87,15 @@ def main(argv: Sequence[str]) -> int:
     """Exit status: 1 if a host waited once per layer or more often."""
     made = parser("profile", __doc__, 240.0)
     add_model(made, "qwen3-30b")
-    made.add_argument("--batch", type=int, default=64)
+    made.add_argument("--batch", type=count, default=64)
     made.add_argument("--depth", type=int, default=3, choices=(1, 2, 3))
-    made.add_argument("--context", type=int, default=256)
+    made.add_argument("--context", type=count, default=256)
     made.add_argument("--profiled-s", type=float, default=0.3, help="under the profilers")
     args = made.parse_args(argv)
-    piece, path = model_of(args, args.model)
+    length = args.context + 4_000
+    piece, path = model_of(args, args.model, length)
     kv_gib = 8.0 if args.device != "cpu" else 0.25
-    sizes = Sizes(args.batch, args.context + 4_000, kv_gib, (args.batch,))
+    sizes = Sizes(args.batch, length, kv_gib, (args.batch,))
     out = report("gpu", args, "profile", argv)
     with (
         tempfile.TemporaryDirectory(prefix="afd-profile-") as folder,

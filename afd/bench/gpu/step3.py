@@ -7,9 +7,11 @@ the 8 GPUs of an instance, the wire between hosts, embedding, head and sampling;
 experts, where the model has 5 dense ones.
 """
 
+import argparse
+import contextlib
+import datetime
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -18,7 +20,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from afd.bench.gpu.common import Report, parser, report
+from afd.bench.gpu import clocks
+from afd.bench.gpu.common import Report, count, parser, report
 from afd.bench.gpu.step3_load import (
     AIM_US,
     CORES,
@@ -41,7 +44,8 @@ from afd.step_trace import StepTrace
 @dataclass(frozen=True)
 class Result:
     """us: per layer and micro-batch, median over the steps of the first attention GPU. jitter:
-    99th percentile of a step over its median."""
+    99th percentile of a step over its median. window_s: begin and end of these steps, seconds of
+    the epoch."""
 
     us: float
     jitter: float
@@ -49,19 +53,24 @@ class Result:
     steps: int
     found: Summary
     one: Step
+    window_s: tuple[float, float]
 
 
 def main(argv: Sequence[str]) -> int:
     made = parser("step3", __doc__, 120.0)
     made.add_argument("--pairs", type=int, choices=(1, 2), help="of GPUs; default: all there are")
-    made.add_argument("--layers", type=int, help=f"of a step; default: {MODEL_LAYERS}")
-    made.add_argument("--distinct", type=int, default=4, help="layers of weights, used in turn")
+    made.add_argument("--layers", type=count, help=f"of a step; default: {MODEL_LAYERS}")
+    made.add_argument("--distinct", type=count, default=4, help="layers of weights, used in turn")
     made.add_argument("--kv", default="fp8", choices=PAPER_TOKENS_PER_S, help="cache and attention")
     made.add_argument("--core", choices=CORES, help="default: mqa on fp8, fa3 on bf16")
-    made.add_argument("--steps", type=int, help="that are timed; default: 500")
+    made.add_argument("--steps", type=count, help="that are timed; default: 500")
     made.add_argument(
         "--trace", type=Path, default=Path("logs/gpu/traces/step3.json"), metavar="FILE"
     )
+    made.add_argument(
+        "--clocks", action=argparse.BooleanOptionalAction, default=True,
+        help="sample the GPUs' clocks and power by nvidia-smi, where there is one",
+    )  # fmt: skip
     args = made.parse_args(argv)
     dry = args.device == "cpu"
     load, layers, steps = (TINY, 4, 20) if dry else (PAPER, MODEL_LAYERS, 500)
@@ -71,9 +80,19 @@ def main(argv: Sequence[str]) -> int:
     pairs = args.pairs or (1 if dry else min(2, len(gpu_names()) // 2))
     if pairs < 1 or (not dry and len(gpu_names()) < 2 * pairs):
         raise ConfigError("the Step-3 slice needs two NVIDIA GPUs; --device cpu is a dry run")
-    result = run(load, layers, steps, pairs, args.distinct, args.device, args.seconds, args.logs)
+    samples = args.logs / "step3-clocks.csv"
+    args.logs.mkdir(parents=True, exist_ok=True)
+    watching = clocks.sampled(samples) if args.clocks else contextlib.nullcontext(False)
+    with watching as sampling:
+        result = run(
+            load, layers, steps, pairs, args.distinct, args.device, args.seconds, args.logs
+        )
     print(told(load, result, layers))
-    _record(load, result, layers, pairs, report("step3", args, "step3", argv))
+    if sampling:
+        print(clocks.told(clocks.parse(samples.read_text(errors="replace")), *result.window_s))
+        print(f"{samples} written; steps were timed from {_clock(result.window_s[0])}")
+    name = "tiny load" if dry else "step-3 2A2F load"
+    _record(name, load, result, layers, pairs, report("step3", args, "step3", argv))
     args.trace.parent.mkdir(parents=True, exist_ok=True)
     args.trace.write_text(json.dumps(chrome(result.one, "attention-0")), encoding="utf-8")
     print(f"{args.trace} written; open it at https://ui.perfetto.dev")
@@ -91,9 +110,6 @@ def run(
     logs: Path,
 ) -> Result:
     """Measure in a process per GPU. Raises AfdError when they fail or take longer."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     settings = {
         "load": asdict(load),
         "layers": layers,
@@ -101,7 +117,6 @@ def run(
         "pairs": pairs,
         "distinct": distinct,
         "device": device,
-        "port": port,
     }
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_MODULE_LOADING": "EAGER"}
     with tempfile.TemporaryDirectory() as folder:
@@ -113,7 +128,6 @@ def run(
             json.dumps(settings),
             str(out),
         ]
-        logs.mkdir(parents=True, exist_ok=True)
         log = logs / "step3.log"
         with server_process(argv, environment, log) as leader:
             try:
@@ -156,6 +170,7 @@ def result(load: Load, layers: int, pairs: int, sides: Sequence[dict]) -> Result
         len(times),
         summary(steps),
         steps[-1],
+        tuple(sides[0]["window_s"]),
     )
 
 
@@ -176,8 +191,13 @@ def told(load: Load, r: Result, layers: int) -> str:
     )
 
 
-def _record(load: Load, r: Result, layers: int, pairs: int, out: Report) -> None:
-    case = f"step-3 2A2F load, {pairs} + {pairs} GPUs, {layers} layers, depth {load.depth}"
+def _clock(epoch_s: float) -> str:
+    """Local time of day, to the millisecond, as nvidia-smi gives it."""
+    return datetime.datetime.fromtimestamp(epoch_s).strftime("%H:%M:%S.%f")[:-3]
+
+
+def _record(name: str, load: Load, r: Result, layers: int, pairs: int, out: Report) -> None:
+    case = f"{name}, {pairs} + {pairs} GPUs, {layers} layers, depth {load.depth}"
     case += "" if load.kv == "fp8" else f", {load.kv} cache"
     case += "" if load.core == "fa3" else f", core {load.core}"
     out.add(

@@ -35,8 +35,7 @@ _MARKED = 20
 
 @dataclass(frozen=True)
 class Settings:
-    """pairs: attention GPUs, and FFN GPUs. distinct: layers of weights. port: of the processes'
-    own rendezvous."""
+    """pairs: attention GPUs, and FFN GPUs. distinct: layers of weights."""
 
     load: dict[str, int]
     layers: int
@@ -44,7 +43,6 @@ class Settings:
     pairs: int
     distinct: int
     device: str
-    port: int
 
 
 @dataclass(frozen=True)
@@ -286,11 +284,12 @@ def with_marks(side: Side) -> list[dict[str, Any]]:
 
 
 def measure(rank: int, settings: Settings, out: str) -> None:
-    """One process; writes what it has seen to the file ``out``.RANK."""
+    """One process; writes what it has seen to the file ``out``.RANK. The processes meet in a file
+    beside it."""
     began = time.monotonic()
     dist.init_process_group(
         "gloo",
-        init_method=f"tcp://127.0.0.1:{settings.port}",
+        init_method=f"file://{out}.meeting",
         rank=rank,
         world_size=2 * settings.pairs,
     )
@@ -310,12 +309,14 @@ def measure(rank: int, settings: Settings, out: str) -> None:
         dist.barrier()  # nothing is waited for before both sides have loaded and captured
         timed(plain, side, 3)
         tell("three steps are through")
+        began_s = time.time()
         times = timed(plain, side, settings.steps)
+        window_s = began_s, time.time()
         tell("steps of " + " ".join(f"{1e3 * t:.1f}" for t in times) + " ms are through")
         dist.barrier()
         steps = with_marks(side)
     with open(f"{out}.{rank}", "w", encoding="utf-8") as file:
-        json.dump({"times": times, "steps": steps}, file)
+        json.dump({"times": times, "steps": steps, "window_s": window_s}, file)
     dist.barrier()
 
 

@@ -33,7 +33,7 @@ FILLED_FP8 = {**FILLED, "kv_connector_extra_config": {"fill_mean": 0x38}}
 class Afd:
     """x attention and y FFN instances, one GPU each or ``tp`` GPUs per FFN instance, or ``shared``
     GPUs for all of them. stage_every: see metrics.stage_every; lookahead: see pipeline.lookahead;
-    kernel: see attention.kernel."""
+    kernel: see attention.kernel; dummy: ffn.load is dummy."""
 
     attention: int
     ffn: int
@@ -44,6 +44,7 @@ class Afd:
     shared: int | None = None
     tp: int = 1
     kernel: str = "vllm"
+    dummy: bool = False
 
     @property
     def gpus(self) -> int:
@@ -70,7 +71,8 @@ class Afd:
         eager = "" if self.graphs else " eager"
         shared = f" on {self.shared} GPUs" if self.shared else ""
         kernel = f" {self.kernel}" if self.kernel != "vllm" else ""
-        return f"{self.name} {self.wire}{kernel}{ahead}{eager}{shared}"
+        dummy = " dummy experts" if self.dummy else ""
+        return f"{self.name} {self.wire}{kernel}{ahead}{eager}{shared}{dummy}"
 
 
 @dataclass(frozen=True)
@@ -223,6 +225,7 @@ def deployment(
             "instances": target.ffn,
             "tp": target.tp,
             "device": device,
+            "load": "dummy" if target.dummy else "checkpoint",
             "late_ms": 20_000.0,
         },
         "pipeline": {
@@ -299,10 +302,12 @@ def running(
     logs: Path,
 ) -> Iterator[Mapping[Target, Server]]:
     """All targets that start; the others are named with the reason. They start and end together.
+    One that is named twice is started once.
 
     Raises:
         AfdError: none started.
     """
+    targets = list(dict.fromkeys(targets))
 
     def start(target: Target) -> tuple[contextlib.ExitStack, Server] | str:
         stack = contextlib.ExitStack()
