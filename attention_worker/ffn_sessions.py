@@ -75,8 +75,8 @@ class FfnSessions:
         self._ffns = [self._begin(j, None, deadline) for j in range(self._count)]
 
     def rejoined(self) -> bool:
-        """Whether the control plane had given this instance up and took it back since the last
-        call: every session has ended then."""
+        """Whether this instance has got a new generation since the last call, mostly because the
+        control plane had given it up: every session has ended then."""
         before, self._generation = self._generation, self._control.generation
         return before != self._generation
 
@@ -86,7 +86,7 @@ class FfnSessions:
         return member is None or self._number(member) != self._ffns[j].session
 
     def cut_off(self, ranks: Iterable[int]) -> None:
-        """Say, again and again, which FFN ranks the transport does not reach, if any.
+        """To be told in every look at the transport which FFN ranks it does not reach, if any.
 
         A connection may break between two that live, and an FFN rank may drop an instance that it
         cannot follow. If that lasts, this instance registers anew: then everybody links anew.
@@ -136,14 +136,14 @@ class FfnSessions:
 
         def is_there(members: Members) -> bool:
             member = members.find("ffn", *place)
-            ready = member is not None and member.state == "ready"
-            return member is not None and ready and self._number(member) != ended
+            if member is None or member.state != "ready":
+                return False
+            return self._number(member) != ended
 
         while True:
             left_s = max(0.0, deadline - time.monotonic())
-            member = self._control.wait_for(is_there, deadline_s=left_s, what=name).find(
-                "ffn", *place
-            )
+            members = self._control.wait_for(is_there, deadline_s=left_s, what=name)
+            member = members.find("ffn", *place)
             assert member is not None
             try:
                 return self._link(member)

@@ -59,7 +59,7 @@ class RemoteExperts:
         self._dtype = DTYPE_OF_TAG[TAG_OF_DTYPE[resolved.model.dtype]]
         self._count, self._tp = resolved.slots.ffn_ranks, resolved.contract.ffn_tp
         self._sessions = FfnSessions(resolved, index, region.device, control)
-        self._unsent: set[int] = set()  # FFN ranks that did not get something of this session
+        self._unsent: set[int] = set()  # FFN ranks that did not get all that was sent to them
         self._group = Group([], timeout_us=POST_TIMEOUT_US)
         depth, count = resolved.contract.max_depth, self._count
         # What was posted and not yet answered, and the same rows before experts became slots.
@@ -223,7 +223,7 @@ class RemoteExperts:
         return self._sessions.all
 
     def renew(self, lost: Sequence[int]) -> None:
-        """Wait until the FFN instances of these indices, which died in a step, are back.
+        """Wait until the FFN ranks of these numbers, which were lost in a step, are back.
 
         Raises:
             DeadlineExceeded: one did not come back in ``deadlines.ffn_s``.
