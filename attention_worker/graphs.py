@@ -25,7 +25,8 @@ from afd.metrics import RoleMetrics
 from afd.step_trace import Marks, new_marks
 from afd.wire.streams_torch import Streams
 from afd_comm import Region, Status
-from attention_worker.remote import Ffn, RemoteExperts
+from attention_worker.ffn_sessions import Ffn
+from attention_worker.remote import RemoteExperts
 from attention_worker.stream import StreamExperts, Waits, failed_peers
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 import os
 
+from afd.launch.logs import print_our_logs
 from afd.roles import ROLE_FILE_ENV, load_role
 
 
@@ -16,6 +17,7 @@ def register() -> None:
     role = load_role()
     if role.role != "attention":
         return
+    print_our_logs()
     # Imported here, because every vLLM process of the environment loads this module.
     from attention_worker.register import register_model
 

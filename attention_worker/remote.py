@@ -11,22 +11,20 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 import torch
 
 from afd.control.client import ControlClient
-from afd.control.messages import Member, Members, member_id
 from afd.errors import DeadlineExceeded
 from afd.metrics import Direction, RoleMetrics, Stage
 from afd.resolve import Resolved
 from afd.step_trace import Marks, NoMarks, new_marks
-from afd.topology import session
 from afd.wire.codecs_torch import DTYPE_OF_TAG
 from afd.wire.layout import TAG_OF_DTYPE, Kind
 from afd.wire.slot_torch import SlotView, sum_of_ranks, sum_of_shares
 from afd.wire.streams_torch import HostStreams, settle, slot_bytes
-from afd_comm import Group, Header, Link, PeerTrace, Region, Status, VerbsOptions, make_flag
+from afd_comm import Group, Header, PeerTrace, Region, Status, make_flag
+from attention_worker.ffn_sessions import POST_TIMEOUT_US, Ffn, FfnSessions
 from attention_worker.outgoing import Outgoing, encode
 from attention_worker.placing import Placing
 
@@ -35,17 +33,6 @@ logger = logging.getLogger("afd.attention")
 _SLICE_US = 200_000
 """How long one wait lasts before lost peers are looked for, microseconds."""
 _GONE_PAUSE_S = 0.02
-_POST_TIMEOUT_US = 5_000_000
-"""How long connecting, or one call to post, may take, microseconds."""
-
-
-@dataclass(frozen=True)
-class Ffn:
-    """Session with one FFN rank."""
-
-    id: str
-    session: int
-    link: Link
 
 
 class RemoteExperts:
@@ -70,10 +57,11 @@ class RemoteExperts:
         self._metrics = metrics
         self._deadline_s = resolved.deployment.deadlines.ffn_s
         self._dtype = DTYPE_OF_TAG[TAG_OF_DTYPE[resolved.model.dtype]]
-        self._tp = resolved.contract.ffn_tp
-        self._ffns: list[Ffn] = []
-        self._group = Group([], timeout_us=_POST_TIMEOUT_US)
-        depth, count = resolved.contract.max_depth, resolved.slots.ffn_ranks
+        self._count, self._tp = resolved.slots.ffn_ranks, resolved.contract.ffn_tp
+        self._sessions = FfnSessions(resolved, index, region.device, control)
+        self._unsent: set[int] = set()  # FFN ranks that did not get all that was sent to them
+        self._group = Group([], timeout_us=POST_TIMEOUT_US)
+        depth, count = resolved.contract.max_depth, self._count
         # What was posted and not yet answered, and the same rows before experts became slots.
         self._pending: list[Outgoing | None] = [None] * depth
         self._sources: list[Outgoing | None] = [None] * depth
@@ -86,8 +74,7 @@ class RemoteExperts:
             for j in range(count):
                 trace = PeerTrace()
                 region.trace(resolved.slots.attention_claim(j), trace)
-                metrics.wire_traces[self._name(j)] = trace
-        self._generation = 0
+                metrics.wire_traces[self._sessions.name(j)] = trace
         self._stage_every = resolved.deployment.metrics.stage_every
         self._marks: Marks = NoMarks()
         self._began_ns = 0
@@ -102,27 +89,17 @@ class RemoteExperts:
         Raises:
             DeadlineExceeded: names the instances that did not come.
         """
-        count = self._resolved.slots.ffn_ranks
-        names = ", ".join(self._name(j) for j in range(count))
-
-        def all_ready(members: Members) -> bool:
-            return len(members.of("ffn", state="ready")) == count
-
-        members = self._control.wait_for(all_ready, deadline_s=deadline_s, what=names)
-        self._generation = self._control.generation
+        self._sessions.connect(deadline_s)
         self._placing.start()
-        self._ffns = [self._link(member) for member in members.of("ffn")]
-        for j in range(count):
+        for j in range(self._count):
             self._start_session(j)
-        self._metrics.peers_up = count
+        self._metrics.peers_up = self._count
 
     def begin_step(self, depth: int) -> None:
         """Start a step of ``depth`` micro-batches; renew sessions that ended since the last one."""
         deadline = time.monotonic() + self._deadline_s
-        if not self._rejoined(deadline):
-            for j in range(len(self._ffns)):
-                if self._is_lost(j):
-                    self._recover(j, deadline)
+        while self._renewed(range(self._count), deadline):
+            pass  # another one may have ended meanwhile
         self._placing.begin_step()
         self._depth = depth
         self._step += 1
@@ -143,7 +120,7 @@ class RemoteExperts:
     def announce(self, rows: int) -> None:
         """Tell the FFN instances that a step of ``rows`` rows follows whose doorbells our streams
         ring, at the depth given to :meth:`begin_step`."""
-        resolved, count = self._resolved, len(self._ffns)
+        resolved, count = self._resolved, self._count
         nbytes = len(resolved.model.moe_layers) * resolved.a2f.message_bytes(rows)
         self._metrics.wire_bytes[Direction.A2F] += count * nbytes
         self._tell(Kind.STEP, rows)
@@ -183,12 +160,9 @@ class RemoteExperts:
         now = time.monotonic()
         self._metrics.stage(Stage.ATTENTION).observe(now - self._mark)
         self._marks.done(layer, micro_batch, source.rows)
-        self._metrics.slots_in_flight += len(self._ffns)
+        self._metrics.slots_in_flight += self._count
         flags = self._flags[micro_batch] = [flag + 1 for flag in self._flags[micro_batch]]
-        before = self.peers
-        for j, status in enumerate(self._post(flags, micro_batch, pending)):
-            if status != Status.OK and self._ffns[j] is before[j]:
-                self._recover(j, time.monotonic() + self._deadline_s)
+        self._post(flags, micro_batch, pending)
         self._marks.copied()
         self._mark = time.monotonic()
 
@@ -205,24 +179,24 @@ class RemoteExperts:
         assert pending is not None, f"micro-batch {micro_batch} was not sent"
         started = time.monotonic()
         deadline = started + self._deadline_s
-        missing = list(range(len(self._ffns)))
+        missing = list(range(self._count))
         while missing:
             slots = [self._resolved.slots.to_attention(j, micro_batch) for j in missing]
             flags = [self._flags[micro_batch][j] for j in missing]
+            before = time.monotonic()
             statuses = self._region.wait_all(slots, flags, _SLICE_US)
+            # Longer than it was to last: this process stood still, which is nobody else's fault.
+            deadline += max(0.0, time.monotonic() - before - _SLICE_US / 1e6)
             waiting = list(zip(missing, statuses, strict=True))
             missing = [j for j, status in waiting if status != Status.OK]
-            if self._rejoined(deadline):
-                missing = list(range(len(self._ffns)))
-            for j in list(missing):
-                if self._is_lost(j):
-                    self._recover(j, deadline)
-                    missing = sorted({*missing, *self._instance_of(j)})
+            gone = (j for j, status in waiting if status == Status.PEER_GONE)
+            self._sessions.cut_off({*self._unsent, *gone})
+            missing = sorted({*missing, *self._renewed(missing, deadline)})
             if Status.PEER_GONE in statuses:
                 # The transport sees a death at once, the control plane a heartbeat later.
                 time.sleep(_GONE_PAUSE_S)
             if missing and time.monotonic() > deadline:
-                names = ", ".join(self._ffns[j].id for j in missing)
+                names = ", ".join(self.peers[j].id for j in missing)
                 raise DeadlineExceeded(
                     f"{names} did not answer layer {pending.layer} within {self._deadline_s:g} s; "
                     "look at its log, or raise deadlines.ffn_s if its experts are that slow"
@@ -232,10 +206,10 @@ class RemoteExperts:
         self._marks.working()
         pending = self._pending[micro_batch] or pending
         self._sources[micro_batch] = self._pending[micro_batch] = None
-        self._metrics.slots_in_flight -= len(self._ffns)
+        self._metrics.slots_in_flight -= self._count
         self._answered[micro_batch] = [
             self._region.header(self._resolved.slots.to_attention(j, micro_batch))
-            for j in range(len(self._ffns))
+            for j in range(self._count)
         ]
         views = [of_ffn[micro_batch] for of_ffn in self._answers]
         if pending.shares is None:
@@ -246,27 +220,31 @@ class RemoteExperts:
     @property
     def peers(self) -> tuple[Ffn, ...]:
         """Sessions with all FFN instances, by index; replaced where one is renewed."""
-        return tuple(self._ffns)
+        return self._sessions.all
 
     def renew(self, lost: Sequence[int]) -> None:
-        """Wait until the FFN instances of these indices, which died in a step, are back.
+        """Wait until the FFN ranks of these numbers, which were lost in a step, are back.
 
         Raises:
             DeadlineExceeded: one did not come back in ``deadlines.ffn_s``.
         """
         deadline = time.monotonic() + self._deadline_s
         before = self.peers
-        for j in lost:
-            if self._ffns[j] is before[j]:
-                self._recover(j, deadline)
+        while waiting := [j for j in lost if self.peers[j] is before[j]]:
+            if not self._renewed(waiting, deadline):
+                if time.monotonic() > deadline:
+                    names = ", ".join(self.peers[j].id for j in waiting)
+                    raise DeadlineExceeded(f"{names} cannot be reached; look at its log")
+                self._sessions.cut_off(waiting)
+                time.sleep(_GONE_PAUSE_S)
 
     def close(self) -> None:
-        for ffn in self._ffns:
-            ffn.link.close()
+        self._sessions.close()
         self._region.close()
 
-    def _post(self, flags: list[int], micro_batch: int, pending: Outgoing) -> tuple[Status, ...]:
-        """To every FFN instance whose flag is not 0."""
+    def _post(self, flags: list[int], micro_batch: int, pending: Outgoing) -> None:
+        """To every FFN instance whose flag is not 0. Who did not get it is found out about, and
+        gets it, while its answer is waited for."""
         layout, slots = self._resolved.a2f, self._resolved.slots
         slot, answered = slots.to_ffn(self._index, micro_batch), self._answered[micro_batch]
         shares = pending.shares
@@ -276,16 +254,18 @@ class RemoteExperts:
         settle(pending.payload.device)
         layer, depth, step = pending.layer, self._depth, self._step
         if shares is None:
-            return self._group.broadcast(
+            statuses = self._group.broadcast(
                 slot, flags, layer, micro_batch, pending.rows, depth, Kind.DATA, layout.tag, step,
                 pending.parts(layout), answered,
             )  # fmt: skip
-        # Who computes none of the rows gets a message without any, and answers it: the order of
-        # its messages is the order of the step for everybody.
-        return self._group.scatter(
-            slot, flags, layer, micro_batch, counts, depth, Kind.DATA, layout.tag, step,
-            pending.row_parts(layout), answered,
-        )  # fmt: skip
+        else:
+            # Who computes none of the rows gets a message without any, and answers it: the order of
+            # its messages is the order of the step for everybody.
+            statuses = self._group.scatter(
+                slot, flags, layer, micro_batch, counts, depth, Kind.DATA, layout.tag, step,
+                pending.row_parts(layout), answered,
+            )  # fmt: skip
+        self._unsent.update(j for j, status in enumerate(statuses) if status != Status.OK)
 
     def _tell(self, kind: Kind, rows: int) -> None:
         slot = self._resolved.slots.control_to_ffn(self._index)
@@ -294,98 +274,54 @@ class RemoteExperts:
         # others one step_wait. So the statuses are not looked at.
         self._group.broadcast(slot, flags, -1, -1, rows, self._depth, kind, 0, self._step, [])
 
-    def _rejoined(self, deadline: float) -> bool:
-        """Whether the control plane had given this instance up and took it back; all sessions are
-        renewed then. The others did not wait for us: experts may have moved in mid-step, and what
-        is unanswered goes out anew, to their new places."""
-        if self._control.generation == self._generation:
-            return False
-        self._generation = self._control.generation
-        self._placing.begin_anew()
-        self._pending = [s if s is None else self._placing.placed(s) for s in self._sources]
-        for j in range(0, len(self._ffns), self._tp):
-            self._recover(j, deadline)
-        return True
+    def _renewed(self, ranks: Sequence[int], deadline: float) -> set[int]:
+        """Renew the sessions that ended, of these FFN ranks; answers whose were renewed.
 
-    def _place(self, j: int) -> tuple[int, int]:
-        """(instance, rank) of FFN rank number j."""
-        return divmod(j, self._tp)
-
-    def _instance_of(self, j: int) -> range:
-        """Numbers of all ranks of the FFN instance that rank number j is of."""
-        first = j - j % self._tp
-        return range(first, first + self._tp)
-
-    def _name(self, j: int) -> str:
-        return member_id("ffn", *self._place(j))
-
-    def _session_with(self, member: Member) -> int:
-        return session(self._control.generation, member.generation)
-
-    def _is_lost(self, j: int) -> bool:
-        """Whether the session with FFN instance j ended: it, or this instance, registered anew."""
-        member = self._control.members.find("ffn", *self._place(j))
-        return member is None or self._session_with(member) != self._ffns[j].session
+        If the control plane had given this instance up, all have ended. The others did not wait for
+        us: experts may have moved in mid-step, and what is unanswered goes to their new places.
+        """
+        if self._sessions.rejoined():
+            self._placing.begin_anew()
+            self._pending = [s if s is None else self._placing.placed(s) for s in self._sources]
+            ended = list(range(self._count))
+        else:
+            ended = [j for j in ranks if self._sessions.is_lost(j)]
+        renewed: set[int] = set()
+        for j in ended:
+            if j not in renewed:
+                self._recover(j, deadline)
+                renewed.update(self._sessions.instance_of(j))
+        return renewed
 
     def _recover(self, j: int, deadline: float) -> None:
         """Wait until FFN rank j is back and send its instance what was not answered.
 
         The ranks of an instance start again together, and add up what they are all sent.
         """
-        for k in reversed(self._instance_of(j)):  # what the first rank has, the others look for
-            self._resume(k, deadline)
+        for k in reversed(self._sessions.instance_of(j)):
+            self._resume(k, deadline)  # what the first rank has, the others look for
 
     def _resume(self, j: int, deadline: float) -> None:
-        old = self._ffns[j]
-        logger.warning("%s is gone; waiting for it to come back", old.id)
-        old.link.close()
-
-        def is_back(members: Members) -> bool:
-            member = members.find("ffn", *self._place(j))
-            return (
-                member is not None
-                and member.state == "ready"
-                and self._session_with(member) != old.session
-            )
-
-        left_s = max(0.0, deadline - time.monotonic())
-        members = self._control.wait_for(is_back, deadline_s=left_s, what=old.id)
-        member = members.find("ffn", *self._place(j))
-        assert member is not None
-        fresh = self._ffns[j] = self._link(member)
+        logger.warning("%s is gone; waiting for it to come back", self._sessions.name(j))
+        fresh = self._sessions.renew(j, deadline)
         self._start_session(j)
+        self._unsent.discard(j)
         self._metrics.ffn_retries += 1
         # Also what the old session had answered but nobody has read: its doorbells are void now.
         waiting = [(p.layer, mb, p) for mb, p in enumerate(self._pending) if p is not None]
         for _, mb, pending in sorted(waiting, key=lambda item: item[:2]):
             self._flags[mb][j] += 1
             flags = [flag if k == j else 0 for k, flag in enumerate(self._flags[mb])]
-            self._post(flags, mb, pending)  # gone again: the wait for the answer finds out
+            self._post(flags, mb, pending)
         logger.warning("%s is back (session %d); resumed", fresh.id, fresh.session)
-
-    def _link(self, member: Member) -> Ffn:
-        transport = self._resolved.deployment.transport
-        verbs = transport.verbs_keywords("attention")
-        link = Link(
-            list(member.addresses),
-            backend=transport.backend,
-            slots=self._resolved.slots.ffn_claim(self._index),
-            timeout_us=_POST_TIMEOUT_US,
-            device=self._region.device,
-            trace=transport.trace,
-            verbs=VerbsOptions(**verbs) if verbs else None,
-        )
-        if link.notes:
-            logger.warning("link to %s: %s", member.id, link.notes)
-        return Ffn(member.id, self._session_with(member), link)
 
     def _start_session(self, j: int) -> None:
         """Sequence numbers of FFN instance j begin anew; nothing it answered before is echoed."""
         for flags in self._flags:
-            flags[j] = make_flag(self._ffns[j].session, 0)
+            flags[j] = make_flag(self.peers[j].session, 0)
         for answered in self._answered:
             answered[j] = None
-        self._group = Group([ffn.link for ffn in self._ffns], timeout_us=_POST_TIMEOUT_US)
+        self._group = Group([ffn.link for ffn in self.peers], timeout_us=POST_TIMEOUT_US)
 
     def _answer_view(self, ffn: int, micro_batch: int) -> SlotView:
         memory = slot_bytes(self._region, self._resolved.slots.to_attention(ffn, micro_batch))

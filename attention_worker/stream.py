@@ -21,8 +21,8 @@ from afd.wire.slot_torch import SlotView, sum_of_ranks
 from afd.wire.streams_torch import Streams, slot_bytes
 from afd_comm import Region, Status, make_flag
 from attention_worker.dispatch import ExpertSlots
+from attention_worker.ffn_sessions import Ffn
 from attention_worker.outgoing import Outgoing, encode
-from attention_worker.remote import Ffn
 
 
 @dataclass

@@ -53,6 +53,7 @@ class Head:
         self._hold = hold
         self._micro_batches = range(resolved.contract.max_depth)
         self._late_s = resolved.deployment.ffn.late_ms / 1e3
+        self._next_look_s = 0.0  # for what is adrift, on the monotonic clock
 
     def calls(self) -> Iterator[Call | None]:
         """For ever; None where nothing came for a while."""
@@ -63,9 +64,12 @@ class Head:
                 call = self._announced(order) if order.kind == Kind.STEP else self._call(order)
                 if call is not None:
                     yield call
-                continue
+                if time.monotonic() < self._next_look_s:
+                    continue  # or who was late would wait until nobody else has anything to do
+            self._next_look_s = time.monotonic() + _ADRIFT_US / 1e6
             alone = self._next_alone()
-            yield alone
+            if alone is not None or order is None:
+                yield alone
             if alone is None and not self._box.led:
                 self._arrivals.wait_for_any(self._table.peers, _ADRIFT_US)
                 time.sleep(_PAUSE_S)

@@ -101,7 +101,8 @@ class PeerTable:
     def drop(self, peer: Peer) -> None:
         """End a session; the peer may come back with the next membership change."""
         peer.link.close()
-        self._peers.pop(peer.id, None)
+        if self._peers.get(peer.id) is peer:  # else the instance has another session by now
+            del self._peers[peer.id]
 
     def find(self, attention: int) -> Peer | None:
         """The peer of this index; None while there is no session with it."""

@@ -84,8 +84,8 @@ class ControlClient:
 
     @property
     def generation(self) -> int:
-        """Our generation, 0 before join. It grows if the server gave us up and took us back: then
-        our peers have dropped us too, and links must be made anew."""
+        """Our generation, 0 before join. It grows if the server gave us up and took us back, or
+        after :meth:`renew`: then our peers have dropped us too, and links must be made anew."""
         return self._session.generation
 
     @property
@@ -207,6 +207,13 @@ class ControlClient:
         thread. After :meth:`join`."""
         with self._changed:
             self._session.work = work
+
+    def renew(self) -> None:
+        """Asks for a new generation, with which we and our peers make all links anew. Does not
+        block; where the message is lost, nothing happens."""
+        with self._changed:
+            self._session.renew()
+        self._wake()
 
     def leave(self) -> None:
         """Tells the server that we go; the others see it at once. The snapshot stays."""

@@ -31,6 +31,7 @@ class Session:
         self._heard = self._next = clock()
         self._incarnation = 0
         self._said_hello = False
+        self._renewing = False
         self.timing = timing
         self.state: m.State = hello.state
         self.moves = 0
@@ -69,6 +70,9 @@ class Session:
             return m.Bye() if said_hello else None
         if not self.active or self._clock() < self._next:
             return None
+        if self._renewing:
+            self._renewing, self.joined = False, False  # a Hello follows at once
+            return m.Bye()
         self._next = self._clock() + self.timing.interval_s
         if self.joined:
             return m.Heartbeat(
@@ -143,6 +147,12 @@ class Session:
             raise ValueError(f"{self.name} is {self.state} and cannot become {state} again")
         if state != self.state:
             self.state = state
+            self.speak_now()
+
+    def renew(self) -> None:
+        """Leave, and register anew at once; nothing where that is under way in any case."""
+        if self.joined:
+            self._renewing = True
             self.speak_now()
 
     def report_move(self, number: int, fault: str = "") -> None:

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 from collections import deque
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
+LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 TAIL_LINES = 15
 ERROR_MARK = "afd: error: "
 """Before an error sentence for the user, in the output of every role (see afd/cli.py)."""
 _LONGEST_LINE = 64 * 1024
 _COLOURS = {"control": 35, "ffn": 33, "attention": 36, "gateway": 32}  # ANSI foregrounds
+
+
+def print_our_logs() -> None:
+    """Print what ``afd`` logs in a process whose logging is not ours: vLLM sets up its own only."""
+    ours = logging.getLogger("afd")
+    if not ours.handlers:  # a forked process has its parent's
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter(LOG_FORMAT))
+        ours.addHandler(handler)
+        ours.setLevel(logging.INFO)
+        ours.propagate = False
 
 
 class RoleLog:

@@ -12,6 +12,7 @@ from types import FrameType
 
 from afd.config import Attention, Deployment, Ffn
 from afd.errors import ConfigError
+from afd.launch.logs import LOG_FORMAT
 from afd.launch.ports import held_ports
 from afd.launch.serve import run_directory
 from afd.roles import ROLE_FILE_ENV, Role, RoleSpec
@@ -63,7 +64,7 @@ def _api_port(deployment: Deployment, role: Role, index: int) -> int:
 
 def run_role(spec: RoleSpec, file: Path | None) -> int:
     """Run it until it ends; ``file`` is its role file where a supervisor wrote one."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     if spec.role == "attention":
         return _attention(spec, file)
     if spec.role == "ffn":

@@ -133,6 +133,8 @@ def test_a_stopped_instance_holds_the_other_up_for_late_ms_and_comes_back(
         os.killpg(group, signal.SIGCONT)
     assert tokens_when_whole(stopped, 60) == wanted
     tokens_when_whole(free, 60)
+    log = deployment.server.log.read_text(errors="replace")
+    assert "attention-1 was given up by the control plane and is back" in log
     # Not asserted: afd_late_peers_total. Stopped between two steps, it is late for none
     # (tests/unit/test_remote_loop.py stops one inside a step).
 

@@ -30,7 +30,7 @@ def main() -> None:
     r = deployed.resolved
     expected = load_ffn_model(folder, r.family, r.model, instances=1, index=0, backend="reference")
     client = deployed.clients[0]
-    assert client._ffns[0].link.backend == "verbs"
+    assert client.peers[0].link.backend == "verbs"
     for step in range(STEPS):
         if step == STEPS // 2:
             subprocess.run(["ip", "link", "set", "a1", "down"], check=True)

@@ -2,7 +2,9 @@
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import msgspec
 import torch
@@ -53,6 +55,7 @@ class FakeControl:
     registry: Registry
     generation: int
     name: str = ""
+    renew: Callable[[], None] = lambda: None
 
     @property
     def members(self) -> Members:
@@ -136,6 +139,17 @@ class Deployed:
         for number in list(self.loops):
             self.loops[number].wake()
 
+    def renew(self, role, index):
+        """The control plane gives a member up that lives, and takes it back."""
+        name = member_id(role, index)
+        with self.lock:
+            self.generation += 1
+            old = self.members[name]
+            self.members[name] = msgspec.structs.replace(old, generation=self.generation)
+            roles = {"attention": self.clients, "ffn": self.loops}
+            roles[role][index]._control.generation = self.generation
+            self.registry.set(*self.members.values())
+
     def region(self, role, slots, nbytes, index):
         verbs = self.deployment.transport.verbs_keywords(role)
         options = VerbsOptions(**verbs) if verbs else None
@@ -211,7 +225,8 @@ class Deployed:
         r = self.resolved
         region = self.region("attention", r.slots.attention_region_slots, r.f2a.nbytes, i)
         member = self.member("attention", i, region)
-        control = FakeControl(self.registry, member.generation, member.id)
+        renew = partial(self.renew, "attention", i)
+        control = FakeControl(self.registry, member.generation, member.id, renew)
         client = RemoteExperts(r, i, region, control, RoleMetrics("attention"))
         client.connect(5.0)
         return client

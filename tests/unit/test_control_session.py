@@ -70,6 +70,23 @@ class World:
         return [member.session for member in self.members.values()]
 
 
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_member_that_asks_for_it_gets_a_new_generation_at_once(lost: bool) -> None:
+    world = World()
+    world.run(1)
+    member = world.members[b"attention-0"]
+    before = member.session.generation
+    member.session.renew()
+    if lost:
+        member.speak(None, world.members)
+    world.run(0.5)
+    assert world.registry is not None
+    registered = world.registry.members.find("attention", 0)
+    assert registered is not None and member.session.joined
+    assert registered.generation == member.session.generation
+    assert (member.session.generation > before) is not lost  # a lost word changes nothing
+
+
 def test_all_agree_after_joining() -> None:
     world = World()
     world.run(1)

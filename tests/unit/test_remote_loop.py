@@ -110,6 +110,36 @@ def test_a_late_instance_is_detached_and_served_on_its_own(deploy, reference):
     assert deployed.loops[0]._metrics.late_peers >= 1
 
 
+def test_who_was_late_at_one_ffn_is_served_while_another_keeps_it_busy(deploy, reference):
+    """The leader has it in a call; the other FFN instance has to find it between its orders."""
+    deployed = deploy("qwen3_moe", 2, 2, ffn={"step_wait_ms": 5.0, "late_ms": 5.0})
+    expected = reference("qwen3_moe")
+    late, busy = deployed.clients
+    for client in deployed.clients:  # orders have named every micro-batch
+        for step in range(3):
+            run_step(client, deployed.resolved, expected, [1, 1, 1], step)
+    served, steps, post = threading.Event(), [], late._post
+
+    def one_after_the_other(flags, micro_batch, pending):
+        late._post = post
+        post([flags[0], 0], micro_batch, pending)
+        time.sleep(0.2)
+        post([0, flags[1]], micro_batch, pending)
+
+    def keep_busy():
+        end = time.monotonic() + 5.0
+        while not served.is_set() and time.monotonic() < end:
+            steps.append(run_step(busy, deployed.resolved, expected, [1, 1, 1], len(steps)))
+
+    thread = threading.Thread(target=keep_busy)
+    thread.start()
+    late._post = one_after_the_other
+    run_step(late, deployed.resolved, expected, [1], 3)
+    assert thread.is_alive(), "not before the other had nothing to do"
+    served.set()
+    thread.join(10)
+
+
 @pytest.mark.parametrize("y", [1, 2])
 def test_an_ffn_restart_in_mid_step_loses_nothing(deploy, reference, y):
     deployed = deploy("deepseek_v2", 1, y)
@@ -143,14 +173,54 @@ def test_a_member_that_was_given_up_and_taken_back_goes_on(deploy, reference, ro
     client = deployed.clients[0]
     for step in range(3):
         run_step(client, deployed.resolved, expected, [2, 3], step)
-        old = deployed.members[f"{role}-0"]
-        renewed = msgspec.structs.replace(old, generation=old.generation + 1)
-        deployed.members[renewed.id] = renewed
-        control = client._control if role == "attention" else deployed.loops[0]._control
-        control.generation = renewed.generation
-        deployed.registry.set(*deployed.members.values())
+        deployed.renew(role, 0)
     run_step(client, deployed.resolved, expected, [2, 3], 9)
     assert client._metrics.ffn_retries == 3
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+def test_an_instance_given_up_while_it_waits_for_an_ffn_goes_on(deploy, reference, in_step):
+    """Both are silent for too long on a busy machine, and come back one after the other."""
+    deployed = deploy("qwen3_moe", 1, 2, deadlines={"ffn_s": 3.0})
+    expected = reference("qwen3_moe")
+    client = deployed.clients[0]
+    failure = []
+
+    def work():
+        try:
+            for step in range(3):
+                run_step(client, deployed.resolved, expected, [2, 3], step, pause=0.03 * in_step)
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=work)
+    if in_step:
+        thread.start()
+        time.sleep(0.1)
+    deployed.stop_ffn(1)
+    if not in_step:
+        thread.start()
+    time.sleep(0.3)
+    deployed.renew("attention", 0)
+    deployed.start_ffn(1)
+    thread.join(10)
+    assert not thread.is_alive() and not failure, failure
+
+
+def test_an_ffn_that_dies_again_as_it_comes_back_is_waited_for(deploy, reference):
+    deployed = deploy("qwen3_moe", 1, 1)
+    expected = reference("qwen3_moe")
+    client = deployed.clients[0]
+    run_step(client, deployed.resolved, expected, [2], 0)
+    dead = deployed.members["ffn-0"]
+    deployed.stop_ffn(0)
+    # Ready for the control plane, which has not noticed yet.
+    deployed.generation += 1
+    deployed.join(msgspec.structs.replace(dead, generation=deployed.generation))
+    restart = threading.Timer(0.3, deployed.start_ffn, (0,))
+    restart.start()
+    run_step(client, deployed.resolved, expected, [2], 1)
+    restart.join()
 
 
 def test_an_ffn_that_never_comes_back_is_an_error_that_names_it(deploy, reference):
@@ -162,6 +232,78 @@ def test_an_ffn_that_never_comes_back_is_an_error_that_names_it(deploy, referenc
     with pytest.raises(DeadlineExceeded, match="ffn-0"):
         run_step(client, deployed.resolved, reference("qwen3_moe"), [2], 1)
     assert time.monotonic() - started < 3.0
+
+
+@pytest.mark.parametrize("way", ["up", "down"])
+def test_a_link_that_breaks_between_two_that_live_is_made_anew(deploy, reference, way):
+    """As a connection that the network resets; nobody dies, so nobody registers anew by itself."""
+    control = {"heartbeat_s": 0.1, "timeout_s": 0.3}
+    deployed = deploy("qwen3_moe", 2, 2, control=control, deadlines={"ffn_s": 3.0})
+    expected = reference("qwen3_moe")
+    client = deployed.clients[0]
+    run_step(client, deployed.resolved, expected, [2, 3], 0)
+    ends = client.peers if way == "up" else deployed.loops[1]._table.peers
+    ends[-1 if way == "up" else 0].link.close()
+    run_step(client, deployed.resolved, expected, [2, 3], 1)
+    run_step(deployed.clients[1], deployed.resolved, expected, [2, 3], 1)
+
+
+def test_an_instance_that_an_ffn_has_dropped_is_taken_back(deploy, reference):
+    """As one that was late in a step of streams, which lives."""
+    control = {"heartbeat_s": 0.1, "timeout_s": 0.3}
+    deployed = deploy("qwen3_moe", 1, 1, control=control, deadlines={"ffn_s": 3.0})
+    client, table = deployed.clients[0], deployed.loops[0]._table
+    run_step(client, deployed.resolved, reference("qwen3_moe"), [2], 0)
+    before = client.peers
+    table.drop(table.peers[0])
+    client.renew([0])
+    assert client.peers[0].session > before[0].session
+    run_step(client, deployed.resolved, reference("qwen3_moe"), [2], 1)
+
+
+def test_the_end_of_an_old_session_leaves_its_successor_alone(deploy, reference):
+    deployed = deploy("qwen3_moe", 1, 1, deadlines={"ffn_s": 2.0})
+    client, table = deployed.clients[0], deployed.loops[0]._table
+    run_step(client, deployed.resolved, reference("qwen3_moe"), [2], 0)
+    old = table.peers[0]
+    deployed.renew("attention", 0)
+    run_step(client, deployed.resolved, reference("qwen3_moe"), [2], 1)
+    table.drop(old)  # found wrong in a wait that has outlived it
+    time.sleep(0.4)  # until the loop has looked at its peers again
+    run_step(client, deployed.resolved, reference("qwen3_moe"), [2], 2)
+
+
+class StoodStill:
+    """A region whose process is stopped in its first wait, past every deadline."""
+
+    def __init__(self, region, stopped_s):
+        self._region = region
+        self._stopped_s = stopped_s
+
+    def wait_all(self, slots, flags, timeout_us):
+        time.sleep(self._stopped_s)
+        self._stopped_s = 0.0
+        return self._region.wait_all(slots, flags, timeout_us)
+
+    def __getattr__(self, name):
+        return getattr(self._region, name)
+
+
+def test_time_in_which_an_instance_stood_still_is_not_its_ffns_fault(
+    deploy, reference, monkeypatch
+):
+    deployed = deploy("qwen3_moe", 1, 1, deadlines={"ffn_s": 1.0})
+    client, model = deployed.clients[0], deployed.loops[0]._model
+    client._region = StoodStill(client._region, 1.3)
+    forward = model.forward
+
+    def slow(*args):  # stopped too, and back a little later
+        monkeypatch.setattr(model, "forward", forward)
+        time.sleep(1.6)
+        return forward(*args)
+
+    monkeypatch.setattr(model, "forward", slow)
+    run_step(client, deployed.resolved, reference("qwen3_moe"), [2], 0)
 
 
 def test_more_rows_than_capacity_is_an_error_with_a_remedy(deploy):
@@ -227,7 +369,7 @@ def test_the_loop_over_verbs(deploy, reference, tmp_path):
         expected = reference("qwen3_moe")
         for step in range(3):
             for i, client in enumerate(deployed.clients):
-                assert {ffn.link.backend for ffn in client._ffns} == {"verbs"}
+                assert {ffn.link.backend for ffn in client.peers} == {"verbs"}
                 run_step(client, deployed.resolved, expected, [2, 3], (i, step))
                 client.leave()
         deployed.close()
