@@ -212,12 +212,12 @@ def test_routed_dispatch_answers_like_broadcast_also_while_experts_move(tiny_mod
         made["wire"]["dispatch"] = dispatch
         return made
 
-    def alike(mine, theirs):
+    def alike(mine, theirs, units):
+        """units: in the last place of logits of 16 and more, 0.125 in bfloat16."""
         for one, other in zip(mine, theirs, strict=True):
             assert len(one.tokens) == TOKENS
             differs = first_difference(one, other)
-            # Logits of 16 and more are 0.125 apart in bfloat16.
-            assert differs is None or other.gaps[differs] < 2 * NEAR_TIE, differs
+            assert differs is None or other.gaps[differs] <= units * 0.125, differs
 
     with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
         starting = [
@@ -229,7 +229,7 @@ def test_routed_dispatch_answers_like_broadcast_also_while_experts_move(tiny_mod
         ]
         whole, routed = (server.result() for server in starting)
         expected = run(whole.url, whole.model, TOGETHER, salt="broadcast")
-        alike(run(routed.url, routed.model, TOGETHER, salt="routed"), expected)
+        alike(run(routed.url, routed.model, TOGETHER, salt="routed"), expected, 1)
         contract = operator.contract(routed.control)
         assert contract is not None
         load = [float(e % 3) for e in range(contract.num_experts)]
@@ -242,8 +242,9 @@ def test_routed_dispatch_answers_like_broadcast_also_while_experts_move(tiny_mod
         assert {move.experts for move in moved.moved} == {table} and not moved.move_fault
         thread.join(180)
         assert not isinstance(found[0], AfdError), found
-        alike(found[0], expected)
-        alike(run(routed.url, routed.model, TOGETHER, salt="moved"), expected)
+        # Each instance's sum is rounded, and experts are summed with others now.
+        alike(found[0], expected, 4)
+        alike(run(routed.url, routed.model, TOGETHER, salt="moved"), expected, 4)
 
 
 @pytest.mark.parametrize("depth", [1, 3])
