@@ -1,12 +1,13 @@
 """An FFN instance under PyTorch's profiler: `... TRACE --role-file FILE`.
 
 SIGUSR1 starts the profiler and SIGUSR2 ends it, both in the thread of the loop, between two of its
-steps or in a wait of it. The trace is written when the instance ends: that takes seconds, and its
-peers would wait for it.
+steps or in a wait of it. The trace is written by another thread: that takes seconds, for which
+peers would wait.
 """
 
 import signal
 import sys
+import threading
 from pathlib import Path
 from types import FrameType
 
@@ -26,14 +27,15 @@ def main(trace: Path, role_file: Path) -> int:
     def start(_signum: int, _frame: FrameType | None) -> None:
         profiler.start()
 
+    writer = threading.Thread(target=lambda: profiler.export_chrome_trace(str(trace)))
+
     def stop(_signum: int, _frame: FrameType | None) -> None:
         profiler.stop()
+        writer.start()
 
     signal.signal(signal.SIGUSR1, start)
     signal.signal(signal.SIGUSR2, stop)
-    status = run_role(load_role(role_file), role_file)
-    profiler.export_chrome_trace(str(trace))
-    return status
+    return run_role(load_role(role_file), role_file)
 
 
 if __name__ == "__main__":
