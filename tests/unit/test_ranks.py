@@ -204,7 +204,7 @@ def test_a_rank_that_dies_takes_its_instance_with_it_and_nothing_else(
 
     supervisor = threading.Thread(target=supervise)
     supervisor.start()
-    assert not run_clients(deployed, work)
+    assert not run_clients(deployed, work), deployed.ended
     supervisor.join(5)
     assert not deployed.ended
     assert all(client._metrics.ffn_retries == tp for client in deployed.clients)
