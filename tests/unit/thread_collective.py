@@ -19,6 +19,7 @@ class _Meeting:
     def __init__(self, world):
         self.barrier = threading.Barrier(world)
         self.parts = [None] * world
+        self.left = 0
 
 
 class ThreadCollective(Collective):
@@ -29,9 +30,14 @@ class ThreadCollective(Collective):
 
     def __init__(self, rank, world, address):
         super().__init__(rank, world)
+        self._address = address
         with self._lock:
             self._meeting = self._meetings.setdefault(address, _Meeting(world))
-        self._wait(10.0)
+        try:
+            self._wait(10.0)
+        except PeerLost:
+            self.close()
+            raise
 
     def all_reduce(self, x):
         parts = self._everyones(x)
@@ -46,6 +52,10 @@ class ThreadCollective(Collective):
 
     def close(self):
         self._meeting.barrier.abort()
+        with self._lock:
+            self._meeting.left += 1
+            if self._meeting.left == self.world:  # the port may come again, in another test
+                del self._meetings[self._address]
 
     def _everyones(self, x):
         self._meeting.parts[self.rank] = x.clone()
