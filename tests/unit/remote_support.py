@@ -76,6 +76,19 @@ class FakeControl:
         return self.members
 
 
+def in_background(work, *args):
+    """(a thread, not started yet, that does ``work``; what it raised, if anything)."""
+    raised = []
+
+    def run():
+        try:
+            work(*args)
+        except BaseException as error:
+            raised.append(error)
+
+    return threading.Thread(target=run), raised
+
+
 class Deployed:
     """x attention clients and y FFN loops on threads."""
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 from control_support import contract_with
-from remote_support import Deployed, reference_model, run_step
+from remote_support import Deployed, in_background, reference_model, run_step
 
 from afd.control.messages import Member, Members
 from afd.control.moves import Moves, followed, in_use, objection, settled, to_hold
@@ -190,8 +190,7 @@ def test_an_attention_instance_that_was_given_up_in_a_step_asks_in_the_new_place
             run_step(client, deployed.resolved, expected, [3, 2, 1], step, pause=0.03)
             gone.set()
 
-    failure = []
-    thread = threading.Thread(target=lambda: failure.extend(caught(steps)))
+    thread, failure = in_background(steps)
     thread.start()
     gone.wait(10)
     old = deployed.members.pop("attention-0")
@@ -204,14 +203,6 @@ def test_an_attention_instance_that_was_given_up_in_a_step_asks_in_the_new_place
     registry.set(*deployed.members.values())
     thread.join(20)
     assert not thread.is_alive() and not failure, failure
-
-
-def caught(work):
-    try:
-        work()
-    except BaseException as error:
-        return [error]
-    return []
 
 
 def test_experts_that_are_not_here_are_noticed(deploy):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from remote_support import DEPTH, Deployed, reference_model, run_step
+from remote_support import DEPTH, Deployed, in_background, reference_model, run_step
 from test_stream_steps import run_on_streams, stream_of
 
 from afd.config import Ffn
@@ -44,21 +44,13 @@ def reference(tiny_models):
 
 def run_clients(deployed, work):
     """``work(i)`` for every attention client, on threads; what they raised."""
-    errors = []
-
-    def run(i):
-        try:
-            work(i)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(deployed.clients))]
-    for thread in threads:
+    started = [in_background(work, i) for i in range(len(deployed.clients))]
+    for thread, _ in started:
         thread.start()
-    for thread in threads:
+    for thread, _ in started:
         thread.join(40)
-    assert not any(thread.is_alive() for thread in threads)
-    return errors
+    assert not any(thread.is_alive() for thread, _ in started)
+    return [error for _, raised in started for error in raised]
 
 
 @given(width=st.integers(1, 4096), ranks=st.integers(1, 16), multiple=st.sampled_from([8, 32, 128]))

@@ -9,7 +9,14 @@ import time
 import msgspec
 import pytest
 from fake_verbs import built_fake
-from remote_support import DEPTH, Deployed, random_rows, reference_model, run_step
+from remote_support import (
+    DEPTH,
+    Deployed,
+    in_background,
+    random_rows,
+    reference_model,
+    run_step,
+)
 
 from afd.errors import CapacityExceeded, DeadlineExceeded
 from afd.metrics import Stage
@@ -145,16 +152,12 @@ def test_an_ffn_restart_in_mid_step_loses_nothing(deploy, reference, y):
     deployed = deploy("deepseek_v2", 1, y)
     expected = reference("deepseek_v2")
     client = deployed.clients[0]
-    failure = []
 
     def work():
-        try:
-            for step in range(4):
-                run_step(client, deployed.resolved, expected, [2, 3, 1], step, pause=0.05)
-        except BaseException as error:
-            failure.append(error)
+        for step in range(4):
+            run_step(client, deployed.resolved, expected, [2, 3, 1], step, pause=0.05)
 
-    thread = threading.Thread(target=work)
+    thread, failure = in_background(work)
     thread.start()
     time.sleep(0.4)
     deployed.stop_ffn(y - 1)
@@ -184,16 +187,12 @@ def test_an_instance_given_up_while_it_waits_for_an_ffn_goes_on(deploy, referenc
     deployed = deploy("qwen3_moe", 1, 2, deadlines={"ffn_s": 3.0})
     expected = reference("qwen3_moe")
     client = deployed.clients[0]
-    failure = []
 
     def work():
-        try:
-            for step in range(3):
-                run_step(client, deployed.resolved, expected, [2, 3], step, pause=0.03 * in_step)
-        except BaseException as error:
-            failure.append(error)
+        for step in range(3):
+            run_step(client, deployed.resolved, expected, [2, 3], step, pause=0.03 * in_step)
 
-    thread = threading.Thread(target=work)
+    thread, failure = in_background(work)
     if in_step:
         thread.start()
         time.sleep(0.1)
