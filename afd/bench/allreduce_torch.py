@@ -3,7 +3,6 @@
 Rank 0 writes ``cells.json`` into the folder of the settings: [way, bytes, us].
 """
 
-import itertools
 import json
 import os
 import statistics
@@ -23,7 +22,19 @@ from ffn_worker.allreduce.rendezvous import open_store
 
 TURNS = 5
 START_S = 180.0
-SWEEP_SIZES = (1 << 20, 16 << 20, 256 << 20)
+SWEEP_SIZES = (1 << 20, 16 << 20, 64 << 20, 1 << 30)
+SWEEP_CUTS = [
+    (programs, tile_atoms, *kind)
+    for counts, kind in (
+        ((4, 6), (1, 4, 96)),
+        ((3, 4), (2, 4, 128)),
+        ((2, 3), (2, 8, 80)),
+        ((2,), (4, 8, 128)),
+    )
+    for programs in counts
+    for tile_atoms in (4, 16, 64)
+]
+"""Programs, atoms of a tile, at once, warps and registers of Tuning."""
 
 Way = Callable[[torch.Tensor], torch.Tensor]
 Capture = Callable[[], AbstractContextManager[None]]
@@ -136,12 +147,12 @@ def compare(ours: Any, device: torch.device, settings: dict[str, Any]) -> Iterat
 
 
 def sweep(ours: Any, settings: dict[str, Any]) -> Iterator[Cell]:
-    """INT4 with other cuts of the kernel, named programs x tile atoms x warps."""
+    """INT4 with other cuts of the kernel, named as in SWEEP_CUTS."""
     from ffn_worker.allreduce.quick_plan import Tuning
 
     for nbytes in SWEEP_SIZES:
         x = torch.zeros(nbytes // 2, dtype=torch.bfloat16, device="cuda")
-        for cut in itertools.product((1, 2, 3), (1, 2, 4, 8), (4, 8)):
+        for cut in SWEEP_CUTS:
             ours.tuning = Tuning(*cut)
             us = timed(lambda x: ours.two_shot(x, INT4), x, settings["seconds"], nullcontext)
             yield "x".join(str(n) for n in cut), nbytes, us

@@ -73,11 +73,12 @@ FORMATS = {f.name: f for f in (FP16, INT8, INT6, INT4, FP4)}
 def encode(x: npt.NDArray[np.float16], fmt: ReduceFormat) -> npt.NDArray[np.uint8]:
     """Encodes whole atoms.
 
-    scale = factor * m with m the signed value of largest magnitude, code = round(x / (scale +
-    2^-24)), every step in float16 as QuickReduce does. Where the reciprocal overflows float16
-    (max |x| below about 2^-16 / |factor|) QuickReduce's own encoder saturates and loses the block;
-    here such a block is divided in float32, which any decoder of the format reads. A NaN or
-    infinity makes its block's scale NaN, so that the sum shows it; QuickReduce drops NaN.
+    scale = factor * m with m the signed value of largest magnitude (of equal ones the negative),
+    code = round(x / (scale + 2^-24)), every step in float16 as QuickReduce does. Where the
+    reciprocal overflows float16 (max |x| below about 2^-16 / |factor|) QuickReduce's own encoder
+    saturates and loses the block; here such a block is lifted by 2^9 first and divided by its scale
+    alone, which any decoder of the format reads. A NaN or infinity makes its block's scale NaN, so
+    that the sum shows it; QuickReduce drops NaN.
 
     Args:
         x: float16 [n], n a multiple of 2,048.
@@ -88,17 +89,19 @@ def encode(x: npt.NDArray[np.float16], fmt: ReduceFormat) -> npt.NDArray[np.uint
     if fmt is FP16:
         return x.reshape(-1, ATOM_VALUES).view(np.uint8)
     atoms = x.reshape(-1, _GROUPS, 8, 4, 2)  # group of 8 threads, thread, pair, even or odd
-    high, low = atoms.max(axis=(2, 3)), atoms.min(axis=(2, 3))
-    finite = np.isfinite(atoms).all(axis=(2, 3))
-    m = np.where(finite, np.where(np.abs(high) > np.abs(low), high, low), np.float16(0))
-    scale = m * np.float16(fmt.factor)
-    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-        narrow = (np.float32(1) / (scale + _EPSILON).astype(np.float32)).astype(np.float16)
-        wide = np.where(scale == 0, np.float32(0), np.float32(1) / scale.astype(np.float32))
-        scaled = (atoms * narrow[:, :, None, None]).astype(np.float32)
-        scaled_wide = atoms.astype(np.float32) * wide[:, :, None, None]
-        scaled = np.where(np.isfinite(narrow)[:, :, None, None], scaled, scaled_wide)
-        scaled = np.where(finite[:, :, None, None], scaled, np.float32(0))
+    bits = atoms.view(np.uint16)
+    key = ((bits << 1) | (bits >> 15)).max(axis=(2, 3))
+    m, finite = ((key >> 1) | (key << 15)).view(np.float16), key < 0xF800
+    with np.errstate(all="ignore"):
+        scale = m * np.float16(fmt.factor)
+        shifted = scale + _EPSILON
+        narrow = np.abs(shifted) > np.float16(2**-16)
+        lift = np.where(narrow, np.float16(1), np.float16(512))
+        divisor = np.where(narrow, shifted, scale * lift).astype(np.float32)
+        inverse = (np.float32(1) / divisor).astype(np.float16)
+        inverse = np.where(finite & (scale != 0), inverse, np.float16(0))
+        scaled = atoms * lift[:, :, None, None] * inverse[:, :, None, None]
+    scaled = np.where(np.isnan(scaled), np.float32(fmt.low), scaled.astype(np.float32))
     scaled = np.clip(scaled, np.float32(fmt.low), np.float32(fmt.high))
     codes = _codes(scaled.reshape(-1, _THREADS, _PER_THREAD), fmt)
     scale = np.where(finite, scale, np.float16(np.nan))

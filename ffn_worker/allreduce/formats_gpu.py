@@ -6,6 +6,8 @@ import triton
 from ffn_worker.allreduce import formats_triton as kernels
 from ffn_worker.allreduce.formats import ATOM_VALUES, ReduceFormat
 
+_AMD = torch.version.hip is not None
+
 
 def _atoms(values: int) -> int:
     return triton.cdiv(values, ATOM_VALUES)
@@ -15,14 +17,14 @@ def encode(x: torch.Tensor, fmt: ReduceFormat) -> torch.Tensor:
     """float [n], contiguous -> uint8 [ceil(n / 2048), fmt.atom_bytes]; pads with zeros."""
     n = x.numel()
     data = torch.empty((_atoms(n), fmt.atom_bytes), dtype=torch.uint8, device=x.device)
-    kernels.encode_kernel[(_atoms(n),)](x, data, n, fmt.factor, fmt.bits, fmt.is_fp4)
+    kernels.encode_kernel[(_atoms(n),)](x, data, n, fmt.factor, fmt.bits, fmt.is_fp4, _AMD)
     return data
 
 
 def decode(data: torch.Tensor, n: int, fmt: ReduceFormat, dtype: torch.dtype) -> torch.Tensor:
     """Inverse of :func:`encode`: the first n values."""
     x = torch.empty(n, dtype=dtype, device=data.device)
-    kernels.decode_kernel[(_atoms(n),)](data, x, n, fmt.bits, fmt.is_fp4)
+    kernels.decode_kernel[(_atoms(n),)](data, x, n, fmt.bits, fmt.is_fp4, _AMD)
     return x
 
 
@@ -30,6 +32,6 @@ def decode_sum(data: torch.Tensor, n: int, fmt: ReduceFormat) -> torch.Tensor:
     """Sum over ranks in rank order: uint8 [world, atoms, fmt.atom_bytes] -> float16 [n]."""
     x = torch.empty(n, dtype=torch.float16, device=data.device)
     kernels.decode_sum_kernel[(_atoms(n),)](
-        data, x, n, data.stride(0), data.shape[0], fmt.bits, fmt.is_fp4
+        data, x, n, data.stride(0), data.shape[0], fmt.bits, fmt.is_fp4, _AMD
     )
     return x

@@ -25,18 +25,17 @@ def encode(x: torch.Tensor, fmt: ReduceFormat) -> torch.Tensor:
     if fmt.bits == 16:
         return x.reshape(-1, ATOM_VALUES).view(torch.uint8)
     v = x.float().reshape(-1, 32, 32, 2)  # group of 64, pair, even or odd
-    high, low = v.amax(2), v.amin(2)
-    m = torch.where(high.abs() > low.abs(), high, low)  # NaN where any value is
-    finite = m.isfinite()
-    m = torch.where(finite, m, 0.0)
-    scale = (m * torch.tensor(fmt.factor).half().float()).half().float()
-    narrow = (1 / (scale + 2.0**-24).half().float()).half().float()
-    is_narrow = narrow.isfinite()
-    inverse = torch.where(is_narrow, narrow, torch.where(scale == 0, 0.0, 1 / scale))
-    inverse = torch.where(finite, inverse, 0.0)[:, :, None, :]
-    scaled = v * inverse
-    scaled = torch.where(is_narrow[:, :, None, :], scaled.half().float(), scaled)
-    scaled = torch.where(finite[:, :, None, :], scaled, 0.0).clamp_(fmt.low, fmt.high)
+    bits = x.view(torch.int16).to(torch.int32).reshape(-1, 32, 32, 2) & 0xFFFF
+    key = (((bits << 1) | (bits >> 15)) & 0xFFFF).amax(2)
+    m, finite = ((key >> 1) | (key << 15)).to(torch.int16).view(torch.float16), key < 0xF800
+    scale = (m.float() * torch.tensor(fmt.factor).half().float()).half().float()
+    shifted = (scale + 2.0**-24).half().float()
+    narrow = shifted.abs() > 2.0**-16
+    lift = torch.where(narrow, 1.0, 512.0)
+    inverse = (1 / torch.where(narrow, shifted, scale * lift)).half().float()
+    inverse = torch.where(finite & (scale != 0), inverse, 0.0)[:, :, None, :]
+    scaled = ((v * lift[:, :, None, :]).half().float() * inverse).half().float()
+    scaled = scaled.nan_to_num_(nan=fmt.low).clamp_(fmt.low, fmt.high)
     codes = _codes(scaled, fmt).reshape(-1, 256, 8)
     scale = torch.where(finite, scale, torch.nan).half()
     parts = [*_pack(codes, fmt), scale.reshape(-1, 64)]

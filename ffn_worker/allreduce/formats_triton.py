@@ -1,149 +1,288 @@
 """Block formats of the quantised all-reduce as Triton kernels, for CUDA and ROCm.
 
-Byte for byte :mod:`ffn_worker.allreduce.formats`, which describes the layout. One program handles
-one atom of 2,048 values. Where a product feeds a sum, a conversion stands between them: without it
-a compiler makes one fused operation of both, and the bytes differ from target to target.
+Byte for byte :mod:`ffn_worker.allreduce.formats`, which describes the layout. Several atoms of
+2,048 values are handled at once, so that their loads are under way together.
+
+Values are *words* of two float16, an even one low and the odd one behind it high, which are of two
+blocks; arithmetic is on both halves at once. Adding 1,536 rounds a float16 to an integer and leaves
+it in the low bits, and a code with the exponent of 1,024 above it is a float16 again. A *pair* is a
+word of two codes.
 """
 
 import triton
 import triton.language as tl
 
-from afd.wire.codecs_triton import e2m1_code, e2m1_value
-
 
 @triton.jit
-def _words(ptr, offset):
+def _ints(ptr, offset):
     return (ptr + offset).to(tl.pointer_type(tl.uint32), bitcast=True)
 
 
 @triton.jit
-def _halves(ptr, offset, dtype: tl.constexpr):
-    return (ptr + offset).to(tl.pointer_type(dtype), bitcast=True)
+def _shorts(ptr, offset):
+    return (ptr + offset).to(tl.pointer_type(tl.uint16), bitcast=True)
 
 
 @triton.jit
-def quantise_atom(x, FACTOR: tl.constexpr, BITS: tl.constexpr, FP4: tl.constexpr):
-    """(codes uint32 [2048], scales float16 [32, 2]) of float16 x [2048].
+def _on_halves(CUDA: tl.constexpr, ROCM: tl.constexpr, a, b, AMD: tl.constexpr):
+    """An instruction on both halves of words. Compilers pair halves otherwise than they lie, and
+    move them about for longer than they compute."""
+    b = tl.cast(b, tl.uint32)
+    if AMD:
+        code: tl.constexpr = ROCM + " $0, $1, $2"
+        return tl.inline_asm_elementwise(code, "=v,v,v", [a, b], tl.uint32, True, 1)
+    else:
+        code: tl.constexpr = CUDA + " $0, $1, $2;"
+        return tl.inline_asm_elementwise(code, "=r,r,r", [a, b], tl.uint32, True, 1)
 
-    With BITS 16 the values are their own codes, and there are no scales.
+
+@triton.jit
+def _times(a, b, AMD: tl.constexpr):
+    return _on_halves("mul.rn.f16x2", "v_pk_mul_f16", a, b, AMD)
+
+
+@triton.jit
+def _plus(a, b, AMD: tl.constexpr):
+    return _on_halves("add.rn.f16x2", "v_pk_add_f16", a, b, AMD)
+
+
+@triton.jit
+def _most(a, b, AMD: tl.constexpr):
+    return _on_halves("max.f16x2", "v_pk_max_f16", a, b, AMD)
+
+
+@triton.jit
+def _least(a, b, AMD: tl.constexpr):
+    return _on_halves("min.f16x2", "v_pk_min_f16", a, b, AMD)
+
+
+@triton.jit
+def both(x: tl.constexpr):
+    """The word of which both halves are the float16 x."""
+    bits = tl.full((), x, tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
+    return bits | (bits << 16)
+
+
+@triton.jit
+def _half(bits):
+    """The float16 in the low half of words."""
+    return bits.to(tl.uint16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _word(low, high):
+    """uint32 of two float16."""
+    low = low.to(tl.uint16, bitcast=True).to(tl.uint32)
+    return low | (high.to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
+
+
+@triton.jit
+def words_of(x, AMD: tl.constexpr):
+    """uint32 [n] of values [2 * n], rounded to float16."""
+    low, high = tl.split(tl.reshape(x.to(tl.float32), (x.shape[0] // 2, 2)))
+    if AMD:
+        return _word(low.to(tl.float16), high.to(tl.float16))
+    else:
+        code: tl.constexpr = "cvt.rn.f16x2.f32 $0, $1, $2;"
+        return tl.inline_asm_elementwise(code, "=r,f,f", [high, low], tl.uint32, True, 1)
+
+
+@triton.jit
+def _reciprocal(x, AMD: tl.constexpr):
+    """float32 1 / x as the hardware has it, off by a unit or two in 2^23; x is normal."""
+    if AMD:
+        return tl.inline_asm_elementwise("v_rcp_f32 $0, $1", "=v,v", [x], tl.float32, True, 1)
+    else:
+        code: tl.constexpr = "rcp.approx.ftz.f32 $0, $1;"
+        return tl.inline_asm_elementwise(code, "=f,f", [x], tl.float32, True, 1)
+
+
+@triton.jit
+def values_of(words):
+    """float32 [2 * n] of words [n]."""
+    x = tl.join(_half(words).to(tl.float32), _half(words >> 16).to(tl.float32))
+    return tl.reshape(x, (words.shape[0] * 2,))
+
+
+@triton.jit
+def _scale(key, FACTOR: tl.constexpr, AMD: tl.constexpr):
+    """(scale, lift, inverse), float16, of a block whose highest key is ``key``."""
+    m = _half((key >> 16) | (key & 0x8000))
+    scale = m * tl.full((), FACTOR, tl.float16)
+    shifted = scale + tl.full((), 5.9604644775390625e-08, tl.float16)
+    # 1 / 2^-16 is the first reciprocal that float16 cannot hold.
+    is_narrow = (shifted.to(tl.uint16, bitcast=True).to(tl.uint32) & 0x7FFF) > 0x0100
+    lift = tl.where(is_narrow, 1.0, 512.0).to(tl.float16)
+    divisor = tl.where(is_narrow, shifted, scale * lift).to(tl.float32)
+    # Rounded to float16 it is right although it is approximate: no reciprocal of a number of 11
+    # bits is that close to the middle between two float16.
+    inverse = _reciprocal(divisor, AMD).to(tl.float16)
+    is_finite = key < 0x7C000000
+    inverse = tl.where(is_finite & (scale != 0.0), inverse, 0.0)
+    return tl.where(is_finite, scale, float("nan")), lift, inverse
+
+
+@triton.jit
+def _per_thread(of_groups):
+    """[256 * atoms] of [groups]: the same for the 8 threads of a group."""
+    threads = tl.broadcast_to(of_groups[:, None], (of_groups.shape[0], 8))
+    return tl.reshape(threads, (of_groups.shape[0] * 8,))
+
+
+@triton.jit
+def quantise_atoms(
+    words, FACTOR: tl.constexpr, BITS: tl.constexpr, FP4: tl.constexpr, AMD: tl.constexpr
+):
+    """(pairs uint32 [threads, 4], scales uint32 [threads]) of words [4 * threads].
+
+    scales: words of the even and the odd block's, for each of a group's 8 threads. With BITS 16 the
+    values are their own codes, and there are no scales.
     """
     if BITS == 16:
-        return x, x
+        return words, words
     else:
-        bias: tl.constexpr = 0 if FP4 else 2 ** (BITS - 1)
-        low: tl.constexpr = -6.0 if FP4 else -float(bias)
-        high: tl.constexpr = 6.0 if FP4 else float(bias - 1)
-        v = tl.reshape(x, (32, 8, 4, 2))  # group of 8 threads, thread, pair, even or odd
-        bits = v.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
-        finite = tl.max(tl.max(bits, axis=2), axis=1) < 0x7C00
-        v32 = v.to(tl.float32)
-        most = tl.max(tl.max(v32, axis=2), axis=1)
-        least = tl.min(tl.min(v32, axis=2), axis=1)
-        m = tl.where(tl.abs(most) > tl.abs(least), most, least)
-        m = tl.where(finite, m, 0.0)
-        scale = (m * tl.full((), FACTOR, tl.float16).to(tl.float32)).to(tl.float16)
-        shifted = (scale.to(tl.float32) + 5.9604644775390625e-08).to(tl.float16)
-        # 1 / 2^-16 is the first reciprocal that float16 cannot hold; below it, shifted is denormal.
-        is_narrow = (shifted.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF) > 0x0100
-        divisor = tl.where(is_narrow, shifted, scale).to(tl.float32)
-        # 1 / divisor, rounded correctly: a Newton step leaves an error of 2^-44, and no quotient by
-        # a number of 11 bits is that close to the middle between two float32. The hardware's own
-        # quotient is approximate, and an exact one costs a call.
-        near = 1.0 / divisor
-        quotient = tl.fma(tl.fma(-divisor, near, 1.0), near, near)
-        wide = tl.where(scale == 0.0, 0.0, quotient)
-        # The product of two float16 values is exact in float32: one product serves both cases.
-        inverse = tl.where(is_narrow, quotient.to(tl.float16).to(tl.float32), wide)
-        scaled = v32 * inverse[:, None, None, :]
-        rounded = scaled.to(tl.float16).to(tl.float32)
-        scaled = tl.where(is_narrow[:, None, None, :], rounded, scaled)
-        scaled = tl.where(finite[:, None, None, :], scaled, 0.0)
-        scaled = tl.minimum(tl.maximum(scaled, low), high)
+        groups: tl.constexpr = words.shape[0] // 32
+        words = tl.reshape(words, (groups, 8, 4))
+        # Keys by magnitude, of equal ones the negative higher.
+        low = ((words << 16) & 0x7FFF0000) | (words & 0x8000)
+        high = (words & 0x7FFF0000) | ((words >> 16) & 0x8000)
+        low, high = tl.max(tl.max(low, axis=2), axis=1), tl.max(tl.max(high, axis=2), axis=1)
+        scale, lift, inverse = _scale(low, FACTOR, AMD)
+        odd_scale, odd_lift, odd_inverse = _scale(high, FACTOR, AMD)
+        scaled = _times(words, _word(lift, odd_lift)[:, None, None], AMD)
+        scaled = _times(scaled, _word(inverse, odd_inverse)[:, None, None], AMD)
+        # What is not finite is NaN by now, and becomes the lowest.
         if FP4:
-            code = e2m1_code(scaled).to(tl.uint32)
+            scaled = _most(scaled, both(-6.0), AMD)
+            # Steps of 1/2 below 2, of 1 below 4, of 2 below 6.
+            size = scaled & 0x7FFF7FFF
+            code = _plus(_times(size, both(2.0), AMD), both(1536.0), AMD)
+            code = _least(code, _plus(size, both(1538.0), AMD), AMD)
+            far = _plus(_times(size, both(0.5), AMD), both(1540.0), AMD)
+            code = _least(_least(code, far, AMD), both(1543.0), AMD)
+            pairs = (code & 0x00070007) | ((scaled >> 12) & 0x00080008)
         else:
-            # Adding 1.5 * 2^23 rounds to the nearest even integer and leaves it in the low bits.
-            code = (scaled + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000 + bias
-            code = code.to(tl.uint32)
-        return tl.reshape(code, (2048,)), tl.where(finite, scale, float("nan"))
+            bias: tl.constexpr = 2 ** (BITS - 1)
+            code = _most(scaled, both(-float(bias)), AMD)
+            code = _plus(code, both(1536.0 + bias), AMD)
+            pairs = _least(code, both(1535.0 + 2 * bias), AMD) & (((1 << BITS) - 1) * 0x00010001)
+        return tl.reshape(pairs, (groups * 8, 4)), _per_thread(_word(scale, odd_scale))
 
 
 @triton.jit
-def dequantise_atom(code, scale, BITS: tl.constexpr, FP4: tl.constexpr):
-    """float32 [2048], exact in float16, of codes and scales as quantise_atom gives them."""
+def dequantise_atoms(pairs, scales, BITS: tl.constexpr, FP4: tl.constexpr, AMD: tl.constexpr):
+    """Words [4 * threads] of pairs and scales as quantise_atoms gives them."""
     if BITS == 16:
-        return code.to(tl.float32)
+        return pairs
     else:
-        bias: tl.constexpr = 2 ** (BITS - 1)
-        value = e2m1_value(code) if FP4 else (code.to(tl.int32) - bias).to(tl.float32)
-        value = tl.reshape(value, (32, 8, 4, 2)) * scale.to(tl.float32)[:, None, None, :]
-        return tl.reshape(value.to(tl.float16).to(tl.float32), (2048,))
+        if FP4:  # e2m1 is the top of a float16, but for 2^14
+            bits = ((pairs & 0x00070007) << 9) | ((pairs & 0x00080008) << 12)
+            words = _times(bits, both(16384.0), AMD)
+        else:
+            words = _plus(pairs | 0x64006400, both(-1024.0 - 2 ** (BITS - 1)), AMD)
+        words = _times(words, scales[:, None], AMD)
+        return tl.reshape(words, (pairs.shape[0] * 4,))
 
 
 @triton.jit
-def pack_atom(code, scale, data_ptr, BITS: tl.constexpr, FP4: tl.constexpr):
-    """Writes codes and scales as one encoded atom at ``data_ptr``."""
+def _place(THREADS: tl.constexpr, EACH: tl.constexpr, BITS: tl.constexpr):
+    """(bytes of the atom's begin, number within the atom), int32 [256 * atoms * EACH]."""
+    i = tl.arange(0, THREADS * EACH)
+    return i // (256 * EACH) * atom_nbytes(BITS), i % (256 * EACH)
+
+
+@triton.jit
+def pack_atoms(pairs, scales, data_ptr, atoms, BITS: tl.constexpr, FP4: tl.constexpr):
+    """Writes pairs and scales as encoded atoms at ``data_ptr``, the first ``atoms`` of them."""
     if BITS == 16:
-        tl.store(_halves(data_ptr, 0, tl.float16) + tl.arange(0, 2048), code)
+        i = tl.arange(0, pairs.shape[0])
+        tl.store(_ints(data_ptr, 0) + i, pairs, mask=i < atoms * 1024)
     else:
-        thread = tl.arange(0, 256)
+        threads: tl.constexpr = pairs.shape[0]
+        begin, thread = _place(threads, 1, BITS)
+        inside = tl.arange(0, threads) < atoms * 256
+        j = tl.arange(0, 4).to(tl.uint32)[None, :]
         if BITS == 8:
-            i = tl.arange(0, 4)
-            shift = ((i % 2) * 16 + (i // 2) * 8).to(tl.uint32)
-            code = tl.reshape(code, (512, 4))
-            tl.store(
-                _words(data_ptr, 0) + tl.arange(0, 512), tl.sum(code << shift[None, :], axis=1)
-            )
+            two = tl.reshape(pairs, (threads * 2, 2))
+            words = tl.sum(two << (8 * tl.arange(0, 2).to(tl.uint32))[None, :], axis=1)
+            at, number = _place(threads, 2, BITS)
+            mask = tl.arange(0, threads * 2) < atoms * 512
+            tl.store(_ints(data_ptr, at + number * 4), words, mask=mask)
+        elif FP4:
+            words = tl.sum(((pairs | (pairs >> 12)) & 255) << (8 * j), axis=1)
+            tl.store(_ints(data_ptr, begin + thread * 4), words, mask=inside)
         else:
-            i = tl.arange(0, 8)
-            code = tl.reshape(code, (256, 8))
-            shift = (4 * i if FP4 else 4 * (i // 2) + 16 * (i % 2)).to(tl.uint32)
-            tl.store(_words(data_ptr, 0) + thread, tl.sum((code & 15) << shift[None, :], axis=1))
+            words = tl.sum((pairs & 0x000F000F) << (4 * j), axis=1)
+            tl.store(_ints(data_ptr, begin + thread * 4), words, mask=inside)
             if BITS == 6:
-                top = tl.sum((code >> 4) << (2 * i).to(tl.uint32)[None, :], axis=1)
-                tl.store(_halves(data_ptr, 1024, tl.uint16) + thread, top.to(tl.uint16))
-        place = tl.arange(0, 32)[:, None] * 2 + tl.arange(0, 2)[None, :]
-        tl.store(_halves(data_ptr, 256 * BITS, tl.float16) + place, scale)
+                top = (pairs >> 4) & 0x00030003
+                top = tl.sum(((top | (top >> 14)) & 15) << (4 * j), axis=1).to(tl.uint16)
+                tl.store(_shorts(data_ptr, begin + 1024 + thread * 2), top, mask=inside)
+        at = begin + 256 * BITS + thread // 8 * 4
+        tl.store(_ints(data_ptr, at), scales, mask=inside & (thread % 8 == 0))
 
 
 @triton.jit
-def unpack_atom(data_ptr, BITS: tl.constexpr, FP4: tl.constexpr):
-    """(codes uint32 [2048], scales float16 [32, 2]) of the encoded atom at ``data_ptr``."""
+def unpack_atoms(data_ptr, atoms, BITS: tl.constexpr, FP4: tl.constexpr, ATOMS: tl.constexpr):
+    """(pairs, scales) as quantise_atoms gives them, of ATOMS encoded atoms at ``data_ptr``, of
+    which the first ``atoms`` are there."""
     if BITS == 16:
-        x = tl.load(_halves(data_ptr, 0, tl.float16) + tl.arange(0, 2048))
-        return x, x
+        i = tl.arange(0, ATOMS * 1024)
+        words = tl.load(_ints(data_ptr, 0) + i, mask=i < atoms * 1024)
+        return words, words
     else:
+        begin, thread = _place(ATOMS * 256, 1, BITS)
+        inside = tl.arange(0, ATOMS * 256) < atoms * 256
+        j = tl.arange(0, 4).to(tl.uint32)[None, :]
         if BITS == 8:
-            i = tl.arange(0, 4)
-            shift = ((i % 2) * 16 + (i // 2) * 8).to(tl.uint32)
-            word = tl.load(_words(data_ptr, 0) + tl.arange(0, 512))
-            code = (word[:, None] >> shift[None, :]) & 255
+            at, number = _place(ATOMS * 256, 2, BITS)
+            mask = tl.arange(0, ATOMS * 512) < atoms * 512
+            words = tl.load(_ints(data_ptr, at + number * 4), mask=mask)
+            two = (words[:, None] >> (8 * tl.arange(0, 2).to(tl.uint32))[None, :]) & 0x00FF00FF
+            pairs = tl.reshape(two, (ATOMS * 256, 4))
         else:
-            thread = tl.arange(0, 256)
-            i = tl.arange(0, 8)
-            shift = (4 * i if FP4 else 4 * (i // 2) + 16 * (i % 2)).to(tl.uint32)
-            word = tl.load(_words(data_ptr, 0) + thread)
-            code = (word[:, None] >> shift[None, :]) & 15
+            words = tl.load(_ints(data_ptr, begin + thread * 4), mask=inside)[:, None]
+            if FP4:
+                pairs = (words >> (8 * j)) & 255
+                pairs = (pairs | (pairs << 12)) & 0x000F000F
+            else:
+                pairs = (words >> (4 * j)) & 0x000F000F
             if BITS == 6:
-                top = tl.load(_halves(data_ptr, 1024, tl.uint16) + thread).to(tl.uint32)
-                code |= ((top[:, None] >> (2 * i).to(tl.uint32)[None, :]) & 3) << 4
-        place = tl.arange(0, 32)[:, None] * 2 + tl.arange(0, 2)[None, :]
-        scale = tl.load(_halves(data_ptr, 256 * BITS, tl.float16) + place)
-        return tl.reshape(code, (2048,)), scale
+                at = begin + 1024 + thread * 2
+                top = tl.load(_shorts(data_ptr, at), mask=inside).to(tl.uint32)
+                top = (top[:, None] >> (4 * j)) & 15
+                pairs |= ((top | (top << 14)) & 0x00030003) << 4
+        at = begin + 256 * BITS + thread // 8 * 4
+        return pairs, tl.load(_ints(data_ptr, at), mask=inside)
 
 
 @triton.jit
-def encode_atom(x, data_ptr, FACTOR: tl.constexpr, BITS: tl.constexpr, FP4: tl.constexpr):
-    """Writes 2,048 float16 values as one encoded atom at ``data_ptr``."""
-    code, scale = quantise_atom(x, FACTOR, BITS, FP4)
-    pack_atom(code, scale, data_ptr, BITS, FP4)
+def encode_atoms(
+    words,
+    data_ptr,
+    atoms,
+    FACTOR: tl.constexpr,
+    BITS: tl.constexpr,
+    FP4: tl.constexpr,
+    AMD: tl.constexpr,
+):
+    """Writes words [1024 * any] as encoded atoms at ``data_ptr``, the first ``atoms`` of them."""
+    pairs, scales = quantise_atoms(words, FACTOR, BITS, FP4, AMD)
+    pack_atoms(pairs, scales, data_ptr, atoms, BITS, FP4)
 
 
 @triton.jit
-def decode_atom(data_ptr, BITS: tl.constexpr, FP4: tl.constexpr):
-    """The 2,048 values of the encoded atom at ``data_ptr``: float32 that float16 holds exactly."""
-    code, scale = unpack_atom(data_ptr, BITS, FP4)
-    return dequantise_atom(code, scale, BITS, FP4)
+def decode_atoms(
+    data_ptr,
+    atoms,
+    BITS: tl.constexpr,
+    FP4: tl.constexpr,
+    ATOMS: tl.constexpr,
+    AMD: tl.constexpr,
+):
+    """float32 [2048 * ATOMS], exact in float16, of the encoded atoms at ``data_ptr``."""
+    pairs, scales = unpack_atoms(data_ptr, atoms, BITS, FP4, ATOMS)
+    return values_of(dequantise_atoms(pairs, scales, BITS, FP4, AMD))
 
 
 @triton.jit
@@ -153,24 +292,32 @@ def atom_nbytes(BITS: tl.constexpr):
 
 
 @triton.jit
-def encode_kernel(x_ptr, data_ptr, n, FACTOR: tl.constexpr, BITS: tl.constexpr, FP4: tl.constexpr):
+def encode_kernel(
+    x_ptr,
+    data_ptr,
+    n,
+    FACTOR: tl.constexpr,
+    BITS: tl.constexpr,
+    FP4: tl.constexpr,
+    AMD: tl.constexpr,
+):
     """x [n] (float16, bfloat16 or float32) -> atoms. Grid (ceil(n / 2048)); pads with zeros.
 
     A value beyond float16's range becomes infinity, and its block NaN.
     """
     atom = tl.program_id(0).to(tl.int64)
     at = atom * 2048 + tl.arange(0, 2048)
-    x = tl.load(x_ptr + at, mask=at < n, other=0.0).to(tl.float16)
+    words = words_of(tl.load(x_ptr + at, mask=at < n, other=0.0), AMD)
     nbytes: tl.constexpr = atom_nbytes(BITS)
-    encode_atom(x, data_ptr + atom * nbytes, FACTOR, BITS, FP4)
+    encode_atoms(words, data_ptr + atom * nbytes, 1, FACTOR, BITS, FP4, AMD)
 
 
 @triton.jit
-def decode_kernel(data_ptr, x_ptr, n, BITS: tl.constexpr, FP4: tl.constexpr):
+def decode_kernel(data_ptr, x_ptr, n, BITS: tl.constexpr, FP4: tl.constexpr, AMD: tl.constexpr):
     """Atoms -> x [n]. Grid (ceil(n / 2048))."""
     atom = tl.program_id(0).to(tl.int64)
     nbytes: tl.constexpr = atom_nbytes(BITS)
-    x = decode_atom(data_ptr + atom * nbytes, BITS, FP4)
+    x = decode_atoms(data_ptr + atom * nbytes, 1, BITS, FP4, 1, AMD)
     at = atom * 2048 + tl.arange(0, 2048)
     tl.store(x_ptr + at, x.to(x_ptr.dtype.element_ty), mask=at < n)
 
@@ -184,13 +331,14 @@ def decode_sum_kernel(
     WORLD: tl.constexpr,
     BITS: tl.constexpr,
     FP4: tl.constexpr,
+    AMD: tl.constexpr,
 ):
     """Sum of WORLD encoded buffers, ``rank_stride`` bytes apart, in rank order -> float16 x [n]."""
     atom = tl.program_id(0).to(tl.int64)
     nbytes: tl.constexpr = atom_nbytes(BITS)
-    total = decode_atom(data_ptr + atom * nbytes, BITS, FP4)
+    total = decode_atoms(data_ptr + atom * nbytes, 1, BITS, FP4, 1, AMD)
     for rank in tl.static_range(1, WORLD):
         part = data_ptr + rank * rank_stride + atom * nbytes
-        total += decode_atom(part, BITS, FP4)
+        total += decode_atoms(part, 1, BITS, FP4, 1, AMD)
     at = atom * 2048 + tl.arange(0, 2048)
     tl.store(x_ptr + at, total.to(x_ptr.dtype.element_ty), mask=at < n)

@@ -178,7 +178,7 @@ class QuickCollective(Collective):
 
     def _way(self, x: torch.Tensor) -> Way:
         way = self._crossover.way(x.nbytes)
-        if way is Way.TWO_SHOT and not self._lossy:
+        if way is Way.TWO_SHOT and not (self._lossy and x.numel() <= quick_plan.MOST_VALUES):
             return Way.LIBRARY
         if way is Way.ONE_SHOT and not self.fits_one_shot(x):
             return Way.LIBRARY
@@ -220,9 +220,10 @@ class QuickCollective(Collective):
             FACTOR=fmt.factor,
             BITS=fmt.bits,
             FP4=fmt.is_fp4,
-            ATOMS=launch.tile_atoms,
+            TILE=launch.tile_atoms,
+            ATOMS=launch.atoms,
             GATHER=gather,
-            num_warps=self.tuning.warps,
+            **self.tuning.options,
             **self._ranks(),
         )
 
@@ -244,14 +245,14 @@ class QuickCollective(Collective):
         Raises:
             ConfigError: they do not.
         """
-        for atoms in (1, 2, 4) if self._lossy else ():
+        for tile, atoms in self.tuning.cuts if self._lossy else ():
             x = torch.ones((64 * self.world, 2048), dtype=dtype, device=self._library.device)
             flat = quick_plan.flat_segments(x.numel(), self.world)
             rows = quick_plan.row_segments(*x.shape, self.world)
             out = x.new_empty((64, 2048))
-            tiles = -(-rows.atoms // atoms)
-            self._two_shot(x, out, rows, Launch(0, tiles, atoms, 1), self._fmt, gather=False)
-            self._two_shot(x, x, flat, Launch(0, tiles, atoms, 1), self._fmt, gather=True)
+            launch = Launch(0, -(-rows.atoms // tile), tile, atoms, 1)
+            self._two_shot(x, out, rows, launch, self._fmt, gather=False)
+            self._two_shot(x, x, flat, launch, self._fmt, gather=True)
             self._expect(out)
             self._expect(x)
         self._expect(self.one_shot(torch.ones((1, 4096), dtype=dtype, device=self._library.device)))

@@ -10,6 +10,8 @@ from ffn_worker.allreduce.formats import ATOM_VALUES
 
 ONE_SHOT_BLOCK = 1024
 """Values that one program of the one-shot kernel sums."""
+MOST_VALUES = 2**31 - 2**24
+"""Of a two-shot message: a number of a value, also past the last segment's end, is an int32."""
 _VALUE_BYTES = 4
 
 
@@ -18,17 +20,41 @@ class Tuning:
     """How the two-shot kernel is cut, `afd bench allreduce --sweep` compares some.
 
     programs: per multiprocessor or compute unit; so few that all of a launch run at once, and none
-    that waits keeps others out. tile_atoms: at most, a power of two. warps: Triton's, of a program.
+    that waits keeps others out. tile_atoms: at most. atoms: of them at once, a power of two that
+    divides them; more of them have more loads under way and take more registers. warps: Triton's,
+    of a program. registers: of a thread at most, None leaves them to the compiler (ptxas aims for
+    more programs than there will be, and spills; told a number it does neither).
     """
 
     programs: int
     tile_atoms: int
+    atoms: int
     warps: int
+    registers: int | None = None
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What the compiler of a kernel is told."""
+        asked = {} if self.registers is None else {"maxnreg": self.registers}
+        return {"num_warps": self.warps, **asked}
+
+    @property
+    def cuts(self) -> list[tuple[int, int]]:
+        """Atoms of a tile, and at once: every kernel that :func:`launches` may ask for."""
+        sizes = sorted({1, self.atoms, self.tile_atoms})
+        return [(size, min(size, self.atoms)) for size in sizes]
+
+    def tile(self, atoms: int, programs: int) -> int:
+        """Atoms of a tile, for so many of a segment: one, while two tiles one after the other are
+        as quick as one with several at once; then those, until each program has a full tile."""
+        if atoms >= self.tile_atoms * programs:
+            return self.tile_atoms
+        return self.atoms if atoms > 2 * programs else 1
 
 
-CUDA = Tuning(programs=2, tile_atoms=4, warps=8)
-HIP = Tuning(programs=2, tile_atoms=4, warps=4)
-"""Both have 256 threads in a program. Chosen without hardware."""
+CUDA = Tuning(programs=2, tile_atoms=16, atoms=4, warps=8, registers=128)
+HIP = Tuning(programs=2, tile_atoms=4, atoms=1, warps=4)
+"""Both have 256 threads in a program. HIP was chosen without hardware."""
 
 
 def _aligned(nbytes: int) -> int:
@@ -41,12 +67,21 @@ class Buffer:
 
     segment_atoms: atoms of one segment that a two-shot launch can take. atom_bytes: of the format.
     one_shot_tiles: blocks of ONE_SHOT_BLOCK values that a one-shot launch can take.
+
+    Raises:
+        ValueError: it has 2 GiB or more; the kernels count its bytes in int32.
     """
 
     world: int
     segment_atoms: int
     atom_bytes: int
     one_shot_tiles: int
+
+    def __post_init__(self) -> None:
+        if self.nbytes >= 2**31:
+            raise ValueError(
+                f"a rank's buffer takes {self.nbytes} bytes, at most 2^31 - 1 are possible"
+            )
 
     @property
     def segment_bytes(self) -> int:
@@ -99,11 +134,12 @@ def row_segments(rows: int, hidden: int, world: int) -> Segments:
 @dataclass(frozen=True)
 class Launch:
     """One launch of the two-shot kernel: ``tiles`` tiles of ``tile_atoms`` atoms of every segment,
-    from atom ``first`` on."""
+    ``atoms`` of them at once, from atom ``first`` on."""
 
     first: int
     tiles: int
     tile_atoms: int
+    atoms: int
     programs: int
 
 
@@ -118,8 +154,6 @@ def launches(
     programs = tuning.programs * processors
     for first in range(0, segments.atoms, buffer.segment_atoms):
         atoms = min(buffer.segment_atoms, segments.atoms - first)
-        size = 1
-        while size < tuning.tile_atoms and atoms >= 2 * size * programs:
-            size *= 2
+        size = tuning.tile(atoms, programs)
         tiles = -(-atoms // size)
-        yield Launch(first, tiles, size, min(tiles, programs))
+        yield Launch(first, tiles, size, min(size, tuning.atoms), min(tiles, programs))

@@ -23,11 +23,13 @@ import triton.language as tl
 
 from ffn_worker.allreduce.formats_triton import (
     atom_nbytes,
-    decode_atom,
-    dequantise_atom,
-    encode_atom,
-    pack_atom,
-    quantise_atom,
+    decode_atoms,
+    dequantise_atoms,
+    encode_atoms,
+    pack_atoms,
+    quantise_atoms,
+    values_of,
+    words_of,
 )
 
 
@@ -112,20 +114,31 @@ def _await(
 @triton.jit
 def _segment(owner, n, unit, base, longer):
     """First value of a rank's segment: ``base`` units each, the first ``longer`` ranks one more."""
-    units = tl.cast(owner * base + tl.minimum(owner, longer), tl.int64)
-    return tl.minimum(units * unit, n)
+    return tl.minimum((owner * base + tl.minimum(owner, longer)) * unit, n)
 
 
 @triton.jit
-def _load_atom(x_ptr, at, end):
-    at += tl.arange(0, 2048)
-    return tl.load(x_ptr + at, mask=at < end, other=0.0).to(tl.float16)
+def _values_left(at, end, ATOMS: tl.constexpr):
+    """Values from ``at`` to ``end``, at most those of ATOMS atoms; negative for none."""
+    return tl.minimum(end - at, 2048 * ATOMS)
 
 
 @triton.jit
-def _store_atom(out_ptr, at, end, value):
-    at += tl.arange(0, 2048)
-    tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=at < end)
+def _atoms(values):
+    """Atoms of so many values, the last one perhaps not full; 0 or less for none."""
+    return (values + 2047) // 2048
+
+
+@triton.jit
+def _load_atoms(x_ptr, left, ATOMS: tl.constexpr, AMD: tl.constexpr):
+    i = tl.arange(0, 2048 * ATOMS)
+    return words_of(tl.load(x_ptr + i, mask=i < left, other=0.0), AMD)
+
+
+@triton.jit
+def _store_atoms(out_ptr, left, value, ATOMS: tl.constexpr):
+    i = tl.arange(0, 2048 * ATOMS)
+    tl.store(out_ptr + i, value.to(out_ptr.dtype.element_ty), mask=i < left)
 
 
 @triton.jit(do_not_specialize=["base", "longer", "first", "tiles", "my_rank"])
@@ -150,6 +163,7 @@ def two_shot_kernel(
     FACTOR: tl.constexpr,
     BITS: tl.constexpr,
     FP4: tl.constexpr,
+    TILE: tl.constexpr,
     ATOMS: tl.constexpr,
     WORLD: tl.constexpr,
     LANES: tl.constexpr,
@@ -158,17 +172,16 @@ def two_shot_kernel(
 ):
     """Sum of x [n] over ranks into out: [n] with GATHER, else only this rank's segment of it.
 
-    x, out: float16, bfloat16 or float32; out may be x. peers: addresses of all ranks' buffers,
-    each flags [2 shots, max_tiles, WORLD] int32, then at ``inbox_offset`` two inboxes of WORLD
-    segments of ``segment_bytes``. sequence [max_tiles] int32: launches that touched a tile, this
-    one not counted. late, note [1] int32: 1 + a rank that did not come, on this device and where
-    the host reads it. unit, base, longer: the segments, see _segment. Any grid; a tile is ATOMS
-    atoms of each segment, tile 0 begins at atom ``first``. LANES: WORLD or the next power of two.
+    x, out: float16, bfloat16 or float32; out may be x. n: at most MOST_VALUES. peers: addresses of
+    all ranks' buffers, each flags [2 shots, max_tiles, WORLD] int32, then at ``inbox_offset`` two
+    inboxes of WORLD segments of ``segment_bytes``. sequence [max_tiles] int32: launches that
+    touched a tile, this one not counted. late, note [1] int32: 1 + a rank that did not come, on
+    this device and where the host reads it. unit, base, longer: the segments, see _segment. Any
+    grid; a tile is TILE atoms of each segment, handled ATOMS at a time; tile 0 begins at atom
+    ``first``. LANES: WORLD or the next power of two.
     """
     nbytes: tl.constexpr = atom_nbytes(BITS)
-    n = tl.cast(n, tl.int64)
-    segment_bytes = tl.cast(segment_bytes, tl.int64)
-    second = 4 * WORLD * tl.cast(max_tiles, tl.int64)  # bytes from the first shot's flags on
+    second = 4 * WORLD * max_tiles  # bytes from the first shot's flags on
     gathered = inbox_offset + WORLD * segment_bytes
     mine = _peer(peers_ptr, my_rank)
     first_value = _segment(my_rank, n, unit, base, longer)
@@ -181,11 +194,12 @@ def two_shot_kernel(
             start = _segment(owner, n, unit, base, longer)
             end = _segment(owner + 1, n, unit, base, longer)
             inbox = _peer(peers_ptr, owner) + inbox_offset + my_rank * segment_bytes
-            for atom in range(tile * ATOMS, tile * ATOMS + ATOMS):
-                at = start + tl.cast(first + atom, tl.int64) * 2048
-                if at < end:
-                    x = _load_atom(x_ptr, at, end)
-                    encode_atom(x, inbox + tl.cast(atom, tl.int64) * nbytes, FACTOR, BITS, FP4)
+            for atom in range(tile * TILE, tile * TILE + TILE, ATOMS):
+                at = start + (first + atom) * 2048
+                left = _values_left(at, end, ATOMS)
+                x = _load_atoms(x_ptr + at, left, ATOMS, AMD)
+                to = inbox + atom * nbytes
+                encode_atoms(x, to, _atoms(left), FACTOR, BITS, FP4, AMD)
         flag = 4 * (tile * WORLD + my_rank)
         _signal(peers_ptr, flag, tl.load(sequence_ptr + tile) + 1, my_rank, WORLD, LANES, AMD)
 
@@ -193,31 +207,31 @@ def two_shot_kernel(
         sequence = tl.load(sequence_ptr + tile) + 1
         flags = _flags(mine, 4 * tile * WORLD)
         spins = _await(flags, sequence, spins, late_ptr, note_ptr, my_rank, WORLD, LANES)
-        for atom in range(tile * ATOMS, tile * ATOMS + ATOMS):
-            at = first_value + tl.cast(first + atom, tl.int64) * 2048
-            place = tl.cast(atom, tl.int64) * nbytes
-            if at < last_value:
-                x = _load_atom(x_ptr, at, last_value)
-                total = tl.full((2048,), -0.0, tl.float32)  # -0 + x is x, also where x is -0
-                for rank in range(WORLD):
-                    if rank == my_rank:  # as if it had been sent
-                        code, scale = quantise_atom(x, FACTOR, BITS, FP4)
-                        part = dequantise_atom(code, scale, BITS, FP4)
-                    else:
-                        sent = mine + inbox_offset + rank * segment_bytes + place
-                        part = decode_atom(sent, BITS, FP4)
-                    total += part
-                y = total.to(tl.float16)
-                if GATHER:
-                    code, scale = quantise_atom(y, FACTOR, BITS, FP4)
-                    for i in range(1, WORLD):
-                        peer = (my_rank + i) % WORLD
-                        inbox = _peer(peers_ptr, peer) + gathered + my_rank * segment_bytes
-                        pack_atom(code, scale, inbox + place, BITS, FP4)
-                    y = dequantise_atom(code, scale, BITS, FP4)
-                    _store_atom(out_ptr, at, last_value, y)
+        for atom in range(tile * TILE, tile * TILE + TILE, ATOMS):
+            at = first_value + (first + atom) * 2048
+            left = _values_left(at, last_value, ATOMS)
+            place = atom * nbytes
+            x = _load_atoms(x_ptr + at, left, ATOMS, AMD)
+            pairs, scales = quantise_atoms(x, FACTOR, BITS, FP4, AMD)  # as if it had been sent
+            own = values_of(dequantise_atoms(pairs, scales, BITS, FP4, AMD))
+            total = tl.full((2048 * ATOMS,), -0.0, tl.float32)  # -0 + x is x, also where x is -0
+            for rank in range(WORLD):
+                if rank == my_rank:
+                    total += own
                 else:
-                    _store_atom(out_ptr, at - first_value, last_value - first_value, y)
+                    sent = mine + inbox_offset + rank * segment_bytes + place
+                    total += decode_atoms(sent, _atoms(left), BITS, FP4, ATOMS, AMD)
+            y = words_of(total, AMD)
+            if GATHER:
+                pairs, scales = quantise_atoms(y, FACTOR, BITS, FP4, AMD)
+                for i in range(1, WORLD):
+                    peer = (my_rank + i) % WORLD
+                    inbox = _peer(peers_ptr, peer) + gathered + my_rank * segment_bytes
+                    pack_atoms(pairs, scales, inbox + place, _atoms(left), BITS, FP4)
+                y = dequantise_atoms(pairs, scales, BITS, FP4, AMD)
+                _store_atoms(out_ptr + at, left, values_of(y), ATOMS)
+            else:
+                _store_atoms(out_ptr + (at - first_value), left, values_of(y), ATOMS)
         # Without GATHER the flag only says that the first inbox was read.
         flag = second + 4 * (tile * WORLD + my_rank)
         _signal(peers_ptr, flag, sequence, my_rank, WORLD, LANES, AMD)
@@ -232,11 +246,12 @@ def two_shot_kernel(
                 start = _segment(owner, n, unit, base, longer)
                 end = _segment(owner + 1, n, unit, base, longer)
                 inbox = mine + gathered + owner * segment_bytes
-                for atom in range(tile * ATOMS, tile * ATOMS + ATOMS):
-                    at = start + tl.cast(first + atom, tl.int64) * 2048
-                    if at < end:
-                        value = decode_atom(inbox + tl.cast(atom, tl.int64) * nbytes, BITS, FP4)
-                        _store_atom(out_ptr, at, end, value)
+                for atom in range(tile * TILE, tile * TILE + TILE, ATOMS):
+                    at = start + (first + atom) * 2048
+                    left = _values_left(at, end, ATOMS)
+                    sent = inbox + atom * nbytes
+                    value = decode_atoms(sent, _atoms(left), BITS, FP4, ATOMS, AMD)
+                    _store_atoms(out_ptr + at, left, value, ATOMS)
         tl.store(sequence_ptr + tile, sequence)
 
 

@@ -58,7 +58,9 @@ class Ranks:
         for base in self.peers:
             self.memory.store(np.array([base + shot * flags.size]), flags[None])
 
-    def two_shot(self, xs: list[np.ndarray], atoms: int, gather: bool) -> Results:
+    def two_shot(
+        self, xs: list[np.ndarray], gather: bool, *, tile: int = 1, atoms: int = 1
+    ) -> Results:
         """Sums of everything, or without ``gather`` of each rank's rows, first in its array."""
         rows, hidden = xs[0].shape
         if gather:
@@ -66,13 +68,13 @@ class Ranks:
         else:
             segments = quick_plan.row_segments(rows, hidden, self.world)
         places, b = self._put(xs), self.buffer
-        name = f"{self.fmt.name},{self.world},{atoms},{'all' if gather else 'own'}"
+        name = f"{self.fmt.name},{self.world},{tile},{atoms},{'all' if gather else 'own'}"
         for launch in quick_plan.launches(segments, b, 1, quick_plan.HIP):
-            tiles = -(-min(b.segment_atoms, segments.atoms - launch.first) // atoms)
+            tiles = -(-min(b.segment_atoms, segments.atoms - launch.first) // tile)
             shape = (rows * hidden, segments.unit, segments.base, segments.longer, launch.first)
             for rank, place in enumerate(places):
-                ours = (tiles, self.spins, rank, b.segment_atoms, b.two_shot_inbox)
-                scalars = [("i", n) for n in (*shape, *ours)] + [("l", b.segment_bytes)]
+                ours = (tiles, self.spins, rank, b.segment_atoms, b.two_shot_inbox, b.segment_bytes)
+                scalars = [("i", n) for n in (*shape, *ours)]
                 self._launch(f"two_shot[{name}]", rank, 0, place, scalars, min(2, tiles))
         return lambda: [self.memory.get(out, x) for (_, out), x in zip(places, xs, strict=True)]
 

@@ -15,7 +15,7 @@ from attention_worker.kernels import decode, norm, rope_cache, slots
 from ffn_worker.allreduce import formats_triton as reduce
 from ffn_worker.allreduce import quick_triton as quick
 from ffn_worker.allreduce.formats import FORMATS, ReduceFormat
-from ffn_worker.allreduce.quick_plan import CUDA, HIP, ONE_SHOT_BLOCK
+from ffn_worker.allreduce.quick_plan import CUDA, HIP, ONE_SHOT_BLOCK, Tuning
 from ffn_worker.kernels import moe, placed, sorting
 
 TARGETS = {
@@ -32,7 +32,8 @@ class Build:
     """One specialisation of a kernel.
 
     types: Triton types of the run-time arguments, in order. constants: constexpr arguments.
-    aligned: arguments known to be multiples of 16 (pointers always are).
+    aligned: arguments known to be multiples of 16 (pointers always are). registers: of a thread at
+    most, on NVIDIA.
     wanted: per target, patterns that the ISA must contain.
     """
 
@@ -42,6 +43,7 @@ class Build:
     constants: dict[str, Any]
     aligned: tuple[str, ...] = ()
     warps: int = 4
+    registers: int | None = None
     wanted: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def compile(self, target: str, **options: Any) -> CompiledKernel:
@@ -51,7 +53,8 @@ class Build:
         multiples = [n for n, t in self.types.items() if t.startswith("*") or n in self.aligned]
         attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in multiples}
         source = ASTSource(self.kernel, signature, constants, attributes)
-        options = {"num_warps": self.warps, **options}
+        asked = {} if self.registers is None else {"maxnreg": self.registers}
+        options = {"num_warps": self.warps, **asked, **options}
         return compile(source, target=TARGETS[target], options=options)
 
 
@@ -246,16 +249,17 @@ def attention_builds(target: str) -> Iterator[Build]:
 
 
 PROTOCOL = (
-    ("fp16", 4, 1, True), ("fp16", 3, 1, False), ("int8", 2, 1, True), ("int6", 2, 1, False),
-    ("int4", 2, 2, True), ("fp4", 2, 1, True),
+    ("fp16", 4, 1, 1, True), ("fp16", 3, 1, 1, False), ("int8", 2, 1, 1, True),
+    ("int6", 2, 2, 2, False), ("int4", 2, 2, 1, True), ("fp4", 2, 2, 1, True),
 )  # fmt: skip
-"""Formats, worlds, atoms of a tile, and whether all ranks get the sum, of what tests/amd runs."""
+"""Formats, worlds, atoms of a tile and at once, and whether all ranks get the sum, of what
+tests/amd runs."""
 
 
 def reduce_builds(target: str) -> Iterator[Build]:
     """The block formats of the quantised all-reduce, among 4 ranks."""
     for fmt in FORMATS.values():
-        shape = {"BITS": fmt.bits, "FP4": fmt.is_fp4}
+        shape = {"BITS": fmt.bits, "FP4": fmt.is_fp4, "AMD": target != "sm_90"}
         yield Build(
             f"encode[{fmt.name}]",
             reduce.encode_kernel,
@@ -275,8 +279,13 @@ def reduce_builds(target: str) -> Iterator[Build]:
             {"WORLD": 4, **shape},
             aligned=("rank_stride",),
         )
-    for name, world, atoms, gather in PROTOCOL:
-        yield two_shot(target, FORMATS[name], world, atoms, gather)
+    for name, world, tile, atoms, gather in PROTOCOL:
+        yield two_shot(target, FORMATS[name], world, tile, atoms, gather)
+    tuning = _tuning(target)
+    for fmt in FORMATS.values():  # as large messages take them
+        # Among 8 the sums of fp16 are unrolled, and on AMD 10 scalars go to lanes of a vector.
+        ranks = 8 if fmt.bits < 16 else 4
+        yield two_shot(target, fmt, ranks, tuning.tile_atoms, tuning.atoms, True)
     yield one_shot(target, 2)
     names = ("flags_ptr", "late_ptr", "note_ptr")
     yield Build("spin", quick.spin_kernel, {**dict.fromkeys(names, "*i32"), "spins": "i32"}, {})
@@ -294,7 +303,13 @@ _ORDER = {
 }
 
 
-def two_shot(target: str, fmt: ReduceFormat, world: int, atoms: int, gather: bool) -> Build:
+def _tuning(target: str) -> Tuning:
+    return CUDA if target == "sm_90" else HIP
+
+
+def two_shot(
+    target: str, fmt: ReduceFormat, world: int, tile: int, atoms: int, gather: bool
+) -> Build:
     words = (
         "n",
         "unit",
@@ -306,18 +321,22 @@ def two_shot(target: str, fmt: ReduceFormat, world: int, atoms: int, gather: boo
         "my_rank",
         "max_tiles",
         "inbox_offset",
+        "segment_bytes",
     )
+    tuning = _tuning(target)
     return Build(
-        f"two_shot[{fmt.name},{world},{atoms},{'all' if gather else 'own'}]",
+        f"two_shot[{fmt.name},{world},{tile},{atoms},{'all' if gather else 'own'}]",
         quick.two_shot_kernel,
-        {**_PEER_TYPES, **dict.fromkeys(words, "i32"), "segment_bytes": "i64"},
+        {**_PEER_TYPES, **dict.fromkeys(words, "i32")},
         {
-            "FACTOR": fmt.factor, "BITS": fmt.bits, "FP4": fmt.is_fp4, "ATOMS": atoms,
+            "FACTOR": fmt.factor, "BITS": fmt.bits, "FP4": fmt.is_fp4, "TILE": tile,
+            "ATOMS": atoms,
             "WORLD": world, "LANES": 1 << (world - 1).bit_length(), "GATHER": gather,
             "AMD": target != "sm_90",
         },
         aligned=("n", "unit", "inbox_offset", "segment_bytes"),
-        warps=(CUDA if target == "sm_90" else HIP).warps,
+        warps=tuning.warps,
+        registers=tuning.registers,
         wanted=_ORDER,
     )  # fmt: skip
 

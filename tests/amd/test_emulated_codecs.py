@@ -179,11 +179,11 @@ def test_an_access_beyond_a_buffer_is_an_error(runner):
 
 
 def test_changed_machine_code_is_noticed(compiled):
-    """One constant of the encoder, 1.5 * 2^23, becomes its lower neighbour: all codes shift."""
+    """A constant of the encoder, 1.5 * 2^10 + 8, becomes its lower neighbour: all codes shift."""
     code = compiled("gfx950").code("encode[int4]")
-    rounder = np.float32(12582912).tobytes()
+    rounder = np.full(2, 1544, np.float16).tobytes()
     assert rounder in code
-    changed = code.replace(rounder, np.float32(12582911).tobytes())
+    changed = code.replace(rounder, np.full(2, 1543, np.float16).tobytes())
     x = partials()[0]
     want = formats.encode(x, formats.INT4)
     arrays, scalars = [x, np.zeros_like(want)], [("i", 4096)]

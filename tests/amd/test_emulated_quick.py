@@ -50,7 +50,7 @@ def reference(xs: list[np.ndarray], fmt: formats.ReduceFormat, gather: bool) -> 
 def test_ranks_agree_with_the_reference(compiled, case, arch):
     """Calls of several sizes behind each other, without anything between them: segments of unequal
     length and empty ones, atoms that are not full, two launches where the buffer is small."""
-    name, world, atoms, gather = PROTOCOL[case]
+    name, world, tile, atoms, gather = PROTOCOL[case]
     fmt = formats.FORMATS[name]
     cheap = fmt is formats.FP16
     ranks = Ranks(compiled, arch, world, 1 if cheap else 2, fmt)
@@ -58,7 +58,7 @@ def test_ranks_agree_with_the_reference(compiled, case, arch):
     called = []
     for seed, (rows, hidden) in enumerate(sizes):
         xs = inputs(world, rows, hidden, seed)
-        called.append((xs, ranks.two_shot(xs, atoms, gather)))
+        called.append((xs, ranks.two_shot(xs, gather, tile=tile, atoms=atoms)))
     ranks.run(seed=case)
     for xs, results in called:
         shares = np.array_split(np.arange(len(xs[0])), world)
@@ -93,7 +93,7 @@ def test_without_waiting_a_sum_is_wrong(compiled, shot, world, gather):
     called = []
     for seed in range(1 if gather else 3):
         xs = inputs(world, 2, HIDDEN, seed)
-        called.append((xs, ranks.two_shot(xs, 1, gather)))
+        called.append((xs, ranks.two_shot(xs, gather)))
     ranks.run(seed=0)
     right = []
     for xs, results in called:
@@ -107,6 +107,6 @@ def test_without_waiting_a_sum_is_wrong(compiled, shot, world, gather):
 
 def test_a_lost_rank_ends_the_wait_and_is_named(compiled):
     ranks = Ranks(compiled, "gfx942", 4, 2, late=2, spins=300)
-    ranks.two_shot(inputs(4, 4, HIDDEN, 0), 1, True)
+    ranks.two_shot(inputs(4, 4, HIDDEN, 0), True)
     ranks.run(seed=0, fair=True)
     assert [ranks.noted(rank) for rank in range(4)] == [3, 3, 0, 3]

@@ -19,7 +19,10 @@ WORLDS = [
 ]
 
 
-@pytest.mark.parametrize("check", ["formats", "library", "graph", "lost", "stopped"])
+CHECKS = ["one_shot", "library", "graph", "lost", "stopped", "fp16", "int8", "int6", "int4", "fp4"]
+
+
+@pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("world", WORLDS)
 def test_all_reduce(world: int, check: str, tmp_path: Path) -> None:
     ranks = [

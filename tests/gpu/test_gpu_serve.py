@@ -9,13 +9,12 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 
 import pytest
 import torch
 
 from afd.bench.gpu import profile
-from afd.bench.gpu.targets import Afd, Sizes, deployment, vllm_args
+from afd.bench.gpu.targets import Afd, Sizes, deployment, fitted, vllm_args
 from afd.bench.servers import disaggregated
 from afd.bench.stages import totals
 from afd.bench.workload import Request, first_difference, run
@@ -25,10 +24,12 @@ from afd.demo.sizes import resolve
 from afd.errors import AfdError
 from afd.placement import balance
 
+GPUS = min(2, torch.cuda.device_count())
+"""Of one, the instances share it."""
 pytestmark = [
-    pytest.mark.multi_gpu,
+    pytest.mark.gpu,
     pytest.mark.serve,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs"),
+    pytest.mark.skipif(not GPUS, reason="needs an NVIDIA GPU"),
 ]
 TOKENS = 600
 NEAR_TIE = 0.1  # nats
@@ -41,7 +42,11 @@ _FFN_S = 5.0
 
 def deployed(model, ffn_s):
     config = deployment(
-        Afd(1, 1), model, Sizes(8, 1024, 1.0), "cuda", vllm_args("cuda", filled=False)
+        fitted(Afd(1, 1), GPUS),
+        model,
+        Sizes(8, 1024, 1.0),
+        "cuda",
+        vllm_args("cuda", filled=False),
     )
     # A prefix hit would cut the second run's prefill differently.
     config["attention"]["enable_prefix_caching"] = False
@@ -157,7 +162,7 @@ def test_our_decode_kernel_answers_like_flash_attention(tmp_path):
     make_model("step3", tmp_path / "model", sizes)
 
     def answers(kernel):
-        target, log = Afd(1, 1, kernel=kernel), tmp_path / f"{kernel}.log"
+        target, log = fitted(Afd(1, 1, kernel=kernel), GPUS), tmp_path / f"{kernel}.log"
         args = vllm_args("cuda", filled=False, kv="fp8")
         config = deployment(target, tmp_path / "model", Sizes(8, 1024, 1.0), "cuda", args)
         with disaggregated(config, log=log) as server:
@@ -200,11 +205,11 @@ def test_the_depth_is_chosen_while_graphs_are_replayed(tiny_models, tmp_path):
 
 
 def test_routed_dispatch_answers_like_broadcast_also_while_experts_move(tiny_models, tmp_path):
-    """Two FFN instances that share two GPUs with the attention instance; no graphs, whose sizes and
+    """Two FFN instances that share the GPUs with the attention instance; no graphs, whose sizes and
     addresses are fixed."""
 
     def config(dispatch):
-        target = Afd(1, 2, graphs=False, shared=2)
+        target = fitted(Afd(1, 2, graphs=False), GPUS)
         args = vllm_args("cuda", filled=False)
         made = deployment(target, tiny_models("qwen3_moe"), Sizes(8, 1024, 1.0), "cuda", args)
         made["attention"]["enable_prefix_caching"] = False
@@ -219,16 +224,12 @@ def test_routed_dispatch_answers_like_broadcast_also_while_experts_move(tiny_mod
             differs = first_difference(one, other)
             assert differs is None or other.gaps[differs] <= units * 0.125, differs
 
-    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
-        starting = [
-            pool.submit(
-                stack.enter_context,
-                disaggregated(config(dispatch), log=tmp_path / f"{dispatch}.log"),
-            )
-            for dispatch in ("broadcast", "routed")
-        ]
-        whole, routed = (server.result() for server in starting)
+    def served(dispatch):
+        return disaggregated(config(dispatch), log=tmp_path / f"{dispatch}.log")
+
+    with served("broadcast") as whole:
         expected = run(whole.url, whole.model, TOGETHER, salt="broadcast")
+    with served("routed") as routed:
         alike(run(routed.url, routed.model, TOGETHER, salt="routed"), expected, 1)
         contract = operator.contract(routed.control)
         assert contract is not None

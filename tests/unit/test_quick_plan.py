@@ -30,7 +30,8 @@ def test_every_atom_of_every_segment_is_in_one_tile(seed: int):
     rng = random.Random(seed)
     world, n = rng.randint(2, 8), rng.randint(1, 4_000_000)
     buffer = Buffer(world, rng.randint(1, 2000), 1152, 4)
-    tuning = Tuning(rng.randint(1, 4), rng.choice([1, 2, 4, 8]), 8)
+    atoms = rng.choice([1, 2, 4])
+    tuning = Tuning(rng.randint(1, 4), atoms * rng.choice([1, 4]), atoms, 8)
     segments = flat_segments(n, world)
     edges = bounds(segments, n, world)
     assert edges[0] == 0 and edges[-1] == n and edges == sorted(edges)
@@ -41,11 +42,18 @@ def test_every_atom_of_every_segment_is_in_one_tile(seed: int):
         assert launch.first == covered
         assert 1 <= launch.programs <= min(launch.tiles, 132 * tuning.programs)
         assert launch.tile_atoms <= tuning.tile_atoms
+        assert (launch.tile_atoms, launch.atoms) in tuning.cuts
+        assert launch.tile_atoms % launch.atoms == 0
         assert launch.tiles <= buffer.segment_atoms  # there is a flag and a counter for each
         atoms = min(segments.atoms - covered, buffer.segment_atoms)
         assert (launch.tiles - 1) * launch.tile_atoms < atoms <= launch.tiles * launch.tile_atoms
         covered += atoms
     assert covered == segments.atoms
+
+
+def test_a_buffer_whose_bytes_an_int32_cannot_count_is_refused():
+    with pytest.raises(ValueError, match=r"at most 2\^31 - 1"):
+        Buffer(8, 1 << 20, 1152, 4)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 43])
@@ -70,7 +78,7 @@ def test_parts_of_the_buffer_do_not_overlap(fmt):
 
 def test_small_messages_have_small_tiles():
     """Tiles grow only where all programs have some anyway."""
-    buffer = Buffer(2, 1 << 20, 1152, 4)
+    buffer = Buffer(2, 100_000, 1152, 4)
     sizes = {n: [x.tile_atoms for x in launches(Segments(2048, n, 0), buffer, 132, CUDA)]
-             for n in (8, 527, 528, 1056, 100_000)}  # fmt: skip
-    assert sizes == {8: [1], 527: [1], 528: [2], 1056: [4], 100_000: [4]}
+             for n in (8, 528, 529, 4223, 4224, 100_000)}  # fmt: skip
+    assert sizes == {8: [1], 528: [1], 529: [4], 4223: [4], 4224: [16], 100_000: [16]}

@@ -24,7 +24,17 @@ from afd.bench.gpu.common import (
     parser,
     report,
 )
-from afd.bench.gpu.targets import PEER, Afd, Colocated, Sizes, Target, parse, running, vllm_args
+from afd.bench.gpu.targets import (
+    PEER,
+    Afd,
+    Colocated,
+    Sizes,
+    Target,
+    fitted,
+    parse,
+    running,
+    vllm_args,
+)
 from afd.bench.measure import Scores, Workload, check_depth, forced, read_counters
 from afd.bench.records import gpu_names
 from afd.bench.servers import Server
@@ -126,8 +136,8 @@ def variants(args: argparse.Namespace) -> list[Target]:
             target = parse(name, wire)
             if not isinstance(target, Afd):
                 raise ConfigError(f"{name} is no topology; name deployments such as 2A2F")
-            if args.shared_gpus and 0 < gpus < target.gpus:
-                target = replace(target, shared=gpus)
+            if args.shared_gpus:
+                target = fitted(target, gpus)
             found.append(target)
             if wire == "exact" and args.device != "cpu":
                 if name in args.lookahead:

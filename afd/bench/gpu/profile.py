@@ -26,7 +26,16 @@ from typing import Any
 from afd.bench.gpu.common import Report, add_model, case_of, count, model_of, parser, report
 from afd.bench.gpu.load import Load, held
 from afd.bench.gpu.slices import Slice
-from afd.bench.gpu.targets import START_S, Afd, Sizes, deployment, graph_args, vllm_args
+from afd.bench.gpu.targets import (
+    START_S,
+    Afd,
+    Sizes,
+    deployment,
+    fitted,
+    graph_args,
+    vllm_args,
+)
+from afd.bench.records import gpu_names
 from afd.bench.servers import Server, await_health, server_process
 from afd.config import Deployment
 from afd.errors import AfdError, DeadlineExceeded
@@ -64,6 +73,7 @@ _STOP_S = 300.0
 """vLLM sums its profile up before it answers."""
 _WRITE_S = 60.0
 """A trace of a second is a file of many megabytes."""
+_TRACE = "trace.json"
 
 
 def calls(trace: Mapping[str, Any]) -> Calls:
@@ -102,7 +112,7 @@ def main(argv: Sequence[str]) -> int:
         roles(Path(folder), path, sizes, args) as (server, ffn),
     ):
         load = Load(args.batch, args.context, sizes.length, piece.sizes.vocab, args.seed)
-        asyncio.run(_profile(server, ffn, load, args))
+        asyncio.run(_profile(server, ffn, Path(folder, "ffn", _TRACE), load, args))
         found = {
             "attention": calls(_trace_of(Path(folder, "attention"), _WRITE_S)),
             "ffn": calls(_trace_of(Path(folder, "ffn"), _WRITE_S)),
@@ -143,7 +153,8 @@ def roles(
         "torch_profiler_use_gzip": False,
         "ignore_frontend": True,
     }
-    target = Afd(1, 1)
+    gpus = 0 if args.device == "cpu" else len(gpu_names())
+    target = fitted(Afd(1, 1), gpus)  # calls are counted, not timed
     flags = [
         *vllm_args(args.device, True),
         *([] if args.device == "cpu" else graph_args(target, sizes)),
@@ -157,7 +168,7 @@ def roles(
     served = Deployment.from_plain({**plain, "served_model_name": "model", "gateway": {"port": 0}})
     ffn_trace = folder / "ffn"
     ffn_trace.mkdir()
-    wrapped = ["-m", "afd.bench.gpu.profile_ffn_torch", str(ffn_trace / "trace.json")]
+    wrapped = ["-m", "afd.bench.gpu.profile_ffn_torch", str(ffn_trace / _TRACE)]
     args.logs.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         ports = stack.enter_context(held_addresses(served))
@@ -178,11 +189,17 @@ def roles(
 
 
 async def _profile(
-    server: Server, ffn: subprocess.Popen[bytes], load: Load, args: argparse.Namespace
+    server: Server,
+    ffn: subprocess.Popen[bytes],
+    ffn_trace: Path,
+    load: Load,
+    args: argparse.Namespace,
 ) -> None:
     server.set_depth(args.depth)
     async with held(server, load):
         ffn.send_signal(signal.SIGUSR1)
+        # A profiler takes seconds to start, and one that is stopped before ends its process.
+        await asyncio.to_thread(_appears, ffn_trace.with_suffix(".started"))
         await asyncio.to_thread(_post, f"{server.url}/start_profile")
         await asyncio.sleep(args.profiled_s)
         await asyncio.to_thread(_post, f"{server.url}/stop_profile")
@@ -192,6 +209,14 @@ async def _profile(
 def _post(url: str) -> None:
     with urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=_STOP_S):
         pass
+
+
+def _appears(file: Path) -> None:
+    end = time.monotonic() + _WRITE_S
+    while not file.exists():
+        if time.monotonic() > end:
+            raise DeadlineExceeded(f"no profiler started in {_WRITE_S:g} s; see the FFN's log")
+        time.sleep(0.02)
 
 
 def _trace_of(folder: Path, deadline_s: float) -> dict[str, Any]:

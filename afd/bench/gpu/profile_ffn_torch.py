@@ -1,8 +1,9 @@
 """An FFN instance under PyTorch's profiler: `... TRACE --role-file FILE`.
 
 SIGUSR1 starts the profiler and SIGUSR2 ends it, both in the thread of the loop, between two of its
-steps or in a wait of it. The trace is written by another thread: that takes seconds, for which
-peers would wait.
+steps or in a wait of it. Once it runs there is a file of TRACE's name with the suffix .started: one
+that is ended before ends the instance. The trace is written by another thread: that takes seconds,
+for which peers would wait.
 """
 
 import signal
@@ -26,6 +27,7 @@ def main(trace: Path, role_file: Path) -> int:
 
     def start(_signum: int, _frame: FrameType | None) -> None:
         profiler.start()
+        trace.with_suffix(".started").touch()
 
     writer = threading.Thread(target=lambda: profiler.export_chrome_trace(str(trace)))
 

@@ -75,6 +75,11 @@ class Afd:
         return f"{self.name} {self.wire}{kernel}{ahead}{eager}{shared}{dummy}"
 
 
+def fitted(target: Afd, gpus: int) -> Afd:
+    """The same on ``gpus`` GPUs, which its instances share where they are fewer than it has."""
+    return replace(target, shared=gpus) if 0 < gpus < target.gpus else target
+
+
 @dataclass(frozen=True)
 class Colocated:
     """Plain vLLM: dp replicas of tp GPUs each. With more than one replica the experts are divided

@@ -1,0 +1,87 @@
+"""The two-shot kernel with all ranks on one GPU, a stream each: the reference's bits."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton", reason="triton is not installed")
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+from allreduce_rank import inputs, reference, same  # noqa: E402
+
+from ffn_worker.allreduce import quick_plan, quick_triton  # noqa: E402
+from ffn_worker.allreduce.base import row_shares  # noqa: E402
+from ffn_worker.allreduce.formats import FORMATS, ReduceFormat  # noqa: E402
+from ffn_worker.allreduce.quick_plan import Tuning  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+HIP = torch.version.hip is not None
+HIDDEN = 7168
+SPINS = 1 << 24
+TUNINGS = (quick_plan.HIP if HIP else quick_plan.CUDA, Tuning(1, 4, 1, 4))
+
+
+class Ranks:
+    """``world`` ranks whose buffers are all on this GPU. Their programs are few enough to run at
+    once, as a rank waits for the others; and every address is aligned alike, so that no rank has a
+    kernel of its own, which could not be loaded while another rank waits."""
+
+    def __init__(self, world: int, fmt: ReduceFormat, segment_atoms: int, tuning: Tuning) -> None:
+        self.world, self.fmt, self.tuning = world, fmt, tuning
+        self.buffer = quick_plan.Buffer(world, segment_atoms, fmt.atom_bytes, 1)
+        self.memory = torch.zeros((world, self.buffer.nbytes), dtype=torch.uint8, device="cuda")
+        self.peers = torch.tensor([m.data_ptr() for m in self.memory], device="cuda")
+        counters = (world, -(-segment_atoms // 4) * 4)
+        self.sequences = torch.zeros(counters, dtype=torch.int32, device="cuda")
+        self.late = torch.zeros((2, world, 4), dtype=torch.int32, device="cuda")
+        self.streams = [torch.cuda.Stream() for _ in range(world)]
+        processors = torch.cuda.get_device_properties(0).multi_processor_count
+        self.processors = processors // world
+
+    def two_shot(self, xs: list[torch.Tensor], outs: list[torch.Tensor], *, gather: bool) -> None:
+        """Sums xs, [rows, hidden] on the GPU, into outs."""
+        world, b, fmt = self.world, self.buffer, self.fmt
+        segments = quick_plan.row_segments(*xs[0].shape, world)
+        if gather:
+            segments = quick_plan.flat_segments(xs[0].numel(), world)
+        for stream in self.streams:
+            stream.wait_stream(torch.cuda.current_stream())
+        for launch in quick_plan.launches(segments, b, self.processors, self.tuning):
+            for rank, (x, out, stream) in enumerate(zip(xs, outs, self.streams, strict=True)):
+                with torch.cuda.stream(stream):
+                    quick_triton.two_shot_kernel[(launch.programs,)](
+                        x, out, self.peers, self.sequences[rank],
+                        self.late[0, rank], self.late[1, rank], x.numel(),
+                        segments.unit, segments.base, segments.longer,
+                        launch.first, launch.tiles, SPINS, rank,
+                        b.segment_atoms, b.two_shot_inbox, b.segment_bytes,
+                        FACTOR=fmt.factor, BITS=fmt.bits, FP4=fmt.is_fp4,
+                        TILE=launch.tile_atoms, ATOMS=launch.atoms, GATHER=gather,
+                        WORLD=world, LANES=1 << (world - 1).bit_length(), AMD=HIP,
+                        **self.tuning.options,
+                    )  # fmt: skip
+        for stream in self.streams:
+            torch.cuda.current_stream().wait_stream(stream)
+
+
+@pytest.mark.parametrize("tuning", TUNINGS, ids=str)
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda f: f.name)
+def test_sums_have_the_references_bits(fmt: ReduceFormat, world: int, tuning: Tuning) -> None:
+    ranks = Ranks(world, fmt, 400, tuning)
+    shapes = [(1, 64), (3, HIDDEN), (world * 16 + 1, HIDDEN), (1024, HIDDEN)]
+    several = world == 2 and tuning is TUNINGS[0]  # each dtype is a kernel that compiles
+    for dtype in (torch.bfloat16, torch.float16, torch.float32)[: 3 if several else 1]:
+        for seed, (rows, hidden) in enumerate(shapes[: 4 if dtype is torch.bfloat16 else 3]):
+            xs = inputs(world, rows, hidden, dtype, seed)
+            shares = row_shares(rows, world)
+            outs = [xs[0].new_empty((end - start, hidden)).cuda() for start, end in shares]
+            there = [x.cuda() for x in xs]
+            ranks.two_shot(there, outs, gather=False)
+            ranks.two_shot(there, there, gather=True)
+            assert not ranks.late.any()
+            for sums in there:
+                same(sums, reference(xs, fmt, gather=True))
+            for out, (start, end) in zip(outs, shares, strict=True):
+                if end > start:
+                    same(out, reference([x[start:end] for x in xs], fmt, gather=False))
