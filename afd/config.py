@@ -48,7 +48,7 @@ class Attention(Section):
     max_model_len: int = Field(default=2048, ge=1)  # tokens, prompt and answer together
     max_num_seqs: int = Field(default=64, ge=1)  # requests per step
     max_num_batched_tokens: int = Field(default=1024, ge=1)  # tokens per step
-    kv_cache_gib: float = Field(default=1.0, gt=0)
+    kv_cache_gib: float = Field(default=1.0, gt=0)  # per instance; on CPUs resident from the start
     enable_prefix_caching: bool = True
     host: str = "127.0.0.1"
     port: Port = 8100  # instance i serves at port + i; 0 = any free

@@ -77,6 +77,10 @@ bool WriterWatch::alive(ProcessIdentity owner) {
   const auto known = std::find_if(watches_.begin(), watches_.end(),
                                   [owner](const ProcessWatch& w) { return w.identity() == owner; });
   if (known == watches_.end()) {
+    // Nobody asks again about an ended writer whose slots another one has taken.
+    watches_.erase(std::remove_if(watches_.begin(), watches_.end(),
+                                  [](const ProcessWatch& w) { return !w.alive(); }),
+                   watches_.end());
     watches_.emplace_back(owner);
     if (watches_.back().alive()) return true;
     watches_.pop_back();

@@ -119,6 +119,20 @@ def test_nothing_is_left_behind() -> None:
     nothing_new()
 
 
+def test_nothing_is_kept_of_writers_that_have_ended() -> None:
+    """A restarted writer takes its slots over before anybody asks after the one before."""
+    region = Region(1, 64, name="outlives")
+    descriptors = []
+    for seq in range(1, 5):
+        flag = make_flag(1, seq)
+        arguments = {"addresses": region.addresses, "backend": "shm", "slots": (0, 1)}
+        with peer("send", flag=flag, value=seq, **arguments) as writer:
+            assert writer.read() == "posted"
+            assert region.wait_all([0], [flag + 1], 100_000) == [Status.DEADLINE]
+        descriptors.append(len(os.listdir("/proc/self/fd")))
+    assert descriptors == descriptors[:1] * 4
+
+
 def test_memory_cannot_be_shrunk_under_a_peer() -> None:
     region = Region(1, 1 << 16, name="sealed")
     fd = int(shm_address(region).split(":")[3])

@@ -24,7 +24,7 @@ from afd.bench.gpu.common import (
     parser,
     report,
 )
-from afd.bench.gpu.kv import spread_kv_bytes
+from afd.bench.gpu.kv import default_gib, spread_kv_bytes
 from afd.bench.gpu.load import Load, steady
 from afd.bench.gpu.predict import Prediction, predict
 from afd.bench.gpu.slices import Slice
@@ -150,7 +150,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     made.add_argument("--window", type=float, default=1.5, help="seconds per cell")
     made.add_argument("--answer", type=count, default=_ANSWER, help="most tokens of an answer")
     made.add_argument(
-        "--kv-gib", type=float, default=8.0, help="KV cache of a server, per GPU it has"
+        "--kv-gib", type=float, help="KV cache of a server, per GPU it has; default: 8, on CPU 0.25"
     )
     made.add_argument(
         "--kv", default="bfloat16", choices=("bfloat16", "fp8"), help="of every server's KV cache"
@@ -160,7 +160,10 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         help="attention.kernel of our deployments, one deployment each",
     )  # fmt: skip
     made.add_argument("--computed", action="store_true", help="compute prompts, fill none")
-    return made.parse_args(argv)
+    args = made.parse_args(argv)
+    if args.kv_gib is None:
+        args.kv_gib = default_gib(args.device)
+    return args
 
 
 def _targets(args: argparse.Namespace) -> list[Target]:

@@ -28,3 +28,12 @@ def kv_gib(targets: Sequence[Target], requests: int, length: int, model: ModelSp
     targets."""
     most = max(spread_kv_bytes(target, requests, length, model) for target in targets)
     return 1.1 * most / 2**30 + 0.1
+
+
+def default_gib(device: str) -> float:
+    """Per GPU, those without a cache counted too, where neither the user nor the requests decide.
+
+    vLLM touches a CPU's whole cache as it starts, and all servers of a dry run share one host's
+    memory: with the cache of a GPU a deployment of two would take 16 GiB of it.
+    """
+    return 0.25 if device == "cpu" else 8.0

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from afd.bench.gpu.common import Report, add_model, case_of, count, model_of, parser, report
+from afd.bench.gpu.kv import default_gib
 from afd.bench.gpu.load import Load, held
 from afd.bench.gpu.slices import Slice
 from afd.bench.gpu.targets import (
@@ -104,8 +105,7 @@ def main(argv: Sequence[str]) -> int:
     args = made.parse_args(argv)
     length = args.context + 4_000
     piece, path = model_of(args, args.model, length)
-    kv_gib = 8.0 if args.device != "cpu" else 0.25
-    sizes = Sizes(args.batch, length, kv_gib, (args.batch,))
+    sizes = Sizes(args.batch, length, default_gib(args.device), (args.batch,))
     out = report("gpu", args, "profile", argv)
     with (
         tempfile.TemporaryDirectory(prefix="afd-profile-") as folder,
