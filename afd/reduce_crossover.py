@@ -23,7 +23,7 @@ class Way(Enum):
     LIBRARY = "library"
     """exact, NCCL or RCCL"""
     TWO_SHOT = "two_shot"
-    """in the format that was asked for, through peer memory"""
+    """in the format that was asked for, or exact, through peer memory"""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def read_crossover(path: Path, world: int, dtype: str, fmt: str) -> Crossover:
     """The row for these ranks, this dtype ("bfloat16") and format ("int4", "exact").
 
     A number of ranks that was not measured takes the row of the next larger one, else of the
-    largest. Exact messages never take two shots.
+    largest.
 
     Raises:
         ConfigError: the file is not such a table, or has no row for the dtype and format.

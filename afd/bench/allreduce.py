@@ -24,7 +24,7 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 GPU_SIZES = tuple(4 * KIB << i for i in range(0, 19))
 CPU_SIZES = (4 * KIB, 64 * KIB, 512 * KIB)
 FORMATS = ("fp16", "int8", "int6", "int4", "fp4")
-OURS = {"cuda": ("one_shot", *FORMATS), "cpu": ("exact", *FORMATS)}
+OURS = {"cuda": ("one_shot", "exact", *FORMATS), "cpu": ("exact", *FORMATS)}
 PEERS = {"cuda": ("nccl", "vllm"), "cpu": ("gloo",)}
 DTYPE = "bfloat16"
 

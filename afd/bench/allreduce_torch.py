@@ -139,7 +139,7 @@ def compare(ours: Any, device: torch.device, settings: dict[str, Any]) -> Iterat
             ways["vllm"] = vllm.custom_all_reduce
         if ours.fits_one_shot(x):
             ways["one_shot"] = ours.one_shot
-        for name, fmt in FORMATS.items():
+        for name, fmt in {"exact": None, **FORMATS}.items():
             ways[name] = lambda x, fmt=fmt: ours.two_shot(x, fmt)
         for name, way in ways.items():
             capture = vllm.capture if name == "vllm" else nullcontext

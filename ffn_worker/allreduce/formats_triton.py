@@ -71,16 +71,18 @@ def _half(bits):
 
 @triton.jit
 def _word(low, high):
-    """uint32 of two float16."""
+    """uint32 of two values of 16 bits."""
     low = low.to(tl.uint16, bitcast=True).to(tl.uint32)
     return low | (high.to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
 
 
 @triton.jit
-def words_of(x, AMD: tl.constexpr):
-    """uint32 [n] of values [2 * n], rounded to float16."""
+def words_of(x, BF16: tl.constexpr, AMD: tl.constexpr):
+    """uint32 [n] of values [2 * n], rounded to float16, or with BF16 to bfloat16."""
     low, high = tl.split(tl.reshape(x.to(tl.float32), (x.shape[0] // 2, 2)))
-    if AMD:
+    if BF16:
+        return _word(low.to(tl.bfloat16), high.to(tl.bfloat16))
+    elif AMD:
         return _word(low.to(tl.float16), high.to(tl.float16))
     else:
         code: tl.constexpr = "cvt.rn.f16x2.f32 $0, $1, $2;"
@@ -98,9 +100,13 @@ def _reciprocal(x, AMD: tl.constexpr):
 
 
 @triton.jit
-def values_of(words):
-    """float32 [2 * n] of words [n]."""
-    x = tl.join(_half(words).to(tl.float32), _half(words >> 16).to(tl.float32))
+def values_of(words, BF16: tl.constexpr):
+    """float32 [2 * n] of words [n] of float16, or with BF16 of bfloat16."""
+    if BF16:
+        low = (words << 16).to(tl.float32, bitcast=True)
+        x = tl.join(low, (words & 0xFFFF0000).to(tl.float32, bitcast=True))
+    else:
+        x = tl.join(_half(words).to(tl.float32), _half(words >> 16).to(tl.float32))
     return tl.reshape(x, (words.shape[0] * 2,))
 
 
@@ -136,7 +142,7 @@ def quantise_atoms(
     """(pairs uint32 [threads, 4], scales uint32 [threads]) of words [4 * threads].
 
     scales: words of the even and the odd block's, for each of a group's 8 threads. With BITS 16 the
-    values are their own codes, and there are no scales.
+    values, float16 or bfloat16, are their own codes, and there are no scales.
     """
     if BITS == 16:
         return words, words
@@ -277,12 +283,13 @@ def decode_atoms(
     atoms,
     BITS: tl.constexpr,
     FP4: tl.constexpr,
+    BF16: tl.constexpr,
     ATOMS: tl.constexpr,
     AMD: tl.constexpr,
 ):
-    """float32 [2048 * ATOMS], exact in float16, of the encoded atoms at ``data_ptr``."""
+    """float32 [2048 * ATOMS], exact in 16 bits, of the encoded atoms at ``data_ptr``."""
     pairs, scales = unpack_atoms(data_ptr, atoms, BITS, FP4, ATOMS)
-    return values_of(dequantise_atoms(pairs, scales, BITS, FP4, AMD))
+    return values_of(dequantise_atoms(pairs, scales, BITS, FP4, AMD), BF16)
 
 
 @triton.jit
@@ -307,7 +314,7 @@ def encode_kernel(
     """
     atom = tl.program_id(0).to(tl.int64)
     at = atom * 2048 + tl.arange(0, 2048)
-    words = words_of(tl.load(x_ptr + at, mask=at < n, other=0.0), AMD)
+    words = words_of(tl.load(x_ptr + at, mask=at < n, other=0.0), False, AMD)
     nbytes: tl.constexpr = atom_nbytes(BITS)
     encode_atoms(words, data_ptr + atom * nbytes, 1, FACTOR, BITS, FP4, AMD)
 
@@ -317,7 +324,7 @@ def decode_kernel(data_ptr, x_ptr, n, BITS: tl.constexpr, FP4: tl.constexpr, AMD
     """Atoms -> x [n]. Grid (ceil(n / 2048))."""
     atom = tl.program_id(0).to(tl.int64)
     nbytes: tl.constexpr = atom_nbytes(BITS)
-    x = decode_atoms(data_ptr + atom * nbytes, 1, BITS, FP4, 1, AMD)
+    x = decode_atoms(data_ptr + atom * nbytes, 1, BITS, FP4, False, 1, AMD)
     at = atom * 2048 + tl.arange(0, 2048)
     tl.store(x_ptr + at, x.to(x_ptr.dtype.element_ty), mask=at < n)
 
@@ -336,9 +343,9 @@ def decode_sum_kernel(
     """Sum of WORLD encoded buffers, ``rank_stride`` bytes apart, in rank order -> float16 x [n]."""
     atom = tl.program_id(0).to(tl.int64)
     nbytes: tl.constexpr = atom_nbytes(BITS)
-    total = decode_atoms(data_ptr + atom * nbytes, 1, BITS, FP4, 1, AMD)
+    total = decode_atoms(data_ptr + atom * nbytes, 1, BITS, FP4, False, 1, AMD)
     for rank in tl.static_range(1, WORLD):
         part = data_ptr + rank * rank_stride + atom * nbytes
-        total += decode_atoms(part, 1, BITS, FP4, 1, AMD)
+        total += decode_atoms(part, 1, BITS, FP4, False, 1, AMD)
     at = atom * 2048 + tl.arange(0, 2048)
     tl.store(x_ptr + at, total.to(x_ptr.dtype.element_ty), mask=at < n)

@@ -1,7 +1,7 @@
 """Quantised all-reduce over peer memory, portable: our kernels on CUDA and ROCm.
 
-Large messages take two shots in a lossy format, small ones one exact shot, those between and exact
-large ones NCCL or RCCL; the crossover table says where. Not run on ROCm hardware: see docs/amd.md.
+Small messages take one exact shot, large ones two shots, in the lossy format or exact, those
+between NCCL or RCCL; the crossover table says where. Not run on ROCm hardware: see docs/amd.md.
 
 Peer memory is torch's symmetric memory, which knows CUDA and ROCm; NVLink multicast stays off.
 """
@@ -34,8 +34,9 @@ class QuickCollective(Collective):
     call in which it was is worthless, and so are all later ones.
 
     Args:
-        setup: its format is that of two shots; without one everything is exact. Its dtype is
-            compiled and tried at the start, other types at their first call.
+        setup: its format is that of two shots; without one everything is exact, and float32
+            takes no two shots. Its dtype is compiled and tried at the start, other types at their
+            first call.
         crossover: which way a message goes, by its size.
         room: the format that the inboxes are laid out for; None: the setup's. Other formats of at
             most its size may be given to the methods that take one.
@@ -58,12 +59,11 @@ class QuickCollective(Collective):
         rank, world, fmt, device = setup.rank, setup.world, setup.fmt, setup.device
         super().__init__(rank, world)
         self._library = NcclCollective(replace(setup, fmt=None))
-        self._fmt = fmt or FP16
-        self._lossy = fmt is not None
+        self._fmt = fmt
         self._crossover = crossover
         self._deadline_s = setup.deadline_s
-        atom_bytes = (room or self._fmt).atom_bytes
-        atoms = capacity_bytes // (2 * world * atom_bytes) if room or fmt else 1
+        atom_bytes = (room or fmt or FP16).atom_bytes
+        atoms = capacity_bytes // (2 * world * atom_bytes)
         self._buffer = quick_plan.Buffer(world, atoms, atom_bytes, _ONE_SHOT_TILES)
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._hip = torch.version.hip is not None
@@ -103,12 +103,12 @@ class QuickCollective(Collective):
             return self._library.all_reduce(x)
         if way is Way.ONE_SHOT:
             return self.one_shot(x)
-        return self.two_shot(x)
+        return self.two_shot(x, self._fmt)
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         self.check()
         if self._way(x) is Way.TWO_SHOT and x.numel():
-            return self.two_shot_scatter(x)
+            return self.two_shot_scatter(x, self._fmt)
         if self._way(x) is Way.ONE_SHOT and x.numel():
             start, end = row_shares(len(x), self.world)[self.rank]
             return self.one_shot(x.clone())[start:end]
@@ -159,26 +159,27 @@ class QuickCollective(Collective):
         )
         return x
 
-    def two_shot(self, x: torch.Tensor, fmt: ReduceFormat | None = None) -> torch.Tensor:
-        """The sum in the lossy format, in place, whatever the size."""
+    def two_shot(self, x: torch.Tensor, fmt: ReduceFormat | None) -> torch.Tensor:
+        """The sum in a lossy format, or the exact one of values of 16 bits, in place."""
         segments = quick_plan.flat_segments(x.numel(), self.world)
         for launch in quick_plan.launches(segments, self._buffer, self._processors, self.tuning):
-            self._two_shot(x, x, segments, launch, fmt or self._fmt, gather=True)
+            self._two_shot(x, x, segments, launch, fmt, gather=True)
         return x
 
-    def two_shot_scatter(self, x: torch.Tensor, fmt: ReduceFormat | None = None) -> torch.Tensor:
-        """This rank's rows of the sum after the first shot, whatever the size."""
+    def two_shot_scatter(self, x: torch.Tensor, fmt: ReduceFormat | None) -> torch.Tensor:
+        """This rank's rows of the sum after the first shot."""
         rows, hidden = x.shape
         start, end = row_shares(rows, self.world)[self.rank]
         out = x.new_empty((end - start, hidden))
         segments = quick_plan.row_segments(rows, hidden, self.world)
         for launch in quick_plan.launches(segments, self._buffer, self._processors, self.tuning):
-            self._two_shot(x, out, segments, launch, fmt or self._fmt, gather=False)
+            self._two_shot(x, out, segments, launch, fmt, gather=False)
         return out
 
     def _way(self, x: torch.Tensor) -> Way:
         way = self._crossover.way(x.nbytes)
-        if way is Way.TWO_SHOT and not (self._lossy and x.numel() <= quick_plan.MOST_VALUES):
+        takes = self._fmt is not None or x.element_size() == 2
+        if way is Way.TWO_SHOT and not (takes and x.numel() <= quick_plan.MOST_VALUES):
             return Way.LIBRARY
         if way is Way.ONE_SHOT and not self.fits_one_shot(x):
             return Way.LIBRARY
@@ -194,11 +195,13 @@ class QuickCollective(Collective):
         out: torch.Tensor,
         segments: Segments,
         launch: Launch,
-        fmt: ReduceFormat,
+        fmt: ReduceFormat | None,
         *,
         gather: bool,
     ) -> None:
         b = self._buffer
+        bf16 = fmt is None and x.dtype is torch.bfloat16
+        fmt = fmt or FP16
         quick_triton.two_shot_kernel[(launch.programs,)](
             x,
             out,
@@ -220,6 +223,7 @@ class QuickCollective(Collective):
             FACTOR=fmt.factor,
             BITS=fmt.bits,
             FP4=fmt.is_fp4,
+            BF16=bf16,
             TILE=launch.tile_atoms,
             ATOMS=launch.atoms,
             GATHER=gather,
@@ -245,7 +249,8 @@ class QuickCollective(Collective):
         Raises:
             ConfigError: they do not.
         """
-        for tile, atoms in self.tuning.cuts if self._lossy else ():
+        takes = self._fmt is not None or dtype.itemsize == 2
+        for tile, atoms in self.tuning.cuts if takes else ():
             x = torch.ones((64 * self.world, 2048), dtype=dtype, device=self._library.device)
             flat = quick_plan.flat_segments(x.numel(), self.world)
             rows = quick_plan.row_segments(*x.shape, self.world)

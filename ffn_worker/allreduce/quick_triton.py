@@ -130,9 +130,9 @@ def _atoms(values):
 
 
 @triton.jit
-def _load_atoms(x_ptr, left, ATOMS: tl.constexpr, AMD: tl.constexpr):
+def _load_atoms(x_ptr, left, ATOMS: tl.constexpr, BF16: tl.constexpr, AMD: tl.constexpr):
     i = tl.arange(0, 2048 * ATOMS)
-    return words_of(tl.load(x_ptr + i, mask=i < left, other=0.0), AMD)
+    return words_of(tl.load(x_ptr + i, mask=i < left, other=0.0), BF16, AMD)
 
 
 @triton.jit
@@ -163,6 +163,7 @@ def two_shot_kernel(
     FACTOR: tl.constexpr,
     BITS: tl.constexpr,
     FP4: tl.constexpr,
+    BF16: tl.constexpr,
     TILE: tl.constexpr,
     ATOMS: tl.constexpr,
     WORLD: tl.constexpr,
@@ -178,7 +179,8 @@ def two_shot_kernel(
     touched a tile, this one not counted. late, note [1] int32: 1 + a rank that did not come, on
     this device and where the host reads it. unit, base, longer: the segments, see _segment. Any
     grid; a tile is TILE atoms of each segment, handled ATOMS at a time; tile 0 begins at atom
-    ``first``. LANES: WORLD or the next power of two.
+    ``first``. LANES: WORLD or the next power of two. BITS 16 with BF16: bfloat16 values as they
+    are, so that the sum is exact but for one rounding.
     """
     nbytes: tl.constexpr = atom_nbytes(BITS)
     second = 4 * WORLD * max_tiles  # bytes from the first shot's flags on
@@ -197,7 +199,7 @@ def two_shot_kernel(
             for atom in range(tile * TILE, tile * TILE + TILE, ATOMS):
                 at = start + (first + atom) * 2048
                 left = _values_left(at, end, ATOMS)
-                x = _load_atoms(x_ptr + at, left, ATOMS, AMD)
+                x = _load_atoms(x_ptr + at, left, ATOMS, BF16, AMD)
                 to = inbox + atom * nbytes
                 encode_atoms(x, to, _atoms(left), FACTOR, BITS, FP4, AMD)
         flag = 4 * (tile * WORLD + my_rank)
@@ -211,17 +213,17 @@ def two_shot_kernel(
             at = first_value + (first + atom) * 2048
             left = _values_left(at, last_value, ATOMS)
             place = atom * nbytes
-            x = _load_atoms(x_ptr + at, left, ATOMS, AMD)
+            x = _load_atoms(x_ptr + at, left, ATOMS, BF16, AMD)
             pairs, scales = quantise_atoms(x, FACTOR, BITS, FP4, AMD)  # as if it had been sent
-            own = values_of(dequantise_atoms(pairs, scales, BITS, FP4, AMD))
+            own = values_of(dequantise_atoms(pairs, scales, BITS, FP4, AMD), BF16)
             total = tl.full((2048 * ATOMS,), -0.0, tl.float32)  # -0 + x is x, also where x is -0
             for rank in range(WORLD):
                 if rank == my_rank:
                     total += own
                 else:
                     sent = mine + inbox_offset + rank * segment_bytes + place
-                    total += decode_atoms(sent, _atoms(left), BITS, FP4, ATOMS, AMD)
-            y = words_of(total, AMD)
+                    total += decode_atoms(sent, _atoms(left), BITS, FP4, BF16, ATOMS, AMD)
+            y = words_of(total, BF16, AMD)
             if GATHER:
                 pairs, scales = quantise_atoms(y, FACTOR, BITS, FP4, AMD)
                 for i in range(1, WORLD):
@@ -229,9 +231,9 @@ def two_shot_kernel(
                     inbox = _peer(peers_ptr, peer) + gathered + my_rank * segment_bytes
                     pack_atoms(pairs, scales, inbox + place, _atoms(left), BITS, FP4)
                 y = dequantise_atoms(pairs, scales, BITS, FP4, AMD)
-                _store_atoms(out_ptr + at, left, values_of(y), ATOMS)
+                _store_atoms(out_ptr + at, left, values_of(y, BF16), ATOMS)
             else:
-                _store_atoms(out_ptr + (at - first_value), left, values_of(y), ATOMS)
+                _store_atoms(out_ptr + (at - first_value), left, values_of(y, BF16), ATOMS)
         # Without GATHER the flag only says that the first inbox was read.
         flag = second + 4 * (tile * WORLD + my_rank)
         _signal(peers_ptr, flag, sequence, my_rank, WORLD, LANES, AMD)
@@ -250,7 +252,7 @@ def two_shot_kernel(
                     at = start + (first + atom) * 2048
                     left = _values_left(at, end, ATOMS)
                     sent = inbox + atom * nbytes
-                    value = decode_atoms(sent, _atoms(left), BITS, FP4, ATOMS, AMD)
+                    value = decode_atoms(sent, _atoms(left), BITS, FP4, BF16, ATOMS, AMD)
                     _store_atoms(out_ptr + at, left, value, ATOMS)
         tl.store(sequence_ptr + tile, sequence)
 

@@ -25,21 +25,23 @@ class Ranks:
     A call adds one launch to every rank's stream; ``run`` interleaves the streams at random, so
     that one rank may be launches ahead of another, as far as the kernels let it.
 
-    late: a rank whose launches never run.
+    fmt: of two shots, None for exact ones. late: a rank whose launches never run.
     """
 
     compiled: object
     arch: str
     world: int
     segment_atoms: int
-    fmt: formats.ReduceFormat = formats.FP16
+    fmt: formats.ReduceFormat | None = formats.FP16
     late: int | None = None
     spins: int = SPINS
     memory: Memory = field(default_factory=Memory)
 
     def __post_init__(self) -> None:
         put, world = self.memory.put, self.world
-        self.buffer = quick_plan.Buffer(world, self.segment_atoms, self.fmt.atom_bytes, 4)
+        self.buffer = quick_plan.Buffer(
+            world, self.segment_atoms, (self.fmt or formats.FP16).atom_bytes, 4
+        )
         self.peers = np.array([put(np.zeros(self.buffer.nbytes, np.uint8)) for _ in range(world)])
         counters = np.zeros(max(self.segment_atoms, self.buffer.one_shot_tiles), np.int32)
         word = np.zeros(1, np.int32)
@@ -68,7 +70,8 @@ class Ranks:
         else:
             segments = quick_plan.row_segments(rows, hidden, self.world)
         places, b = self._put(xs), self.buffer
-        name = f"{self.fmt.name},{self.world},{tile},{atoms},{'all' if gather else 'own'}"
+        name = self.fmt.name if self.fmt else "exact"
+        name = f"{name},{self.world},{tile},{atoms},{'all' if gather else 'own'}"
         for launch in quick_plan.launches(segments, b, 1, quick_plan.HIP):
             tiles = -(-min(b.segment_atoms, segments.atoms - launch.first) // tile)
             shape = (rows * hidden, segments.unit, segments.base, segments.longer, launch.first)

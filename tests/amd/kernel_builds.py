@@ -14,7 +14,7 @@ from afd.wire import slot_triton as slot
 from attention_worker.kernels import decode, norm, rope_cache, slots
 from ffn_worker.allreduce import formats_triton as reduce
 from ffn_worker.allreduce import quick_triton as quick
-from ffn_worker.allreduce.formats import FORMATS, ReduceFormat
+from ffn_worker.allreduce.formats import FORMATS, FP16, ReduceFormat
 from ffn_worker.allreduce.quick_plan import CUDA, HIP, ONE_SHOT_BLOCK, Tuning
 from ffn_worker.kernels import moe, placed, sorting
 
@@ -251,8 +251,9 @@ def attention_builds(target: str) -> Iterator[Build]:
 PROTOCOL = (
     ("fp16", 4, 1, 1, True), ("fp16", 3, 1, 1, False), ("int8", 2, 1, 1, True),
     ("int6", 2, 2, 2, False), ("int4", 2, 2, 1, True), ("fp4", 2, 2, 1, True),
+    ("exact", 2, 1, 1, True), ("exact", 3, 1, 1, False),
 )  # fmt: skip
-"""Formats, worlds, atoms of a tile and at once, and whether all ranks get the sum, of what
+"""Formats or exact, worlds, atoms of a tile and at once, and whether all ranks get the sum, of what
 tests/amd runs."""
 
 
@@ -280,7 +281,7 @@ def reduce_builds(target: str) -> Iterator[Build]:
             aligned=("rank_stride",),
         )
     for name, world, tile, atoms, gather in PROTOCOL:
-        yield two_shot(target, FORMATS[name], world, tile, atoms, gather)
+        yield two_shot(target, FORMATS.get(name), world, tile, atoms, gather)
     tuning = _tuning(target)
     for fmt in FORMATS.values():  # as large messages take them
         # Among 8 the sums of fp16 are unrolled, and on AMD 10 scalars go to lanes of a vector.
@@ -308,8 +309,10 @@ def _tuning(target: str) -> Tuning:
 
 
 def two_shot(
-    target: str, fmt: ReduceFormat, world: int, tile: int, atoms: int, gather: bool
+    target: str, fmt: ReduceFormat | None, world: int, tile: int, atoms: int, gather: bool
 ) -> Build:
+    """fmt: None for exact sums of bfloat16."""
+    name, bf16, fmt = fmt.name if fmt else "exact", fmt is None, fmt or FP16
     words = (
         "n",
         "unit",
@@ -325,11 +328,11 @@ def two_shot(
     )
     tuning = _tuning(target)
     return Build(
-        f"two_shot[{fmt.name},{world},{tile},{atoms},{'all' if gather else 'own'}]",
+        f"two_shot[{name},{world},{tile},{atoms},{'all' if gather else 'own'}]",
         quick.two_shot_kernel,
         {**_PEER_TYPES, **dict.fromkeys(words, "i32")},
         {
-            "FACTOR": fmt.factor, "BITS": fmt.bits, "FP4": fmt.is_fp4, "TILE": tile,
+            "FACTOR": fmt.factor, "BITS": fmt.bits, "FP4": fmt.is_fp4, "BF16": bf16, "TILE": tile,
             "ATOMS": atoms,
             "WORLD": world, "LANES": 1 << (world - 1).bit_length(), "GATHER": gather,
             "AMD": target != "sm_90",

@@ -70,12 +70,13 @@ def same(got: torch.Tensor, want: torch.Tensor) -> None:
     assert not different.any(), f"{different.sum()} of {want.numel()} values differ"
 
 
-def sums_in(fmt: ReduceFormat, rank: int, world: int, folder: str) -> None:
-    """One format, every dtype and kind of size, bit for bit."""
+def sums_in(fmt: ReduceFormat | None, rank: int, world: int, folder: str) -> None:
+    """One format, None for exact, every dtype and kind of size, bit for bit."""
     ours = quick(rank, world, folder)
     shapes = [(1, 64), (3, HIDDEN), (world * 16 + 1, HIDDEN), (1024, HIDDEN)]
     for seed, (rows, hidden) in enumerate(shapes):
-        for dtype in (torch.bfloat16, torch.float16, torch.float32)[: 3 if seed < 3 else 1]:
+        dtypes = (torch.bfloat16, torch.float16, torch.float32)[: 2 if fmt is None else 3]
+        for dtype in dtypes[: 3 if seed < 3 else 1]:
             xs = inputs(world, rows, hidden, dtype, seed)
             got = ours.two_shot(xs[rank].cuda(), fmt)
             same(got, reference(xs, fmt, gather=True))
@@ -142,7 +143,7 @@ def lost(rank: int, world: int, folder: str, last_act=lambda: os._exit(0)) -> No
     """The last rank goes away: all others say so within the deadline, and their GPUs go on."""
     ours = quick(rank, world, folder, DEADLINE_S)
     x = torch.ones((64, HIDDEN), dtype=torch.bfloat16, device="cuda")
-    ours.two_shot(x)
+    ours.two_shot(x, INT4)
     torch.cuda.synchronize()
     if rank == world - 1:
         last_act()
@@ -151,7 +152,7 @@ def lost(rank: int, world: int, folder: str, last_act=lambda: os._exit(0)) -> No
     start = time.monotonic()
     expected = PeerLost if last_act is not _stop else DeadlineExceeded
     for _ in range(10):  # as many layers: one deadline for all of them
-        ours.two_shot(x)
+        ours.two_shot(x, INT4)
     torch.cuda.synchronize()
     try:
         ours.check()
@@ -178,7 +179,7 @@ def stopped(rank: int, world: int, folder: str) -> None:
 
 
 CHECKS = {f.__name__: f for f in (one_shot, library, graph, lost, stopped)}
-CHECKS |= {name: partial(sums_in, fmt) for name, fmt in FORMATS.items()}
+CHECKS |= {name: partial(sums_in, fmt) for name, fmt in {"exact": None, **FORMATS}.items()}
 
 if __name__ == "__main__":
     check, own_rank, ranks, path = sys.argv[1:]

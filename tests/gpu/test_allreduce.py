@@ -19,7 +19,8 @@ WORLDS = [
 ]
 
 
-CHECKS = ["one_shot", "library", "graph", "lost", "stopped", "fp16", "int8", "int6", "int4", "fp4"]
+CHECKS = ["one_shot", "library", "graph", "lost", "stopped", "exact"]
+CHECKS += ["fp16", "int8", "int6", "int4", "fp4"]
 
 
 @pytest.mark.parametrize("check", CHECKS)

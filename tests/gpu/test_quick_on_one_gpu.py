@@ -11,7 +11,7 @@ from allreduce_rank import inputs, reference, same  # noqa: E402
 
 from ffn_worker.allreduce import quick_plan, quick_triton  # noqa: E402
 from ffn_worker.allreduce.base import row_shares  # noqa: E402
-from ffn_worker.allreduce.formats import FORMATS, ReduceFormat  # noqa: E402
+from ffn_worker.allreduce.formats import FORMATS, FP16, ReduceFormat  # noqa: E402
 from ffn_worker.allreduce.quick_plan import Tuning  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -26,9 +26,12 @@ class Ranks:
     once, as a rank waits for the others; and every address is aligned alike, so that no rank has a
     kernel of its own, which could not be loaded while another rank waits."""
 
-    def __init__(self, world: int, fmt: ReduceFormat, segment_atoms: int, tuning: Tuning) -> None:
-        self.world, self.fmt, self.tuning = world, fmt, tuning
-        self.buffer = quick_plan.Buffer(world, segment_atoms, fmt.atom_bytes, 1)
+    def __init__(
+        self, world: int, fmt: ReduceFormat | None, segment_atoms: int, tuning: Tuning
+    ) -> None:
+        self.world, self.tuning = world, tuning
+        self.exact, self.fmt = fmt is None, fmt or FP16
+        self.buffer = quick_plan.Buffer(world, segment_atoms, self.fmt.atom_bytes, 1)
         self.memory = torch.zeros((world, self.buffer.nbytes), dtype=torch.uint8, device="cuda")
         self.peers = torch.tensor([m.data_ptr() for m in self.memory], device="cuda")
         counters = (world, -(-segment_atoms // 4) * 4)
@@ -56,6 +59,7 @@ class Ranks:
                         launch.first, launch.tiles, SPINS, rank,
                         b.segment_atoms, b.two_shot_inbox, b.segment_bytes,
                         FACTOR=fmt.factor, BITS=fmt.bits, FP4=fmt.is_fp4,
+                        BF16=self.exact and x.dtype is torch.bfloat16,
                         TILE=launch.tile_atoms, ATOMS=launch.atoms, GATHER=gather,
                         WORLD=world, LANES=1 << (world - 1).bit_length(), AMD=HIP,
                         **self.tuning.options,
@@ -66,12 +70,14 @@ class Ranks:
 
 @pytest.mark.parametrize("tuning", TUNINGS, ids=str)
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda f: f.name)
-def test_sums_have_the_references_bits(fmt: ReduceFormat, world: int, tuning: Tuning) -> None:
+@pytest.mark.parametrize("fmt", [None, *FORMATS.values()], ids=lambda f: f.name if f else "exact")
+def test_sums_have_the_references_bits(
+    fmt: ReduceFormat | None, world: int, tuning: Tuning
+) -> None:
     ranks = Ranks(world, fmt, 400, tuning)
     shapes = [(1, 64), (3, HIDDEN), (world * 16 + 1, HIDDEN), (1024, HIDDEN)]
     several = world == 2 and tuning is TUNINGS[0]  # each dtype is a kernel that compiles
-    for dtype in (torch.bfloat16, torch.float16, torch.float32)[: 3 if several else 1]:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32)[: 2 + bool(fmt) if several else 1]:
         for seed, (rows, hidden) in enumerate(shapes[: 4 if dtype is torch.bfloat16 else 3]):
             xs = inputs(world, rows, hidden, dtype, seed)
             shares = row_shares(rows, world)
