@@ -1,8 +1,8 @@
 """The source of grouped.cu and what a launch of it needs to know. Pure; no torch."""
 
-import re
 from functools import cache
-from pathlib import Path
+
+from ffn_worker.kernels import cuda_source
 
 ENTRY, THREADS, STAGES = "gate_up", 384, 4
 WEIGHT_BOX = 128
@@ -21,30 +21,15 @@ OPTIONS = ("-arch=sm_90a", "--std=c++17", *(f"-D{name}={n}" for name, n in _CONS
 
 
 def wgmma(rows: int) -> str:
-    """The function around one instruction: d [64, rows] (+)= weights [64, 32] x [rows, 32].T."""
-    count = rows // 2
-    registers = ", ".join(f"%{i}" for i in range(count))
-    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
-    name = f"wgmma.mma_async.sync.aligned.m64n{rows}k32.f32.e4m3.e4m3"
-    return f"""template <>
-__device__ __forceinline__ void wgmma<{rows}>(float (&d)[{count}], u64 a, u64 b, int add) {{
-    asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"
-                 "{name} {{{registers}}}, %{count}, %{count + 1}, p, 1, 1;\\n}}"
-                 : {outputs} : "l"(a), "l"(b), "r"(add));
-}}
-"""
+    """The function around one instruction, weights [64, 32] x [rows, 32].T."""
+    return cuda_source.wgmma(rows, 32, "e4m3", "1, 1", rows // 2)
 
 
 @cache
 def source() -> str:
     """CUDA C++ in one piece, its instructions written out."""
-    folder = Path(__file__).parent
-
-    def read(name: str) -> str:
-        return (folder / name).read_text(encoding="utf-8")
-
-    text = re.sub(r'#include "(.+)"', lambda found: read(found[1]), read("grouped.cu"))
-    return text.replace("WGMMA_FUNCTIONS", "\n".join(map(wgmma, INSTRUCTIONS)))
+    functions = "\n".join(map(wgmma, INSTRUCTIONS))
+    return cuda_source.assembled("grouped.cu").replace("WGMMA_FUNCTIONS", functions)
 
 
 def shared_bytes(experts: int) -> int:

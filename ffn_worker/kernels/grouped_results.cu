@@ -1,17 +1,6 @@
 // How grouped.cu turns a tile's sums into what it writes: silu(gate) * up in FP8, with a scale per 128 columns.
 
-__device__ __forceinline__ u32 packed(float low, float high) {
-    u32 two;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(high), "f"(low));
-    return two;
-}
-
-// silu(gate) * up, and the scale of a block with its largest bits: rounded as codecs_triton.fp8_block
-// rounds them.
-__device__ __forceinline__ float gated(float gate, float up) {
-    return __fdividef(gate, 1.f + __expf(-gate)) * up;
-}
-
+// The scale of a block with its largest bits: rounded as codecs_triton.fp8_block rounds it.
 __device__ __forceinline__ float block_scale(u32 most) {
     float scale = __uint_as_float(most) / 448.f;
     if (scale < 1e-30f) scale = 1.f;

@@ -128,7 +128,7 @@ def sort_pairs_kernel(
 
 @triton.jit
 def place_pairs_kernel(
-    ids_ptr, counts_ptr, load_ptr, slots_ptr, order_ptr, ends_ptr, pairs, start, experts,
+    ids_ptr, counts_ptr, load_ptr, slots_ptr, order_ptr, ends_ptr, taken_ptr, pairs, start, experts,
     K: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr, EXPERTS: tl.constexpr,
     LOAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -136,7 +136,8 @@ def place_pairs_kernel(
     expert.
 
     counts, load: as there. slots int32 [pairs], -1 for a pair of nobody's; order int32, the pair at
-    each place that one has; ends int32 [experts]: where each run ends, without its padding.
+    each place that one has; ends int32 [experts]: where each run ends, without its padding; taken
+    int32 [2]: zeros.
     """
     mine = tl.program_id(1) * BINS + tl.arange(0, BINS)
     begins, counts, earlier, _ = _runs(counts_ptr, mine, experts, BLOCK, BINS, EXPERTS)
@@ -149,5 +150,7 @@ def place_pairs_kernel(
     tl.store(order_ptr + entry, pair, mask=mine_here & (expert >= 0))
     if tl.program_id(0) == 0:
         tl.store(ends_ptr + mine, begins + counts, mask=mine < experts)
+        if tl.program_id(1) == 0:
+            tl.store(taken_ptr + tl.arange(0, 2), tl.zeros((2,), tl.int32))
         if LOAD:
             _add_load(load_ptr, mine, counts, experts)

@@ -323,7 +323,13 @@ class DeepGemmBackend(TritonBackend):
         placed = place_pairs_on_gpu(topk_ids, self.start, self.end, tile, counts)
         cut = Cut(tile, expected_rows(mean, tile), capacity(count * top_k, experts, tile))
         a = self._activation(held, rows, placed, top_k, cut)
-        return _grouped_product(a, held.w2[:experts], placed, cut), placed
+        return self._results(held, a, placed, count, top_k, cut), placed
+
+    def _results(
+        self, held: Layer, a: Operand, placed: PlacedPairs, rows: int, top_k: int, cut: Cut
+    ) -> torch.Tensor:
+        """The second product of the routed experts: bfloat16 [room, hidden], by slots."""
+        return _grouped_product(a, held.w2[: held.shape.experts], placed, cut)
 
     def _activation(
         self, held: Layer, rows: EncodedRows, placed: PlacedPairs, top_k: int, cut: Cut

@@ -1,10 +1,12 @@
-"""Backend for NVIDIA Hopper whose gate and up are one kernel of ours, for FP8 weights.
+"""Backend for NVIDIA Hopper with products of ours in the place of DeepGEMM's.
 
 DeepGEMM's first product wants the rows gathered into slots and leaves 16 bits that are read again
-for SiLU. Here one kernel (kernels/grouped.cu) reads rows where they came and writes silu(gate) * up
-in FP8. An expert of up to 144 rows (160 where tiles would be more than multiprocessors) is one tile
-whose weights come through the L2 cache once, where DeepGEMM has tiles of 128 rows and the weights
-twice from 129 rows on. What is before and behind it is as in :mod:`ffn_worker.moe.deep_gemm`.
+for SiLU. For bfloat16 weights both products are ours (:mod:`ffn_worker.moe.grouped_plain`). For FP8
+ones it is the first: one kernel (kernels/grouped.cu) reads rows where they came and writes
+silu(gate) * up in FP8. An expert of up to 144 rows (160 where tiles would be more than
+multiprocessors) is one tile whose weights come through the L2 cache once, where DeepGEMM has tiles
+of 128 rows and the weights twice from 129 rows on. What is before and behind it is as in
+:mod:`ffn_worker.moe.deep_gemm`.
 """
 
 import ctypes
@@ -18,6 +20,7 @@ from afd.wire.layout import SCALE_BLOCK
 from afd.wire.rows_torch import EncodedRows
 from ffn_worker.kernels import grouped
 from ffn_worker.kernels.cuda_driver import Argument, Function, compiled, tensor_map
+from ffn_worker.moe import grouped_plain
 from ffn_worker.moe.deep_gemm import Cut, DeepGemmBackend, Operand
 from ffn_worker.moe.quantise import Scheme, Weight
 from ffn_worker.moe.sorting import PlacedPairs
@@ -78,10 +81,8 @@ def gate_up(
 
 
 class GroupedBackend(DeepGemmBackend):
-    """Experts [start, end), FP8_BLOCK; with these a shared expert of any width. Rows in FP8 are
-    multiplied where they lie, others brought into it first."""
-
-    schemes = (Scheme.FP8_BLOCK,)
+    """Experts [start, end), bfloat16 or FP8_BLOCK; with these a shared expert of any width. Rows in
+    the format of the weights are multiplied where they lie, others brought into it first."""
 
     @staticmethod
     def unavailable(dtype: torch.dtype, hidden: int, intermediate: int) -> str | None:
@@ -98,6 +99,14 @@ class GroupedBackend(DeepGemmBackend):
     def _activation(
         self, held: Layer, rows: EncodedRows, placed: PlacedPairs, top_k: int, cut: Cut
     ) -> Operand:
-        if held.w13.scheme is not Scheme.FP8_BLOCK or rows.payload.data_ptr() % _COPIED:
+        if rows.payload.data_ptr() % _COPIED:
             return super()._activation(held, rows, placed, top_k, cut)
-        return gate_up(rows, held.w13[: held.shape.experts], placed, top_k, cut)
+        ours = gate_up if held.w13.scheme is Scheme.FP8_BLOCK else grouped_plain.gate_up
+        return ours(rows, held.w13[: held.shape.experts], placed, top_k, cut)
+
+    def _results(
+        self, held: Layer, a: Operand, placed: PlacedPairs, rows: int, top_k: int, cut: Cut
+    ) -> torch.Tensor:
+        if held.w2.scheme is Scheme.FP8_BLOCK:
+            return super()._results(held, a, placed, rows, top_k, cut)
+        return grouped_plain.down(a, held.w2[: held.shape.experts], placed, cut)

@@ -18,14 +18,12 @@ from ffn_worker.moe.vllm_cuda import VllmCudaBackend
 
 
 class HopperBackend(GroupedBackend):
-    """The Triton kernels, DeepGEMM with or without our gate and up, or vLLM's fused experts, as the
+    """The Triton kernels, DeepGEMM, products of ours, or vLLM's fused experts, as the
     device's tuning file has it (:mod:`ffn_worker.moe.choice`).
 
     A shared expert, which is small, is held for all but vLLM's kernels, which have no such thing
     and are not taken then.
     """
-
-    schemes = DeepGemmBackend.schemes
 
     def __init__(self, experts: tuple[int, int], num_experts: int | None = None) -> None:
         super().__init__(experts, num_experts)
@@ -105,6 +103,15 @@ class HopperBackend(GroupedBackend):
     def _activation(
         self, held: Layer, rows: EncodedRows, placed: PlacedPairs, top_k: int, cut: Cut
     ) -> Operand:
-        ours = self._chosen(held.shape, len(rows), top_k) == "grouped"
-        backend = GroupedBackend if ours else DeepGemmBackend
-        return backend._activation(self, held, rows, placed, top_k, cut)
+        return self._products(held, len(rows), top_k)._activation(
+            self, held, rows, placed, top_k, cut
+        )
+
+    def _results(
+        self, held: Layer, a: Operand, placed: PlacedPairs, rows: int, top_k: int, cut: Cut
+    ) -> torch.Tensor:
+        return self._products(held, rows, top_k)._results(self, held, a, placed, rows, top_k, cut)
+
+    def _products(self, held: Layer, rows: int, top_k: int) -> type[DeepGemmBackend]:
+        ours = self._chosen(held.shape, rows, top_k) == "grouped"
+        return GroupedBackend if ours else DeepGemmBackend

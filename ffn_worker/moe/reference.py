@@ -72,3 +72,18 @@ def gate_up(
         activation[begin:end] = F.silu(gate) * up
         begin = -(-end // tile) * tile
     return activation
+
+
+def down(a: torch.Tensor, weight: Weight, placed: PlacedPairs, tile: int) -> torch.Tensor:
+    """Products by slots, float32 [slots, H]; NaN where no pair is.
+
+    Args:
+        a: [slots, I]. weight: [E, H, I]. tile: as in :func:`gate_up`.
+    """
+    values = dequantise_weight(weight)
+    out = torch.full((len(a), weight.shape[1]), torch.nan, device=a.device)
+    begin = 0
+    for expert, end in enumerate(placed.ends.tolist()):
+        out[begin:end] = F.linear(a[begin:end].float(), values[expert])
+        begin = -(-end // tile) * tile
+    return out

@@ -101,11 +101,13 @@ class PlacedPairs:
     pairs: int32 [capacity], the pair of each entry; undefined where there is none.
     ends: int32 [experts], where each expert's run ends, without the padding behind it. A run begins
     at the multiple of the block at or after the end before it.
+    taken: int32 [2], 0: what kernels that take tiles one after the other count in, each once.
     """
 
     slots: torch.Tensor
     pairs: torch.Tensor
     ends: torch.Tensor
+    taken: torch.Tensor
 
 
 def place_pairs_on_gpu(
@@ -117,12 +119,12 @@ def place_pairs_on_gpu(
     counts, pairs, grid, constants = _count(topk_ids, start, end, False)
     new = partial(torch.empty, dtype=torch.int32, device=topk_ids.device)
     size = capacity(pairs, end - start, block)
-    slots, order, ends = new(pairs), new(size), new(end - start)
+    slots, order, ends, taken = new(pairs), new(size), new(end - start), new(2)
     place_pairs_kernel[grid](
-        topk_ids, counts, counts if load is None else load, slots, order, ends, pairs, start,
+        topk_ids, counts, counts if load is None else load, slots, order, ends, taken, pairs, start,
         end - start, LOAD=load is not None, BLOCK=block, **constants,
     )  # fmt: skip
-    return PlacedPairs(slots, order, ends)
+    return PlacedPairs(slots, order, ends, taken)
 
 
 def place_pairs(topk_ids: torch.Tensor, start: int, end: int, block: int) -> PlacedPairs:
@@ -135,7 +137,8 @@ def place_pairs(topk_ids: torch.Tensor, start: int, end: int, block: int) -> Pla
     slots[order.pairs[:used].long()] = torch.arange(used, dtype=torch.int32, device=slots.device)
     padded = torch.bincount(owners, minlength=experts)
     real = torch.bincount(owners[order.pairs[:used] < pairs], minlength=experts)
-    return PlacedPairs(slots[:pairs], order.pairs, (padded.cumsum(0) - padded + real).int())
+    ends = (padded.cumsum(0) - padded + real).int()
+    return PlacedPairs(slots[:pairs], order.pairs, ends, ends.new_zeros(2))
 
 
 def sort_pairs(

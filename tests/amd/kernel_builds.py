@@ -459,10 +459,13 @@ def _sorting_builds(
     yield Build(
         f"place_pairs{suffix}",
         sorting.place_pairs_kernel,
-        {**given, "slots_ptr": "*i32", "order_ptr": "*i32", "ends_ptr": "*i32", **sizes},
+        {
+            **given, "slots_ptr": "*i32", "order_ptr": "*i32", "ends_ptr": "*i32",
+            "taken_ptr": "*i32", **sizes,
+        },
         constants,
         warps=warps,
-    )
+    )  # fmt: skip
 
 
 def placed_builds(target: str) -> Iterator[Build]:

@@ -42,15 +42,16 @@ def test_places(compiled, arch):
         want[run] = begin + np.arange(len(run))
     before = np.arange(experts) + 2**40
     room = int((-(-counts // block) * block).sum())
-    outputs = [before, *(np.full(n, -7, np.int32) for n in (rows * top_k, room, experts))]
+    outputs = [before, *(np.full(n, -7, np.int32) for n in (rows * top_k, room, experts, 2))]
     sizes = [("i", rows * top_k), ("i", start), ("i", experts)]
     run, grid = Runner(compiled, arch), (len(by_chunk), 2)
-    load, got, order, ends = run("place_pairs", [ids, by_chunk], outputs, sizes, grid)
+    load, got, order, ends, taken = run("place_pairs", [ids, by_chunk], outputs, sizes, grid)
     assert (load - before).tolist() == counts.tolist()
     inverse = np.full(room, -7)
     inverse[want[want >= 0]] = np.flatnonzero(want >= 0)
     assert order.tolist() == inverse.tolist()
     assert got.tolist() == want.tolist() and ends.tolist() == (begins + counts).tolist()
+    assert taken.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("arch", FP8)

@@ -95,12 +95,13 @@ def test_rows_as_the_wire_brings_them(rows, every, experts, kind):
 
 @pytest.mark.parametrize(("every", "experts"), [(8, (0, 8)), (48, (24, 48))])
 @pytest.mark.parametrize("rows", [1, 300, 2048])
-def test_bfloat16_weights(rows, every, experts):
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_weights(rows, every, experts, kind):
     held = in_plain(weights(every))
     x, ids, scale = batch(rows, every)
     ids[::5] = -1
     given, there = encoded(x)
-    made = backend(held, experts, every)
+    made = backend(held, experts, every, kind)
     got = made.forward(0, x.cuda(), ids.cuda(), scale.cuda())
     close(got, exact(held, experts, x.float(), ids, scale), PLAIN_BOUND)
     got = made.forward_encoded(0, there, ids.cuda(), scale.cuda(), torch.bfloat16)
@@ -108,9 +109,10 @@ def test_bfloat16_weights(rows, every, experts):
     close(got, exact(held, experts, decoded, ids, scale), PLAIN_BOUND)
 
 
-def test_a_graph_of_bfloat16_weights_with_other_routing():
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_graph_of_bfloat16_weights_with_other_routing(kind):
     held, rows = in_plain(weights(24)), 700
-    made = backend(held, (0, 12), 24)
+    made = backend(held, (0, 12), 24, kind)
     inputs = [part.cuda() for part in batch(rows, 24)]
     made.forward(0, *inputs)  # compiles
     graph = torch.cuda.CUDAGraph()

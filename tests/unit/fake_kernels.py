@@ -10,7 +10,7 @@ import torch
 from afd.wire.codecs_torch import DTYPE_OF_TAG
 from afd.wire.layout import Tag
 from afd.wire.rows_torch import EncodedRows
-from ffn_worker.moe import deep_gemm, grouped, reference
+from ffn_worker.moe import deep_gemm, grouped, grouped_plain, reference
 from ffn_worker.moe.quantise import Weight, dequantise_weight
 from ffn_worker.moe.sorting import place_pairs, sort_pairs
 
@@ -117,14 +117,14 @@ def sort_kernel(
 
 
 def place_kernel(
-    grid, ids, counts, load, slots, order, ends, pairs, start, experts,
+    grid, ids, counts, load, slots, order, ends, taken, pairs, start, experts,
     *, K, CHUNK, BINS, EXPERTS, LOAD, BLOCK,
 ):  # fmt: skip
     assert pairs == ids.shape[0] * K
     chunks_of(grid, pairs, experts, counts, CHUNK, BINS, EXPERTS)
     add_load(ids, load, start, experts, LOAD)
     placed = place_pairs(ids, start, start + experts, BLOCK)
-    slots.copy_(placed.slots), ends.copy_(placed.ends)
+    slots.copy_(placed.slots), ends.copy_(placed.ends), taken.copy_(placed.taken)
     assert order.shape == placed.pairs.shape
     order.copy_(torch.where(placed.pairs < pairs, placed.pairs, 1 << 30))
 
@@ -264,6 +264,29 @@ def gate_up(rows, weight, placed, top_k, cut):
     return a
 
 
+def gate_up_plain(rows, weight, placed, top_k, cut):
+    """Of kernels/grouped_plain.cu, with what its copies demand."""
+    experts, columns, k = weight.shape
+    assert rows.tag == weight.tag == Tag.BFLOAT16 and columns % 256 == k % 128 == 0
+    assert weight.codes.is_contiguous() and rows.payload.is_contiguous()
+    assert rows.payload.data_ptr() % 16 == weight.codes.data_ptr() % 16 == 0
+    assert len(placed.ends) == experts and int(placed.taken[0]) == 0
+    placed.taken[0] = 1
+    a = deep_gemm.Operand.empty(rows.tag, cut.room, columns // 2, rows.device)
+    a.codes.copy_(reference.gate_up(rows, weight, placed, top_k, cut.tile))
+    return a
+
+
+def down_plain(a, weight, placed, cut):
+    """The same."""
+    experts, hidden, k = weight.shape
+    assert a.codes.dtype == weight.codes.dtype == torch.bfloat16 and hidden % 128 == k % 128 == 0
+    assert a.codes.shape == (cut.room, k) and weight.codes.is_contiguous()
+    assert len(placed.ends) == experts and int(placed.taken[1]) == 0
+    placed.taken[1] = 1
+    return reference.down(a.codes, weight, placed, cut.tile).bfloat16()
+
+
 def install(monkeypatch):
     """Makes the backend find the stand-ins for the duration of a test."""
     modules = {
@@ -290,3 +313,5 @@ def install(monkeypatch):
     fake = DeepGemm()
     monkeypatch.setattr(deep_gemm, "library", lambda: fake)
     monkeypatch.setattr(grouped, "gate_up", gate_up)
+    monkeypatch.setattr(grouped_plain, "gate_up", gate_up_plain)
+    monkeypatch.setattr(grouped_plain, "down", down_plain)

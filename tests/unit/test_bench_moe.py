@@ -100,7 +100,7 @@ def test_cells_of_a_step_whose_shared_expert_joins(monkeypatch):
         with problem(in_scheme(shape, scheme), torch.device("cpu"), cache_bytes=0) as given:
             who = measure.contenders(given, "triton", "vllm_cpu")
             fits_vllm = scheme == "plain" and load_operators() is None
-            ours = {"triton", "deep_gemm", *(("grouped",) if scheme == "fp8_block" else ())}
+            ours = {"triton", "deep_gemm", "grouped"}
             others = {"apart", "vllm"} if fits_vllm else {"apart"}
             assert set(who) == ours | others
             (cell,) = measure.cells("s", given, (3,), ("eager",), ceilings, ("triton", "vllm_cpu"))

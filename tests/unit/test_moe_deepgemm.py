@@ -10,7 +10,7 @@ from afd.errors import ConfigError  # noqa: E402
 from afd.wire.layout import Tag  # noqa: E402
 from afd.wire.rows_torch import EncodedRows  # noqa: E402
 from ffn_worker.load import SlotLoad  # noqa: E402
-from ffn_worker.moe import choose_backend, deep_gemm, grouped, hopper  # noqa: E402
+from ffn_worker.moe import choose_backend, deep_gemm, grouped, grouped_plain, hopper  # noqa: E402
 from ffn_worker.moe.base import MoeBackend  # noqa: E402
 from ffn_worker.moe.choice import Choices  # noqa: E402
 from ffn_worker.moe.deep_gemm import (  # noqa: E402
@@ -94,14 +94,15 @@ def test_launches(held, rows, experts, tag, kind):
     close(got, exact(held, experts, given, ids, scale.nan_to_num()))
 
 
+@pytest.mark.parametrize("kind", [DeepGemmBackend, GroupedBackend])
 @pytest.mark.parametrize("tag", [Tag.BFLOAT16, Tag.E4M3FN])
 @pytest.mark.parametrize("experts", [(0, EXPERTS), (2, 5)])
-def test_launches_of_bfloat16_weights(plain, experts, tag):
+def test_launches_of_bfloat16_weights(plain, experts, tag, kind):
     x, ids, scale = batch(150)
     ids[3::7] = -1
     scale[3::7] = torch.nan
     given = EncodedRows.of(x, tag)
-    backend = prepared(DeepGemmBackend, plain, experts)
+    backend = prepared(kind, plain, experts)
     got = backend.forward_encoded(0, given, ids, scale, torch.bfloat16)
     assert (got[3::7] == 0).all()
     close(got, exact(plain, experts, given, ids, scale.nan_to_num()), 2**-6)
@@ -176,18 +177,24 @@ def test_who_computes_by_rows(monkeypatch, held, rows, who):
 
 
 @pytest.mark.parametrize("compiles", [True, False])
-def test_our_gate_and_up_where_it_can_be_compiled(monkeypatch, held, plain, compiles):
+def test_our_products_where_they_can_be_compiled(monkeypatch, held, plain, compiles):
     every = dict.fromkeys(("plain", "fp8_block"), ((0, "grouped"),))
     monkeypatch.setattr(hopper, "choices_of", lambda _: Choices(schemes=every))
     monkeypatch.setattr(hopper, "cannot_compile", lambda: None if compiles else "no NVRTC")
-    called, gate_up = [], grouped.gate_up
-    monkeypatch.setattr(grouped, "gate_up", lambda *args: called.append(1) or gate_up(*args))
+    called = []
+    for where, name in ((grouped, "gate_up"), (grouped_plain, "gate_up"), (grouped_plain, "down")):
+        ours = getattr(where, name)
+        said = f"{where.__name__.split('.')[-1]}.{name}"
+        monkeypatch.setattr(
+            where, name, lambda *args, ours=ours, said=said: called.append(said) or ours(*args)
+        )
     x, ids, scale = batch(70)
     given = EncodedRows.of(x, Tag.E4M3FN)
     for weights, bound in ((held, 0.1), (plain, 2**-6)):
         got = prepared(HopperBackend, weights).forward_encoded(0, given, ids, scale, torch.bfloat16)
         close(got, exact(weights, (0, EXPERTS), given, ids, scale), bound)
-    assert len(called) == compiles  # not for bfloat16 weights
+    ours = ["grouped.gate_up", "grouped_plain.gate_up", "grouped_plain.down"]
+    assert called == (ours if compiles else [])
 
 
 def test_rows_that_cannot_be_copied_by_16_bytes(monkeypatch, held):
