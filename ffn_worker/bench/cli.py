@@ -42,8 +42,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rows", default="", metavar="N,...", help="64 to 8192 by default")
     parser.add_argument(
         "--tune",
-        action="store_true",
-        help="search tiles and the quickest backends, write configs/tuning",
+        nargs="?",
+        const="all",
+        choices=("all", "backends"),
+        help="search tiles, then the quickest backends (or these alone), write configs/tuning",
     )
     parser.add_argument(
         "--seconds", type=float, default=540.0, help="begin nothing after this; --tune: about half"
@@ -64,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
     started = time.monotonic()
     rows = rows or (CPU_ROWS if args.device == "cpu" else ())
     run = Run(args.device, args.shapes, schemes, rows, tuple(args.modes.split(",")))
-    tuned = Tuned(command, today()) if args.tune else None
+    tuned = Tuned(command, today(), tiles=args.tune == "all") if args.tune else None
     where, cells = machine(), []
     print(run.words())
     print(HEAD)

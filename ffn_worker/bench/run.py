@@ -24,10 +24,11 @@ logger = logging.getLogger("afd.bench")
 
 @dataclass(frozen=True)
 class Tuned:
-    """What tuning files say of how they were made."""
+    """What tuning files say of how they were made. tiles: whether these are searched too."""
 
     command: str
     date: str
+    tiles: bool = True
 
 
 class Run:
@@ -82,8 +83,9 @@ class Run:
         A shape that fails does not end the run: see ``failed``.
 
         Args:
-            tuned: first search tiles for each shape and then the quickest backends, and write both
-                where the backends read them. A shape takes half of its share of the time for it.
+            tuned: first search tiles for each shape, if it says so, and then the quickest backends,
+                and write both where the backends read them. A search takes half of the shape's
+                share of the time.
 
         Raises:
             ConfigError: tiles are of GPUs.
@@ -96,7 +98,7 @@ class Run:
                 self.left_out.append(left)
                 continue
             try:
-                if tuned is not None:
+                if tuned is not None and tuned.tiles:
                     share = (deadline - now) / (len(self._work) - index)
                     self._tune(shape, max(share / 2, 1.0), tuned)
                 found = []
