@@ -57,7 +57,7 @@ def _least(a, b, AMD: tl.constexpr):
 
 
 @triton.jit
-def both(x: tl.constexpr):
+def _both(x: tl.constexpr):
     """The word of which both halves are the float16 x."""
     bits = tl.full((), x, tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
     return bits | (bits << 16)
@@ -159,19 +159,19 @@ def quantise_atoms(
         scaled = _times(scaled, _word(inverse, odd_inverse)[:, None, None], AMD)
         # What is not finite is NaN by now, and becomes the lowest.
         if FP4:
-            scaled = _most(scaled, both(-6.0), AMD)
+            scaled = _most(scaled, _both(-6.0), AMD)
             # Steps of 1/2 below 2, of 1 below 4, of 2 below 6.
             size = scaled & 0x7FFF7FFF
-            code = _plus(_times(size, both(2.0), AMD), both(1536.0), AMD)
-            code = _least(code, _plus(size, both(1538.0), AMD), AMD)
-            far = _plus(_times(size, both(0.5), AMD), both(1540.0), AMD)
-            code = _least(_least(code, far, AMD), both(1543.0), AMD)
+            code = _plus(_times(size, _both(2.0), AMD), _both(1536.0), AMD)
+            code = _least(code, _plus(size, _both(1538.0), AMD), AMD)
+            far = _plus(_times(size, _both(0.5), AMD), _both(1540.0), AMD)
+            code = _least(_least(code, far, AMD), _both(1543.0), AMD)
             pairs = (code & 0x00070007) | ((scaled >> 12) & 0x00080008)
         else:
             bias: tl.constexpr = 2 ** (BITS - 1)
-            code = _most(scaled, both(-float(bias)), AMD)
-            code = _plus(code, both(1536.0 + bias), AMD)
-            pairs = _least(code, both(1535.0 + 2 * bias), AMD) & (((1 << BITS) - 1) * 0x00010001)
+            code = _most(scaled, _both(-float(bias)), AMD)
+            code = _plus(code, _both(1536.0 + bias), AMD)
+            pairs = _least(code, _both(1535.0 + 2 * bias), AMD) & (((1 << BITS) - 1) * 0x00010001)
         return tl.reshape(pairs, (groups * 8, 4)), _per_thread(_word(scale, odd_scale))
 
 
@@ -183,9 +183,9 @@ def dequantise_atoms(pairs, scales, BITS: tl.constexpr, FP4: tl.constexpr, AMD: 
     else:
         if FP4:  # e2m1 is the top of a float16, but for 2^14
             bits = ((pairs & 0x00070007) << 9) | ((pairs & 0x00080008) << 12)
-            words = _times(bits, both(16384.0), AMD)
+            words = _times(bits, _both(16384.0), AMD)
         else:
-            words = _plus(pairs | 0x64006400, both(-1024.0 - 2 ** (BITS - 1)), AMD)
+            words = _plus(pairs | 0x64006400, _both(-1024.0 - 2 ** (BITS - 1)), AMD)
         words = _times(words, scales[:, None], AMD)
         return tl.reshape(words, (pairs.shape[0] * 4,))
 

@@ -178,12 +178,16 @@ class QuickCollective(Collective):
 
     def _way(self, x: torch.Tensor) -> Way:
         way = self._crossover.way(x.nbytes)
-        takes = self._fmt is not None or x.element_size() == 2
-        if way is Way.TWO_SHOT and not (takes and x.numel() <= quick_plan.MOST_VALUES):
+        fits = self._has_two_shots(x.dtype) and x.numel() <= quick_plan.MOST_VALUES
+        if way is Way.TWO_SHOT and not fits:
             return Way.LIBRARY
         if way is Way.ONE_SHOT and not self.fits_one_shot(x):
             return Way.LIBRARY
         return way
+
+    def _has_two_shots(self, dtype: torch.dtype) -> bool:
+        """Exact ones carry values of 16 bits as they are."""
+        return self._fmt is not None or dtype.itemsize == 2
 
     def _ranks(self) -> dict[str, int | bool]:
         lanes = 1 << (self.world - 1).bit_length()
@@ -199,6 +203,7 @@ class QuickCollective(Collective):
         *,
         gather: bool,
     ) -> None:
+        assert fmt is not None or x.element_size() == 2
         b = self._buffer
         bf16 = fmt is None and x.dtype is torch.bfloat16
         fmt = fmt or FP16
@@ -249,8 +254,7 @@ class QuickCollective(Collective):
         Raises:
             ConfigError: they do not.
         """
-        takes = self._fmt is not None or dtype.itemsize == 2
-        for tile, atoms in self.tuning.cuts if takes else ():
+        for tile, atoms in self.tuning.cuts if self._has_two_shots(dtype) else ():
             x = torch.ones((64 * self.world, 2048), dtype=dtype, device=self._library.device)
             flat = quick_plan.flat_segments(x.numel(), self.world)
             rows = quick_plan.row_segments(*x.shape, self.world)
