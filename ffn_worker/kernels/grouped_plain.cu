@@ -15,7 +15,7 @@ constexpr int LINE = 128;  // bytes of a row of a stage: 64 columns
 constexpr int TILE_GROUPS = WARPGROUPS * PARTS * 4;  // a group: 16 rows of weights
 constexpr int WEIGHT_BYTES = TILE_GROUPS * 16 * LINE, ROW_BYTES = N_MAX * LINE;
 constexpr int MATH = WARPGROUPS * 128, LOADERS = 128;  // threads
-constexpr int LOADER_REGISTERS = WARPGROUPS == 3 ? 32 : 40, MATH_REGISTERS = WARPGROUPS == 3 ? 160 : 232;
+constexpr int LOADER_REGISTERS = 56, MATH_REGISTERS = WARPGROUPS == 3 ? 152 : 224;
 constexpr int CHUNK = 4096;  // bytes of results that pass shared memory at once
 constexpr int ROW_BOX = 32;  // rows that the copy engine loads at once
 constexpr int LOADER_BARRIER = 15;
