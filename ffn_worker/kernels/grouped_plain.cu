@@ -1,7 +1,7 @@
 // Both products of the experts' rows in bfloat16 for NVIDIA Hopper (sm_90a): gate_up gathers rows where they
 // came and writes silu(gate) * up to the slots; down multiplies what lies in the slots. grouped_plain.py
-// fills in the instructions and defines STAGES, N_MAX (rows of the largest tile), WARPGROUPS (that
-// multiply) and PARTS (of 64 rows of weights that each has).
+// fills in the instructions and defines STAGES, N_MAX (rows of the largest tile) and WARPGROUPS (that
+// multiply, 64 rows of weights each).
 //
 // Operands are swapped: weights are the M of wgmma and rows its N, any multiple of 8, so that an expert's
 // rows are cut into equal tiles and hardly any is empty. Sums stay in registers over all of K. Weights of
@@ -12,15 +12,14 @@
 #include "grouped_common.cu"
 
 constexpr int LINE = 128;  // bytes of a row of a stage: 64 columns
-constexpr int TILE_GROUPS = WARPGROUPS * PARTS * 4;  // a group: 16 rows of weights
+constexpr int TILE_GROUPS = WARPGROUPS * 4;  // a group: 16 rows of weights
 constexpr int WEIGHT_BYTES = TILE_GROUPS * 16 * LINE, ROW_BYTES = N_MAX * LINE;
 constexpr int MATH = WARPGROUPS * 128, LOADERS = 128;  // threads
-constexpr int LOADER_REGISTERS = WARPGROUPS == 3 ? 32 : 40, MATH_REGISTERS = WARPGROUPS == 3 ? 160 : 232;
+constexpr int LOADER_REGISTERS = 56, MATH_REGISTERS = 152;
+static_assert(LOADER_REGISTERS + WARPGROUPS * MATH_REGISTERS <= 512);
 constexpr int CHUNK = 4096;  // bytes of results that pass shared memory at once
 constexpr int ROW_BOX = 32;  // rows that the copy engine loads at once
 constexpr int LOADER_BARRIER = 15;
-constexpr int LAG = 2;  // stages whose rows are under way before the gathering warps wait for those of one
-static_assert(LAG < STAGES);
 constexpr u64 KEPT = 0x1000000000000000, FIRST_TO_GO = 0x12F0000000000000;  // by the L2 cache
 
 // All groups of a tile: of 8 rows of gate and the same of up, or of 16 rows.
@@ -41,16 +40,9 @@ __device__ __forceinline__ void load_rows(u32 to, const TensorMap* map, u64* bar
         : "memory");
 }
 
-__device__ __forceinline__ bool barrier_test(u64* barrier, u32 parity) {
-    u32 done;
-    asm volatile(
-        "{\n.reg .pred p;\n"
-        "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, p;\n}"
-        : "=r"(done)
-        : "r"(shared_address(barrier)), "r"(parity)
-        : "memory");
-    return done;
+// The barrier counts this thread when its copies so far are there; nobody waits for them.
+__device__ __forceinline__ void arrive_when_copied(u64* barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
 template <int N>
@@ -89,22 +81,21 @@ __device__ __forceinline__ void release(const Shared& shared, const Ring& ring) 
     if (threadIdx.x % 32 == 0) barrier_arrive(&shared.empty[ring.stage ? ring.stage - 1 : STAGES - 1]);
 }
 
-// A tile of up to N rows by one warpgroup.
-template <int N>
-__device__ __forceinline__ void multiply(float (&sums)[PARTS][N_MAX / 2], const Shared& shared, int warpgroup,
-                                         int k_blocks, Ring& ring) {
+// A tile of up to N rows by one warpgroup. COPIED: its rows came by ordinary asynchronous copies, and the
+// tensor cores read through the other proxy. The fence is here since those who copy would have to wait
+// for their copies before it, and would begin the next stage late.
+template <int N, bool COPIED>
+__device__ __forceinline__ void multiply(float (&sums)[N_MAX / 2], const Shared& shared, int warpgroup, int k_blocks,
+                                         Ring& ring) {
 #pragma unroll 1
     for (int block = 0; block < k_blocks; ++block) {
         barrier_wait(&shared.full[ring.stage], ring.phase);
-        u32 weights = shared_address(shared.weights + ring.stage * WEIGHT_BYTES) + warpgroup * PARTS * 64 * LINE;
+        if (COPIED) fence_proxy();
+        u32 weights = shared_address(shared.weights + ring.stage * WEIGHT_BYTES) + warpgroup * 64 * LINE;
         u32 rows = shared_address(shared.rows + ring.stage * ROW_BYTES);
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-        for (int k = 0; k < LINE; k += 32) {
-#pragma unroll
-            for (int part = 0; part < PARTS; ++part)
-                wgmma<N>(sums[part], operand(weights + part * 64 * LINE + k), operand(rows + k), block | k);
-        }
+        for (int k = 0; k < LINE; k += 32) wgmma<N>(sums, operand(weights + k), operand(rows + k), block | k);
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
         asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
         if (block) release(shared, ring);
@@ -113,18 +104,15 @@ __device__ __forceinline__ void multiply(float (&sums)[PARTS][N_MAX / 2], const 
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
     // What reads the sums must stay behind the wait.
 #pragma unroll
-    for (int part = 0; part < PARTS; ++part) {
-#pragma unroll
-        for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(sums[part][i])::"memory");
-    }
+    for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(sums[i])::"memory");
     release(shared, ring);
 }
 
-// Results of 64 rows of weights, which are 32 columns if GATED, by one warpgroup: through shared memory,
-// where they turn to rows, a chunk at a time.
+// Results of a warpgroup's 64 rows of weights, which are 32 columns if GATED: through shared memory, where
+// they turn to rows, a chunk at a time.
 template <bool GATED>
 __device__ __forceinline__ void store(const float (&sums)[N_MAX / 2], const Shared& shared, const Tile& tile,
-                                      int warpgroup, int part, char* out, int columns) {
+                                      int warpgroup, char* out, int columns) {
     constexpr int BYTES = GATED ? 64 : 128, PIECES = BYTES / 16;  // of a result row here
     constexpr int ROWS = CHUNK / BYTES, PASS = 128 / PIECES;      // of a chunk, stored at once
     int thread;  // read here, so that no address is kept in a register throughout the loop
@@ -137,7 +125,7 @@ __device__ __forceinline__ void store(const float (&sums)[N_MAX / 2], const Shar
     u32 staged = shared_address(shared.staged) + warpgroup * 2 * CHUNK;
     u32 to = staged + to_row * BYTES + (to_piece ^ (GATED ? to_row / 2 & 3 : to_row & 7)) * 16;
     int row_in = thread / PIECES, piece = thread % PIECES, row_bytes = columns * 2;
-    char* at = out + static_cast<long long>(tile.slot) * row_bytes + (tile.group + part * 4) * (GATED ? 16 : 32) +
+    char* at = out + static_cast<long long>(tile.slot) * row_bytes + (tile.group + warpgroup * 4) * (GATED ? 16 : 32) +
                piece * 16;
 #pragma unroll
     for (int c = 0; c < N_MAX / ROWS; ++c) {
@@ -195,19 +183,6 @@ __device__ __forceinline__ void load_placed(const Shared& shared, const TensorMa
     }
 }
 
-// The copies of all but the last PENDING of `waiting` stages are there: tells of them. The fence is here
-// because a multiplying warp would stand still for it.
-template <int PENDING>
-__device__ __forceinline__ void tell_copied(const Shared& shared, const Ring& ring, int& waiting) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-    fence_proxy();
-    __syncwarp();
-    for (; waiting > PENDING; --waiting) {
-        int stage = ring.stage - waiting;
-        if (threadIdx.x % 32 == 0) barrier_arrive(&shared.full[stage < 0 ? stage + STAGES : stage]);
-    }
-}
-
 // The same of gate_up, whose rows the whole warpgroup copies from where they came.
 __device__ __forceinline__ void load_gathered(const Shared& shared, const TensorMap* weight_map, const char* rows,
                                               const int* sources, int* queue, int experts, int across, int k_blocks,
@@ -216,7 +191,7 @@ __device__ __forceinline__ void load_gathered(const Shared& shared, const Tensor
     bool leader = thread == 0;
     // Through a shuffle, or the compiler loads the parameter again for every copy.
     u64 base = __shfl_sync(~0u, reinterpret_cast<u64>(rows + piece), thread % 32);
-    int expert = 0, number = 0, waiting = 0;  // stages whose copies were not told of
+    int expert = 0, number = 0;
     u32 held[2] = {0, 0};  // pairs of the next tile, two of a thread
     Tile* next = &shared.tiles[STAGES];
     auto fetch = [&]() {
@@ -232,7 +207,6 @@ __device__ __forceinline__ void load_gathered(const Shared& shared, const Tensor
     fetch();
     for (;;) {
         Tile tile = *next;
-        tell_copied<0>(shared, ring, waiting);
         if (tile.rows == 0) return;
         named_sync(LOADER_BARRIER, LOADERS);
 #pragma unroll
@@ -248,13 +222,10 @@ __device__ __forceinline__ void load_gathered(const Shared& shared, const Tensor
         fetch();
         // Weights that one tile reads go first from the L2 cache.
         bool once = shared.groups[tile.expert + 1].first_tile - shared.groups[tile.expert].first_tile == 1;
-        for (int block = 0; block < k_blocks; ++block) {
-            if (!__all_sync(~0u, barrier_test(&shared.empty[ring.stage], ring.phase ^ 1))) {
-                tell_copied<0>(shared, ring, waiting);  // or those who wait for them never free this one
-                barrier_wait(&shared.empty[ring.stage], ring.phase ^ 1);
-            }
+        for (int block = 0; block < k_blocks; ++block, ring.advance()) {
+            barrier_wait(&shared.empty[ring.stage], ring.phase ^ 1);
+            u64* full = &shared.full[ring.stage];
             if (leader) {
-                u64* full = &shared.full[ring.stage];
                 if (block == 0) shared.tiles[ring.stage] = tile;
                 barrier_expect(full, WEIGHT_BYTES);
                 load_weights(shared_address(shared.weights + ring.stage * WEIGHT_BYTES), weight_map, full,
@@ -275,9 +246,7 @@ __device__ __forceinline__ void load_gathered(const Shared& shared, const Tensor
                     if (48 < left) copy_16(to + (i + 48) * LINE, from + at.w);
                 }
             }
-            asm volatile("cp.async.commit_group;" ::: "memory");
-            ring.advance();
-            if (++waiting > LAG) tell_copied<LAG>(shared, ring, waiting);
+            arrive_when_copied(full);
         }
     }
 }
@@ -302,7 +271,7 @@ __device__ __forceinline__ void run(const TensorMap* weight_map, const TensorMap
         find_groups(ends, experts, pad, N_MAX, shared.groups);
     } else if (warp == 1 && lane == 0) {
         for (int s = 0; s < STAGES; ++s) {
-            barrier_init(&shared.full[s], GATED ? 1 + LOADERS / 32 : 1);
+            barrier_init(&shared.full[s], GATED ? 1 + LOADERS : 1);
             barrier_init(&shared.empty[s], WARPGROUPS * 4);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -325,12 +294,12 @@ __device__ __forceinline__ void run(const TensorMap* weight_map, const TensorMap
                 shared.tiles[ring.stage].rows = 0;
                 barrier_arrive(&shared.full[ring.stage]);
             }
-            if (GATED && lane == 0) barrier_arrive(&shared.full[ring.stage]);
+            if (GATED) barrier_arrive(&shared.full[ring.stage]);
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MATH_REGISTERS));
         int warpgroup = __shfl_sync(~0u, warp / 4, 0);
-        float sums[PARTS][N_MAX / 2];
+        float sums[N_MAX / 2];
         for (;;) {
             barrier_wait(&shared.full[ring.stage], ring.phase);
             Tile tile = shared.tiles[ring.stage];
@@ -338,12 +307,9 @@ __device__ __forceinline__ void run(const TensorMap* weight_map, const TensorMap
             tile.rows = __reduce_max_sync(~0u, tile.rows);
             tile.group = __reduce_max_sync(~0u, tile.group);
             if (tile.rows == 0) break;
-            if (tile.group + warpgroup * PARTS * 4 < groups) {
+            if (tile.group + warpgroup * 4 < groups) {
                 MULTIPLY_BY_ROWS
-#pragma unroll
-                for (int part = 0; part < PARTS; ++part)
-                    store<GATED>(sums[part], shared, tile, warpgroup, warpgroup * PARTS + part, out,
-                                 groups * (GATED ? 8 : 16));
+                store<GATED>(sums, shared, tile, warpgroup, out, groups * (GATED ? 8 : 16));
             } else {  // behind the last column
                 for (int block = 0; block < k_blocks; ++block) {
                     barrier_wait(&shared.full[ring.stage], ring.phase);

@@ -6,8 +6,8 @@ from ffn_worker.kernels import cuda_source
 
 GATE_UP, DOWN = "gate_up", "down"
 """Its kernels: their arguments are the same."""
-WARPGROUPS, PARTS, STAGES = 3, 1, 4
-"""Warpgroups that multiply, each so many times 64 rows of weights; stages loaded ahead."""
+WARPGROUPS, STAGES = 3, 4
+"""Warpgroups that multiply, 64 rows of weights each; stages that are loaded ahead."""
 THREADS = 128 * (WARPGROUPS + 1)
 MOST_ROWS = 192
 """Rows of the largest tile: what registers hold the sums of."""
@@ -15,13 +15,13 @@ INSTRUCTIONS = range(8, MOST_ROWS + 1, 8)
 """N of the instructions that the source has: a tile's rows rounded up."""
 DEPTH, GROUP, ROW_BOX = 64, 16, 32
 """Columns of a stage; rows of weights that lie together; rows that are loaded at once."""
-TILE_GROUPS = WARPGROUPS * PARTS * 64 // GROUP
+TILE_GROUPS = WARPGROUPS * 64 // GROUP
 """Groups of a tile, which the copy engine loads at once."""
 _SHARED_LIMIT = 227 * 1024
 _STAGE_BYTES = (TILE_GROUPS * GROUP + MOST_ROWS) * DEPTH * 2 + 2 * 8
 _STAGED_BYTES, _SOURCES_BYTES = WARPGROUPS * 2 * 4096, 256 * 4
 _TILES_BYTES, _GROUP_BYTES = (STAGES + 1) * 16, 12
-_CONSTANTS = {"STAGES": STAGES, "N_MAX": MOST_ROWS, "WARPGROUPS": WARPGROUPS, "PARTS": PARTS}
+_CONSTANTS = {"STAGES": STAGES, "N_MAX": MOST_ROWS, "WARPGROUPS": WARPGROUPS}
 OPTIONS = ("-arch=sm_90a", "--std=c++17", *(f"-D{name}={n}" for name, n in _CONSTANTS.items()))
 """What NVRTC is given."""
 
@@ -35,7 +35,7 @@ def _by_rows(rows: range) -> str:
     """Statement that multiplies with the least of ``rows`` that holds the tile's. By comparisons:
     behind a jump by a table the compiler does not see that a warp goes one way."""
     if len(rows) == 1:
-        return f"multiply<{rows[0]}>(sums, shared, warpgroup, k_blocks, ring);"
+        return f"multiply<{rows[0]}, GATED>(sums, shared, warpgroup, k_blocks, ring);"
     low, high = rows[: len(rows) // 2], rows[len(rows) // 2 :]
     return f"if (tile.rows <= {low[-1]}) {{ {_by_rows(low)} }} else {{ {_by_rows(high)} }}"
 

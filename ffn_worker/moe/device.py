@@ -18,3 +18,10 @@ def architecture() -> str | None:
 def native_fp8() -> Tag:
     """The FP8 kind that this machine multiplies; e4m3fn where it multiplies none."""
     return FP8_OF_ARCH.get(architecture() or "", Tag.E4M3FN)
+
+
+def launch_site(device: torch.device) -> tuple[int, int, int]:
+    """Number of a CUDA device, its multiprocessors, and the stream that is current there."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    blocks = torch.cuda.get_device_properties(index).multi_processor_count
+    return index, blocks, torch.cuda.current_stream(device).cuda_stream

@@ -22,6 +22,7 @@ from ffn_worker.kernels import grouped
 from ffn_worker.kernels.cuda_driver import Argument, Function, compiled, tensor_map
 from ffn_worker.moe import grouped_plain
 from ffn_worker.moe.deep_gemm import Cut, DeepGemmBackend, Operand
+from ffn_worker.moe.device import launch_site
 from ffn_worker.moe.quantise import Scheme, Weight
 from ffn_worker.moe.sorting import PlacedPairs
 from ffn_worker.moe.triton import Layer
@@ -73,9 +74,7 @@ def gate_up(
     arguments: list[Argument] = [walk]
     arguments += [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
     arguments += [ctypes.c_int(size) for size in sizes]
-    index = torch.cuda.current_device() if device.index is None else device.index
-    blocks = torch.cuda.get_device_properties(index).multi_processor_count
-    stream = torch.cuda.current_stream(device).cuda_stream
+    index, blocks, stream = launch_site(device)
     _kernel(index, experts).launch(blocks, stream, arguments)
     return a
 

@@ -14,6 +14,7 @@ from afd.wire.rows_torch import EncodedRows
 from ffn_worker.kernels import grouped_plain as kernels
 from ffn_worker.kernels.cuda_driver import Argument, Function, compiled, tensor_map
 from ffn_worker.moe.deep_gemm import Cut, Operand
+from ffn_worker.moe.device import launch_site
 from ffn_worker.moe.quantise import Weight
 from ffn_worker.moe.sorting import PlacedPairs
 
@@ -55,7 +56,7 @@ def _launch(
     sizes: tuple[int, ...],
 ) -> None:
     """sizes: experts, groups of weights, stages of the depth, top_k, tile of the slots."""
-    device, row = rows.device, rows.shape[1] * 2
+    row = rows.shape[1] * 2
     row_map = tensor_map(rows.data_ptr(), (row, rows.shape[0]), (row,), (_LINE, kernels.ROW_BOX))
     queue = placed.taken[int(name == kernels.DOWN) :]
     arguments: list[Argument] = [weight_map, row_map]
@@ -64,9 +65,7 @@ def _launch(
         for tensor in (rows, placed.pairs, placed.ends, out, queue)
     ]
     arguments += [ctypes.c_int(size) for size in sizes]
-    index = torch.cuda.current_device() if device.index is None else device.index
-    blocks = torch.cuda.get_device_properties(index).multi_processor_count
-    stream = torch.cuda.current_stream(device).cuda_stream
+    index, blocks, stream = launch_site(rows.device)
     _kernel(name, index, sizes[0]).launch(blocks, stream, arguments)
 
 
