@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 import torch
@@ -131,7 +131,8 @@ def test_a_stopped_ffn_instance_ends_the_engine_at_the_deadline_and_both_sides_g
             wait_until(lambda: said in server.log.read_text(errors="replace"), 30, said)
             assert _FFN_S <= time.monotonic() - stopped < _FFN_S + 10
         finally:
-            os.kill(ffn, signal.SIGCONT)
+            with suppress(ProcessLookupError):  # ended by the supervisor, where we were slow
+                os.kill(ffn, signal.SIGCONT)
         thread.join(180)
         assert isinstance(found[0], AfdError)
         # The attention instance is started anew; the FFN instance's stream is free for it.
