@@ -213,6 +213,7 @@ class Deadlines(Section):
     ffn_s: float = Field(
         default=60.0, gt=0
     )  # attention waits for an FFN answer, its restart included
+    stuck_s: float = Field(default=20.0, gt=0)  # one expert call; then the FFN instance restarts
     drain_s: float = Field(default=30.0, ge=0)  # running requests may still finish
 
 

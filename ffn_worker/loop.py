@@ -32,6 +32,7 @@ from ffn_worker.peers import Peer, PeerTable
 from ffn_worker.ranks import Ranks
 from ffn_worker.shares import Shares
 from ffn_worker.steps import StreamSteps
+from ffn_worker.stuck import CallClock
 
 logger = logging.getLogger("afd.ffn")
 
@@ -83,6 +84,7 @@ class FfnLoop:
         self._stage_every = resolved.deployment.metrics.stage_every
         self._marks: Marks = NoMarks()
         self._began_ns = 0
+        self.clock = CallClock()
         self.stopping = False
 
     def run(self) -> None:
@@ -103,7 +105,12 @@ class FfnLoop:
                 if call.order.kind == Kind.STEP:
                     self._run_on_streams(call)
                 else:
-                    self._run(call)
+                    rows = sum(part.rows for part in call.order.parts)
+                    self.clock.begin(call.order.position.layer, rows)
+                    try:
+                        self._run(call)
+                    finally:
+                        self.clock.end()
         except PeerLost:
             if not self.stopping:  # otherwise everybody goes, in any order
                 raise

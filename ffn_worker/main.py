@@ -31,6 +31,7 @@ from ffn_worker.loader import DTYPES
 from ffn_worker.loop import FfnLoop
 from ffn_worker.model import FfnModel, load_ffn_model
 from ffn_worker.ranks import MakeCollective, Ranks
+from ffn_worker.stuck import CallWatch
 
 logger = logging.getLogger("afd.ffn")
 
@@ -93,6 +94,9 @@ def run_ffn(role: RoleSpec) -> None:
         _stop_on_signals(loop)
         loop.moves.catch_up()
         control.on_change(lambda members: _follow(loop, ranks, members))
+        deadlines = deployment.deadlines
+        watch = CallWatch(loop.clock, stuck_s=deadlines.stuck_s, first_s=deadlines.start_s)
+        watch.start(_end_now)
         control.set_state("ready")
         kept = f"backend {model.backend_name}, {model.scheme.value} weights"
         logger.info("ready: generation %d, %s", generation, kept)

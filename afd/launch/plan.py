@@ -96,7 +96,9 @@ def _command(spec: RoleSpec, run_dir: Path) -> Command:
         "TMPDIR": str(run_dir),
     }
     argv = (sys.executable, "-m", "afd.cli", spec.role, "--role-file", str(file))
-    return Command(spec.id, argv, env, ends_all=spec.role == "control")
+    return Command(
+        spec.id, argv, env, ends_all=spec.role == "control", stateless=spec.role == "ffn"
+    )
 
 
 def available_cores() -> list[int]:

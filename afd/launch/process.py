@@ -21,12 +21,15 @@ class Command:
     """How to start one role. name: "attention-0"; env: additions to our own environment.
 
     ends_all: its exit with status 0 ends the deployment (an operator shut the control plane down).
+    stateless: it keeps nothing of a request, so one that stands still is better ended and started
+    anew than waited for.
     """
 
     name: str
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
     ends_all: bool = False
+    stateless: bool = False
 
 
 class RoleProcess:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 ASK_S = 0.2  # membership is asked for this often
 ANSWER_S = 0.05  # longest wait for an answer, so that the supervisor's loop stays quick
+FRESH_S = 2.0  # an older answer says nothing about now
 HEALTH_S = 1.0
 # our own host is never behind the proxy that http_proxy may name
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -40,7 +41,8 @@ class Readiness:
         self._control = specs[0].control_address
         self._channel: Channel | None = None
         self._members: Members | None = None
-        self._asked = 0.0
+        self._asked = self._answered = self._connected = 0.0
+        self._timeout_s = specs[0].deployment.control.timeout_s
 
     def __enter__(self) -> Readiness:
         return self
@@ -64,6 +66,22 @@ class Readiness:
             return _gateway_wait(spec)
         return _member_wait(self._snapshot(), spec, group)
 
+    def is_member(self, name: str) -> bool | None:
+        """See ``afd.launch.standstill.IsMember``; an FFN or attention role.
+
+        A control plane that was started again has no members at first: it is believed once we have
+        been connected to it for longer than they may take to come back.
+        """
+        spec, members = self._specs[name], self._snapshot()
+        now = time.monotonic()
+        if (
+            members is None
+            or now - self._answered > FRESH_S
+            or now - self._connected <= self._timeout_s
+        ):
+            return None
+        return members.find(spec.role, spec.index, spec.rank) is not None
+
     def _snapshot(self) -> Members | None:
         """The newest membership; None while the control plane has not answered yet."""
         from afd.control.channel import Channel
@@ -74,9 +92,12 @@ class Readiness:
         if now - self._asked >= ASK_S:
             self._asked = now
             self._channel.send(Status())
-            for message in self._channel.poll(ANSWER_S).messages:
+            received = self._channel.poll(ANSWER_S)
+            if received.connected:
+                self._connected = now
+            for message in received.messages:
                 if isinstance(message, Members):
-                    self._members = message
+                    self._members, self._answered = message, now
         return self._members
 
 

@@ -15,6 +15,7 @@ from afd.errors import ConfigError
 from afd.launch.logs import say
 from afd.launch.plan import Ports, available_cores, held_addresses, role_specs, stages
 from afd.launch.readiness import Readiness
+from afd.launch.standstill import Standstill
 from afd.launch.supervisor import Supervisor
 
 
@@ -56,6 +57,7 @@ def _serve(
             run_dir=run_dir,
             log_dir=log_dir,
             on_ready=ready,
+            standstill=Standstill(readiness.is_member),
         )
         return supervisor.run()
 

@@ -22,6 +22,7 @@ from afd.config import Restart
 from afd.launch.logs import RoleLog, say, write_line
 from afd.launch.process import Command, RoleProcess, describe_exit
 from afd.launch.restarts import backoff_s
+from afd.launch.standstill import RETURN_S, Standstill
 from afd.launch.watchdog import Watchdog
 
 POLL_S = 0.1
@@ -67,9 +68,12 @@ class Supervisor:
         run_dir: Path,
         log_dir: Path | None = None,
         on_ready: Callable[[], None] = lambda: None,
+        standstill: Standstill | None = None,
         out: TextIO | None = None,
     ) -> None:
-        """start_s: seconds until all must be ready. run_dir: removed if this process is killed."""
+        """start_s: seconds until all must be ready. run_dir: removed if this process is killed.
+        standstill: knows which stateless roles to end; without it, none is.
+        """
         self._stages = tuple(stages)
         self._awaited = awaited
         self._start_s = start_s
@@ -77,6 +81,7 @@ class Supervisor:
         self._run_dir = run_dir
         self._log_dir = log_dir
         self._on_ready = on_ready
+        self._standstill = standstill
         self._out = out or sys.stdout
         self._running: dict[str, RoleProcess] = {}
         self._logs: dict[str, RoleLog] = {}
@@ -207,6 +212,7 @@ class Supervisor:
                     self._bury(process, code, now)
                 elif name in self._returning:
                     self._check_return(process, now)
+            self._end_still(now)
             for name, (moment, command) in [*self._due.items()]:
                 if now >= moment:
                     del self._due[name]
@@ -239,6 +245,19 @@ class Supervisor:
         elif age_s > self._start_s:
             self._say(f"{process.name} is not ready {age_s:.0f} s after its restart; ending it")
             process.signal(signal.SIGKILL)  # the next turn counts it as a death
+
+    def _end_still(self, now: float) -> None:
+        """A stopped process neither works nor ends; attention would wait for it for good."""
+        if self._standstill is None:
+            return
+        served = self._running.keys() - self._returning
+        names = sorted(name for name in served if self._running[name].command.stateless)
+        for name in self._standstill.look(names, now):
+            self._say(
+                f"{name} stands still: alive, but {RETURN_S:g} s after the control plane gave it up"
+                " it has not come back; ending it"
+            )
+            self._running[name].signal(signal.SIGKILL)  # the next turn counts it as a death
 
     # -- stopping
 

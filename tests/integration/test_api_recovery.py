@@ -38,6 +38,19 @@ def test_killed_ffn_instance_loses_nothing(deployment: Running) -> None:
     assert "ffn-0 was killed by SIGKILL; starting it again" in deployment.server.log.read_text()
 
 
+def test_stopped_ffn_instance_is_ended_and_loses_nothing(deployment: Running) -> None:
+    """Alive, but without a heartbeat: the supervisor does what the test above does by hand."""
+    wanted = tokens_when_whole(start_streams(deployment.url, 8, 150), 60)
+    before = deployment.member("ffn-0")
+    streams = start_streams(deployment.url, 8, 150)
+    all_begun(streams)
+    os.kill(before.pid, signal.SIGSTOP)
+    assert tokens_when_whole(streams, 90) == wanted
+    after = deployment.member("ffn-0")
+    assert after.pid != before.pid and after.generation > before.generation
+    assert deployment.server.log.read_text().count("ffn-0 stands still") == 1
+
+
 def test_ctrl_c_lets_requests_finish_and_leaves_nothing(deployment: Running) -> None:
     ports = deployment.ports()
     streams = start_streams(deployment.url, 8, 250)

@@ -35,7 +35,8 @@ def test_defaults_are_those_of_the_documentation(write, tmp_path):
     assert deployment.wire.name == "exact"
     assert deployment.control.address == "auto" and deployment.control.keys is None
     assert (deployment.gateway.host, deployment.gateway.port) == ("127.0.0.1", 8000)
-    assert deployment.deadlines.ffn_s == 60.0 and deployment.restart.max_restarts == 3
+    assert deployment.deadlines.ffn_s == 60.0 and deployment.deadlines.stuck_s == 20.0
+    assert deployment.restart.max_restarts == 3
 
 
 def test_everything_that_can_be_written_is_read(write, tmp_path):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from afd.launch.ports import accepts, check_free, held_ports
 from afd.launch.process import Command, describe_exit, group_members
 from afd.launch.restarts import backoff_s
 from afd.launch.serve import summary
+from afd.launch.standstill import Standstill
 from afd.launch.supervisor import Stage, Supervisor
 
 # A role that writes its pid to DIR/NAME.pid (one line per start), says it is ready and waits.
@@ -180,6 +182,35 @@ while not (os.path.exists(path) and len(open(path).readlines()) >= count): time.
 time.sleep(0.3)
 os.kill(os.getppid(), signal.SIGTERM)
 """
+
+
+def test_a_stateless_role_that_stands_still_is_ended_once_and_restarted(tmp_path, monkeypatch):
+    """Both roles stop themselves, and the control plane misses both."""
+    for name, value in (("LOOK_S", 0.1), ("RETURN_S", 0.5)):
+        monkeypatch.setattr(f"afd.launch.standstill.{name}", value)
+    halt = READY + "if starts() == 1:\n    os.kill(os.getpid(), signal.SIGSTOP)\n" + WAIT
+    attention, ffn = (role(tmp_path, name, halt) for name in ("attention-0", "ffn-0"))
+
+    def is_member(name: str) -> bool:
+        return len(lines(tmp_path, name, "pid")) > 1
+
+    def after() -> None:
+        subprocess.Popen(
+            [sys.executable, "-S", "-c", _TERM_WHEN, str(tmp_path / "ffn-0.ready"), "2"]
+        )
+
+    run = Run(
+        tmp_path,
+        Stage((replace(ffn, stateless=True),), 1),
+        Stage((attention,), 1),
+        after=after,
+        standstill=Standstill(is_member),
+    )
+    assert run.status == 0
+    assert run.text.count("stands still") == 1
+    assert "ffn-0 was killed by SIGKILL; starting it again in 0.5 s" in run.text
+    assert len(lines(tmp_path, "ffn-0", "pid")) == 2
+    assert len(lines(tmp_path, "attention-0", "pid")) == 1  # its requests' state would be lost
 
 
 def test_too_many_crashes_stop_the_deployment(tmp_path, capsys):

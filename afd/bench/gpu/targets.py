@@ -225,7 +225,8 @@ def deployment(
             "kernel": target.kernel,
             "vllm_args": list(args),
         },
-        # A profiler that starts, or a kernel that is compiled, is no reason to drop an instance.
+        # A profiler that starts, or a kernel that is compiled, is no reason to drop an instance or
+        # to end one: late_ms, timeout_s, stuck_s.
         "ffn": {
             "instances": target.ffn,
             "tp": target.tp,
@@ -241,7 +242,7 @@ def deployment(
         },
         "wire": {"format": target.wire},
         "control": {"timeout_s": 15.0},
-        "deadlines": {"start_s": START_S},
+        "deadlines": {"start_s": START_S, "stuck_s": 60.0},
         "metrics": {"stage_every": target.stage_every},
     }
 
