@@ -14,8 +14,8 @@ def backoff_s(
     """Seconds to wait before the next start, or None to give up.
 
     ``deaths``: times of every death of the role so far, the latest included, on the clock of
-    ``now`` (seconds). Deaths older than ``window_s`` are forgiven; each recent one doubles the
-    wait.
+    ``now`` (seconds), on which time between a death and another one in the start after it does not
+    pass. Deaths older than ``window_s`` are forgiven; each recent one doubles the wait.
     """
     recent = sum(1 for moment in deaths if now - moment <= window_s)
     if recent > max_restarts:

@@ -223,8 +223,11 @@ class Supervisor:
         """A role died while serving: remove what is left of its group and plan its return."""
         name = process.name
         self._end([process], BURY_S)
-        self._returning.discard(name)
         deaths = self._deaths.setdefault(name, [])
+        if name in self._returning:  # it served nobody; its start may have outlasted window_s
+            self._returning.discard(name)
+            last = deaths[-1]
+            deaths[:] = [moment + now - last for moment in deaths]
         deaths.append(now)
         limit, window_s = self._restart.max_restarts, self._restart.window_s
         wait_s = backoff_s(deaths, now, limit, window_s)

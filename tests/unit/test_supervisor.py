@@ -70,13 +70,15 @@ def awaited(here: Path):
 class Run:
     """One supervisor run in this process; ``after`` is called once all roles are ready."""
 
-    def __init__(self, here: Path, *stages: Stage, after=None, start_s=10.0, restarts=3, **kw):
+    def __init__(
+        self, here: Path, *stages: Stage, after=None, start_s=10.0, restarts=3, window_s=30.0, **kw
+    ):
         self.out = io.StringIO()
         supervisor = Supervisor(
             stages,
             awaited(here),
             start_s=start_s,
-            restart=Restart(max_restarts=restarts, window_s=30.0),
+            restart=Restart(max_restarts=restarts, window_s=window_s),
             run_dir=here / "run",
             on_ready=after or (lambda: os.kill(os.getpid(), signal.SIGTERM)),
             out=self.out,
@@ -228,6 +230,23 @@ def test_too_many_crashes_stop_the_deployment(tmp_path, capsys):
     )
     assert len(lines(tmp_path, "ffn-0", "pid")) == 2
     assert not alive(lines(tmp_path, "control-0", "pid")[0])
+
+
+def test_a_start_that_fails_late_forgives_no_death(tmp_path, capsys):
+    """Each start takes longer than window_s, in which deaths would be forgotten."""
+    body = (
+        "if starts() > 1: time.sleep(0.5); sys.exit(7)\n" + READY + "time.sleep(0.3)\nsys.exit(7)\n"
+    )
+    run = Run(
+        tmp_path,
+        Stage((role(tmp_path, "ffn-0", body),), 5),
+        after=lambda: None,
+        restarts=1,
+        window_s=0.4,
+    )
+    assert run.status == 1
+    assert "more than restart.max_restarts = 1 times" in capsys.readouterr().err
+    assert len(lines(tmp_path, "ffn-0", "pid")) == 2
 
 
 def test_a_role_that_ignores_sigterm_is_killed_at_its_deadline(tmp_path):
