@@ -32,8 +32,8 @@ class Build:
     """One specialisation of a kernel.
 
     types: Triton types of the run-time arguments, in order. constants: constexpr arguments.
-    aligned: arguments known to be multiples of 16 (pointers always are). registers: of a thread at
-    most, on NVIDIA.
+    aligned: arguments known to be multiples of 16 (pointers always are). options: of the compiler,
+    beside the warps.
     wanted: per target, patterns that the ISA must contain.
     """
 
@@ -43,7 +43,7 @@ class Build:
     constants: dict[str, Any]
     aligned: tuple[str, ...] = ()
     warps: int = 4
-    registers: int | None = None
+    options: dict[str, int] = field(default_factory=dict)
     wanted: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def compile(self, target: str, **options: Any) -> CompiledKernel:
@@ -53,8 +53,7 @@ class Build:
         multiples = [n for n, t in self.types.items() if t.startswith("*") or n in self.aligned]
         attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in multiples}
         source = ASTSource(self.kernel, signature, constants, attributes)
-        asked = {} if self.registers is None else {"maxnreg": self.registers}
-        options = {"num_warps": self.warps, **asked, **options}
+        options = {"num_warps": self.warps, **self.options, **options}
         return compile(source, target=TARGETS[target], options=options)
 
 
@@ -339,7 +338,7 @@ def two_shot(
         },
         aligned=("n", "unit", "inbox_offset", "segment_bytes"),
         warps=tuning.warps,
-        registers=tuning.registers,
+        options=tuning.options,
         wanted=_ORDER,
     )  # fmt: skip
 

@@ -23,31 +23,29 @@ def deployment(host: Host) -> Running:
     return host.serve("openai")
 
 
-def test_killed_ffn_instance_loses_nothing(deployment: Running) -> None:
-    """It has no state of a request: restarted, it is sent what it had not answered."""
+def loses_nothing_with_an_ffn_instance_after(deployment: Running, number: signal.Signals) -> None:
+    """The signal is sent to ffn-0 under load."""
     wanted = tokens_when_whole(start_streams(deployment.url, 8, 150), 60)
     before = deployment.member("ffn-0")
     retries = deployment.metrics().total("afd_ffn_retries_total")
     streams = start_streams(deployment.url, 8, 150)
     all_begun(streams)
-    os.kill(before.pid, signal.SIGKILL)
+    os.kill(before.pid, number)
     assert tokens_when_whole(streams, 90) == wanted
     after = deployment.member("ffn-0")
     assert after.pid != before.pid and after.generation > before.generation
     assert deployment.metrics().total("afd_ffn_retries_total") > retries
+
+
+def test_killed_ffn_instance_loses_nothing(deployment: Running) -> None:
+    """It has no state of a request: restarted, it is sent what it had not answered."""
+    loses_nothing_with_an_ffn_instance_after(deployment, signal.SIGKILL)
     assert "ffn-0 was killed by SIGKILL; starting it again" in deployment.server.log.read_text()
 
 
 def test_stopped_ffn_instance_is_ended_and_loses_nothing(deployment: Running) -> None:
     """Alive, but without a heartbeat: the supervisor does what the test above does by hand."""
-    wanted = tokens_when_whole(start_streams(deployment.url, 8, 150), 60)
-    before = deployment.member("ffn-0")
-    streams = start_streams(deployment.url, 8, 150)
-    all_begun(streams)
-    os.kill(before.pid, signal.SIGSTOP)
-    assert tokens_when_whole(streams, 90) == wanted
-    after = deployment.member("ffn-0")
-    assert after.pid != before.pid and after.generation > before.generation
+    loses_nothing_with_an_ffn_instance_after(deployment, signal.SIGSTOP)
     assert deployment.server.log.read_text().count("ffn-0 stands still") == 1
 
 
