@@ -33,7 +33,10 @@ class Outgoing:
         return [(at, tensor.data_ptr(), tensor.nbytes) for at, tensor in self._tensors(layout)]
 
     def row_parts(self, layout: SlotLayout) -> list[tuple[int, int, int]]:
-        """(offset in the slot, address of the first row, bytes of a row) of each tensor."""
+        """(offset in the slot, address of the first row, bytes of a row) of each tensor; nothing
+        where nobody gets a row: no bytes have no address."""
+        if not len(self.ids):
+            return []
         return [
             (at, tensor.data_ptr(), tensor.stride(0) * tensor.element_size())
             for at, tensor in self._tensors(layout)

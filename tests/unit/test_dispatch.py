@@ -168,6 +168,15 @@ def test_an_instance_without_rows_answers_too(deploy, tiny_models):
     assert calls[1:] == [0, 0]
 
 
+@pytest.mark.parametrize("dispatch", ["broadcast", "routed"])
+def test_rows_without_experts_are_answered_with_zeros(deploy, dispatch):
+    """vLLM's warm-up masks all of its rows."""
+    deployed = deploy("qwen3_moe", 1, 2, **sections(dispatch))
+    x, ids, weights = random_rows(deployed.resolved, 4, 1)
+    for part in answers(deployed, [(x, torch.full_like(ids, -1), weights)] * 2):
+        assert part.shape == x.shape and not part.any()
+
+
 def test_copies_share_the_rows_and_every_pair_is_computed_once(deploy):
     resolved = deploy("qwen3_moe", 1, 3, **sections("routed", redundant_experts=2)).resolved
     model, placement = resolved.model, resolved.placement
