@@ -8,6 +8,7 @@ import json
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from afd.device_name import slug
 from afd.errors import ConfigError
@@ -57,15 +58,7 @@ def read_crossover(path: Path, world: int, dtype: str, fmt: str) -> Crossover:
     Raises:
         ConfigError: the file is not such a table, or has no row for the dtype and format.
     """
-    try:
-        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-        if not all(set(row) == _FIELDS for row in rows):
-            raise ValueError(f"a row has other fields than {', '.join(sorted(_FIELDS))}")
-    except (OSError, ValueError, KeyError, TypeError) as err:
-        raise ConfigError(
-            f"{path} is no all-reduce table ({err}); write one with afd bench allreduce --table"
-        ) from None
-    fitting = [row for row in rows if row["dtype"] == dtype and row["format"] == fmt]
+    fitting = _rows(path, dtype, fmt)
     if not fitting:
         raise ConfigError(
             f"{path} has no row for {dtype} and {fmt}; add one with afd bench allreduce --table"
@@ -76,6 +69,20 @@ def read_crossover(path: Path, world: int, dtype: str, fmt: str) -> Crossover:
     else:
         row = max(fitting, key=lambda row: row["world"])
     return Crossover(row["one_shot_max_bytes"], row["two_shot_min_bytes"])
+
+
+def measured_crossover(
+    device: str, world: int, dtype: str, fmt: str, folder: Path = FOLDER
+) -> Crossover | None:
+    """The row of the device's own table; None if it has none for so many ranks or more.
+
+    Raises:
+        ConfigError: see :func:`read_crossover`.
+    """
+    table = table_of(device, folder)
+    if table == DEFAULT or all(row["world"] < world for row in _rows(table, dtype, fmt)):
+        return None
+    return read_crossover(table, world, dtype, fmt)
 
 
 def crossover_of(
@@ -100,3 +107,15 @@ def crossover_of(
             break
         two_shot_min = size
     return Crossover(one_shot_max, two_shot_min)
+
+
+def _rows(path: Path, dtype: str, fmt: str) -> list[dict[str, Any]]:
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        if not all(set(row) == _FIELDS for row in rows):
+            raise ValueError(f"a row has other fields than {', '.join(sorted(_FIELDS))}")
+    except (OSError, ValueError, KeyError, TypeError) as err:
+        raise ConfigError(
+            f"{path} is no all-reduce table ({err}); write one with afd bench allreduce --table"
+        ) from None
+    return [row for row in rows if row["dtype"] == dtype and row["format"] == fmt]

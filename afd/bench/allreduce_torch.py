@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -106,14 +107,17 @@ def gpu_cells(settings: dict[str, Any], rank: int) -> Iterator[Cell]:
     from afd.reduce_crossover import Crossover
     from ffn_worker.allreduce.base import Setup
     from ffn_worker.allreduce.formats import FP16
+    from ffn_worker.allreduce.nccl import NcclCollective
     from ffn_worker.allreduce.quick import CAPACITY_BYTES, QuickCollective
 
     world = settings["world"]
     device = torch.device("cuda", rank)
     address = f"file://{settings['folder']}/store"
+    exact = Setup(rank, world, None, address, device, deadline_s=60, start_s=START_S)
     ours = QuickCollective(
-        Setup(rank, world, INT4, address, device, deadline_s=60, start_s=START_S),
+        replace(exact, fmt=INT4),
         Crossover(0, None),
+        NcclCollective(exact),
         room=FP16,
         # So that INT4 takes as many launches as where the room is its own.
         capacity_bytes=CAPACITY_BYTES * FP16.atom_bytes // INT4.atom_bytes,

@@ -47,6 +47,7 @@ class AiterQuickCollective(Collective):
         ConfigError: exact, or neither provider has the format, is installed, or takes the GPUs.
     """
 
+    name = "aiter_quick"
     capturable = True
 
     def __init__(self, setup: Setup) -> None:

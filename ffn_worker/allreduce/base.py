@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -46,6 +47,8 @@ class Collective(ABC):
     either, the object is of no further use: close it.
     """
 
+    name: ClassVar[str]
+    """In the registry and in logs."""
     capturable = False
     """Whether calls may be captured in a CUDA graph and replayed."""
 
@@ -85,6 +88,7 @@ class Collective(ABC):
 class Alone(Collective):
     """The collective of a single rank: nothing happens, exactly."""
 
+    name = "alone"
     capturable = True
 
     def __init__(self) -> None:

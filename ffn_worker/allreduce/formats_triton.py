@@ -111,21 +111,33 @@ def values_of(words, BF16: tl.constexpr):
 
 
 @triton.jit
-def _scale(key, FACTOR: tl.constexpr, AMD: tl.constexpr):
-    """(scale, lift, inverse), float16, of a block whose highest key is ``key``."""
-    m = _half((key >> 16) | (key & 0x8000))
-    scale = m * tl.full((), FACTOR, tl.float16)
-    shifted = scale + tl.full((), 5.9604644775390625e-08, tl.float16)
+def _scales(low, high, FACTOR: tl.constexpr, AMD: tl.constexpr):
+    """Words (scales, lifts, inverses) of the blocks of low and high halves, whose highest keys are
+    ``low`` and ``high``."""
+    m = (low >> 16) | (low & 0x8000) | (high & 0x7FFF0000) | ((high & 0x8000) << 16)
+    # As instructions of words: compilers make one of a float16 product and a sum, rounded once.
+    scales = _times(m, _both(FACTOR), AMD)
+    shifted = _plus(scales, _both(2.0**-24), AMD)
+    lift, inverse, scale = _inverse(low, scales, shifted, AMD)
+    odd_lift, odd_inverse, odd_scale = _inverse(high, scales >> 16, shifted >> 16, AMD)
+    return _word(scale, odd_scale), _word(lift, odd_lift), _word(inverse, odd_inverse)
+
+
+@triton.jit
+def _inverse(key, scale, shifted, AMD: tl.constexpr):
+    """(lift, inverse, scale), float16, of one block: its scale's bits are low in ``scale``, those
+    of scale + 2^-24 in ``shifted``."""
+    scale = _half(scale)
     # 1 / 2^-16 is the first reciprocal that float16 cannot hold.
-    is_narrow = (shifted.to(tl.uint16, bitcast=True).to(tl.uint32) & 0x7FFF) > 0x0100
+    is_narrow = (shifted & 0x7FFF) > 0x0100
     lift = tl.where(is_narrow, 1.0, 512.0).to(tl.float16)
-    divisor = tl.where(is_narrow, shifted, scale * lift).to(tl.float32)
+    divisor = tl.where(is_narrow, _half(shifted), scale * lift).to(tl.float32)
     # Rounded to float16 it is right although it is approximate: no reciprocal of a number of 11
     # bits is that close to the middle between two float16.
     inverse = _reciprocal(divisor, AMD).to(tl.float16)
     is_finite = key < 0x7C000000
     inverse = tl.where(is_finite & (scale != 0.0), inverse, 0.0)
-    return tl.where(is_finite, scale, float("nan")), lift, inverse
+    return lift, inverse, tl.where(is_finite, scale, float("nan"))
 
 
 @triton.jit
@@ -153,10 +165,9 @@ def quantise_atoms(
         low = ((words << 16) & 0x7FFF0000) | (words & 0x8000)
         high = (words & 0x7FFF0000) | ((words >> 16) & 0x8000)
         low, high = tl.max(tl.max(low, axis=2), axis=1), tl.max(tl.max(high, axis=2), axis=1)
-        scale, lift, inverse = _scale(low, FACTOR, AMD)
-        odd_scale, odd_lift, odd_inverse = _scale(high, FACTOR, AMD)
-        scaled = _times(words, _word(lift, odd_lift)[:, None, None], AMD)
-        scaled = _times(scaled, _word(inverse, odd_inverse)[:, None, None], AMD)
+        scales, lifts, inverses = _scales(low, high, FACTOR, AMD)
+        scaled = _times(words, lifts[:, None, None], AMD)
+        scaled = _times(scaled, inverses[:, None, None], AMD)
         # What is not finite is NaN by now, and becomes the lowest.
         if FP4:
             scaled = _most(scaled, _both(-6.0), AMD)
@@ -172,7 +183,7 @@ def quantise_atoms(
             code = _most(scaled, _both(-float(bias)), AMD)
             code = _plus(code, _both(1536.0 + bias), AMD)
             pairs = _least(code, _both(1535.0 + 2 * bias), AMD) & (((1 << BITS) - 1) * 0x00010001)
-        return tl.reshape(pairs, (groups * 8, 4)), _per_thread(_word(scale, odd_scale))
+        return tl.reshape(pairs, (groups * 8, 4)), _per_thread(scales)
 
 
 @triton.jit

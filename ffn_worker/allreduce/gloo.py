@@ -18,6 +18,8 @@ from ffn_worker.allreduce.rendezvous import host_of, named_errors, open_store
 class GlooCollective(Collective):
     """See :class:`Collective`. Exact sums are added in float32 in rank order and rounded once."""
 
+    name = "gloo"
+
     def __init__(self, setup: Setup) -> None:
         rank, world, start_s = setup.rank, setup.world, setup.start_s
         super().__init__(rank, world)

@@ -27,6 +27,7 @@ class NcclCollective(Collective):
         ConfigError: there is a format, NCCL adds values as they are; or no GPU.
     """
 
+    name = "nccl"
     capturable = True
 
     def __init__(self, setup: Setup) -> None:

@@ -7,7 +7,6 @@ Peer memory is torch's symmetric memory, which knows CUDA and ROCm; NVLink multi
 """
 
 import os
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -29,6 +28,10 @@ _PROBE_SPINS = 16_384
 _MOST_SPINS = 1 << 30
 
 
+class CannotMap(ConfigError):
+    """The GPUs cannot map each other's memory. Every rank raises it, or none."""
+
+
 class QuickCollective(Collective):
     """See :class:`Collective`. ``check`` says whether a rank was lost or late; the result of the
     call in which it was is worthless, and so are all later ones.
@@ -38,27 +41,31 @@ class QuickCollective(Collective):
             takes no two shots. Its dtype is compiled and tried at the start, other types at their
             first call.
         crossover: which way a message goes, by its size.
+        library: for what does not go through peer memory; closed with this one.
         room: the format that the inboxes are laid out for; None: the setup's. Other formats of at
             most its size may be given to the methods that take one.
         capacity_bytes: about what the inboxes of two shots take.
 
     Raises:
-        ConfigError: the GPUs cannot map each other's memory.
+        CannotMap: the library is still of use.
+        ConfigError: the kernels do not add up.
     """
 
+    name = "quick"
     capturable = True
 
     def __init__(
         self,
         setup: Setup,
         crossover: Crossover,
+        library: NcclCollective,
         *,
         room: ReduceFormat | None = None,
         capacity_bytes: int = CAPACITY_BYTES,
     ) -> None:
         rank, world, fmt, device = setup.rank, setup.world, setup.fmt, setup.device
         super().__init__(rank, world)
-        self._library = NcclCollective(replace(setup, fmt=None))
+        self._library = library
         self._fmt = fmt
         self._crossover = crossover
         self._deadline_s = setup.deadline_s
@@ -69,15 +76,19 @@ class QuickCollective(Collective):
         self._hip = torch.version.hip is not None
         self.tuning = quick_plan.HIP if self._hip else quick_plan.CUDA
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+        # A rank's own GPU is device 0 of its process (afd.topology: gpu_order), which torch takes
+        # for one GPU in all ranks.
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+        fault: RuntimeError | None = None
         try:
             self._memory = symmetric.empty(self._buffer.nbytes, dtype=torch.uint8, device=device)
             self._handle = symmetric.rendezvous(self._memory, dist.group.WORLD)
         except RuntimeError as err:
-            self._library.close()
-            raise ConfigError(
-                f"the GPUs cannot map each other's memory ({str(err).splitlines()[0]}); use the "
-                "all-reduce nccl"
-            ) from err
+            fault = err
+        faults = library.all_reduce(torch.full((1, 1), float(fault is not None), device=device))
+        if faults.item():
+            reason = str(fault).splitlines()[0] if fault else "another rank says why"
+            raise CannotMap(f"the GPUs cannot map each other's memory ({reason})") from fault
         self._memory.zero_()
         bases = list(self._handle.buffer_ptrs)
         within = self._memory.data_ptr() - bases[rank]  # the same on every rank

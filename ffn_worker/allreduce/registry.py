@@ -1,14 +1,18 @@
 """Collectives by name. A new one is one file and one line in BACKENDS."""
 
+import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from afd.errors import ConfigError
-from afd.reduce_crossover import read_crossover, table_of
+from afd.reduce_crossover import measured_crossover, read_crossover, table_of
 from ffn_worker.allreduce.base import Alone, Collective, Setup
 from ffn_worker.allreduce.formats import FORMATS
+
+logger = logging.getLogger("afd.ffn")
 
 EXACT = "exact"
 REDUCE_FORMATS = (EXACT, *FORMATS)
@@ -31,12 +35,36 @@ def _nccl(setup: Setup, _: Path | None) -> Collective:
 
 def _quick(setup: Setup, table: Path | None) -> Collective:
     _need_gpu("quick", setup)
-    from ffn_worker.allreduce.quick import QuickCollective  # needs triton
+    from ffn_worker.allreduce.nccl import NcclCollective
+    from ffn_worker.allreduce.quick import CannotMap, QuickCollective  # needs triton
 
     name = setup.fmt.name if setup.fmt else EXACT
     table = table or table_of(torch.cuda.get_device_name(setup.device))
-    dtype = str(setup.dtype).removeprefix("torch.")
-    return QuickCollective(setup, read_crossover(table, setup.world, dtype, name))
+    crossover = read_crossover(table, setup.world, _dtype(setup), name)
+    library = NcclCollective(replace(setup, fmt=None))
+    try:
+        return QuickCollective(setup, crossover, library)
+    except CannotMap as err:
+        library.close()
+        raise ConfigError(f"{err}; let the ranks add up exactly, through nccl") from err
+
+
+def _exact_on_gpus(setup: Setup, _: Path | None) -> Collective:
+    """Through peer memory where that was measured on this kind of GPU, else NCCL or RCCL."""
+    from ffn_worker.allreduce.nccl import NcclCollective
+
+    device = torch.cuda.get_device_name(setup.device)
+    crossover = measured_crossover(device, setup.world, _dtype(setup), EXACT)
+    library = NcclCollective(setup)
+    if crossover is None:
+        return library
+    from ffn_worker.allreduce.quick import CannotMap, QuickCollective  # needs triton
+
+    try:
+        return QuickCollective(setup, crossover, library)
+    except CannotMap as err:
+        logger.warning("%s; sums go through NCCL", err)
+        return library
 
 
 def _aiter_quick(setup: Setup, _: Path | None) -> Collective:
@@ -44,6 +72,10 @@ def _aiter_quick(setup: Setup, _: Path | None) -> Collective:
     from ffn_worker.allreduce.aiter_quick import AiterQuickCollective
 
     return AiterQuickCollective(setup)
+
+
+def _dtype(setup: Setup) -> str:
+    return str(setup.dtype).removeprefix("torch.")
 
 
 def _need_gpu(name: str, setup: Setup) -> None:
@@ -76,8 +108,9 @@ def make_collective(
     """This process's end of the collectives of one FFN instance. Blocks until all ranks are there.
 
     Args:
-        name: a key of BACKENDS; "auto" takes gloo on CPUs, on GPUs nccl where the format is exact
-            and quick where it is not.
+        name: a key of BACKENDS; "auto" takes gloo on CPUs, on GPUs quick; but nccl for exact sums
+            where quick was not measured on this kind of GPU, or the GPUs cannot map each other's
+            memory.
         fmt: one of REDUCE_FORMATS, how partial sums travel.
         rank, world, address, device, dtype, deadline_s, start_s: see :class:`Setup`.
         table: quick's crossover table; None: the device's own.
@@ -98,7 +131,12 @@ def make_collective(
     if world == 1:
         return Alone()
     form = FORMATS.get(fmt)
-    if name == "auto":
-        name = "gloo" if device.type == "cpu" else "quick" if form else "nccl"
     setup = Setup(rank, world, form, address, device, dtype, deadline_s, start_s)
-    return BACKENDS[name](setup, table)
+    if name != "auto":
+        made = BACKENDS[name](setup, table)
+    elif device.type == "cpu":
+        made = _gloo(setup, table)
+    else:
+        made = _quick(setup, table) if form else _exact_on_gpus(setup, table)
+    logger.info("sums of %d ranks: %s, through %s", world, fmt, made.name)
+    return made

@@ -44,3 +44,13 @@ def test_encoders_use_no_approximate_reciprocal(compiled, target: str) -> None:
     for build in builds(target):
         if build.name.startswith(("encode", "two_shot")):
             assert "v_rcp_f16" not in compiled(target).text(build.name)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_codecs_round_every_product_and_every_sum(compiled, target: str) -> None:
+    """One instruction for both rounds once, which gives other codes; of a plain addition ptxas may
+    still make one."""
+    pattern = r"fma\w*\.f16|add\.f16" if target == "sm_90" else r"v_\w*(fma|mac|mad)\w*_f16"
+    for build in builds(target):
+        if build.name.startswith(("encode", "decode_sum", "two_shot")):
+            assert not re.findall(pattern, compiled(target).text(build.name))

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -29,8 +30,9 @@ DEADLINE_S = 1.0
 
 def quick(rank: int, world: int, folder: str, deadline_s: float = 60.0) -> QuickCollective:
     device = torch.device("cuda", rank)
-    setup = Setup(rank, world, INT4, f"file://{folder}/store", device, deadline_s=deadline_s)
-    return QuickCollective(setup, read_crossover(DEFAULT, world, "bfloat16", "int4"), room=FP16)
+    exact = Setup(rank, world, None, f"file://{folder}/store", device, deadline_s=deadline_s)
+    crossover = read_crossover(DEFAULT, world, "bfloat16", "int4")
+    return QuickCollective(replace(exact, fmt=INT4), crossover, NcclCollective(exact), room=FP16)
 
 
 def inputs(world: int, rows: int, hidden: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:

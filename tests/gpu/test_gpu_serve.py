@@ -5,6 +5,7 @@ matter of milliseconds, and in bfloat16 it decides how a sum is rounded.
 """
 
 import os
+import random
 import signal
 import threading
 import time
@@ -257,6 +258,41 @@ def test_routed_dispatch_answers_like_broadcast_also_while_experts_move(tiny_mod
         # Each instance's sum is rounded, and experts are summed with others now.
         alike(found[0], expected, 4)
         alike(run(routed.url, routed.model, TOGETHER, salt="moved"), expected, 4)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(GPUS < 2, reason="the ranks of an FFN instance need a GPU each: two of them")
+def test_two_ranks_of_an_ffn_instance_answer_like_one(tmp_path):
+    """Prefill's sums are large enough for two shots, those of decode take one, in graphs."""
+    sizes = resolve("qwen3_moe", "tiny", hidden=4096)
+    make_model("qwen3_moe", tmp_path / "model", sizes)
+    draw = random.Random(0)
+    requests = [
+        Request(tuple(draw.randrange(20, sizes.vocab) for _ in range(700)), TOKENS // 3, 0.0)
+        for _ in range(8)
+    ]
+
+    def answers(tp, reduce):
+        target, log = fitted(Afd(1, 1, tp=tp), GPUS), tmp_path / f"tp{tp}-{reduce}.log"
+        args = vllm_args("cuda", filled=False)
+        config = deployment(target, tmp_path / "model", Sizes(8, 1024, 1.0), "cuda", args)
+        config["ffn"]["reduce"] = reduce
+        with disaggregated(config, log=log) as server:
+            found = run(server.url, server.model, requests, salt=f"{tp} {reduce}")
+            assert replayed(server) > TOKENS / 6
+        said = f"sums of 2 ranks: {reduce}, through quick"
+        assert (said in log.read_text()) == (tp == 2), said_wrong(log)
+        return found
+
+    ways = ((1, "exact"), (2, "exact"), (2, "int4"))
+    with ThreadPoolExecutor(3) as pool:
+        one, exact, int4 = pool.map(answers, *zip(*ways, strict=True))
+    for name, ranks in (("exact", exact), ("int4", int4)):
+        for mine, theirs in zip(ranks, one, strict=True):
+            differs = first_difference(mine, theirs)
+            print(name, differs, None if differs is None else theirs.gaps[differs])
+            assert len(mine.tokens) == TOKENS // 3
+            assert name == "int4" or differs is None or theirs.gaps[differs] < 3 * NEAR_TIE
 
 
 @pytest.mark.parametrize("depth", [1, 3])

@@ -1,6 +1,7 @@
 """`afd bench allreduce`: its numbers, its table, and a run of two ranks on this CPU."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,14 @@ from afd.bench import allreduce
 from afd.bench.allreduce import KIB, MIB, Cell
 from afd.bench.records import read_records
 from afd.errors import AfdError, ConfigError
-from afd.reduce_crossover import DEFAULT, Crossover, Way, crossover_of, read_crossover
+from afd.reduce_crossover import (
+    DEFAULT,
+    Crossover,
+    Way,
+    crossover_of,
+    measured_crossover,
+    read_crossover,
+)
 from ffn_worker.allreduce.formats import FORMATS
 
 
@@ -57,6 +65,16 @@ def test_the_measured_table_is_what_quick_reads(tmp_path: Path):
     path.write_text('{"rows": [{"world": 2}]}')
     with pytest.raises(ConfigError, match="is no all-reduce table"):
         read_crossover(path, 2, "bfloat16", "int4")
+
+
+def test_exact_sums_go_through_quick_where_that_was_measured(tmp_path: Path):
+    allreduce.write_table(tmp_path / "nvidia-h200.json", cells(4), "4 x H200", "afd bench allreduce")
+    asked = partial(measured_crossover, folder=tmp_path)
+    assert asked("NVIDIA H200", 2, "bfloat16", "exact") == Crossover(512 * KIB, None)
+    assert asked("NVIDIA H200", 4, "bfloat16", "exact") == Crossover(512 * KIB, None)
+    assert asked("NVIDIA H200", 8, "bfloat16", "exact") is None
+    assert asked("NVIDIA H200", 2, "float16", "exact") is None
+    assert asked("AMD Instinct MI300X", 2, "bfloat16", "exact") is None  # as published only
 
 
 def test_ways_by_size():
