@@ -7,8 +7,9 @@
 Ours gets rows as the wire brings them (FP8 for FP8 weights, MXFP4 for MXFP4); vLLM gets bfloat16
 rows, as colocated vLLM has, and quantises them itself. Weights of several layers take turns, so
 that they come from memory. The roofline is the time of the bytes and FLOPs that nobody can avoid at
-what a large copy and a large matrix product reach on the same machine in the same run. Results are
-compared with a float32 reference before they are timed.
+what a large copy and a large matrix product reach, which take turns with the layers: a GPU at its
+power limit has another clock for each load. Results are compared with a float32 reference before
+they are timed.
 """
 
 import argparse
@@ -133,17 +134,19 @@ def records(cell: Cell, where: str, command: str) -> list[Record]:
 
 
 HEAD = """\
-| shape | weights | rows | mode | ours | us | vLLM us | ratio | Triton us | DeepGEMM us | shared apart us | roofline us | of it | bound | error |
-|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"""  # noqa: E501
+| shape | weights | rows | mode | ours | us | vLLM us | ratio | Triton us | DeepGEMM us | shared apart us | roofline us | of it | bound | copy TB/s | product TFLOP/s | error |
+|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"""  # noqa: E501
 
 
 def line(cell: Cell) -> str:
     vllm = "" if cell.vllm_us is None else f"{cell.vllm_us / cell.us:.2f}"
+    copy, product = cell.ceilings.bytes_per_s / 1e12, cell.ceilings.flops_per_s / 1e12
     return (
         f"| {cell.shape} | {cell.scheme} | {cell.rows} | {cell.mode} | {cell.ours} | {cell.us:.1f} "
         f"| {_us(cell.vllm_us)} | {vllm} | {_us(cell.times.get('triton'))} "
         f"| {_us(cell.times.get('deep_gemm'))} | {_us(cell.apart_us)} | {cell.roofline_us:.1f} "
-        f"| {cell.roofline_us / cell.us:.0%} | {cell.bound} | {cell.error:.1e} |"
+        f"| {cell.roofline_us / cell.us:.0%} | {cell.bound} | {copy:.2f} | {product:.3g} "
+        f"| {cell.error:.1e} |"
     )
 
 

@@ -9,8 +9,9 @@ from afd.errors import AfdError
 from afd.wire.layout import SCALE_BLOCK
 from afd.wire.rows_torch import EncodedRows
 from ffn_worker.bench.layers import BOUNDS, Batch, Problem, batch, cost_of, error_against
+from ffn_worker.bench.limits import Limits
 from ffn_worker.bench.shapes import Ceilings
-from ffn_worker.bench.timing import as_graph, clock_of, on_streams, repetitions_for
+from ffn_worker.bench.timing import Call, as_graph, in_turns, on_streams
 from ffn_worker.model import FfnModel
 from ffn_worker.moe import BACKENDS
 from ffn_worker.moe.choice import Choices, Race, choices_of
@@ -27,7 +28,7 @@ class Cell:
     """One measured cell, times in microseconds. ours: the backend that computes this cell (on
     Hopper the one that `hopper` takes), and us its time. vllm_us: None where vLLM has no such
     kernel. apart_us: ours with the shared expert computed apart; None where there is none, or where
-    it is computed apart anyway.
+    it is computed apart anyway. ceilings: what the machine reached beside the cell.
     error: of ours against the reference. times: of all backends that ours may be; layer: by what
     one is taken."""
 
@@ -41,6 +42,7 @@ class Cell:
     apart_us: float | None
     roofline_us: float
     bound: str
+    ceilings: Ceilings
     error: float
     layer: LayerShape
     times: Mapping[str, float] = field(default_factory=dict)
@@ -144,7 +146,6 @@ def cells(
     problem: Problem,
     rows: tuple[int, ...],
     modes: tuple[str, ...],
-    ceilings: Ceilings,
     backends: tuple[str, str],
 ) -> Iterator[Cell]:
     """All cells of one shape and scheme, one after the other.
@@ -158,8 +159,7 @@ def cells(
     choices = None
     if len(named) > 1:
         choices = choices_of(torch.cuda.get_device_name(problem.device))
-    clock, device = clock_of(problem.device), problem.device.type
-    layers = len(problem.model.moe_layers)
+    limits = Limits(problem.device, problem.shape.scheme)
     # As tuning files name it: with the width of a shared expert that is computed with the others.
     width = -(-problem.shape.shared // SCALE_BLOCK) * SCALE_BLOCK
     shape = replace(problem.shape, shared=width if who[backends[0]].ffn.joins_shared else 0)
@@ -167,20 +167,9 @@ def cells(
         given = batch(problem.shape, count, problem.device)
         cost = cost_of(problem.shape, given)
         for mode in modes:
-            us: dict[str, float] = {}
-            for key, contender in who.items():
-                if key in BACKENDS and "vllm" in us and contender.rows(given) is given.plain:
-                    us[key] = us["vllm"]  # the same call
-                    continue
-                call = contender.call(given)
-                once = clock(call, 1)
-                at_once = STREAMS if mode == "streams" else 1
-                if at_once > 1:
-                    call = on_streams(call, at_once)
-                if mode != "eager":
-                    call = as_graph(call)
-                seconds = clock(call, repetitions_for(at_once * once, _ROUND_S[device]))
-                us[key] = seconds / at_once / layers * 1e6
+            seconds = _timed(problem, who, given, mode, limits)
+            us = {key: seconds[key] * 1e6 for key in who}
+            ceilings = limits.ceilings(seconds)
             cell = Cell(
                 shape=name,
                 scheme=problem.shape.scheme,
@@ -190,10 +179,33 @@ def cells(
                 us=us[backends[0]],
                 vllm_us=us.get("vllm"),
                 apart_us=us.get("apart"),
-                roofline_us=cost.seconds(ceilings, problem.shape.scheme) * 1e6,
-                bound=cost.bound(ceilings, problem.shape.scheme),
+                roofline_us=cost.seconds(ceilings) * 1e6,
+                bound=cost.bound(ceilings),
+                ceilings=ceilings,
                 error=error,
                 layer=shape,
                 times={key: us[key] for key in named},
             )
             yield cell if choices is None else taken(cell, choices)
+
+
+def _timed(
+    problem: Problem, who: Mapping[str, Contender], given: Batch, mode: str, limits: Limits
+) -> dict[str, float]:
+    """Seconds of one layer by each contender and of the limits' calls, all in turns."""
+    calls: dict[str, Call] = {}
+    same: list[str] = []
+    peer = who["vllm"].ffn if "vllm" in who else None
+    for key, contender in who.items():
+        if key != "vllm" and contender.ffn is peer and contender.rows(given) is given.plain:
+            same.append(key)  # the same call as vLLM's
+            continue
+        call = contender.call(given)
+        call()  # compiles
+        if mode == "streams":
+            call = on_streams(call, STREAMS)
+        calls[key] = call if mode == "eager" else as_graph(call)
+    found = in_turns(problem.device, calls | limits.calls, _ROUND_S[problem.device.type])
+    layers = len(problem.model.moe_layers) * (STREAMS if mode == "streams" else 1)
+    found |= {key: found[key] / layers for key in calls}
+    return found | {key: found["vllm"] for key in same}

@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
@@ -14,7 +13,7 @@ from afd.wire.streams_torch import torch_device
 from ffn_worker.bench import shapes
 from ffn_worker.bench.layers import CACHE_BYTES, problem
 from ffn_worker.bench.measure import Cell, cells, ours_and_vllm, races, taken
-from ffn_worker.bench.timing import ceilings, clock_of
+from ffn_worker.bench.timing import clock_of
 from ffn_worker.bench.tune import read_space, tune
 from ffn_worker.moe.choice import write_races
 from ffn_worker.moe.tiles import FOLDER, LayerShape, tuned_tilings, write_buckets
@@ -65,17 +64,9 @@ class Run:
         self.left_out: list[str] = []
         self.failed: list[str] = []
 
-    @cached_property
-    def _ceilings(self) -> shapes.Ceilings:
-        return ceilings(self._device)
-
     def words(self) -> str:
-        """What is compared, and the ceilings, in two sentences."""
-        flops = ", ".join(f"{k} {v / 1e12:.1f}" for k, v in self._ceilings.flops.items())
-        return (
-            f"Ours: backend {self._backends[0]}; vLLM: backend {self._backends[1]}. Ceilings: copy "
-            f"{self._ceilings.bytes_per_s / 1e9:.0f} GB/s; matrix products {flops} TFLOP/s."
-        )
+        """What is compared."""
+        return f"Ours: backend {self._backends[0]}; vLLM: backend {self._backends[1]}."
 
     def cells(self, deadline: float, tuned: Tuned | None = None) -> Iterator[Cell]:
         """Measured cells; begins none after ``deadline`` (time.monotonic): see ``left_out``.
@@ -125,7 +116,7 @@ class Run:
     def _measured(self, name: str, shape: LayerShape, deadline: float) -> Iterator[Cell]:
         cache = 0 if self._device.type == "cpu" else CACHE_BYTES
         with problem(shape, self._device, cache) as one:
-            for cell in cells(name, one, self._rows, self._modes, self._ceilings, self._backends):
+            for cell in cells(name, one, self._rows, self._modes, self._backends):
                 yield cell
                 if time.monotonic() > deadline and cell.rows != self._rows[-1]:
                     self.left_out.append(f"{name} {shape.scheme} from {cell.rows} rows on")

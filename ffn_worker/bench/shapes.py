@@ -59,11 +59,11 @@ def in_scheme(shape: LayerShape, scheme: str) -> LayerShape | None:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this machine reaches in a large copy (bytes read and written per second) and in a large
-    matrix product (FLOP/s) of the operands that each scheme multiplies."""
+    """What a machine reaches in a large copy (bytes read and written per second) and in a large
+    matrix product (FLOP/s)."""
 
     bytes_per_s: float
-    flops: dict[str, float]
+    flops_per_s: float
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,12 @@ class Cost:
     nbytes: float
     flops: float
 
-    def seconds(self, ceilings: Ceilings, scheme: str) -> float:
-        return max(self.nbytes / ceilings.bytes_per_s, self.flops / ceilings.flops[scheme])
+    def seconds(self, ceilings: Ceilings) -> float:
+        return max(self.nbytes / ceilings.bytes_per_s, self.flops / ceilings.flops_per_s)
 
-    def bound(self, ceilings: Ceilings, scheme: str) -> str:
+    def bound(self, ceilings: Ceilings) -> str:
         memory = self.nbytes / ceilings.bytes_per_s
-        return "compute" if self.flops / ceilings.flops[scheme] > memory else "memory"
+        return "compute" if self.flops / ceilings.flops_per_s > memory else "memory"
 
 
 def layer_cost(shape: LayerShape, rows: int, pairs: int, experts_hit: int) -> Cost:

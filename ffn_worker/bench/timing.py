@@ -1,12 +1,11 @@
-"""Times of calls on a CPU or a GPU, eager and as a replayed graph; and a machine's ceilings."""
+"""Times of calls on a CPU or a GPU, eager and as a replayed graph."""
 
+import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
-
-from ffn_worker.bench.shapes import Ceilings
 
 Call = Callable[[], object]
 Clock = Callable[[Call, int], float]
@@ -17,29 +16,50 @@ _ROUNDS = 5
 
 def cpu_clock(call: Call, repetitions: int) -> float:
     call()
-    rounds = []
-    for _ in range(_ROUNDS):
-        started = time.perf_counter()
-        for _ in range(repetitions):
-            call()
-        rounds.append((time.perf_counter() - started) / repetitions)
-    return statistics.median(rounds)
+    return statistics.median(_cpu_round(call, repetitions) for _ in range(_ROUNDS))
 
 
 def gpu_clock(call: Call, repetitions: int) -> float:
     """By events on the current stream."""
     for _ in range(2):
         call()
-    rounds = []
+    return statistics.median(_gpu_round(call, repetitions) for _ in range(_ROUNDS))
+
+
+def _cpu_round(call: Call, repetitions: int) -> float:
+    started = time.perf_counter()
+    for _ in range(repetitions):
+        call()
+    return (time.perf_counter() - started) / repetitions
+
+
+def _gpu_round(call: Call, repetitions: int) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(repetitions):
+        call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3 / repetitions
+
+
+def in_turns(device: torch.device, calls: Mapping[str, Call], round_s: float) -> dict[str, float]:
+    """Seconds of one of each call: the median of rounds of about ``round_s``, in which all take
+    turns. A GPU at its power limit lowers its clock within milliseconds, by what it computes: so it
+    is the same for all."""
+    one_round = _cpu_round if device.type == "cpu" else _gpu_round
+    repetitions = {}
+    for name, call in calls.items():
+        call()
+        call()
+        repetitions[name] = repetitions_for(one_round(call, 1), round_s)
+    rounds: dict[str, list[float]] = {name: [] for name in calls}
+    order, draw = list(calls), random.Random(0)
     for _ in range(_ROUNDS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(repetitions):
-            call()
-        end.record()
-        end.synchronize()
-        rounds.append(begin.elapsed_time(end) / 1e3 / repetitions)
-    return statistics.median(rounds)
+        draw.shuffle(order)  # what was before a call matters to it
+        for name in order:
+            rounds[name].append(one_round(calls[name], repetitions[name]))
+    return {name: statistics.median(found) for name, found in rounds.items()}
 
 
 def clock_of(device: torch.device) -> Clock:
@@ -88,27 +108,3 @@ def graph_seconds(call: Callable[[int], object], count: int, repetitions: int) -
 def repetitions_for(seconds: float, wanted_s: float) -> int:
     """How often a call of ``seconds`` is repeated so that a round takes ``wanted_s``."""
     return max(1, min(1000, int(wanted_s / max(seconds, 1e-7))))
-
-
-def ceilings(device: torch.device) -> Ceilings:
-    """A copy far larger than any cache, and products of large square matrices."""
-    clock, on_gpu = clock_of(device), device.type != "cpu"
-    size = 2**30 if on_gpu else 2**26
-    source = torch.zeros(size, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    rate = 2 * size / clock(lambda: target.copy_(source), 5)
-    n = 8192 if on_gpu else 512
-    a = torch.randn(n, n, device=device).bfloat16()
-    plain = 2 * n**3 / clock(lambda: a @ a, 5)
-    flops = {"plain": plain, "fp8_block": plain, "mxfp4": plain}
-    if on_gpu and torch.cuda.get_device_capability(device) >= (8, 9):
-        one = torch.ones((), device=device)
-        fp8 = a.to(torch.float8_e4m3fn)
-
-        def scaled() -> torch.Tensor:
-            return torch._scaled_mm(fp8, fp8.t(), one, one, out_dtype=torch.bfloat16)
-
-        flops["fp8_block"] = 2 * n**3 / clock(scaled, 5)
-    # MXFP4 is multiplied in bfloat16 on Hopper and gfx942; where there are FP4 instructions this
-    # ceiling is too low, which the ratio then shows.
-    return Ceilings(rate, flops)

@@ -68,7 +68,9 @@ def test_the_measured_table_is_what_quick_reads(tmp_path: Path):
 
 
 def test_exact_sums_go_through_quick_where_that_was_measured(tmp_path: Path):
-    allreduce.write_table(tmp_path / "nvidia-h200.json", cells(4), "4 x H200", "afd bench allreduce")
+    allreduce.write_table(
+        tmp_path / "nvidia-h200.json", cells(4), "4 x H200", "afd bench allreduce"
+    )
     asked = partial(measured_crossover, folder=tmp_path)
     assert asked("NVIDIA H200", 2, "bfloat16", "exact") == Crossover(512 * KIB, None)
     assert asked("NVIDIA H200", 4, "bfloat16", "exact") == Crossover(512 * KIB, None)

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -15,6 +16,7 @@ from ffn_worker.bench.cli import line, main, records  # noqa: E402
 from ffn_worker.bench.layers import batch, cost_of, problem  # noqa: E402
 from ffn_worker.bench.measure import Cell  # noqa: E402
 from ffn_worker.bench.shapes import SHAPES, Ceilings, in_scheme, layer_cost, named  # noqa: E402
+from ffn_worker.bench.timing import in_turns  # noqa: E402
 from ffn_worker.moe import hopper  # noqa: E402
 from ffn_worker.moe.choice import Choices, chosen  # noqa: E402
 from ffn_worker.moe.deep_gemm import DeepGemmBackend  # noqa: E402
@@ -29,12 +31,12 @@ def test_roofline_of_a_layer():
     one = 3 * 7168 * 640 * (1 + 4 / 16384)
     assert cost.nbytes == pytest.approx(24 * one + one / 2 + 2048 * 7168 * (1 + 4 / 128 + 2))
     assert cost.flops == 6 * 7168 * (3072 * 640 + 2048 * 320)
-    fast_memory = Ceilings(1e15, {"fp8_block": 1e12})
-    assert cost.seconds(fast_memory, "fp8_block") == cost.flops / 1e12
-    assert cost.bound(fast_memory, "fp8_block") == "compute"
-    slow_memory = Ceilings(1e9, {"fp8_block": 1e18})
-    assert cost.seconds(slow_memory, "fp8_block") == cost.nbytes / 1e9
-    assert cost.bound(slow_memory, "fp8_block") == "memory"
+    fast_memory = Ceilings(1e15, 1e12)
+    assert cost.seconds(fast_memory) == cost.flops / 1e12
+    assert cost.bound(fast_memory) == "compute"
+    slow_memory = Ceilings(1e9, 1e18)
+    assert cost.seconds(slow_memory) == cost.nbytes / 1e9
+    assert cost.bound(slow_memory) == "memory"
     four = layer_cost(in_scheme(shape, "mxfp4"), 2048, 3072, 24)
     assert four.nbytes < 0.75 * cost.nbytes and four.flops == cost.flops
 
@@ -68,13 +70,16 @@ def test_shapes():
 
 def test_records_say_who_was_quicker():
     layer = SHAPES["tiny"]  # 64 rows: 16 pairs per expert
-    cell = Cell("s", "plain", 64, "graph", "triton", 50.0, 100.0, 60.0, 40.0, "memory", 1e-3, layer)
+    limits = Ceilings(4.2e12, 6.4e14)
+    us = 50.0, 100.0, 60.0, 40.0
+    cell = Cell("s", "plain", 64, "graph", "triton", *us, "memory", limits, 1e-3, layer)
     got = {r.peer: r for r in records(cell, "m", "c")}
     assert {peer: r.ratio for peer, r in got.items()} == {
         "vllm": 2.0, "roofline": 0.8, "shared apart": 1.2,
     }  # fmt: skip
     assert got["vllm"].case == "s plain 64 rows graph" and got["vllm"].unit == "us"
-    assert "| triton | 50.0 | 100.0 | 2.00 |  |  | 60.0 | 40.0 | 80% | memory |" in line(cell)
+    said = "| triton | 50.0 | 100.0 | 2.00 |  |  | 60.0 | 40.0 | 80% | memory | 4.20 | 640 |"
+    assert said in line(cell)
     several = replace(cell, times={"triton": 75.0, "deep_gemm": 50.0})
     (race,) = measure.races([cell, several, replace(several, mode="eager")])
     assert race.pairs == 16 and race.us == several.times
@@ -94,8 +99,12 @@ def test_cells_of_a_step_whose_shared_expert_joins(monkeypatch):
     choices = Choices(schemes={"plain": ((0, "triton"),)})
     monkeypatch.setattr(hopper, "choices_of", lambda _: choices)
     monkeypatch.setattr(measure, "_CHECKED_ROWS", 8)
-    monkeypatch.setattr(measure, "clock_of", lambda _: lambda call, _repetitions: call() or 1e-6)
-    shape, ceilings = SHAPES["tiny-step"], Ceilings(1e9, {"plain": 1e9, "fp8_block": 1e9})
+
+    def in_turns(_, calls, _round_s):
+        return {name: 1e-6 for name, call in calls.items() if call() is not call}
+
+    monkeypatch.setattr(measure, "in_turns", in_turns)
+    shape = SHAPES["tiny-step"]
     for scheme in ("plain", "fp8_block"):
         with problem(in_scheme(shape, scheme), torch.device("cpu"), cache_bytes=0) as given:
             who = measure.contenders(given, "triton", "vllm_cpu")
@@ -103,7 +112,7 @@ def test_cells_of_a_step_whose_shared_expert_joins(monkeypatch):
             ours = {"triton", "deep_gemm", "grouped"}
             others = {"apart", "vllm"} if fits_vllm else {"apart"}
             assert set(who) == ours | others
-            (cell,) = measure.cells("s", given, (3,), ("eager",), ceilings, ("triton", "vllm_cpu"))
+            (cell,) = measure.cells("s", given, (3,), ("eager",), ("triton", "vllm_cpu"))
         assert cell.us == cell.apart_us == 1.0 and (cell.vllm_us is None) is not fits_vllm
         assert 0 < cell.error < 0.1 and cell.ours == "triton"
         assert cell.times == dict.fromkeys(ours, 1.0)
@@ -111,6 +120,16 @@ def test_cells_of_a_step_whose_shared_expert_joins(monkeypatch):
     with problem(SHAPES["tiny"], torch.device("cpu"), cache_bytes=0) as given:
         who = measure.contenders(given, "triton", "vllm_cpu")
     assert ("vllm_cpu" in who) == ("vllm" in who) == (load_operators() is None)
+
+
+def test_all_take_turns():
+    said = []
+    calls = {name: partial(said.append, name) for name in "abc"}
+    found = in_turns(torch.device("cpu"), calls, 1e-9)  # once a round
+    assert set(found) == set(calls) and min(found.values()) > 0
+    turns = said[9:]  # behind two calls to warm up, and one to see how long it takes
+    assert len(turns) == 15
+    assert all(sorted(turns[i : i + 3]) == list("abc") for i in range(0, 15, 3))
 
 
 def test_a_wrong_result_is_not_timed(monkeypatch, capsys):
