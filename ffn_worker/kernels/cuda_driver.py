@@ -8,7 +8,7 @@ No torch; streams and addresses are whole numbers.
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 from afd.errors import ConfigError
 
@@ -66,10 +66,12 @@ def _call(name: str, *arguments: object) -> None:
         raise RuntimeError(f"{name}: {(words.value or b'').decode()} ({status})")
 
 
+@lru_cache(maxsize=4096)  # of every layer's weights, and of memory that an allocator gives again
 def tensor_map(
-    address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]
+    address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
 ) -> ctypes.Array:
-    """How the copy engine walks bytes at ``address``, to shared memory swizzled by 128 bytes.
+    """How the copy engine walks bytes at ``address``, to shared memory swizzled by 128 bytes; not
+    to be written to.
 
     Args:
         sizes, box: in bytes or rows, innermost first; what a box has beyond the sizes reads as 0.

@@ -1,5 +1,7 @@
 """What the expert backends must know of the GPU they run on."""
 
+from functools import cache
+
 import torch
 
 from afd.wire.layout import Tag
@@ -23,5 +25,9 @@ def native_fp8() -> Tag:
 def launch_site(device: torch.device) -> tuple[int, int, int]:
     """Number of a CUDA device, its multiprocessors, and the stream that is current there."""
     index = torch.cuda.current_device() if device.index is None else device.index
-    blocks = torch.cuda.get_device_properties(index).multi_processor_count
-    return index, blocks, torch.cuda.current_stream(device).cuda_stream
+    return index, _multiprocessors(index), torch.cuda.current_stream(device).cuda_stream
+
+
+@cache
+def _multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
