@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from afd.bench.records import Record, gpu_names, machine, today, write_records
+from afd.bench.records import Record, gpu_names, machine, results_file, today, write_records
 from afd.errors import AfdError
 from afd.reduce_crossover import crossover_of
 
@@ -79,7 +79,9 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=0.2, help="about, per way and size")
     parser.add_argument("--sweep", action="store_true", help="cuts of the kernel instead of ways")
     parser.add_argument("--table", type=Path, help="crossover table to write or extend")
-    parser.add_argument("--out", type=Path, help="records; default for GPUs: docs/results")
+    parser.add_argument(
+        "--out", type=results_file, help="records; default for GPUs: docs/results/allreduce.json"
+    )
     return parser.parse_args(argv)
 
 

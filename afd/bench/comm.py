@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from afd.bench.comm_report import Cells, Times, page
-from afd.bench.records import Record, machine, today, write_records
+from afd.bench.records import Record, machine, results_file, today, write_records
 from afd.errors import AfdError
 
 SIZES = (8, 14_336, 917_504, 14_680_064)
@@ -93,7 +93,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="WAY", help="such as shm or gloo")
     parser.add_argument(
         "--out",
-        type=Path,
+        type=results_file,
         default=Path("docs/results/comm.json"),
         help="records; the page beside them has the same name and .md",
     )

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from afd.bench.records import Record, gpu_names, machine, today, write_records
+from afd.bench.records import Record, gpu_names, machine, results_file, today, write_records
 from afd.errors import AfdError
 
 PAPER = (917_504, 1_835_008)
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
         type=int,
         help="CUDA_DEVICE_MAX_CONNECTIONS of both processes (CUDA's default: 8)",
     )
-    parser.add_argument("--out", type=Path, default=Path("docs/results/comm_gpu.json"))
+    parser.add_argument("--out", type=results_file, default=Path("docs/results/comm_gpu.json"))
     args = parser.parse_args(argv)
     if len(gpu_names()) < 2:
         raise AfdError("the GPU bench needs two NVIDIA GPUs on one host; use --device cpu")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import aiohttp
 
-from afd.bench.records import Record, machine, today, write_records
+from afd.bench.records import Record, machine, results_file, today, write_records
 from afd.bench.scrape import STAGES, StageTimes, stage_times
 from afd.bench.servers import Server, colocated, disaggregated
 from afd.demo.make_model import make_model
@@ -94,7 +94,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--cores", type=int, nargs="+", default=available_cores(), help="the peers' cores"
     )
     parser.add_argument("--compiled", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--out", type=Path, default=Path("docs/results/cpu.json"))
+    parser.add_argument("--out", type=results_file, default=Path("docs/results/cpu.json"))
     return parser.parse_args(argv)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from afd.bench.cases import MAX_LOGPROBS, SETTINGS, Case, deployment, tiny_model, vllm_args
-from afd.bench.records import Record, machine, today, write_records
+from afd.bench.records import Record, machine, results_file, today, write_records
 from afd.bench.servers import colocated, disaggregated
 from afd.bench.workload import Answer, Request, mixed, run_sequentially
 from afd.demo.sizes import FAMILIES
@@ -60,7 +60,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--models", type=Path, default=Path("models"), help="tiny models, made if missing"
     )
-    parser.add_argument("--out", type=Path, default=Path("docs/results/hf.json"))
+    parser.add_argument("--out", type=results_file, default=Path("docs/results/hf.json"))
     return parser.parse_args(argv)
 
 

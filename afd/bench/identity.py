@@ -16,7 +16,7 @@ from afd.bench.cases import MAX_LOGPROBS, Case, cases, instances, tiny_model
 from afd.bench.differences import Finding, findings
 from afd.bench.identity_report import report
 from afd.bench.measure import Measured, Workload, measure, measure_reference
-from afd.bench.records import Record, machine, read_records, today, write_records
+from afd.bench.records import Record, machine, read_records, results_file, today, write_records
 from afd.bench.workload import followers, mixed
 from afd.demo.sizes import FAMILIES
 from afd.errors import AfdError
@@ -57,7 +57,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--models", type=Path, default=Path("models"), help="tiny models, made if missing"
     )
-    parser.add_argument("--out", type=Path, default=Path("docs/results/identity.json"))
+    parser.add_argument("--out", type=results_file, default=Path("docs/results/identity.json"))
     return parser.parse_args(argv)
 
 

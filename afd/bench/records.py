@@ -4,6 +4,7 @@ A file is a list of records in the order in which their keys first appeared. A r
 (bench, case, metric); writing a record again replaces the earlier one.
 """
 
+import argparse
 import datetime
 import json
 import math
@@ -70,6 +71,20 @@ def read_records(path: Path) -> list[Record]:
     ):
         raise AfdError(f"{path} is not a list of records; delete it and run the benchmark again")
     return [Record(**entry) for entry in entries]
+
+
+def results_file(text: str) -> Path:
+    """An argument that says where results go, read before anything is measured.
+
+    Raises:
+        argparse.ArgumentTypeError: it is a folder.
+    """
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"{text} is a folder; name a file, such as {path / 'x.json'}"
+        )
+    return path
 
 
 def write_records(path: Path, records: Sequence[Record]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from afd.bench.records import Record, machine, today, write_records
+from afd.bench.records import Record, machine, results_file, today, write_records
 from afd.bench.simulator_served import measure_run, simulated, table
 from afd.planner.facts.files import CONFIGS
 from afd.planner.simulate.engine import simulate
@@ -82,7 +82,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=3, help="of a served run")
     names = ("served", "paper", "scale")
     parser.add_argument("--parts", nargs="+", choices=names, default=names)
-    parser.add_argument("--out", type=Path, default=Path("docs/results/simulator.json"))
+    parser.add_argument("--out", type=results_file, default=Path("docs/results/simulator.json"))
     parser.add_argument(
         "--run",
         type=Path,

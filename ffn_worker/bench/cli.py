@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from afd.bench.records import Record, machine, today, write_records
+from afd.bench.records import Record, machine, results_file, today, write_records
 from afd.errors import ConfigError
 from ffn_worker.bench.measure import Cell
 from ffn_worker.bench.run import Run, Tuned
@@ -51,7 +51,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--seconds", type=float, default=540.0, help="begin nothing after this; --tune: about half"
     )
-    parser.add_argument("--out", type=Path, default=None, help="default: docs/results/moe.json")
+    parser.add_argument(
+        "--out", type=results_file, default=None, help="default: docs/results/moe.json"
+    )
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     schemes = args.schemes.split(",")

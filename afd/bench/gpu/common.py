@@ -9,7 +9,7 @@ from pathlib import Path
 
 from afd.bench.gpu.checkpoint import make
 from afd.bench.gpu.slices import Slice, find
-from afd.bench.records import Record, machine, today, write_records
+from afd.bench.records import Record, machine, results_file, today, write_records
 from afd.errors import ConfigError
 
 
@@ -99,7 +99,7 @@ def parser(what: str, doc: str | None, seconds: float) -> argparse.ArgumentParse
     made.add_argument(
         "--logs", type=Path, default=Path("logs/gpu"), metavar="DIR", help="of every server's log"
     )
-    made.add_argument("--out", type=Path, help="result records, JSON, written cell by cell")
+    made.add_argument("--out", type=results_file, help="result records, JSON, written cell by cell")
     return made
 
 
