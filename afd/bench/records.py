@@ -81,9 +81,8 @@ def results_file(text: str) -> Path:
     """
     path = Path(text)
     if path.is_dir():
-        raise argparse.ArgumentTypeError(
-            f"{text} is a folder; name a file, such as {path / 'x.json'}"
-        )
+        example = path / "results.json"
+        raise argparse.ArgumentTypeError(f"{text} is a folder; name a file, such as {example}")
     return path
 
 

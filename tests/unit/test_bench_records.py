@@ -1,12 +1,21 @@
 """Records: what a file of results holds, and how a host is described."""
 
 import json
+from argparse import ArgumentTypeError
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 
 import pytest
 
-from afd.bench.records import Record, describe, machine, read_records, today, write_records
+from afd.bench.records import (
+    Record,
+    describe,
+    machine,
+    read_records,
+    results_file,
+    today,
+    write_records,
+)
 from afd.errors import AfdError
 
 RECORD = Record(
@@ -48,6 +57,13 @@ def test_a_record_replaces_the_one_with_its_key_and_leaves_the_others(tmp_path: 
         *("machine", "command", "date"),
     ]
     assert [p.name for p in path.parent.iterdir()] == [path.name]  # nothing partial is left
+
+
+def test_results_do_not_go_to_a_folder(tmp_path: Path) -> None:
+    """Which is said before anything is measured."""
+    assert results_file(str(tmp_path / "x.json")) == tmp_path / "x.json"
+    with pytest.raises(ArgumentTypeError, match="is a folder; name a file, such as"):
+        results_file(str(tmp_path))
 
 
 def test_records_survive_the_file_exactly(tmp_path: Path) -> None:
