@@ -1,6 +1,7 @@
 """The experts of one FFN instance, ready to compute."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from os import PathLike
 
@@ -209,6 +210,19 @@ class FfnModel:
         return self._banks[0].capturable
 
     @property
+    def modes(self) -> tuple[str, ...]:
+        """Of :meth:`in_mode`."""
+        return self._banks[0].modes
+
+    @contextmanager
+    def in_mode(self, mode: str) -> Iterator[None]:
+        """See :meth:`MoeBackend.in_mode`."""
+        with ExitStack() as stack:
+            for bank in self._banks:
+                stack.enter_context(bank.in_mode(mode))
+            yield
+
+    @property
     def joins_shared(self) -> bool:
         """Whether the backend computes the shared expert of some layer with the routed ones."""
         return bool(self._joined)
@@ -225,7 +239,11 @@ class FfnModel:
         weights = torch.ones_like(ids, dtype=torch.float32)
         first, *others = self._layers[layer].held
         uncounted = SlotLoad(first.experts, self.shard.slots[0], self.device)
-        return self._forward(layer, x, ids, weights, replace(first, load=uncounted), *others)
+        first = replace(first, load=uncounted)
+        for mode in self.modes:
+            with self.in_mode(mode):
+                out = self._forward(layer, x, ids, weights, first, *others)
+        return out
 
     @torch.inference_mode()
     def forward(

@@ -14,7 +14,7 @@ from ffn_worker.bench.shapes import Ceilings
 from ffn_worker.bench.timing import Call, as_graph, in_turns, on_streams
 from ffn_worker.model import FfnModel
 from ffn_worker.moe import BACKENDS
-from ffn_worker.moe.choice import Choices, Race, choices_of
+from ffn_worker.moe.choice import ChoicesByMode, Race, choices_of
 from ffn_worker.moe.tiles import LayerShape
 
 _CHECKED_ROWS = 64
@@ -48,21 +48,26 @@ class Cell:
     times: Mapping[str, float] = field(default_factory=dict)
 
 
-def taken(cell: Cell, choices: Choices) -> Cell:
+def taken(cell: Cell, choices: ChoicesByMode) -> Cell:
     """The cell with the backend that the device's ``choices`` take, where several were measured."""
     if len(cell.times) < 2:
         return cell
-    name = choices.of(cell.layer, cell.rows)
+    name = choices.of(cell.mode).of(cell.layer, cell.rows)
     name = name if name in cell.times else "triton"  # as the backend does beside a shared expert
     return replace(cell, ours=name, us=cell.times[name])
 
 
 def races(cells: Sequence[Cell]) -> list[Race]:
-    """What decides who computes: replayed graphs, as a deployment does."""
+    """What decides who computes, as graphs and as the host's launches."""
     return [
-        Race.on(cell.layer, cell.rows, {name: round(us, 2) for name, us in cell.times.items()})
+        Race.on(
+            cell.layer,
+            cell.rows,
+            {name: round(us, 2) for name, us in cell.times.items()},
+            cell.mode,
+        )
         for cell in cells
-        if cell.mode == "graph" and len(cell.times) > 1
+        if cell.mode != "streams" and len(cell.times) > 1
     ]
 
 
@@ -201,7 +206,9 @@ def _timed(
             same.append(key)  # the same call as vLLM's
             continue
         call = contender.call(given)
-        call()  # compiles
+        for way in contender.ffn.modes:
+            with contender.ffn.in_mode(way):
+                call()  # compiles
         if mode == "streams":
             call = on_streams(call, STREAMS)
         calls[key] = call if mode == "eager" else as_graph(call)

@@ -4,7 +4,8 @@ One file per device, configs/tuning/DEVICE/backends.json, holds what ``afd bench
 measured there. A shape that was measured takes the quickest backend by rows; another one, of the
 same scheme of the weights, the backend that costs least at so many pairs per expert. With few pairs
 all wait for weights, and little stands around the Triton kernels' products; with many, DeepGEMM's
-products are quicker. Pure; no torch.
+products are quicker. A call that the host launches, instead of a replayed graph, has races of its
+own: there launches count, which small layers wait for. Pure; no torch.
 """
 
 import json
@@ -40,7 +41,7 @@ class Race:
     """All backends on one shape and row count.
 
     shape: its name, as tuning files have it. pairs: mean per expert. us: by backend, in
-    microseconds.
+    microseconds. mode: "graph", replayed, or "eager", launched by the host.
     """
 
     shape: str
@@ -48,11 +49,14 @@ class Race:
     rows: int
     pairs: float
     us: Mapping[str, float]
+    mode: str = "graph"
 
     @classmethod
-    def on(cls, shape: LayerShape, rows: int, us: Mapping[str, float]) -> "Race":
+    def on(
+        cls, shape: LayerShape, rows: int, us: Mapping[str, float], mode: str = "graph"
+    ) -> "Race":
         pairs = mean_pairs(rows, shape.top_k, shape.num_experts)
-        return cls(shape.name, shape.scheme, rows, pairs, us)
+        return cls(shape.name, shape.scheme, rows, pairs, us, mode)
 
     @property
     def quickest(self) -> str:
@@ -82,8 +86,31 @@ class Choices:
         return frozenset(name for steps in every for _, name in steps)
 
 
+@dataclass(frozen=True)
+class ChoicesByMode:
+    """Of replayed graphs, and of calls that the host launches."""
+
+    graph: Choices = field(default_factory=Choices)
+    eager: Choices = field(default_factory=Choices)
+
+    def of(self, mode: str) -> Choices:
+        return self.eager if mode == "eager" else self.graph
+
+    def names(self, scheme: str) -> frozenset[str]:
+        return self.graph.names(scheme) | self.eager.names(scheme)
+
+
+def chosen_by_mode(races: Iterable[Race]) -> ChoicesByMode:
+    """What ``races`` tell. Where only a graph was raced, its race counts for the host too."""
+    found: dict[str, dict[tuple[str, int], Race]] = {"graph": {}, "eager": {}}
+    for race in races:
+        found[race.mode][race.shape, race.rows] = race
+    both = found["graph"] | found["eager"]
+    return ChoicesByMode(chosen(found["graph"].values()), chosen(both.values()))
+
+
 def chosen(races: Iterable[Race]) -> Choices:
-    """What ``races`` tell."""
+    """What ``races`` tell, all of one mode."""
     shapes: dict[str, list[tuple[float, str]]] = defaultdict(list)
     schemes: dict[str, dict[float, list[Race]]] = defaultdict(lambda: defaultdict(list))
     for race in sorted(races, key=lambda race: race.rows):
@@ -121,7 +148,7 @@ def read_races(file: Path) -> tuple[Race, ...]:
         races = tuple(
             Race(**entry) for entry in json.loads(file.read_text(encoding="utf-8"))["races"]
         )
-        chosen(races)
+        chosen_by_mode(races)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{file} is no tuning file ({error!r}); delete it or run afd bench moe --tune again"
@@ -130,7 +157,7 @@ def read_races(file: Path) -> tuple[Race, ...]:
 
 
 @cache
-def choices_of(device: str, folder: Path = FOLDER) -> Choices:
+def choices_of(device: str, folder: Path = FOLDER) -> ChoicesByMode:
     """The device's choices; without a file those of ``UNMEASURED``.
 
     Args:
@@ -139,16 +166,16 @@ def choices_of(device: str, folder: Path = FOLDER) -> Choices:
     Raises:
         ConfigError: see :func:`read_races`.
     """
-    return chosen(read_races(file_of(device, folder)))
+    return chosen_by_mode(read_races(file_of(device, folder)))
 
 
 def write_races(
     device: str, races: Iterable[Race], command: str, date: str, folder: Path = FOLDER
-) -> Choices:
-    """Adds ``races`` to the device's file, in the place of older ones of the same shape and rows;
-    what all of them tell."""
+) -> ChoicesByMode:
+    """Adds ``races`` to the device's file, in the place of older ones of the same shape, rows and
+    mode; what all of them tell."""
     file = file_of(device, folder)
-    held = {(race.shape, race.rows): race for race in (*read_races(file), *races)}
+    held = {(race.shape, race.rows, race.mode): race for race in (*read_races(file), *races)}
     kept = [held[key] for key in sorted(held)]
     entries = ",\n  ".join(json.dumps(asdict(race)) for race in kept)
     head = json.dumps({"device": device, "command": command, "date": date}, indent=1)
@@ -157,4 +184,4 @@ def write_races(
     partial.write_text(f'{head[:-2]},\n "races": [\n  {entries}\n ]\n}}\n', encoding="utf-8")
     partial.replace(file)
     choices_of.cache_clear()
-    return chosen(kept)
+    return chosen_by_mode(kept)

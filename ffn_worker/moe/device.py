@@ -22,6 +22,16 @@ def native_fp8() -> Tag:
     return FP8_OF_ARCH.get(architecture() or "", Tag.E4M3FN)
 
 
+def is_captured() -> bool:
+    """Whether what is launched now goes into a graph."""
+    return _has_gpu() and torch.cuda.is_current_stream_capturing()
+
+
+@cache
+def _has_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
 def launch_site(device: torch.device) -> tuple[int, int, int]:
     """Number of a CUDA device, its multiprocessors, and the stream that is current there."""
     index = torch.cuda.current_device() if device.index is None else device.index

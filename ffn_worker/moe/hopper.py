@@ -1,5 +1,7 @@
 """Backend for NVIDIA Hopper: of four that take the same weights, for each batch the quickest."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -7,8 +9,9 @@ import torch
 from afd.wire.rows_torch import EncodedRows
 from ffn_worker.kernels import grouped
 from ffn_worker.load import SlotLoad
-from ffn_worker.moe.choice import Choices, choices_of
+from ffn_worker.moe.choice import ChoicesByMode, choices_of
 from ffn_worker.moe.deep_gemm import Cut, DeepGemmBackend, Operand
+from ffn_worker.moe.device import is_captured
 from ffn_worker.moe.grouped import GroupedBackend, cannot_compile
 from ffn_worker.moe.quantise import Weight
 from ffn_worker.moe.sorting import PlacedPairs
@@ -19,18 +22,22 @@ from ffn_worker.moe.vllm_cuda import VllmCudaBackend
 
 class HopperBackend(GroupedBackend):
     """The Triton kernels, DeepGEMM, products of ours, or vLLM's fused experts, as the
-    device's tuning file has it (:mod:`ffn_worker.moe.choice`).
+    device's tuning file has it (:mod:`ffn_worker.moe.choice`), for a call that is captured and for
+    one that the host launches.
 
     A shared expert, which is small, is held for all but vLLM's kernels, which have no such thing
     and are not taken then.
     """
 
+    modes = ("eager", "graph")
+
     def __init__(self, experts: tuple[int, int], num_experts: int | None = None) -> None:
         super().__init__(experts, num_experts)
-        self._choices: Choices | None = None
+        self._choices: ChoicesByMode | None = None
+        self._mode: str | None = None  # None: as the stream is
         self._vllm: VllmCudaBackend | None = None
         self._compiles = cannot_compile() is None
-        self._names: dict[tuple[LayerShape, int, int], str] = {}  # looked up so far
+        self._names: dict[tuple[LayerShape, int, int, str], str] = {}  # looked up so far
 
     @staticmethod
     def unavailable(dtype: torch.dtype, hidden: int, intermediate: int) -> str | None:
@@ -56,19 +63,28 @@ class HopperBackend(GroupedBackend):
             self._vllm.release(layer)
         super().release(layer)
 
+    @contextmanager
+    def in_mode(self, mode: str) -> Iterator[None]:
+        self._mode = mode
+        try:
+            yield
+        finally:
+            self._mode = None
+
     def chosen(self, layer: int, rows: int, top_k: int) -> str:
         """Name of the backend that computes a batch."""
         return self._chosen(self._layers[layer].shape, rows, top_k)
 
     def _chosen(self, shape: LayerShape, rows: int, top_k: int) -> str:
-        key = (shape, rows, top_k)
+        mode = self._mode or ("graph" if is_captured() else "eager")
+        key = (shape, rows, top_k, mode)
         if (name := self._names.get(key)) is None:
-            name = self._names[key] = self._looked_up(replace(shape, top_k=top_k), rows)
+            name = self._names[key] = self._looked_up(replace(shape, top_k=top_k), rows, mode)
         return name
 
-    def _looked_up(self, shape: LayerShape, rows: int) -> str:
+    def _looked_up(self, shape: LayerShape, rows: int, mode: str) -> str:
         assert self._choices is not None  # set by prepare
-        name = self._choices.of(shape, rows)
+        name = self._choices.of(mode).of(shape, rows)
         fits = self._compiles and shape.experts <= grouped.most_experts()
         if name == "grouped" and not fits:
             return "deep_gemm"

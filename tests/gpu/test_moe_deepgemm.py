@@ -10,7 +10,7 @@ from afd.wire.layout import Tag  # noqa: E402
 from afd.wire.rows_torch import EncodedRows  # noqa: E402
 from ffn_worker.load import SlotLoad  # noqa: E402
 from ffn_worker.moe import hopper  # noqa: E402
-from ffn_worker.moe.choice import Choices  # noqa: E402
+from ffn_worker.moe.choice import Choices, ChoicesByMode  # noqa: E402
 from ffn_worker.moe.deep_gemm import DeepGemmBackend  # noqa: E402
 from ffn_worker.moe.grouped import GroupedBackend, cannot_compile  # noqa: E402
 from ffn_worker.moe.hopper import HopperBackend  # noqa: E402
@@ -270,7 +270,9 @@ def test_places(rows, experts):
 def test_the_backend_that_takes_any(monkeypatch, plain, name):
     held = in_plain(weights(8)) if plain else weights(8)
     every = dict.fromkeys(("plain", "fp8_block"), ((0, name),))
-    monkeypatch.setattr(hopper, "choices_of", lambda _: Choices(schemes=every))
+    monkeypatch.setattr(
+        hopper, "choices_of", lambda _: ChoicesByMode(*[Choices(schemes=every)] * 2)
+    )
     x, ids, scale = batch(300, 8)
     made = HopperBackend((0, 8), 8)
     made.prepare(0, *(w.to(CUDA) for w in held))

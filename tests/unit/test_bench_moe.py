@@ -18,7 +18,7 @@ from ffn_worker.bench.measure import Cell  # noqa: E402
 from ffn_worker.bench.shapes import SHAPES, Ceilings, in_scheme, layer_cost, named  # noqa: E402
 from ffn_worker.bench.timing import in_turns  # noqa: E402
 from ffn_worker.moe import hopper  # noqa: E402
-from ffn_worker.moe.choice import Choices, chosen  # noqa: E402
+from ffn_worker.moe.choice import Choices, ChoicesByMode, chosen_by_mode  # noqa: E402
 from ffn_worker.moe.deep_gemm import DeepGemmBackend  # noqa: E402
 from ffn_worker.moe.grouped import GroupedBackend  # noqa: E402
 from ffn_worker.moe.triton import TritonBackend  # noqa: E402
@@ -81,10 +81,13 @@ def test_records_say_who_was_quicker():
     said = "| triton | 50.0 | 100.0 | 2.00 |  |  | 60.0 | 40.0 | 80% | memory | 4.20 | 640 |"
     assert said in line(cell)
     several = replace(cell, times={"triton": 75.0, "deep_gemm": 50.0})
-    (race,) = measure.races([cell, several, replace(several, mode="eager")])
-    assert race.pairs == 16 and race.us == several.times
-    best = measure.taken(several, chosen([race]))
-    assert measure.taken(several, Choices()).us == 75.0 and measure.taken(cell, Choices()) is cell
+    slower = replace(several, mode="eager", times={"triton": 75.0, "deep_gemm": 90.0})
+    race, by_host = measure.races([cell, several, slower, replace(several, mode="streams")])
+    assert race.pairs == 16 and race.us == several.times and by_host.mode == "eager"
+    choices, unknown = chosen_by_mode([race, by_host]), ChoicesByMode()
+    best = measure.taken(several, choices)
+    assert measure.taken(slower, choices).ours == "triton"
+    assert measure.taken(several, unknown).us == 75.0 and measure.taken(cell, unknown) is cell
     assert {r.peer: r.ratio for r in records(best, "m", "c")}["triton"] == 1.5
     assert "| deep_gemm | 50.0 | 100.0 | 2.00 | 75.0 | 50.0 |" in line(best)
 
@@ -96,7 +99,8 @@ def test_cells_of_a_step_whose_shared_expert_joins(monkeypatch):
     for backend in (TritonBackend, DeepGemmBackend, GroupedBackend):
         monkeypatch.setattr(backend, "unavailable", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU without tuned tiles")
-    choices = Choices(schemes={"plain": ((0, "triton"),)})
+    always = Choices(schemes={"plain": ((0, "triton"),)})
+    choices = ChoicesByMode(always, always)
     monkeypatch.setattr(hopper, "choices_of", lambda _: choices)
     monkeypatch.setattr(measure, "_CHECKED_ROWS", 8)
 

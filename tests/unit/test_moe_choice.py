@@ -9,9 +9,11 @@ from afd.errors import ConfigError
 from ffn_worker.moe.choice import (
     UNMEASURED,
     Choices,
+    ChoicesByMode,
     Race,
     choices_of,
     chosen,
+    chosen_by_mode,
     file_of,
     write_races,
 )
@@ -50,15 +52,24 @@ def test_another_shape_takes_what_costs_least_at_so_many_pairs():
     assert choices.of(replace(other, scheme="plain"), 1) == UNMEASURED["plain"][0][1]
 
 
+def test_calls_of_the_host_have_races_of_their_own():
+    by_host = Race.on(WIDE, 64, {"triton": 30, "deep_gemm": 20}, "eager")
+    choices = chosen_by_mode([by_host, *RACES])
+    assert choices.graph == choices.of("streams") == chosen(RACES)
+    assert choices.of("eager").of(WIDE, 64) == "deep_gemm"
+    assert choices.eager.of(NARROW, 64) == choices.graph.of(NARROW, 64)  # raced as a graph only
+    assert choices.names("fp8_block") == {"triton", "deep_gemm", "vllm_cuda"}
+
+
 def test_the_file_of_a_device(tmp_path):
     """It is added to; what was measured again counts."""
     device, told = "NVIDIA H200", ("afd bench moe --tune", "2026-11-22")
-    assert choices_of(device, tmp_path) == Choices()
+    assert choices_of(device, tmp_path) == ChoicesByMode()
     slower = Race.on(NARROW, 64, {"triton": 20, "deep_gemm": 30})
     write_races(device, [slower, RACES[0]], *told, tmp_path)
-    assert choices_of(device, tmp_path).of(NARROW, 64) == "triton"
+    assert choices_of(device, tmp_path).graph.of(NARROW, 64) == "triton"
     written = write_races(device, RACES[1:], *told, tmp_path)
-    assert choices_of(device, tmp_path) == written == chosen(RACES)
+    assert choices_of(device, tmp_path) == written == ChoicesByMode(chosen(RACES), chosen(RACES))
     assert written.names("fp8_block") == {"triton", "deep_gemm", "vllm_cuda"}
     assert written.names("plain") == {"vllm_cuda"}
     file = file_of(device, tmp_path)

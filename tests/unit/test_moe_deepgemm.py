@@ -12,7 +12,7 @@ from afd.wire.rows_torch import EncodedRows  # noqa: E402
 from ffn_worker.load import SlotLoad  # noqa: E402
 from ffn_worker.moe import choose_backend, deep_gemm, grouped, grouped_plain, hopper  # noqa: E402
 from ffn_worker.moe.base import MoeBackend  # noqa: E402
-from ffn_worker.moe.choice import Choices  # noqa: E402
+from ffn_worker.moe.choice import Choices, ChoicesByMode  # noqa: E402
 from ffn_worker.moe.deep_gemm import (  # noqa: E402
     DeepGemmBackend,
     beside,
@@ -55,6 +55,10 @@ def held(monkeypatch):
 @pytest.fixture
 def plain(held):
     return tuple(Weight.of(dequantise_weight(weight).bfloat16()) for weight in held)
+
+
+def everywhere(choices):
+    return ChoicesByMode(choices, choices)
 
 
 def batch(rows):
@@ -163,7 +167,7 @@ def test_what_is_not_finite_makes_its_own_row_nan(held):
 def test_who_computes_by_rows(monkeypatch, held, rows, who):
     steps = (20, "triton"), (40, "deep_gemm"), (64, "vllm_cuda")
     name = f"h{HIDDEN}-w{WIDTH}-e{EXPERTS}of{EXPERTS}-k{TOP_K}-fp8_block"
-    monkeypatch.setattr(hopper, "choices_of", lambda _: Choices({name: steps}))
+    monkeypatch.setattr(hopper, "choices_of", lambda _: everywhere(Choices({name: steps})))
     backend, called = prepared(HopperBackend, held), []
     for name, kind in (("triton", TritonBackend), ("deep_gemm", DeepGemmBackend)):
         monkeypatch.setattr(kind, "_compute", lambda *_, name=name: called.append(name))
@@ -176,10 +180,26 @@ def test_who_computes_by_rows(monkeypatch, held, rows, who):
     backend.release(0)
 
 
+def test_who_computes_by_who_launches(monkeypatch, held):
+    always = {
+        name: Choices(schemes={"fp8_block": ((0, name),)}) for name in ("triton", "deep_gemm")
+    }
+    by_mode = ChoicesByMode(graph=always["deep_gemm"], eager=always["triton"])
+    monkeypatch.setattr(hopper, "choices_of", lambda _: by_mode)
+    backend = prepared(HopperBackend, held)
+    assert backend.chosen(0, 9, TOP_K) == "triton"
+    with backend.in_mode("graph"):
+        assert backend.chosen(0, 9, TOP_K) == "deep_gemm"
+    monkeypatch.setattr(hopper, "is_captured", lambda: True)
+    assert backend.chosen(0, 9, TOP_K) == "deep_gemm"
+    with backend.in_mode("eager"):
+        assert backend.chosen(0, 9, TOP_K) == "triton"
+
+
 @pytest.mark.parametrize("compiles", [True, False])
 def test_our_products_where_they_can_be_compiled(monkeypatch, held, plain, compiles):
     every = dict.fromkeys(("plain", "fp8_block"), ((0, "grouped"),))
-    monkeypatch.setattr(hopper, "choices_of", lambda _: Choices(schemes=every))
+    monkeypatch.setattr(hopper, "choices_of", lambda _: everywhere(Choices(schemes=every)))
     monkeypatch.setattr(hopper, "cannot_compile", lambda: None if compiles else "no NVRTC")
     called = []
     for where, name in ((grouped, "gate_up"), (grouped_plain, "gate_up"), (grouped_plain, "down")):
@@ -215,7 +235,7 @@ def test_more_experts_than_the_kernel_has_room_for(monkeypatch, held):
     with pytest.raises(ConfigError, match="at most 5 experts of a layer, not 6; use more FFN"):
         prepared(GroupedBackend, held)
     every = Choices(schemes={"fp8_block": ((0, "grouped"),)})
-    monkeypatch.setattr(hopper, "choices_of", lambda _: every)
+    monkeypatch.setattr(hopper, "choices_of", lambda _: everywhere(every))
     monkeypatch.setattr(hopper, "cannot_compile", lambda: None)
     assert prepared(HopperBackend, held).chosen(0, 70, TOP_K) == "deep_gemm"
     assert prepared(HopperBackend, held, (1, 6)).chosen(0, 70, TOP_K) == "grouped"
