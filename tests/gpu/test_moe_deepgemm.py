@@ -23,6 +23,7 @@ from ffn_worker.moe.quantise import (  # noqa: E402
 )
 from ffn_worker.moe.reference import ReferenceBackend  # noqa: E402
 from ffn_worker.moe.sorting import place_pairs, place_pairs_on_gpu  # noqa: E402
+from ffn_worker.moe.triton import TritonBackend  # noqa: E402
 
 HIDDEN, WIDTH, TOP_K = 512, 384, 4
 REASON = DeepGemmBackend.unavailable(torch.bfloat16, HIDDEN, WIDTH)
@@ -279,3 +280,44 @@ def test_the_backend_that_takes_any(monkeypatch, plain, name):
     exactly, there = encoded(x)
     got = made.forward_encoded(0, there, ids.cuda(), scale.cuda(), torch.bfloat16)
     close(got, exact(held, (0, 8), exactly.decode(torch.float32), ids, scale))
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_graph_takes_what_is_quickest_as_a_graph(monkeypatch, plain):
+    """And what the host launches something else. Nothing is compiled inside of the capture."""
+    held, called = in_plain(weights(8)) if plain else weights(8), []
+    always = {
+        name: Choices(schemes=dict.fromkeys(("plain", "fp8_block"), ((0, name),)))
+        for name in ("triton", "grouped")
+    }
+    by_mode = ChoicesByMode(graph=always["grouped"], eager=always["triton"])
+    monkeypatch.setattr(hopper, "choices_of", lambda _: by_mode)
+    for kind in (TritonBackend, DeepGemmBackend):
+
+        def told(*args, kind=kind, compute=kind._compute):
+            called.append(kind)
+            compute(*args)
+
+        monkeypatch.setattr(kind, "_compute", told)
+    made = HopperBackend((0, 8), 8)
+    made.prepare(0, *(w.to(CUDA) for w in held))
+    x, ids, scale = batch(48, 8)
+    exactly, there = encoded(x)
+    inputs = ids.cuda(), scale.cuda()
+
+    def forward():
+        return made.forward_encoded(0, there, *inputs, torch.bfloat16)
+
+    for mode in made.modes:
+        with made.in_mode(mode):
+            forward()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = forward()
+    graph.replay()
+    launched = forward()
+    assert called == [TritonBackend, DeepGemmBackend, DeepGemmBackend, TritonBackend]
+    want = exact(held, (0, 8), exactly.decode(torch.float32), ids, scale)
+    close(captured, want)
+    close(launched, want)
