@@ -128,7 +128,6 @@ class Ranks:
         for name, place in zip(names, self.place.ranks, strict=True):
             member = members.find("ffn", *place)
             self._generations[name] = member.generation if member else -1
-        logger.info("%d ranks add up through %s", self.place.tp, type(self.collective).__name__)
 
     def _hello(self, end: float) -> str:
         """Wait for the hello of the process that this one follows; answers its text."""

@@ -46,7 +46,8 @@ def _quick(setup: Setup, table: Path | None) -> Collective:
         return QuickCollective(setup, crossover, library)
     except CannotMap as err:
         library.close()
-        raise ConfigError(f"{err}; let the ranks add up exactly, through nccl") from err
+        remedy = "set ffn.reduce to exact, whose sums can go through NCCL"
+        raise ConfigError(f"{err}; {remedy}") from err
 
 
 def _exact_on_gpus(setup: Setup, _: Path | None) -> Collective:
