@@ -205,7 +205,7 @@ def _timed(
         if key != "vllm" and contender.ffn is peer and contender.rows(given) is given.plain:
             same.append(key)  # the same call as vLLM's
             continue
-        call = contender.call(given)
+        call: Call = contender.call(given)
         for way in contender.ffn.modes:
             with contender.ffn.in_mode(way):
                 call()  # compiles
