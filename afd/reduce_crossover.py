@@ -5,6 +5,7 @@ for other devices the default, which is from published figures. Pure, without to
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -64,11 +65,7 @@ def read_crossover(path: Path, world: int, dtype: str, fmt: str) -> Crossover:
             f"{path} has no row for {dtype} and {fmt}; add one with afd bench allreduce --table"
         )
     larger = [row for row in fitting if row["world"] >= world]
-    if larger:
-        row = min(larger, key=lambda row: row["world"])
-    else:
-        row = max(fitting, key=lambda row: row["world"])
-    return Crossover(row["one_shot_max_bytes"], row["two_shot_min_bytes"])
+    return _nearest(larger or fitting, world)
 
 
 def measured_crossover(
@@ -80,9 +77,9 @@ def measured_crossover(
         ConfigError: see :func:`read_crossover`.
     """
     table = table_of(device, folder)
-    if table == DEFAULT or all(row["world"] < world for row in _rows(table, dtype, fmt)):
-        return None
-    return read_crossover(table, world, dtype, fmt)
+    rows = _rows(table, dtype, fmt) if table != DEFAULT else []
+    larger = [row for row in rows if row["world"] >= world]
+    return _nearest(larger, world) if larger else None
 
 
 def crossover_of(
@@ -107,6 +104,11 @@ def crossover_of(
             break
         two_shot_min = size
     return Crossover(one_shot_max, two_shot_min)
+
+
+def _nearest(rows: Sequence[dict[str, Any]], world: int) -> Crossover:
+    row = min(rows, key=lambda row: abs(row["world"] - world))
+    return Crossover(row["one_shot_max_bytes"], row["two_shot_min_bytes"])
 
 
 def _rows(path: Path, dtype: str, fmt: str) -> list[dict[str, Any]]:

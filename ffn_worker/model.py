@@ -1,7 +1,6 @@
 """The experts of one FFN instance, ready to compute."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from os import PathLike
 
@@ -18,6 +17,7 @@ from ffn_worker.dummy import dummy_shard
 from ffn_worker.load import SlotLoad
 from ffn_worker.loader import DTYPES, LayerWeights, Progress, Shard, load_shard, stored_scheme
 from ffn_worker.moe import BACKENDS, Linear, Scheme, choose_backend
+from ffn_worker.moe.device import launched_as
 from ffn_worker.moe.quantise import Weight, in_scheme
 
 _CPU = torch.device("cpu")
@@ -210,27 +210,15 @@ class FfnModel:
         return self._banks[0].capturable
 
     @property
-    def modes(self) -> tuple[str, ...]:
-        """Of :meth:`in_mode`."""
-        return self._banks[0].modes
-
-    @contextmanager
-    def in_mode(self, mode: str) -> Iterator[None]:
-        """See :meth:`MoeBackend.in_mode`."""
-        with ExitStack() as stack:
-            for bank in self._banks:
-                stack.enter_context(bank.in_mode(mode))
-            yield
-
-    @property
     def joins_shared(self) -> bool:
         """Whether the backend computes the shared expert of some layer with the routed ones."""
         return bool(self._joined)
 
     @torch.inference_mode()
     def warm_up(self, rows: int, tag: Tag) -> torch.Tensor:
-        """One call of ``rows`` rows that come as ``tag``, so that its kernels are compiled and
-        chosen; its output. Its rows are not counted as load."""
+        """One call of ``rows`` rows that come as ``tag``, and where it may be captured one as for a
+        graph, so that their kernels are compiled and chosen; the output. The rows are not counted
+        as load."""
         layer, kinds = self.model.moe_layers[0], self.model.top_k
         zeros = torch.zeros((rows, self.model.hidden), dtype=self.dtype, device=self.device)
         x = EncodedRows.of(zeros, tag)
@@ -240,8 +228,9 @@ class FfnModel:
         first, *others = self._layers[layer].held
         uncounted = SlotLoad(first.experts, self.shard.slots[0], self.device)
         first = replace(first, load=uncounted)
-        for mode in self.modes:
-            with self.in_mode(mode):
+        out = self._forward(layer, x, ids, weights, first, *others)
+        if self.capturable:
+            with launched_as("graph"):
                 out = self._forward(layer, x, ids, weights, first, *others)
         return out
 

@@ -206,9 +206,6 @@ def _timed(
             same.append(key)  # the same call as vLLM's
             continue
         call: Call = contender.call(given)
-        for way in contender.ffn.modes:
-            with contender.ffn.in_mode(way):
-                call()  # compiles
         if mode == "streams":
             call = on_streams(call, STREAMS)
         calls[key] = call if mode == "eager" else as_graph(call)

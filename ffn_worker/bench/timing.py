@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from ffn_worker.moe.device import launched_as
+
 Call = Callable[[], object]
 Clock = Callable[[Call, int], float]
 """(call, repetitions) -> seconds of one repetition, the median of a few rounds."""
@@ -67,10 +69,10 @@ def clock_of(device: torch.device) -> Clock:
 
 
 def as_graph(call: Call) -> Call:
-    """``call`` captured; it ran before, so that its kernels are compiled."""
+    """``call`` captured, behind one that compiles its kernels."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    with torch.cuda.stream(stream), launched_as("graph"):
         call()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()

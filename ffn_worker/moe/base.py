@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -36,8 +35,6 @@ class MoeBackend(ABC):
     """Weight formats that ``prepare`` takes."""
     fp8 = Tag.E4M3FN
     """The FP8 kind of its FP8_BLOCK weights."""
-    modes: tuple[str, ...] = ("eager",)
-    """Of ``in_mode``: in each of them ``forward`` may take other kernels."""
 
     def __init__(self, experts: tuple[int, int], num_experts: int | None = None) -> None:
         start, end = experts
@@ -46,11 +43,6 @@ class MoeBackend(ABC):
         self.start = start
         self.end = end
         self.num_experts = end if num_experts is None else num_experts
-
-    def in_mode(self, mode: str) -> AbstractContextManager[None]:
-        """Inside of it ``forward`` computes as it would in this mode: "eager", launched by the
-        host, or "graph", captured. Outside it goes by what it finds."""
-        return nullcontext()
 
     @staticmethod
     def unavailable(dtype: torch.dtype, hidden: int, intermediate: int) -> str | None:

@@ -1,5 +1,8 @@
 """What the expert backends must know of the GPU they run on."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 
 import torch
@@ -8,6 +11,7 @@ from afd.wire.layout import Tag
 
 FP8_OF_ARCH = {"gfx942": Tag.E4M3FNUZ, "gfx950": Tag.E4M3FN}
 """The FP8 kind of each AMD architecture's matrix instructions."""
+_launched_as: ContextVar[str | None] = ContextVar("launched_as", default=None)
 
 
 def architecture() -> str | None:
@@ -20,6 +24,22 @@ def architecture() -> str | None:
 def native_fp8() -> Tag:
     """The FP8 kind that this machine multiplies; e4m3fn where it multiplies none."""
     return FP8_OF_ARCH.get(architecture() or "", Tag.E4M3FN)
+
+
+@contextmanager
+def launched_as(mode: str) -> Iterator[None]:
+    """Inside of it, in this thread, :func:`launch_mode` is ``mode``: to compile what a graph takes
+    before one is captured."""
+    token = _launched_as.set(mode)
+    try:
+        yield
+    finally:
+        _launched_as.reset(token)
+
+
+def launch_mode() -> str:
+    """How what is launched now will run: "graph", captured, or "eager", once, by the host."""
+    return _launched_as.get() or ("graph" if is_captured() else "eager")
 
 
 def is_captured() -> bool:

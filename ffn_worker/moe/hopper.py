@@ -1,7 +1,5 @@
 """Backend for NVIDIA Hopper: of four that take the same weights, for each batch the quickest."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -11,7 +9,7 @@ from ffn_worker.kernels import grouped
 from ffn_worker.load import SlotLoad
 from ffn_worker.moe.choice import ChoicesByMode, choices_of
 from ffn_worker.moe.deep_gemm import Cut, DeepGemmBackend, Operand
-from ffn_worker.moe.device import is_captured
+from ffn_worker.moe.device import launch_mode
 from ffn_worker.moe.grouped import GroupedBackend, cannot_compile
 from ffn_worker.moe.quantise import Weight
 from ffn_worker.moe.sorting import PlacedPairs
@@ -29,12 +27,9 @@ class HopperBackend(GroupedBackend):
     and are not taken then.
     """
 
-    modes = ("eager", "graph")
-
     def __init__(self, experts: tuple[int, int], num_experts: int | None = None) -> None:
         super().__init__(experts, num_experts)
         self._choices: ChoicesByMode | None = None
-        self._mode: str | None = None  # None: as the stream is
         self._vllm: VllmCudaBackend | None = None
         self._compiles = cannot_compile() is None
         self._names: dict[tuple[LayerShape, int, int, str], str] = {}  # looked up so far
@@ -63,20 +58,12 @@ class HopperBackend(GroupedBackend):
             self._vllm.release(layer)
         super().release(layer)
 
-    @contextmanager
-    def in_mode(self, mode: str) -> Iterator[None]:
-        self._mode = mode
-        try:
-            yield
-        finally:
-            self._mode = None
-
     def chosen(self, layer: int, rows: int, top_k: int) -> str:
         """Name of the backend that computes a batch."""
         return self._chosen(self._layers[layer].shape, rows, top_k)
 
     def _chosen(self, shape: LayerShape, rows: int, top_k: int) -> str:
-        mode = self._mode or ("graph" if is_captured() else "eager")
+        mode = launch_mode()
         key = (shape, rows, top_k, mode)
         if (name := self._names.get(key)) is None:
             name = self._names[key] = self._looked_up(replace(shape, top_k=top_k), rows, mode)

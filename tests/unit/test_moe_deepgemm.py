@@ -9,8 +9,10 @@ import fake_kernels  # noqa: E402
 from afd.errors import ConfigError  # noqa: E402
 from afd.wire.layout import Tag  # noqa: E402
 from afd.wire.rows_torch import EncodedRows  # noqa: E402
+from ffn_worker.bench.layers import problem  # noqa: E402
+from ffn_worker.bench.shapes import SHAPES  # noqa: E402
 from ffn_worker.load import SlotLoad  # noqa: E402
-from ffn_worker.moe import choose_backend, deep_gemm, grouped, grouped_plain, hopper  # noqa: E402
+from ffn_worker.moe import choose_backend, deep_gemm, device, grouped, grouped_plain, hopper  # noqa: E402
 from ffn_worker.moe.base import MoeBackend  # noqa: E402
 from ffn_worker.moe.choice import Choices, ChoicesByMode  # noqa: E402
 from ffn_worker.moe.deep_gemm import (  # noqa: E402
@@ -29,6 +31,7 @@ from ffn_worker.moe.quantise import (  # noqa: E402
     widened,
 )
 from ffn_worker.moe.reference import ReferenceBackend  # noqa: E402
+from ffn_worker.moe.torch_grouped import TorchBackend  # noqa: E402
 from ffn_worker.moe.triton import TritonBackend  # noqa: E402
 
 EXPERTS, TOP_K, HIDDEN, WIDTH = 6, 3, 256, 256
@@ -188,12 +191,26 @@ def test_who_computes_by_who_launches(monkeypatch, held):
     monkeypatch.setattr(hopper, "choices_of", lambda _: by_mode)
     backend = prepared(HopperBackend, held)
     assert backend.chosen(0, 9, TOP_K) == "triton"
-    with backend.in_mode("graph"):
+    with device.launched_as("graph"):
         assert backend.chosen(0, 9, TOP_K) == "deep_gemm"
-    monkeypatch.setattr(hopper, "is_captured", lambda: True)
+    monkeypatch.setattr(device, "is_captured", lambda: True)
     assert backend.chosen(0, 9, TOP_K) == "deep_gemm"
-    with backend.in_mode("eager"):
+    with device.launched_as("eager"):
         assert backend.chosen(0, 9, TOP_K) == "triton"
+
+
+@pytest.mark.parametrize(("capturable", "modes"), [(True, ["eager", "graph"]), (False, ["eager"])])
+def test_warm_up_is_for_graphs_too(monkeypatch, capturable, modes):
+    launched, forward = [], TorchBackend.forward
+    monkeypatch.setattr(TorchBackend, "capturable", capturable)
+    monkeypatch.setattr(
+        TorchBackend,
+        "forward",
+        lambda *args: launched.append(device.launch_mode()) or forward(*args),
+    )
+    with problem(SHAPES["tiny"], torch.device("cpu"), cache_bytes=0) as given:
+        given.ffn("torch").warm_up(4, Tag.BFLOAT16)
+    assert launched == modes
 
 
 @pytest.mark.parametrize("compiles", [True, False])
