@@ -1,70 +1,69 @@
-"""How many micro-batches a decode step runs at where measured step times decide. Pure.
+"""Chooses the depth of decode steps from measured step times (``pipeline.depth: auto``). Pure.
 
-Steps are told apart by *bucket*, the power of two that their rows fit into: what another
-micro-batch costs (the experts are read once more) and what it hides depend on the rows.
+Steps are grouped by *bucket*: their number of rows, rounded up to a power of two. What another
+micro-batch costs (the experts are read again) and what it hides both depend on the rows.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 AUTO = 0
-"""In the place of a depth: chosen from measured step times."""
+"""Stands for a depth that is chosen from measured step times."""
 GAIN = 0.03
-"""A depth is given up for one whose steps are shorter by this share, and not for less: step times
-of one depth differ by as much from minute to minute."""
+"""A new depth must shorten steps by at least this share: step times of one depth vary by as much
+from minute to minute."""
 
 
 def bucket_of(rows: int) -> int:
-    """The power of two that ``rows`` rows fit into."""
+    """Returns ``rows`` rounded up to a power of two."""
     return 1 << max(0, rows - 1).bit_length()
 
 
 def depth_of(depths: Iterable[tuple[int, int]], rows: int, otherwise: int) -> int:
-    """Depth of a step of ``rows`` rows by (bucket, depth) pairs; ``otherwise``: without a pair."""
+    """Returns the depth for ``rows`` rows from (bucket, depth) pairs, or ``otherwise``."""
     return dict(depths).get(bucket_of(rows), otherwise)
 
 
 @dataclass(frozen=True)
-class Choice:
-    """reason: why it is another depth than before, or why it is the same."""
+class DepthChoice:
+    """A chosen depth; ``reason``: why it changed, or why it did not."""
 
     depth: int
     reason: str
 
 
-def choose(current: int, step_s: Mapping[int, float], target_s: float | None) -> Choice:
-    """The depth to go on at.
+def choose(current: int, step_s: Mapping[int, float], target_s: float | None) -> DepthChoice:
+    """Returns the depth to continue with.
 
-    The rows of a step are what the scheduler has, whatever the depth: the shortest step is the best
-    latency and the best throughput. So the target does not ask for another depth than throughput
-    does; a missed one only lets a smaller gain do.
+    The depth does not change the rows of a step, so the shortest step gives both the best latency
+    and the best throughput. A target therefore does not favour another depth; if it is missed, a
+    gain below ``GAIN`` suffices to reach it.
 
     Args:
-        step_s: seconds from one step to the next, by depth, measured one after the other;
-            ``current`` is among them.
-        target_s: time per output token that is asked for; None: as short as can be.
+        step_s: by depth, seconds from one step's start to the next one's. Measured in turn;
+            contains ``current``.
+        target_s: target time per output token; None: as short as possible.
     """
     now = step_s[current]
     best = min(step_s, key=lambda depth: (step_s[depth], depth))
     if target_s is not None and now > target_s >= step_s[best]:
-        return Choice(best, "meets the target")
+        return DepthChoice(best, "meets the target")
     if step_s[best] < now * (1 - GAIN):
-        return Choice(best, f"steps are {1 - step_s[best] / now:.0%} shorter")
+        return DepthChoice(best, f"steps are {1 - step_s[best] / now:.0%} shorter")
     for depth in sorted(step_s):
         if depth < current and step_s[depth] <= now:
-            return Choice(depth, "as short with fewer micro-batches")
-    return Choice(current, f"no other depth is {GAIN:.0%} shorter")
+            return DepthChoice(depth, "as short with fewer micro-batches")
+    return DepthChoice(current, f"no other depth is {GAIN:.0%} shorter")
 
 
 def worth_trying(current: int, other: int, waited: Iterable[float]) -> bool:
-    """Whether ``other`` may be the better depth, by the stage times at ``current``.
+    """Whether ``other`` may be better than ``current``, judging by stage times at ``current``.
 
-    A deeper split hides waiting and adds work, so that it cannot gain more than the share of its
-    time that the busiest process waits. What a shallower one saves, the work of reading experts for
-    fewer micro-batches, shows at no other depth: it has to be tried.
+    A greater depth hides waiting and adds work, so it gains at most the share of time that the
+    busiest process waits. A smaller depth saves expert reads, which no measurement at another depth
+    shows, so it is always worth trying.
 
     Args:
-        waited: by process of both sides, its wait for the other side as a share of both its wait
-            and its work; empty where nothing timed them.
+        waited: for every process of both sides, wait / (wait + work); empty if not measured.
     """
     return other < current or min(waited, default=1.0) > GAIN

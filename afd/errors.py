@@ -1,4 +1,4 @@
-"""Errors meant for the user: one sentence with the cause and the remedy."""
+"""Errors for the user. Each message is one sentence: the cause, then the remedy."""
 
 
 class AfdError(Exception):
@@ -14,12 +14,12 @@ class HandshakeRefused(AfdError):
 
 
 class PeerLost(AfdError):
-    """A peer went away and did not come back within its deadline."""
+    """A peer was lost and did not return within its deadline."""
 
 
 class DeadlineExceeded(AfdError):
-    """Something did not happen within its deadline; the message names what was awaited."""
+    """A wait exceeded its deadline; the message names what was awaited."""
 
 
 class CapacityExceeded(AfdError):
-    """More rows than a slot holds; the message names both numbers and the setting to raise."""
+    """More rows than a slot holds; the message names both numbers and the key to raise."""

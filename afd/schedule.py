@@ -1,4 +1,4 @@
-"""The pipeline as data: the order of a step's expert calls, and how deep a step runs. Pure."""
+"""The pipeline as data: the order of a step's expert calls and its depth. Pure functions."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -7,19 +7,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, order=True)
 class Position:
-    """One expert call of a step: a layer number of the model and a micro-batch index."""
+    """One expert call of a step: a layer number of the model and a micro-batch index from 0."""
 
     layer: int
     micro_batch: int
 
 
 def walk(layers: Sequence[int], depth: int, start: Position | None = None) -> Iterator[Position]:
-    """Positions of one step in execution order, the same on both sides of the wire.
+    """Yields the positions of one step in execution order. Both sides of the wire use this order.
 
     Args:
-        layers: layer numbers whose FFN is remote, ascending.
-        depth: number of micro-batches in flight.
-        start: first position to yield; a step resumed after an FFN restart starts in the middle.
+        layers: numbers of the layers whose FFN is remote, ascending.
+        depth: number of micro-batches.
+        start: first position to yield. A step that resumes after an FFN restart starts in the
+            middle.
     """
     for layer in layers:
         for micro_batch in range(depth):
@@ -31,15 +32,16 @@ def walk(layers: Sequence[int], depth: int, start: Position | None = None) -> It
 def choose_depth(
     num_tokens: int, num_requests: int, max_depth: int, min_rows: int, *, splittable: bool = True
 ) -> int:
-    """Number of micro-batches for a step of ``num_tokens`` rows of ``num_requests`` requests.
+    """Returns the number of micro-batches of a step.
 
-    Every micro-batch makes the FFN read its expert weights once more, so a batch too small to give
-    each one ``min_rows`` rows runs at a smaller depth. A step of prefill chunks splits by rows; a
-    chunk of one request may span micro-batches, because at every layer the earlier micro-batch
-    writes its KV before the later one reads it.
+    Each micro-batch makes the FFN read its expert weights again, so a step with fewer than
+    ``min_rows`` rows per micro-batch runs at a smaller depth. A prefill step splits by rows. A
+    chunk of one request may span micro-batches: at every layer the earlier one writes its KV before
+    the later one reads it.
 
     Args:
-        splittable: False when a micro-batch would read KV blocks that a later one writes.
+        num_tokens, num_requests: rows and requests of the step.
+        splittable: False if a micro-batch would read KV blocks that a later one writes.
     """
     if not splittable or num_requests == 0:
         return 1
@@ -47,20 +49,20 @@ def choose_depth(
 
 
 def split_rows(rows: int, depth: int) -> tuple[int, ...]:
-    """Rows of each micro-batch of a step, by vLLM's rule: equal, the last one takes the rest.
+    """Returns the rows of each micro-batch of a step: equal, with the remainder in the last one.
 
-    vllm/v1/worker/ubatch_utils.py: maybe_create_ubatch_slices. Both sides of the wire use it, so a
-    step is announced by its number of rows.
+    This is vLLM's rule (vllm/v1/worker/ubatch_utils.py: maybe_create_ubatch_slices). Both sides use
+    it, so announcing a step takes only its number of rows.
     """
     each = rows // depth
     return (*[each] * (depth - 1), rows - each * (depth - 1))
 
 
 def row_shares(rows: int, world: int) -> tuple[tuple[int, int], ...]:
-    """Half-open range of ``rows`` rows per rank: contiguous, in rank order, the first ones one row
-    longer, empty where there are fewer rows than ranks.
+    """Returns each rank's share of ``rows`` rows: one half-open range per rank, in rank order.
 
-    Each rank of an FFN instance answers its own share of the rows that it was sent.
+    Each rank of an FFN instance returns its share of the rows that the instance received. Shares
+    differ by at most one row, the first ones are larger, and some are empty if rows < ranks.
     """
     base, longer = divmod(rows, world)
     starts = [rank * base + min(rank, longer) for rank in range(world + 1)]
@@ -68,10 +70,11 @@ def row_shares(rows: int, world: int) -> tuple[tuple[int, int], ...]:
 
 
 def padded_depth(depth: int, num_tokens: int, padded: int) -> int:
-    """The largest depth <= ``depth`` at which no micro-batch of a padded step is all padding.
+    """Returns the largest depth <= ``depth`` at which no micro-batch consists of padding only.
 
     Args:
-        num_tokens, padded: rows of the step without and with the padding up to a captured size.
+        num_tokens: rows of the step without padding.
+        padded: rows of the step with padding to a captured size.
     """
     while depth > 1 and padded // depth * (depth - 1) >= num_tokens:
         depth -= 1
@@ -79,24 +82,27 @@ def padded_depth(depth: int, num_tokens: int, padded: int) -> int:
 
 
 def stream_sequence(position: int) -> int:
-    """Low half of the doorbell of a step's ``position``-th expert call, rung by a stream.
+    """Returns the low half (u32) of the doorbell that a stream rings for a step's expert call.
 
-    A captured graph rings the same doorbells each time it is replayed, so they number positions and
-    not messages. The top bit keeps them apart from the sequence numbers of messages that the host
+    A captured graph rings the same doorbells at every replay, so they number positions, not
+    messages. The top bit distinguishes them from the sequence numbers of messages that the host
     posts into the same slot.
+
+    Args:
+        position: number of the expert call within the step, from 0.
     """
     return 0x8000_0000 | position
 
 
 def resets_doorbells(layers: Sequence[int]) -> bool:
-    """Whether a stream that waits for a doorbell has to set it back to 0 behind the wait.
+    """Whether a stream must reset a doorbell to 0 after waiting for it.
 
-    Two messages that follow each other in a slot must ring differently. Within a step they do, and
-    the last of one step and the first of the next do unless a step uses each slot just once. A
-    reset costs about a microsecond per wait (docs/results/notes.md).
+    Two consecutive messages of a slot must ring different values. They do, except between steps
+    that use each slot only once, which happens with a single layer. A reset costs about 1 us per
+    wait (docs/lab/notes.md).
 
     Args:
-        layers: layer numbers whose FFN is remote.
+        layers: numbers of the layers whose FFN is remote.
     """
     return len(layers) == 1
 
@@ -104,16 +110,16 @@ def resets_doorbells(layers: Sequence[int]) -> bool:
 def reads_block_written_in_step(
     new_request_prefix_blocks: Sequence[Sequence[int]], written_blocks: Sequence[Sequence[int]]
 ) -> bool:
-    """Whether a request that starts in this step reads KV blocks another one writes in it.
+    """Whether a request that starts in this step reads KV blocks that the same step writes.
 
-    vLLM registers prefix-cache blocks when it schedules them, so a request can hit blocks that a
-    request of the same step is still to fill (vllm/v1/core/kv_cache_manager.py: allocate_slots).
-    An unsplit step is safe, since each layer writes all KV before attention reads it; a split one
-    is not when the reader's micro-batch comes first.
+    vLLM registers prefix-cache blocks when it schedules them, so a request can hit blocks that
+    another request of the same step has yet to fill (vllm/v1/core/kv_cache_manager.py:
+    allocate_slots). An unsplit step is safe: each layer writes all KV before attention reads it. A
+    split step is not safe if the reader's micro-batch comes first.
 
     Args:
         new_request_prefix_blocks: per starting request, the blocks of its cached prefix.
-        written_blocks: per scheduled request, the blocks this step writes.
+        written_blocks: per scheduled request, the blocks that this step writes.
     """
     prefixes = {block for blocks in new_request_prefix_blocks for block in blocks}
     return any(not prefixes.isdisjoint(blocks) for blocks in written_blocks)

@@ -1,14 +1,17 @@
-"""Who talks to whom, and who holds which expert. Pure: integers in, frozen dataclasses out."""
+"""Numbering of experts, ranks, GPUs and slots of an xAyF deployment. Pure functions."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from afd.devices import Device
 from afd.errors import ConfigError
 
 
 def expert_ranges(num_experts: int, instances: int) -> tuple[tuple[int, int], ...]:
-    """Half-open range of routed experts per FFN instance, contiguous, sizes differing by at most 1.
+    """Returns one contiguous half-open range of routed experts per FFN instance.
+
+    Sizes differ by at most 1.
 
     Raises:
         ConfigError: there are more FFN instances than routed experts.
@@ -23,9 +26,9 @@ def expert_ranges(num_experts: int, instances: int) -> tuple[tuple[int, int], ..
 
 
 def shared_slice(intermediate: int, instances: int, index: int) -> tuple[int, int]:
-    """Half-open slice of the shared expert's intermediate dimension held by one FFN instance.
+    """Returns the half-open slice of the shared expert's intermediate dimension of one instance.
 
-    The cut falls on multiples of 64 where the width allows it, because GEMM kernels tile by 64.
+    Cuts are multiples of 64 if the width allows it, because GEMM kernels tile by 64.
     """
     unit = 64 if intermediate % 64 == 0 and intermediate // 64 >= instances else 1
     blocks = intermediate // unit
@@ -33,14 +36,14 @@ def shared_slice(intermediate: int, instances: int, index: int) -> tuple[int, in
 
 
 def width_slices(width: int, ranks: int, multiple: int = 8) -> tuple[tuple[int, int], ...]:
-    """Half-open slice of an expert's intermediate dimension per tensor-parallel rank.
+    """Returns one half-open slice of an expert's intermediate dimension per tensor-parallel rank.
 
-    The cuts fall on multiples of 64 where that divides the width and every rank gets some, else of
-    32, 16 or 8: kernels tile by them, and 8 values of 16 bits are one aligned load. Sizes differ by
-    one such unit at most; of a width that none divides the last rank takes the rest.
+    The cut unit is the largest of 64, 32, 16 and 8 that divides the width and gives every rank at
+    least one unit: kernels tile by these, and 8 values of 16 bits are one aligned load. Sizes
+    differ by at most one unit. If none divides the width, the last rank takes the remainder.
 
     Args:
-        multiple: what the weights' format allows at least, columns that share a scale.
+        multiple: smallest unit that the weights' format allows (columns that share a scale).
 
     Raises:
         ConfigError: the width has fewer units than there are ranks.
@@ -50,7 +53,7 @@ def width_slices(width: int, ranks: int, multiple: int = 8) -> tuple[tuple[int, 
     if width // multiple < ranks:
         raise ConfigError(
             f"experts of width {width} cannot be cut for {ranks} ranks in multiples of {multiple};"
-            f" set ffn.tp to {max(1, width // multiple)} or fewer, and more ffn.instances instead"
+            f" set ffn.tp to {max(1, width // multiple)} or fewer, or use more ffn.instances"
         )
     units = (unit for unit in (64, 32, 16, 8) if unit % multiple == 0)
     fitting = (unit for unit in units if width % unit == 0 and width // unit >= ranks)
@@ -61,10 +64,11 @@ def width_slices(width: int, ranks: int, multiple: int = 8) -> tuple[tuple[int, 
 
 @dataclass(frozen=True)
 class FfnPlace:
-    """One rank of one FFN instance, and the order in which processes of the pool are led.
+    """One rank of one FFN instance, and who gives it orders.
 
-    Rank 0 of instance 0 is the leader: it decides the members of a step. It tells the heads, rank 0
-    of each instance, and a head tells the ranks of its instance.
+    Rank 0 of instance 0 is the leader: it decides the members of each step. It sends orders to the
+    heads (rank 0 of every other instance). The leader and each head pass orders on to the followers
+    (the other ranks) of their instance.
     """
 
     instance: int
@@ -77,45 +81,50 @@ class FfnPlace:
         return ffn_number(self.instance, self.rank, self.tp)
 
     @property
-    def superior(self) -> tuple[int, int] | None:
-        """(instance, rank) that this one follows; None for the leader."""
+    def follows(self) -> tuple[int, int] | None:
+        """(instance, rank) whose orders this rank executes; None for the leader."""
         if self.rank:
             return self.instance, 0
         return (0, 0) if self.instance else None
 
     @property
     def ranks(self) -> tuple[tuple[int, int], ...]:
-        """(instance, rank) of all ranks of the same instance."""
+        """(instance, rank) of every rank of this instance."""
         return tuple((self.instance, rank) for rank in range(self.tp))
 
     @property
-    def mates(self) -> tuple[tuple[int, int], ...]:
-        """(instance, rank) of those that a head tells what to do; nobody for other ranks."""
+    def followers(self) -> tuple[tuple[int, int], ...]:
+        """(instance, rank) of this instance's followers; empty unless this is rank 0."""
         return self.ranks[1:] if self.rank == 0 else ()
 
     @property
     def heads(self) -> tuple[tuple[int, int], ...]:
-        """(instance, rank) of the heads that the leader tells what to do; nobody for others."""
-        leads = self.superior is None
+        """(instance, rank) of the heads that execute the leader's orders; empty for other ranks."""
+        leads = self.follows is None
         return tuple((j, 0) for j in range(1, self.instances)) if leads else ()
 
 
+def member_id(role: str, index: int, rank: int = 0) -> str:
+    """Returns the name of a member: "ffn-1" for rank 0 of FFN instance 1, "ffn-1.1" for rank 1."""
+    return f"{role}-{index}.{rank}" if rank else f"{role}-{index}"
+
+
 def ffn_number(instance: int, rank: int, tp: int) -> int:
-    """Place of one rank among the processes of the FFN pool, instance by instance."""
+    """Returns the number of one rank among all FFN processes, instance by instance."""
     return instance * tp + rank
 
 
 PINNED_SPIN_US = 50
-"""How long a role with cores of its own spins for a doorbell before it sleeps, microseconds. Longer
-than a stage of a small model, so that a busy pipeline never pays for a futex wake-up."""
+"""How long a pinned role spins for a doorbell before it sleeps, microseconds. This is longer than a
+stage of a small model, so a busy pipeline never pays for a futex wake-up."""
 
 
 def session(attention_generation: int, ffn_generation: int) -> int:
-    """Number (u32) of the session between one attention and one FFN instance.
+    """Returns the number (u32) of the session between one attention and one FFN instance.
 
-    It goes into every doorbell of the pair. Generations only grow, so each time either side starts
-    anew the number is larger than any that the pair's slots have seen, and a late message of an
-    earlier session can never be taken for a new one.
+    Every doorbell of the pair carries it. Generations only grow, so a restart of either side gives
+    a larger number than the pair's slots have seen. A late message of an earlier session is
+    therefore never mistaken for a new one.
     """
     return (attention_generation + ffn_generation) % 2**32
 
@@ -123,44 +132,53 @@ def session(attention_generation: int, ffn_generation: int) -> int:
 def gpu_order(
     role: str, number: int, attention_instances: int, ffn_ranks: int, gpus: int | None = None
 ) -> tuple[int, ...]:
-    """GPUs of one host as a process should see them: its own first, then its peers'.
+    """Returns the order in which a process should see the GPUs of the host: its own first.
 
-    Attention instances take the first GPUs, the ranks of the FFN instances those after them, and
-    where there are fewer ``gpus`` than processes they begin again at the first one. Mapping a
-    peer's memory needs the peer's GPU to be visible, so every process sees all of them; its own is
-    device 0. ``number``: of the process among those of its role, see :func:`ffn_number`.
+    Attention instances take the first GPUs, FFN ranks the following ones. If there are fewer
+    ``gpus`` than processes, the numbering starts again at the first GPU. Every process sees all
+    GPUs, because mapping a peer's memory needs the peer's GPU to be visible.
+
+    Args:
+        number: the process's number within its role; for FFN ranks :func:`ffn_number`.
+        gpus: GPUs that the deployment shares; None: one per process.
     """
     count = attention_instances + ffn_ranks if gpus is None else gpus
     own = (number if role == "attention" else attention_instances + number) % count
     return (own, *(gpu for gpu in range(count) if gpu != own))
 
 
-def visible_gpus(order: Sequence[int], allowed: str | None) -> str:
-    """Value of CUDA_VISIBLE_DEVICES for a process that should see the GPUs in this order.
+def visible_gpus(
+    device: Device, order: Sequence[int], environment: Mapping[str, str]
+) -> dict[str, str]:
+    """Returns the environment variable that shows a process the GPUs in this order.
 
     Args:
-        allowed: the variable's value now, which ``order`` then counts in; None: all GPUs of the
-            host.
+        device: kind of the GPUs; for a host device the result is {}.
+        order: indices into the GPUs that ``environment`` allows, or into all GPUs of the host.
 
     Raises:
-        ConfigError: fewer GPUs are allowed than the deployment takes.
+        ConfigError: fewer GPUs are allowed than the deployment needs.
     """
+    variable = device.visible_variable
+    if variable is None:
+        return {}
+    allowed = environment.get(variable)
     names = allowed.split(",") if allowed is not None else [str(gpu) for gpu in sorted(order)]
     if len(names) < len(order):
         raise ConfigError(
-            f"the deployment takes {len(order)} GPUs but CUDA_VISIBLE_DEVICES={allowed}; allow one"
-            " GPU per instance (per rank with ffn.tp), use fewer, or set gpus to share them"
+            f"the deployment takes {len(order)} GPUs but {variable}={allowed}; allow one GPU per"
+            " attention instance and FFN rank, use fewer of them, or set gpus to share GPUs"
         )
-    return ",".join(names[gpu] for gpu in order)
+    return {variable: ",".join(names[gpu] for gpu in order)}
 
 
 @dataclass(frozen=True)
 class SlotMap:
-    """Slot numbers inside the two kinds of Region of an xAyF deployment.
+    """Slot numbers in the Regions of an xAyF deployment.
 
-    The Region of an FFN rank holds, for each attention instance, one slot per micro-batch and one
-    control slot (an idle instance leaves the step epoch through it). An attention instance's Region
-    holds, for each FFN rank by its number (:func:`ffn_number`), one slot per micro-batch.
+    The Region of an FFN rank has one slot per micro-batch and one control slot for each attention
+    instance. An idle instance leaves the step epoch through its control slot. The Region of an
+    attention instance has one slot per micro-batch for each FFN rank (:func:`ffn_number`).
     """
 
     attention_instances: int

@@ -1,1 +1,1 @@
-"""The vLLM plugin of an attention instance: worker, runner, layer loop, remote experts."""
+"""The attention side: a vLLM plugin with our layer pipeline and the client of the FFN instances."""

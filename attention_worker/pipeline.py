@@ -1,19 +1,19 @@
-"""The layer pipeline of an attention instance: one explicit loop over layers and micro-batches."""
+"""The layer pipeline of an attention instance: one loop over layers and micro-batches.
 
-from collections.abc import Sequence
+Knows neither vLLM nor the wire: layers, remote experts and micro-batches are passed in.
+"""
+
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import nn
-from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
-
-from attention_worker.padding import padding_of
 
 
 class Layer(Protocol):
-    """What the loop needs of a decoder layer; see :class:`attention_worker.model.LayerHalves`."""
+    """A decoder layer; see :class:`attention_worker.model.LayerHalves`."""
 
     index: int
     is_remote: bool
@@ -28,15 +28,19 @@ class Layer(Protocol):
 
 
 class Experts(Protocol):
-    """The remote half of a layer, as the loop calls it: by messages from the host
-    (:class:`attention_worker.remote.RemoteExperts`) or by operations of GPU streams
-    (:class:`attention_worker.stream.StreamExperts`)."""
+    """The remote half of the layers.
+
+    The host form sends messages and waits (:class:`attention_worker.remote.host.RemoteExperts`).
+    The stream form queues the same work on GPU streams
+    (:class:`attention_worker.remote.stream.StreamExperts`).
+    """
 
     def begin_step(self, depth: int) -> None: ...
 
     def sending(self, layer: int, micro_batch: int, rows: int) -> AbstractContextManager[object]:
-        """Around the work that only a message needs, :meth:`send` being the last of it: where there
-        are streams, the next micro-batch does not wait for it."""
+        """Returns a context that encloses the router and :meth:`send`: work that no later attention
+        half needs. The stream form runs it on a stream of its own, so that the attention half of
+        the next micro-batch does not wait for it."""
 
     def send(
         self,
@@ -45,22 +49,28 @@ class Experts(Protocol):
         hidden: torch.Tensor,
         ids: torch.Tensor,
         weights: torch.Tensor,
-    ) -> None: ...
+    ) -> None:
+        """Sends the rows of one micro-batch. Does not wait for the answers."""
 
-    def recv(self, micro_batch: int) -> torch.Tensor: ...
+    def recv(self, micro_batch: int) -> torch.Tensor:
+        """Waits for the answers to a micro-batch. Returns the FFN output of its rows."""
 
     def end_step(self) -> None: ...
 
 
 @dataclass
 class MicroBatch:
-    """Running state of one micro-batch. Tensors: model dtype [rows, hidden]; positions [rows].
+    """One micro-batch of a step: its inputs and its running state.
 
-    padding: bool [rows, 1], see :func:`attention_worker.padding.padding_of`; None: there is none.
+    activate: returns the context in which its attention runs: vLLM's forward context of this
+        micro-batch.
+    positions: [rows]. hidden, residual: model dtype [rows, hidden].
+    padding: bool [rows, 1], True for rows that belong to no request; None: there are no such rows.
+    in_flight: sent to the experts; the answers have not been received.
     """
 
     index: int
-    context: ForwardContext
+    activate: Callable[[], AbstractContextManager[object]]
     positions: torch.Tensor
     hidden: torch.Tensor
     residual: torch.Tensor | None = None
@@ -72,23 +82,25 @@ def run_layers(
     layers: Sequence[Layer],
     norm: nn.Module,
     remote: Experts,
-    hidden: torch.Tensor,
-    positions: torch.Tensor,
+    batches: Sequence[MicroBatch],
 ) -> torch.Tensor:
-    """All decoder layers and the final norm; answers hidden states [tokens, hidden].
+    """Runs all decoder layers and the final norm.
 
-    While one micro-batch is in attention here, the one before it is on the wire and the one before
-    that is in the FFN (Step-3 report, section 3: three stages). ``recv`` is the only place where
-    this side waits.
+    While one micro-batch is in attention here, the one before it is on the wire, and the one before
+    that is in the FFN (Step-3 report, section 3: three stages). So this side waits for the FFN in
+    ``recv`` only. (``begin_step`` may wait for FFN ranks that were lost, and in host form ``send``
+    waits for this side's own device.)
+
+    Returns:
+        hidden states of all micro-batches in order, model dtype [tokens, hidden].
     """
-    batches = micro_batches(hidden, positions)
     remote.begin_step(depth=len(batches))
     for layer in layers:
         for batch in batches:
             if batch.in_flight:
                 batch.hidden = remote.recv(batch.index)
                 batch.in_flight = False
-            with override_forward_context(batch.context):
+            with batch.activate():
                 batch.hidden, batch.residual = layer.attention_half(
                     batch.positions, batch.hidden, batch.residual
                 )
@@ -96,7 +108,7 @@ def run_layers(
                     with remote.sending(layer.index, batch.index, len(batch.hidden)):
                         weights, ids = layer.route(batch.hidden)
                         if batch.padding is not None:
-                            ids.masked_fill_(batch.padding, -1)  # no expert computes these rows
+                            ids.masked_fill_(batch.padding, -1)  # no routed expert computes them
                         remote.send(layer.index, batch.index, batch.hidden, ids, weights)
                     batch.in_flight = True
                 else:
@@ -106,34 +118,6 @@ def run_layers(
             batch.hidden = remote.recv(batch.index)
     outputs = [norm(batch.hidden, batch.residual)[0] for batch in batches]
     remote.end_step()
-    return torch.cat(outputs)  # also for one: its memory may be a slot that the next step writes
-
-
-def micro_batches(hidden: torch.Tensor, positions: torch.Tensor) -> list[MicroBatch]:
-    """Cut a step along the slices for which vLLM built attention metadata.
-
-    With slices, the metadata and slot mappings of the forward context are lists with one entry per
-    micro-batch (vllm/v1/worker/gpu_model_runner.py: _build_attention_metadata).
-    """
-    context = get_forward_context()
-    if context.ubatch_slices is None:
-        batches = [MicroBatch(0, context, positions, hidden)]
-    else:
-        batches = [
-            MicroBatch(
-                index,
-                replace(
-                    context,
-                    attn_metadata=context.attn_metadata[index],
-                    slot_mapping=context.slot_mapping[index],
-                    ubatch_slices=None,
-                ),
-                positions[piece.token_slice],
-                hidden[piece.token_slice],
-            )
-            for index, piece in enumerate(context.ubatch_slices)
-        ]
-    if hidden.device.type != "cpu":  # there no step is padded up to a captured size
-        for batch in batches:
-            batch.padding = padding_of(batch.context.slot_mapping)
-    return batches
+    # Also copies the output of a single micro-batch. It may be in a receive slot, because the norm
+    # works in place, and the next step overwrites that slot.
+    return torch.cat(outputs)

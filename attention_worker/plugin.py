@@ -1,16 +1,16 @@
-"""Entry point ``vllm.general_plugins``: vLLM calls :func:`register` in each of its processes."""
+"""Entry point ``vllm.general_plugins``: vLLM calls :func:`register` in every process it starts."""
 
 import os
 
-from afd.launch.logs import print_our_logs
-from afd.roles import ROLE_FILE_ENV, load_role
+from afd.config.roles import ROLE_FILE_ENV, load_role
+from afd.host.logs import print_our_logs
 
 
 def register() -> None:
-    """Register the disaggregated model class, the weight loader and the remote experts.
+    """Registers the disaggregated model class, the weight loader and the remote experts.
 
-    Does nothing unless the process was started as an attention instance (``AFD_ROLE_FILE`` names an
-    attention role), so an installed plugin leaves other uses of vLLM as they are.
+    Does nothing unless ``AFD_ROLE_FILE`` names an attention role. So the installed plugin does not
+    change other uses of vLLM.
     """
     if ROLE_FILE_ENV not in os.environ:
         return
@@ -18,7 +18,7 @@ def register() -> None:
     if role.role != "attention":
         return
     print_our_logs()
-    # Imported here, because every vLLM process of the environment loads this module.
-    from attention_worker.register import register_model
+    # Imported late: every vLLM process of the environment loads this module, and most return above.
+    from attention_worker.vllm_hooks.register import register_model
 
     register_model(role)

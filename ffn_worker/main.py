@@ -3,49 +3,51 @@
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 from dataclasses import replace
 from types import FrameType
-from typing import NoReturn
 
 import torch
 
-from afd.affinity import bind_process
+from afd.config.resolve import Resolved, region_options, resolve
+from afd.config.roles import RoleSpec
 from afd.control.connect import client_for
+from afd.control.ending import exit_if_refused, exit_now
 from afd.control.messages import Members
 from afd.control.moves import settled
-from afd.control.work import work_of
+from afd.devices import device_named
 from afd.errors import PeerLost
-from afd.metrics import RoleMetrics, Weights
-from afd.metrics_server import serve_metrics
-from afd.resolve import Resolved, region_options, resolve
-from afd.roles import RoleSpec
+from afd.host.affinity import bind_process
+from afd.metrics.role import RoleMetrics, Weights
+from afd.metrics.server import serve_metrics
+from afd.metrics.work import work_of
 from afd.topology import PINNED_SPIN_US, FfnPlace
-from afd.wire.streams_torch import settle, torch_device
+from afd.wire.streams_torch import synchronize, torch_device
 from afd_comm import Region, VerbsOptions
 from ffn_worker.allreduce.base import Collective
-from ffn_worker.allreduce.registry import make_collective
-from ffn_worker.loader import DTYPES
+from ffn_worker.allreduce.selection import make_collective
+from ffn_worker.call_watchdog import HungCallWatch
+from ffn_worker.experts.build import load_ffn_model
+from ffn_worker.experts.loader import DTYPES
+from ffn_worker.experts.model import FfnModel
 from ffn_worker.loop import FfnLoop
-from ffn_worker.model import FfnModel, load_ffn_model
-from ffn_worker.ranks import MakeCollective, Ranks
-from ffn_worker.stuck import CallWatch
+from ffn_worker.pool.links import MakeCollective, PoolLinks
+from ffn_worker.rank import FfnRank
 
 logger = logging.getLogger("afd.ffn")
 
-_STUCK_S = 2.0
-"""How long a process may take to end by itself after a rank of its instance is lost, seconds."""
+_EXIT_GRACE_S = 2.0
+"""How long a process may take to end by itself after a rank of its instance is gone, seconds."""
 
 
 def run_ffn(role: RoleSpec) -> None:
-    """Load this instance's experts, join the deployment and serve until SIGTERM or SIGINT.
+    """Loads this rank's experts, joins the deployment and serves until SIGTERM or SIGINT.
 
     Raises:
-        ConfigError, HandshakeRefused, DeadlineExceeded: one sentence with cause and remedy.
+        ConfigError, HandshakeRefused, DeadlineExceeded: the message names cause and remedy.
     """
-    os.environ |= role.gpu_environment(os.environ)  # before CUDA is first used
+    os.environ |= role.gpu_environment(os.environ)  # before the first use of CUDA
     bind_process(role.cpus, "ffn.cpus")
     torch.set_num_threads(role.threads)
     deployment = role.deployment
@@ -58,7 +60,7 @@ def run_ffn(role: RoleSpec) -> None:
         host = deployment.transport.host
         metrics_url = serve_metrics(metrics, host, role.metrics_port).url
     device = torch_device(deployment.ffn.device)
-    if device.type != "cpu":
+    if device_named(deployment.ffn.device).has_streams:
         torch.cuda.set_device(device)
         torch.cuda.set_stream(torch.cuda.Stream(device))  # the default one cannot be captured
     verbs = deployment.transport.verbs_keywords("ffn")
@@ -72,57 +74,64 @@ def run_ffn(role: RoleSpec) -> None:
     control = client_for(role, resolved.contract)
     tp = resolved.contract.ffn_tp
     place = FfnPlace(role.index, role.rank, resolved.contract.ffn_instances, tp)
-    ranks = Ranks(resolved, place, control)
+    pool = PoolLinks(resolved, place, control)
     if role.cpus:
         region.set_spin_us(PINNED_SPIN_US)
-        if ranks.box is not None:
-            ranks.box.region.set_spin_us(PINNED_SPIN_US)
+        if pool.inbox is not None:
+            pool.inbox.region.set_spin_us(PINNED_SPIN_US)
     try:
         generation = control.join(
             addresses=tuple(region.addresses),
-            order_addresses=ranks.addresses,
+            order_addresses=pool.addresses,
             api_url="",
             metrics_url=metrics_url,
             deadline_s=deployment.deadlines.start_s,
         )
         control.report_work(lambda: work_of(metrics))
         model = _load(role, resolved, metrics, control.members)
-        if model.device.type != "cpu":
+        if device_named(deployment.ffn.device).has_streams:
             _compile(model, resolved)
-        ranks.meet(_collective(resolved, place), deployment.deadlines.start_s)
-        loop = FfnLoop(resolved, region, control, model, ranks, metrics)
+        pool.meet(_collective(resolved, place), deployment.deadlines.start_s)
+        loop = FfnLoop(FfnRank(resolved, region, control, model, pool, metrics))
         _stop_on_signals(loop)
         loop.moves.catch_up()
-        control.on_change(lambda members: _follow(loop, ranks, members))
+        control.on_change(lambda members: _on_members(loop, members))
+        exit_if_refused(control, lambda reason: None if loop.stopping else exit_now(reason))
         deadlines = deployment.deadlines
-        watch = CallWatch(loop.clock, stuck_s=deadlines.stuck_s, first_s=deadlines.start_s)
-        watch.start(_end_now)
+        watch = HungCallWatch(
+            loop.clock, limit_s=deadlines.stuck_s, first_limit_s=deadlines.start_s
+        )
+        watch.start(exit_now)
         control.set_state("ready")
-        kept = f"backend {model.backend_name}, {model.scheme.value} weights"
-        logger.info("ready: generation %d, %s", generation, kept)
+        logger.info(
+            "ready: generation %d, backend %s, %s weights",
+            generation,
+            model.backend_name,
+            model.banks.scheme.value,
+        )
         with torch.inference_mode():
             loop.run()
         control.leave()
     except PeerLost as error:
-        # The other ranks wait for this one to come back, and taking an interpreter with torch in
-        # it apart takes seconds.
+        # The other ranks wait for this one to come back, and a normal exit takes seconds with
+        # torch in the interpreter.
         control.close()
-        _end_now(str(error))
+        exit_now(str(error))
     finally:
         control.close()
-        ranks.close()
+        pool.close()
         region.close()
 
 
 def _load(role: RoleSpec, resolved: Resolved, metrics: RoleMetrics, members: Members) -> FfnModel:
-    """This rank's experts by now, with progress in the log about every two seconds."""
-    said = time.monotonic()
+    """Loads the experts that this rank holds now. Logs progress about every two seconds."""
+    logged = time.monotonic()
 
     def progress(done: int, total: int, nbytes: int) -> None:
-        nonlocal said
+        nonlocal logged
         metrics.weights_read_bytes[Weights.EXPERT] = nbytes
-        if done == total or time.monotonic() - said > 2.0:
-            said = time.monotonic()
+        if done == total or time.monotonic() - logged > 2.0:
+            logged = time.monotonic()
             logger.info("experts: %d of %d layers, %.1f MB read", done, total, nbytes / 1e6)
 
     places = settled(members, resolved.placement, resolved.model.moe_layers)
@@ -146,30 +155,32 @@ def _load(role: RoleSpec, resolved: Resolved, metrics: RoleMetrics, members: Mem
         dummy=resolved.deployment.ffn.load == "dummy",
     )
     metrics.weights_held_bytes[Weights.EXPERT] = model.weight_bytes
-    if role.rank == 0:  # the others compute the same rows
-        metrics.expert_rows = model.expert_rows
+    if role.rank == 0:  # all ranks compute the same rows
+        metrics.expert_rows = model.banks.expert_rows
     return model
 
 
 def _compile(model: FfnModel, resolved: Resolved) -> None:
-    """Have the kernels compiled, seconds each, that batches of any size take: most backends choose
-    by the power of two of the rows, and do it when a kernel is first called, where a request would
-    wait for it. Takes the memory that the largest batch takes."""
+    """Compiles the kernels for batches of all sizes, so that no request waits for a compiler.
+
+    A kernel takes seconds to compile. Most backends choose kernels by the power of two above the
+    number of rows. Allocates as much memory as the largest batch needs.
+    """
     began = time.monotonic()
     most = resolved.contract.capacity_rows * resolved.deployment.attention.instances
     for rows in sizes_up_to(most):
         model.warm_up(rows, resolved.a2f.tag)
-    settle(model.device)
+    synchronize(model.device)
     logger.info("kernels compiled in %.1f s", time.monotonic() - began)
 
 
 def sizes_up_to(most: int) -> list[int]:
-    """The powers of two below ``most``, and ``most``."""
+    """Returns the powers of two below ``most``, and ``most``."""
     return [*(2**n for n in range((most - 1).bit_length())), most]
 
 
 def _collective(resolved: Resolved, place: FfnPlace) -> MakeCollective:
-    """How this rank adds up with the others of its instance, once their address is known."""
+    """Returns a function that connects this rank with the others of its instance."""
     ffn, deadlines = resolved.deployment.ffn, resolved.deployment.deadlines
 
     def make(address: str) -> Collective:
@@ -181,7 +192,7 @@ def _collective(resolved: Resolved, place: FfnPlace) -> MakeCollective:
             address,
             torch_device(ffn.device),
             dtype=DTYPES[resolved.model.dtype],
-            # The control plane notices one that ended or stands still long before.
+            # The control plane notices a rank that ended or stalls long before this deadline.
             deadline_s=deadlines.ffn_s / 2,
             start_s=deadlines.start_s,
         )
@@ -189,23 +200,18 @@ def _collective(resolved: Resolved, place: FfnPlace) -> MakeCollective:
     return make
 
 
-def _follow(loop: FfnLoop, ranks: Ranks, members: Members) -> None:
-    """A membership change, on the control client's thread.
+def _on_members(loop: FfnLoop, members: Members) -> None:
+    """Handles a membership change, on the control client's thread.
 
-    The loop ends by itself when a rank of this instance is lost, unless it is inside of a sum or
-    behind a stream that waits for that rank for good.
+    The loop ends by itself when a rank of this instance is gone, unless a sum or a stream waits
+    for that rank forever. The timer ends the process then.
     """
     loop.wake()
-    lost = ranks.lost_rank(members)
+    lost = loop.rank.pool.lost_rank(members)
     if lost is not None and not loop.stopping:
-        timer = threading.Timer(_STUCK_S, lambda: None if loop.stopping else _end_now(lost))
+        timer = threading.Timer(_EXIT_GRACE_S, lambda: None if loop.stopping else exit_now(lost))
         timer.daemon = True
         timer.start()
-
-
-def _end_now(reason: str) -> NoReturn:
-    print(f"afd: error: {reason}", file=sys.stderr, flush=True)
-    os._exit(1)
 
 
 def _stop_on_signals(loop: FfnLoop) -> None:

@@ -1,4 +1,4 @@
-"""Shared fixtures: tiny random checkpoints of every family, made once per test run."""
+"""Shared fixtures: one tiny random checkpoint per model family, made once per test run."""
 
 import os
 import sysconfig
@@ -10,13 +10,13 @@ import pytest
 from afd.demo.make_model import make_model
 from afd.demo.sizes import resolve
 
-# cmake and ninja of the test extra, as in an activated environment
+# Puts cmake and ninja of the test extra on PATH, as activating the environment would.
 os.environ["PATH"] = f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}"
 
 
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """family -> folder of its tiny checkpoint (bfloat16, deterministic)."""
+    """Returns a function: family -> folder of its tiny checkpoint (bfloat16, deterministic)."""
     made: dict[str, Path] = {}
 
     def get(family: str) -> Path:

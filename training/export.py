@@ -14,7 +14,7 @@ _EXPERTS = re.compile(r"(layers\.\d+\.mlp)\.(gate_proj|up_proj|down_proj)$")
 
 
 def hf_config(c: ModelConfig, dtype: str) -> dict[str, object]:
-    """config.json of Qwen3MoeForCausalLM."""
+    """Returns the config.json of Qwen3MoeForCausalLM."""
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -45,7 +45,7 @@ def hf_config(c: ModelConfig, dtype: str) -> dict[str, object]:
 
 
 def hf_tensors(model: Model) -> dict[str, Tensor]:
-    """Tensors under their Hugging Face names; experts one by one, as published checkpoints do."""
+    """Returns tensors under their Hugging Face names, with one tensor per expert."""
     tensors: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():
         prefix = "" if name.startswith("lm_head") else "model."
@@ -61,7 +61,7 @@ def hf_tensors(model: Model) -> dict[str, Tensor]:
 
 
 def load_hf_tensors(model: Model, tensors: dict[str, Tensor]) -> None:
-    """The inverse of hf_tensors, to go on training or to measure a shipped checkpoint."""
+    """Loads a checkpoint into a model; the inverse of hf_tensors."""
     state = {}
     for name, value in model.state_dict().items():
         prefix = "" if name.startswith("lm_head") else "model."
@@ -79,7 +79,7 @@ def load_hf_tensors(model: Model, tensors: dict[str, Tensor]) -> None:
 
 
 def export(model: Model, directory: Path, *, dtype: str = "bfloat16") -> None:
-    """Writes config.json and model.safetensors; the tokenizer is written by training.pack."""
+    """Writes config.json and model.safetensors. training.pack writes the tokenizer."""
     directory.mkdir(parents=True, exist_ok=True)
     kind = {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
     tensors = {

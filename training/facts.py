@@ -1,7 +1,7 @@
-# ruff: noqa: E501, SIM905 (sentences and word lists read best as they are)
-"""Small talk and simple facts, written for this project. Pure data.
+# ruff: noqa: E501, SIM905 (long sentences and word lists)
+"""Small talk and simple facts, written for this project.
 
-Every entry of SMALL_TALK and FACTS is (ways to ask, ways to answer).
+Every entry of SMALL_TALK and FACTS is (questions, answers).
 """
 
 Entry = tuple[tuple[str, ...], tuple[str, ...]]

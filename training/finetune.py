@@ -1,15 +1,17 @@
-"""Goes on training a checkpoint so that rounding on the wire matters less:
+"""Trains a checkpoint further, to make it robust against rounding on the wire:
 
     python -m training.finetune CHECKPOINT DIR/packed/tokens.npz OUT
 
-Every row of tokens runs twice, once as it is and once rounded: in every layer the rows on their way
-to the experts by the FP8 wire, and what a layer puts out to bfloat16, both with the error made
-``strength`` times as large. Gradients pass the rounding as if it were not there ("straight
-through"). A second term keeps the two runs' next-token distributions together: KL(unrounded ||
-rounded). Both learn prose, some of which the first training did not see (stream ``fresh``), since
-a model that knows its text by heart is too sure of itself, and what it is sure of depends on every
-bit. Of conversations and the lexicon they learn the text and what the checkpoint itself says, so
-that they stay as they were. Products are bfloat16 over float32 weights.
+- Every row of tokens runs twice, unrounded and rounded. The rounded run rounds expert inputs to FP8
+  as the wire does, and layer outputs to bfloat16. Both errors are multiplied by ``strength``.
+  Gradients ignore the rounding (straight-through).
+- A second loss term, KL(unrounded || rounded), keeps both next-token distributions close.
+- Both runs learn prose, including some that the first training did not see (stream ``fresh``). A
+  model that has memorised its text is overconfident, which makes it sensitive to rounding.
+- On conversations and lexicon, targets mix the text with the distribution of the original
+  checkpoint, so that the model keeps what it learned.
+
+Matrix products are bfloat16 over float32 weights.
 """
 
 import argparse
@@ -29,16 +31,21 @@ from training.rounding import Code, bfloat16, divergence, fp8_wire, identity, ru
 from training.routing import load_model
 from training.train import TrainConfig, Trainer
 
-# Positions whose logits are held at a time: what a processor's cache takes, and on a GPU what keeps
-# it busy (16 and 256 MiB of them).
+# Positions whose logits are held at a time: 16 MiB fit into a CPU's cache, 256 MiB keep a GPU busy.
 _CHUNK = {"cpu": 512, "cuda": 8192}
 
 
 @dataclass(frozen=True)
 class FinetuneConfig(TrainConfig):
-    """mixture: of fresh, prose, lexicon and chat. strength: of the rounding errors. kl: weight of
-    the second term. teacher: what the checkpoint says of lexicon and chat, as a share of their
-    targets; the rest is the text."""
+    """Settings of the second training.
+
+    Attributes:
+        mixture: Shares of fresh, prose, lexicon and chat.
+        strength: Factor on the rounding errors.
+        kl: Weight of the KL term.
+        teacher: Share of the original checkpoint's distribution in the targets of lexicon and chat;
+            the rest is the text.
+    """
 
     steps: int = 400
     batch: int = 4
@@ -58,9 +65,14 @@ class FinetuneConfig(TrainConfig):
 
 @dataclass(frozen=True)
 class Taught:
-    """Rows whose target is to the given share not the text's next token but all that the model
-    before this training said of it: hidden [rows, hidden] and its head [vocab, hidden]. ``first``:
-    the rows before have the text's."""
+    """Targets from the original model (the teacher) for some rows.
+
+    Attributes:
+        first: First row with such a target; earlier rows have the text's next token.
+        hidden: [rows, hidden] output of the teacher before its head.
+        head: [vocab, hidden] the teacher's head.
+        share: Share of the teacher's distribution in the target.
+    """
 
     first: int
     hidden: Tensor
@@ -68,7 +80,7 @@ class Taught:
     share: float
 
     def put(self, target: Tensor, start: int) -> None:
-        """Mixes its rows into target [rows, vocab], of which the first is row ``start``."""
+        """Mixes the teacher's distribution into target [rows, vocab], which begins at ``start``."""
         begin = max(self.first - start, 0)
         if begin < len(target):
             at = start + begin - self.first
@@ -81,10 +93,11 @@ class Taught:
 class PairLoss(torch.autograd.Function):
     """Cross entropy and divergence of an unrounded and a rounded run, through the output head.
 
-    forward(plain, rounded [rows, hidden], head [vocab, hidden], targets [rows], taught or None,
-    weight of KL) -> float32 (total, mean cross entropy of both runs, KL(plain || rounded)), means
-    over the rows. Gradients are those of ``total``; they are made on the way forward, some rows at
-    a time (``_CHUNK``). :func:`pair_loss_reference` is the same in plain steps.
+    ``forward`` takes plain and rounded [rows, hidden], head [vocab, hidden], targets [rows], a
+    ``Taught`` or None, and the weight of KL. It returns float32 means over the rows: (total, cross
+    entropy of both runs, KL(plain || rounded)). Gradients are those of ``total``. ``forward``
+    computes them in chunks of ``_CHUNK`` rows, so that not all logits are in memory at once.
+    :func:`pair_loss_reference` computes the same without chunks.
     """
 
     @staticmethod
@@ -145,7 +158,7 @@ def pair_loss_reference(
     taught: Taught | None,
     weight: float,
 ) -> Tensor:
-    """``total`` of :class:`PairLoss`."""
+    """Returns ``total`` of :class:`PairLoss`, in plain torch."""
     p, q = ((x @ head.T).log_softmax(-1) for x in (plain, rounded))
     target = torch.nn.functional.one_hot(targets, len(head)).to(p.dtype)
     if taught is not None:
@@ -156,8 +169,10 @@ def pair_loss_reference(
 
 
 def noisy(x: Tensor, code: Code, strength: float) -> Tensor:
-    """x [rows, ...] with the rounding error of ``code`` times ``strength`` on the second half of
-    its rows; the gradient is that of x."""
+    """Adds ``strength`` times the rounding error of ``code`` to the second half of x [rows, ...].
+
+    The gradient is that of x.
+    """
     half = len(x) // 2
     with torch.no_grad():
         error = strength * (code(x[half:]) - x[half:])
@@ -165,8 +180,7 @@ def noisy(x: Tensor, code: Code, strength: float) -> Tensor:
 
 
 class NoisyMoe(nn.Module):
-    """A MoE layer that gets the second half of its rows rounded; the router gets them as they
-    are."""
+    """A MoE layer whose experts get the second half of the rows rounded; its router does not."""
 
     def __init__(self, moe: Moe, strength: float) -> None:
         super().__init__()
@@ -181,15 +195,16 @@ class NoisyMoe(nn.Module):
 
 @contextlib.contextmanager
 def rounded_half(model: Model, strength: float) -> Iterator[None]:
-    """Within, the second half of a batch is rounded in every layer."""
+    """Context in which every layer rounds the second half of a batch."""
 
     def after(_: nn.Module, __: object, found: tuple[Tensor, Routing]) -> tuple[Tensor, Routing]:
         return noisy(found[0], bfloat16, strength), found[1]
 
     hooks = [layer.register_forward_hook(after) for layer in model.layers]
     plain = [layer.mlp for layer in model.layers]
-    for layer in model.layers:
-        layer.mlp = NoisyMoe(layer.mlp, strength)
+    for layer, moe in zip(model.layers, plain, strict=True):
+        assert isinstance(moe, Moe)
+        layer.mlp = NoisyMoe(moe, strength)
     try:
         yield
     finally:
@@ -201,17 +216,24 @@ def rounded_half(model: Model, strength: float) -> Iterator[None]:
 
 @torch.no_grad()
 def sharpen(model: Model, factor: float) -> None:
-    """Multiplies the logits of every router: the same experts are chosen, and the last of them,
-    which a near tie may swap for another one, weighs less."""
+    """Multiplies the logits of every router.
+
+    The choice of experts does not change. The last of the chosen experts, which a near tie may swap
+    for another one, gets less weight.
+    """
     for layer in model.layers:
+        assert isinstance(layer.mlp, Moe)
         layer.mlp.gate.weight.mul_(factor)
 
 
 class Finetuner(Trainer):
-    """Like the first training, with :class:`PairLoss`.
+    """The training loop with :class:`PairLoss`.
 
-    teacher: the model as it was. out: where the checkpoint is written at every measurement, so that
-    a run that is cut off leaves one. state: where to keep the optimiser's state then, if anywhere.
+    Args:
+        teacher: The original model.
+        out: Folder of the checkpoint, written at every measurement so that an aborted run leaves
+            one.
+        state: File of the state to resume from, written at the same time; None for none.
     """
 
     streams = ("fresh", "prose", "lexicon", "chat")
@@ -239,7 +261,7 @@ class Finetuner(Trainer):
             plain, rounded = hidden.flatten(0, 1).chunk(2)
             head = self.model.lm_head.weight
             targets = rows[:, 1:].flatten()
-            total, loss, kl = PairLoss.apply(
+            total, loss, kl = PairLoss.apply(  # type: ignore[no-untyped-call]  # of torch
                 plain, rounded, head, targets, self.taught(rows), config.kl
             )
             balance, z = auxiliary_losses(routings, self.model.c.top_k)
@@ -248,7 +270,7 @@ class Finetuner(Trainer):
 
     @torch.no_grad()
     def taught(self, rows: Tensor) -> Taught | None:
-        """The rows of lexicon and chat: prose the teacher does not know, or by heart."""
+        """Returns the teacher's targets for the rows of lexicon and chat."""
         first = round(len(rows) * sum(self.mixture[:2]))
         if self.config.teacher == 0.0 or first == len(rows):
             return None
@@ -257,7 +279,7 @@ class Finetuner(Trainer):
         return Taught(first * self.config.row, hidden.flatten(0, 1), head, self.config.teacher)
 
     def measure(self, log: TextIO) -> None:
-        """Of held-out rows in float32: perplexity, and KL of the FP8 wire. Keeps the model."""
+        """Logs float32 perplexity and the KL of FP8 rounding on held-out rows; saves the model."""
         found: dict[str, object] = {}
         self.model.eval()
         for name, stream in self.heldout.items():
@@ -280,16 +302,18 @@ def _shares(text: str) -> tuple[float, ...]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train on, with the wire's rounding in the loop.")
+    parser = argparse.ArgumentParser(
+        description="Train a checkpoint further, with the rounding of the wire in the loop."
+    )
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--resume", type=Path)
-    parser.add_argument("--state", type=Path, help="where to keep the optimiser's state")
+    parser.add_argument("--state", type=Path, help="file for the state to resume from")
     parser.add_argument("--until", type=int, help="stop at this step of the schedule")
     parser.add_argument(
-        "--sharpen", type=float, default=1.0, help="multiply the routers' logits before it starts"
+        "--sharpen", type=float, default=1.0, help="multiply the routers' logits before training"
     )
     for field in fields(FinetuneConfig):
         if field.type in (int, float):
@@ -298,7 +322,7 @@ def main() -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=_shares, metavar="F,P,L,C")
     args = vars(parser.parse_args())
     given = {f.name: args.get(f.name) for f in fields(FinetuneConfig)}
-    config = FinetuneConfig(**{k: v for k, v in given.items() if v is not None})  # type: ignore[arg-type]
+    config = FinetuneConfig(**{k: v for k, v in given.items() if v is not None})
     torch.manual_seed(config.seed)
     model = load_model(args["checkpoint"]).train()
     out: Path = args["out"]

@@ -1,10 +1,11 @@
-"""Writes the record of the second training:
+"""Writes the results of the second training:
 
     python -m training.finetune_report RUN [RUN ...] --machine NAME --command LINE [LINE ...]
 
-Each RUN is a folder of training.finetune, named as the record is to name it; the first is the one
-whose weights are shipped. Writes docs/results/finetuning.json (bench "finetuning") and the tables
-of docs/results/finetuning.md: how all of them ended, and how the first one went.
+Each RUN is an output folder of training.finetune; its name appears in the records. The first RUN is
+the one whose weights are shipped. Writes docs/results/finetuning.json (bench "finetuning") and the
+tables of docs/results/finetuning.md: the first and last measurement of every run, and all
+measurements of the first run.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import datetime
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from afd.bench.records import Record, write_records
+from afd.records import Record, write_records
 from training.finetune import Finetuner
 from training.report import RESULTS, read_metrics
 
@@ -21,7 +22,7 @@ _WHEN = (("first", 0), ("last", -1))
 
 
 def records(run: Path, machine: str, command: str, date: str) -> list[Record]:
-    """Of one run's held-out rows at the end; the peer is the first measurement (after a step)."""
+    """Returns the final measurements of a run, compared with those after its first step."""
     training, evaluation = read_metrics(run / "metrics.jsonl")
     first, last = evaluation[0], evaluation[-1]
     found = []
@@ -46,7 +47,7 @@ def records(run: Path, machine: str, command: str, date: str) -> list[Record]:
 
 
 def ends(runs: Sequence[Path]) -> str:
-    """The first and the last measurement of every run as Markdown."""
+    """Returns the first and last measurement of every run as a Markdown table."""
     names = Finetuner.streams
     head = ["run", "step", *(f"KL {n}" for n in names), *names]
     rows = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
@@ -64,7 +65,7 @@ def _measures(found: Mapping[str, object]) -> list[str]:
 
 
 def table(run: Path) -> str:
-    """Every line of a run's metrics as Markdown."""
+    """Returns all measurements of a run as a Markdown table."""
     training, evaluation = read_metrics(run / "metrics.jsonl")
     by_step = {int(line["step"]): line for line in training}
     names = Finetuner.streams
@@ -86,10 +87,10 @@ def table(run: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write the record of the second training.")
+    parser = argparse.ArgumentParser(description="Write the results of the second training.")
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
     parser.add_argument("--machine", required=True)
-    parser.add_argument("--command", required=True, nargs="+", help="of each run")
+    parser.add_argument("--command", required=True, nargs="+", help="command line of each run")
     parser.add_argument("--date", default=datetime.date.today().isoformat())
     args = parser.parse_args()
     runs: list[Path] = args.runs

@@ -1,5 +1,5 @@
-# ruff: noqa: E501 (sentences read best as they are)
-"""Questions about words, answered from WordNet by rule: meanings, examples, kinds, opposites."""
+# ruff: noqa: E501 (long sentences)
+"""Questions about words with answers from WordNet: meanings, examples, kinds, opposites."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ def starts_with_article(text: str) -> bool:
 
 
 def noun_phrase(word: str) -> str:
-    """The word with its article; names and plural-looking words stay bare."""
+    """Returns the word with its article; names and words that look plural get none."""
     if word[:1].isupper() or (word.endswith("s") and not word.endswith("ss")):
         return word
     return f"{article(word)} {word}"
@@ -30,7 +30,7 @@ def sentence(text: str) -> str:
 
 
 def define(sense: Sense, word: str) -> str:
-    """A full sentence that says what the word means."""
+    """Returns a full sentence with the meaning of the word."""
     pos, definition = sense.key[0], sense.definition
     if pos == "n" and starts_with_article(definition):
         return sentence(f"{noun_phrase(word)} is {definition}")
@@ -182,7 +182,7 @@ MAKERS: tuple[tuple[Maker, int], ...] = (
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Words to ask about, with cumulated weights for `Random.choices`."""
+    """Words to ask about, with cumulative weights for `Random.choices`."""
 
     words: tuple[tuple[str, str], ...]
     cumulated: tuple[float, ...]
@@ -195,7 +195,7 @@ class Vocabulary:
         return random.choices(self.words, cum_weights=self.cumulated)[0]
 
     def noun(self, random: Random) -> str:
-        """A lower-case noun of one word."""
+        """Draws a lower-case noun of one word."""
         while True:
             pos, word = self.draw(random)
             if pos == "n" and word.isalpha():
@@ -203,7 +203,7 @@ class Vocabulary:
 
 
 def question(net: WordNet, random: Random, words: Vocabulary) -> Turn:
-    """A random question about one of `words`; tries until one can be answered."""
+    """Returns a random question about one of `words` that can be answered."""
     makers, weights = zip(*MAKERS, strict=True)
     while True:
         pos, word = words.draw(random)
@@ -213,13 +213,13 @@ def question(net: WordNet, random: Random, words: Vocabulary) -> Turn:
         if sense is None or sense.coarse:
             continue
         spelled = next((w for w in sense.words if w.lower() == word.lower()), word)
-        turn = maker(net, random, pos, spelled, sense)
+        turn: Turn | None = maker(net, random, pos, spelled, sense)
         if turn and len(turn[1]) <= MAX_ANSWER and turn[1].isascii():
             return turn
 
 
 def entry(net: WordNet, random: Random, sense: Sense) -> str:
-    """A dictionary entry in plain prose: definition, kind, examples."""
+    """Returns a dictionary entry in plain prose: definition, kind, examples."""
     word = sense.words[0]
     parts = [define(sense, word)]
     above = net.ancestors(sense)

@@ -1,10 +1,10 @@
 """Qwen3-MoE in plain torch, for training. Parameter names follow the Hugging Face checkpoint.
 
-On a GPU every expert computes every row and the router's weights (zero for experts that were not
-chosen) select: exact, without dropped rows or sorting, and for 32 narrow experts faster than a
-grouped product, because one wide matrix product replaces 32 small ones. On a CPU, where arithmetic
-counts, an expert computes the rows that chose it. Source: vLLM 0.26 models/qwen3_moe.py and
-Transformers' Qwen3MoeForCausalLM, which compute the same function.
+On a GPU, every expert computes every row, and the router's weights are zero for experts that a row
+did not choose. This is exact, drops no rows and needs no sorting. For 32 narrow experts it is
+faster than a grouped product, because one wide matrix product replaces 32 small ones. On a CPU,
+where arithmetic dominates, an expert computes only the rows that chose it. vLLM 0.26
+models/qwen3_moe.py and Transformers' Qwen3MoeForCausalLM compute the same function.
 """
 
 from dataclasses import asdict, dataclass
@@ -48,7 +48,7 @@ class RmsNorm(nn.Module):
 
 
 def rope_tables(config: ModelConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin, each [length, head_dim] float32, halves repeated (the "neox" style)."""
+    """Returns cos and sin, each [length, head_dim] float32, with repeated halves (NeoX style)."""
     half = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32)
     frequency = config.rope_theta ** (-half / config.head_dim)
     angle = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequency)
@@ -57,7 +57,7 @@ def rope_tables(config: ModelConfig, length: int, device: torch.device) -> tuple
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [batch, heads, length, head_dim]."""
+    """Returns x [batch, heads, length, head_dim] with rotary embedding."""
     left, right = x.chunk(2, -1)
     return (x * cos + torch.cat((-right, left), -1) * sin).to(x.dtype)
 
@@ -80,12 +80,13 @@ class Attention(nn.Module):
         v = self.v_proj(x).view(batch, length, self.c.kv_heads, -1).transpose(1, 2)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+        result: Tensor = self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+        return result
 
 
 @dataclass
 class Routing:
-    """What the router did with [rows, experts]: for the auxiliary loss and for statistics."""
+    """The router's result, tensors [rows, experts], for auxiliary losses and statistics."""
 
     probabilities: Tensor  # float32 softmax over all experts
     chosen: Tensor  # float32, 1 where the expert is among the top k
@@ -99,11 +100,14 @@ class Moe(nn.Module):
         self.gate = nn.Linear(c.hidden, c.experts, bias=False)
         self.gate_proj = nn.Parameter(torch.empty(c.experts, c.intermediate, c.hidden))
         self.up_proj = nn.Parameter(torch.empty(c.experts, c.intermediate, c.hidden))
-        # Stored [experts, intermediate, hidden], transposed on export: one flat product below.
+        # Transposed on export. This layout allows one flat product in ``wide``.
         self.down_proj = nn.Parameter(torch.empty(c.experts, c.intermediate, c.hidden))
 
     def route(self, x: Tensor) -> tuple[Tensor, Routing]:
-        """x [rows, hidden] -> weights [rows, experts] float32 (rows sum to 1), and the routing."""
+        """Routes x [rows, hidden].
+
+        Returns weights [rows, experts] float32, whose rows sum to 1, and the routing.
+        """
         with torch.autocast(x.device.type, enabled=False):
             logits = F.linear(x.float(), self.gate.weight.float())
         probabilities = logits.softmax(-1)
@@ -119,17 +123,17 @@ class Moe(nn.Module):
         return self.experts(rows, weights).view_as(x), routing
 
     def experts(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """rows [rows, hidden], weights [rows, experts] -> [rows, hidden]."""
+        """Returns [rows, hidden] for rows [rows, hidden] and weights [rows, experts]."""
         return self.wide(rows, weights) if rows.is_cuda else self.grouped(rows, weights)
 
     def grouped(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """Each expert on its own rows, filled up with zeros to as many as the busiest one has."""
+        """Computes each expert on its own rows, zero-padded to the rows of the busiest expert."""
         kept, ids = weights.topk(self.c.top_k, -1)
         order = ids.flatten().argsort(stable=True)
         expert = ids.flatten()[order]
         counts = torch.bincount(expert, minlength=self.c.experts)
         place = torch.arange(len(order), device=rows.device) - (counts.cumsum(0) - counts)[expert]
-        # Few different sizes, so that the library's kernels are prepared once.
+        # Rounding up gives few different sizes, so that the library prepares its kernels once.
         size = -(-int(counts.max()) // _GROUP) * _GROUP
         slot = expert * size + place
         source = torch.full((self.c.experts * size,), len(rows), device=rows.device)
@@ -144,7 +148,7 @@ class Moe(nn.Module):
         return total.index_add(0, source, out.float())[:-1].to(out.dtype)
 
     def wide(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """Every expert on every row."""
+        """Computes every expert on every row."""
         inner = F.silu(F.linear(rows, self.gate_proj.flatten(0, 1))) * F.linear(
             rows, self.up_proj.flatten(0, 1)
         )
@@ -154,7 +158,7 @@ class Moe(nn.Module):
         return inner.flatten(1) @ self.down_proj.flatten(0, 1).to(inner.dtype)
 
     def reference(self, x: Tensor) -> Tensor:
-        """The same, expert by expert over the rows that chose it."""
+        """Computes the same as ``forward``, expert by expert over the rows that chose it."""
         rows = x.reshape(-1, self.c.hidden)
         weights, _ = self.route(rows)
         out = torch.zeros_like(rows)
@@ -191,7 +195,7 @@ class Model(nn.Module):
         self.initialise()
 
     def initialise(self) -> None:
-        """Normal weights; what writes into the residual stream is smaller by 1/sqrt(2 layers)."""
+        """Draws normal weights; those that write to the residual stream are 1/sqrt(2 L) smaller."""
         std = 0.02
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
@@ -199,12 +203,12 @@ class Model(nn.Module):
                 nn.init.normal_(parameter, std=std / (2 * self.c.layers) ** 0.5 if last else std)
 
     def forward(self, ids: Tensor) -> tuple[Tensor, list[Routing]]:
-        """ids [batch, length] int64 -> logits [batch, length, vocab], and the routing per layer."""
+        """Returns logits [batch, length, vocab] and the routing per layer; ids [batch, length]."""
         hidden, routings = self.trunk(ids)
         return self.lm_head(hidden), routings
 
     def trunk(self, ids: Tensor) -> tuple[Tensor, list[Routing]]:
-        """ids [batch, length] int64 -> what the head reads [batch, length, hidden], routing."""
+        """Returns the head's input [batch, length, hidden] and the routing per layer."""
         cos, sin = rope_tables(self.c, ids.shape[1], ids.device)
         x = self.embed_tokens(ids)
         routings = []
@@ -215,11 +219,11 @@ class Model(nn.Module):
 
 
 def auxiliary_losses(routings: list[Routing], top_k: int) -> tuple[Tensor, Tensor]:
-    """(balance, z): means over the layers.
+    """Returns (balance, z), means over the layers.
 
-    balance = experts * sum_e load_e * mean probability_e, 1 when even (Switch Transformers,
-    section 2.2, load as a share of rows times k); z = mean squared logsumexp of the router's
-    logits (ST-MoE, section 3), which keeps them in range for bfloat16.
+    balance = experts * sum_e load_e * mean probability_e is 1 for an even load (Switch
+    Transformers, section 2.2; load is the share of rows * top_k). z is the mean squared logsumexp
+    of the router's logits (ST-MoE, section 3); it keeps them in range for bfloat16.
     """
     balance = torch.stack([
         r.chosen.mean(0).div(top_k).mul(r.probabilities.mean(0)).sum() * r.chosen.shape[-1]

@@ -1,7 +1,7 @@
-# ruff: noqa: E501 (sentences and word lists read best as they are)
-"""Answers to open questions that a very small model cannot know: it says so and offers something.
+# ruff: noqa: E501 (long sentences and word lists)
+"""Open questions that a very small model cannot answer, with honest replies.
 
-`X` stands for a noun, `A X` for the noun with its article. Everything here was written for this
+In the templates, `X` is a noun and `A X` the noun with its article. All texts were written for this
 project.
 """
 
@@ -70,7 +70,7 @@ _POEM_ASKS = ("Write a poem about X.", "Write a poem about the X.", "Write a sho
 
 
 def fill(text: str, noun: str) -> str:
-    """Puts the noun in place of X; an article at the start of a sentence becomes a capital."""
+    """Returns the text with the noun in place of X and a capital first letter."""
     filled = text.replace("A X", noun_phrase(noun)).replace("X", noun)
     return filled[:1].upper() + filled[1:]
 
@@ -95,7 +95,7 @@ def opinion(net: WordNet, random: Random, noun: str) -> Turn:
 
 
 def open_question(net: WordNet, random: Random, words: Vocabulary) -> Turn:
-    """A question of everyday talk, and what a small model can honestly answer."""
+    """Returns an everyday question with an answer that a small model can honestly give."""
     noun = words.noun(random) if random.random() < 0.7 else random.choice((*ANIMALS, *THINGS))
     makers: tuple[tuple[Callable[[], Turn], int], ...] = (
         (lambda: _plain(random, _UNKNOWN, noun), 5),
@@ -108,14 +108,15 @@ def open_question(net: WordNet, random: Random, words: Vocabulary) -> Turn:
         (lambda: (fill(random.choice(_POEM_ASKS), noun), fill(random.choice(_POEMS), noun)), 3),
     )
     kinds, weights = zip(*makers, strict=True)
-    return random.choices(kinds, weights)[0]()
+    turn: Turn = random.choices(kinds, weights)[0]()
+    return turn
 
 
 _BEFORE = ("Please tell me: ", "Hello! ", "Hi, ", "I have a question. ", "Okay. ", "Now, ", "And ")
 
 
 def vary(random: Random, ask: str) -> str:
-    """The same question as people type it: a greeting before, no capitals, no final mark."""
+    """Returns a variant of the question: with a greeting or thanks, or without capitals and mark."""
     chance = random.random()
     if chance < 0.05:
         return random.choice(_BEFORE) + ask

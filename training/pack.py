@@ -1,12 +1,12 @@
 """Turns text into token streams: `python -m training.pack DIRECTORY`.
 
-Reads DIRECTORY/prose.jsonl and WordNet (training/corpus.py), makes conversations, trains the
+Reads DIRECTORY/prose.jsonl and WordNet (training/corpus.py), generates conversations, trains the
 tokenizer, and writes to DIRECTORY/packed: the tokenizer, `tokens.npz`, `heldout.txt` (prose) and
-`heldout-chat.txt` (conversations as the chat template renders them).
+`heldout-chat.txt` (conversations, rendered with the chat template).
 
-tokens.npz holds for each stream (prose, lexicon, chat; fresh: the prose of fresh.jsonl, which the
-tokenizer was not trained on either) and split (train, heldout) the token ids
-`<stream>.<split>` (uint16) and the places where a text begins `<stream>.<split>.starts` (int64).
+tokens.npz has two arrays per stream (prose, lexicon, chat, fresh) and split (train, heldout): token
+ids `<stream>.<split>` (uint16), and the positions where texts begin `<stream>.<split>.starts`
+(int64). The stream fresh is the prose of fresh.jsonl, on which the tokenizer is not trained.
 """
 
 import argparse
@@ -38,26 +38,26 @@ STORIES = 15_000  # as plain text, in the lexicon stream
 
 
 def is_heldout(text: str) -> bool:
-    """A fixed choice by content, so that the split does not depend on order or package versions."""
+    """Returns whether a text is held out, by its hash: independent of order and versions."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") % (
         HELDOUT_SHARE
     ) == 0  # fmt: skip
 
 
 def read_prose(file: Path) -> Iterator[tuple[str, int, Document]]:
-    """(package, weight, document) per line; long documents are cut into 20 paragraphs."""
+    """Yields (package, weight, document); splits documents every 20 paragraphs."""
     for line in file.open():
         record = json.loads(line)
         paragraphs = tuple(record["paragraphs"])
         for start in range(0, len(paragraphs), 20):
-            piece = Document(record["title"], paragraphs[start : start + 20])
-            yield record["source"], record["weight"], piece
+            part = Document(record["title"], paragraphs[start : start + 20])
+            yield record["source"], record["weight"], part
 
 
 def texts(
     prose: list[tuple[str, int, Document]], net: WordNet, count: int
 ) -> dict[str, list[list[str]]]:
-    """Texts of every `<stream>.<split>`; a text is a list of paragraphs (any may begin a row)."""
+    """Returns the texts of every `<stream>.<split>`. A text is a list of paragraphs."""
     random = Random(SEED)
     found: dict[str, list[list[str]]] = {f"{s}.{p}": [] for s in STREAMS for p in SPLITS}
     kept: dict[str, list[Document]] = {}
@@ -84,7 +84,7 @@ def texts(
 
 
 def fresh_texts(prose: list[tuple[str, int, Document]]) -> dict[str, list[list[str]]]:
-    """Texts of `fresh.<split>`, in a fixed order that mixes the sources."""
+    """Returns the texts of `fresh.<split>`, shuffled with a fixed seed."""
     found: dict[str, list[list[str]]] = {f"fresh.{split}": [] for split in SPLITS}
     for _, weight, document in prose:
         held = is_heldout(document.paragraphs[0])
@@ -95,7 +95,7 @@ def fresh_texts(prose: list[tuple[str, int, Document]]) -> dict[str, list[list[s
 
 
 def encode(found: list[list[str]], model: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """(ids uint16, starts int64): paragraphs joined by a blank line, texts by BOS."""
+    """Returns (ids uint16, starts int64); a blank line joins paragraphs, BOS ends a text."""
     bos = model.token_to_id(BOS)
     ids: list[np.ndarray] = []
     starts: list[int] = []
@@ -116,7 +116,7 @@ def encode(found: list[list[str]], model: Tokenizer) -> tuple[np.ndarray, np.nda
 
 
 def heldout_text(found: list[list[str]], limit: int) -> str:
-    """Texts up to `limit` bytes, separated by a line of three dashes."""
+    """Returns texts of up to `limit` bytes, separated by lines of three dashes."""
     parts: list[str] = []
     size = 0
     for paragraphs in found:
@@ -129,9 +129,11 @@ def heldout_text(found: list[list[str]], limit: int) -> str:
 
 
 def write_heldout(prose: list[tuple[str, int, Document]], net: WordNet, out: Path) -> None:
-    """Writes the held-out texts that are shipped: of sources in the public domain only, so that
-    the files carry no conditions besides WordNet's notice. Prose and, for the conversations, a
-    seed that training does not use."""
+    """Writes the held-out texts that come with the model: prose and conversations.
+
+    They use only sources in the public domain, so that the files carry no conditions except
+    WordNet's notice. Conversations use a seed that training does not use.
+    """
     free = {source.package for source in SOURCES if source.licence == "public domain"}
     held: list[list[str]] = []
     kept: dict[str, list[Document]] = {}
@@ -152,7 +154,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Make the tokenizer and the token streams.")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--conversations", type=int, default=400_000)
-    parser.add_argument("--heldout-only", action="store_true", help="only the held-out texts")
+    parser.add_argument("--heldout-only", action="store_true", help="write only the held-out texts")
     args = parser.parse_args()
     out = args.directory / "packed"
     out.mkdir(exist_ok=True)

@@ -1,6 +1,6 @@
-"""Readers of the packages' formats. Each yields documents: a title and its paragraphs, uncleaned.
+"""Readers of the packages' formats. Each yields documents: a title and uncleaned paragraphs.
 
-A reader gets a file or folder and knows its format only; training/clean.py decides what is prose.
+A reader parses a file or folder. training/clean.py decides what is prose.
 """
 
 import gzip
@@ -36,7 +36,7 @@ _PARAGRAPHS_PER_DOCUMENT = 400
 
 
 def html_text(page: str) -> Document:
-    """Title and block-level texts of one HTML page, tags and entities resolved."""
+    """Returns title and block-level texts of one HTML page, without tags and entities."""
     found = _TITLE.search(page)
     title = html.unescape(_TAG.sub("", found.group(1))) if found else ""
     body = _COMMENT.sub("", _DROPPED.sub("\n", page))
@@ -64,15 +64,14 @@ _GUTENBERG_EDGE = re.compile(
 
 
 def read_gutenberg(root: Path, glob: str) -> Iterator[Document]:
-    """A book of Project Gutenberg without what it says before and after the book."""
+    """A book of Project Gutenberg without its header and footer."""
     text = root.read_text("utf-8", errors="replace").replace("\r\n", "\n")
     book = max(_GUTENBERG_EDGE.split(text), key=len)
     yield from _chunks(root.stem, re.split(r"\n\s*\n", book))
 
 
 def read_sword(root: Path, glob: str) -> Iterator[Document]:
-    """A SWORD zText module: blocks of zlib-compressed OSIS, found through .bzs (blocks) and
-    .bzv (verses). One document per block, a paragraph per some verses."""
+    """A SWORD zText module: zlib-compressed OSIS blocks, located by the index .bzs."""
     for testament in ("ot", "nt"):
         blocks = (root / f"{testament}.bzs").read_bytes()
         packed = (root / f"{testament}.bzz").read_bytes()
@@ -87,15 +86,15 @@ _OSIS_BREAK = re.compile(r"<(?:div|p|lg|/p|/lg|milestone|chapter)\b[^>]*>")
 
 
 def osis_paragraphs(text: str) -> list[str]:
-    """Paragraphs of an OSIS fragment without notes and headings."""
+    """Returns the paragraphs of an OSIS fragment, without notes and headings."""
     broken = _OSIS_BREAK.sub("\n\n", _NOTE.sub("", text))
     return re.split(r"\n\s*\n", html.unescape(_TAG.sub(" ", broken)))
 
 
 def read_austen(root: Path, glob: str) -> Iterator[Document]:
-    """R's lazy-load database: per object a big-endian length and zlib data in XDR form.
+    """R's lazy-load database: per object a big-endian length and zlib data in XDR format.
 
-    The novels are character vectors of lines; a string is the type word 0x00040009 or 0x00000009
+    The novels are character vectors of lines. A string is the type word 0x00040009 or 0x00000009
     (CHARSXP), a length, and its bytes. Source: R Internals, "Serialization Formats".
     """
     data, at = root.read_bytes(), 0
@@ -109,7 +108,7 @@ def read_austen(root: Path, glob: str) -> Iterator[Document]:
 
 
 def xdr_strings(data: bytes) -> Iterator[str]:
-    """Strings of a serialised R character vector, in order."""
+    """Yields the strings of a serialised R character vector, in order."""
     for found in re.finditer(rb"\x00[\x00\x04]\x00\x09", data):
         (length,) = (
             struct.unpack_from(">i", data, found.end()) if found.end() + 4 <= len(data) else (-1,)

@@ -1,7 +1,7 @@
-"""Writes the training record: `python -m training.report RUN --machine NAME --command LINE`.
+"""Writes the training results: `python -m training.report RUN --machine NAME --command LINE`.
 
-RUN is the folder of training.train. Adds records of bench "training" to docs/results/training.json
-and writes the tables of docs/results/training.md.
+RUN is the output folder of training.train. Writes records of bench "training" to
+docs/results/training.json, and the tables of docs/results/training.md.
 """
 
 import argparse
@@ -9,14 +9,14 @@ import datetime
 import json
 from pathlib import Path
 
-from afd.bench.records import Record, write_records
+from afd.records import Record, write_records
 
 RESULTS = Path("docs/results")
 STREAMS = ("prose", "lexicon", "chat")
 
 
 def read_metrics(file: Path) -> tuple[list[dict[str, float]], list[dict[str, object]]]:
-    """(training lines, evaluation lines) of a metrics.jsonl, without repeats of a step."""
+    """Returns (training lines, evaluation lines) of a metrics.jsonl; the last one per step."""
     training: dict[int, dict[str, float]] = {}
     evaluation: dict[int, dict[str, object]] = {}
     for text in file.read_text().splitlines():
@@ -26,8 +26,10 @@ def read_metrics(file: Path) -> tuple[list[dict[str, float]], list[dict[str, obj
 
 
 def records(run: Path, machine: str, command: str, date: str) -> list[Record]:
-    """Final loss, held-out perplexities, evenness of the load, speed; the peer of a perplexity is
-    that of the untrained model, of the load an even one."""
+    """Returns records of final loss, held-out perplexities, expert load and speed.
+
+    Perplexities are compared with the untrained model, loads with an even load.
+    """
     training, evaluation = read_metrics(run / "metrics.jsonl")
     first, last = evaluation[0], evaluation[-1]
 
@@ -64,7 +66,7 @@ def records(run: Path, machine: str, command: str, date: str) -> list[Record]:
 
 
 def tables(run: Path) -> str:
-    """The curve of loss and perplexity, and the load per layer at the end, as Markdown."""
+    """Returns Markdown tables: loss and perplexity over steps, and the final load per layer."""
     training, evaluation = read_metrics(run / "metrics.jsonl")
     by_step = {line["step"]: line for line in training}
     rows = ["| step | loss | balance | learning rate | prose | lexicon | chat | load entropy |",
@@ -89,7 +91,7 @@ def tables(run: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write the record of a training run.")
+    parser = argparse.ArgumentParser(description="Write the results of a training run.")
     parser.add_argument("run", type=Path)
     parser.add_argument("--machine", required=True)
     parser.add_argument("--command", required=True)

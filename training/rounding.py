@@ -1,9 +1,9 @@
-"""What rounding at the FFN's door does to the shipped model: `python -m training.rounding CKPT`.
+"""Measures the effect of wire formats on the demo model: `python -m training.rounding CHECKPOINT`.
 
-The rows of every MoE layer are rounded as a wire format would on their way to the experts, and to
-bfloat16 on their way back; all else is float32, in plain torch. Formats that no wire has yet, one
-layer at a time, and the unrounded run's choice of experts show where a divergence comes from.
-Writes docs/results/rounding.json and rounding.md.
+The inputs of every MoE layer are rounded to a wire format, its outputs to bfloat16; everything else
+is float32 in plain torch. Further runs show where a divergence comes from: formats that the wire
+does not offer, rounding in one layer only, and the choice of experts of the unrounded run. Writes
+docs/results/rounding.json and rounding.md.
 """
 
 import argparse
@@ -15,8 +15,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from afd.bench.records import Record, machine, today, write_records
-from afd.eval.texts import read_texts, spread, windows
+from afd.records import Record, machine, today, write_records
+from afd.texts import read_texts, spread, windows
 from afd.wire.codecs import FP8_MAX
 from afd.wire.codecs_torch import dequantise_fp8, quantise_fp8
 from afd.wire.layout import Tag
@@ -36,7 +36,7 @@ def bfloat16(x: Tensor) -> Tensor:
 
 
 def fp8_wire(x: Tensor) -> Tensor:
-    """The format ``fp8``: e4m3, one float32 scale per 128 columns."""
+    """Rounds as the wire format ``fp8``: e4m3, one float32 scale per 128 columns."""
     return dequantise_fp8(*quantise_fp8(x), torch.float32)
 
 
@@ -45,7 +45,10 @@ def _e4m3(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def fp8(block: int, *, power_of_two: bool = False) -> Code:
-    """e4m3 with scales per ``block`` columns, exact or rounded up to a power of two."""
+    """Returns rounding to e4m3 with a scale per ``block`` columns.
+
+    Scales are exact or, with ``power_of_two``, rounded up to a power of two.
+    """
 
     def code(x: Tensor) -> Tensor:
         blocks = x.view(-1, block)
@@ -58,7 +61,7 @@ def fp8(block: int, *, power_of_two: bool = False) -> Code:
 
 
 def fp8_best_scale(x: Tensor) -> Tensor:
-    """e4m3 per 128 columns, of 16 scales within a factor of two the one with the least error."""
+    """Rounds to e4m3 per 128 columns, with the best of 16 scales within a factor of two."""
     blocks = x.view(-1, 128)
     smallest = blocks.abs().amax(-1, keepdim=True) / FP8_MAX[Tag.E4M3FN]
     tries = torch.stack([_e4m3(blocks, smallest * 2 ** (i / 16)) for i in range(16)])
@@ -67,7 +70,7 @@ def fp8_best_scale(x: Tensor) -> Tensor:
 
 
 def int8(block: int) -> Code:
-    """Integers of -127 to 127 with a scale per ``block`` columns: as many bytes as FP8."""
+    """Returns rounding to int8 (-127 to 127) with a scale per ``block`` columns."""
 
     def code(x: Tensor) -> Tensor:
         blocks = x.view(-1, block)
@@ -90,8 +93,14 @@ FORMATS: dict[str, Code] = {
 
 
 class Wire(nn.Module):
-    """A MoE layer behind a wire. chosen: [rows, experts] bool of every call so far of an unrounded
-    run, to be used in place of the router's own choice; None lets it choose."""
+    """A MoE layer whose input and output are rounded.
+
+    Args:
+        code: Rounding of the input.
+        back: Rounding of the output.
+        chosen: Choice of experts per call, [rows, experts] bool, which replaces that of the router;
+            None keeps the router's choice.
+    """
 
     def __init__(self, moe: Moe, code: Code, back: Code, chosen: Iterator[Tensor] | None) -> None:
         super().__init__()
@@ -112,8 +121,13 @@ class Wire(nn.Module):
 
 @dataclass(frozen=True)
 class Run:
-    """logprobs [positions, vocab] of every window; routing: per layer, [rows, experts] bool of
-    every window; error: rms of the rounding over rms of the rows."""
+    """Result of a run over all windows.
+
+    Attributes:
+        logprobs: Per window, [positions, vocab].
+        routing: Per layer and window, the chosen experts, [rows, experts] bool.
+        error: RMS of the rounding error over RMS of the rows.
+    """
 
     logprobs: list[Tensor]
     routing: list[list[Tensor]]
@@ -129,14 +143,21 @@ def run(
     only: int | None = None,
     like: Run | None = None,
 ) -> Run:
-    """Args: only: the one layer to round, all if None. like: whose choice of experts to use."""
+    """Runs the model with rounding.
+
+    Args:
+        code: Rounding of MoE inputs; ``identity`` disables all rounding.
+        only: The only layer to round; None for all.
+        like: A run whose choice of experts to use.
+    """
     plain = [layer.mlp for layer in model.layers]
-    for index, layer in enumerate(model.layers):
+    wires = []
+    for index, (layer, moe) in enumerate(zip(model.layers, plain, strict=True)):
+        assert isinstance(moe, Moe)
         on = code is not identity and only in (None, index)
         chosen = iter(like.routing[index]) if like else None
-        layer.mlp = Wire(
-            plain[index], code if on else identity, bfloat16 if on else identity, chosen
-        )
+        wires.append(Wire(moe, code if on else identity, bfloat16 if on else identity, chosen))
+        layer.mlp = wires[-1]
     logprobs = []
     routing: list[list[Tensor]] = [[] for _ in plain]
     for row in rows:
@@ -144,7 +165,6 @@ def run(
         logprobs.append(logits[0, :-1].log_softmax(-1))
         for kept, layer_routing in zip(routing, found, strict=True):
             kept.append(layer_routing.chosen.bool())
-    wires = [layer.mlp for layer in model.layers]
     error = (sum(w.noise for w in wires) / sum(w.power for w in wires)) ** 0.5
     for layer, moe in zip(model.layers, plain, strict=True):
         layer.mlp = moe
@@ -153,7 +173,13 @@ def run(
 
 @dataclass(frozen=True)
 class Divergence:
-    """kl: mean over positions, nats, over the whole vocabulary. perplexity: relative change."""
+    """Divergence of a run from the unrounded one.
+
+    Attributes:
+        kl: Mean KL divergence per position over the whole vocabulary, nats.
+        top1: Share of positions with the same most likely token.
+        perplexity: Relative change.
+    """
 
     kl: float
     top1: float
@@ -161,6 +187,7 @@ class Divergence:
 
 
 def divergence(base: Run, other: Run, rows: list[Tensor]) -> Divergence:
+    """Returns the divergence of ``other`` from ``base`` over the token ids ``rows``."""
     p, q = torch.cat(base.logprobs), torch.cat(other.logprobs)
     own = torch.cat([row[1:] for row in rows])[:, None]
     kl = (p.exp() * (p - q)).sum(-1).mean().item()
@@ -170,7 +197,7 @@ def divergence(base: Run, other: Run, rows: list[Tensor]) -> Divergence:
 
 
 def measure(model: Model, rows: list[Tensor]) -> Iterator[tuple[str, Divergence, float]]:
-    """(what was rounded, what came of it, relative error of the rows sent)."""
+    """Yields (name of the rounding, divergence, relative error of the rounded rows)."""
     base = run(model, rows, identity)
     for name, code in FORMATS.items():
         found = run(model, rows, code)
@@ -187,7 +214,12 @@ def measure(model: Model, rows: list[Tensor]) -> Iterator[tuple[str, Divergence,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--tokens", type=int, default=6144, help="of each held-out text")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=6144,
+        help="tokens of each held-out text (default: %(default)s)",
+    )
     parser.add_argument("--out", type=Path, default=Path("docs/results/rounding.json"))
     args = parser.parse_args()
     model = load_model(args.checkpoint)
@@ -196,9 +228,9 @@ def main() -> None:
         "# What rounding does to the model",
         "",
         f"`python -m training.rounding {args.checkpoint}`, {machine()}, {today()}. In plain torch:",
-        "rows are rounded on their way to the experts, answers to bfloat16, all else is float32.",
-        "KL in nats per position over the whole vocabulary; error is rms of the rounding over the",
-        "rows' rms. What it says: [formats](../formats.md).",
+        "expert inputs are rounded as stated, outputs to bfloat16, everything else is float32. KL:",
+        "nats per position over the whole vocabulary. Error: RMS of the rounding over RMS of the",
+        "rows. Conclusions: [formats](../formats.md).",
     ]
     for text in read_texts(args.checkpoint, []):
         heads = (tokenizer.encode(document).ids[:WINDOW] for document in text.documents)

@@ -1,7 +1,8 @@
-"""Saves how the real router loads the experts: `python -m training.routing CHECKPOINT OUT.json`.
+"""Measures the expert loads of a checkpoint: `python -m training.routing CHECKPOINT OUT.json`.
 
-Reads the checkpoint's held-out texts and runs the training model in float32 on the CPU. The file
-is described in configs/routing/README.md; planner and benches use it in place of even routing.
+Runs the training model in float32 on the CPU over the checkpoint's held-out texts.
+afd_planner/data/routing/README.md describes the file. Planner and benchmarks use it instead of even
+routing.
 """
 
 import argparse
@@ -14,18 +15,18 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from afd.checkpoint import fingerprint
 from afd.models import read_config
+from afd.models.checkpoint import fingerprint
 from training.export import load_hf_tensors
 from training.model import Model, ModelConfig
 
 TEXTS = {"prose": "heldout.txt", "chat": "heldout-chat.txt"}
-ROWS = (16, 64, 256, 1024)  # rows of one micro-batch, for the imbalance over time
+ROWS = (16, 64, 256, 1024)  # sizes of the windows
 MAX_TOKENS = 60 * 1024
 
 
 def load_model(checkpoint: Path) -> Model:
-    """The checkpoint as a training model, float32, for measurements."""
+    """Returns the checkpoint as a training model in float32."""
     config = read_config(checkpoint)
     names = {
         "vocab": "vocab_size", "hidden": "hidden_size", "layers": "num_hidden_layers",
@@ -34,14 +35,14 @@ def load_model(checkpoint: Path) -> Model:
         "intermediate": "moe_intermediate_size", "context": "max_position_embeddings",
     }  # fmt: skip
     sizes = {ours: int(str(config[theirs])) for ours, theirs in names.items()}
-    model = Model(ModelConfig(**sizes))  # type: ignore[arg-type]
+    model = Model(ModelConfig(**sizes))
     load_hf_tensors(model, load_file(checkpoint / "model.safetensors"))
     return model.eval()
 
 
 @torch.no_grad()
 def chosen_experts(model: Model, ids: Tensor) -> Tensor:
-    """[layers, rows, experts] bool for ids [rows]: which experts each row went to."""
+    """Returns the experts that each of ids [rows] chose: [layers, rows, experts] bool."""
     found = []
     for row in ids.split(model.c.context):
         _, routings = model(row[None])

@@ -1,7 +1,7 @@
 """Asks a running server ten questions: `python -m training.sample URL [--model NAME]`.
 
-Prints a Markdown table of questions and answers, as in docs/model.md. Standard library only, so
-that it runs against any OpenAI-compatible server.
+Prints a Markdown table of questions and answers, as in docs/model.md. It uses only the standard
+library and works with any OpenAI-compatible server.
 """
 
 import argparse
@@ -23,7 +23,7 @@ PROMPTS = (
 
 
 def ask(url: str, model: str, prompt: str, *, temperature: float, seed: int) -> str:
-    """The answer of a chat completion, at most 220 tokens."""
+    """Returns the answer of a chat completion, at most 220 tokens."""
     body = {
         "model": model,
         "messages": [{"role": "user", "content": prompt}],
@@ -42,7 +42,7 @@ def ask(url: str, model: str, prompt: str, *, temperature: float, seed: int) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Ask ten questions.")
-    parser.add_argument("url", help="such as http://127.0.0.1:8000")
+    parser.add_argument("url", help="server, such as http://127.0.0.1:8000")
     parser.add_argument("--model", default="demo")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=1)

@@ -1,8 +1,8 @@
-"""Where the training text comes from: Debian packages with their licences. Pure data.
+"""Sources of the training text: Debian packages with their licences.
 
-Only text that may be used, changed and shipped without conditions on the result was taken:
-public domain, PostgreSQL, PSF, BSD, MIT, Apache-2.0 and WordNet terms. Packages under GPL, GFDL,
-MPL or CC-BY-SA are left out on purpose (among them dict-gcide, dict-foldoc, linux-doc).
+All texts may be used, changed and shipped without conditions on the result: public domain,
+PostgreSQL, PSF, BSD, MIT, Apache-2.0 and WordNet terms. Packages under GPL, GFDL, MPL or CC-BY-SA
+are deliberately not used (among them dict-gcide, dict-foldoc, linux-doc).
 """
 
 from dataclasses import dataclass
@@ -10,12 +10,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Source:
-    """One Debian package and what is read from it.
+    """One Debian package and the text read from it.
 
-    `version` is the one the shipped model was trained on; the archive may offer a newer one.
-    `reader` names a function of training/readers.py; `root` is the folder or file inside the
-    unpacked package; `glob` selects files below it. `weight` is how often the text is repeated
-    in one pass over the corpus.
+    Attributes:
+        version: Version on which the shipped model was trained; the archive may have a newer one.
+        reader: Key of training.readers.READERS.
+        root: Folder or file inside the unpacked package.
+        glob: Files below ``root``.
+        weight: How often one pass over the corpus repeats the text.
     """
 
     package: str
@@ -153,7 +155,7 @@ FRESH: tuple[Source, ...] = (
         "usr/share/doc/python-tornado-doc/html", "[a-z]*/*.html",
     ),
 )  # fmt: skip
-"""Prose that the first training did not see, for the second one (training/finetune.py)."""
+"""Additional prose for the second training (training/finetune.py)."""
 
 WORDNET = Source(
     "wordnet-base", "1:3.0-37", "WordNet 3.0", "WordNet: definitions, examples, relations",

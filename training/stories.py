@@ -1,8 +1,8 @@
-# ruff: noqa: E501, SIM905 (sentences and word lists read best as they are)
-"""Short stories from a small grammar of our own, so that the model learns plain narrative English.
+# ruff: noqa: E501, SIM905 (long sentences and word lists)
+"""Short stories from a small grammar, from which the model learns plain narrative English.
 
-`story(random)` gives a subject ("a shy fox and a lost key") and the text. Plots are lists of
-slots; each slot offers ways to say the same step. Everything here was written for this project.
+`story(random)` returns a subject ("a shy fox and a lost key") and the text. Plots are lists of
+slots; each slot lists wordings of the same step. All texts were written for this project.
 """
 
 from collections.abc import Callable
@@ -52,7 +52,7 @@ MORALS = {
 
 @dataclass(frozen=True)
 class Cast:
-    """Who and what a story is about; `he`, `him`, `his` follow the hero."""
+    """Characters and things of a story. `he`, `him` and `his` refer to the hero."""
 
     hero: str  # "a shy fox named Tom" is written with the parts below
     name: str
@@ -75,7 +75,7 @@ def article(word: str) -> str:
 
 
 def cast(random: Random) -> Cast:
-    """Draws who and what; the friend never has the hero's name or kind."""
+    """Draws characters and things. The friend has another name and kind than the hero."""
     he = random.choice(("she", "he"))
     name = random.choice(NAMES[he])
     friend = random.choice([n for names in NAMES.values() for n in names if n != name])
@@ -231,7 +231,7 @@ PLOTS: dict[str, tuple[Slot, ...]] = {
 
 
 def story(random: Random) -> tuple[str, str]:
-    """(subject, text): a noun phrase naming hero or thing, and four to nine short paragraphs."""
+    """Returns (subject, text): a noun phrase, and four to nine short paragraphs."""
     c = cast(random)
     plot = random.choice(tuple(PLOTS))
     words = {

@@ -1,7 +1,7 @@
-"""The byte-level BPE tokenizer of the shipped model, and the chat template of the demo models.
+"""The byte-level BPE tokenizer of the demo model, and rendering of its chat template.
 
-Digits are single tokens, so that sums can be learned. Special tokens, tags and template are those
-of afd/demo/tokenizer.py, so that training and serving agree.
+Digits are single tokens, so that the model can learn sums. Special tokens, tags and template come
+from afd/demo/tokenizer.py, so that training and serving agree.
 """
 
 import json
@@ -16,7 +16,7 @@ from training.calls import Message
 
 
 def train(texts: Iterable[str], vocab: int) -> Tokenizer:
-    """A tokenizer of `vocab` tokens; BOS (between documents) is 0, TURN_END (the EOS) is 2."""
+    """Returns a tokenizer of `vocab` tokens. BOS (between documents) is 0, TURN_END (EOS) is 2."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -61,7 +61,7 @@ def write(tokenizer: Tokenizer, directory: Path, *, context: int) -> None:
 
 
 class ChatRenderer:
-    """Renders conversations exactly as the serving side does (Transformers' jinja settings)."""
+    """Renders conversations exactly as serving does (with Transformers' jinja settings)."""
 
     def __init__(self) -> None:
         environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)

@@ -1,8 +1,8 @@
 """Trains the model on the token streams: `python -m training.train tokens.npz OUT`.
 
 Writes OUT/metrics.jsonl (a line per measurement), OUT/checkpoint (Hugging Face layout) and, with
---state, everything needed to go on (`--resume`). Warm-up, constant learning rate, decay to zero
-("WSD"); the mixture of streams moves to conversations in the decay.
+--state, the state to resume from (`--resume`). The learning rate warms up, stays constant and
+decays to zero ("WSD"). During the decay, the mixture of streams has more conversations.
 """
 
 import argparse
@@ -43,18 +43,18 @@ class TrainConfig:
     eval_every: int = 500
     eval_rows: int = 64  # per stream
     seed: int = 20
-    minutes: float = 60.0  # the schedule is hurried so that training ends within this time
+    minutes: float = 60.0  # the schedule is shortened to end within this time
 
 
 def learning_rate(config: TrainConfig, progress: float) -> float:
-    """Learning rate at `progress` in [0, 1] of the steps: warm-up, constant, linear to zero."""
+    """Returns the learning rate at `progress` (0 to 1): warm-up, constant, linear to zero."""
     warm = min(1.0, (progress * config.steps + 1) / config.warmup)
     left = min(1.0, (1.0 - progress) / config.decay_share)
     return config.lr * warm * max(left, 0.0)
 
 
 class Stream:
-    """Rows that begin where a text begins, drawn at random; kept on the device."""
+    """A token stream on the device, from which rows that begin with a text are drawn."""
 
     def __init__(self, ids: np.ndarray, starts: np.ndarray, length: int, device: str) -> None:
         self.ids = torch.from_numpy(ids.astype(np.int32)).to(device)
@@ -63,7 +63,7 @@ class Stream:
         self.span = torch.arange(length + 1, device=device)
 
     def rows(self, index: Tensor) -> Tensor:
-        """Rows [n, length + 1] int64 that begin at the given texts."""
+        """Returns rows [n, length + 1] int64 that begin at the given texts."""
         return self.ids[self.starts[index][:, None] + self.span].long()
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
@@ -73,7 +73,7 @@ class Stream:
         return self.rows(index)
 
     def fixed(self, count: int) -> Tensor:
-        """Evenly spaced rows, always the same ones: for evaluation."""
+        """Returns evenly spaced rows, always the same ones, for evaluation."""
         last = len(self.starts) - 1
         return self.rows(torch.linspace(0, last, min(count, last + 1)).long().to(self.ids.device))
 
@@ -93,7 +93,7 @@ def load_streams(
 def draw_batch(
     streams: dict[str, Stream], mixture: tuple[float, ...], rows: int, generator: torch.Generator
 ) -> Tensor:
-    """[rows, length + 1]: fixed shares of the streams, rounded so that they add up."""
+    """Returns [rows, length + 1] with fixed shares of the streams."""
     edges = [round(rows * sum(mixture[: i + 1])) for i in range(len(mixture))]
     counts = [end - start for start, end in zip([0, *edges], edges, strict=False)]
     parts = [s.draw(n, generator) for s, n in zip(streams.values(), counts, strict=True) if n]
@@ -112,8 +112,11 @@ def optimiser(model: Model, config: TrainConfig) -> torch.optim.AdamW:
 
 @torch.no_grad()
 def evaluate(model: Model, streams: dict[str, Stream], rows: int, batch: int) -> dict[str, object]:
-    """Per stream the perplexity on held-out rows; per layer the entropy of the experts' load
-    (1 = even) and the largest load over the mean, over all streams together."""
+    """Evaluates a model on held-out rows.
+
+    Returns the perplexity per stream; and per layer, over all streams, the entropy of the expert
+    load (1 means even) and the largest load over the mean.
+    """
     device = next(model.parameters()).device
     result: dict[str, object] = {}
     load = torch.zeros(model.c.layers, model.c.experts, device=device)
@@ -135,9 +138,9 @@ def evaluate(model: Model, streams: dict[str, Stream], rows: int, batch: int) ->
 
 
 class Trainer:
-    """The state of a run: model, optimiser, step, random stream."""
+    """State of a training run: model, optimiser, step, random generator."""
 
-    streams = STREAMS
+    streams: tuple[str, ...] = STREAMS
 
     def __init__(self, model: Model, config: TrainConfig, data: Path, device: str) -> None:
         self.model, self.config, self.device = model.to(device), config, device
@@ -163,7 +166,7 @@ class Trainer:
         self.generator.set_state(state["generator"].cpu())
 
     def run(self, log: TextIO, *, compiled: bool, until: int | None = None) -> None:
-        """Trains to step `until` (default: the end), writing measurements to `log`."""
+        """Trains to step `until` (default: the last) and writes measurements to `log`."""
         config = self.config
         forward = torch.compile(self.model) if compiled else self.model
         began = time.monotonic()
@@ -207,7 +210,7 @@ class Trainer:
     def objective(
         self, forward: Callable[[Tensor], tuple[Tensor, list[Routing]]], rows: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """What is made small on rows [batch, row + 1], and its parts for the log."""
+        """Returns the loss on rows [batch, row + 1], and its parts for the log."""
         cuda = self.device == "cuda"
         with torch.autocast(self.device, torch.bfloat16, enabled=cuda):
             logits, routings = forward(rows[:, :-1])
@@ -236,7 +239,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--resume", type=Path)
-    parser.add_argument("--state", type=Path, help="where to keep the optimiser's state")
+    parser.add_argument("--state", type=Path, help="file for the state to resume from")
     parser.add_argument("--until", type=int, help="stop at this step of the schedule")
     for owner in (TrainConfig, ModelConfig):
         for field in fields(owner):

@@ -1,6 +1,6 @@
 """Reads WordNet's database files into words, senses and relations.
 
-Format: WordNet 3.0 manual, wndb(5WN). Only what the generated conversations use is kept.
+Format: WordNet 3.0 manual, wndb(5WN). Reads only what the generated conversations use.
 """
 
 import re
@@ -16,7 +16,7 @@ _MARKER = re.compile(r"\([a-z]+\)$")  # syntactic marker of adjectives: (p), (a)
 
 @dataclass(frozen=True)
 class Sense:
-    """One meaning. `words` are its lemmas; `kinds_of` and `kinds` are keys of other senses."""
+    """One meaning. `words`: its lemmas. `kinds_of`, `kinds`: more general, more special senses."""
 
     key: tuple[str, str]  # part of speech (n v a r), offset
     words: tuple[str, ...]
@@ -44,7 +44,7 @@ class WordNet:
         return self.senses[keys[0]] if keys else None
 
     def ancestors(self, sense: Sense) -> list[Sense]:
-        """Senses above `sense`, nearest first, along the first relation of each."""
+        """Returns the more general senses, nearest first, along the first relation of each."""
         found: list[Sense] = []
         while sense.kinds_of and len(found) < 12:
             sense = self.senses[sense.kinds_of[0]]
@@ -53,7 +53,7 @@ class WordNet:
 
 
 def split_gloss(gloss: str) -> tuple[str, tuple[str, ...]]:
-    """Definition and example sentences of a gloss."""
+    """Returns definition and example sentences of a gloss."""
     examples = tuple(e.strip(" ;,") for e in re.findall(r'"([^"]+)"', gloss))
     definition = gloss.split('"')[0].strip(" ;:")
     definition = re.sub(r"^\([^)]*\)\s*", "", definition)
@@ -61,7 +61,7 @@ def split_gloss(gloss: str) -> tuple[str, tuple[str, ...]]:
 
 
 def parse_line(line: str) -> Sense:
-    """One line of a data file."""
+    """Parses one line of a data file."""
     head, _, gloss = line.partition(" | ")
     fields = head.split()
     pos = "a" if fields[2] == "s" else fields[2]
@@ -88,7 +88,7 @@ def parse_line(line: str) -> Sense:
 
 
 def read(folder: Path) -> WordNet:
-    """The whole database: about 117,000 senses, some seconds."""
+    """Reads the whole database, about 117,000 senses, in a few seconds."""
     net = WordNet()
     for pos, name in POS.items():
         for line in (folder / f"data.{name}").read_text("latin-1").splitlines():
@@ -122,8 +122,11 @@ CATEGORIES = (
 
 
 def familiar(net: WordNet) -> dict[tuple[str, str], float]:
-    """Words worth asking about, with a weight: the root of the count for words of the tagged
-    texts, 1 for short names of things in CATEGORIES. Leaves out coarse and empty senses."""
+    """Returns the words to ask about, with weights.
+
+    The weight is the square root of the count for words in the tagged texts, and 1 for short names
+    of things in CATEGORIES. Coarse and empty senses are omitted.
+    """
     weights: dict[tuple[str, str], float] = {}
     roots = {net.index["n", name][0] for name in CATEGORIES}
     for key in sorted(net.index):

@@ -1,7 +1,11 @@
-"""The control plane: who is a member, whether they agree, and what the operator wants.
+"""The control plane: membership, agreement on the contract, and operator commands.
 
-Off the data path: nothing here is touched between two steps of a model.
-messages, contract   what is said            registry, session   state machines, no sockets
-server, client       the two ends            channel, address, keys, hosts   what they stand on
-operator, main       what the command line calls
+It is off the data path: no step of a model uses it.
+
+messages                 everything that is sent
+registry, registration   state machines of server and member, without sockets
+entries, admission, generations, recovery, moves, depths   parts of the registry
+authority, seal, refusals   who may do what
+server, client           the two ends;  channel, address, keys, local_keys, hosts   what both use
+operator, main           called by the command line
 """

@@ -1,19 +1,24 @@
-"""Who may be a member of a deployment, and as what. Pure."""
+"""Decides whether a process may become a member. Pure."""
 
 from __future__ import annotations
 
+from afd.config.contract import Contract, compare, describe
 from afd.control import messages as m
-from afd.control.contract import Contract, compare, describe
+from afd.topology import member_id
 
 
-def objection(hello: m.Hello, reference: tuple[str, Contract] | None, draining: bool) -> str | None:
-    """Why this member must not join, or None. The text ends with the remedy.
+def objection(
+    hello: m.Hello, reference: tuple[str, Contract] | None, *, draining: bool, returns: bool
+) -> str | None:
+    """Returns why this member must not join, with the remedy; None if it may.
 
     Args:
-        reference: who holds the contract that others must equal, and the contract; None while
-            nobody does. draining: the deployment takes nobody new.
+        reference: the holder of the contract that all members must equal, and the contract; None
+            while there is none.
+        draining: only a role that was a member is accepted, because running requests may need it.
+        returns: the role was a member of this deployment before, perhaps as another process.
     """
-    name = m.member_id(hello.role, hello.index, hello.rank)
+    name = member_id(hello.role, hello.index, hello.rank)
     if hello.protocol != m.PROTOCOL:
         return (
             f"{name} refused: it speaks control protocol {hello.protocol} but the server "
@@ -26,7 +31,7 @@ def objection(hello: m.Hello, reference: tuple[str, Contract] | None, draining: 
     if hello.role not in m.CONTRACT_ROLES:
         return None
     if hello.contract is None:
-        return f"{name} refused: it brought no contract; every {hello.role} member needs one"
+        return f"{name} refused: it sent no contract; every {hello.role} member needs one"
     if reference is not None:
         holder, contract = reference
         mismatches = compare(hello.contract, contract)
@@ -50,16 +55,16 @@ def objection(hello: m.Hello, reference: tuple[str, Contract] | None, draining: 
             f" have {ranks} here; use a --rank from 0 to {ranks - 1}, or change ffn.tp in the "
             "configuration of every role"
         )
-    if draining and hello.generation == 0:
+    if draining and not returns:
         return (
-            f"{name} refused: the deployment is draining; "
-            "call off the drain, or start it again once all members have left"
+            f"{name} refused: the deployment is draining; end that with `afd ctl drain --undo`, "
+            "or start this role again once all members have left"
         )
     return None
 
 
 def member(hello: m.Hello, generation: int) -> m.Member:
-    """What the others are told of one that has been let in."""
+    """Returns the public facts of an accepted member."""
     return m.Member(
         role=hello.role,
         index=hello.index,

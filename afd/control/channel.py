@@ -11,20 +11,21 @@ import os
 import time
 from dataclasses import dataclass
 
-import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from afd.control import messages as m
 from afd.control.address import to_connect
-from afd.control.keys import CurveKeys
+from afd.control.keys import ClientKeys
 from afd.errors import ConfigError
 
 _RECONNECT_MS = 100
 _RECONNECT_MAX_MS = 1000
 _REOPEN_S = 1.0
-_CUT_OFFS_ARE_FINAL = 3  # a restarting server may cut one handshake off, hardly three in a row
+_CUT_OFFS_ARE_FINAL = 3  # a restarting server may cut off one handshake, hardly three
 _MECHANISM_MISMATCH = zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
+_SEND_HWM = 16  # messages that wait for the server; it reads several heartbeats per second
+_RECEIVE_HWM = 64  # snapshots that wait for this thread
 
 _WATCHED = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -36,21 +37,26 @@ _WATCHED = (
 
 @dataclass(frozen=True)
 class Received:
-    """What one :meth:`Channel.poll` brought. ``connected``: a connection was just made."""
+    """Result of one :meth:`Channel.poll`. connected: a connection was just made."""
 
     messages: tuple[m.FromServer, ...]
     connected: bool
 
 
 class Channel:
-    """Connects to the control server and reconnects by itself for as long as it lives.
+    """A connection to the control server that reconnects by itself.
 
-    ``identity`` must be unique per process and survive reconnects; by it the server knows us again.
-    ``fault`` says why handshakes fail (None while they do not), ``fault_is_final`` whether trying
-    again can help. ConfigError if the address is malformed.
+    fault: why the last handshake failed, None if it did not. fault_is_final: trying again cannot
+    help.
+
+    Args:
+        identity: unique per process and unguessable; the same over reconnects.
+
+    Raises:
+        ConfigError: the address is malformed.
     """
 
-    def __init__(self, address: str, keys: CurveKeys | None, identity: bytes) -> None:
+    def __init__(self, address: str, keys: ClientKeys, identity: bytes) -> None:
         self._endpoint = str(to_connect(address))
         self._keys = keys
         self._identity = identity
@@ -62,7 +68,7 @@ class Channel:
         self._open()
 
     def send(self, message: m.ToServer) -> bool:
-        """False if there is no connection now; nothing is queued for later."""
+        """Sends a message now; False without a connection (nothing is queued)."""
         try:
             self._socket.send(m.encode(message), zmq.NOBLOCK)
         except zmq.Again:
@@ -70,7 +76,7 @@ class Channel:
         return True
 
     def poll(self, timeout_s: float, wake_fd: int | None = None) -> Received:
-        """Waits for messages, connection events or ``wake_fd`` (which is emptied)."""
+        """Waits for messages, connection events or ``wake_fd``, which it then empties."""
         if self._reopen_at is not None and time.monotonic() >= self._reopen_at:
             self._close_sockets(linger_ms=0)
             self._open()
@@ -86,7 +92,7 @@ class Channel:
         return Received(self._drain(), connected)
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Frees everything; blocks for at most ``linger_s`` while the last messages leave."""
+        """Closes the sockets; waits at most ``linger_s`` for the last messages to be sent."""
         self._close_sockets(linger_ms=int(linger_s * 1000))
         self._context.term()
 
@@ -94,17 +100,19 @@ class Channel:
         dealer = self._context.socket(zmq.DEALER)
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.setsockopt(zmq.ROUTING_ID, self._identity)
-        # Heartbeats for a server that is away must not pile up and arrive all at once.
+        # Without a connection nothing is queued, so heartbeats do not arrive in a burst later.
         dealer.setsockopt(zmq.IMMEDIATE, 1)
         dealer.setsockopt(zmq.IPV6, int("[" in self._endpoint))
         dealer.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         dealer.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
         dealer.setsockopt(zmq.HEARTBEAT_IVL, 1000)
         dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3000)
-        if self._keys is not None:
-            dealer.curve_serverkey = self._keys.server_public.encode("ascii")
-            dealer.curve_publickey = self._keys.client_public.encode("ascii")
-            dealer.curve_secretkey = self._keys.client_secret.encode("ascii")
+        dealer.setsockopt(zmq.SNDHWM, _SEND_HWM)
+        dealer.setsockopt(zmq.RCVHWM, _RECEIVE_HWM)
+        dealer.setsockopt(zmq.MAXMSGSIZE, m.MAX_MESSAGE_BYTES)
+        dealer.curve_serverkey = self._keys.server_public.encode("ascii")
+        dealer.curve_publickey = self._keys.client_public.encode("ascii")
+        dealer.curve_secretkey = self._keys.client_secret.encode("ascii")
         self._socket = dealer
         self._monitor = dealer.get_monitor_socket(_WATCHED)
         self._reopen_at = None
@@ -130,8 +138,8 @@ class Channel:
                 return tuple(messages)
             try:
                 messages.append(m.decode_from_server(frame))
-            except msgspec.DecodeError as error:
-                self._fail(f"the server's answer cannot be read ({error}); "
+            except m.Malformed as error:
+                self._fail(f"the server's reply cannot be read ({error}); "
                            "install the same version of afd everywhere", final=True)  # fmt: skip
 
     def _follow_handshakes(self) -> bool:
@@ -144,10 +152,10 @@ class Channel:
                 connected = True
                 continue
             self._cut_offs += kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-            text, final = _explain(kind, value, self._cut_offs, has_keys=self._keys is not None)
+            text, final = _explain(kind, value, self._cut_offs)
             self._fail(text, final=final)
             if kind != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-                # ZeroMQ gives such a connection up for good; a new socket starts afresh.
+                # ZeroMQ does not retry such a connection; a new socket does.
                 self._reopen_at = time.monotonic() + _REOPEN_S
         return connected
 
@@ -155,17 +163,15 @@ class Channel:
         self.fault, self.fault_is_final = text, final
 
 
-def _explain(kind: int, value: int, cut_offs: int, *, has_keys: bool) -> tuple[str, bool]:
-    """The user's words for a failed handshake, and whether trying again is of no use."""
+def _explain(kind: int, value: int, cut_offs: int) -> tuple[str, bool]:
+    """Returns the reason of a failed handshake, and whether trying again cannot help."""
     same = "give every role the same control.keys file"
     if kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-        return f"the server does not know our client key: the keys differ; {same}", True
+        return f"the server does not accept our client key: the keys differ; {same}", True
     if kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == _MECHANISM_MISMATCH:
-        ours, theirs = ("has keys", "has none") if has_keys else ("has no keys", "has some")
-        return f"this role {ours} but the server {theirs}; {same}", True
+        return "the server has no keys, so it is no control plane; check control.address", True
     if kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
         cause = os.strerror(value) if value not in (0, errno.EPIPE) else "connection closed"
-        hint = "the keys may differ" if has_keys else "the server may want keys"
-        text = f"the handshake was cut off ({cause}): {hint}; {same}"
+        text = f"the handshake was cut off ({cause}): the keys may differ; {same}"
         return text, cut_offs >= _CUT_OFFS_ARE_FINAL
     return f"the handshake failed (protocol error {value:#x}): the keys may differ; {same}", True

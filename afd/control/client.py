@@ -1,4 +1,4 @@
-"""The control client that every role embeds: one background thread, thread-safe to use."""
+"""The control client of every role: one background thread; thread-safe."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from typing import TypeVar
 
 import msgspec
 
+from afd.config.contract import Contract
 from afd.control import messages as m
 from afd.control.channel import Channel
-from afd.control.contract import Contract
 from afd.control.hosts import host_name, pid_space
-from afd.control.keys import CurveKeys
-from afd.control.session import Session
+from afd.control.keys import ClientKeys
+from afd.control.registration import Registration
 from afd.errors import AfdError, DeadlineExceeded, HandshakeRefused, PeerLost
+from afd.topology import member_id
 
 _PROGRESS_S = 5.0
 _CLOSE_S = 2.0
@@ -34,18 +35,18 @@ Progress = Callable[[str], None]
 
 
 class ControlClient:
-    """Keeps one process a member of the deployment.
+    """Keeps one process registered as a member of the deployment.
 
-    After :meth:`join`, a thread sends heartbeats, follows the membership and registers again by
-    itself after the server restarted. While the server is away the last snapshot stays, so the data
-    plane goes on. ``progress`` receives a line such as "waiting for ffn-0, ffn-1 (12 s)" every few
-    seconds of a wait; by default the log does.
+    After :meth:`join`, a thread sends heartbeats, receives the membership and registers again after
+    the server restarted. While the server is away, the last snapshot stays, so the data plane
+    continues. ``progress`` receives lines such as "waiting for ffn-0, ffn-1 (12 s)" every few
+    seconds of a wait; by default they are logged.
     """
 
     def __init__(
         self,
         address: str,
-        keys: CurveKeys | None = None,
+        keys: ClientKeys,
         *,
         role: str,
         index: int,
@@ -58,18 +59,18 @@ class ControlClient:
         self.role = role
         self.index = index
         self.rank = rank
-        self.id = m.member_id(role, index, rank)
+        self.id = member_id(role, index, rank)
         self._keys = keys
         self._contract = contract
         self._timing = (timing or m.Timing()).checked()
         self._progress = progress or (lambda line: _log.info("%s: %s", self.id, line))
         self._changed = threading.Condition()  # guards everything below
         self._callbacks: list[Callback] = []
-        self._session = Session(self._hello(), self._timing)
+        self._registration = Registration(self._hello(), self._timing)
         self._thread: threading.Thread | None = None
         self._fault: str | None = None
         self._fault_is_final = False
-        self._broken: str | None = None  # why the thread ended on its own
+        self._broken: str | None = None  # the exception that ended the thread
         self._closing = False
         self._changes = 0
         self._pid = os.getpid()
@@ -80,17 +81,17 @@ class ControlClient:
     @property
     def members(self) -> m.Members:
         """The latest snapshot; immutable, replaced as a whole."""
-        return self._session.members
+        return self._registration.members
 
     @property
     def generation(self) -> int:
-        """Our generation, 0 before join. It grows if the server gave us up and took us back, or
-        after :meth:`renew`: then our peers have dropped us too, and links must be made anew."""
-        return self._session.generation
+        """Our generation, 0 before join. It grows when the server had dropped us, and after
+        :meth:`renew`. Peers have dropped us then too, so links must be made anew."""
+        return self._registration.generation
 
     @property
     def depth(self) -> int | None:
-        """The runtime depth set by the operator; None: the configured one holds."""
+        """The runtime depth set by the operator; None: as configured."""
         return self.members.depth
 
     @property
@@ -100,24 +101,24 @@ class ControlClient:
 
     @property
     def stopping(self) -> bool:
-        """True once the operator ended the deployment: finish and leave."""
-        return self._session.stopping
+        """True once the operator ended the deployment; then finish and leave."""
+        return self._registration.stopping
 
     @property
     def connected(self) -> bool:
-        """False while the server is silent or does not have us as a member."""
-        return self._session.joined and not self._session.silent
+        """False while the server is silent or we are not registered."""
+        return self._registration.joined and not self._registration.silent
 
     @property
     def refused(self) -> str | None:
-        """Why the server refused us for good, also after a join (another process took our id)."""
-        return self._session.refused
+        """Why the server refused us for good, possibly after a join."""
+        return self._registration.refused
 
     # --- verbs ----------------------------------------------------------------------------------
 
     def on_change(self, callback: Callback) -> None:
-        """Calls back on the client's thread with every new snapshot (members, depth, draining) and
-        when ``stopping`` or ``refused`` are set. Register before join to miss nothing; be quick."""
+        """Adds a callback. The client's thread calls it with every new snapshot and when
+        ``stopping`` or ``refused`` is set. Add it before join; it must return quickly."""
         with self._changed:
             self._callbacks.append(callback)
 
@@ -132,9 +133,12 @@ class ControlClient:
     ) -> int:
         """Registers this process and returns its generation (u32, larger than any before).
 
-        HandshakeRefused if the server (or its CURVE handshake) says no, DeadlineExceeded if it says
-        nothing within ``deadline_s``, ConfigError if the address is malformed. After a failure the
-        client is closed and may join again.
+        After a failure the client is closed and may join again.
+
+        Raises:
+            HandshakeRefused: the server or its CURVE handshake refused us.
+            DeadlineExceeded: no reply within ``deadline_s`` seconds.
+            ConfigError: the address is malformed.
         """
         self._check_process()
         if self._thread is not None:
@@ -147,7 +151,7 @@ class ControlClient:
             api_url=api_url,
             metrics_url=metrics_url,
         )
-        self._session = Session(hello, self._timing)
+        self._registration = Registration(hello, self._timing)
         self._fault, self._broken, self._closing = None, None, False
         self._fault_is_final = False
         self._wake_read, self._wake_write = os.pipe()
@@ -167,8 +171,11 @@ class ControlClient:
     ) -> m.Members:
         """Waits until the snapshot satisfies the predicate and returns that snapshot.
 
-        ``what`` completes "waiting for ..."; DeadlineExceeded names it and who is there.
-        HandshakeRefused or PeerLost if the wait has become pointless.
+        ``what`` completes "waiting for ...".
+
+        Raises:
+            DeadlineExceeded: it names ``what`` and the registered members.
+            HandshakeRefused, PeerLost: the wait cannot succeed any more.
         """
         if threading.current_thread() is self._thread:
             raise RuntimeError("wait_for would wait for itself on the client's own thread")
@@ -190,35 +197,35 @@ class ControlClient:
         return self._wait(check, deadline_s, what, late)
 
     def set_state(self, state: m.State) -> None:
-        """Moves on to "ready" or "draining"; ValueError on a step back. Does not block."""
+        """Advances to "ready" or "draining"; ValueError on a step back. Does not block."""
         with self._changed:
-            self._session.set_state(state)
+            self._registration.set_state(state)
         self._wake()
 
     def report_move(self, number: int, fault: str = "") -> None:
-        """Says that all moves of experts up to ``number`` are made here, and why the next one
-        cannot be, if it cannot. Does not block."""
+        """Reports that all expert moves up to ``number`` are done here, and why the next one
+        failed, if it did. Does not block."""
         with self._changed:
-            self._session.report_move(number, fault)
+            self._registration.report_move(number, fault)
         self._wake()
 
     def report_work(self, work: Callable[[], m.Work]) -> None:
-        """Every heartbeat from now on carries what ``work`` answers; it is called on the client's
-        thread. After :meth:`join`."""
+        """Makes every heartbeat carry the result of ``work``, which runs on the client's thread.
+        Call it after :meth:`join`."""
         with self._changed:
-            self._session.work = work
+            self._registration.work = work
 
     def renew(self) -> None:
-        """Asks for a new generation, with which we and our peers make all links anew. Does not
-        block; where the message is lost, nothing happens."""
+        """Asks for a new generation, so that we and our peers make all links anew. Does not block;
+        if the message is lost, nothing happens."""
         with self._changed:
-            self._session.renew()
+            self._registration.renew()
         self._wake()
 
     def leave(self) -> None:
-        """Tells the server that we go; the others see it at once. The snapshot stays."""
+        """Tells the server that we leave; other members see it at once. The snapshot stays."""
         with self._changed:
-            self._session.left = True
+            self._registration.left = True
         self._wake()
 
     def close(self) -> None:
@@ -227,7 +234,7 @@ class ControlClient:
         if thread is None or os.getpid() != self._pid:
             return
         with self._changed:
-            self._session.left = True
+            self._registration.left = True
             self._closing = True
         self._wake()
         if thread is threading.current_thread():  # from a callback: the thread ends by itself
@@ -247,16 +254,16 @@ class ControlClient:
 
     def _await_welcome(self, deadline_s: float) -> int:
         def check() -> int | None:
-            if self._session.joined:
-                return self._session.generation
+            if self._registration.joined:
+                return self._registration.generation
             self._raise_if_over("at join")
             if self._fault is not None and self._fault_is_final:
                 raise HandshakeRefused(f"control plane at {self.address}: {self._fault}")
             return None
 
         def late() -> AfdError:
-            if self._session.waiting is not None:
-                return DeadlineExceeded(f"{self.id} not accepted: {self._session.waiting}")
+            if self._registration.waiting is not None:
+                return DeadlineExceeded(f"{self.id} not accepted: {self._registration.waiting}")
             if self._fault is not None:
                 return DeadlineExceeded(
                     f"control plane at {self.address} did not let us in within "
@@ -270,11 +277,11 @@ class ControlClient:
         return self._wait(check, deadline_s, f"the control plane at {self.address}", late)
 
     def _raise_if_over(self, when: str) -> None:
-        if self._session.refused is not None:
-            raise HandshakeRefused(self._session.refused)
+        if self._registration.refused is not None:
+            raise HandshakeRefused(self._registration.refused)
         if self._broken is not None:
             raise PeerLost(f"{self.id}: the control thread failed {when}: {self._broken}")
-        if self._session.stopping:
+        if self._registration.stopping:
             raise PeerLost(f"{self.id}: the operator ended the deployment {when}")
         if self._closing or self._thread is None:
             raise PeerLost(f"{self.id}: the control client is closed {when}; join() first")
@@ -286,9 +293,9 @@ class ControlClient:
         what: str,
         late: Callable[[], AfdError],
     ) -> _T:
-        """Runs ``check`` after every change until it gives something; raises ``late()`` in the end.
+        """Runs ``check`` after every change until it returns a value; raises ``late()`` at the end.
 
-        ``check`` runs without the lock: it may take its time, and may use this client.
+        ``check`` runs without the lock, so it may be slow and may use this client.
         """
         start = time.monotonic()
         end, next_line = start + deadline_s, start + _PROGRESS_S
@@ -318,15 +325,15 @@ class ControlClient:
         try:
             while not self._closing:
                 self._step(channel)
-        except Exception as error:  # the waiting threads must hear of it, whatever it is
+        except Exception as error:  # waiting threads must be told about any failure
             _log.exception("%s: the control thread failed", self.id)
             with self._changed:
                 self._broken = f"{type(error).__name__}: {error}"
         finally:
             with self._changed:
-                last_word = self._session.due()
+                last_word = self._registration.due()
             if last_word is not None and channel.send(last_word):
-                channel.poll(_BYE_LINGER_S)  # for the answer: closing earlier may lose the word
+                channel.poll(_BYE_LINGER_S)  # wait for the reply: closing earlier may lose the Bye
             channel.close(linger_s=_BYE_LINGER_S)
             with self._changed:
                 os.close(self._wake_read)
@@ -336,26 +343,26 @@ class ControlClient:
 
     def _step(self, channel: Channel) -> None:
         with self._changed:
-            message = self._session.due()
-            wait_s = self._session.wait_s()
+            message = self._registration.due()
+            wait_s = self._registration.wait_s()
         if message is not None:
-            channel.send(message)  # if there is no connection: again when there is one
+            channel.send(message)  # without a connection it is sent again later
         received = channel.poll(wait_s, self._wake_read)
         with self._changed:
             if received.connected:
-                self._session.speak_now()
-            news = [self._session.handle(message) for message in received.messages]
-            self._session.check_silence()
+                self._registration.speak_now()
+            news = [self._registration.handle(message) for message in received.messages]
+            self._registration.check_silence()
             fault = (channel.fault, channel.fault_is_final)
             if any(news) or fault != (self._fault, self._fault_is_final):
                 self._fault, self._fault_is_final = fault
                 self._notify()
             callbacks = tuple(self._callbacks) if any(news) else ()
-            members = self._session.members
+            members = self._registration.members
         for callback in callbacks:
             try:
                 callback(members)
-            except Exception:  # a fault of the role must not cost it its membership
+            except Exception:  # an error in a callback must not end the membership
                 _log.exception("%s: an on_change callback failed", self.id)
 
     def _notify(self) -> None:
@@ -365,7 +372,7 @@ class ControlClient:
     def _wake(self) -> None:
         with self._changed:
             if self._wake_write >= 0:
-                # A full pipe (BlockingIOError) wakes the thread as well as one more byte would.
+                # A full pipe (BlockingIOError) wakes the thread, too.
                 with suppress(BlockingIOError):
                     os.write(self._wake_write, b"w")
 

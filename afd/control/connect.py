@@ -1,17 +1,25 @@
-"""The control client of a role, made from its hand-over file; one way for all roles."""
+"""Makes the control client of a role from its role file."""
 
 from __future__ import annotations
 
+from afd.config.contract import Contract
+from afd.config.roles import RoleSpec
 from afd.control.client import ControlClient
-from afd.control.contract import Contract
-from afd.control.keys import CurveKeys
+from afd.control.keys import ClientKeys, load_client
 from afd.control.messages import Timing
-from afd.roles import RoleSpec
+from afd.errors import ConfigError
+
+NO_KEYS = (
+    "control.keys is not set, and roles started by hand need keys; make a key file with"
+    " `afd keys FILE`, copy it to every host and set control.keys to it"
+)
 
 
-def keys_of(spec: RoleSpec) -> CurveKeys | None:
-    """The deployment's CURVE keys, None where it has none. Raises ConfigError."""
-    return CurveKeys.load(spec.keys_file) if spec.keys_file else None
+def keys_of(spec: RoleSpec) -> ClientKeys:
+    """The CURVE keys with which the role proves that it is this member. Raises ConfigError."""
+    if spec.keys_file is None:
+        raise ConfigError(NO_KEYS)
+    return load_client(spec.keys_file, spec.id)
 
 
 def timing_of(spec: RoleSpec) -> Timing:
@@ -20,7 +28,7 @@ def timing_of(spec: RoleSpec) -> Timing:
 
 
 def client_for(spec: RoleSpec, contract: Contract | None = None) -> ControlClient:
-    """A client that has not joined yet. ``contract``: what an attention or FFN role is held to."""
+    """Returns a client that has not joined yet. contract: of an attention or FFN role."""
     return ControlClient(
         spec.control_address,
         keys_of(spec),

@@ -1,5 +1,6 @@
-"""Tries depths and settles for one, for every bucket of decode steps: the state behind
-``pipeline.depth: auto``. What members report goes in, depths to run at come out."""
+"""Chooses the depth per bucket of decode steps from measured step times (``pipeline.depth: auto``).
+
+It takes the reports of members and returns the depths to run at."""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ from afd.depth import AUTO, choose, worth_trying
 
 WINDOW_STEPS = 8
 WINDOWS = 3
-"""A depth's step time is the median of so many means of at least ``WINDOW_STEPS`` steps each."""
+"""A depth's step time is the median of this many means of at least ``WINDOW_STEPS`` steps each."""
 FIRST_PAUSE_S = 60.0
 LONGEST_PAUSE_S = 960.0
-"""Between two rounds of one bucket; doubled each time that a round has changed nothing."""
+"""Limits of the pause between two rounds of one bucket; it doubles if a round changed nothing."""
 DRIFT = 0.25
-"""Steps that have become longer or shorter by this share are measured anew before the pause is
-over: contexts grow, and what was best may not be any more."""
+"""A bucket is measured again before its pause ends if its step time changed by this share: contexts
+grow, so another depth may be best now."""
 _GIVE_UP_S = 5.0
 _GIVE_UP_REPORTS = 10
 
@@ -26,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Windows:
-    """Means of at least WINDOW_STEPS steps each, the last WINDOWS of them."""
+    """The last WINDOWS means of at least WINDOW_STEPS steps each."""
 
     def __init__(self) -> None:
         self._means: list[float] = []
@@ -46,8 +47,8 @@ class _Windows:
 
 @dataclass
 class _Bucket:
-    """depth: settled for. step_s: measured there in the last round, which ended at ``ended``. due:
-    when the next one may begin; pause: how long after that one."""
+    """depth: chosen. step_s: its step time in the last round, which ended at ``ended``.
+    due: earliest start of the next round; pause: seconds from its end to the round after it."""
 
     depth: int
     due: float
@@ -59,8 +60,9 @@ class _Bucket:
 
 @dataclass
 class _Round:
-    """Depths of one bucket, measured one after the other, first the one that it runs at. sides: by
-    member, seconds of work and of waiting since the round began."""
+    """Measures the depths of one bucket one after the other, beginning with the current one.
+
+    sides: seconds of work and of waiting since the round began, by member."""
 
     rows: int
     to_visit: list[int]
@@ -68,13 +70,13 @@ class _Round:
     windows: _Windows = field(default_factory=_Windows)
     found: dict[int, float] = field(default_factory=dict)
     sides: dict[str, tuple[float, float]] = field(default_factory=dict)
-    elsewhere: int = 0  # reports in a row of steps that ran at another depth
+    elsewhere: int = 0  # consecutive reports of steps at another depth
 
 
 @dataclass(frozen=True)
 class DepthPolicy:
-    """What is configured. auto: measured step times choose the depth. target_s: time per output
-    token that is asked for; see :func:`afd.depth.choose`."""
+    """The configured policy. auto: measured step times choose the depth. target_s: wanted time per
+    output token; see :func:`afd.depth.choose`."""
 
     auto: bool
     target_s: float | None = None
@@ -84,7 +86,7 @@ FIXED_DEPTH = DepthPolicy(auto=False)
 
 
 class DepthTuner:
-    """One bucket is measured at a time, so that what one round waits for is nobody else's doing."""
+    """Measures one bucket at a time, so that rounds do not influence each other."""
 
     def __init__(self, policy: DepthPolicy) -> None:
         self._policy = policy
@@ -94,28 +96,28 @@ class DepthTuner:
         self._last: dict[str, tuple[int, Work]] = {}
 
     def chooses(self, wanted: int | None) -> bool:
-        """Whether the depth is ours to choose, by the operator's (None: as configured)."""
+        """Whether the tuner chooses the depth. wanted: by the operator; None: as configured."""
         return self._policy.auto if wanted is None else wanted == AUTO
 
     @property
     def depths(self) -> tuple[tuple[int, int], ...]:
-        """(bucket, depth) to run at from now on; buckets never seen are absent."""
+        """Returns (bucket, depth) pairs to run at from now on, for all buckets seen so far."""
         found = {rows: bucket.depth for rows, bucket in self._buckets.items()}
         if self._round is not None:
             found[self._round.rows] = self._round.to_visit[0]
         return tuple(sorted(found.items()))
 
     def adopt(self, depths: tuple[tuple[int, int], ...], now: float) -> None:
-        """Go on from what an earlier run of the control plane had published."""
+        """Continues with the depths that an earlier run of the control plane published."""
         self._buckets = {rows: _Bucket(depth, now) for rows, depth in depths}
 
     def note(
         self, member: str, generation: int, work: Work, now: float, max_depth: int | None
     ) -> None:
-        """A member's totals since its start.
+        """Takes a member's totals since its start.
 
         Args:
-            max_depth: deepest depth to try; None: the depth is not ours to choose.
+            max_depth: deepest depth to try; None: the tuner does not choose the depth.
         """
         known, last = self._last.get(member, (0, work))
         self._last[member] = (generation, work)
@@ -141,8 +143,8 @@ class DepthTuner:
     ) -> None:
         bucket = self._buckets.setdefault(rows, _Bucket(depth, now))
         if self._round is not None and now - self._round.heard > _GIVE_UP_S:
-            self._give_up(now)  # nothing of that bucket runs any more
-        seen_for_long = bucket.recent.median is not None  # and not while batches fill up
+            self._give_up(now)  # no steps of that bucket run any more
+        seen_for_long = bucket.recent.median is not None  # batches may still fill up
         if self._round is None and now >= bucket.due and seen_for_long:
             others = [d for d in range(1, max_depth + 1) if d != depth]
             bucket.depth, self._round = depth, _Round(rows, [depth, *others], now)
@@ -154,7 +156,7 @@ class DepthTuner:
     def _visit(self, tried: _Round, depth: int, steps: int, seconds: float, now: float) -> None:
         tried.heard = now
         if depth != tried.to_visit[0]:
-            # Said before the member knew; if it goes on, its steps have too few rows for it.
+            # Reported before the member knew, or its steps have too few rows for this depth.
             tried.elsewhere += 1
             if tried.elsewhere >= _GIVE_UP_REPORTS:
                 self._next(tried, now)
@@ -180,9 +182,9 @@ class DepthTuner:
         if current not in tried.found:
             self._give_up(now)
             return
-        self._settle(tried, now)
+        self._choose(tried, now)
 
-    def _settle(self, tried: _Round, now: float) -> None:
+    def _choose(self, tried: _Round, now: float) -> None:
         bucket = self._buckets[tried.rows]
         choice = choose(bucket.depth, tried.found, self._target_s)
         times = ", ".join(f"{d}: {s * 1e3:.2f} ms" for d, s in sorted(tried.found.items()))
@@ -209,7 +211,7 @@ class DepthTuner:
         self._round = None
 
     def _watch(self, bucket: _Bucket, steps: int, seconds: float, now: float) -> None:
-        """Whether the last round still holds."""
+        """Makes the next round due if the step time has changed."""
         bucket.recent.add(steps, seconds)
         recent, known, target = bucket.recent.median, bucket.step_s, self._target_s
         if recent is None or known is None or now < bucket.ended + FIRST_PAUSE_S:

@@ -1,4 +1,4 @@
-"""Which processes of this host live: lets the server notice a kill -9 before any timeout."""
+"""Looks up processes of this host, so that the server notices a kill -9 before the timeout."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def host_name() -> str:
 
 
 def pid_space() -> str:
-    """Names the set of processes in which a pid of ours means the same process.
+    """Identifies the pid namespace: pids are comparable only between processes with equal values.
 
-    The boot id and the pid namespace on Linux: two containers may share a host name but not their
-    pids. Empty where this cannot be told; pids are then never looked up, and only heartbeats count.
+    It is the boot id and the pid namespace on Linux (two containers may share a host name but not
+    their pids), "" elsewhere; then only heartbeats count.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -27,7 +27,7 @@ def pid_space() -> str:
 
 
 def process_alive(pid: int) -> bool:
-    """False once the process is gone or is a zombie (killed, but not yet reaped by its parent)."""
+    """False once the process is gone or a zombie (killed, but not yet reaped by its parent)."""
     try:
         return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.ZombieProcess:

@@ -1,14 +1,14 @@
-"""The entry of ``afd control``: a server that runs until it is told to stop."""
+"""Runs the control plane until a signal or an operator's shutdown."""
 
 from __future__ import annotations
 
 import logging
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 
-from afd.control.contract import Contract
+from afd.config.contract import Contract
 from afd.control.depths import FIXED_DEPTH, DepthPolicy
 from afd.control.keys import CurveKeys
 from afd.control.messages import Timing
@@ -19,19 +19,23 @@ _log = logging.getLogger(__name__)
 
 def run_control(
     address: str,
-    keys: CurveKeys | None = None,
+    keys: CurveKeys,
     *,
+    members: Iterable[str],
     timing: Timing | None = None,
     contract: Contract | None = None,
     depth: DepthPolicy = FIXED_DEPTH,
     ready: Callable[[str], None] | None = None,
 ) -> int:
-    """Serves until SIGTERM, SIGINT or an operator's shutdown; returns the exit code 0.
+    """Serves until SIGTERM, SIGINT or an operator's shutdown; returns exit code 0.
 
-    ``ready`` is called once with the real address. On a signal the members are told that the
-    control plane goes away, and keep running. Must be called on the main thread (signals).
+    See :class:`ControlServer` for most arguments. ``ready`` is called once with the real address.
+    On a signal, members are told that the control plane stops; they keep running. Call it on the
+    main thread (signals).
     """
-    server = ControlServer(address, keys, contract=contract, timing=timing, depth=depth)
+    server = ControlServer(
+        address, keys, members=members, contract=contract, timing=timing, depth=depth
+    )
     stop = threading.Event()
 
     def on_signal(number: int, _frame: FrameType | None) -> None:

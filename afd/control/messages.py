@@ -1,39 +1,44 @@
-"""Everything that travels over the control plane: frozen structs, one tagged union, msgpack.
+"""All messages of the control plane: frozen structs in one tagged union, encoded as msgpack.
 
-A member speaks ``Hello``, ``Heartbeat``, ``Bye``; an operator speaks ``Status``, ``SetDepth``,
-``Drain``, ``MoveExperts``, ``AskContract``, ``Shutdown``; the server answers with ``Welcome``,
+A member sends ``Hello``, ``Heartbeat``, ``Bye``; an operator sends ``Status``, ``SetDepth``,
+``Drain``, ``MoveExperts``, ``AskContract``, ``Shutdown``; the server replies with ``Welcome``,
 ``Wait``, ``Refused``, ``Unknown``, ``Beat``, ``Members``, ``Agreement`` and ``Closing``. Every
-message is one ZeroMQ frame.
+message is one ZeroMQ frame. Decoding checks types, ranges and lengths.
 """
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias, TypeVar
 
 import msgspec
+from msgspec import Meta
 
-from afd.control.contract import Contract
+from afd.config.contract import Contract
 from afd.errors import ConfigError
+from afd.topology import member_id
 
-PROTOCOL = 3
-"""Raised whenever a message changes its meaning; members of another protocol are refused."""
+PROTOCOL = 4
+"""Incremented when a message changes its meaning; members of another protocol are refused."""
+MAX_MESSAGE_BYTES = 1 << 20
+"""Both ends drop a connection that sends a larger message."""
+
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Generation = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+Small = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+Text = Annotated[str, Meta(max_length=4096)]
+Addresses = Annotated[tuple[Text, ...], Meta(max_length=64)]
+Seconds = Annotated[float, Meta(ge=0.0, le=1e12)]
 
 State: TypeAlias = Literal["starting", "ready", "draining"]
 STATES: tuple[State, ...] = ("starting", "ready", "draining")
-"""The states of a member, in the only order in which it may pass through them."""
+"""The states of a member, in order; it never goes back."""
 
 CONTRACT_ROLES = ("attention", "ffn")
 ROLES = (*CONTRACT_ROLES, "gateway")
 
 
-def member_id(role: str, index: int, rank: int = 0) -> str:
-    """The member's name everywhere: ``member_id("ffn", 1) == "ffn-1"``. The first rank of an FFN
-    instance has the instance's name, the second one of this is ``ffn-1.1``."""
-    return f"{role}-{index}.{rank}" if rank else f"{role}-{index}"
-
-
 class Timing(msgspec.Struct, frozen=True):
-    """How often both sides send a sign of life, and after which silence the other is gone (s)."""
+    """Seconds between two heartbeats, and seconds of silence after which a member is dropped."""
 
     interval_s: float = 0.5
     timeout_s: float = 3.0
@@ -49,21 +54,25 @@ class Timing(msgspec.Struct, frozen=True):
 
 
 class Member(msgspec.Struct, frozen=True):
-    """One registered process. ``addresses`` are those of its Region (see afd_comm),
-    ``order_addresses`` those of the one in which an FFN rank takes orders."""
+    """One registered process.
 
-    role: str
-    index: int
-    generation: int
-    rank: int = 0
-    addresses: tuple[str, ...] = ()
-    order_addresses: tuple[str, ...] = ()
-    api_url: str = ""
-    metrics_url: str = ""
-    pid: int = 0
+    addresses: of its Region (see afd_comm). order_addresses: of the Region in which an FFN rank
+    receives orders. Both hold the tokens with which a peer may claim slots, so only attention and
+    FFN members get them; for others they are empty.
+    """
+
+    role: Text
+    index: Small
+    generation: Generation
+    rank: Small = 0
+    addresses: Addresses = ()
+    order_addresses: Addresses = ()
+    api_url: Text = ""
+    metrics_url: Text = ""
+    pid: Small = 0
     state: State = "starting"
-    host: str = ""
-    pid_space: str = ""  # where `pid` is valid, see hosts.pid_space()
+    host: Text = ""
+    pid_space: Text = ""  # where `pid` is valid, see hosts.pid_space()
 
     @property
     def id(self) -> str:
@@ -71,38 +80,40 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class Move(msgspec.Struct, frozen=True):
-    """One layer's experts in another place than at the start: the expert in every slot, and the
-    bank that they are in (see :mod:`afd.control.moves`)."""
+    """One layer whose experts are not where they were at the start: the expert in every slot, and
+    the bank that holds them (see :mod:`afd.control.moves`)."""
 
-    layer: int
-    bank: int
-    experts: tuple[int, ...]
+    layer: Small
+    bank: Small
+    experts: tuple[Small, ...]
 
 
 class Members(msgspec.Struct, frozen=True, tag="members"):
     """The whole deployment as one immutable snapshot; ``version`` grows with every change.
 
-    ``depth`` is the operator's runtime depth (None: the configured one holds; AUTO of afd/depth.py:
-    ``depths`` do). ``depths`` are (bucket, depth) of decode steps, where measured step times choose
-    the depth. Members come sorted by role, index and rank.
+    depth: the operator's runtime depth (None: as configured; AUTO of afd/depth.py: by ``depths``).
+    depths: (bucket, depth) of decode steps, chosen from measured step times. Members are sorted by
+    role, index and rank.
 
-    ``moved`` are the layers whose experts are not where the contract has them. ``moving`` is the
-    move under way, number ``moves`` of all so far, which attention instances are to follow once
-    ``switching``; ``moves_left`` counts it and those behind it. ``move_fault`` says why the last
-    ones were called off.
+    moved: layers whose experts are not where the contract has them. moving: the current move, which
+    is number ``moves`` of all so far; attention instances follow it once ``switching``. moves_left:
+    number of moves that are not finished. move_fault: why the last ones were cancelled.
+
+    seal: proves to a restarted server that an earlier run of it made this snapshot.
     """
 
-    version: int = 0
-    members: tuple[Member, ...] = ()
-    depth: int | None = None
-    depths: tuple[tuple[int, int], ...] = ()
+    version: Count = 0
+    members: Annotated[tuple[Member, ...], Meta(max_length=65536)] = ()
+    depth: Small | None = None
+    depths: tuple[tuple[Small, Small], ...] = ()
     draining: bool = False
     moved: tuple[Move, ...] = ()
     moving: Move | None = None
     switching: bool = False
-    moves: int = 0
-    moves_left: int = 0
-    move_fault: str = ""
+    moves: Count = 0
+    moves_left: Count = 0
+    move_fault: Text = ""
+    seal: Annotated[bytes, Meta(max_length=64)] = b""
 
     def find(self, role: str, index: int, rank: int = 0) -> Member | None:
         """The member, or None while it is not registered."""
@@ -110,7 +121,7 @@ class Members(msgspec.Struct, frozen=True, tag="members"):
         return next((m for m in self.members if (m.role, m.index, m.rank) == wanted), None)
 
     def of(self, role: str, *, state: State | None = None) -> tuple[Member, ...]:
-        """All members of a role (in one state, if given), in the order of index and rank."""
+        """The members of a role (in one state, if given), by index and rank."""
         return tuple(m for m in self.members if m.role == role and state in (None, m.state))
 
 
@@ -118,98 +129,99 @@ class Members(msgspec.Struct, frozen=True, tag="members"):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """Asks to be a member; repeated until answered, so it must be (and is) idempotent.
+    """Asks to become a member. It is idempotent: a member repeats it until it gets a reply.
 
-    ``generation`` is 0 at the first join. A member that was welcomed before sends its generation,
-    the ``incarnation`` of the server that gave it and its last snapshot: a restarted server
-    rebuilds its registry from them.
+    generation: 0 at the first join. A member that was welcomed before sends its generation, the
+    ``incarnation`` of the server that assigned it and its last snapshot. A restarted server
+    rebuilds its registry from them, if the snapshot's seal is right.
     """
 
-    role: str
-    index: int
+    role: Text
+    index: Small
     contract: Contract | None
-    rank: int = 0
-    addresses: tuple[str, ...] = ()
-    order_addresses: tuple[str, ...] = ()
-    api_url: str = ""
-    metrics_url: str = ""
-    pid: int = 0
-    host: str = ""
-    pid_space: str = ""
+    rank: Small = 0
+    addresses: Addresses = ()
+    order_addresses: Addresses = ()
+    api_url: Text = ""
+    metrics_url: Text = ""
+    pid: Small = 0
+    host: Text = ""
+    pid_space: Text = ""
     state: State = "starting"
-    generation: int = 0
-    incarnation: int = 0
+    generation: Generation = 0
+    incarnation: Count = 0
     known: Members | None = None
-    protocol: int = PROTOCOL
+    protocol: Small = PROTOCOL
 
 
 class BucketSteps(msgspec.Struct, frozen=True):
-    """Decode steps of up to ``rows`` rows at one depth, and the time from each one's start to the
-    next one's: see afd/decode_steps.py."""
+    """Number of decode steps of up to ``rows`` rows at one depth, and the time from the start of
+    each to the start of the next (see afd/metrics/decode_steps.py)."""
 
-    rows: int
-    depth: int
-    steps: int
-    seconds: float
+    rows: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    depth: Annotated[int, Meta(ge=0, le=1024)]
+    steps: Count
+    seconds: Seconds
 
 
 class Work(msgspec.Struct, frozen=True):
-    """What a member has done since its start: seconds that its own stage took and that it waited
-    for the other side inside of steps; on attention instances the decode steps."""
+    """Totals of a member since its start: seconds of its own stage, seconds of waiting for the
+    other side inside steps, and on attention instances the decode steps."""
 
-    busy_s: float = 0.0
-    waited_s: float = 0.0
-    steps: tuple[BucketSteps, ...] = ()
+    busy_s: Seconds = 0.0
+    waited_s: Seconds = 0.0
+    steps: Annotated[tuple[BucketSteps, ...], Meta(max_length=1024)] = ()
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """A member's sign of life; carries its state and the version it knows, so that nothing that
-    was lost on the way stays lost for longer than one heartbeat.
+    """A member's sign of life. It carries the state and the known version, so that a lost message
+    is made up for at the next heartbeat.
 
-    ``moves``: number of the last move of experts that it has made. ``move_fault``: why it cannot
-    make the one under way, if it cannot.
+    moves: number of the last expert move that it has made. move_fault: why it cannot make the
+    current one, if it cannot.
     """
 
     state: State
-    version: int
-    moves: int = 0
-    move_fault: str = ""
+    version: Count
+    moves: Count = 0
+    move_fault: Text = ""
     work: Work = Work()
 
 
 class Bye(msgspec.Struct, frozen=True, tag="bye"):
-    """The member leaves; answered with Beat, so that it can close once this has arrived."""
+    """The member leaves. The reply is Beat, after which the member can close."""
 
 
 # --- operator -> server -----------------------------------------------------------------------
 
 
 class Status(msgspec.Struct, frozen=True, tag="status"):
-    """Answered with Members."""
+    """Asks for Members."""
 
 
 class AskContract(msgspec.Struct, frozen=True, tag="ask_contract"):
-    """Answered with Agreement."""
+    """Asks for Agreement."""
 
 
 class SetDepth(msgspec.Struct, frozen=True, tag="set_depth"):
-    """Sets the runtime depth (None: back to the configured one; AUTO of afd/depth.py: chosen from
-    measured step times); answered with Members."""
+    """Sets the runtime depth (None: as configured; AUTO of afd/depth.py: chosen from measured step
+    times). The reply is Members."""
 
-    depth: int | None
+    depth: Small | None
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
-    """Starts (or calls off) draining the deployment; answered with Members."""
+    """Starts or ends draining: running requests finish, gateways refuse new ones, and only a role
+    that was a member may join. The reply is Members."""
 
     on: bool = True
 
 
 class MoveExperts(msgspec.Struct, frozen=True, tag="move_experts"):
     """Moves the experts while the deployment serves: the expert in every slot, for every MoE layer
-    (afd/placement.py); answered with Members."""
+    (afd/placement/tables.py). The reply is Members."""
 
-    tables: tuple[tuple[int, ...], ...]
+    tables: tuple[tuple[Small, ...], ...]
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
@@ -220,28 +232,28 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """The answer to an accepted Hello. ``incarnation`` names this run of the server."""
+    """The reply to an accepted Hello. incarnation: identifies this run of the server."""
 
-    generation: int
-    incarnation: int
+    generation: Generation
+    incarnation: Count
     members: Members
     timing: Timing
 
 
 class Wait(msgspec.Struct, frozen=True, tag="wait"):
-    """Not yet: another process holds the id and it is not known whether it lives. Ask again."""
+    """Try again: another process holds the id, and whether it lives is not known yet."""
 
     reason: str
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """A final no; ``reason`` is for the user and names the cause and the remedy."""
+    """A final refusal. reason: cause and remedy, for the user."""
 
     reason: str
 
 
 class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
-    """The server does not know the sender (it restarted, or it gave it up): say Hello again."""
+    """The server does not know the sender (it restarted or dropped it): send Hello again."""
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
@@ -249,7 +261,7 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
 
 
 class Agreement(msgspec.Struct, frozen=True, tag="agreement"):
-    """What all members share; None while nobody is there who brought a contract."""
+    """The contract that all members share; None while no member has one."""
 
     contract: Contract | None
 
@@ -265,9 +277,14 @@ FromOperator: TypeAlias = Status | AskContract | SetDepth | Drain | MoveExperts 
 ToServer: TypeAlias = FromMember | FromOperator
 FromServer: TypeAlias = Welcome | Wait | Refused | Unknown | Beat | Members | Agreement | Closing
 
+_T = TypeVar("_T")
 _encoder = msgspec.msgpack.Encoder()
 _to_server: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(ToServer)
 _from_server: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(FromServer)
+
+
+class Malformed(Exception):
+    """The bytes are not a message of this protocol."""
 
 
 def encode(message: ToServer | FromServer) -> bytes:
@@ -275,10 +292,18 @@ def encode(message: ToServer | FromServer) -> bytes:
 
 
 def decode_to_server(frame: bytes) -> ToServer:
-    """Raises msgspec.DecodeError (ValidationError is one) on anything that is not a message."""
-    return _to_server.decode(frame)
+    """Decodes a message of a member or an operator. Raises Malformed."""
+    return _decode(_to_server, frame)
 
 
 def decode_from_server(frame: bytes) -> FromServer:
-    """Raises msgspec.DecodeError (ValidationError is one) on anything that is not a message."""
-    return _from_server.decode(frame)
+    """Decodes a message of the server. Raises Malformed."""
+    return _decode(_from_server, frame)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_T], frame: bytes) -> _T:
+    try:
+        return decoder.decode(frame)
+    except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError, OverflowError) as error:
+        # ValueError: invalid UTF-8. RecursionError: deep nesting.
+        raise Malformed(f"{type(error).__name__}: {error}"[:200]) from None

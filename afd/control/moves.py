@@ -1,9 +1,9 @@
-"""Experts that change their places while the deployment serves: the protocol as pure functions.
+"""The protocol that moves experts while the deployment serves, as pure functions.
 
-Layers move one after the other. First every FFN instance reads the layer's new experts into the
-layer's other *bank*, and says so; then every attention instance counts on them from its next step
-on, and says so; then nobody asks for the old ones any more. Ids on the wire tell which bank is
-meant, so the instances need not switch at the same moment.
+Layers move one after the other. First, every FFN instance loads the layer's new experts into the
+layer's other *bank* and reports it. Then every attention instance uses them from its next step on
+and reports it; after that, no request refers to the old bank. Ids on the wire name the bank, so
+instances do not have to switch at the same time.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from afd.control.contract import Contract
+from afd.config.contract import Contract
 from afd.control.messages import Members, Move
-from afd.placement import Placement, Table, problem
+from afd.placement.tables import Placement, Table, problem
 
 Where = tuple[int, Table]
 """(bank, expert in every slot) of one layer."""
 
 
 def settled(members: Members, start: Placement, layers: Sequence[int]) -> dict[int, Where]:
-    """Where every layer's experts are, but for the move that is under way."""
+    """Where every layer's experts are, without the current move."""
     places: dict[int, Where] = {
         layer: (0, table) for layer, table in zip(layers, start.tables, strict=True)
     }
@@ -42,7 +42,7 @@ def in_use(members: Members, start: Placement, layers: Sequence[int]) -> dict[in
 def to_hold(
     members: Members, start: Placement, layers: Sequence[int]
 ) -> dict[int, dict[int, Table]]:
-    """What FFN instances have to hold: by layer, then by bank, the expert in every slot."""
+    """What FFN instances must hold: by layer, then by bank, the expert in every slot."""
     wanted = {
         layer: {bank: table} for layer, (bank, table) in settled(members, start, layers).items()
     }
@@ -53,7 +53,7 @@ def to_hold(
 
 
 def followed(members: Members) -> int:
-    """Number of the last move that an attention instance has made once it goes by ``members``."""
+    """Number of the last move that an attention instance has made once it uses ``members``."""
     waits = members.moving is not None and not members.switching
     return members.moves - 1 if waits else members.moves
 
@@ -61,16 +61,18 @@ def followed(members: Members) -> int:
 def objection(
     tables: Sequence[Sequence[int]], contract: Contract | None, members: Members
 ) -> str | None:
-    """Why experts cannot be moved to ``tables`` (one per MoE layer) now, or None."""
+    """Returns why experts cannot be moved to ``tables`` (one per MoE layer) now, or None."""
     if contract is None:
-        return "there is no member that holds experts; wait until the deployment is up"
+        return "no member holds experts; wait until the deployment is up"
     if not contract.movable:
         return (
-            "experts stay where they are while steps are replayed as graphs; start again with"
+            "captured graphs fix the experts in their slots; restart with"
             " ffn.placement, or set pipeline.graphs: false"
         )
     if members.moving is not None:
-        return f"layer {members.moving.layer} is being moved; wait until `afd ctl status` says so"
+        return (
+            f"layer {members.moving.layer} is being moved; wait until `afd ctl status` shows none"
+        )
     if len(tables) != len(contract.moe_layers):
         return f"there are {len(tables)} tables for {len(contract.moe_layers)} MoE layers"
     for layer, table in zip(contract.moe_layers, tables, strict=True):
@@ -81,7 +83,7 @@ def objection(
 
 
 class Moves:
-    """The server's part: hands out one move after the other. Feed it what members have done."""
+    """The server's part: starts one move after the other as members report progress."""
 
     def __init__(self) -> None:
         self._left: list[tuple[int, Table]] = []
@@ -91,7 +93,7 @@ class Moves:
         return len(self._left)
 
     def plan(self, tables: Sequence[Table], contract: Contract, members: Members) -> Members:
-        """Begin to move the experts to ``tables``, see :func:`objection`; the next snapshot."""
+        """Starts to move the experts to ``tables``; returns the next snapshot."""
         start = Placement(contract.expert_slots, contract.expert_map)
         now = settled(members, start, contract.moe_layers)
         wanted = zip(contract.moe_layers, tables, strict=True)
@@ -101,7 +103,7 @@ class Moves:
     def advance(
         self, members: Members, contract: Contract, done: Mapping[tuple[str, int, int], int]
     ) -> Members | None:
-        """The next snapshot if the move under way can go on, else None.
+        """Returns the next snapshot if the current move can continue, else None.
 
         Args:
             done: (role, index, rank) of every registered member: the last move it has made.
@@ -124,7 +126,7 @@ class Moves:
         )
 
     def give_up(self, members: Members, fault: str) -> Members:
-        """A move that an instance cannot make is called off, and with it those behind it."""
+        """Cancels the current move, which an instance cannot make, and all moves after it."""
         self._left = []
         moving = members.moving if members.switching else None
         return msgspec.structs.replace(members, moving=moving, moves_left=0, move_fault=fault)

@@ -1,4 +1,8 @@
-"""What an operator does to a running deployment; the commands of ``afd status|depth|drain``."""
+"""Operator commands to a running deployment, as used by ``afd ctl``.
+
+``keys`` are the operators'; None looks for a deployment of this user on this host that has its
+control plane at the address (:mod:`afd.control.local_keys`).
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,11 @@ import time
 import uuid
 from typing import TypeVar
 
+from afd.config.contract import Contract
 from afd.control import messages as m
 from afd.control.channel import Channel
-from afd.control.contract import Contract
-from afd.control.keys import CurveKeys
+from afd.control.keys import ClientKeys
+from afd.control.local_keys import operator_keys
 from afd.errors import ConfigError, DeadlineExceeded, HandshakeRefused
 
 _RETRY_S = 0.05
@@ -17,60 +22,61 @@ _RETRY_S = 0.05
 _Answer = TypeVar("_Answer", m.Members, m.Agreement)
 
 
-def status(address: str, keys: CurveKeys | None = None, *, deadline_s: float = 5.0) -> m.Members:
-    """The members, the runtime depth and whether the deployment drains."""
+def status(address: str, keys: ClientKeys | None = None, *, deadline_s: float = 5.0) -> m.Members:
+    """Returns the members, the runtime depth and whether the deployment drains."""
     return _ask(address, keys, m.Status(), m.Members, deadline_s)
 
 
 def contract(
-    address: str, keys: CurveKeys | None = None, *, deadline_s: float = 5.0
+    address: str, keys: ClientKeys | None = None, *, deadline_s: float = 5.0
 ) -> Contract | None:
-    """What all members share; None while none is there."""
+    """Returns the contract that all members share; None while there is no member."""
     return _ask(address, keys, m.AskContract(), m.Agreement, deadline_s).contract
 
 
 def set_depth(
-    address: str, keys: CurveKeys | None = None, *, depth: int | None, deadline_s: float = 5.0
+    address: str, keys: ClientKeys | None = None, *, depth: int | None, deadline_s: float = 5.0
 ) -> m.Members:
-    """Sets the number of micro-batches of every attention instance from its next step on; None
-    goes back to the configured one, AUTO (afd/depth.py) has measured step times choose. ConfigError
-    if it is outside of 1..max_depth."""
+    """Sets the number of micro-batches of every attention instance from its next step on.
+
+    None restores the configured depth; AUTO (afd/depth.py) chooses it from measured step times.
+    Raises ConfigError if it is outside of 1..max_depth."""
     return _ask(address, keys, m.SetDepth(depth), m.Members, deadline_s)
 
 
 def drain(
-    address: str, keys: CurveKeys | None = None, *, on: bool = True, deadline_s: float = 5.0
+    address: str, keys: ClientKeys | None = None, *, on: bool = True, deadline_s: float = 5.0
 ) -> m.Members:
-    """Asks all members to finish what they have and take nothing new; ``on=False`` calls it off."""
+    """Running requests finish, gateways refuse new ones; ``on=False`` ends it."""
     return _ask(address, keys, m.Drain(on), m.Members, deadline_s)
 
 
 def move_experts(
     address: str,
-    keys: CurveKeys | None = None,
+    keys: ClientKeys | None = None,
     *,
     tables: tuple[tuple[int, ...], ...],
     deadline_s: float = 5.0,
 ) -> m.Members:
-    """Begins to move experts, one layer after the other, to the slots of ``tables``; the snapshot's
-    ``moves_left`` says how far it is. ConfigError if they cannot be moved there, or not now."""
+    """Starts to move experts, layer by layer, to the slots of ``tables``; ``moves_left`` of the
+    snapshot shows the progress. ConfigError if they cannot be moved there, or not now."""
     return _ask(address, keys, m.MoveExperts(tables), m.Members, deadline_s)
 
 
-def shutdown(address: str, keys: CurveKeys | None = None, *, deadline_s: float = 5.0) -> m.Members:
-    """Tells all members to stop and ends the control plane; returns who was registered."""
+def shutdown(address: str, keys: ClientKeys | None = None, *, deadline_s: float = 5.0) -> m.Members:
+    """Tells all members to stop and ends the control plane; returns the last members."""
     return _ask(address, keys, m.Shutdown(), m.Members, deadline_s)
 
 
 def _ask(
     address: str,
-    keys: CurveKeys | None,
+    keys: ClientKeys | None,
     question: m.FromOperator,
     answer: type[_Answer],
     deadline_s: float,
 ) -> _Answer:
-    """Asks once per connection until an answer comes: every question may be repeated."""
-    channel = Channel(address, keys, uuid.uuid4().hex.encode("ascii"))
+    """Sends the request once per connection until a reply comes; all requests are idempotent."""
+    channel = Channel(address, keys or operator_keys(address), uuid.uuid4().hex.encode("ascii"))
     end = time.monotonic() + deadline_s
     connected = asked = False
     try:

@@ -1,7 +1,8 @@
-"""Who is a member: the control plane's state machine, without sockets and with injected clocks.
+"""The control plane's state machine, without sockets and with injected clocks.
 
-Feed it what arrives (:meth:`Registry.handle`) and call :meth:`Registry.tick` several times per
-heartbeat; both return what has to be sent. One thread owns it.
+Pass received messages to :meth:`Registry.handle` and call :meth:`Registry.tick` several times per
+heartbeat; both return the messages to send. One thread owns it. Who may send what is decided before
+(:mod:`afd.control.authority`).
 """
 
 from __future__ import annotations
@@ -13,15 +14,20 @@ from dataclasses import dataclass
 
 import msgspec
 
+from afd.config.contract import Contract
 from afd.control import admission
 from afd.control import messages as m
-from afd.control.contract import Contract
 from afd.control.depths import FIXED_DEPTH, DepthPolicy, DepthTuner
+from afd.control.entries import Entry, reference_of
 from afd.control.generations import MAX_GENERATION, Generations
 from afd.control.hosts import pid_space, process_alive
 from afd.control.moves import Moves, objection
+from afd.control.recovery import generation_in, proven, resumed
+from afd.control.seal import Seal, without_addresses
 from afd.depth import AUTO
+from afd.topology import member_id
 
+_MOST_CONTENDERS = 256
 _log = logging.getLogger(__name__)
 
 
@@ -33,30 +39,23 @@ class Outgoing:
     message: m.FromServer
 
 
-@dataclass
-class _Entry:
-    """A member as the server sees it. ``peer`` is None while it is only known from another
-    member's snapshot and has not yet spoken to this run of the server."""
-
-    member: m.Member
-    peer: bytes | None
-    contract: Contract | None
-    heard: float  # seconds of the monotonic clock
-    moves: int = 0  # the last move of experts that it has made
-
-
 class Registry:
-    """Registers, checks, numbers and forgets members.
+    """Registers, checks, numbers and drops members.
 
-    ``clock`` gives monotonic seconds, ``wall_clock`` seconds since 1970. Generations start from the
-    wall clock so that they grow over restarts of the server too; the largest one that any member
-    reports is respected as well. ``expected`` is the deployment's contract if the server knows it.
+    Generations start from the wall clock, so that they grow over restarts of the server too. Of
+    what a returning member says about an earlier run, only a snapshot with a right seal counts.
+
+    Args:
+        expected: the deployment's contract, if the server knows it; members must have this one.
+        seal: key of the seals of snapshots, the same for all runs of one deployment's server.
+        clock: monotonic seconds. wall_clock: seconds since 1970.
     """
 
     def __init__(
         self,
         *,
         timing: m.Timing,
+        seal: bytes,
         expected: Contract | None = None,
         depth: DepthPolicy = FIXED_DEPTH,
         clock: Callable[[], float] = time.monotonic,
@@ -66,14 +65,16 @@ class Registry:
     ) -> None:
         self.timing = timing.checked()
         self.expected = expected
+        self._seal = Seal(seal)
         self._tuner = DepthTuner(depth)
         self.stopping = False
-        self.members = m.Members()
+        self.members = m.Members()  # complete, for attention and FFN members
+        self._public = m.Members()  # without addresses, for all others
         self._clock = clock
         self._pid_space = pid_space() if local_pid_space is None else local_pid_space
         self._alive = alive
-        self._entries: dict[str, _Entry] = {}
-        self._retired: dict[str, int] = {}  # id -> generation of its last forgotten member
+        self._entries: dict[str, Entry] = {}
+        self._retired: dict[str, int] = {}  # id -> generation of its last dropped member
         self._contenders: dict[tuple[str, bytes], float] = {}  # second process for an id -> since
         self._moves = Moves()
         self._generations = Generations(wall_clock)
@@ -83,7 +84,7 @@ class Registry:
     # --- what arrives ---------------------------------------------------------------------------
 
     def handle(self, peer: bytes, message: m.ToServer) -> list[Outgoing]:
-        """Applies one message; returns the answers and broadcasts it causes."""
+        """Applies one message; returns the replies and broadcasts that it causes."""
         match message:
             case m.Hello():
                 return self._hello(peer, message)
@@ -94,26 +95,26 @@ class Registry:
                 gone = [] if entry is None else self._forget([(entry, "left")])
                 return [*gone, Outgoing(peer, m.Beat())]
             case m.Status():
-                return [Outgoing(peer, self.members)]
+                return [Outgoing(peer, self._public)]
             case m.AskContract():
                 return [Outgoing(peer, m.Agreement(self._contract()))]
             case m.SetDepth():
                 return self._set_depth(peer, message.depth)
             case m.Drain():
                 changed = self._change(draining=message.on)
-                return [*changed, Outgoing(peer, self.members)]
+                return [*changed, Outgoing(peer, self._public)]
             case m.MoveExperts():
                 return self._move_experts(peer, message.tables)
             case m.Shutdown():
                 self.stopping = True
-                return [*self.closing(stop_members=True), Outgoing(peer, self.members)]
+                return [*self.closing(stop_members=True), Outgoing(peer, self._public)]
 
     def tick(self) -> list[Outgoing]:
-        """Forgets members that are silent for too long or whose process on this host has died."""
+        """Drops members that are silent for too long or whose process on this host has died."""
         now = self._clock()
         pause, self._ticked = now - self._ticked, now
         if pause > self.timing.timeout_s / 2:
-            # This process itself stood still (suspended, starved): that is not its members' fault.
+            # This process itself was suspended; the silence is not the members' fault.
             for entry in self._entries.values():
                 entry.heard = min(now, entry.heard + pause)
         gone = [
@@ -126,84 +127,75 @@ class Registry:
         return self._forget(gone)
 
     def closing(self, *, stop_members: bool) -> list[Outgoing]:
-        """What to tell the members when the server stops."""
-        return self._broadcast(m.Closing(stop_members=stop_members))
+        """Returns the messages to send when the server stops."""
+        goodbye = m.Closing(stop_members=stop_members)
+        return [Outgoing(e.peer, goodbye) for e in self._entries.values() if e.peer is not None]
 
     # --- joining --------------------------------------------------------------------------------
 
     def _hello(self, peer: bytes, hello: m.Hello) -> list[Outgoing]:
-        name = m.member_id(hello.role, hello.index, hello.rank)
+        name = member_id(hello.role, hello.index, hello.rank)
         entry = self._entries.get(name)
         if entry is not None and entry.peer == peer:  # our Welcome was lost or is still under way
             entry.heard = self._clock()
             return [self._welcome(entry)]
-        objection = admission.objection(hello, self._reference(), self.members.draining)
-        if objection is not None:
-            _log.warning("%s", objection)
-            return [Outgoing(peer, m.Refused(objection))]
-        self._recover(hello)
-        out: list[Outgoing] = []
-        entry = self._entries.get(name)
-        keep = False  # the generation that the member already has
+        reference = reference_of(self._entries.values(), self.expected)
+        returns = hello.generation > 0 or name in self._entries or name in self._retired
+        refusal = admission.objection(
+            hello, reference, draining=self.members.draining, returns=returns
+        )
+        if refusal is not None:
+            return [Outgoing(peer, m.Refused(refusal))]
+        known = proven(hello, self._seal, self.incarnation)
+        held = generation_in(known, name)  # by the member, from an earlier run of the server
+        death = None if entry is None else self._death(entry, self._clock())
         if entry is None:
-            keep = self._recovering() and hello.generation > self._retired.get(name, 0)
-        elif entry.peer is None and entry.member.generation == hello.generation:
+            keep = self._recovering() and held > self._retired.get(name, 0)
+        elif entry.peer is None and held >= entry.member.generation:
             keep = True
-        elif (reason := self._death(entry, self._clock())) is not None:
-            out += self._forget([(entry, f"{reason}, replaced")])
+        elif death is not None:
+            keep = False
         else:
             return [Outgoing(peer, self._contend(entry, peer))]
-        return [*out, *self._admit(peer, hello, keep=keep)]
-
-    def _reference(self) -> tuple[str, Contract] | None:
-        """Who holds the contract that others must equal, and the contract.
-
-        All holders have equal ones, so the first of them stands for all; with the last holder the
-        reference is gone too, and a new configuration may begin.
-        """
-        if self.expected is not None:
-            return "the control plane", self.expected
-        holders = [
-            (entry.member.generation, entry.member.id, entry.contract)
-            for entry in self._entries.values()
-            if entry.contract is not None
-        ]
-        if not holders:
-            return None
-        _, holder, contract = min(holders, key=lambda h: h[0])
-        return holder, contract
+        largest = max((member.generation for member in known.members), default=0)
+        generation = held if keep else self._generations.next_after(largest)
+        if generation > MAX_GENERATION:
+            reason = f"generation {generation} does not fit 32 bits; set the clock of this host"
+            return [Outgoing(peer, m.Refused(reason))]
+        # The member is accepted. Up to here nothing has changed.
+        replaced = [] if keep or entry is None else [(entry, f"{death}, replaced")]
+        out = self._forget(replaced)
+        self._recover(known, name, hello.role)
+        return [*out, *self._admit(peer, hello, generation)]
 
     def _contract(self) -> Contract | None:
-        reference = self._reference()
+        reference = reference_of(self._entries.values(), self.expected)
         return None if reference is None else reference[1]
 
-    def _contend(self, entry: _Entry, peer: bytes) -> m.Wait | m.Refused:
-        """A second process for a registered id: final only once the first has given a sign of life
-        after the second came, because a killed one looks alive until its timeout."""
+    def _contend(self, entry: Entry, peer: bytes) -> m.Wait | m.Refused:
+        """Replies to a second process for a registered id.
+
+        The refusal is final once the first process has sent a heartbeat after the second one came:
+        a killed process looks alive until its timeout.
+        """
         holder = entry.member
         reason = (
             f"{holder.id} is already running as pid {holder.pid} on host {holder.host}; "
             "stop it or use another --index"
         )
         key = (holder.id, peer)
+        if key not in self._contenders and len(self._contenders) >= _MOST_CONTENDERS:
+            return m.Wait(reason)
         since = self._contenders.setdefault(key, self._clock())
         if entry.peer is not None and entry.heard > since:
             del self._contenders[key]
-            _log.warning("refused a second %s: %s", holder.id, reason)
             return m.Refused(reason)
         return m.Wait(reason)
 
-    def _admit(self, peer: bytes, hello: m.Hello, *, keep: bool) -> list[Outgoing]:
-        if keep:
-            generation = hello.generation
-            self._generations.saw(generation)
-        else:
-            generation = self._generations.next_after(hello.generation)
-        if generation > MAX_GENERATION:
-            reason = f"generation {generation} does not fit 32 bits; set the clock of this host"
-            return [Outgoing(peer, m.Refused(reason))]
+    def _admit(self, peer: bytes, hello: m.Hello, generation: int) -> list[Outgoing]:
+        self._generations.saw(generation)
         member = admission.member(hello, generation)
-        entry = _Entry(member, peer, hello.contract, self._clock())
+        entry = Entry(member, peer, hello.contract, self._clock())
         self._entries[member.id] = entry
         self._contenders.pop((member.id, peer), None)
         _log.info(
@@ -214,10 +206,12 @@ class Registry:
         others = [o for o in out if o.peer != peer]
         return [self._welcome(entry), *others]
 
-    def _welcome(self, entry: _Entry) -> Outgoing:
+    def _welcome(self, entry: Entry) -> Outgoing:
         assert entry.peer is not None
-        welcome = m.Welcome(entry.member.generation, self.incarnation, self.members, self.timing)
-        return Outgoing(entry.peer, welcome)
+        return Outgoing(
+            entry.peer,
+            m.Welcome(entry.member.generation, self.incarnation, self._view(entry), self.timing),
+        )
 
     # --- after a restart of the server ----------------------------------------------------------
 
@@ -225,36 +219,27 @@ class Registry:
         """True shortly after the start, while members of an earlier run may come back."""
         return self._clock() - self._started <= self.timing.timeout_s
 
-    def _recover(self, hello: m.Hello) -> None:
-        """Takes over what a returning member knows of the deployment.
+    def _recover(self, known: m.Members, name: str, role: str) -> None:
+        """Takes over a snapshot of an earlier run of the server, brought by this member.
 
-        Without this, the first one back would be told that it is alone, and the data plane would
-        drop peers that are well. The others have one timeout to speak up themselves.
+        Without it, the first member back would see an empty deployment, and the data plane would
+        drop peers that are well. The other members get one timeout to register again.
         """
-        known = hello.known
-        if known is None or hello.incarnation == self.incarnation or not self._recovering():
-            return
         for member in known.members:
             self._generations.saw(member.generation)
-            if (
-                member.id != m.member_id(hello.role, hello.index, hello.rank)
-                and member.id not in self._entries
-                and member.generation > self._retired.get(member.id, 0)
-            ):
-                self._entries[member.id] = _Entry(member, None, None, self._clock())
+        if not self._recovering():
+            return
+        partial = role not in m.CONTRACT_ROLES
+        for member in known.members:
+            entry = self._entries.get(member.id)
+            if entry is None:
+                missing = member.generation > self._retired.get(member.id, 0)
+            else:
+                missing = entry.partial and not partial
+            if missing and member.id != name:
+                self._entries[member.id] = Entry(member, None, None, self._clock(), partial=partial)
         if known.version > self.members.version:
-            self.members = msgspec.structs.replace(
-                self.members,
-                version=known.version,
-                depth=known.depth,
-                depths=known.depths,
-                draining=known.draining,
-                moved=known.moved,
-                moving=known.moving,
-                switching=known.switching,
-                moves=known.moves,
-                moves_left=int(known.moving is not None),  # those behind it were known here only
-            )
+            self.members = resumed(self.members, known)
             self._tuner.adopt(known.depths, self._clock())
 
     # --- being a member -------------------------------------------------------------------------
@@ -271,11 +256,11 @@ class Registry:
             _log.info("%s is %s", entry.member.id, beat.state)
             return [*out, *self._change()]
         if beat.version != self.members.version:
-            out.append(Outgoing(peer, self.members))
+            out.append(Outgoing(peer, self._view(entry)))
         return out
 
-    def _follow_work(self, entry: _Entry, beat: m.Heartbeat) -> list[Outgoing]:
-        """Where measured step times choose the depth, another one may follow from them."""
+    def _follow_work(self, entry: Entry, beat: m.Heartbeat) -> list[Outgoing]:
+        """Passes the member's work to the depth tuner, and publishes the depths if they changed."""
         contract, member = self._contract(), entry.member
         ours = contract is not None and self._tuner.chooses(self.members.depth)
         max_depth = contract.max_depth if contract is not None and ours else None
@@ -285,8 +270,8 @@ class Registry:
         self.members = msgspec.structs.replace(self.members, depths=self._tuner.depths)
         return self._change()
 
-    def _death(self, entry: _Entry, now: float) -> str | None:
-        """Why the member counts as dead, or None if it does not."""
+    def _death(self, entry: Entry, now: float) -> str | None:
+        """Returns why the member counts as dead, or None if it does not."""
         member = entry.member
         local = bool(self._pid_space) and member.pid_space == self._pid_space and member.pid > 0
         if local and not self._alive(member.pid):
@@ -296,7 +281,7 @@ class Registry:
             return f"silent for {silence:.1f} s"
         return None
 
-    def _forget(self, gone: list[tuple[_Entry, str]]) -> list[Outgoing]:
+    def _forget(self, gone: list[tuple[Entry, str]]) -> list[Outgoing]:
         if not gone:
             return []
         for entry, reason in gone:
@@ -305,7 +290,7 @@ class Registry:
             self._retired[member.id] = member.generation
             _log.info("%s is gone (generation %d): %s", member.id, member.generation, reason)
         in_charge = any(e.member.role in m.CONTRACT_ROLES for e in self._entries.values())
-        if not in_charge:  # those who come next begin where their contract says
+        if not in_charge:  # the next members start with the placement of their contract
             self._moves = Moves()
             self.members = msgspec.structs.replace(
                 self.members, moved=(), moving=None, switching=False, moves_left=0
@@ -318,12 +303,11 @@ class Registry:
     def _set_depth(self, peer: bytes, depth: int | None) -> list[Outgoing]:
         contract = self._contract()
         largest = contract.max_depth if contract is not None else None
-        at_most = depth if largest is None else largest
-        if depth is not None and depth != AUTO and not 1 <= depth <= at_most:
+        if depth is not None and depth != AUTO and not 1 <= depth <= (largest or depth):
             allowed = "at least 1" if largest is None else f"from 1 to {largest} (max_depth)"
             return [Outgoing(peer, m.Refused(f"depth {depth} refused: it must be {allowed}"))]
         changed = self._change(depth=depth)
-        return [*changed, Outgoing(peer, self.members)]
+        return [*changed, Outgoing(peer, self._public)]
 
     def _move_experts(self, peer: bytes, tables: tuple[tuple[int, ...], ...]) -> list[Outgoing]:
         contract = self._contract()
@@ -331,16 +315,16 @@ class Registry:
         if reason is not None or contract is None:
             return [Outgoing(peer, m.Refused(f"experts not moved: {reason}"))]
         self.members = self._moves.plan(tables, contract, self.members)
-        _log.info("experts of %d layers are to move", self.members.moves_left)
-        return [*self._change(), Outgoing(peer, self.members)]
+        _log.info("moving the experts of %d layers", self.members.moves_left)
+        return [*self._change(), Outgoing(peer, self._public)]
 
-    def _follow_moves(self, entry: _Entry, beat: m.Heartbeat) -> list[Outgoing]:
-        """What a member says of the move of experts that is under way."""
+    def _follow_moves(self, entry: Entry, beat: m.Heartbeat) -> list[Outgoing]:
+        """Applies what a member reports about the current expert move."""
         entry.moves = beat.moves
         under_way = self.members.moving is not None and beat.moves == self.members.moves - 1
         if beat.move_fault and under_way:
             fault = f"{entry.member.id}: {beat.move_fault}"
-            _log.error("experts stay where they are: %s", fault)
+            _log.error("experts not moved: %s", fault)
             self.members = self._moves.give_up(self.members, fault)
             return self._change()
         return self._change() if self._advance_moves() else []
@@ -357,11 +341,11 @@ class Registry:
             return False
         self.members = following
         if following.moving is None:
-            _log.info("experts have moved")
+            _log.info("all experts have moved")
         return True
 
     def _allowed_depth(self, contract: Contract | None) -> int | None:
-        """The runtime depth, or None where a new contract has no room for it."""
+        """The runtime depth, or None if it is above the new contract's ``max_depth``."""
         depth = self.members.depth
         if depth is not None and contract is not None and depth > contract.max_depth:
             _log.warning("runtime depth %d is above max_depth %d: reset", depth, contract.max_depth)
@@ -370,7 +354,7 @@ class Registry:
 
     # --- snapshot -------------------------------------------------------------------------------
 
-    def _of(self, peer: bytes) -> _Entry | None:
+    def _of(self, peer: bytes) -> Entry | None:
         return next((e for e in self._entries.values() if e.peer == peer), None)
 
     def _change(
@@ -381,19 +365,28 @@ class Registry:
     ) -> list[Outgoing]:
         """Makes the next snapshot from the entries and sends it to every member."""
         last = self.members
-        self.members = msgspec.structs.replace(
+        entries = sorted(
+            self._entries.values(), key=lambda e: (e.member.role, e.member.index, e.member.rank)
+        )
+        snapshot = msgspec.structs.replace(
             last,
             version=last.version + 1,
-            members=tuple(
-                sorted(
-                    (e.member for e in self._entries.values()),
-                    key=lambda x: (x.role, x.index, x.rank),
-                )
-            ),
+            members=tuple(e.member for e in entries),
             depth=last.depth if depth is msgspec.UNSET else depth,
             draining=last.draining if draining is None else draining,
         )
-        return self._broadcast(self.members)
+        self._public = self._seal.put_on(without_addresses(snapshot))
+        complete = tuple(e.member for e in entries if not e.partial)
+        self.members = self._seal.put_on(msgspec.structs.replace(snapshot, members=complete))
+        return [
+            Outgoing(e.peer, self._view(e)) for e in self._entries.values() if e.peer is not None
+        ]
 
-    def _broadcast(self, message: m.FromServer) -> list[Outgoing]:
-        return [Outgoing(e.peer, message) for e in self._entries.values() if e.peer is not None]
+    def _view(self, entry: Entry) -> m.Members:
+        """The snapshot for a member: only attention and FFN members get addresses."""
+        return self.members if entry.member.role in m.CONTRACT_ROLES else self._public
+
+    def holder(self, peer: bytes) -> str | None:
+        """The id of the member that registered through this peer, or None."""
+        entry = self._of(peer)
+        return None if entry is None else entry.member.id

@@ -1,7 +1,9 @@
 """The control server: a ZeroMQ ROUTER socket around the :class:`Registry`.
 
-With keys, CURVE encrypts every connection and a ZAP handler lets in the deployment's client key
-only. Without keys it listens on loopback or ipc addresses and nowhere else.
+CURVE encrypts every connection. A ZAP handler accepts the keys of the deployment's members and
+operators only, and ZeroMQ then attaches the key to every message of the connection, by which
+:mod:`afd.control.authority` decides. Nothing that arrives ends the server: what cannot be read, is
+not allowed or fails is counted, logged at a limited rate and refused.
 """
 
 from __future__ import annotations
@@ -13,68 +15,83 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Iterable, Mapping
 
-import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
+from afd.config.contract import Contract
 from afd.control import messages as m
 from afd.control.address import Endpoint, to_listen
-from afd.control.contract import Contract
+from afd.control.authority import denial, known_keys
 from afd.control.depths import FIXED_DEPTH, DepthPolicy
 from afd.control.keys import CurveKeys
+from afd.control.refusals import Refusals
 from afd.control.registry import Outgoing, Registry
 from afd.errors import ConfigError
 
-_MAX_MESSAGE_BYTES = 1 << 20
+_RECEIVE_HWM = 8  # messages per connection that wait here; a member sends a few per second
+_SEND_HWM = 64  # messages per connection that wait for a member that does not read
+_HANDSHAKE_MS = 5000
 _BYE_LINGER_MS = 200
-_SETTLE_S = 0.1
-_BATCH = 256  # messages handled between two ticks, so that a flood cannot stop the tick
+_FAREWELL_S = 0.1
+_BATCH = 256  # messages handled between two ticks, so that a flood does not delay the tick
 
 _log = logging.getLogger(__name__)
 
 
-class _OneKey:
-    """ZAP policy: exactly one client key may connect (pyzmq's credentials provider)."""
+class _KnownKeys:
+    """ZAP policy (pyzmq's credentials provider): these public keys may connect."""
 
-    def __init__(self, client_public: str) -> None:
-        self._allowed = client_public.encode("ascii")
+    def __init__(self, holders: Mapping[str, str], refusals: Refusals) -> None:
+        self._known = frozenset(key.encode("ascii") for key in holders)
+        self._refusals = refusals
 
     def callback(self, domain: str, key: bytes) -> bool:
-        if key == self._allowed:  # both in Z85
+        if key in self._known:  # both in Z85
             return True
-        _log.warning("turned away a client with another CURVE key; its keys file may be outdated")
+        self._refusals.note("refused a client with an unknown key; its keys file may be outdated")
         return False
 
 
 class ControlServer:
-    """Listens from construction on, serves in :meth:`run` (this thread) or :meth:`start` (its own).
+    """Listens from construction on; serves in :meth:`run` (this thread) or :meth:`start` (another).
 
-    ``address`` is the real one, also for port 0. Raises ConfigError if the address is not usable:
-    malformed, in use, not of this host, or reachable from other hosts while there are no keys.
+    address: the real one, also for port 0.
+
+    Args:
+        keys: of the deployment. members: ids of those that may register.
+        contract: what attention and FFN members must have; None: what the first one has.
+
+    Raises:
+        ConfigError: the address is malformed, in use, or not of this host.
     """
 
     def __init__(
         self,
         address: str,
-        keys: CurveKeys | None = None,
+        keys: CurveKeys,
         *,
+        members: Iterable[str],
         contract: Contract | None = None,
         timing: m.Timing | None = None,
         depth: DepthPolicy = FIXED_DEPTH,
     ) -> None:
-        endpoint, local = to_listen(address)
-        if keys is None and not local:
-            raise ConfigError(
-                f"{address} can be reached from other hosts but the control plane has no keys; "
-                "set control.keys: FILE, made by `afd keys FILE`"
-            )
-        self.registry = Registry(timing=timing or m.Timing(), expected=contract, depth=depth)
+        endpoint = to_listen(address)
+        self.registry = Registry(
+            timing=timing or m.Timing(), expected=contract, depth=depth, seal=keys.seal
+        )
+        self.refusals = Refusals()
+        self._holders = known_keys(keys, members)
         self._tick_s = min(self.registry.timing.interval_s / 2, 0.25)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._context = zmq.Context()
-        self._authenticator = _start_authenticator(self._context, keys)
+        self._authenticator = ThreadAuthenticator(self._context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(
+            "*", credentials_provider=_KnownKeys(self._holders, self.refusals)
+        )
         try:
             self._socket = _bind(self._context, endpoint, keys)
         except BaseException:
@@ -84,12 +101,12 @@ class ControlServer:
 
     @property
     def members(self) -> m.Members:
-        """The current snapshot; may be read from any thread."""
+        """The current snapshot, with addresses; may be read from any thread."""
         return self.registry.members
 
     def run(self, stop_event: threading.Event | None = None) -> None:
-        """Serves until the event is set or an operator shuts the deployment down; then says
-        goodbye to the members and frees the address."""
+        """Serves until the event is set or an operator shuts the deployment down; then tells the
+        members and frees the address."""
         stop = stop_event or self._stop
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
@@ -103,7 +120,7 @@ class ControlServer:
                     next_tick = time.monotonic() + self._tick_s
             if not self.registry.stopping:
                 self._send(self.registry.closing(stop_members=False))
-            self._settle()
+            self._discard_input()
         finally:
             self._socket.close(linger=_BYE_LINGER_MS)
             self._release()
@@ -132,70 +149,84 @@ class ControlServer:
     def _receive(self) -> None:
         for _ in range(_BATCH):
             try:
-                peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                routing_id, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            try:
-                message = m.decode_to_server(b"".join(frames))
-            except msgspec.DecodeError as error:
-                _log.warning("unreadable message: %s", error)
-                reason = "the message cannot be read; install the same version of afd everywhere"
-                self._send([Outgoing(peer, m.Refused(reason))])
-            else:
-                self._send(self.registry.handle(peer, message))
+            if frames:
+                sender = self._holders.get(str(frames[-1].get("User-Id")))
+                payload = b"".join(frame.buffer for frame in frames)
+                self._send(self.replies(routing_id.bytes, sender, payload))
+
+    def replies(self, peer: bytes, sender: str | None, payload: bytes) -> list[Outgoing]:
+        """Handles one received message; returns what to send. Never raises.
+
+        Args:
+            peer: routing id of the connection. sender: whose key it has (see
+                :func:`afd.control.authority.denial`).
+        """
+        try:
+            message = m.decode_to_server(payload)
+            reason = denial(sender, message, self.registry.holder(peer))
+            out = self.registry.handle(peer, message) if reason is None else []
+        except m.Malformed as error:
+            self.refusals.note(f"refused an unreadable message of {sender}: {error}")
+            reason = "the message cannot be read; install the same version of afd everywhere"
+            return [Outgoing(peer, m.Refused(reason))]
+        except Exception as error:  # the control plane must outlive any message
+            self.refusals.note(f"refused a message of {sender} that could not be handled", error)
+            reason = "the control plane could not handle the message; see its log"
+            return [Outgoing(peer, m.Refused(reason))]
+        if reason is not None:
+            out = [Outgoing(peer, m.Refused(reason))]
+        for answer in out:
+            if isinstance(answer.message, m.Refused):
+                self.refusals.note(answer.message.reason)
+        return out
 
     def _send(self, out: list[Outgoing]) -> None:
         for outgoing in out:
             try:
                 frames = [outgoing.peer, m.encode(outgoing.message)]
                 self._socket.send_multipart(frames, zmq.NOBLOCK)
-            except zmq.Again:  # a peer that does not read; its next heartbeat asks for what it lost
+            except zmq.Again:  # its next heartbeat makes up for the lost message
                 _log.debug("a member does not read; one message dropped")
+            except zmq.ZMQError as error:  # such as a routing id that is gone
+                _log.debug("a message could not be sent: %s", error)
 
-    def _settle(self) -> None:
-        """Reads what still comes for a moment, unanswered. A TCP connection that is closed with
-        unread data is reset, and a reset may discard our last words on the other side."""
-        end = time.monotonic() + _SETTLE_S
+    def _discard_input(self) -> None:
+        """Reads what arrives for a moment. Closing a TCP connection with unread data resets it,
+        and a reset may discard our last messages on the other side."""
+        end = time.monotonic() + _FAREWELL_S
         while (left := end - time.monotonic()) > 0:
             if self._socket.poll(math.ceil(left * 1000)):
                 self._socket.recv_multipart()
 
     def _release(self) -> None:
-        if self._authenticator is not None:
-            self._authenticator.stop()
+        self._authenticator.stop()
         self._context.term()
 
 
-def _start_authenticator(
-    context: zmq.Context[zmq.Socket[bytes]], keys: CurveKeys | None
-) -> ThreadAuthenticator | None:
-    if keys is None:
-        return None
-    authenticator = ThreadAuthenticator(context)
-    authenticator.start()
-    authenticator.configure_curve_callback("*", credentials_provider=_OneKey(keys.client_public))
-    return authenticator
-
-
 def _bind(
-    context: zmq.Context[zmq.Socket[bytes]], endpoint: Endpoint, keys: CurveKeys | None
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: Endpoint, keys: CurveKeys
 ) -> zmq.Socket[bytes]:
     router = context.socket(zmq.ROUTER)
     router.setsockopt(zmq.LINGER, 0)
     router.setsockopt(zmq.IPV6, int(":" in endpoint.host))
-    router.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
-    # A client that reconnects keeps its routing id; its new connection takes over.
+    router.setsockopt(zmq.MAXMSGSIZE, m.MAX_MESSAGE_BYTES)
+    router.setsockopt(zmq.RCVHWM, _RECEIVE_HWM)
+    router.setsockopt(zmq.SNDHWM, _SEND_HWM)
+    router.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+    # A client that reconnects keeps its (secret, random) routing id; its new connection takes over.
     router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-    # Finds half-open TCP connections (a host that vanished) below our own heartbeats.
+    # Detects half-open TCP connections (a host that vanished).
     router.setsockopt(zmq.HEARTBEAT_IVL, 1000)
     router.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3000)
-    if keys is not None:
-        router.curve_server = True
-        router.curve_publickey = keys.server_public.encode("ascii")
-        router.curve_secretkey = keys.server_secret.encode("ascii")
+    router.curve_server = True
+    router.curve_publickey = keys.server_public.encode("ascii")
+    router.curve_secretkey = keys.server_secret.encode("ascii")
     try:
         if endpoint.transport == "ipc" and _answers(endpoint.path):
-            raise zmq.ZMQError(errno.EADDRINUSE)  # ZeroMQ would silently take the path over
+            raise zmq.ZMQError(errno.EADDRINUSE)  # ZeroMQ would silently replace the socket file
         router.bind(str(endpoint))
         if endpoint.transport == "ipc":
             os.chmod(endpoint.path, 0o600)

@@ -1,1 +1,1 @@
-"""Small random checkpoints of every supported family, for tests, demos and benchmarks."""
+"""Makes small random checkpoints of every family, for tests, demos and benchmarks."""

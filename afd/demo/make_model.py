@@ -15,12 +15,13 @@ MIN_VOCAB = 512  # 256 bytes, special tokens, and some merges
 def make_model(
     family: str, directory: Path, sizes: Sizes, *, seed: int = 0, dtype: str = "bfloat16"
 ) -> int:
-    """Writes config, weights and tokenizer to `directory` (created if needed).
+    """Writes config, weights and tokenizer to `directory`, and creates it if needed.
 
-    The same arguments give the same weights. Returns the size of the weights in bytes.
+    Equal arguments give equal weights. Returns the size of the weights in bytes.
 
     Raises:
-        ConfigError: unknown family or dtype, a vocabulary below 512, or a missing library.
+        ConfigError: the family or dtype is unknown, the vocabulary is below 512, or a package is
+            missing.
     """
     try:
         from safetensors.numpy import save_file
@@ -28,13 +29,13 @@ def make_model(
         from afd.demo import tokenizer, weights
     except ImportError as error:
         raise ConfigError(
-            f"making a model needs the package {error.name}; install it, or install afd[cpu]"
+            f"making a model needs the package {error.name}; install it or afd[cpu]"
         ) from None
     if family not in weights.MAKERS:
-        raise ConfigError(f"family {family!r} is not known; use one of {', '.join(FAMILIES)}")
+        raise ConfigError(f"family {family!r} is unknown; use one of {', '.join(FAMILIES)}")
     if dtype not in weights.NUMPY_DTYPES:
         known = ", ".join(weights.NUMPY_DTYPES)
-        raise ConfigError(f"dtype {dtype!r} is not known; use one of {known}")
+        raise ConfigError(f"dtype {dtype!r} is unknown; use one of {known}")
     if sizes.vocab < MIN_VOCAB:
         raise ConfigError(f"vocab {sizes.vocab} is too small; use {MIN_VOCAB} or more")
     drawn = weights.Drawn(seed, sizes.hidden, dtype)
@@ -56,13 +57,18 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     for name in ("hidden", "layers", "experts", "top-k", "intermediate", "vocab"):
-        parser.add_argument(f"--{name}", type=int, help="overrides the preset")
-    parser.add_argument("--dense-last", action="store_true", default=None, help="step3 only")
+        parser.add_argument(f"--{name}", type=int, help="replaces the preset's value")
+    parser.add_argument(
+        "--dense-last",
+        action="store_true",
+        default=None,
+        help="make the last layer dense (step3 only)",
+    )
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit code (2 after an error message)."""
+    """Runs the command line. Returns the exit code: 0, or 2 after an error message."""
     args = parse_arguments(sys.argv[1:] if argv is None else argv)
     try:
         sizes = resolve(

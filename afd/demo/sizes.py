@@ -1,6 +1,7 @@
-"""Sizes of the random checkpoints. Pure data."""
+"""Sizes of the random checkpoints."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from afd.errors import ConfigError
 
@@ -11,13 +12,14 @@ FAMILIES = ("qwen3_moe", "deepseek_v2", "deepseek_v3", "step3")
 class Sizes:
     """Dimensions of a random checkpoint.
 
-    `intermediate` is the width of one routed expert and of the shared expert;
-    `dense_intermediate` that of dense FFN layers. `dense_last` makes the last layer of Step-3
-    dense too (in the other families the dense layers are the first ones, or none).
-    `shared_experts`, `groups`, `top_groups` and `mla` are DeepSeek's: shared experts, groups of
-    experts that V3 routes in and chooses, and (no-position, rotary and value width of a head, rank
-    of keys and values, rank of queries). `share_q_dim` is Step-3's rank of queries, by default half
-    of `hidden`.
+    intermediate: width of one routed expert and of the shared expert.
+    dense_intermediate: width of dense FFN layers.
+    shared_experts: DeepSeek: number of shared experts.
+    groups, top_groups: DeepSeek-V3: groups of experts, and groups chosen per token.
+    mla: DeepSeek: no-position, rotary and value width of a head, rank of keys and values, rank of
+        queries.
+    share_q_dim: Step-3: rank of queries; None: half of `hidden`.
+    dense_last: Step-3: the last layer is dense too.
     """
 
     hidden: int = 256
@@ -47,29 +49,32 @@ PRESETS: dict[str, Sizes] = {
 
 
 def resolve(family: str, preset: str, **overrides: int | bool | None) -> Sizes:
-    """Sizes of a preset with the given fields replaced (None keeps the preset's value).
+    """Returns the sizes of a preset with the given fields replaced. None keeps a field.
 
     Raises:
-        ConfigError: unknown family or preset, or sizes that contradict each other.
+        ConfigError: the family or preset is unknown, or the sizes contradict each other.
     """
     if family not in FAMILIES:
-        raise ConfigError(f"family {family!r} is not known; use one of {', '.join(FAMILIES)}")
+        raise ConfigError(f"family {family!r} is unknown; use one of {', '.join(FAMILIES)}")
     if preset not in PRESETS:
-        raise ConfigError(f"preset {preset!r} is not known; use one of {', '.join(PRESETS)}")
-    given = {key: value for key, value in overrides.items() if value is not None}
-    sizes = replace(PRESETS[preset], **given)  # type: ignore[arg-type]
+        raise ConfigError(f"preset {preset!r} is unknown; use one of {', '.join(PRESETS)}")
+    given: dict[str, Any] = {key: value for key, value in overrides.items() if value is not None}
+    sizes = replace(PRESETS[preset], **given)
     for key, value in vars(sizes).items():
         if isinstance(value, int) and key != "dense_last" and value < 1:
-            raise ConfigError(f"{key} is {value}; every size must be at least 1")
+            raise ConfigError(f"{key} is {value}; use at least 1")
     if sizes.top_k > sizes.experts:
-        raise ConfigError(f"top_k {sizes.top_k} is above the number of experts {sizes.experts}")
+        raise ConfigError(
+            f"top_k {sizes.top_k} exceeds the number of experts, {sizes.experts}; lower top_k"
+        )
     dense = (family != "qwen3_moe") + sizes.dense_last
     if sizes.layers <= dense:
-        raise ConfigError(f"{family} needs at least {dense + 1} layers, {sizes.layers} were asked")
+        raise ConfigError(f"layers is {sizes.layers}; {family} needs at least {dense + 1} layers")
     if family == "deepseek_v3" and sizes.experts % sizes.groups:
         raise ConfigError(
-            f"deepseek_v3 routes in {sizes.groups} groups; {sizes.experts} experts do not divide"
+            f"deepseek_v3 routes in {sizes.groups} groups, which {sizes.experts} experts do not"
+            f" divide into; use a multiple of {sizes.groups} experts"
         )
     if sizes.dense_last and family != "step3":
-        raise ConfigError("dense_last is for step3 only; its config lists the dense layers")
+        raise ConfigError(f"dense_last is for step3 only, not {family}; remove it")
     return sizes

@@ -1,8 +1,8 @@
 """A small byte-level BPE tokenizer and chat template for the random checkpoints.
 
-The tokenizer is trained when a model is made, on the help texts that come with Python
-(`pydoc_data.topics`), so that no corpus and no other model's vocabulary is shipped. It therefore
-depends on the Python version that makes the model, and is written next to the weights.
+The tokenizer is trained when a model is made, on Python's help texts (`pydoc_data.topics`), so no
+corpus or foreign vocabulary is shipped. It therefore depends on the Python version that makes the
+model, and is stored next to the weights.
 """
 
 import json
@@ -12,12 +12,12 @@ from pydoc_data.topics import topics
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 BOS, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-# Ordinary tokens, not special ones: tool parsers read them in the decoded text.
+# Ordinary tokens, not special tokens: tool parsers read them in the decoded text.
 _TAGS = ("tool_call", "tool_response", "tools")
 MARKUP = tuple(token for tag in _TAGS for token in (f"<{tag}>", f"</{tag}>"))
 
-# Newlines next to a block are explicit: Transformers renders with trim_blocks.
-# ChatML turns, with tools and tool calls the way vLLM's "hermes" tool parser reads them.
+# ChatML turns, with tools and tool calls as vLLM's "hermes" tool parser expects them. Newlines next
+# to a block are explicit, because Transformers renders with trim_blocks.
 CHAT_TEMPLATE = """\
 {%- set ns = namespace(system='') -%}
 {%- if messages and messages[0]['role'] == 'system' -%}
@@ -67,7 +67,7 @@ if function['arguments'] is string else function['arguments'] | tojson }}}
 
 
 def train(vocab: int) -> Tokenizer:
-    """A byte-level BPE tokenizer of at most `vocab` tokens; BOS is 0, TURN_END (the EOS) is 2."""
+    """Returns a byte-level BPE tokenizer of at most `vocab` tokens. BOS: 0, EOS (TURN_END): 2."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

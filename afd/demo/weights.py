@@ -1,8 +1,8 @@
 """Random weights and config.json of one small checkpoint per family.
 
-Tensor names and shapes follow what vLLM 0.26 loads for each architecture. The scales are chosen so
-that greedy decoding wanders instead of repeating one token: wide embeddings, router logits far
-enough apart to be stable in bfloat16, projections of a few hundredths.
+Tensor names and shapes are those that vLLM 0.26 loads for each architecture. The scales keep greedy
+decoding from repeating one token: wide embeddings, router logits far enough apart to be stable in
+bfloat16, and projections of a few hundredths.
 """
 
 from collections.abc import Callable
@@ -22,11 +22,11 @@ NUMPY_DTYPES: dict[str, type] = {
     "float32": np.float32,
 }
 _EMBEDDING_STD, _ROUTER_STD, _PROJECTION_STD, _NORM_STD = 0.5, 0.3, 0.08, 0.1
-_REFERENCE_HIDDEN = 256  # the width that _PROJECTION_STD was chosen at
+_REFERENCE_HIDDEN = 256  # the hidden size for which _PROJECTION_STD was chosen
 
 
 class Sink(Protocol):
-    """Takes the tensors of a checkpoint, one by one, in the checkpoint's order."""
+    """Receives the tensors of a checkpoint one by one, in order."""
 
     def projection(self, name: str, *shape: int) -> None: ...
 
@@ -41,8 +41,8 @@ class Sink(Protocol):
 
 
 def deviations(hidden: int) -> dict[str, float]:
-    """Standard deviation of each kind of tensor that a :class:`Sink` takes. Norms are around 1."""
-    # Wider layers sum more terms; keep the size of their output.
+    """Returns the standard deviation of each kind of tensor in a Sink. Norms have mean 1."""
+    # Wider layers sum more terms: scale the weights down to keep the output's size.
     scale = (_REFERENCE_HIDDEN / hidden) ** 0.5
     return {
         "projection": _PROJECTION_STD * scale,
@@ -54,7 +54,7 @@ def deviations(hidden: int) -> dict[str, float]:
 
 
 class Drawn:
-    """Random tensors in memory; the order of calls fixes the stream of random numbers."""
+    """Random tensors in memory. The order of calls determines the random numbers."""
 
     def __init__(self, seed: int, hidden: int, dtype: str) -> None:
         self.tensors: Tensors = {}
@@ -63,7 +63,9 @@ class Drawn:
         self._std = deviations(hidden)
 
     def _draw(self, shape: tuple[int, ...], kind: str) -> np.ndarray:
-        return self._random.standard_normal(shape, dtype=np.float32) * np.float32(self._std[kind])
+        drawn: np.ndarray = self._random.standard_normal(shape, dtype=np.float32)
+        drawn *= np.float32(self._std[kind])
+        return drawn
 
     def projection(self, name: str, *shape: int) -> None:
         self.tensors[name] = self._draw(shape, "projection").astype(self._dtype)
@@ -88,7 +90,7 @@ def _mlp(w: Sink, prefix: str, hidden: int, width: int) -> None:
 
 
 def _frame(w: Sink, s: Sizes) -> None:
-    """What every family has outside of attention and FFN."""
+    """The tensors outside attention and FFN, which every family has."""
     w.embedding("model.embed_tokens.weight", s.vocab, s.hidden)
     w.norm("model.norm.weight", s.hidden)
     w.projection("lm_head.weight", s.vocab, s.hidden)

@@ -1,11 +1,11 @@
-"""The one OpenAI address of a deployment: a reverse proxy over its attention instances.
+"""The gateway: a reverse proxy with one OpenAI address over all attention instances.
 
-settings    what the gateway is told (frozen)
-upstreams   members, health, and the choice between them (pure)
-pool        the live table: who is there, who is healthy, who runs which request
+settings    the gateway's settings (frozen)
+upstreams   members, their health, and the choice of one (pure)
+pool        current members, their health and their running requests
 proxy       one request: choose, forward, retry, relay
-headers, sse, errors   pieces of HTTP, each pure
-exposition  merging Prometheus texts (pure);  scrape, telemetry  the /metrics page
+headers, sse, errors   parts of HTTP (pure)
+exposition  merges Prometheus texts (pure);  scrape, telemetry  the /metrics page
 app, server the aiohttp application; listening, draining, stopping
-main        the role: joins the control plane and serves
+main        the role: registers with the control plane and serves
 """

@@ -1,4 +1,4 @@
-"""The aiohttp application: routes, errors in OpenAI's shape, health, and the count of requests."""
+"""The aiohttp application: routes, errors in OpenAI's format, /health and request counts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import aiohttp
 from aiohttp import hdrs, web
 
+from afd.gateway.bodies import Bodies
 from afd.gateway.errors import GatewayError, error_response
+from afd.gateway.owner import make_connector
 from afd.gateway.pool import Pool
 from afd.gateway.proxy import ANSWERED, Proxy
 from afd.gateway.scrape import CONTENT_TYPE, metrics_page
@@ -20,9 +22,9 @@ from afd.gateway.upstreams import Provider, View, fleet_problem
 
 log = logging.getLogger("afd.gateway")
 
-FORWARDED = ("/v1/{tail:.*}", "/tokenize", "/detokenize", "/version", "/ping")
+FORWARDED = ("/v1/{tail:.*}", "/tokenize", "/detokenize", "/version", "/ping", "/openapi.json")
 _REQUEST_ID = "X-Request-Id"
-_CLIENT_GONE = 499  # in the metrics only; nobody is left to read it
+_CLIENT_GONE = 499  # appears in metrics only
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -33,6 +35,7 @@ class Gateway:
         self.settings = settings
         self.pool = Pool(settings, provider)
         self.telemetry = Telemetry(settings.instance)
+        self.bodies = Bodies(settings, self.telemetry.refused)
         self.draining = False
         self._running = 0
         self._idle = asyncio.Event()
@@ -48,8 +51,8 @@ class Gateway:
             self._idle.set()
 
     async def wait_idle(self, deadline_s: float) -> bool:
-        """Whether every request finished within ``deadline_s`` seconds."""
-        if self._idle.is_set():  # wait_for with no time left would not look
+        """Returns whether every request finished within ``deadline_s`` seconds."""
+        if self._idle.is_set():  # wait_for with a timeout of 0 does not check
             return True
         try:
             await asyncio.wait_for(self._idle.wait(), deadline_s)
@@ -62,7 +65,7 @@ GATEWAY = web.AppKey("gateway", Gateway)
 
 
 def make_app(settings: GatewaySettings, provider: Provider) -> web.Application:
-    """The application. Run it with ``handler_cancellation`` on, as afd.gateway.server does."""
+    """Returns the application. It needs ``handler_cancellation``, as in afd.gateway.server."""
     gateway = Gateway(settings, provider)
     app = web.Application(middlewares=[_count, _shape_errors])
     app[GATEWAY] = gateway
@@ -81,10 +84,12 @@ _INNER = web.AppKey("inner", aiohttp.ClientSession)
 
 async def _run_background(app: web.Application) -> AsyncIterator[None]:
     gateway = app[GATEWAY]
-    # Two sessions, so that neither probes nor scrapes share a setting made for requests.
+    # Two client sessions: probes and scrapes need other settings than requests.
     async with (
         Proxy.make_session(gateway.settings) as outer,
-        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True)) as inner,
+        aiohttp.ClientSession(
+            connector=make_connector(own_upstreams=gateway.settings.own_upstreams)
+        ) as inner,
     ):
         app[_PROXY] = Proxy(gateway.settings, gateway.pool, gateway.telemetry, outer)
         app[_INNER] = inner
@@ -135,10 +140,10 @@ async def _shape_errors(request: web.Request, handler: _Handler) -> web.StreamRe
             )
         )
     except ConnectionError:
-        raise  # the client went away while we wrote
+        raise  # the client disconnected during a write
     except Exception:
         log.exception("%s %s failed", request.method, request.path)
-        response = error_response(GatewayError(500, "the gateway failed; see its log"))
+        response = error_response(GatewayError(500, "internal error of the gateway; see its log"))
     if _REQUEST_ID in request.headers:
         response.headers[_REQUEST_ID] = request.headers[_REQUEST_ID]
     if request.app[GATEWAY].draining:
@@ -148,13 +153,14 @@ async def _shape_errors(request: web.Request, handler: _Handler) -> web.StreamRe
 
 async def _forward(request: web.Request) -> web.StreamResponse:
     gateway = request.app[GATEWAY]
-    if gateway.draining:  # over a connection that was open before; the port is closed already
+    if gateway.draining:  # on a connection that was open before; the port is closed already
         raise GatewayError(
             503,
             "the gateway is shutting down",
             {"Retry-After": str(gateway.settings.retry_after_s)},
         )
-    return await request.app[_PROXY].handle(request)
+    with gateway.bodies.hold(request):
+        return await request.app[_PROXY].handle(request)
 
 
 async def _health(request: web.Request) -> web.Response:

@@ -1,7 +1,7 @@
-"""Errors made by the gateway itself, in the shape that OpenAI clients know.
+"""Errors of the gateway itself, in OpenAI's format.
 
-The fields and the numeric ``code`` are those of vLLM's own errors (entrypoints/openai/engine/
-protocol.py, ErrorInfo), so that a client sees one shape whoever made the error.
+The fields and the numeric ``code`` match vLLM's errors (entrypoints/openai/engine/protocol.py,
+ErrorInfo), so clients see one format.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ _TYPES: dict[int, str] = {
     400: "BadRequestError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
     413: "RequestTooLargeError",
+    431: "RequestTooLargeError",
     500: "InternalServerError",
     501: "NotImplementedError",
     502: "BadGatewayError",
@@ -25,7 +27,7 @@ _TYPES: dict[int, str] = {
 
 
 class GatewayError(Exception):
-    """An answer the gateway makes itself: HTTP status, one sentence, further headers."""
+    """An error response of the gateway itself: HTTP status, one sentence, extra headers."""
 
     def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
@@ -35,7 +37,7 @@ class GatewayError(Exception):
 
 
 def error_body(status: int, message: str, param: str | None = None) -> bytes:
-    """{"error": {"message", "type", "param", "code"}} as UTF-8 JSON."""
+    """Returns {"error": {"message", "type", "param", "code"}} as UTF-8 JSON."""
     kind = _TYPES.get(status) or HTTPStatus(status).phrase.title().replace(" ", "") + "Error"
     error = {"message": message, "type": kind, "param": param, "code": status}
     return json.dumps({"error": error}).encode()

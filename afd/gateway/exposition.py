@@ -1,7 +1,7 @@
-"""Merging Prometheus text pages (format 0.0.4) of several processes into one. Pure.
+"""Merges Prometheus text pages (format 0.0.4) of several processes into one. Pure.
 
-Lines are rewritten rather than parsed and printed again: prometheus_client's parser renames
-counters and takes milliseconds per hundred lines, while a vLLM page has more than a thousand.
+It edits lines instead of using prometheus_client's parser, which renames counters and takes
+milliseconds per hundred lines; a vLLM page has more than a thousand.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-# Unrolled alternations: linear on any input, and several times faster than (a|b)*.
+# Unrolled alternations take linear time on any input and are several times faster than (a|b)*.
 _QUOTED = r'"[^"\\]*(?:\\.[^"\\]*)*"'
 _LABEL = re.compile(rf"([a-zA-Z_]\w*)\s*=\s*({_QUOTED})")
 _SAMPLE = re.compile(
@@ -27,7 +27,7 @@ _SUFFIXES = {
 
 @dataclass(frozen=True)
 class Page:
-    """One scraped text. instance: the label value each sample gets, None to leave them alone."""
+    """One scraped text. instance: label value added to every sample; None: samples stay."""
 
     text: str
     instance: str | None = None
@@ -41,9 +41,9 @@ class _Family:
 
 
 def with_instance(labels: str, instance: str) -> str:
-    """The text between the braces of a sample, with ``instance`` in front.
+    """Returns a sample's labels (the text in braces) with ``instance`` in front.
 
-    A label of that name from the process itself becomes ``exported_instance``, as Prometheus does.
+    An ``instance`` label of the process itself becomes ``exported_instance``, as in Prometheus.
     """
     if labels and "instance" not in labels and labels[-1] == '"':
         return f'instance="{instance}",{labels}'  # nearly every sample
@@ -55,11 +55,10 @@ def with_instance(labels: str, instance: str) -> str:
 
 
 def merge(pages: Iterable[Page]) -> str:
-    """One valid page: each family once, with the samples of all pages, names unchanged.
+    """Returns one valid page: each family once, with the samples of all pages, names unchanged.
 
-    The first page to name a family decides its type and its help; samples of the same name but of
-    another type (two versions of a program) are left out, as is any line that is not a sample, and
-    the second of two equal series (two pages of one process).
+    The first page with a family sets its type and help. Samples of another type, lines that are not
+    samples and repeated series are dropped.
     """
     merged: dict[str, _Family] = {}
     for page in pages:
@@ -113,7 +112,7 @@ def _families(page: Page) -> dict[str, _Family]:
 
 
 def _is_number(text: str) -> bool:
-    """Whether Prometheus reads it as a value: Go's numbers, +Inf, -Inf and NaN."""
+    """Whether Prometheus accepts the text as a value: Go's numbers, +Inf, -Inf and NaN."""
     try:
         float(text)
     except ValueError:

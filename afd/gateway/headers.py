@@ -1,4 +1,4 @@
-"""Which headers cross the gateway, and the URL a request goes to. Pure."""
+"""The headers that the gateway forwards, and upstream URLs. Pure."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from collections.abc import Mapping
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
-# Of one connection, not of the message: RFC 9110 section 7.6.1, and the older names in use.
+# These belong to one connection (RFC 9110 section 7.6.1, and older names in use).
 HOP_BY_HOP = frozenset(
     {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection",
      "te", "trailer", "transfer-encoding", "upgrade"}
 )  # fmt: skip
-# Expect was answered by the gateway; the length is set again from the body that was read.
+# The gateway handles Expect itself and sets the length from the body that it read.
 _REQUEST_ONLY = frozenset({"expect", "content-length"})
+# Credentials of the client. Attention instances get Authorization only if they check it.
+AUTHORIZATION = "authorization"
+_CREDENTIALS = frozenset({AUTHORIZATION, "api-key", "x-api-key", "cookie"})
 INSTANCE_HEADER = "x-afd-instance"
 
 
@@ -29,24 +32,30 @@ def _end_to_end(
     return CIMultiDict((key, value) for key, value in headers.items() if key.lower() not in drop)
 
 
-def request_headers(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
-    """The client's headers as they go upstream; repeated ones stay repeated, Host included."""
-    return _end_to_end(headers, _REQUEST_ONLY)
+def request_headers(
+    headers: CIMultiDictProxy[str], *, pass_credentials: bool = False
+) -> CIMultiDict[str]:
+    """Returns the client's headers as they go upstream; repeated ones stay repeated.
+
+    pass_credentials: forward Authorization. Cookies and other API key headers never go upstream.
+    """
+    secret = _CREDENTIALS - {AUTHORIZATION} if pass_credentials else _CREDENTIALS
+    return _end_to_end(headers, _REQUEST_ONLY | secret)
 
 
 def response_headers(headers: CIMultiDictProxy[str], instance: str) -> CIMultiDict[str]:
-    """The upstream's headers as they go to the client, and which instance answered."""
+    """The upstream's headers as they go to the client, with the instance's name."""
     kept = _end_to_end(headers)
     kept[INSTANCE_HEADER] = instance
     return kept
 
 
 def upstream_url(api_url: str, target: URL) -> URL:
-    """target: the request's relative URL; its path and query are kept exactly as sent."""
+    """Returns the upstream URL. target: the request's relative URL, kept exactly as sent."""
     query = f"?{target.raw_query_string}" if target.raw_query_string else ""
     return URL(f"{api_url.rstrip('/')}{target.raw_path}{query}", encoded=True)
 
 
 def wants_upgrade(headers: Mapping[str, str]) -> bool:
-    """Whether the client asks to leave HTTP (WebSocket), which a request proxy cannot forward."""
+    """Whether the client asks for a protocol upgrade (WebSocket), which is not supported."""
     return "upgrade" in headers.get("Connection", "").lower() and "Upgrade" in headers

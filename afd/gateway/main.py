@@ -1,7 +1,7 @@
-"""The gateway role: joins the control plane, learns the instances from it, serves until the end.
+"""The gateway role: registers with the control plane, gets the instances from it, and serves.
 
-The port is bound before anything else, and requests are answered from the first moment on (with a
-503 that names what is missing), so that a client never sees a refused connection while we start.
+The port is bound first. Until an instance is ready, requests get a 503 that names what is missing,
+so clients do not see refused connections during a start.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from afd.control.client import ControlClient
 from afd.control.messages import Members
 from afd.errors import HandshakeRefused
+from afd.gateway.descriptors import raise_descriptor_limit
 from afd.gateway.server import bind_listener, start_gateway
 from afd.gateway.settings import GatewaySettings
 from afd.gateway.upstreams import Upstream
@@ -25,14 +26,14 @@ _ROLES = ("attention", "ffn")
 
 
 def upstreams_of(members: Members) -> tuple[Upstream, ...]:
-    """The members that serve or compute; the gateway itself is one too and is left out."""
+    """Returns the attention and FFN members; those that are ready drain with the deployment."""
     return tuple(
         Upstream(
             id=member.id,
             api_url=member.api_url if member.role == "attention" else "",
             metrics_url=member.metrics_url,
             generation=member.generation,
-            state=member.state,
+            state="draining" if members.draining and member.state == "ready" else member.state,
         )
         for member in members.members
         if member.role in _ROLES
@@ -40,7 +41,7 @@ def upstreams_of(members: Members) -> tuple[Upstream, ...]:
 
 
 class ControlProvider:
-    """A Provider over the control client's snapshot, converted once per snapshot."""
+    """A Provider that converts each snapshot of the control client once."""
 
     def __init__(self, client: ControlClient) -> None:
         self._client = client
@@ -63,12 +64,20 @@ def run_gateway(
     on_listening: Callable[[str], None] | None = None,
     listener: socket.socket | None = None,
 ) -> int:
-    """Serve until SIGTERM or SIGINT, drain, and return the exit code 0. A second signal hurries.
+    """Serves until SIGTERM or SIGINT, drains, and returns exit code 0.
 
-    connect: makes the control client; called once the port is ours. on_listening: told the URL.
-    listener: from ``bind_listener``, where the caller has bound the port already.
-    Raises ConfigError (port), HandshakeRefused or DeadlineExceeded (control plane).
+    A second signal ends the drain.
+
+    Args:
+        connect: makes the control client; called after the port is bound.
+        on_listening: called with the URL.
+        listener: from ``bind_listener``, if the caller has bound the port already.
+
+    Raises:
+        ConfigError: the port cannot be used.
+        HandshakeRefused, DeadlineExceeded: the control plane refused the gateway or is silent.
     """
+    raise_descriptor_limit()
     listener = listener or bind_listener(settings.host, settings.port)
     try:
         asyncio.run(_run(settings, connect, listener, join_deadline_s, on_listening))
@@ -94,7 +103,7 @@ async def _run(
 
         def changed() -> None:
             server.members_changed()
-            if client.stopping or client.refused:  # the operator, or another gateway in our place
+            if client.stopping or client.refused:  # the operator, or another gateway with this id
                 stop.set()
 
         client.on_change(lambda _: _tell(loop, changed))
@@ -106,7 +115,7 @@ async def _run(
                 on_listening(server.url)
             await asyncio.wait({joining, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if joining.done():
-                joining.result()  # raises if the control plane would not have us
+                joining.result()  # raises if the control plane refused us
                 await stop.wait()
                 client.set_state("draining")
             drain_s = settings.drain_s
@@ -130,7 +139,7 @@ async def _join(client: ControlClient, url: str, deadline_s: float) -> None:
 
 
 def _tell(loop: asyncio.AbstractEventLoop, changed: Callable[[], None]) -> None:
-    """Called on the client's thread. A change after the loop has closed concerns nobody."""
+    """Runs ``changed`` on the loop; called on the client's thread, ignored after the loop ended."""
     try:
         loop.call_soon_threadsafe(changed)
     except RuntimeError:

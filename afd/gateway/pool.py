@@ -1,4 +1,4 @@
-"""The live table of upstreams: their health, and which requests run where. Lives on one loop."""
+"""The current upstreams, their health and their running requests. Used on one event loop."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
+from afd.gateway.owner import ForeignListener
 from afd.gateway.settings import GatewaySettings
 from afd.gateway.upstreams import (
     Condition,
@@ -18,9 +19,9 @@ from afd.gateway.upstreams import (
     Upstream,
     View,
     choose,
-    is_lost,
     probed,
     request_failed,
+    why_lost,
 )
 
 log = logging.getLogger("afd.gateway")
@@ -31,12 +32,12 @@ class _Entry:
     upstream: Upstream
     health: Health = field(default_factory=Health)
     leases: set[Lease] = field(default_factory=set)
-    present: bool = True  # still a member; one that left is kept while its requests finish
+    present: bool = True  # False: no longer a member; kept until its requests finish
     probe: asyncio.Task[None] | None = None
 
 
 class Lease:
-    """One request's hold on one upstream. Use it in a ``with`` block, which ends the hold."""
+    """Counts one request as running on one upstream, until the ``with`` block ends."""
 
     def __init__(self, entry: _Entry) -> None:
         self._entry = entry
@@ -56,7 +57,7 @@ class Lease:
         self._on_lost = None
 
     def on_lost(self, callback: Callable[[], object]) -> None:
-        """Call ``callback`` (once, on the loop) if the request is given up: it stops the wait."""
+        """Calls ``callback`` (once, on the loop) if the request is given up, to stop its wait."""
         self._on_lost = callback
         if self.lost_reason is not None:
             callback()
@@ -69,17 +70,17 @@ class Lease:
 
 
 class Pool:
-    """Members from the provider, joined with what probes and requests found out about them."""
+    """The provider's members with the results of probes and requests."""
 
     def __init__(self, settings: GatewaySettings, provider: Provider) -> None:
         self._settings = settings
         self._provider = provider
         self._entries: dict[tuple[str, int, str], _Entry] = {}
         self._wake = asyncio.Event()
-        self.closed: str | None = None  # why no request is taken any more
+        self.closed: str | None = None  # why new requests are refused
 
     def refresh(self) -> None:
-        """Take over the current members. A new process starts unproven, whatever its id was."""
+        """Reads the current members. A new process starts unproven, even under a known id."""
         current = {upstream.key: upstream for upstream in self._provider()}
         for key, upstream in current.items():
             entry = self._entries.get(key)
@@ -97,19 +98,19 @@ class Pool:
                 del self._entries[key]
 
     def views(self) -> tuple[View, ...]:
-        """Members only; in a stable order."""
+        """Returns the present members in a stable order."""
         self.refresh()
         present = (entry for entry in self._entries.values() if entry.present)
         views = [View(entry.upstream, entry.health, len(entry.leases)) for entry in present]
         return tuple(sorted(views, key=lambda view: (view.upstream.role, view.upstream.place)))
 
     def acquire(self, exclude: Collection[tuple[str, int, str]] = ()) -> Lease | None:
-        """A hold on the best upstream that is not excluded, or None."""
+        """Returns a lease on the best upstream that is not excluded, or None."""
         view = None if self.closed else choose(self.views(), exclude)
         return None if view is None else Lease(self._entries[view.upstream.key])
 
     def mark_failed(self, upstream: Upstream, reason: str) -> None:
-        """A request found the upstream broken; nobody is sent there until it answers /health."""
+        """Marks an upstream that failed a request; it gets no requests until /health is good."""
         entry = self._entries.get(upstream.key)
         if entry is not None:
             entry.health = request_failed(entry.health, reason)
@@ -117,14 +118,14 @@ class Pool:
             self._wake.set()
 
     def close(self, reason: str) -> None:
-        """Take no more requests and end the running ones, each in the way its client knows."""
+        """Refuses new requests and ends the running ones with an error."""
         self.closed = reason
         for entry in self._entries.values():
             for lease in tuple(entry.leases):
                 lease.give_up(reason)
 
     async def probe_forever(self, session: aiohttp.ClientSession) -> None:
-        """Probe every upstream each interval, each on its own, so that a slow one delays none."""
+        """Probes all upstreams each interval, concurrently."""
         loop = asyncio.get_running_loop()
         try:
             while True:
@@ -154,13 +155,20 @@ class Pool:
         if entry.health.condition is not before:
             word = "healthy" if entry.health.condition is Condition.HEALTHY else "unhealthy"
             log.info("upstream %s is %s: %s", entry.upstream.id, word, result.value)
-        if is_lost(entry.health, now=now, abandon_after_s=self._settings.abandon_after_s):
+        lost = why_lost(
+            entry.health,
+            registered=entry.present,
+            now=now,
+            abandon_after_s=self._settings.abandon_after_s,
+            misses=self._settings.probe_misses,
+        )
+        if lost is not None:
             for lease in tuple(entry.leases):
-                lease.give_up(f"no answer for {self._settings.abandon_after_s:g} s")
+                lease.give_up(lost)
 
 
 async def probe_once(session: aiohttp.ClientSession, api_url: str, timeout_s: float) -> Probe:
-    """One GET /health."""
+    """Sends one GET /health."""
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:
         async with session.get(f"{api_url.rstrip('/')}/health", timeout=timeout) as answer:
@@ -168,7 +176,7 @@ async def probe_once(session: aiohttp.ClientSession, api_url: str, timeout_s: fl
     except aiohttp.ClientConnectorError as error:
         refused = isinstance(error.os_error, ConnectionRefusedError)
         return Probe.REFUSED if refused else Probe.SILENT
-    except aiohttp.ServerDisconnectedError:
+    except (aiohttp.ServerDisconnectedError, ForeignListener):
         return Probe.REFUSED
     except (aiohttp.ClientError, OSError, asyncio.TimeoutError):
         return Probe.SILENT

@@ -19,6 +19,7 @@ from afd.gateway.headers import (
     upstream_url,
     wants_upgrade,
 )
+from afd.gateway.owner import ForeignListener, make_connector
 from afd.gateway.pool import Lease, Pool
 from afd.gateway.settings import GatewaySettings
 from afd.gateway.sse import DONE, EventSplitter, error_event
@@ -28,11 +29,11 @@ from afd.gateway.upstreams import why_none
 log = logging.getLogger("afd.gateway")
 
 ANSWERED = web.RequestKey("answered", int)
-"""Status of a stream whose last event has been passed on: a client may leave then."""
+"""Status of a stream whose last event was forwarded; the client may disconnect after it."""
 
 
 class UpstreamLost(Exception):
-    """The upstream broke off. delivered: it may have seen the request. begun: its answer began."""
+    """The upstream failed. delivered: it may have seen the request. begun: its response began."""
 
     def __init__(self, reason: str, *, delivered: bool, begun: bool = False) -> None:
         super().__init__(reason)
@@ -42,7 +43,7 @@ class UpstreamLost(Exception):
 
 
 async def read_body(request: web.Request, limit: int) -> bytes:
-    """The whole body, at most ``limit`` bytes; GatewayError 413 beyond that, before reading on."""
+    """Reads the whole body; GatewayError 413 as soon as it exceeds ``limit`` bytes."""
     too_large = GatewayError(
         413, f"the request body is larger than the gateway's limit of {limit} bytes"
     )
@@ -59,7 +60,7 @@ async def read_body(request: web.Request, limit: int) -> bytes:
 
 
 class Proxy:
-    """Forwards requests over one client session, which pools its connections."""
+    """Forwards requests over one HTTP client."""
 
     def __init__(
         self,
@@ -75,11 +76,11 @@ class Proxy:
 
     @staticmethod
     def make_session(settings: GatewaySettings) -> aiohttp.ClientSession:
-        """A client that adds nothing, keeps nothing and waits for a healthy stream for ever."""
+        """Returns an HTTP client without added headers, cookies, reused connections or timeouts."""
         return aiohttp.ClientSession(
-            # One connection per request: a kept one that the server closes while we write looks
-            # just like an instance that died with the request. limit=0: vLLM does the queueing.
-            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            # One connection per request: if a server closes a reused one during a write, it cannot
+            # be told from an instance that died with the request. limit=0: vLLM queues.
+            connector=make_connector(own_upstreams=settings.own_upstreams),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=settings.connect_timeout_s),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
@@ -87,7 +88,7 @@ class Proxy:
         )
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """Answer ``request`` from an attention instance. Raises GatewayError."""
+        """Forwards ``request`` to an attention instance. Raises GatewayError."""
         if wants_upgrade(request.headers):
             raise GatewayError(501, "the gateway forwards HTTP requests, not WebSocket connections")
         body = await read_body(request, self._settings.max_body_bytes)
@@ -118,7 +119,7 @@ class Proxy:
         )
 
     async def _forward(self, request: web.Request, body: bytes, lease: Lease) -> web.StreamResponse:
-        """One attempt. Raises UpstreamLost only while nothing was sent to the client."""
+        """One attempt. Raises UpstreamLost only before anything was sent to the client."""
         answer = await self._send(request, body, lease)
         try:
             lease.on_lost(answer.close)  # wakes the reader
@@ -132,13 +133,15 @@ class Proxy:
     async def _send(
         self, request: web.Request, body: bytes, lease: Lease
     ) -> aiohttp.ClientResponse:
-        """Send the request and wait for the answer's head, however long the queue is."""
+        """Sends the request and waits for the response head, without a time limit."""
         attempt = asyncio.ensure_future(
             self._session.request(
                 request.method,
                 upstream_url(lease.upstream.api_url, request.rel_url),
-                headers=request_headers(request.headers),
-                # a file object, which aiohttp writes piece by piece
+                headers=request_headers(
+                    request.headers, pass_credentials=self._settings.pass_credentials
+                ),
+                # aiohttp writes a file object in chunks
                 data=io.BytesIO(body) if request.body_exists else None,
                 allow_redirects=False,
             )
@@ -151,7 +154,11 @@ class Proxy:
                 attempt.cancel()
                 raise  # the client is gone
             raise UpstreamLost(lease.lost_reason, delivered=True) from None
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+        except (
+            aiohttp.ClientConnectorError,
+            aiohttp.ConnectionTimeoutError,
+            ForeignListener,
+        ) as error:
             raise UpstreamLost(_words(error), delivered=False) from None
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
             raise UpstreamLost(_words(error), delivered=True) from None
@@ -159,14 +166,14 @@ class Proxy:
     async def _relay(
         self, request: web.Request, answer: aiohttp.ClientResponse, lease: Lease
     ) -> web.StreamResponse:
-        # vLLM sends the head of a stream before the first token exists. Ours waits for the first
-        # byte of the body, so that an instance lost in prefill costs a retry, not the request.
+        # vLLM sends the head of a stream before the first token. Wait for the first byte of the
+        # body, so that a request whose instance dies in prefill can be retried.
         chunks = _chunks(answer, lease)
         first = await anext(chunks, b"")
         encoded = answer.headers.get(hdrs.CONTENT_ENCODING, "identity") != "identity"
         is_sse = answer.content_type == "text/event-stream" and not encoded
         is_json = answer.content_type == "application/json"
-        # JSON is sent once it is whole: a failure inside can then still be told with a status.
+        # JSON is sent once it is complete, so that a failure before still gets an error status.
         data = await self._gather(first, chunks) if is_json else first
         response = web.StreamResponse(
             status=answer.status,
@@ -193,18 +200,18 @@ class Proxy:
             await response.write(error_event(502, message))
         except ConnectionError:
             raise  # the client's
-        except Exception:  # a fault of ours, and it is too late for a status
+        except Exception:  # a bug here; too late for an error status
             log.exception("request %s", request.path)
             return _break_off(request, response)
         else:
             if events is not None and (rest := events.flush()):
                 await response.write(rest)
-        with contextlib.suppress(ConnectionError):  # who has everything may leave
+        with contextlib.suppress(ConnectionError):  # the client has everything and may be gone
             await response.write_eof()
         return response
 
     async def _gather(self, first: bytes, chunks: AsyncIterator[bytes]) -> bytes:
-        """The body up to its end, or up to the limit for a JSON answer held in memory."""
+        """Reads the body to its end, or up to ``max_json_bytes``."""
         parts, size = [first], len(first)
         try:
             while size <= self._settings.max_json_bytes and (part := await anext(chunks, b"")):
@@ -216,7 +223,7 @@ class Proxy:
 
 
 async def _chunks(answer: aiohttp.ClientResponse, lease: Lease) -> AsyncIterator[bytes]:
-    """The body as it arrives. Raises UpstreamLost when it breaks off."""
+    """Yields the body as it arrives. Raises UpstreamLost if it ends early."""
     try:
         async for chunk in answer.content.iter_any():
             yield chunk
@@ -225,7 +232,7 @@ async def _chunks(answer: aiohttp.ClientResponse, lease: Lease) -> AsyncIterator
 
 
 def _break_off(request: web.Request, response: web.StreamResponse) -> web.StreamResponse:
-    """End a body that cannot be completed so that no client takes it for whole."""
+    """Aborts the connection, so that no client takes an incomplete body for a complete one."""
     response.force_close()
     if request.transport is not None:
         request.transport.abort()
@@ -233,10 +240,12 @@ def _break_off(request: web.Request, response: web.StreamResponse) -> web.Stream
 
 
 def _words(error: BaseException) -> str:
-    """A reason for a person, without addresses of the inside."""
+    """Returns the reason for an error message, without internal addresses."""
     if isinstance(error, aiohttp.ClientConnectorError):
         refused = isinstance(error.os_error, ConnectionRefusedError)
         return "connection refused" if refused else "cannot be reached"
+    if isinstance(error, ForeignListener):
+        return "another user listens at its port"
     if isinstance(error, aiohttp.ConnectionTimeoutError):
         return "no connection within the connect timeout"
     return "the connection was closed before the answer was complete"

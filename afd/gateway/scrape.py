@@ -1,4 +1,4 @@
-"""The /metrics page of the deployment: every member's page, fetched at once, and our own."""
+"""The /metrics page of the deployment: the pages of all members and the gateway's own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ACCEPT = {"Accept": "text/plain;version=0.0.4"}  # no OpenMetrics: the merger r
 
 
 def targets(upstream: Upstream) -> tuple[str, ...]:
-    """URLs of one member: vllm:* from its API server, afd_* from its worker."""
+    """Returns the metrics URLs of one member: vllm:* at its API server, afd_* at its worker."""
     api = (f"{upstream.api_url.rstrip('/')}/metrics",) if upstream.api_url else ()
     return api + ((upstream.metrics_url,) if upstream.metrics_url else ())
 
@@ -28,7 +28,7 @@ def targets(upstream: Upstream) -> tuple[str, ...]:
 async def fetch_page(
     session: aiohttp.ClientSession, url: str, instance: str, deadline_s: float
 ) -> Page | None:
-    """The page behind ``url``, or None if it could not be had within ``deadline_s`` seconds."""
+    """Fetches a page; None if that fails or takes more than ``deadline_s`` seconds."""
     timeout = aiohttp.ClientTimeout(total=deadline_s)
     try:
         async with session.get(url, timeout=timeout, headers=_ACCEPT) as answer:
@@ -48,16 +48,18 @@ async def metrics_page(
     telemetry: Telemetry,
     views: Iterable[View],
 ) -> str:
-    """One exposition of the whole deployment. Takes at most the scrape deadline, never raises."""
+    """Returns the metrics of all members. Takes at most the scrape deadline, never raises."""
     views = tuple(views)
     wanted = [(view.upstream.id, url) for view in views for url in targets(view.upstream)]
     pages = await asyncio.gather(
         *(fetch_page(session, url, name, settings.scrape_deadline_s) for name, url in wanted)
     )
-    up = dict.fromkeys(settings.expected_ids(), False)  # one that never joined is down, not absent
+    up = dict.fromkeys(
+        settings.expected_ids(), False
+    )  # an expected member that never joined is down
     up |= {view.upstream.id: bool(targets(view.upstream)) for view in views}
     for (name, _), page in zip(wanted, pages, strict=True):
         up[name] = up[name] and page is not None
     own = Page(telemetry.text(views, up))
-    # In a thread: thousands of lines take tens of milliseconds, and streams must not stutter.
+    # In a thread: thousands of lines take tens of milliseconds, which would delay streams.
     return await asyncio.to_thread(merge, [own, *(page for page in pages if page is not None)])

@@ -1,4 +1,4 @@
-"""Listening, serving and stopping: the gateway without the control plane."""
+"""Listening, serving and stopping; knows nothing of the control plane."""
 
 from __future__ import annotations
 
@@ -6,25 +6,31 @@ import asyncio
 import errno
 import logging
 import socket
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 
+from afd.control.refusals import Refusals
 from afd.errors import ConfigError
+from afd.gateway.accept import Acceptor
 from afd.gateway.app import GATEWAY, Gateway, make_app
+from afd.gateway.connection import ClientConnection
+from afd.gateway.descriptors import connections_allowed_now
+from afd.gateway.errors import GatewayError
 from afd.gateway.settings import GatewaySettings
 from afd.gateway.upstreams import Provider
 
 log = logging.getLogger("afd.gateway")
 
 _BACKLOG = 1024
-_LAST_WORDS_S = 2.0  # for requests that were given up to tell their clients so
+_LAST_WORDS_S = 2.0  # for requests that were given up to send their error
 
 
 def bind_listener(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes any free one. Call it before anything else is started.
+    """Returns a listening socket; port 0 picks a free port. Call it before starting anything.
 
-    Raises ConfigError if the address cannot be had, naming the cause and the setting.
+    Raises ConfigError if the address cannot be used.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -33,14 +39,16 @@ def bind_listener(host: str, port: int) -> socket.socket:
             f"gateway: {host} is not a host name or address of this machine ({error.strerror});"
             " set gateway.host"
         ) from None
-    # One socket, so IPv4 where there is a choice: "localhost" is meant as 127.0.0.1.
+    # One socket, so prefer IPv4: "localhost" is 127.0.0.1.
     found.sort(key=lambda info: info[0] != socket.AF_INET)
     family, kind, proto, _, address = found[0]
     listener = socket.socket(family, kind, proto)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(_BACKLOG)  # claims the port: bind alone lets a second process in
+        listener.listen(
+            _BACKLOG
+        )  # reserves the port: after bind alone, a second process could bind too
     except OSError as error:
         listener.close()
         raise ConfigError(_cannot_listen(host, port, error)) from None
@@ -64,31 +72,55 @@ def _cannot_listen(host: str, port: int, error: OSError) -> str:
     return f"gateway: cannot listen on port {port} of {host}: {error.strerror}; set gateway.port"
 
 
+class _MalformedRequests(logging.Filter):
+    """Replaces aiohttp's traceback for each malformed request by a line at a limited rate.
+
+    Clients that disconnect are not logged.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._refusals = Refusals(log)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, ConnectionError):
+            return False
+        if isinstance(error, GatewayError):  # a body that was given up; its request has a response
+            return False
+        # UnicodeError: aiohttp repeats an Expect header that it does not know in its reply.
+        if not isinstance(error, (HttpProcessingError, UnicodeError)):
+            return True
+        # Not the error's words: they repeat parts of the request, which may hold a credential.
+        self._refusals.note(f"refused a malformed request: {type(error).__name__}")
+        return False
+
+
 class GatewayServer:
-    """A gateway that serves. Make it with ``await start_gateway(...)``."""
+    """A running gateway, made by ``await start_gateway(...)``."""
 
     def __init__(
-        self, gateway: Gateway, runner: web.AppRunner, site: web.SockSite, url: str
+        self, gateway: Gateway, runner: web.AppRunner, acceptor: Acceptor, url: str
     ) -> None:
         self.gateway = gateway
         self.url = url
         self._runner = runner
-        self._site = site
+        self._acceptor = acceptor
 
     def members_changed(self) -> None:
-        """Look at the provider now. On the loop's thread only."""
+        """Reads the members from the provider now. Call it on the event loop."""
         self.gateway.pool.refresh()
 
     async def stop(self, drain_s: float, hurry: asyncio.Event | None = None) -> bool:
-        """Close the port, let running requests finish for ``drain_s`` seconds, end the rest.
+        """Closes the port, waits ``drain_s`` seconds for running requests and ends the rest.
 
-        hurry: set it to stop waiting. Returns whether every request finished by itself. A second
-        call does nothing.
+        hurry: set it to stop waiting. Returns whether all requests finished. A second call does
+        nothing.
         """
         if self.gateway.draining:
             return True
         self.gateway.draining = True
-        await self._site.stop()
+        self._acceptor.close()
         finished = await _unless(hurry, self.gateway.wait_idle(drain_s))
         if not finished:
             log.warning("ending the requests that still run")
@@ -99,7 +131,7 @@ class GatewayServer:
 
 
 async def _unless(hurry: asyncio.Event | None, work: Coroutine[None, None, bool]) -> bool:
-    """The result of ``work``, or False as soon as ``hurry`` is set."""
+    """Returns the result of ``work``, or False as soon as ``hurry`` is set."""
     if hurry is None:
         return await work
     working, hurried = asyncio.ensure_future(work), asyncio.ensure_future(hurry.wait())
@@ -114,18 +146,42 @@ async def _unless(hurry: asyncio.Event | None, work: Coroutine[None, None, bool]
 async def start_gateway(
     settings: GatewaySettings, provider: Provider, listener: socket.socket
 ) -> GatewayServer:
-    """Serve on ``listener`` (see ``bind_listener``), with the members that ``provider`` gives."""
+    """Serves on ``listener`` (see ``bind_listener``) with the members from ``provider``."""
     app = make_app(settings, provider)
+    # A logger of its own, so that the filter is this server's.
+    http_log = logging.Logger("afd.gateway.http")
+    http_log.parent = log
+    http_log.addFilter(_MalformedRequests())
     runner = web.AppRunner(
         app,
-        handler_cancellation=True,  # a client that goes away ends its upstream request
-        auto_decompress=False,  # bodies pass unchanged
-        access_log=logging.getLogger("afd.gateway.access") if settings.access_log else None,
+        handler_cancellation=True,  # a client that disconnects ends its upstream request
         shutdown_timeout=_LAST_WORDS_S,
     )
     await runner.setup()
-    site = web.SockSite(runner, listener, backlog=_BACKLOG)
-    await site.start()
+    server, gateway = runner.server, app[GATEWAY]
+    assert server is not None
+    access_log = logging.getLogger("afd.gateway.access") if settings.access_log else None
+
+    def connection(on_end: Callable[[], None]) -> ClientConnection:
+        return ClientConnection(
+            server,
+            on_end=on_end,
+            on_malformed=lambda: gateway.telemetry.refused("malformed"),
+            loop=asyncio.get_running_loop(),
+            logger=http_log,
+            access_log=access_log,
+            auto_decompress=False,  # bodies pass unchanged
+            keepalive_timeout=settings.idle_timeout_s,
+        )
+
+    acceptor = Acceptor(
+        listener,
+        connection,
+        limit=settings.max_connections or connections_allowed_now(),
+        retry_after_s=settings.retry_after_s,
+        refused=gateway.telemetry.refused,
+    )
+    acceptor.start()
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    return GatewayServer(app[GATEWAY], runner, site, f"http://{shown}:{port}")
+    return GatewayServer(gateway, runner, acceptor, f"http://{shown}:{port}")

@@ -1,21 +1,31 @@
-"""What the gateway is told."""
+"""Settings of the gateway."""
 
 from dataclasses import dataclass
 
-from afd.control.messages import member_id
+from afd.topology import member_id
 
 
 @dataclass(frozen=True)
 class GatewaySettings:
     """Durations are in seconds, sizes in bytes.
 
-    attention_instances / ffn_instances / ffn_tp: what the deployment has when it is complete.
-    max_body_bytes: a request body is kept in memory until its answer begins, to be sent again.
-    max_json_bytes: a JSON answer up to this size is sent once it is whole; a longer one streams.
-    probe_timeout_s: a busy API server may answer /health late, so this is generous, and it takes
-        ``probe_misses`` of them in a row before requests go elsewhere.
-    abandon_after_s: requests of an instance that is silent for this long are given up.
-    max_deliveries: a request that two instances died of is not given to a third.
+    attention_instances / ffn_instances / ffn_tp: sizes of the complete deployment.
+    max_body_bytes: largest request body; it stays in memory until the response begins, for retries.
+    max_total_body_bytes: bodies of all running requests together.
+    body_timeout_s: longest silence inside a body; also allowed on top of the time that
+        min_body_bytes_per_s gives the bytes that have arrived.
+    idle_timeout_s: from the opening of a connection, or the end of its last response, until the
+        next request's headers are complete. Longer than a reverse proxy keeps its connections.
+    max_connections: open client connections; None: what the limit of open files allows.
+    max_json_bytes: larger JSON responses are streamed instead of held until complete.
+    probe_timeout_s: for one /health; long, because a busy API server replies late.
+    probe_misses: probes without a reply after which an instance gets no more requests; refused
+        probes after which the requests of an instance that left the control plane are given up.
+    abandon_after_s: requests of an instance without a good /health for this long are given up.
+    max_deliveries: instances that may fail with a request before it is given up.
+    pass_credentials: forward the Authorization header (see SECURITY.md).
+    own_upstreams: the same user runs the attention instances, on this host: refuse to connect to
+        loopback ports at which another user listens.
     """
 
     host: str = "127.0.0.1"
@@ -24,6 +34,11 @@ class GatewaySettings:
     ffn_instances: int = 1
     ffn_tp: int = 1
     max_body_bytes: int = 64 * 2**20
+    max_total_body_bytes: int = 2**30
+    body_timeout_s: float = 30.0
+    min_body_bytes_per_s: float = 1024.0
+    idle_timeout_s: float = 75.0
+    max_connections: int | None = None
     max_json_bytes: int = 16 * 2**20
     connect_timeout_s: float = 5.0
     probe_interval_s: float = 1.0
@@ -37,9 +52,11 @@ class GatewaySettings:
     instance: str = "gateway-0"
     access_log: bool = False
     metrics: bool = True
+    pass_credentials: bool = False
+    own_upstreams: bool = False
 
     def expected_ids(self) -> tuple[str, ...]:
-        """Member ids of the complete deployment."""
+        """Returns the member ids of the complete deployment."""
         return tuple(f"attention-{i}" for i in range(self.attention_instances)) + tuple(
             member_id("ffn", i, rank)
             for i in range(self.ffn_instances)

@@ -1,4 +1,4 @@
-"""Server-sent events as bytes: whole events only, and an error as one event. Pure."""
+"""Splits server-sent events and builds error events. Pure."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ DONE = b"data: [DONE]\n\n"
 
 
 def _end_of_last_event(data: bytes) -> int:
-    """Offset just behind the last blank line, 0 if there is none."""
-    marks = (b"\n\n", b"\r\n\r\n")
-    return max((data.rfind(mark) + len(mark) for mark in marks if mark in data), default=0)
+    """Returns the offset behind the last blank line; 0 if there is none."""
+    ends = (b"\n\n", b"\r\n\r\n")
+    return max((data.rfind(end) + len(end) for end in ends if end in data), default=0)
 
 
 class EventSplitter:
-    """Passes on whole events at once and holds back an unfinished one.
+    """Forwards complete events at once and holds an incomplete one back.
 
-    A client must never see half an event followed by our error event, because it would take the
-    two for one. An event nobody finishes within ``limit`` bytes is passed on as it is.
+    Half an event followed by our error event would look like one event to a client. An event
+    longer than ``limit`` bytes is forwarded in parts.
     """
 
     def __init__(self, limit: int = MAX_EVENT_BYTES) -> None:
@@ -27,7 +27,7 @@ class EventSplitter:
         self._limit = limit
 
     def feed(self, chunk: bytes) -> bytes:
-        """The bytes that may go out now: everything up to the last end of an event."""
+        """Returns the bytes to forward now: everything up to the last end of an event."""
         data = self._tail + chunk if self._tail else chunk
         end = _end_of_last_event(data)
         if len(data) - end > self._limit:
@@ -36,7 +36,7 @@ class EventSplitter:
         return data[:end]
 
     def flush(self) -> bytes:
-        """What is held back, for the regular end of a stream."""
+        """Returns the held-back bytes, at the regular end of a stream."""
         tail, self._tail = self._tail, b""
         return tail
 

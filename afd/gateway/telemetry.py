@@ -12,6 +12,7 @@ from afd.gateway.upstreams import View
 GATEWAY_METRICS = (
     "afd_gateway_requests_total",
     "afd_gateway_retries_total",
+    "afd_gateway_refused_total",
     "afd_gateway_inflight_requests",
     "afd_gateway_upstream_up",
     "afd_peer_up",
@@ -33,26 +34,29 @@ _PATHS = frozenset(
         "/detokenize",
         "/health",
         "/metrics",
+        "/openapi.json",
         "/ping",
         "/tokenize",
         "/version",
     }
 )
+# connections: too many are open. descriptors: an accept failed. malformed: not valid HTTP.
+# body_timeout: a body came too slowly. bodies: all bodies together are too large.
+REFUSALS = ("connections", "descriptors", "malformed", "body_timeout", "bodies")
 _PREFIXES = {"/v1/models/": "/v1/models/{model}", "/v1/responses/": "/v1/responses/{id}"}
 
 
 def path_template(path: str) -> str:
-    """A label of bounded cardinality: a known path, one of two templates, or "other"."""
+    """Returns a label of bounded cardinality: a known path, one of two templates, or "other"."""
     if path in _PATHS:
         return path
     return next((t for prefix, t in _PREFIXES.items() if path.startswith(prefix)), "other")
 
 
 class Telemetry:
-    """Counters kept here; gauges are read from the pool's views when the page is made.
+    """Keeps the counters; gauges are read from the pool's views when the page is built.
 
-    Every metric carries the label ``instance`` itself: for requests it is the gateway, for the
-    others the member that the value is about.
+    The label ``instance`` is the gateway for request counts, and the member for other metrics.
     """
 
     def __init__(self, instance: str) -> None:
@@ -70,7 +74,15 @@ class Telemetry:
             ["instance"],
             registry=self._registry,
         )
-        self._retries.labels(instance)  # present, as zero, before the first one
+        self._refused = Counter(
+            "afd_gateway_refused",
+            "Connections and requests that the gateway refused to protect itself.",
+            ["instance", "reason"],
+            registry=self._registry,
+        )
+        for reason in REFUSALS:
+            self._refused.labels(instance, reason)
+        self._retries.labels(instance)  # shows 0 before the first retry
 
     def request(self, method: str, path: str, code: int) -> None:
         known = method if method in _METHODS else "other"
@@ -79,8 +91,12 @@ class Telemetry:
     def retry(self) -> None:
         self._retries.labels(self._instance).inc()
 
+    def refused(self, reason: str) -> None:
+        """reason: one of REFUSALS."""
+        self._refused.labels(self._instance, reason).inc()
+
     def text(self, views: Iterable[View], peer_up: dict[str, bool]) -> str:
-        """Prometheus text. peer_up: member id -> whether all of its metrics could be scraped."""
+        """Returns Prometheus text. peer_up: member id -> whether all its pages were scraped."""
         registry = CollectorRegistry()
         registry.register(_Gauges(tuple(views), peer_up))
         return (generate_latest(self._registry) + generate_latest(registry)).decode()

@@ -1,4 +1,4 @@
-"""Members of the deployment as the gateway sees them, and every decision about them. Pure."""
+"""The gateway's view of the members, and all decisions about them. Pure."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ MemberState = Literal["starting", "ready", "draining"]
 
 @dataclass(frozen=True)
 class Upstream:
-    """One member. An FFN instance has no ``api_url``; its state and metrics still matter here.
+    """One attention or FFN member.
 
-    id: "attention-0". api_url: "http://HOST:PORT", "" if none. metrics_url: whole URL, "" if none.
-    generation: new for every start of the process, from the control plane.
+    id: "attention-0". api_url: "http://HOST:PORT", "" for FFN. metrics_url: whole URL, "" if none.
+    generation: from the control plane, new for every start of the process.
     """
 
     id: str
@@ -40,24 +40,24 @@ class Upstream:
 
     @property
     def key(self) -> tuple[str, int, str]:
-        """Two upstreams with different keys are different processes."""
+        """Identifies the process behind this upstream."""
         return (self.id, self.generation, self.api_url)
 
 
-Provider = Callable[[], tuple[Upstream, ...]]  # the members at this moment; cheap to call
+Provider = Callable[[], tuple[Upstream, ...]]  # returns the current members; cheap to call
 
 
 class Probe(enum.Enum):
-    """What one GET /health came to."""
+    """Result of one GET /health."""
 
-    OK = "answered"
-    REFUSED = "connection refused"  # its host is alive, the server is not
-    BAD_STATUS = "answers that it is not healthy"
-    SILENT = "does not answer"  # timed out, or its host cannot be reached
+    OK = "replied"
+    REFUSED = "connection refused"  # the host is alive, the server does not listen
+    BAD_STATUS = "not healthy by its own reply"
+    SILENT = "no reply"  # timed out, or the host cannot be reached
 
 
 class Condition(enum.Enum):
-    UNPROVEN = "unproven"  # has not answered /health yet
+    UNPROVEN = "unproven"  # no good /health yet
     HEALTHY = "healthy"
     UNHEALTHY = "unhealthy"
 
@@ -66,54 +66,70 @@ class Condition(enum.Enum):
 class Health:
     """Condition of one process.
 
-    misses: silent probes in a row; silent_since: clock seconds of the first of them.
-    failures: requests that found it broken; a probe sent before the last one proves nothing.
+    misses, refusals: consecutive silent and refused probes. failing_since: clock seconds of the
+    first probe since the last good one.
+    failures: failed requests; a probe sent before the last failure does not count.
     """
 
     condition: Condition = Condition.UNPROVEN
     reason: str = ""
     misses: int = 0
-    silent_since: float | None = None
+    refusals: int = 0
+    failing_since: float | None = None
     failures: int = 0
 
 
 def probed(health: Health, probe: Probe, *, failures: int, now: float, misses: int) -> Health:
-    """Health after a probe.
+    """Returns the health after a probe.
 
-    failures: ``health.failures`` when the probe was sent. misses: silent probes in a row that make
-    a healthy one unhealthy (one is enough for any other answer).
+    failures: ``health.failures`` when the probe was sent. misses: consecutive silent probes that
+    make a healthy instance unhealthy (one bad reply is enough).
     """
-    if probe is Probe.SILENT:
-        since = now if health.silent_since is None else health.silent_since
-        late = replace(health, misses=health.misses + 1, silent_since=since)
-        if health.condition is Condition.HEALTHY and late.misses >= misses:
-            return replace(late, condition=Condition.UNHEALTHY, reason="/health does not answer")
-        return late
-    heard = replace(health, misses=0, silent_since=None)
     if probe is Probe.OK:
+        good = replace(health, misses=0, refusals=0, failing_since=None)
         if failures != health.failures:
-            return heard
-        return replace(heard, condition=Condition.HEALTHY, reason="")
+            return good
+        return replace(good, condition=Condition.HEALTHY, reason="")
+    failing = replace(
+        health,
+        misses=health.misses + 1 if probe is Probe.SILENT else 0,
+        refusals=health.refusals + 1 if probe is Probe.REFUSED else 0,
+        failing_since=now if health.failing_since is None else health.failing_since,
+    )
     if health.condition is Condition.UNPROVEN:
-        return heard
-    return replace(heard, condition=Condition.UNHEALTHY, reason=f"/health: {probe.value}")
+        return failing
+    if probe is not Probe.SILENT:
+        return replace(failing, condition=Condition.UNHEALTHY, reason=f"/health: {probe.value}")
+    if health.condition is Condition.HEALTHY and failing.misses >= misses:
+        return replace(failing, condition=Condition.UNHEALTHY, reason="/health does not reply")
+    return failing
 
 
 def request_failed(health: Health, reason: str) -> Health:
-    """Health after a request found the process broken."""
+    """Returns the health after a failed request."""
     return replace(
         health, condition=Condition.UNHEALTHY, reason=reason, failures=health.failures + 1
     )
 
 
-def is_lost(health: Health, *, now: float, abandon_after_s: float) -> bool:
-    """Whether requests that run there should be given up: nothing was heard for that long."""
-    return health.silent_since is not None and now - health.silent_since >= abandon_after_s
+def why_lost(
+    health: Health, *, registered: bool, now: float, abandon_after_s: float, misses: int
+) -> str | None:
+    """Says why to give up the requests that run there; None to keep waiting.
+
+    They get ``abandon_after_s`` seconds without a good probe. An instance that has also left the
+    control plane and refused ``misses`` probes has ended its engine: its requests cannot go on.
+    """
+    if not registered and health.refusals >= misses:
+        return "it has left the deployment"
+    if health.failing_since is not None and now - health.failing_since >= abandon_after_s:
+        return f"no answer for {abandon_after_s:g} s"
+    return None
 
 
 @dataclass(frozen=True)
 class View:
-    """One upstream at one moment. outstanding: requests forwarded to it and not yet finished."""
+    """One upstream at one moment. outstanding: its unfinished requests."""
 
     upstream: Upstream
     health: Health = Health()
@@ -129,16 +145,16 @@ class View:
 
 
 def choose(views: Iterable[View], exclude: Collection[tuple[str, int, str]] = ()) -> View | None:
-    """The eligible view with the fewest outstanding requests, ties to the lowest index.
+    """Returns the eligible view with the fewest outstanding requests; ties go to the lowest index.
 
-    exclude: keys of upstreams not to choose, e.g. those this request has already tried.
+    exclude: keys of upstreams that this request has tried already.
     """
     able = (view for view in views if view.eligible and view.upstream.key not in exclude)
     return min(able, key=lambda view: (view.outstanding, view.upstream.index), default=None)
 
 
 def describe(member_id: str, view: View | None) -> str:
-    """How a member is, in words: "attention-0 is starting"."""
+    """Returns a member's state in words: "attention-0 is starting"."""
     if view is None:
         return f"{member_id} has not joined"
     if view.upstream.state != "ready":
@@ -146,23 +162,23 @@ def describe(member_id: str, view: View | None) -> str:
     if view.upstream.role != "attention" or view.health.condition is Condition.HEALTHY:
         return f"{member_id} is ready"
     if view.health.condition is Condition.UNPROVEN:
-        return f"{member_id} is starting (its API server has not answered yet)"
+        return f"{member_id} is starting (its API server has not replied yet)"
     return f"{member_id} is unhealthy ({view.health.reason})"
 
 
 def why_none(views: Iterable[View], expected: Iterable[str], *, shown: int = 8) -> str:
-    """Why no attention instance takes a request. expected: all member ids of the deployment."""
+    """Says why no attention instance can take a request. expected: all member ids."""
     by_id = {view.upstream.id: view for view in views}
-    ids = dict.fromkeys([*expected, *by_id])  # in order, and members beyond the expected ones too
+    ids = dict.fromkeys([*expected, *by_id])  # the expected ones first
     lines = [describe(i, by_id.get(i)) for i in ids if i.startswith("attention-")]
     more = f"; and {len(lines) - shown} more" if len(lines) > shown else ""
     return f"no attention instance is ready: {'; '.join(lines[:shown])}{more}"
 
 
 def fleet_problem(views: Iterable[View], expected: Iterable[str]) -> str | None:
-    """None if the deployment can serve: an attention instance is healthy, all FFN ones are ready.
+    """Returns None if an attention instance is healthy and all FFN instances are ready.
 
-    Otherwise what is missing, in words.
+    Otherwise says what is missing.
     """
     views, expected = tuple(views), tuple(expected)
     by_id = {view.upstream.id: view for view in views}

@@ -1,7 +1,7 @@
 """DeepSeek-V2 and DeepSeek-V3: routed and shared experts, dense first layers.
 
-Source: vLLM 0.26 models/deepseek_v2.py; the routed sum is scaled before the shared output is added
-in layers/fused_moe/runner/moe_runner.py (`_maybe_apply_routed_scale_to_output`).
+Source: vLLM 0.26 models/deepseek_v2.py. The routed sum is scaled before the shared output is added:
+layers/fused_moe/runner/moe_runner.py (`_maybe_apply_routed_scale_to_output`).
 """
 
 from afd.errors import ConfigError
@@ -10,7 +10,7 @@ from afd.models.family import Family, MlpNames, MoeModel
 
 
 def parse(config: fields.Config) -> MoeModel:
-    """MoeModel of a DeepSeek config.json. Raises ConfigError for what is not supported."""
+    """Returns the MoeModel of a DeepSeek config.json. Raises ConfigError if it is unsupported."""
     fields.require_silu(config)
     if config.get("llama_4_scaling") is not None:
         raise ConfigError(
@@ -51,7 +51,7 @@ FAMILY = Family(
     parse=parse,
     gate="mlp.gate",
     experts="mlp.experts",
-    # vLLM's MoE runner refers to the module a second time, which would keep its memory.
+    # vLLM's MoE runner holds a second reference, which would keep the module's memory.
     shared=("mlp.shared_experts", "mlp.experts._shared_experts"),
     routed_names=(
         MlpNames(
@@ -65,10 +65,10 @@ FAMILY = Family(
         _MLP + "shared_experts.down_proj.weight",
     ),
     refused_dtypes={
-        "float16": "vLLM rescales hidden states of DeepSeek there, so that the experts' output "
-        "would be wrong; set dtype to bfloat16 or float32"
+        "float16": "vLLM rescales DeepSeek's hidden states in float16, so the experts' output "
+        "would be wrong; set attention.dtype to bfloat16 or float32"
     },
-    attention_args=(None,),  # llama_4_scaling, which parse refuses
+    attention_args=(None,),  # llama_4_scaling; parse refuses it
     # vLLM 0.26 on CPU: no MLA attention backend, and its rotary operator is wrong for DeepSeek.
     cpu_env={"VLLM_MLA_DISABLE": "1"},
     cpu_args=('-cc.custom_ops=["all","-rotary_embedding"]',),

@@ -1,8 +1,7 @@
-"""What the system needs to know about a mixture-of-experts model, as plain data.
+"""Facts about mixture-of-experts models and families, as plain data. Reads no weights; no torch.
 
-A family is one data file (`qwen3_moe.py`, `deepseek.py`, `step3.py`): where the router, the routed
-experts and the shared experts sit in vLLM's module tree, and how a checkpoint names their tensors.
-Nothing here reads weights or imports torch.
+A family is one data file (`qwen3_moe.py`, `deepseek.py`, `step3.py`). It says where the router and
+the routed and shared experts are in vLLM's module tree, and how a checkpoint names their tensors.
 """
 
 import re
@@ -14,16 +13,17 @@ from afd.errors import ConfigError
 
 DTYPES = ("bfloat16", "float16", "float32")
 SCALE_SUFFIX = "_scale_inv"
-"""What the name of an FP8 tensor and this name its block scales (DeepSeek-V3's checkpoints)."""
+"""Added to the name of an FP8 tensor, gives the name of its block scales (DeepSeek-V3)."""
 
 
 @dataclass(frozen=True)
 class MoeModel:
-    """Shape of one checkpoint, as far as disaggregation is concerned.
+    """The parts of a checkpoint's shape that disaggregation needs.
 
-    `shared_intermediate` is the joint width of all shared experts (0 = none). `routed_scaling`
-    multiplies the weighted sum of routed experts before the shared output is added (1.0 = not
-    used). `moe_intermediate` is the width I of one routed expert: gate and up are [I, hidden].
+    moe_intermediate: width I of one routed expert; gate and up are [I, hidden].
+    shared_intermediate: total width of all shared experts; 0: none.
+    routed_scaling: factor on the weighted sum of routed experts, applied before the shared output
+        is added; 1.0: none.
     """
 
     family: str
@@ -43,9 +43,10 @@ class MoeModel:
 class MlpNames:
     """Checkpoint tensor names of a gated MLP, as templates over {layer} and {expert}.
 
-    `gate_up` is ("...gate...", "...up...") or one name of a tensor that holds gate rows, then up
-    rows. Templates without {expert} name either a shared expert (2-D tensors) or all routed
-    experts stacked along a leading expert dimension (3-D tensors); the family says which.
+    gate_up: ("...gate...", "...up..."), or one tensor with gate rows followed by up rows.
+
+    Templates without {expert} name a shared expert (2-D tensors) or all routed experts, stacked
+    along a leading expert dimension (3-D tensors); the family says which.
     """
 
     gate_up: tuple[str, ...]
@@ -60,7 +61,7 @@ class MlpNames:
         return "{expert}" in self.down
 
     def for_layer(self, layer: int, expert: int | None = None) -> "MlpNames":
-        """The same names with {layer} (and {expert}, where used) filled in."""
+        """Returns the names with {layer} and, if used, {expert} filled in."""
         gate_up = tuple(t.format(layer=layer, expert=expert) for t in self.gate_up)
         return MlpNames(gate_up, self.down.format(layer=layer, expert=expert))
 
@@ -78,20 +79,20 @@ def _pattern(template: str) -> re.Pattern[str]:
 
 @dataclass(frozen=True)
 class Family:
-    """Everything that differs between model families.
+    """Everything in which model families differ.
 
     Attributes:
         name: the family's name in messages and in MoeModel.family.
         vllm_class: architecture string of config.json -> "module:Class" inside vLLM.
-        parse: config.json -> MoeModel; raises ConfigError for what the family cannot express.
+        parse: config.json -> MoeModel; raises ConfigError if the model is not supported.
         gate, experts: dotted paths of the router and of vLLM's FusedMoE, below a decoder layer.
         shared: dotted paths of shared-expert modules below a decoder layer.
-        routed_names: the layouts a checkpoint may use for routed experts, most common first.
-        shared_names: tensor names of the shared expert, None where there is none.
-        refused_dtypes: dtype -> reason it cannot be served disaggregated.
-        attention_args: further positional arguments of the attention module's forward, after
-            positions and hidden states.
-        cpu_env, cpu_args: extra environment and vLLM arguments needed by vLLM's CPU platform.
+        routed_names: layouts that a checkpoint may use for routed experts, most common first.
+        shared_names: tensor names of the shared expert; None: there is none.
+        refused_dtypes: dtype -> reason why it cannot be served, and the remedy.
+        attention_args: positional arguments of the attention module's forward after positions and
+            hidden states.
+        cpu_env, cpu_args: environment and vLLM arguments that vLLM's CPU platform needs.
     """
 
     name: str
@@ -112,13 +113,13 @@ class Family:
         return tuple(self.vllm_class)
 
     def is_expert_weight(self, name: str) -> bool:
-        """True for a tensor that FFN instances read and attention instances must not."""
+        """Whether FFN instances read this tensor. Attention instances must not read it."""
         shared = (self.shared_names,) if self.shared_names else ()
         name = name.removesuffix(SCALE_SUFFIX)
         return any(names.matches(name) for names in (*self.routed_names, *shared))
 
     def serve_as(self, model: MoeModel, dtype: str) -> MoeModel:
-        """`model` with its serving dtype; "auto" keeps the checkpoint's.
+        """Returns `model` with its serving dtype; "auto" keeps the checkpoint's dtype.
 
         Raises:
             ConfigError: the dtype is unknown, or the family cannot be served in it.
@@ -126,7 +127,7 @@ class Family:
         chosen = model.dtype if dtype == "auto" else dtype
         if chosen not in DTYPES:
             known = ", ".join(("auto", *DTYPES))
-            raise ConfigError(f"dtype {chosen!r} is not known; use one of {known}")
+            raise ConfigError(f"dtype {chosen!r} is unknown; use one of {known}")
         if chosen in self.refused_dtypes:
             reason = self.refused_dtypes[chosen]
             raise ConfigError(f"{model.architecture} cannot be served in {chosen}: {reason}")

@@ -1,6 +1,7 @@
-"""Typed access to the keys of a config.json, with one clear error for each way it can be wrong."""
+"""Typed access to the keys of a config.json; each mistake has its own error."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from afd.errors import ConfigError
 
@@ -8,15 +9,17 @@ Config = Mapping[str, object]
 
 
 def architecture(config: Config) -> str:
-    """First entry of `architectures`. Raises ConfigError when there is none."""
+    """Returns the first entry of `architectures`. Raises ConfigError if there is none."""
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
-        raise ConfigError("config.json has no architectures entry; vLLM cannot load such a model")
+        raise ConfigError(
+            "config.json has no architectures entry; use a checkpoint that vLLM can load"
+        )
     return names[0]
 
 
 def integer(config: Config, key: str, *, minimum: int = 1) -> int:
-    """`config[key]` as an int of at least `minimum`. Raises ConfigError naming the key."""
+    """Returns `config[key]` as an int of at least `minimum`. Raises ConfigError."""
     if key not in config:
         raise ConfigError(f"config.json of {architecture(config)} has no {key}")
     value = config[key]
@@ -29,7 +32,7 @@ def integer(config: Config, key: str, *, minimum: int = 1) -> int:
 
 
 def number(config: Config, key: str) -> float:
-    """`config[key]` as a positive float. Raises ConfigError naming the key."""
+    """Returns `config[key]` as a float above 0. Raises ConfigError."""
     value = config.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
         raise ConfigError(
@@ -39,11 +42,11 @@ def number(config: Config, key: str) -> float:
 
 
 def layer_list(config: Config, key: str) -> tuple[int, ...]:
-    """A list of layer numbers, given as a list or as a string "1,2,3"; absent or null is empty."""
+    """Returns layer numbers from a list or a string "1,2,3"; () if the key is absent or null."""
     value = config.get(key)
-    entries = value.strip().split(",") if isinstance(value, str) else value or ()
+    entries: Any = value.strip().split(",") if isinstance(value, str) else value or ()
     try:
-        return tuple(sorted(int(entry) for entry in entries))  # type: ignore[attr-defined]
+        return tuple(sorted(int(entry) for entry in entries))
     except (TypeError, ValueError):
         raise ConfigError(
             f"config.json of {architecture(config)}: {key} is {value!r}, expected layer numbers"
@@ -51,36 +54,36 @@ def layer_list(config: Config, key: str) -> tuple[int, ...]:
 
 
 def dtype(config: Config) -> str:
-    """The checkpoint's dtype: `dtype` (Transformers 5) or `torch_dtype` (before).
+    """Returns the checkpoint's dtype: `dtype` (Transformers 5) or `torch_dtype` (earlier).
 
     Raises:
-        ConfigError: neither key is there, so that the two sides could guess differently.
+        ConfigError: both keys are absent. Attention and FFN could then guess different dtypes.
     """
     value = config.get("dtype") or config.get("torch_dtype")
     if not isinstance(value, str):
         raise ConfigError(
             f"config.json of {architecture(config)} has neither torch_dtype nor dtype; "
-            'add "torch_dtype": "bfloat16" (or what the weights are stored in)'
+            'add "torch_dtype": "bfloat16" (or the dtype that the weights are stored in)'
         )
     return value.removeprefix("torch.")
 
 
 def require_silu(config: Config) -> None:
-    """Raises ConfigError unless the experts use SiLU-gated MLPs (absent means SiLU)."""
+    """Raises ConfigError unless the experts are SiLU-gated MLPs (the default)."""
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise ConfigError(
             f"config.json of {architecture(config)}: hidden_act is {activation!r}, "
-            "only silu experts are supported"
+            "but only silu is supported; use another checkpoint"
         )
 
 
 def require_moe_layers(config: Config, layers: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
-    """`layers`, checked to be non-empty and inside the model. Raises ConfigError otherwise."""
+    """Returns `layers`. Raises ConfigError if it is empty or has layers outside the model."""
     if not layers:
         raise ConfigError(
-            f"{architecture(config)} with this config.json has no mixture-of-experts layer; "
-            "there is nothing to disaggregate"
+            f"{architecture(config)} with this config.json has no mixture-of-experts layer, so "
+            "there are no experts to disaggregate; serve it with plain vLLM"
         )
     outside = [layer for layer in layers if not 0 <= layer < num_layers]
     if outside:

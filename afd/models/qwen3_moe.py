@@ -6,12 +6,12 @@ from afd.models.family import Family, MlpNames, MoeModel
 
 
 def parse(config: fields.Config) -> MoeModel:
-    """MoeModel of a Qwen3-MoE config.json. Raises ConfigError for what is not supported."""
+    """Returns the MoeModel of a Qwen3-MoE config.json. Raises ConfigError if it is unsupported."""
     fields.require_silu(config)
     if config.get("shared_expert_intermediate_size"):
         raise ConfigError(
             f"{fields.architecture(config)} with shared_expert_intermediate_size is not supported: "
-            "its shared expert has a sigmoid gate of its own; use a checkpoint without it"
+            "its shared expert has its own sigmoid gate; use a checkpoint without a shared expert"
         )
     num_layers = fields.integer(config, "num_hidden_layers")
     step = fields.integer({"decoder_sparse_step": 1, **config}, "decoder_sparse_step")

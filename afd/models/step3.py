@@ -1,4 +1,4 @@
-"""Step-3 (text): stacked routed experts, one shared expert, dense layers by list.
+"""Step-3 (text): stacked routed experts, one shared expert, MoE layers given by a list.
 
 Source: vLLM 0.26 models/step3_text.py and transformers_utils/configs/step3_vl.py.
 """
@@ -8,9 +8,9 @@ from afd.models.family import Family, MlpNames, MoeModel
 
 
 def parse(config: fields.Config) -> MoeModel:
-    """MoeModel of a step3_text config.json. Raises ConfigError for what is not supported."""
+    """Returns the MoeModel of a step3_text config.json. Raises ConfigError if it is unsupported."""
     num_layers = fields.integer(config, "num_hidden_layers")
-    # vLLM: all layers but the first, where the list is null.
+    # As in vLLM: a null list means all layers except the first.
     listed = fields.layer_list(config, "moe_layers_enum") or tuple(range(1, num_layers))
     return MoeModel(
         family=FAMILY.name,

@@ -1,4 +1,4 @@
-"""Reference codecs of the wire formats, in numpy. The fast ones are checked against these."""
+"""Reference codecs of the wire formats, in numpy. Tests check the fast ones against these."""
 
 import ml_dtypes
 import numpy as np
@@ -20,7 +20,7 @@ E8M0_NAN = 255
 def quantise_fp8(
     x: npt.NDArray[np.float32], tag: Tag = Tag.E4M3FN
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32]]:
-    """Per-row, per-128-column FP8 with float32 scales.
+    """Encode as FP8 with one float32 scale per row and 128 columns.
 
     Args:
         x: float32 [rows, hidden], hidden a multiple of 128.
@@ -28,19 +28,19 @@ def quantise_fp8(
 
     Returns:
         FP8 bits as uint8 [rows, hidden] and scales float32 [rows, hidden/128]. A block of zeros
-        has scale 1, so that it decodes to zeros. A NaN or infinity makes its whole block NaN: a
-        broken activation must surface, not saturate.
+        has scale 1, so that it decodes to zeros. A NaN or infinity makes its whole block NaN, so
+        that a broken activation is noticed and does not saturate.
     """
     rows, hidden = x.shape
     blocks = x.reshape(rows, hidden // SCALE_BLOCK, SCALE_BLOCK)
     amax = np.abs(blocks).max(axis=-1)
     scales = np.where(amax == 0, np.float32(1), amax / np.float32(FP8_MAX[tag])).astype(np.float32)
-    # A denormal amax can underflow to scale 0; the block is then indistinguishable from zeros.
+    # A denormal amax can underflow to scale 0; such a block encodes as zeros.
     scales = np.where(scales == 0, np.float32(1), scales)
     scales = np.where(np.isfinite(amax), scales, np.float32(np.nan))
     with np.errstate(invalid="ignore"):
         values = blocks / scales[..., None]
-        # The quotient of a denormal scale can exceed the range; the largest code is the nearest.
+        # The quotient of a denormal scale can exceed the range; clip to the largest code.
         codes = np.clip(values, -FP8_MAX[tag], FP8_MAX[tag]).astype(FP8_DTYPE[tag])
     return codes.view(np.uint8).reshape(rows, hidden), scales
 
@@ -50,7 +50,7 @@ def dequantise_fp8(
 ) -> npt.NDArray[np.float32]:
     """Inverse of :func:`quantise_fp8`: float32 [rows, hidden]."""
     rows, hidden = codes.shape
-    values = codes.view(FP8_DTYPE[tag]).astype(np.float32)
+    values: npt.NDArray[np.float32] = codes.view(FP8_DTYPE[tag]).astype(np.float32)
     values = values.reshape(rows, hidden // SCALE_BLOCK, SCALE_BLOCK) * scales[..., None]
     return values.reshape(rows, hidden)
 
@@ -69,7 +69,7 @@ def quantise_mxfp4(
     Returns:
         codes uint8 [rows, hidden/2], the even column in the low four bits, and E8M0 scales uint8
         [rows, hidden/32]. A block of zeros has scale code 0. A NaN or infinity makes its block's
-        scale NaN (255) and its codes 0: it decodes to NaN throughout.
+        scale NaN (255) and its codes 0, so that the whole block decodes to NaN.
     """
     rows, hidden = x.shape
     blocks = x.reshape(rows, hidden // MX_BLOCK, MX_BLOCK)
@@ -78,10 +78,10 @@ def quantise_mxfp4(
     exponent = np.frexp(np.where(finite, amax, 0))[1] - 1 - E2M1_EXPONENT
     exponent = np.where(amax == 0, -E8M0_BIAS, np.maximum(exponent, -E8M0_BIAS))
     values = np.where(finite[..., None], np.ldexp(blocks, -exponent[..., None]), 0)
-    nibbles = np.clip(values, -6, 6).astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 15
-    nibbles = nibbles.reshape(rows, hidden)
+    codes = np.clip(values, -6, 6).astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
+    nibbles: npt.NDArray[np.uint8] = (codes & np.uint8(15)).reshape(rows, hidden)
     scales = np.where(finite, exponent + E8M0_BIAS, E8M0_NAN).astype(np.uint8)
-    return nibbles[:, 0::2] | (nibbles[:, 1::2] << 4), scales
+    return nibbles[:, 0::2] | (nibbles[:, 1::2] << np.uint8(4)), scales
 
 
 def dequantise_mxfp4(
@@ -90,7 +90,7 @@ def dequantise_mxfp4(
     """Inverse of :func:`quantise_mxfp4`: float32 [rows, hidden]."""
     rows = codes.shape[0]
     nibbles = np.stack([codes & 15, codes >> 4], axis=-1)
-    values = nibbles.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    values: npt.NDArray[np.float32] = nibbles.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
     values = values.reshape(rows, -1, MX_BLOCK)
     values = np.ldexp(values, scales[..., None].astype(np.int32) - E8M0_BIAS)
     values = np.where(scales[..., None] == E8M0_NAN, np.float32(np.nan), values)

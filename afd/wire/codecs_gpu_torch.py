@@ -1,7 +1,7 @@
 """Wire codecs on a GPU: the kernels of :mod:`afd.wire.codecs_triton` on torch tensors.
 
-Same results, byte for byte, as :mod:`afd.wire.codecs_torch`; one launch each, nothing is copied to
-the host.
+Results equal those of :mod:`afd.wire.codecs_torch` byte for byte. Each function is one launch and
+copies nothing to the host.
 """
 
 import torch
@@ -9,11 +9,11 @@ import triton
 
 from afd.wire import codecs_triton as kernels
 from afd.wire.codecs import FP8_MAX
-from afd.wire.codecs_torch import DTYPE_OF_TAG
+from afd.wire.dtypes_torch import DTYPE_OF_TAG
 from afd.wire.layout import MX_BLOCK, SCALE_BLOCK, Tag
 
 _FP8_GROUPS, _MX_GROUPS = 8, 32
-"""Scale blocks that one program handles: 1,024 columns."""
+"""Scale blocks per Triton program: 1,024 columns."""
 
 
 def quantise_fp8(x: torch.Tensor, tag: Tag = Tag.E4M3FN) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,29 +1,16 @@
-"""Wire codecs in torch: what both workers run. Checked against :mod:`afd.wire.codecs`."""
+"""Wire codecs in torch, which both workers run. Tests check them against :mod:`afd.wire.codecs`."""
 
 import torch
 
 from afd.wire.codecs import E2M1_EXPONENT, E8M0_BIAS, E8M0_NAN, FP8_MAX
+from afd.wire.dtypes_torch import DTYPE_OF_TAG, SCALE_DTYPE
 from afd.wire.layout import MX_BLOCK, SCALE_BLOCK, Tag
-
-DTYPE_OF_TAG = {
-    Tag.FLOAT32: torch.float32,
-    Tag.BFLOAT16: torch.bfloat16,
-    Tag.FLOAT16: torch.float16,
-    Tag.E4M3FN: torch.float8_e4m3fn,
-    Tag.E4M3FNUZ: torch.float8_e4m3fnuz,
-    Tag.E2M1: torch.uint8,  # two codes per byte
-}
-SCALE_DTYPE = {
-    Tag.E4M3FN: torch.float32,
-    Tag.E4M3FNUZ: torch.float32,
-    Tag.E2M1: torch.uint8,  # E8M0 bits
-}
 
 
 def encode(x: torch.Tensor, tag: Tag) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Payload and scales (None: the tag has none) of float rows [rows, hidden] for the wire.
+    """Encode float rows [rows, hidden]: payload, and scales or None if the tag has none.
 
-    On a GPU by one kernel (:mod:`afd.wire.codecs_gpu_torch`), which gives the same bytes.
+    On a GPU this is one kernel (:mod:`afd.wire.codecs_gpu_torch`), with the same result.
     """
     if tag not in SCALE_DTYPE:
         return x.to(DTYPE_OF_TAG[tag]).contiguous(), None
@@ -37,7 +24,7 @@ def encode(x: torch.Tensor, tag: Tag) -> tuple[torch.Tensor, torch.Tensor | None
 def decode(
     payload: torch.Tensor, scales: torch.Tensor, tag: Tag, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Rows of a tag with scales, rounded once to ``dtype``; on a GPU by one kernel."""
+    """Decode rows of a tag with scales, rounded once to ``dtype``. One kernel on a GPU."""
     if payload.is_cuda:
         from afd.wire import codecs_gpu_torch as gpu
 
@@ -75,7 +62,7 @@ def quantise_mxfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     exponent = torch.frexp(torch.where(finite, amax, 0.0)).exponent - 1 - E2M1_EXPONENT
     exponent = torch.where(amax == 0, -E8M0_BIAS, exponent.clamp(min=-E8M0_BIAS))
     scaled = torch.where(finite, torch.ldexp(blocks, -exponent), 0.0)
-    # Round to nearest, ties to the even code: a tie goes up where the lower code is odd.
+    # Round to nearest, ties to the even code: a tie rounds up if the lower code is odd.
     size = scaled.abs()
     codes = (size > 0.25).to(torch.uint8)
     for bound in (0.75, 1.75, 3.5):
@@ -90,7 +77,8 @@ def quantise_mxfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def dequantise_mxfp4(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Inverse of :func:`quantise_mxfp4`, rounded once to ``dtype``.
 
-    Computed, not looked up: a table would have to be on the device before a graph is captured.
+    Computes values instead of looking them up: a table would have to be on the device before a
+    graph is captured.
     """
     rows, half = codes.shape
     nibbles = torch.stack([codes & 15, codes >> 4], dim=-1)  # [rows, hidden/2, 2]

@@ -1,7 +1,7 @@
-"""Wire codecs as Triton kernels, for CUDA and ROCm. Byte for byte those of :mod:`afd.wire.codecs`.
+"""Wire codecs as Triton kernels for CUDA and ROCm, equal byte for byte to :mod:`afd.wire.codecs`.
 
-Kernels only: :mod:`afd.wire.codecs_gpu_torch` launches them. Every quotient is `tl.div_rn`,
-because a plain one is approximate on some targets.
+:mod:`afd.wire.codecs_gpu_torch` launches them. Every division is `tl.div_rn`, because a plain one
+is approximate on some targets.
 """
 
 import triton
@@ -18,8 +18,9 @@ def _finite_amax(x, axis: tl.constexpr):
 def fp8_block(x, FP8_MAX: tl.constexpr, EXACT: tl.constexpr = True):
     """(x / scale, scale) of float32 x [..., n]: one scale per last axis. The caller converts.
 
-    Not EXACT: by a product with the scale's reciprocal, which may round a code to its neighbour and
-    takes blocks of numbers below 1e-30 for zeros. A division is most of the time otherwise (H200).
+    Not EXACT: multiplies by the reciprocal of the scale, which may round to a neighbouring code and
+    treats blocks of numbers below 1e-30 as zeros. On an H200 the exact division takes most of the
+    time.
     """
     bits = _finite_amax(x, len(x.shape) - 1)
     amax = bits.to(tl.float32, bitcast=True)

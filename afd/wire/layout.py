@@ -14,7 +14,8 @@ _ALIGN = 64
 
 
 class Tag(enum.IntEnum):
-    """Payload dtype of a slot. gfx942 uses another FP8 than gfx950 and NVIDIA: hence a tag."""
+    """Payload dtype of a slot. FP8 has two tags, because gfx942 uses another FP8 than gfx950 and
+    NVIDIA."""
 
     FLOAT32 = 0
     BFLOAT16 = 1
@@ -25,17 +26,17 @@ class Tag(enum.IntEnum):
 
 
 class Kind(enum.IntEnum):
-    """What a message means to the FFN loop."""
+    """Kind of a message to an FFN instance."""
 
     DATA = 0
-    LEAVE = 1  # on the control slot: nothing is coming until further notice
-    STEP = 2  # on the control slot: a step of `rows` rows follows whose doorbells streams ring
-    HELLO = 3  # the first order of a session (afd/wire/orders.py)
+    LEAVE = 1  # on the control slot: no message follows until further notice
+    STEP = 2  # on the control slot: a step of `rows` rows follows, whose doorbells streams ring
+    HELLO = 3  # first message of a leader or head (afd/wire/orders.py)
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """How a tag stores values: bits of an element; columns per scale (0: none) and its bytes."""
+    """How a tag stores values: bits per element, columns per scale (0: none), bytes per scale."""
 
     bits: int
     scale_block: int = 0
@@ -51,7 +52,7 @@ ENCODINGS = {
     Tag.E2M1: Encoding(4, MX_BLOCK, 1),
 }
 FP8_TAGS = {"e4m3fn": Tag.E4M3FN, "e4m3fnuz": Tag.E4M3FNUZ}
-"""FP8 kinds by name. gfx942's matrix instructions take e4m3fnuz only."""
+"""FP8 kinds by name. The matrix instructions of gfx942 accept e4m3fnuz only."""
 TAG_OF_DTYPE = {"float32": Tag.FLOAT32, "bfloat16": Tag.BFLOAT16, "float16": Tag.FLOAT16}
 
 
@@ -61,7 +62,7 @@ class SlotLayout:
 
     payload [capacity, hidden] of ``tag``; scales [capacity, hidden / columns per scale], float32
     for FP8, E8M0 bytes for MXFP4, absent otherwise; ids int32 [capacity, top_k]; weights float32
-    [capacity, top_k]. ``top_k`` is 0 on the way back.
+    [capacity, top_k]. ``top_k`` is 0 for answers.
     """
 
     capacity: int
@@ -99,18 +100,18 @@ class SlotLayout:
         return self.weights_offset + _align(self.capacity * self.top_k * 4)
 
     def message_bytes(self, rows: int) -> int:
-        """Bytes on the wire for ``rows`` rows (without the header)."""
+        """Return the bytes on the wire for ``rows`` rows, without the header."""
         return rows * (self.row_bytes + self.scale_row_bytes + 8 * self.top_k)
 
 
 def layouts(
     wire: str, dtype: str, capacity: int, hidden: int, top_k: int, fp8: str = "e4m3fn"
 ) -> tuple[SlotLayout, SlotLayout]:
-    """(attention to FFN, FFN to attention) layouts of a wire format.
+    """Return the layouts (attention to FFN, FFN to attention) of a wire format.
 
-    ``exact`` keeps the model dtype both ways. ``fp8`` sends FP8 with one float32 scale per 128
-    columns and returns bfloat16. ``mxfp4`` sends e2m1 with one E8M0 scale per 32 columns and
-    returns FP8. ``fp8`` the argument names the FP8 kind of either: e4m3fn or e4m3fnuz.
+    ``exact`` keeps the model dtype in both directions. ``fp8`` sends FP8 with one float32 scale per
+    128 columns and returns bfloat16. ``mxfp4`` sends e2m1 with one E8M0 scale per 32 columns and
+    returns FP8. The argument ``fp8`` names the FP8 kind for both formats: e4m3fn or e4m3fnuz.
 
     Raises:
         ConfigError: unknown format, kind or dtype, or a hidden size that the blocks do not divide.

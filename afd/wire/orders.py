@@ -1,7 +1,7 @@
-"""What the processes of the FFN pool tell each other: who is in the next expert call. Pure.
+"""Orders between the processes of the FFN pool: which rows the next expert call contains. Pure.
 
-An order travels as one message in a ring of small slots in host memory, so that the host of a
-follower knows what to run before it runs or replays it.
+An order is one message in a ring of small slots in host memory. From it the host of a follower
+knows what to run before it runs or replays it.
 """
 
 import struct
@@ -12,15 +12,15 @@ from afd.wire.layout import Kind
 
 _PART = struct.Struct("<4Iq")
 _HELLO_BYTES = 256
-"""Room for the address of a rendezvous."""
+"""Enough for the address of a rendezvous."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one attention instance brings to a call or step.
+    """The rows of one attention instance in a call or step.
 
-    attention, generation: which instance, in which of its lives. rows: of this call, or of the
-    whole step on streams. depth: micro-batches of its step. step: its own number of the step.
+    attention, generation: index and generation of the instance. rows: in this call, or in the whole
+    step on streams. depth: micro-batches of its step. step: its own number of the step.
     """
 
     attention: int
@@ -32,8 +32,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Order:
-    """One expert call (kind DATA) over the rows of all parts, one below the other; or a whole step
-    whose doorbells streams ring (kind STEP), with ``position`` its first."""
+    """One expert call (kind DATA) over the rows of all parts, concatenated; or a whole step whose
+    doorbells streams ring (kind STEP), with ``position`` the first one of the step."""
 
     kind: Kind
     position: Position
@@ -50,20 +50,21 @@ class Order:
 
 
 def read_order(kind: int, layer: int, micro_batch: int, payload: bytes) -> Order:
-    """The order of a message with this header and payload."""
+    """Decode the order of a message with this header and payload."""
     parts = tuple(Part(*fields) for fields in _PART.iter_unpack(payload))
     return Order(Kind(kind), Position(layer, micro_batch), parts)
 
 
 def order_slot_bytes(attention_instances: int) -> int:
-    """Bytes of a slot that holds an order or a hello."""
+    """Return the bytes of a slot that holds an order or a hello."""
     return max(_HELLO_BYTES, _PART.size * attention_instances)
 
 
 def order_slots(attention_instances: int, max_depth: int) -> int:
-    """Slots of the ring: more than the orders that can be under way to one follower.
+    """Return the slots of the ring: more than the orders that can be in flight to one follower.
 
-    An order names at least one message of an attention instance, which sends no other one for this
-    micro-batch until the follower has answered; the rest is room for instances that start anew.
+    An order names at least one message of an attention instance, and the instance sends no further
+    message for this micro-batch until the follower has answered. The remaining slots are for
+    instances that restart.
     """
     return 4 * attention_instances * (max_depth + 1) + 4

@@ -1,11 +1,12 @@
-"""Rows as the wire carries them: the one value that goes from a slot to the experts."""
+"""Rows in wire format, as they go from a slot to the experts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from afd.wire.codecs_torch import DTYPE_OF_TAG, decode, encode
+from afd.wire.codecs_torch import decode, encode
+from afd.wire.dtypes_torch import DTYPE_OF_TAG
 from afd.wire.layout import Tag
 
 _TAG_OF = {DTYPE_OF_TAG[tag]: tag for tag in (Tag.FLOAT32, Tag.BFLOAT16, Tag.FLOAT16)}
@@ -13,7 +14,7 @@ _TAG_OF = {DTYPE_OF_TAG[tag]: tag for tag in (Tag.FLOAT32, Tag.BFLOAT16, Tag.FLO
 
 @dataclass(frozen=True)
 class EncodedRows:
-    """Rows [rows, hidden] in the format that ``tag`` names; kernels that multiply it take them so.
+    """Rows [rows, hidden] in the format ``tag``; some kernels multiply them without decoding.
 
     FLOAT32, BFLOAT16, FLOAT16: ``payload`` [rows, hidden], no scales.
     E4M3FN, E4M3FNUZ: ``payload`` FP8 [rows, hidden], ``scales`` float32 [rows, hidden/128].
@@ -27,7 +28,7 @@ class EncodedRows:
 
     @classmethod
     def of(cls, x: torch.Tensor, tag: Tag | None = None) -> "EncodedRows":
-        """Float rows ``x`` encoded as ``tag``; None: as they are, not copied."""
+        """Encode float rows ``x`` as ``tag``; None: keep their dtype, without a copy."""
         if tag is None:
             return cls(_TAG_OF[x.dtype], x)
         return cls(tag, *encode(x, tag))
@@ -40,14 +41,14 @@ class EncodedRows:
         return self.payload.device
 
     def decode(self, dtype: torch.dtype) -> torch.Tensor:
-        """[rows, hidden] in ``dtype``, rounded once: the payload itself where nothing changes."""
+        """Decode to ``dtype`` [rows, hidden], rounded once; payload itself if nothing changes."""
         if self.scales is None:
             return self.payload.to(dtype)
         return decode(self.payload, self.scales, self.tag, dtype)
 
 
 def cat(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`torch.cat` of the first dimension, which not every device has for FP8."""
+    """`torch.cat` along the first dimension, also for FP8, which not every device supports."""
     dtype = parts[0].dtype
     if dtype.itemsize > 1:
         return torch.cat(list(parts))

@@ -1,7 +1,7 @@
 """Slots of a region in a GPU's memory: the kernels of :mod:`afd.wire.slot_triton` on torch tensors.
 
-Same results as :mod:`afd.wire.slot_torch`, where the references are; one launch each (of up to 8
-messages), nothing is copied to the host, and no address is looked up on the device.
+Results equal those of the reference, :mod:`afd.wire.slot_torch`. Each launch handles up to 8
+messages; nothing is copied to the host.
 """
 
 from collections.abc import Collection, Sequence
@@ -10,12 +10,12 @@ import torch
 import triton
 
 from afd.wire import slot_triton as kernels
-from afd.wire.slot_torch import MOST, RoutedRows, SlotView
+from afd.wire.slot_view_torch import MOST, RoutedRows, SlotView
 
 
 def distances(parts: Sequence[torch.Tensor]) -> list[int]:
-    """How far each tensor but the first lies from it, in 16 bytes, filled up to the arguments of a
-    launch. Tensors of as many slots of one region, or a single one of anywhere."""
+    """Distances of the other tensors from the first, in units of 16 bytes, padded with zeros to
+    the number of kernel arguments. The tensors are parts of slots of one region, or just one."""
     first, *others = (part.data_ptr() for part in parts)
     assert len(others) < MOST and not any((other - first) % 16 for other in others)
     found = [(other - first) // 16 for other in others]
@@ -69,7 +69,7 @@ def _take(views: Sequence[SlotView], counts: Sequence[int], to: RoutedRows, mask
 
 
 def sum_of_parts(views: Sequence[SlotView], out: torch.Tensor) -> None:
-    """out [rows, hidden] = the first rows of up to 8 answers, added up; not of E2M1."""
+    """Add the first rows of up to 8 answers into out [rows, hidden]. Not for E2M1."""
     rows, hidden = out.shape
     first, block = views[0], 1024
     if rows:

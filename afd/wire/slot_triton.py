@@ -1,14 +1,14 @@
-"""Several messages in one launch, as Triton kernels: rows out of their slots, and sums of answers.
+"""Triton kernels over several messages: take rows out of slots, and add up answers.
 
-Kernels only: :mod:`afd.wire.slot_gpu_torch` launches them. Slots of a region are laid out alike, so
-a slot is told by how far it lies from the first one, in units of 16 bytes (slots start on a cache
-line): the tensors given are those of the first slot.
+:mod:`afd.wire.slot_gpu_torch` launches them. All slots of a region have the same layout. So the
+kernels get the tensors of the first slot, and the distance of every other slot from it in units of
+16 bytes (slots start on a cache line).
 """
 
 import triton
 import triton.language as tl
 
-# No launch is to get a specialisation of its own for what these happen to be.
+# Triton must not compile a specialisation for particular values of these arguments.
 FAR = [f"far{i}" for i in range(1, 8)]
 _BEGIN = [f"begin{i}" for i in range(1, 8)]
 
@@ -21,11 +21,12 @@ def take_rows_kernel(
     MESSAGES: tl.constexpr, TOP_K: tl.constexpr, KINDS: tl.constexpr, BLOCK: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rows of MESSAGES messages, one below the other; message i's begin at row ``begin``i.
+    """Copy the rows of MESSAGES messages to consecutive rows; message i starts at row ``begin``i.
 
-    payload uint8 [.., row_bytes]; scales uint8 [.., scale_bytes] (SCALE_BLOCK 0: there are none);
-    ids int32 and weights float32 [.., TOP_K]. ``masked``: bit i is set where message i's ids become
-    -1. KINDS, BLOCK, SCALE_BLOCK: powers of two from TOP_K, row_bytes, scale_bytes on. Grid (rows).
+    payload uint8 [.., row_bytes]; scales uint8 [.., scale_bytes] (SCALE_BLOCK 0: none);
+    ids int32 and weights float32 [.., TOP_K]. ``masked``: bit i set means that
+    message i's ids become -1. KINDS, BLOCK, SCALE_BLOCK: TOP_K, row_bytes and scale_bytes rounded
+    up to powers of two. Grid (rows).
     """
     far = (0, far1, far2, far3, far4, far5, far6, far7)
     begin = (0, begin1, begin2, begin3, begin4, begin5, begin6, begin7)
@@ -58,8 +59,8 @@ def sum_of_messages(
     payload_ptr, scales_ptr, row, column, hidden, inside,
     far1, far2, far3, far4, far5, far6, far7, MESSAGES: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """float32 sum, in order, of the messages' values at ``column`` of ``row`` (int64); SCALED: with
-    float32 scales, one per 128 columns."""
+    """float32 sum, in message order, of the values at ``row`` (int64) and ``column``. SCALED: the
+    values have float32 scales, one per 128 columns."""
     far = (0, far1, far2, far3, far4, far5, far6, far7)
     each: tl.constexpr = 128 // payload_ptr.dtype.element_ty.primitive_bitwidth
     total = tl.zeros(column.shape, dtype=tl.float32)

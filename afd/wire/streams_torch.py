@@ -1,5 +1,6 @@
-"""What both workers need of a device: slots as tensors, and the streams that a step runs on."""
+"""What both workers need from a device: slots as tensors, and the streams of a step."""
 
+import pkgutil
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -7,82 +8,84 @@ from typing import Protocol
 
 import torch
 
+from afd.devices import device_named, device_of_torch
+
 
 class Payloads(Protocol):
-    """What is asked of an ``afd_comm.Region`` here."""
+    """The part of ``afd_comm.Region`` that this module uses."""
 
     @property
     def slot_bytes(self) -> int: ...
 
     def view(self, slot: int) -> object:
-        """By DLPack uint8 [1, slot stride]."""
+        """Return the slot's payload as uint8 [1, slot stride], for DLPack."""
 
 
 def torch_device(name: str) -> torch.device:
-    """Device of a worker: "cpu", or the first visible GPU (torch calls AMD's cuda as well)."""
-    return torch.device("cpu") if name == "cpu" else torch.device(name, 0)
+    """Return this process's device of the kind ``name`` (:data:`afd.devices.DEVICES`)."""
+    return torch.device(device_named(name).torch_device)
 
 
 def slot_bytes(region: Payloads, slot: int) -> torch.Tensor:
-    """The slot's payload as uint8 [slot_bytes] where it is, host or device; no copy."""
+    """Return the slot's payload as uint8 [slot_bytes], on host or device; no copy."""
     return torch.from_dlpack(region.view(slot))[0, : region.slot_bytes]
 
 
-def settle(device: torch.device) -> None:
-    """Return when everything that the current stream was given is done; for what the host posts."""
-    if device.type != "cpu":
+def synchronize(device: torch.device) -> None:
+    """Wait until all queued work of the current stream is done, so that the host can post it."""
+    if device_of_torch(device.type).has_streams:
         torch.cuda.current_stream(device).synchronize()
 
 
 class Streams(Protocol):
-    """A stream that computes and one that copies behind it, as the transport takes them."""
+    """A compute stream and a copy stream, by the addresses that the transport takes."""
 
     @property
     def compute(self) -> int:
-        """Address of the stream that kernels go to."""
+        """Address of the stream that runs kernels."""
 
     @property
     def copy(self) -> int: ...
 
     def fork(self) -> None:
-        """What ``copy`` gets from now on starts after all that ``compute`` was given so far."""
+        """Order later work of ``copy`` after all work queued on ``compute`` so far."""
 
     def join(self) -> None:
-        """What ``compute`` gets from now on starts after all that ``copy`` was given so far."""
+        """Order later work of ``compute`` after all work queued on ``copy`` so far."""
 
     def copying(self) -> AbstractContextManager[object]:
-        """Within, kernels go to ``copy``: what only a message needs does not hold up the rest."""
+        """Inside the context kernels run on ``copy``: work for a message delays nothing else."""
 
     def begin_step(self) -> None:
-        """What micro-batches get ``apart`` starts after all that ``compute`` was given so far."""
+        """Order the work of all :meth:`apart` contexts after the work of ``compute`` so far."""
 
     def apart(self, micro_batch: int) -> AbstractContextManager[object]:
-        """Within, ``compute`` is a stream of this micro-batch alone: what it waits for holds up no
-        other one, and its kernels fill the multiprocessors that theirs leave idle.
+        """Inside the context ``compute`` is a stream of this micro-batch alone.
 
-        It starts behind what ``copy`` was given when this micro-batch was here last, which must be
-        all that the messages it waits for depend on; in its first turn behind :meth:`begin_step`.
-        Before it ends ``copy`` has to follow it (:meth:`fork`).
+        Its waits delay no other micro-batch, and its kernels use the multiprocessors that the
+        others leave idle. The first context of a step starts after :meth:`begin_step`. A later one
+        starts after the work that ``copy`` had when this micro-batch's last context ended; that
+        must include everything that the awaited messages depend on. Call :meth:`fork` before the
+        context ends.
 
-        For one side of the wire only: the FFN instances'. Streams may share a queue of the device,
-        where a micro-batch's kernels stand behind another's wait. With this side alone a step
-        ends even if all streams share one, as what a message depends on went out before its wait is
-        given; if attention did so too, each side could hold up what the other waits for.
+        Only FFN instances may use this. Streams can share a hardware queue, where kernels of one
+        micro-batch queue behind the wait of another. If only one side does so, a step always ends,
+        because everything a message depends on was sent before its wait is queued. If both sides
+        did, each could block what the other waits for.
         """
 
     def capturable(self) -> AbstractContextManager[object]:
-        """Within, ``compute`` is a stream that can be captured, which the default stream cannot."""
+        """Inside the context ``compute`` can be captured, unlike the default stream."""
 
     def stamp(self, *, copying: bool = False) -> object:
-        """The moment at which ``compute`` (or ``copy``) gets here; in a graph: at each replay."""
+        """Record when ``compute`` (or ``copy``) reaches this point; in a graph: at each replay."""
 
     def elapsed_ns(self, first: object, then: object) -> int:
-        """From one stamp to another of the same device, both of them past."""
+        """Return the time between two stamps of one device, ns; both must have been reached."""
 
 
 class HostStreams:
-    """Device cpu: an operation is done when its call returns, so there is nothing to order, and
-    nothing is waited for before it is needed."""
+    """Device cpu: every operation is complete when its call returns, so nothing needs ordering."""
 
     compute = 0
     copy = 0
@@ -110,18 +113,23 @@ class HostStreams:
         return then - first
 
 
+def host_streams(_device: torch.device, _depth: int) -> HostStreams:
+    """Factory for the table of devices, which passes the same arguments to every kind."""
+    return HostStreams()
+
+
 class CudaStreams:
-    """The current stream, and our own beside it. May be captured: what orders them are edges of the
-    graph."""
+    """The current stream as ``compute``, and a copy stream. May be captured: the ordering becomes
+    edges of the graph."""
 
     def __init__(self, device: torch.device, depth: int) -> None:
         self._device = device
-        # Its small kernels go before the large ones that computing has begun meanwhile.
+        # High priority: its small kernels run before large ones of the compute stream.
         self._copy = torch.cuda.Stream(device, priority=-1)
-        # Made now: with a wait pending on some other stream they could not be (comm/README.md).
+        # Made now: while a stream waits, CUDA may be unable to make one (comm/README.md).
         self._own = [torch.cuda.Stream(device) for _ in range(depth)]
         self._captured = torch.cuda.Stream(device)
-        # By micro-batch, what its next turn in this step is behind.
+        # Per micro-batch: the event that its next `apart` context in this step waits for.
         self._before: list[torch.cuda.Event] = []
 
     @property
@@ -157,7 +165,7 @@ class CudaStreams:
         return torch.cuda.stream(self._captured)
 
     def stamp(self, *, copying: bool = False) -> object:
-        # external: a node of the graph that records anew at each replay, not an edge of it
+        # external: a graph node that records at each replay, instead of an edge
         event = torch.cuda.Event(enable_timing=True, external=True)
         event.record(self._copy if copying else torch.cuda.current_stream(self._device))
         return event
@@ -168,5 +176,7 @@ class CudaStreams:
 
 
 def make_streams(device: torch.device, depth: int = 0) -> Streams:
-    """depth: micro-batches that may be :meth:`Streams.apart`."""
-    return HostStreams() if device.type == "cpu" else CudaStreams(device, depth)
+    """Return the streams of a device; depth: number of micro-batches for :meth:`Streams.apart`."""
+    kind = device_of_torch(device.type)
+    streams: Streams = pkgutil.resolve_name(kind.streams)(device, depth)
+    return streams

@@ -1,1 +1,1 @@
-"""Triton kernels of an attention instance. No torch, so that they compile without it."""
+"""Kernels of an attention instance. The Triton files import no torch and compile without it."""

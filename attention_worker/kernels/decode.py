@@ -1,9 +1,10 @@
-"""Decode attention of one query token per request over a paged cache, for few key/value heads.
+"""Decode attention over a paged KV cache: one query token per request, few key/value heads.
 
-Flash-decoding: a program takes one request, one key/value head and one of ``splits`` parts of the
-cache, and all query heads that share that head at once, so a key is read once. Scores are products
-in the cache's own type (FP8 matrix instructions on an FP8 cache); values are multiplied in 16 bits,
-because an FP8 product wants them transposed. Launched by :mod:`attention_worker.decode_attention`.
+Flash-decoding: a program handles one request, one key/value head and one of ``splits`` parts of the
+cache, for all query heads that share the head. So each key is read once. Scores are computed in the
+type of the cache (FP8 matrix instructions on an FP8 cache). Values are multiplied in 16 bits,
+because an FP8 product would need them transposed. Launched by
+:mod:`attention_worker.kernels.decode_attention`.
 """
 
 import triton
@@ -14,12 +15,13 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _attend(q, factor, k, v0, v1, m, total, acc, left, MASKED: tl.constexpr, P: tl.constexpr):
-    """One tile of the online softmax. k [TILE, DIM]; v0, v1 [TILE / 2, DIM]; with MASKED only the
-    first ``left`` tokens count.
+    """Returns (m, total, acc) after one more tile of the online softmax.
 
-    m: running maximum of the scores in units of log2; total: sum of 2^(score - m); acc: values
-    weighted by the same. Values come in halves because those of FP8 are converted into a shared
-    buffer of their own: with half a tile there, two programs fit on a Hopper multiprocessor.
+    k: [TILE, DIM]; v0, v1: [TILE / 2, DIM]. With MASKED, only the first ``left`` tokens count.
+
+    m: running maximum of the scores, in log2 units. total: sum of 2^(score - m). acc: sum of the
+    values with the same weights. FP8 values are converted in a separate shared buffer. They come in
+    halves, because with half a tile there two programs fit on a Hopper multiprocessor.
     """
     scores = tl.dot(q, tl.trans(k))
     if MASKED:
@@ -32,7 +34,7 @@ def _attend(q, factor, k, v0, v1, m, total, acc, left, MASKED: tl.constexpr, P: 
     pairs = tl.reshape(weights.to(P), (weights.shape[0], 2, weights.shape[1] // 2))
     w0, w1 = tl.split(tl.permute(pairs, (0, 2, 1)))
     v0 = v0.to(P)
-    if MASKED:  # a weight of 0 does not silence a NaN
+    if MASKED:  # 0 * NaN is NaN
         token = tl.arange(0, v0.shape[0])
         v0 = tl.where((token < left)[:, None], v0, 0.0)
     acc = tl.dot(w0, v0, acc * old[:, None])
@@ -45,15 +47,16 @@ def _attend(q, factor, k, v0, v1, m, total, acc, left, MASKED: tl.constexpr, P: 
 
 @triton.jit
 def _entries(row_table, start, last, TILE: tl.constexpr, PAGE: tl.constexpr):
-    """Pages of TILE tokens from ``start`` on: one number where a page holds them all, else [TILE].
-    Tokens after ``last`` are taken for it: no entry is read that the request does not have."""
+    """Returns the page numbers of TILE tokens from ``start``: a scalar if one page holds them all,
+    else [TILE]. Tokens after ``last`` read the entry of ``last``, so no entry beyond the request's
+    table is read."""
     token = start if PAGE % TILE == 0 else start + tl.arange(0, TILE)
     return tl.load(row_table + tl.minimum(token, last) // PAGE)
 
 
 @triton.jit
 def _pages(row_table, tile, last, TILE: tl.constexpr, PAGE: tl.constexpr):
-    """Pages of a tile's keys, and of both halves of its values."""
+    """Returns the page numbers of a tile's keys and of both halves of its values."""
     start = tile * TILE
     pages = _entries(row_table, start, last, TILE, PAGE)
     if PAGE % TILE == 0:
@@ -67,7 +70,7 @@ def _pages(row_table, tile, last, TILE: tl.constexpr, PAGE: tl.constexpr):
 @triton.jit
 def _rows(cache, pages, tile, page_stride, token_stride,
           DIM: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr):  # fmt: skip
-    """Keys or values [TILE, DIM] of a tile. Tokens that its request does not have are some row."""
+    """Returns keys or values [TILE, DIM] of a tile. Rows beyond the request are arbitrary."""
     dims = tl.arange(0, DIM)
     at = cache + pages.to(tl.int64) * page_stride
     if PAGE % TILE == 0:
@@ -86,17 +89,18 @@ def decode_kernel(
     TILE: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr, P: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """q [requests, KV_HEADS * GROUP, DIM] with row stride q_stride; k, v [pages, PAGE, KV_HEADS,
-    DIM] with equal strides, in elements; table int32 [requests, table_stride]; lengths int32.
+    """Computes attention, or with SPLIT its parts for :func:`combine_kernel`.
 
-    Grid (splits, KV_HEADS * ceil(GROUP / BLOCK), requests). Without SPLIT splits is 1 and ``out``
-    the result [requests, heads, DIM]. With it ``out`` is [requests, heads, splits, DIM], each part
-    weighted to a sum of 1 and still without the scale of the values, and lse [requests, heads,
-    splits] holds log2 of the parts' weights. ``splits`` is no constant: a server launches many
-    batch sizes, and would compile the kernel for each.
+    q: [requests, KV_HEADS * GROUP, DIM] of the cache's type, row stride q_stride.
+    k, v: [pages, PAGE, KV_HEADS, DIM] with equal strides, in elements.
+    table: int32 [requests, table_stride]. lengths: int32 [requests]; length 0 gives zeros.
+    q_scale, k_scale, v_scale: float32, one element each; read if the cache is FP8.
 
-    q has the type of the cache. FP8: scores and values are multiplied by the scales (float32, one
-    element). A request of length 0 gives zeros.
+    Grid (splits, KV_HEADS * ceil(GROUP / BLOCK), requests).
+    Without SPLIT, splits is 1 and out is the result, [requests, heads, DIM].
+    With SPLIT, out is [requests, heads, splits, DIM]: each part with weights that sum to 1, without
+    v_scale. lse [requests, heads, splits] is log2 of the total weight of each part.
+    ``splits`` is no constexpr: a server launches many batch sizes and would compile for each.
     """
     split, request = tl.program_id(0), tl.program_id(2).to(tl.int64)
     length = tl.load(lengths_ptr + request)
@@ -129,7 +133,7 @@ def decode_kernel(
     acc = tl.zeros([BLOCK, DIM], tl.float32)
     keys, values = k_ptr + head * head_stride, v_ptr + head * head_stride
     HALF: tl.constexpr = TILE // 2
-    # Pages are read one tile ahead, or the loads of a tile would wait for their numbers.
+    # Page numbers are read one tile ahead; else the loads of a tile would wait for them.
     pages, pages0, pages1 = _pages(row_table, first, last, TILE, PAGE)
     for tile in tl.range(first, whole, num_stages=STAGES):
         k = _rows(keys, pages, tile, page_stride, token_stride, DIM, TILE, PAGE)
@@ -144,7 +148,7 @@ def decode_kernel(
         left = length - whole * TILE
         m, total, acc = _attend(q, factor, k, v0, v1, m, total, acc, left, True, P)
 
-    share = 1.0 / tl.where(total == 0.0, 1.0, total)  # no token: zeros
+    share = 1.0 / tl.where(total == 0.0, 1.0, total)  # length 0 gives zeros
     row = request * (KV_HEADS * GROUP) + heads
     if SPLIT:
         where = (row * splits + split) * DIM
@@ -165,8 +169,11 @@ def combine_kernel(
     parts_ptr, lse_ptr, v_scale_ptr, out_ptr, rows, splits,
     DIM: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """parts [rows, splits, DIM], lse float32 [rows, splits] -> out [rows, DIM], a row per query
-    head. LANES: splits rounded up to a power of two. Grid (ceil(rows / BLOCK),)."""
+    """Combines parts [rows, splits, DIM] and lse float32 [rows, splits] to out [rows, DIM].
+
+    A row is one query head of one request. LANES: splits rounded up to a power of two.
+    Grid (ceil(rows / BLOCK),).
+    """
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     split = tl.arange(0, LANES)
     dims = tl.arange(0, DIM)

@@ -1,5 +1,8 @@
-"""From experts to their slots, in one launch. :class:`attention_worker.dispatch.ExpertSlots`
-launches it and has its reference."""
+"""Maps expert ids to expert slots in one launch.
+
+:class:`attention_worker.remote.expert_slots.ExpertSlotMap` launches the kernel and holds its
+reference.
+"""
 
 import triton
 import triton.language as tl
@@ -10,12 +13,13 @@ def expert_slots_kernel(
     ids_ptr, slots_ptr, count_ptr, out_ptr, pairs, experts, first,
     TOP_K: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out = a slot of each pair's expert; of several copies the one that the pair's row, counted
-    from ``first`` on, picks.
+    """Writes one slot per (row, expert) pair to out, int32 [rows, TOP_K].
 
-    ids int32 [rows, TOP_K], -1 for nobody's, which is entry ``experts`` of both tables; slots int32
-    [experts + 1, COPIES]; count int32 [experts + 1], not read where COPIES is 1. pairs: rows *
-    TOP_K. Grid (ceil(pairs / BLOCK)).
+    If an expert has several copies, the row number plus ``first`` selects one.
+
+    ids: int32 [rows, TOP_K]; -1 (no expert) reads entry ``experts`` of both tables.
+    slots: int32 [experts + 1, COPIES]. count: int32 [experts + 1]; not read if COPIES is 1.
+    pairs: rows * TOP_K. Grid (ceil(pairs / BLOCK)).
     """
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = pair < pairs

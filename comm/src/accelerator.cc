@@ -42,7 +42,7 @@ Device parse_device(const std::string& text) {
     const auto result = std::from_chars(text.data() + prefix.size(), end, index);
     if (result.ec == std::errc() && result.ptr == end && index >= 0) return {kind.kind, index};
   }
-  throw CommError("'" + text + "' is no device; use cpu, cuda:N or hip:N");
+  throw CommError("'" + text + "' is not a device; use cpu, cuda:N or hip:N");
 }
 
 std::string device_text(Device device) {
@@ -52,7 +52,7 @@ std::string device_text(Device device) {
 }
 
 std::shared_ptr<Accelerator> open_accelerator(Device device) {
-  // Never destroyed: a driver may be gone before our own destructors run at exit.
+  // Never destroyed: at exit the driver may unload before our destructors run.
   static std::mutex& mutex = *new std::mutex;
   static auto& opened = *new std::map<std::pair<DeviceKind, int>, std::shared_ptr<Accelerator>>;
   const std::lock_guard<std::mutex> lock(mutex);

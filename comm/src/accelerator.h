@@ -1,4 +1,4 @@
-// What the accelerator_*.cc share: loading a driver library, and their constructors.
+// What the accelerator_*.cc files share: loading a driver library, and their constructors.
 #pragma once
 
 #include <string>

@@ -1,4 +1,5 @@
-// The reference accelerator: a stream is the calling thread, and every operation is done on return.
+// The reference accelerator: its stream is the calling thread, and every operation is complete on
+// return.
 #include <time.h>
 
 #include <atomic>
@@ -90,7 +91,7 @@ class Cpu final : public Accelerator {
     while (!satisfied(op)) {
       if (now_ns() >= end)
         throw CommError(
-            "no message came for 10 s to a wait enqueued on the cpu; use wait_all, "
+            "a wait enqueued on the cpu got no message for 10 s; use wait_all, "
             "which has a deadline");
       const timespec pause{0, 20000};
       nanosleep(&pause, nullptr);

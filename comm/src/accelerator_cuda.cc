@@ -1,5 +1,5 @@
-// CUDA by its driver API. Declared here as NVIDIA's cuda.h (CUDA 12) has it, so that the build
-// needs no toolkit; tests/gpu compiles a check of these declarations against the real header.
+// CUDA through its driver API. cuda_abi.h repeats the declarations of NVIDIA's cuda.h (CUDA 12), so
+// that the build needs no toolkit; tests/gpu checks them against the real header.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -12,7 +12,7 @@ namespace afd_comm {
 namespace {
 
 constexpr int kDlCuda = 2;
-// Memory of cuMemAlloc is cut from blocks of this size, and sharing shares whole blocks.
+// cuMemAlloc takes small allocations from blocks of this size, and sharing exposes a whole block.
 constexpr std::size_t kBlock = std::size_t{2} << 20;
 constexpr CUdeviceptr kPage = 4096;
 constexpr std::size_t kMaxBatch = 256;  // operations of one cuStreamBatchMemOp
@@ -48,8 +48,8 @@ const Api& api() {
   return loaded;
 }
 
-// Makes the context current, and lets calls be made that CUDA forbids beside another thread's
-// capture because they might wait for it; ours do not.
+// Makes the context current, and permits calls that CUDA forbids during another thread's capture
+// because they could wait for it. Our calls do not wait for it.
 class Scope {
  public:
   explicit Scope(CUcontext context) {
@@ -77,7 +77,7 @@ abi::MemOp mem_op(const StreamOp& op) {
     out.operation = write ? abi::kWriteValue64 : abi::kWaitValue64;
   out.address = address(op.address);
   out.value = op.value;
-  // A write's default flags order it behind everything before it, for every device.
+  // By default a write is ordered after all earlier work, as seen by every device.
   if (op.kind == StreamOp::Kind::WaitEqual) out.flags = abi::kWaitEqual;
   if (op.kind == StreamOp::Kind::WaitAtLeast) out.flags = abi::kWaitAtLeast;
   return out;
@@ -98,7 +98,7 @@ class Cuda final : public Accelerator {
     if (wide == 0)
       throw CommError("cuda:" + std::to_string(index) +
                       " has no 64-bit stream memory operations; use a Volta or newer GPU on Linux");
-    // The one that PyTorch uses too. Kept until the process ends.
+    // The primary context, which PyTorch uses too. Kept until the process ends.
     api().check(api().cuDevicePrimaryCtxRetain(&context_, device_), "open the device",
                 "free memory of the GPU, and check its compute mode allows several processes");
   }
@@ -112,7 +112,7 @@ class Cuda final : public Accelerator {
     CUdeviceptr memory = 0;
     check(api().cuMemAlloc_v2(&memory, whole), "allocate slots",
           "free memory of the GPU (vLLM: lower gpu_memory_utilization) or lower the slot capacity");
-    // On a stream of its own: the default stream would wait for others.
+    // Needs a separate stream: the default stream would wait for other streams.
     const auto stream = static_cast<CUstream>(make_stream());
     CUresult cleared = api().cuMemsetD8Async(memory, 0, whole, stream);
     if (cleared == 0) cleared = api().cuStreamSynchronize(stream);
@@ -265,7 +265,7 @@ class Cuda final : public Accelerator {
     api().check(result, action, remedy);
   }
 
-  // Freeing fails only when the context is lost, and then there is nothing left to free.
+  // Freeing fails only if the context is lost, and then nothing is left to free.
   template <typename Action>
   void quietly(Action action) noexcept {
     try {

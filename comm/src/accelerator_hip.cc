@@ -1,4 +1,5 @@
-// HIP by its runtime API. Compiled and run against a fake libamdhip64; never ran on AMD hardware.
+// HIP through its runtime API. Compiled and run against a fake libamdhip64; never ran on AMD
+// hardware.
 //
 // What it costs there, from ROCm's sources (rocm-systems 02cc1df, clr/hipamd/src/hip_stream_ops.cpp
 // and clr/rocclr/device/rocm/rocvirtual.cpp):
@@ -21,7 +22,7 @@ namespace {
 namespace abi = hip_abi;
 
 constexpr int kDlRocm = 10;
-// Allocations of this size are not cut from a larger block, so sharing one shares nothing else.
+// An allocation of this size is not part of a larger block, so sharing it exposes nothing else.
 constexpr std::size_t kBlock = std::size_t{2} << 20;
 constexpr std::size_t kMaxBatch = 255;  // "must be less than 256"
 constexpr const char* kRemedy = "install ROCm 6.4 or newer";
@@ -51,7 +52,7 @@ const Api& api() {
   return loaded;
 }
 
-// The device made current, with calls allowed that HIP forbids beside another thread's capture.
+// Makes the device current, and permits calls that HIP forbids during another thread's capture.
 class Scope {
  public:
   explicit Scope(int device) {
@@ -253,7 +254,7 @@ class Hip final : public Accelerator {
     api().check(result, action, remedy);
   }
 
-  // A graph node behind what the capture has so far, or at once where none is under way.
+  // Adds a graph node after the captured work so far; without a capture, runs at once.
   static void enqueue(abi::hipStream_t stream, abi::MemOp* batch, unsigned count) {
     constexpr const char* remedy = "check that the stream belongs to this device";
     int status = 0;
@@ -276,7 +277,7 @@ class Hip final : public Accelerator {
           "capture a stream operation", remedy);
   }
 
-  // Freeing fails only when the context is lost, and then there is nothing left to free.
+  // Freeing fails only if the context is lost, and then nothing is left to free.
   template <typename Action>
   void quietly(Action action) noexcept {
     try {

@@ -47,7 +47,7 @@ std::string hex(const std::array<uint8_t, N>& value) {
   return out;
 }
 
-// The fields of `a` but for the scheme.
+// The fields of `a` without the scheme.
 std::string rest(const ShmAddress& a) {
   return a.machine + ":" + std::to_string(a.pid) + ":" + std::to_string(a.fd) + ":" +
          std::to_string(a.bytes) + ":" + token_text(a.token);

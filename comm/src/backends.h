@@ -1,25 +1,43 @@
-// The backends' constructors. Each throws CommError.
+// What a backend provides, and the list of backends.
+//
+// To add a backend: write one file that defines a Backend, and add its name to AFD_COMM_BACKENDS.
 #pragma once
 
 #include "afd_comm/link.h"
-#include "afd_comm/memory.h"
-#include "afd_comm/receiver.h"
-#include "afd_comm/verbs.h"
+#include "afd_comm/region.h"
 
 namespace afd_comm {
 
-std::unique_ptr<Link> open_ipc_link(const std::string& address, const LinkOptions& options);
-std::unique_ptr<Link> open_shm_link(const std::string& address, const LinkOptions& options);
-std::unique_ptr<Link> open_tcp_link(const std::string& address, const LinkOptions& options);
-std::unique_ptr<Link> open_verbs_link(const std::string& address, const LinkOptions& options);
+struct Backend {
+  const char* name;         // what LinkOptions::backend selects; also the scheme of its addresses
+  bool sends_from_devices;  // whether a message's parts may be device memory
 
-// Listens on `host`:`port` (0: the kernel chooses) and writes frames into `memory`, which must
-// outlive it.
-std::unique_ptr<Receiver> open_tcp_receiver(const Memory& memory, const Token& token,
-                                            const std::string& host, uint16_t port);
-// Registers the payloads of `memory`, which lie on `device`, with the NICs of the options' ports
-// and lets peers write into it.
-std::unique_ptr<Receiver> open_verbs_receiver(const Memory& memory, const Token& token,
-                                              Device device, const VerbsOptions& options);
+  // Connects to a region. Throws CommError.
+  std::unique_ptr<Link> (*open_link)(const std::string& address, const LinkOptions& options);
+
+  // Starts the receiving side for `memory`, which must outlive it. Returns null if `options` do not
+  // ask for this backend. The function itself is null if peers write into the region directly.
+  // Throws CommError.
+  std::unique_ptr<Receiver> (*open_receiver)(const Memory& memory, const Token& token,
+                                             const RegionOptions& options) = nullptr;
+
+  // Whether this backend also accepts an address of another backend's scheme. May be null.
+  bool (*accepts)(const std::string& scheme, const LinkOptions& options) = nullptr;
+};
+
+// In order of preference for backend "auto".
+#define AFD_COMM_BACKENDS(BACKEND) \
+  BACKEND(ipc_backend)             \
+  BACKEND(shm_backend)             \
+  BACKEND(verbs_backend)           \
+  BACKEND(tcp_backend)
+
+#define AFD_COMM_DECLARE(name) extern const Backend name;
+AFD_COMM_BACKENDS(AFD_COMM_DECLARE)
+#undef AFD_COMM_DECLARE
+
+// Starts a receiver of every backend that `options` ask for. Throws CommError.
+std::vector<std::unique_ptr<Receiver>> open_receivers(const Memory& memory, const Token& token,
+                                                      const RegionOptions& options);
 
 }  // namespace afd_comm

@@ -9,7 +9,8 @@
 namespace afd_comm {
 namespace {
 
-// A file lock: the kernel drops it when its holder dies, which a lock word in the memory would not.
+// A file lock, because the kernel releases it when its holder dies. A lock in the shared memory
+// would stay taken.
 class FileLock {
  public:
   FileLock(int fd, uint64_t deadline) : fd_(fd) {
@@ -39,8 +40,8 @@ uint64_t take_claim(const Memory& memory, SlotRange range, ProcessIdentity owner
   if (uint64_t{range.first} + range.count > memory.geometry().slots)
     throw CommError("slots " + std::to_string(range.first) + " to " +
                     std::to_string(uint64_t{range.first} + range.count - 1) +
-                    " were asked for, the region has " + std::to_string(memory.geometry().slots) +
-                    "; both sides must use the same topology");
+                    " exceed the region, which has " + std::to_string(memory.geometry().slots) +
+                    " slots; both sides must use the same topology");
   const FileLock lock(lock_fd, deadline);
   const uint64_t ticket = memory.head().tickets.fetch_add(1, std::memory_order_relaxed) + 1;
   for (uint32_t slot = range.first; slot - range.first < range.count; ++slot) {
@@ -77,7 +78,7 @@ bool WriterWatch::alive(ProcessIdentity owner) {
   const auto known = std::find_if(watches_.begin(), watches_.end(),
                                   [owner](const ProcessWatch& w) { return w.identity() == owner; });
   if (known == watches_.end()) {
-    // Nobody asks again about an ended writer whose slots another one has taken.
+    // No later call looks at an ended writer whose slots have a new writer.
     watches_.erase(std::remove_if(watches_.begin(), watches_.end(),
                                   [](const ProcessWatch& w) { return !w.alive(); }),
                    watches_.end());

@@ -54,7 +54,7 @@ void stream_copy(void* to, const void* from, std::size_t nbytes) {
     _mm_stream_si128(target + 3, d);
   }
   std::memcpy(out, in, nbytes);
-  // Streaming stores are weakly ordered: without this the doorbell could overtake them.
+  // Streaming stores are weakly ordered: without the fence the doorbell could become visible first.
   _mm_sfence();
 #else
   std::memcpy(to, from, nbytes);

@@ -1,15 +1,15 @@
-// Copying into memory that another core reads next.
+// Copies into memory that another core reads next.
 #pragma once
 
 #include <cstddef>
 
 namespace afd_comm {
 
-// As memcpy. Copies that would only push each other out of the caches go around them.
+// Like memcpy. Copies too large for the caches bypass them.
 void copy(void* to, const void* from, std::size_t nbytes);
 
-// As memcpy, always around the caches where the CPU can. All of it is visible to whoever sees a
-// later release store.
+// Like memcpy, but always bypasses the caches if the CPU can. A thread that sees a later release
+// store also sees all of the copy.
 void stream_copy(void* to, const void* from, std::size_t nbytes);
 
 }  // namespace afd_comm

@@ -1,4 +1,4 @@
-// A futex to sleep on until something has changed, and that costs the changer nothing while nobody
+// A futex that threads sleep on until something changes. A change costs nothing while no thread
 // sleeps.
 #pragma once
 
@@ -22,7 +22,7 @@ class EventCount {
       syscall(SYS_futex, &count_, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
   }
 
-  // Between construction and sleep() the caller looks once more whether it has to wait at all.
+  // Between construction and sleep() the caller checks once more whether it has to wait.
   class Waiter {
    public:
     explicit Waiter(EventCount& events) : events_(events) {

@@ -7,7 +7,7 @@
 namespace afd_comm {
 namespace {
 
-// How soon an interrupt is noticed.
+// Longest time until an interrupt is noticed.
 constexpr uint64_t kSliceNs = 100000000;
 
 }  // namespace
@@ -21,7 +21,7 @@ Group::Group(std::vector<Link*> links, int64_t timeout_us, Interrupt interrupt)
       waiting_links_(links_.size()) {
   for (std::size_t i = 0; i < links_.size(); ++i) {
     may_block_ = may_block_ || links_[i]->may_block();
-    // Its unfinished post would wait for itself.
+    // The second post would wait for the unfinished first one.
     if (std::count(links_.begin(), links_.end(), links_[i]) > 1)
       throw CommError("a group holds the same link twice; open one link per peer");
   }
@@ -29,26 +29,26 @@ Group::Group(std::vector<Link*> links, int64_t timeout_us, Interrupt interrupt)
 
 bool Group::post(Message message, const PerLink& per) {
   const Message whole = message;
-  uint64_t rows_before = 0;
+  uint64_t items_before = 0;
   std::size_t pending = 0;
   for (std::size_t i = 0; i < links_.size(); ++i) {
     message.flag = per.flags[i];
     if (per.echoes != nullptr) message.echo = per.echoes[i];
-    if (per.rows != nullptr) {
-      const uint64_t rows = per.rows[i] < 0 ? 0 : static_cast<uint64_t>(per.rows[i]);
+    if (per.counts != nullptr) {
+      const uint64_t items = per.counts[i];
       uint64_t total = 0;
       for (std::size_t k = 0; k < whole.part_count; ++k) {
-        const uint64_t row = whole.parts[k].nbytes;
+        const uint64_t item = whole.parts[k].nbytes;
         message.parts[k].data =
-            static_cast<const uint8_t*>(whole.parts[k].data) + rows_before * row;
-        // A product that overflows must not look as if it fitted.
-        if (__builtin_mul_overflow(rows, row, &message.parts[k].nbytes))
+            static_cast<const uint8_t*>(whole.parts[k].data) + items_before * item;
+        // An overflow must exceed the slot, so that the link refuses the message.
+        if (__builtin_mul_overflow(items, item, &message.parts[k].nbytes))
           message.parts[k].nbytes = UINT64_MAX;
         total += message.parts[k].nbytes;
       }
-      message.header.rows = per.rows[i];
+      message.header.count = per.counts[i];
       message.header.nbytes = static_cast<int64_t>(total);
-      rows_before += rows;
+      items_before += items;
     }
     if (message.flag == 0) {
       statuses_[i] = Status::Ok;
@@ -60,11 +60,11 @@ bool Group::post(Message message, const PerLink& per) {
     waiting_[pending] = pollfd{links_[i]->pollable(), POLLOUT, 0};
     waiting_links_[pending++] = i;
   }
-  if (pending != 0) settle(pending);
+  if (pending != 0) finish(pending);
   return std::all_of(statuses_.begin(), statuses_.end(), [](Status s) { return s == Status::Ok; });
 }
 
-void Group::settle(std::size_t pending) {
+void Group::finish(std::size_t pending) {
   const uint64_t deadline = deadline_after_us(timeout_us_);
   bool stop = false;
   while (pending != 0 && !stop) {

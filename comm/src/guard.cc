@@ -8,12 +8,12 @@
 namespace afd_comm {
 namespace {
 
-// Between two looks at the stream, and two flags of a released slot: much shorter than a step, and
-// longer than a stream takes to see a flag.
+// Pause between two looks at the stream, and between two flags of a released slot. Much shorter
+// than a deadline, longer than a stream needs to see a flag.
 constexpr uint64_t kLookNs = 20000;
-// Asking the kernel after each writer.
+// Pause between two checks with the kernel whether the writers are alive.
 constexpr uint64_t kWriterNs = 5000000;
-// A stream that is still busy so long after its waits were released waits for something else.
+// If a stream is busy this long after its waits were released, it waits for something else.
 constexpr uint64_t kStuckNs = 10000000000;
 
 void nap(uint64_t ns) {
@@ -45,7 +45,8 @@ bool Guard::done() const { return region_.accelerator().done(event_); }
 void Guard::release(Due& due, Status status) {
   if (due.status != Status::Ok) return;
   due.status = status;
-  // The stream takes the flags in order, so the one after the doorbell's is what it waits for.
+  // The stream awaits the flags in order, so it waits for the flag after the one that the doorbell
+  // shows.
   for (std::size_t i = 0; i + 1 < due.flags.size(); ++i)
     if (region_.ready(due.slot, due.flags[i])) due.next = i + 1;
 }
@@ -61,7 +62,7 @@ void Guard::ring_released() {
 void Guard::finish() {
   for (Due& due : due_) {
     if (due.status == Status::Ok) continue;
-    // Nothing of this may satisfy a later wait.
+    // The released flag must not satisfy a later wait.
     region_.set_doorbell(due.slot, 0);
     for (Awaited& a : awaited_)
       if (a.slot == due.slot) a.status = due.status;
@@ -79,12 +80,13 @@ bool Guard::wait(uint64_t deadline, Interrupt interrupt) {
       if (interrupt != nullptr && interrupt()) return true;
     }
     if (now >= deadline) {
-      // All of them: a doorbell of the last replay looks like one of this.
+      // All flags: a doorbell of the last replay looks like one of this replay.
       for (Due& due : due_) release(due, Status::Deadline);
       if (now >= deadline + kStuckNs)
-        throw CommError("a stream of region '" + region_.name() +
-                        "' is stuck although its waits were released; something else on it hangs: "
-                        "restart the process");
+        throw CommError(
+            "a stream of region '" + region_.name() +
+            "' did not finish although its waits were released; other work on it hangs: "
+            "restart the process");
     }
     ring_released();
     nap(kLookNs);

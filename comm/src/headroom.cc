@@ -16,7 +16,7 @@ namespace {
 struct CgroupFiles {
   const char* limit;
   const char* used;
-  const char* reclaimable;  // key in memory.stat: page cache that makes room when it must
+  const char* reclaimable;  // key in memory.stat: page cache that the kernel can free
 };
 constexpr CgroupFiles kV1{"memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"};
 constexpr CgroupFiles kV2{"memory.max", "memory.current", "inactive_file"};
@@ -29,7 +29,7 @@ std::string text_of(const std::string& path) {
   return text;
 }
 
-// Not by streams: beside PyTorch's wheel for CUDA they were seen to read every number as 0.
+// Without std::ifstream: in a process with PyTorch's CUDA wheel it read every number as 0.
 std::optional<uint64_t> leading_number(const char* text) {
   char* end = nullptr;
   const uint64_t value = std::strtoull(text, &end, 10);
@@ -37,7 +37,7 @@ std::optional<uint64_t> leading_number(const char* text) {
   return value;
 }
 
-// A file that is missing or says "max" sets no limit.
+// A missing file, or one that says "max", sets no limit.
 std::optional<uint64_t> number_in(const std::string& path) {
   return leading_number(text_of(path).c_str());
 }
@@ -53,7 +53,7 @@ void lower(Headroom& headroom, uint64_t bytes, const std::string& limit) {
   if (bytes < headroom.bytes) headroom = {bytes, limit};
 }
 
-// The group's own limit and those of the groups it lies in.
+// The limits of the group and of all its ancestors.
 void look_up_from(Headroom& headroom, const std::string& mount, std::string path,
                   const CgroupFiles& files) {
   while (true) {

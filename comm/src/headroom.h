@@ -1,4 +1,4 @@
-// How much memory this process may still take.
+// How much more memory this process may use.
 #pragma once
 
 #include <cstdint>
@@ -8,11 +8,11 @@ namespace afd_comm {
 
 struct Headroom {
   uint64_t bytes = UINT64_MAX;
-  std::string limit;  // what sets it, for a message
+  std::string limit;  // what sets the limit, for error messages
 };
 
-// The least of what the host has left and what the cgroups of this process allow. Taking more does
-// not fail: the kernel kills a process of its choice instead.
+// The minimum of the host's free memory and what the cgroups of this process allow. Using more does
+// not fail: the kernel kills some process instead.
 Headroom memory_headroom();
 
 }  // namespace afd_comm

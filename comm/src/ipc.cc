@@ -1,8 +1,8 @@
-// Backend ipc: between the processes of one host, where the sender is on a GPU.
+// Backend ipc: between processes of one host, for a sender on a GPU.
 //
-// The payload goes by the sender's copy engine, into the receiver's device memory (mapped through a
-// CUDA or HIP IPC handle) or into its page-locked host memory. Behind it, on the same stream, a
-// stream write rings the doorbell, which is in host memory either way. On CUDA no kernel runs.
+// The sender's copy engine copies the payload into the receiver's device memory (mapped through a
+// CUDA or HIP IPC handle) or into its page-locked host memory. Then a stream write on the same
+// stream rings the doorbell, which is always in host memory. On CUDA no kernel runs.
 #include <time.h>
 #include <unistd.h>
 
@@ -17,7 +17,7 @@ namespace {
 
 constexpr uint64_t kPollNs = 5000;
 
-// The receiver's slots as this process's device reaches them.
+// The receiver's slots, as addressed by this process's device.
 class Slots {
  public:
   // In the receiver's host memory.
@@ -25,7 +25,7 @@ class Slots {
   // In its device memory.
   Slots(Accelerator& accelerator, const IpcAddress& address) : accelerator_(&accelerator) {
     if (address.memory.pid == getpid()) {
-      // A process cannot import from itself, and need not.
+      // A process cannot import its own memory, and does not need to.
       accelerator.reach(address.device.index);
       memory_ = reinterpret_cast<void*>(address.pointer);
       return;
@@ -78,7 +78,7 @@ class IpcLink final : public MappedLink {
     StreamOp ops[kHeaderWords + 1];
     std::size_t count = 0;
     if (on_host()) {
-      // A consumer on the CPU reads the header; one on a GPU cannot, and each word costs 1.5 us.
+      // Only a consumer on the CPU can read the header, and writing each word costs 1.5 us.
       uint64_t words[kHeaderWords];
       std::memcpy(words, &m.header, sizeof words);
       const auto* header = reinterpret_cast<const uint64_t*>(&control.header);
@@ -90,7 +90,7 @@ class IpcLink final : public MappedLink {
     return Status::Ok;
   }
 
-  // As enqueue() on a stream of our own, but for header and doorbell, which the CPU writes.
+  // Like enqueue() on the link's own stream, but the CPU writes header and doorbell.
   Status post(const Message& m) override {
     const bool trace = traced();
     const uint64_t posted = trace ? trace_now_ns() : 0;
@@ -114,7 +114,7 @@ class IpcLink final : public MappedLink {
   }
 
  private:
-  // All but the last word, which is for packed times only.
+  // All words but the last, which holds packed times only.
   static constexpr std::size_t kHeaderWords = sizeof(Header) / sizeof(uint64_t) - 1;
 
   bool on_host() const { return !memory_.geometry().on_device; }
@@ -139,9 +139,7 @@ class IpcLink final : public MappedLink {
   std::mutex mutex_;  // stream_ and posted_ serve one post at a time
 };
 
-}  // namespace
-
-std::unique_ptr<Link> open_ipc_link(const std::string& address, const LinkOptions& options) {
+std::unique_ptr<Link> open_link_ipc(const std::string& address, const LinkOptions& options) {
   std::shared_ptr<Accelerator> accelerator = open_accelerator(options.device);
   if (scheme_of(address) == "shm")
     return std::make_unique<IpcLink>(Memory::open(parse_shm(address)), Slots(), accelerator,
@@ -155,5 +153,15 @@ std::unique_ptr<Link> open_ipc_link(const std::string& address, const LinkOption
   return std::make_unique<IpcLink>(Memory::open(to.memory), Slots(*accelerator, to), accelerator,
                                    options);
 }
+
+// Also writes into the host memory that shm addresses name. A caller on the host uses shm for that,
+// unless it asks for ipc.
+bool accepts(const std::string& scheme, const LinkOptions& options) {
+  return scheme == "shm" && (options.backend == "ipc" || !options.device.is_cpu());
+}
+
+}  // namespace
+
+const Backend ipc_backend{"ipc", true, open_link_ipc, nullptr, accepts};
 
 }  // namespace afd_comm

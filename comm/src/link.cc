@@ -5,45 +5,49 @@
 namespace afd_comm {
 namespace {
 
-struct Backend {
-  const char* name;  // also the scheme of its addresses
-  bool on_devices;   // whether the parts may be device memory
-  std::unique_ptr<Link> (*open)(const std::string& address, const LinkOptions& options);
-};
-
-// In order of preference. A new backend is one file and one line here.
-constexpr Backend kBackends[] = {
-    {"ipc", true, open_ipc_link},
-    {"shm", false, open_shm_link},
-    {"verbs", true, open_verbs_link},
-    {"tcp", false, open_tcp_link},
-};
+#define AFD_COMM_POINTER(name) &name,
+constexpr const Backend* kBackends[] = {AFD_COMM_BACKENDS(AFD_COMM_POINTER)};
+#undef AFD_COMM_POINTER
 
 bool usable(const Backend& backend, const std::string& scheme, const LinkOptions& options) {
-  if (!options.device.is_cpu() && !backend.on_devices) return false;
+  if (!options.device.is_cpu() && !backend.sends_from_devices) return false;
   if (scheme == backend.name) return true;
-  // ipc also writes into the host memory that shm addresses name; for a caller on the host that is
-  // shm's task.
-  return scheme == "shm" && backend.open == open_ipc_link &&
-         (options.backend == backend.name || !options.device.is_cpu());
+  return backend.accepts != nullptr && backend.accepts(scheme, options);
 }
 
 }  // namespace
+
+std::vector<std::string> backend_names() {
+  std::vector<std::string> names;
+  for (const Backend* backend : kBackends) names.emplace_back(backend->name);
+  return names;
+}
+
+std::vector<std::unique_ptr<Receiver>> open_receivers(const Memory& memory, const Token& token,
+                                                      const RegionOptions& options) {
+  std::vector<std::unique_ptr<Receiver>> receivers;
+  for (const Backend* backend : kBackends) {
+    if (backend->open_receiver == nullptr) continue;
+    if (auto receiver = backend->open_receiver(memory, token, options))
+      receivers.push_back(std::move(receiver));
+  }
+  return receivers;
+}
 
 std::unique_ptr<Link> open_link(const std::vector<std::string>& addresses,
                                 const LinkOptions& options) {
   std::string known, reasons;
   bool matched = options.backend == "auto";
-  for (const Backend& backend : kBackends) {
-    known += std::string(known.empty() ? "" : ", ") + backend.name;
-    if (options.backend != "auto" && options.backend != backend.name) continue;
+  for (const Backend* backend : kBackends) {
+    known += std::string(known.empty() ? "" : ", ") + backend->name;
+    if (options.backend != "auto" && options.backend != backend->name) continue;
     matched = true;
     for (const std::string& address : addresses) {
-      if (!usable(backend, scheme_of(address), options)) continue;
+      if (!usable(*backend, scheme_of(address), options)) continue;
       try {
-        return backend.open(address, options);
+        return backend->open_link(address, options);
       } catch (const CommError& error) {
-        reasons += std::string(reasons.empty() ? "" : "; ") + backend.name + ": " + error.what();
+        reasons += std::string(reasons.empty() ? "" : "; ") + backend->name + ": " + error.what();
       }
     }
   }

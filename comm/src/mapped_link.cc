@@ -9,7 +9,8 @@
 namespace afd_comm {
 namespace {
 
-// How often a post asks the kernel whether the receiver lives: rare enough to cost nothing.
+// Interval at which posts ask the kernel whether the receiver is alive; rare enough to cost
+// nothing.
 constexpr uint64_t kLookNs = 1000000;
 
 }  // namespace

@@ -1,4 +1,5 @@
-// What links have in common that map the receiver's region: whose slots, is it alive, who owns it.
+// Base of links that map the receiver's region: the claim, and checks that receiver and claim are
+// alive.
 #pragma once
 
 #include <atomic>
@@ -16,9 +17,10 @@ class MappedLink : public Link {
   void close() override;
 
  protected:
-  // Ok, or why the message must not be written. `now`: 0, or now_ns() where it is known.
+  // Returns Ok, or why the message must not be written. `now`: now_ns() if the caller has it, else
+  // 0.
   Status check(const Message& message, uint64_t now = 0);
-  // Writes the header and, where `trace`, the times.
+  // Writes the header and, with `trace`, the times.
   void describe(SlotControl& control, const Message& message, bool trace, uint64_t posted,
                 uint64_t arrived) const;
   // A newer writer may come at any time; its doorbell must not be overwritten.

@@ -30,7 +30,7 @@ uint8_t* map(int fd, uint64_t bytes, const std::string& what) {
     throw CommError("cannot map " + std::to_string(bytes) + " bytes of " + what + ": " +
                     errno_text(errno) + "; free memory or lower the number or size of slots");
 #ifdef MADV_POPULATE_WRITE
-  // Page faults belong to set-up, not to the first step. Older kernels fault lazily.
+  // Take the page faults during set-up, not on the hot path. Older kernels fault lazily.
   madvise(base, bytes, MADV_POPULATE_WRITE);
 #endif
   return static_cast<uint8_t*>(base);
@@ -74,7 +74,8 @@ Geometry Geometry::of(uint64_t slots, uint64_t slot_bytes, uint64_t payloads, bo
   if (payloads == 0) payloads = slots;
   if (slots % payloads != 0)
     throw CommError("a region of " + std::to_string(slots) + " slots cannot share " +
-                    std::to_string(payloads) + " payloads; their number must divide the slots'");
+                    std::to_string(payloads) +
+                    " payloads; the number of payloads must divide the number of slots");
   Geometry g;
   g.slots = static_cast<uint32_t>(slots);
   g.payloads = static_cast<uint32_t>(payloads);
@@ -118,11 +119,11 @@ Memory Memory::create(const Geometry& g, const Token& token, const std::string& 
   if (ftruncate(fd.get(), static_cast<off_t>(g.total)) != 0)
     throw CommError("cannot size " + what + " to " + std::to_string(g.total) +
                     " bytes: " + errno_text(errno) + "; raise the file-size limit (ulimit -f)");
-  // Reserve now: running out of memory must be an error here, not a SIGBUS in the middle of a step.
+  // Reserve memory now: a shortage must be an error here, not a SIGBUS later.
   if (fallocate(fd.get(), 0, 0, static_cast<off_t>(g.total)) != 0 && errno != EOPNOTSUPP)
     throw CommError("cannot reserve " + std::to_string(g.total) + " bytes for " + what + ": " +
                     errno_text(errno) + "; free memory or lower the number or size of slots");
-  // Nobody, not even the owner, can shrink it under a peer's feet.
+  // Sealed, so that no process, not even the owner, can shrink it while a peer uses it.
   if (fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
     throw CommError("cannot seal " + what + ": " + errno_text(errno));
   uint8_t* base = map(fd.get(), g.total, what);
@@ -150,11 +151,12 @@ Memory Memory::open(const ShmAddress& a) {
                     " runs on another machine or in another PID namespace; share the namespace "
                     "(docker: --pid=host or --pid=container:NAME), or set transport.backend: tcp");
   const std::string path = "/proc/" + std::to_string(a.pid) + "/fd/" + std::to_string(a.fd);
-  // The number may by now name anything, also a pipe or a device: look before really opening it.
+  // The descriptor may refer to something else by now, such as a pipe or a device. Check before
+  // opening it.
   const std::string stranger = "process " + std::to_string(a.pid) +
                                " no longer owns that region (it closed it, or its pid was reused); "
                                "connect to the address its owner gives now";
-  struct stat info {};
+  struct stat info{};
   if (stat(path.c_str(), &info) != 0) cannot_open(a, errno);
   if (!S_ISREG(info.st_mode)) throw CommError(stranger);
   Fd fd(::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK));
@@ -174,7 +176,7 @@ Memory Memory::open(const ShmAddress& a) {
   if (!ours) throw CommError(stranger);
   if (version != kRegionVersion)
     throw CommError("the peer's region has layout version " + std::to_string(version) +
-                    ", this library " + std::to_string(kRegionVersion) +
+                    ", but this library uses " + std::to_string(kRegionVersion) +
                     "; install the same afd_comm on both sides");
   const Geometry g = Geometry::of(slots, slot_bytes, payloads, on_device);
   if (g.total != a.bytes) throw CommError(stranger);

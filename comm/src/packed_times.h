@@ -1,6 +1,6 @@
-// The times of a message between processes that share a clock, in words of its header that are
-// otherwise unused: the line of SlotControl::times would be one more to move between two cores, which
-// takes as long as the message itself.
+// Packs the times of a message into spare words of its header, for processes that share a clock. A
+// separate line for times would be one more cache line to move between two cores, which takes as
+// long as the message itself.
 #pragma once
 
 #include <cstdint>
@@ -11,10 +11,12 @@ namespace afd_comm {
 
 // Header::traced.
 constexpr uint32_t kNotTraced = 0;
-constexpr uint32_t kTimesInLine = 1;          // SlotControl::times belongs to this message
-constexpr uint32_t kTimesPacked = 1u << 31;  // below that: 0, or 1 + the echo's way in ns
+constexpr uint32_t kTimesInLine = 1;  // SlotControl::times belongs to this message
+constexpr uint32_t kTimesPacked = 1u
+                                  << 31;  // lower bits: 0, or 1 + the echo's arrived - posted in ns
 
-// False: they do not fit, which takes seconds. `arrived` is also when it was sent.
+// Returns false if the times do not fit, i.e. if they are seconds apart. `arrived` also serves as
+// the time sent.
 inline bool pack_times(Header& header, int64_t posted, int64_t arrived, const Echo& echo) {
   const int64_t took = arrived - posted;
   const int64_t way = echo.posted != 0 ? echo.arrived - echo.posted : -1;
@@ -27,8 +29,8 @@ inline bool pack_times(Header& header, int64_t posted, int64_t arrived, const Ec
   return true;
 }
 
-// What the slot's message says of its times, but for `consumed`; zeros where it says nothing.
-// `clock`: this process's clock_identity().
+// Returns the times of the slot's message, without `consumed`; zeros if it has none. `clock`: this
+// process's clock_identity().
 inline Times read_times(const SlotControl& control, uint64_t clock) {
   const Header& header = control.header;
   if (header.traced == kNotTraced) return Times{};
@@ -38,7 +40,7 @@ inline Times read_times(const SlotControl& control, uint64_t clock) {
   times.sent = times.arrived = header.posted + header.took;
   times.clock = clock;
   if (const uint32_t way = header.traced & ~kTimesPacked; way != 0) {
-    // Where the echo's times lie does not matter to one clock, but how far they are apart does.
+    // With one clock only the difference of the echo's times matters.
     times.echo_arrived = header.posted;
     times.echo_posted = header.posted - (int64_t{way} - 1);
   }

@@ -49,11 +49,11 @@ uint64_t coarse_now_ns() {
 uint64_t clock_identity() {
   static const uint64_t identity = [] {
     uint64_t hash = 14695981039346656037u;  // FNV-1a
-    struct stat ns {};
+    struct stat ns{};
     std::string text = read_small("/proc/sys/kernel/random/boot_id");
-    // Without a boot id nothing proves that two clocks are one: be comparable to nobody.
+    // Without a boot id nothing proves that two clocks are the same: compare equal to no process.
     if (text.empty()) text = token_text(random_token());
-    // Kernels before 5.6 have no time namespaces, and so one clock.
+    // Kernels before 5.6 have no time namespaces, so there is one clock.
     if (stat("/proc/self/ns/time", &ns) == 0) text += std::to_string(ns.st_ino);
     for (const char c : text) hash = (hash ^ static_cast<uint8_t>(c)) * 1099511628211u;
     return hash;
@@ -62,7 +62,7 @@ uint64_t clock_identity() {
 }
 
 uint64_t deadline_after_us(int64_t timeout_us) {
-  // A year is as good as for ever, and keeps the sum from overflowing.
+  // One year is long enough, and the sum cannot overflow.
   constexpr int64_t year_us = int64_t{365} * 86400 * 1000000;
   if (timeout_us < 0) timeout_us = 0;
   if (timeout_us > year_us) timeout_us = year_us;
@@ -72,7 +72,7 @@ uint64_t deadline_after_us(int64_t timeout_us) {
 int usable_cpus() {
   cpu_set_t set;
   CPU_ZERO(&set);
-  // More CPUs than the set holds: certainly not few.
+  // The machine has more CPUs than the set can hold.
   if (sched_getaffinity(0, sizeof set, &set) != 0) return CPU_SETSIZE;
   return CPU_COUNT(&set);
 }
@@ -97,8 +97,9 @@ std::string machine_identity() {
   std::string out;
   for (const char c : read_small("/proc/sys/kernel/random/boot_id"))
     if (c != '-' && c != '\n') out += c;
-  struct stat ns {};
-  // Without a boot id or namespace nothing proves that pids mean the same: be nobody's neighbour.
+  struct stat ns{};
+  // Without a boot id or namespace nothing proves that pids mean the same: compare equal to no
+  // process.
   if (out.empty() || stat("/proc/self/ns/pid", &ns) != 0) return "unknown";
   return out + "." + std::to_string(ns.st_ino);
 }
@@ -126,7 +127,7 @@ ProcessWatch::ProcessWatch(ProcessIdentity identity) : identity_(identity) {
 #ifdef SYS_pidfd_open
   pidfd_ = Fd(static_cast<int>(syscall(SYS_pidfd_open, pid_of(identity), 0)));
 #endif
-  // The pidfd was opened by number: only now is it known to be the right process.
+  // The pidfd was opened by number: check only now that it is the right process.
   ended_ = identify_process(pid_of(identity)) != identity;
 }
 

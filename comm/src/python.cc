@@ -1,4 +1,4 @@
-// Python binding: the module, and what is neither region nor link.
+// Python binding: the module, and what belongs to no class.
 #include "python.h"
 
 NB_MODULE(_core, m) {
@@ -20,6 +20,7 @@ NB_MODULE(_core, m) {
       .value("CAPACITY", Status::Capacity)
       .value("CLOSED", Status::Closed);
 
+  bind_message(m);
   bind_trace(m);
   bind_verbs(m);
   bind_region(m);

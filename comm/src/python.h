@@ -1,4 +1,4 @@
-// What the parts of the Python binding share. Types and docstrings are in
+// What the files of the Python binding share. Types and docstrings are in
 // python/afd_comm/_core.pyi.
 #pragma once
 
@@ -14,31 +14,38 @@ namespace afd_comm {
 void bind_bench(nanobind::module_& m);
 void bind_group(nanobind::module_& m);
 void bind_link(nanobind::module_& m);
+void bind_message(nanobind::module_& m);
 void bind_region(nanobind::module_& m);
 void bind_trace(nanobind::module_& m);
 void bind_verbs(nanobind::module_& m);
 
-// The Python type Header: all that came with a message.
+// The Python type Header: what the receiver knows about a message besides its payload.
 struct Received {
   Header header;
   Times times;
 };
+
+inline Echo echo_of(const Received* answered) {
+  return answered == nullptr ? Echo{} : Echo{answered->times.posted, answered->times.arrived};
+}
 
 inline bool signals_pending() {
   const nanobind::gil_scoped_acquire gil;
   return PyErr_CheckSignals() != 0;
 }
 
-// Python runs signal handlers on the main thread only; the others need not touch the GIL while they
-// wait.
+// Python runs signal handlers on the main thread only; other threads need not take the GIL while
+// they wait.
 inline Interrupt interrupt() { return syscall(SYS_gettid) == getpid() ? signals_pending : nullptr; }
 
-// Below this a copy is shorter than handing the GIL over and getting it back.
+// Up to this size a copy takes less time than releasing and reacquiring the GIL.
 constexpr uint64_t kCopyWithGil = 64 * 1024;
 
-// `parts`: a list of (offset, ptr, nbytes), whose sum becomes header.nbytes.
-Message message_of(uint32_t slot, uint64_t flag, int32_t layer, int32_t micro_batch, int32_t rows,
-                   int32_t depth, int32_t kind, int32_t dtype, int64_t step, nanobind::list parts);
+// The user words, in hex and as the Python type bytes.
+std::string user_text(const std::array<uint64_t, kUserWords>& user);
+inline nanobind::bytes user_bytes(const std::array<uint64_t, kUserWords>& user) {
+  return nanobind::bytes(user.data(), sizeof user);
+}
 
 inline uint64_t as_u64(PyObject* object) {
   const unsigned long long value = PyLong_AsUnsignedLongLong(object);

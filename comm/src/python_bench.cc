@@ -41,7 +41,7 @@ void ping_pong(Region& region, Link& link, Bytes data, uint32_t generation, bool
     Awaited awaited{0, make_flag(generation, static_cast<uint32_t>(round + 1))};
     region.wait(&awaited, 1, WaitFor::All, deadline_after_us(kTimeoutUs), nullptr);
     if (awaited.status != Status::Ok) fail("the wait", round, awaited.status);
-    // The request of the next round, or the answer to this one.
+    // The next round's request, or this round's answer.
     const Times seen = region.times(0);
     message.echo = Echo{seen.posted, seen.arrived};
   };
@@ -72,7 +72,7 @@ void memcpy_ping_pong(Memory shared, Bytes data, bool starts, Nanoseconds times)
   const auto wait = [&](std::size_t round) {
     for (uint64_t spins = 1; mine.load(std::memory_order_acquire) != round + 1; ++spins) {
       relax();
-      // A dead peer must not leave this one spinning: some ten seconds at least.
+      // Do not spin forever if the peer is dead; this is at least ten seconds.
       if (spins == uint64_t{1} << 30) fail("the wait", round, Status::Deadline);
     }
   };

@@ -14,7 +14,7 @@ using namespace nb::literals;
 namespace afd_comm {
 namespace {
 
-// The Python type Group: the group, the links it keeps alive, and room for what a call brings.
+// The Python type Group: the group, the links it keeps alive, and buffers for a call's arguments.
 class PyGroup {
  public:
   PyGroup(nb::list links, int64_t timeout_us) : links_(links) {
@@ -23,7 +23,7 @@ class PyGroup {
     // Not interrupt(): the group may later be used on the main thread.
     group_.emplace(std::move(pointers), timeout_us, signals_pending);
     flags_.resize(size());
-    rows_.resize(size());
+    counts_.resize(size());
     echoes_.resize(size());
     nb::list ok;
     for (std::size_t i = 0; i < size(); ++i) ok.append(nb::cast(Status::Ok));
@@ -32,53 +32,43 @@ class PyGroup {
 
   std::size_t size() const { return group_->size(); }
 
-  nb::tuple broadcast(uint32_t slot, nb::list flags, int32_t layer, int32_t micro_batch,
-                      int32_t rows, int32_t depth, int32_t kind, int32_t dtype, int64_t step,
-                      nb::list parts, std::optional<nb::list> answer_to) {
-    const Message message =
-        message_of(slot, 0, layer, micro_batch, rows, depth, kind, dtype, step, parts);
+  nb::tuple broadcast(const Message& message, nb::list flags, std::optional<nb::list> answer_to) {
     return post(message, flags, nullptr, answer_to, static_cast<uint64_t>(message.header.nbytes));
   }
 
-  nb::tuple scatter(uint32_t slot, nb::list flags, int32_t layer, int32_t micro_batch,
-                    nb::list rows, int32_t depth, int32_t kind, int32_t dtype, int64_t step,
-                    nb::list parts, std::optional<nb::list> answer_to) {
-    const Message message =
-        message_of(slot, 0, layer, micro_batch, 0, depth, kind, dtype, step, parts);
-    check_length(rows, "rows");
+  nb::tuple scatter(const Message& message, nb::list flags, nb::list counts,
+                    std::optional<nb::list> answer_to) {
+    check_length(counts, "counts");
     uint64_t total = 0;
     for (std::size_t i = 0; i < size(); ++i) {
-      const long n = PyLong_AsLong(PyList_GET_ITEM(rows.ptr(), static_cast<Py_ssize_t>(i)));
+      const long n = PyLong_AsLong(PyList_GET_ITEM(counts.ptr(), static_cast<Py_ssize_t>(i)));
       if (n == -1 && PyErr_Occurred()) throw nb::python_error();
-      if (n < 0 || n > INT32_MAX) throw nb::value_error("rows must lie in [0, 2**31)");
-      rows_[i] = static_cast<int32_t>(n);
+      if (n < 0 || n > INT32_MAX) throw nb::value_error("counts must lie in [0, 2**31)");
+      counts_[i] = static_cast<uint32_t>(n);
       total += static_cast<uint64_t>(n) * static_cast<uint64_t>(message.header.nbytes);
     }
-    return post(message, flags, rows_.data(), answer_to, total);
+    return post(message, flags, counts_.data(), answer_to, total);
   }
 
  private:
   void check_length(nb::list list, const char* name) const {
     if (list.size() != size())
       throw nb::value_error((std::string(name) + " has " + std::to_string(list.size()) +
-                             " entries, the group " + std::to_string(size()) + " links")
+                             " entries; the group has " + std::to_string(size()) + " links")
                                 .c_str());
   }
 
-  nb::tuple post(const Message& message, nb::list flags, const int32_t* rows,
+  nb::tuple post(const Message& message, nb::list flags, const uint32_t* counts,
                  std::optional<nb::list> answer_to, uint64_t bytes) {
     check_length(flags, "flags");
     for (std::size_t i = 0; i < size(); ++i)
       flags_[i] = as_u64(PyList_GET_ITEM(flags.ptr(), static_cast<Py_ssize_t>(i)));
     if (answer_to) {
       check_length(*answer_to, "answer_to");
-      for (std::size_t i = 0; i < size(); ++i) {
-        const auto* received = nb::cast<const Received*>((*answer_to)[i]);
-        echoes_[i] =
-            received == nullptr ? Echo{} : Echo{received->times.posted, received->times.arrived};
-      }
+      for (std::size_t i = 0; i < size(); ++i)
+        echoes_[i] = echo_of(nb::cast<const Received*>((*answer_to)[i]));
     }
-    const Group::PerLink per{flags_.data(), rows, answer_to ? echoes_.data() : nullptr};
+    const Group::PerLink per{flags_.data(), counts, answer_to ? echoes_.data() : nullptr};
     bool good = false;
     if (!group_->may_block() && bytes * size() <= kCopyWithGil) {
       good = group_->post(message, per);
@@ -97,9 +87,9 @@ class PyGroup {
   nb::list links_;
   std::optional<Group> group_;
   std::vector<uint64_t> flags_;
-  std::vector<int32_t> rows_;
+  std::vector<uint32_t> counts_;
   std::vector<Echo> echoes_;
-  nb::tuple all_ok_;  // what almost every call returns, made once
+  nb::tuple all_ok_;  // the usual result, made once
 };
 
 }  // namespace
@@ -108,11 +98,9 @@ void bind_group(nb::module_& m) {
   nb::class_<PyGroup>(m, "Group")
       .def(nb::init<nb::list, int64_t>(), "links"_a, nb::kw_only(), "timeout_us"_a)
       .def("__len__", &PyGroup::size)
-      .def("broadcast", &PyGroup::broadcast, "slot"_a, "flags"_a, "layer"_a, "micro_batch"_a,
-           "rows"_a, "depth"_a, "kind"_a, "dtype"_a, "step"_a, "parts"_a,
-           "answer_to"_a = nb::none())
-      .def("scatter", &PyGroup::scatter, "slot"_a, "flags"_a, "layer"_a, "micro_batch"_a, "rows"_a,
-           "depth"_a, "kind"_a, "dtype"_a, "step"_a, "parts"_a, "answer_to"_a = nb::none());
+      .def("broadcast", &PyGroup::broadcast, "message"_a, "flags"_a, "answer_to"_a = nb::none())
+      .def("scatter", &PyGroup::scatter, "message"_a, "flags"_a, "counts"_a,
+           "answer_to"_a = nb::none());
 }
 
 }  // namespace afd_comm

@@ -16,63 +16,20 @@ using namespace nb::literals;
 
 namespace afd_comm {
 
-static void read_parts(nb::list parts, Message& message) {
-  message.part_count = parts.size();
-  if (message.part_count > kMaxParts)
-    throw nb::value_error(("a message has at most " + std::to_string(kMaxParts) + " parts; got " +
-                           std::to_string(message.part_count))
-                              .c_str());
-  uint64_t total = 0;
-  for (std::size_t i = 0; i < message.part_count; ++i) {
-    PyObject* item = PyList_GET_ITEM(parts.ptr(), static_cast<Py_ssize_t>(i));
-    if (!PyTuple_Check(item) || PyTuple_GET_SIZE(item) != 3)
-      throw nb::type_error("each part must be a tuple (offset, ptr, nbytes) of ints");
-    Part& part = message.parts[i];
-    part.offset = as_u64(PyTuple_GET_ITEM(item, 0));
-    part.data =
-        reinterpret_cast<const void*>(static_cast<uintptr_t>(as_u64(PyTuple_GET_ITEM(item, 1))));
-    part.nbytes = as_u64(PyTuple_GET_ITEM(item, 2));
-    if (part.data == nullptr && part.nbytes != 0)
-      throw nb::value_error("a part with bytes has a null pointer");
-    total += part.nbytes;  // may wrap; then some part is too large for any slot and is refused
-  }
-  message.header.nbytes = static_cast<int64_t>(total);
-}
-
-Message message_of(uint32_t slot, uint64_t flag, int32_t layer, int32_t micro_batch, int32_t rows,
-                   int32_t depth, int32_t kind, int32_t dtype, int64_t step, nb::list parts) {
-  Message message;
-  message.slot = slot;
-  message.flag = flag;
-  message.header.layer = layer;
-  message.header.micro_batch = micro_batch;
-  message.header.rows = rows;
-  message.header.depth = depth;
-  message.header.kind = kind;
-  message.header.dtype = dtype;
-  message.header.step = step;
-  read_parts(parts, message);
-  return message;
-}
-
 namespace {
 
-Status enqueue(Link& link, uint64_t stream, uint32_t slot, uint64_t flag, int32_t layer,
-               int32_t micro_batch, int32_t rows, int32_t depth, int32_t kind, int32_t dtype,
-               int64_t step, nb::list parts) {
-  const Message message =
-      message_of(slot, flag, layer, micro_batch, rows, depth, kind, dtype, step, parts);
-  // A driver whose launch queue is full waits for the stream, and so for a peer.
+Status enqueue(Link& link, uint64_t stream, const Message& unflagged, uint64_t flag) {
+  Message message = unflagged;
+  message.flag = flag;
+  // If the driver's launch queue is full, this call waits for the stream, and so for a peer.
   const nb::gil_scoped_release release;
   return link.enqueue(reinterpret_cast<Stream>(static_cast<uintptr_t>(stream)), message);
 }
 
-Status post(Link& link, uint32_t slot, uint64_t flag, int32_t layer, int32_t micro_batch,
-            int32_t rows, int32_t depth, int32_t kind, int32_t dtype, int64_t step, nb::list parts,
-            const Received* answer_to) {
-  Message message =
-      message_of(slot, flag, layer, micro_batch, rows, depth, kind, dtype, step, parts);
-  if (answer_to != nullptr) message.echo = Echo{answer_to->times.posted, answer_to->times.arrived};
+Status post(Link& link, const Message& unflagged, uint64_t flag, const Received* answer_to) {
+  Message message = unflagged;
+  message.flag = flag;
+  message.echo = echo_of(answer_to);
   if (!link.may_block() && static_cast<uint64_t>(message.header.nbytes) <= kCopyWithGil)
     return link.post(message);
   Status status;
@@ -131,6 +88,11 @@ Status wait_sent(Link& link, uint32_t slot, int64_t timeout_us) {
 }  // namespace
 
 void bind_link(nb::module_& m) {
+  m.def("backends", [] {
+    nb::list names;
+    for (const std::string& name : backend_names()) names.append(name);
+    return nb::tuple(names);
+  });
   nb::class_<Link>(m, "Link")
       .def(nb::new_(&connect), "addresses"_a, nb::kw_only(), "backend"_a = "auto",
            "slots"_a = nb::none(), "timeout_us"_a, "device"_a = "cpu", "trace"_a = false,
@@ -140,10 +102,8 @@ void bind_link(nb::module_& m) {
       .def_prop_ro("notes", &Link::notes)
       .def("register_memory", &register_memory, "ptr"_a, "nbytes"_a, "device"_a = "cpu")
       .def("wait_sent", &wait_sent, "slot"_a, "timeout_us"_a)
-      .def("post", &post, "slot"_a, "flag"_a, "layer"_a, "micro_batch"_a, "rows"_a, "depth"_a,
-           "kind"_a, "dtype"_a, "step"_a, "parts"_a, "answer_to"_a = nb::none())
-      .def("enqueue", &enqueue, "stream"_a, "slot"_a, "flag"_a, "layer"_a, "micro_batch"_a,
-           "rows"_a, "depth"_a, "kind"_a, "dtype"_a, "step"_a, "parts"_a)
+      .def("post", &post, "message"_a, "flag"_a, "answer_to"_a = nb::none())
+      .def("enqueue", &enqueue, "stream"_a, "message"_a, "flag"_a)
       .def("close", &Link::close, nb::call_guard<nb::gil_scoped_release>());
 }
 

@@ -28,7 +28,7 @@ uint32_t checked_slot(const Region& region, int64_t slot) {
   return static_cast<uint32_t>(slot);
 }
 
-// The (slot, flag) pairs of a wait; few of them need no allocation.
+// The (slot, flag) pairs of a wait; a small number needs no allocation.
 class AwaitedList {
  public:
   AwaitedList(const Region& region, nb::list slots, nb::list flags) : count_(slots.size()) {
@@ -98,7 +98,7 @@ DeviceArray view(Region& region, int64_t slot, std::size_t count) {
   const uint32_t index = checked_slot(region, slot);
   if (count == 0 || index % region.payloads() + count > region.payloads())
     throw nb::index_error(("the " + std::to_string(count) + " payloads from slot " +
-                           std::to_string(slot) + " on reach beyond region '" + region.name() +
+                           std::to_string(slot) + " exceed region '" + region.name() +
                            "', which has " + std::to_string(region.payloads()) + " payloads")
                               .c_str());
   const bool on_host = region.device().is_cpu();
@@ -114,7 +114,7 @@ Stream as_stream(uint64_t stream) {
 
 void enqueue_wait(Region& region, uint64_t stream, nb::list slots, nb::list flags, bool reset) {
   AwaitedList awaited(region, slots, flags);
-  // A driver whose launch queue is full waits for the stream, and so for a peer.
+  // If the driver's launch queue is full, this call waits for the stream, and so for a peer.
   const nb::gil_scoped_release release;
   region.enqueue_wait(as_stream(stream), awaited.data(), awaited.size(), reset);
 }
@@ -144,10 +144,8 @@ std::string header_text(const Received& r) {
     return std::string(name) + "=" + std::to_string(value);
   };
   const Header& h = r.header;
-  return "Header(" + field("layer", h.layer) + ", " + field("micro_batch", h.micro_batch) + ", " +
-         field("rows", h.rows) + ", " + field("depth", h.depth) + ", " + field("kind", h.kind) +
-         ", " + field("dtype", h.dtype) + ", " + field("nbytes", h.nbytes) + ", " +
-         field("step", h.step) + ", " + field("t_posted", r.times.posted) + ", " +
+  return "Header(user=" + user_text(h.user) + ", " + field("count", h.count) + ", " +
+         field("nbytes", h.nbytes) + ", " + field("t_posted", r.times.posted) + ", " +
          field("t_arrived", r.times.arrived) + ")";
 }
 
@@ -169,14 +167,10 @@ auto field(const Received& received) {
 
 void bind_region(nb::module_& m) {
   nb::class_<Received>(m, "Header")
-      .def_prop_ro("layer", &field<&Received::header, &Header::layer>)
-      .def_prop_ro("micro_batch", &field<&Received::header, &Header::micro_batch>)
-      .def_prop_ro("rows", &field<&Received::header, &Header::rows>)
-      .def_prop_ro("depth", &field<&Received::header, &Header::depth>)
-      .def_prop_ro("kind", &field<&Received::header, &Header::kind>)
-      .def_prop_ro("dtype", &field<&Received::header, &Header::dtype>)
+      .def_prop_ro("user",
+                   [](const Received& received) { return user_bytes(received.header.user); })
+      .def_prop_ro("count", &field<&Received::header, &Header::count>)
       .def_prop_ro("nbytes", &field<&Received::header, &Header::nbytes>)
-      .def_prop_ro("step", &field<&Received::header, &Header::step>)
       .def_prop_ro("t_posted", &field<&Received::times, &Times::posted>)
       .def_prop_ro("t_sent", &field<&Received::times, &Times::sent>)
       .def_prop_ro("t_arrived", &field<&Received::times, &Times::arrived>)

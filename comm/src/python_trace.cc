@@ -21,7 +21,7 @@ struct Snapshot {
     for (const uint64_t n : counts) count += n;
   }
 
-  // The value below which `fraction` of the counts lie, as the middle of its bucket.
+  // Returns the middle of the bucket below which `fraction` of the counts lie.
   uint64_t quantile(double fraction) const {
     if (!(fraction >= 0.0 && fraction <= 1.0)) throw nb::value_error("fraction is not in [0, 1]");
     if (count == 0) return 0;
@@ -37,7 +37,8 @@ struct Snapshot {
     return max_ns;
   }
 
-  // How many lie in buckets that end at or below each bound. Bounds must not fall.
+  // Returns, for each bound, the counts in buckets that end at or below it. Bounds must not
+  // decrease.
   std::vector<uint64_t> cumulative(const std::vector<uint64_t>& bounds) const {
     std::vector<uint64_t> out;
     uint64_t seen = 0;
@@ -59,8 +60,8 @@ struct Snapshot {
 nb::list events(PeerTrace& trace) {
   nb::list out;
   for (const TraceEvent& e : trace.events())
-    out.append(nb::make_tuple(e.posted, e.sent, e.arrived, e.consumed, e.layer, e.micro_batch,
-                              e.rows, e.nbytes));
+    out.append(nb::make_tuple(e.posted, e.sent, e.arrived, e.consumed, user_bytes(e.user), e.count,
+                              e.nbytes));
   return out;
 }
 
@@ -85,8 +86,7 @@ void bind_trace(nb::module_& m) {
       .def_prop_ro("waiting", taken(Path::Waiting))
       .def("events", &events)
       .def_prop_ro("offset_ns", [](PeerTrace& trace) { return trace.offset().ns; })
-      .def_prop_ro("offset_error_ns",
-                   [](PeerTrace& trace) { return trace.offset().error_ns; });
+      .def_prop_ro("offset_error_ns", [](PeerTrace& trace) { return trace.offset().error_ns; });
 }
 
 }  // namespace afd_comm

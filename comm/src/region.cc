@@ -10,7 +10,7 @@
 namespace afd_comm {
 namespace {
 
-// With a core to spare spinning is free; on two cores it takes the peer's time. Measured, see
+// With a spare core spinning is free; on two cores it takes CPU time from the peer. Measurements:
 // README.
 constexpr int kFewCpus = 2;
 constexpr int64_t kSpinNs = 50000;
@@ -43,10 +43,7 @@ Region::Region(uint64_t slots, uint64_t slot_bytes, const RegionOptions& options
   } else {
     addresses_.push_back(format(shm));
   }
-  if (!options.tcp_host.empty())
-    receivers_.push_back(open_tcp_receiver(memory_, token_, options.tcp_host, options.tcp_port));
-  if (options.verbs)
-    receivers_.push_back(open_verbs_receiver(memory_, token_, device_, *options.verbs));
+  receivers_ = open_receivers(memory_, token_, options);
   for (const auto& receiver : receivers_) addresses_.push_back(receiver->address());
 }
 
@@ -57,7 +54,7 @@ Region::~Region() {
     close();
   } else {
     for (auto& receiver : receivers_) static_cast<void>(receiver.release());
-    // Drivers do not survive a fork either.
+    // The driver's state is not valid after a fork either.
     static_cast<void>(device_payload_.release());
     static_cast<void>(pinned_.release());
   }
@@ -125,7 +122,7 @@ void Region::trace(SlotRange range, std::shared_ptr<PeerTrace> trace) {
   for (uint32_t i = 0; i < range.count; ++i)
     slot_traces_[range.first + i].trace.store(trace.get(), std::memory_order_release);
   if (trace != nullptr) traced_.store(true, std::memory_order_relaxed);
-  // A wait may still hold the pointer it replaced, so all of them stay.
+  // A wait may still use the replaced pointer, so keep all traces alive.
   if (trace != nullptr && std::find(traces_.begin(), traces_.end(), trace) == traces_.end())
     traces_.push_back(std::move(trace));
 }

@@ -1,4 +1,4 @@
-// Backend shm: the sender maps the receiver's region and writes into it by itself.
+// Backend shm: the sender maps the receiver's region and writes into it directly.
 #include <utility>
 
 #include "copy.h"
@@ -8,7 +8,8 @@
 namespace afd_comm {
 namespace {
 
-// Copying so little takes no longer than reading the clock: one reading does for both ends of it.
+// Such a copy takes no longer than reading the clock, so one reading serves as its start and its
+// end.
 constexpr int64_t kOneReading = 1024;
 
 class ShmLink final : public MappedLink {
@@ -27,7 +28,8 @@ class ShmLink final : public MappedLink {
     for (std::size_t i = 0; i < m.part_count; ++i)
       if (m.parts[i].nbytes != 0)
         copy(payload + m.parts[i].offset, m.parts[i].data, m.parts[i].nbytes);
-    // A newer writer may have come while this one copied; its doorbell must not be overwritten.
+    // A newer writer may have claimed the slot during the copy; its doorbell must not be
+    // overwritten.
     if (!owns(m.slot)) return Status::Closed;
     const bool read_again = trace && m.header.nbytes > kOneReading;
     describe(memory_.control(m.slot), m, trace, posted, read_again ? trace_now_ns() : posted);
@@ -36,14 +38,16 @@ class ShmLink final : public MappedLink {
   }
 };
 
-}  // namespace
-
-std::unique_ptr<Link> open_shm_link(const std::string& address, const LinkOptions& options) {
+std::unique_ptr<Link> open_link_shm(const std::string& address, const LinkOptions& options) {
   Memory memory = Memory::open(parse_shm(address));
   if (memory.geometry().on_device)
     throw CommError(
         "the region's slots are on a GPU; open the link with device='cuda:N' or 'hip:N'");
   return std::make_unique<ShmLink>(std::move(memory), options);
 }
+
+}  // namespace
+
+const Backend shm_backend{"shm", false, open_link_shm};
 
 }  // namespace afd_comm

@@ -16,7 +16,7 @@ namespace {
 constexpr uint64_t kSliceNs = 100000000;
 
 void set_option(int fd, int level, int option, int value) {
-  // Tuning only: a kernel that lacks one of these still works.
+  // Tuning only: the link also works on a kernel that lacks one of these options.
   static_cast<void>(setsockopt(fd, level, option, &value, sizeof value));
 }
 

@@ -60,7 +60,7 @@ int TcpConnection::fill(void* target, std::size_t size) {
 }
 
 bool TcpConnection::accept_hello() {
-  // A stranger is told nothing.
+  // Send no reply to a peer without the token.
   if (hello_.magic != kHelloMagic || !same_token(hello_.token, token_.data())) return false;
   Welcome welcome{kWelcomeMagic, kTcpVersion, static_cast<int32_t>(Status::Ok),
                   memory_.geometry().slots, memory_.geometry().slot_bytes};
@@ -71,7 +71,7 @@ bool TcpConnection::accept_hello() {
       ticket_ = take_claim(memory_, range, 0, claim_lock_fd_, deadline_after_us(kClaimLockUs));
       slots_ = range;
     } catch (const CommError&) {
-      // The sender knows what it asked for and gets the geometry: it composes the message.
+      // The sender knows its own request and gets the geometry, so it composes the error message.
       welcome.status = static_cast<int32_t>(Status::Capacity);
       accepted = false;
     }
@@ -93,7 +93,7 @@ bool TcpConnection::accept_head() {
     sum += head_.parts[i].nbytes;
   }
   const Geometry& g = memory_.geometry();
-  // In this order: the sum cannot have overflowed once every part is known to fit its slot.
+  // Check the parts first: once each fits its slot, the sum cannot overflow.
   if (check_message(message, g.slots, g.slot_bytes, slots_) != Status::Ok) return false;
   if (head_.header.nbytes < 0 || static_cast<uint64_t>(head_.header.nbytes) != sum) return false;
   if (ticket_ != 0 && !holds_claim(memory_, head_.slot, ticket_)) {
@@ -131,7 +131,7 @@ bool TcpConnection::read_body() {
 }
 
 bool TcpConnection::deliver() {
-  // A newer writer may have come since the head was read.
+  // A newer writer may have claimed the slot since the head was read.
   if (ticket_ != 0 && !holds_claim(memory_, head_.slot, ticket_)) {
     say_farewell(Status::Closed);
     return false;

@@ -12,17 +12,17 @@ class TcpConnection {
  public:
   // `claim_lock_fd`: see take_claim. All references must outlive the connection.
   TcpConnection(Fd fd, const Memory& memory, const Token& token, int claim_lock_fd);
-  ~TcpConnection();  // its slots' waiters learn that the writer is gone
+  ~TcpConnection();  // marks the writer of its slots as gone
   TcpConnection(const TcpConnection&) = delete;
 
-  // Reads what has come, at most one frame or so; false when the connection must be dropped.
-  // Nothing is believed: any byte sequence leads here or to a valid frame.
+  // Reads available bytes, about one frame at most. Returns false if the connection must be
+  // dropped. Trusts no input: any byte sequence gives a valid frame or false.
   bool on_readable();
-  // Whether the last on_readable() stopped for another reason than that nothing was left to read.
+  // Whether the last on_readable() stopped although more can be read.
   bool may_have_more() const { return !drained_; }
   // Whether a frame has begun to arrive, so that its rest is on the way.
   bool in_frame() const { return phase_ == Phase::Body || (phase_ == Phase::Head && have_ != 0); }
-  // Tells a well-behaved sender why it is dropped, if the socket takes it.
+  // Tells a greeted sender why its connection ends, if the socket has room.
   void say_farewell(Status reason) const;
 
   int fd() const { return fd_.get(); }
@@ -32,8 +32,8 @@ class TcpConnection {
 
  private:
   enum class Phase { Hello, Head, Body };
-  // Reads more of a fixed-size struct. Returns 1 when complete, 0 when more must come, -1 on
-  // hang-up.
+  // Reads more of a fixed-size struct. Returns 1 if complete, 0 if bytes are missing, -1 if the
+  // peer hung up.
   int fill(void* target, std::size_t size);
   bool accept_hello();
   bool accept_head();
@@ -52,7 +52,7 @@ class TcpConnection {
   std::size_t have_ = 0;  // bytes of hello_ or head_ read so far
   Hello hello_{};
   FrameHead head_{};
-  iovec pieces_[kMaxParts] = {};  // what is still to be read of the body
+  iovec pieces_[kMaxParts] = {};  // the rest of the body
   std::size_t next_piece_ = 0;
   std::size_t piece_count_ = 0;
 };

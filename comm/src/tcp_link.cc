@@ -10,8 +10,9 @@
 #include <thread>
 
 #include "backends.h"
-#include "socket.h"
 #include "packed_times.h"
+#include "socket.h"
+#include "tcp_receiver.h"
 #include "tcp_wire.h"
 #include "trace_clock.h"
 #include "zero_copy.h"
@@ -23,7 +24,7 @@ Welcome greet(const Fd& fd, const TcpAddress& a, SlotRange slots, uint64_t deadl
               Interrupt interrupt) {
   Hello hello{kHelloMagic, kTcpVersion, {}, slots.first, slots.count};
   std::memcpy(hello.token, a.token.data(), a.token.size());
-  // A fresh socket's buffer always takes these few bytes.
+  // A new socket's buffer always has room for these few bytes.
   if (send(fd.get(), &hello, sizeof hello, MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof hello))
     throw CommError("cannot greet the region at " + place(a) + ": " + errno_text(errno) +
                     "; is it shutting down?");
@@ -32,19 +33,18 @@ Welcome greet(const Fd& fd, const TcpAddress& a, SlotRange slots, uint64_t deadl
   if (welcome.magic != kWelcomeMagic)
     throw CommError("the service at " + place(a) + " is not a region; check the address");
   if (welcome.version != kTcpVersion)
-    throw CommError("the region at " + place(a) + " speaks protocol version " +
-                    std::to_string(welcome.version) + ", this library " +
+    throw CommError("the region at " + place(a) + " uses protocol version " +
+                    std::to_string(welcome.version) + ", but this library uses " +
                     std::to_string(kTcpVersion) + "; install the same afd_comm on both sides");
   if (welcome.status != static_cast<int32_t>(Status::Ok))
-    throw CommError("the region at " + place(a) + " did not give slots " +
-                    std::to_string(slots.first) + " to " +
-                    std::to_string(uint64_t{slots.first} + slots.count - 1) + " (it has " +
+    throw CommError("the region at " + place(a) + " refused slots " + std::to_string(slots.first) +
+                    " to " + std::to_string(uint64_t{slots.first} + slots.count - 1) + " (it has " +
                     std::to_string(welcome.slots) + "); both sides must use the same topology");
   return welcome;
 }
 
-// Sends without a copy wait for the peer's acknowledgement and cost a notification each; a copy of
-// 64 KiB takes about 3 us.
+// A send without a copy waits for the peer's acknowledgement and costs a notification; copying 64
+// KiB takes about 3 us.
 constexpr uint64_t kZeroCopyFrom = 64 * 1024;
 
 bool ends_on_one_host(int fd) {
@@ -103,7 +103,7 @@ class TcpLink final : public Link {
   }
 
   std::optional<Status> advance() override {
-    // What the kernel is done with also makes the socket look ready.
+    // Completed zero-copy sends also make the socket look ready.
     zero_copy_.reap(fd_.get());
     bool refused = false;  // the kernel has no room for another send without a copy
     while (unsent_.msg_iovlen != 0) {
@@ -133,8 +133,8 @@ class TcpLink final : public Link {
   }
 
   void register_memory(void* address, uint64_t nbytes, Device device) override {
-    // Memory of a device cannot be sent from by a socket, and to this very host the kernel copies
-    // in any case: there zero copy would only add its bookkeeping.
+    // A socket cannot send from device memory. And to the same host the kernel always copies, so
+    // zero copy would only add bookkeeping.
     if (!device.is_cpu() || (same_host_ && options_.zero_copy_from < 0)) return;
     if (take_turn()) {
       zero_copy_.allow(fd_.get(), address, nbytes);
@@ -151,14 +151,14 @@ class TcpLink final : public Link {
       const bool done = zero_copy_.done(marks_[slot]);
       finish(Status::Ok);
       if (done) return Status::Ok;
-      // No event but the error queue's, which is always reported.
+      // Waits for the error queue only, which poll always reports.
       if (poll_until(fd_.get(), 0, deadline, options_.interrupt) != Poll::Ready)
         return Status::Deadline;
     }
   }
 
   Status abandon() override {
-    // Half a frame cannot be taken back, and what followed it would be read as its rest.
+    // A partly sent frame cannot be withdrawn: the receiver would read the next frame as its rest.
     if (begun_) {
       ended_ = Status::Closed;
       shutdown(fd_.get(), SHUT_RDWR);
@@ -170,13 +170,13 @@ class TcpLink final : public Link {
 
   void close() override {
     if (closed_.exchange(true, std::memory_order_acq_rel)) return;
-    // The descriptor itself stays until destruction: another thread may be about to use it. A
+    // The descriptor stays open until destruction, because another thread may be about to use it. A
     // forked child's copy of this object must not end its parent's connection.
     if (getpid() == creator_) shutdown(fd_.get(), SHUT_RDWR);
   }
 
  private:
-  // What the receiver said, if it hung up; else `otherwise`.
+  // Returns the receiver's reason if it hung up, else `otherwise`.
   Status farewell(Status otherwise) const {
     uint8_t reason = 0;
     const ssize_t n = recv(fd_.get(), &reason, 1, MSG_DONTWAIT);
@@ -218,7 +218,8 @@ class TcpLink final : public Link {
     unsent_.msg_iov->iov_len -= sent;
   }
 
-  // One frame at a time. Not a mutex: waiting for another thread's frame has a deadline too.
+  // Sends one frame at a time. Not a mutex, because waiting for another thread's frame has a
+  // deadline too.
   bool take_turn() {
     if (!busy_.exchange(true, std::memory_order_acquire)) return true;
     const uint64_t deadline = deadline_after_us(options_.timeout_us);
@@ -240,26 +241,28 @@ class TcpLink final : public Link {
   LinkOptions options_;
   pid_t creator_;
   std::atomic<bool> closed_{false};
-  std::atomic<bool> busy_{false};  // from begin() to its outcome; guards the rest
+  std::atomic<bool> busy_{false};  // from begin() to its outcome; guards the members below
   Status ended_ = Status::Ok;
   bool same_host_;
   ZeroCopy zero_copy_;
-  std::vector<uint64_t> marks_;  // per slot: the last send that left from registered memory
+  std::vector<uint64_t> marks_;  // per slot: the last send from registered memory
   FrameHead head_{};
-  bool in_place_[1 + kMaxParts] = {};  // which pieces are sent from where they lie
+  bool in_place_[1 + kMaxParts] = {};  // which pieces are sent without a copy
   iovec pieces_[1 + kMaxParts] = {};
   msghdr unsent_{};     // what the kernel has not taken yet
   bool begun_ = false;  // whether it has taken any
 };
 
-}  // namespace
-
-std::unique_ptr<Link> open_tcp_link(const std::string& address, const LinkOptions& options) {
+std::unique_ptr<Link> open_link_tcp(const std::string& address, const LinkOptions& options) {
   const TcpAddress to = parse_tcp(address);
   const uint64_t deadline = deadline_after_us(options.timeout_us);
   Fd fd = connect_until(to, deadline, options.interrupt);
   const Welcome welcome = greet(fd, to, options.slots, deadline, options.interrupt);
   return std::make_unique<TcpLink>(std::move(fd), welcome, options);
 }
+
+}  // namespace
+
+const Backend tcp_backend{"tcp", false, open_link_tcp, open_tcp_receiver};
 
 }  // namespace afd_comm

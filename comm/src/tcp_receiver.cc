@@ -1,5 +1,7 @@
 // Backend tcp, receiver: one thread that accepts connections and reads frames straight into the
 // slots.
+#include "tcp_receiver.h"
+
 #include <fcntl.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
@@ -12,7 +14,6 @@
 #include <thread>
 #include <unordered_map>
 
-#include "backends.h"
 #include "socket.h"
 #include "tcp_connection.h"
 
@@ -20,14 +21,14 @@ namespace afd_comm {
 namespace {
 
 constexpr std::size_t kMaxConnections = 1024;
-// Strangers that say nothing may take up this much, for this long.
+// Limits for connections that have not sent a valid greeting.
 constexpr std::size_t kMaxUngreeted = 64;
 constexpr uint64_t kGreetNs = 2000000000;
 constexpr int kEvents = 64;
-// What one connection may have read before the others have their turn.
+// How much is read from one connection before the others get their turn.
 constexpr int kReadsPerTurn = 64;
-// A waiter has nothing better to do than to ask again for the rest of a message; going to sleep
-// between its segments would cost a wake-up for each.
+// A waiter keeps polling for the rest of a message; sleeping between its segments would cost a
+// wake-up for each.
 constexpr uint64_t kPatienceNs = 50000;
 
 class TcpReceiver final : public Receiver {
@@ -44,7 +45,7 @@ class TcpReceiver final : public Receiver {
     address_.host = host_of(bound);
     address_.port = port_of(bound);
     address_.token = token;
-    // Its own open file description, so that the lock also excludes links of this very process.
+    // A separate open file description, so that the lock also excludes links of this process.
     const std::string self = "/proc/self/fd/" + std::to_string(memory.fd().get());
     claim_lock_ = Fd(open(self.c_str(), O_RDWR | O_CLOEXEC));
     if (!epoll_ || !peers_ || !stop_ || !kick_ || !claim_lock_)
@@ -61,9 +62,9 @@ class TcpReceiver final : public Receiver {
 
   std::string address() const override { return format(address_); }
 
-  // While a waiter serves, the thread does not hear of the peers: on a core that both share, every
-  // message would wake it to find nothing, and now and then it would be the quicker one and make
-  // the waiter wait for a time slice.
+  // While a waiter serves, the thread does not watch the peers. On a core that both share, every
+  // message would wake the thread in vain, and sometimes it would win and make the waiter wait for
+  // a time slice.
   bool begin_serving() override {
     if (serving_.exchange(true, std::memory_order_acquire)) return false;
     watch(epoll_, peers_.get(), 0, EPOLL_CTL_MOD);
@@ -81,7 +82,7 @@ class TcpReceiver final : public Receiver {
       n = epoll_wait(peers_.get(), events, kEvents, 0);
     } else {
       waiting_.store(true, std::memory_order_seq_cst);
-      // Either the ringer sees that somebody waits, or we see that it has rung.
+      // Either the ringing thread sees that we wait, or we see its doorbell.
       if (memory_.head().arrivals.load(std::memory_order_seq_cst) == seen)
         n = epoll_wait(peers_.get(), events, kEvents,
                        static_cast<int>((timeout_ns + 999999) / 1000000));
@@ -123,7 +124,7 @@ class TcpReceiver final : public Receiver {
     epoll_ctl(epoll.get(), operation, fd, &event);
   }
 
-  // The receiver's own thread: newcomers always, peers while no waiter serves them.
+  // The receiver's thread: always serves new connections, and peers while no waiter serves them.
   void run() {
     epoll_event events[kEvents];
     int timeout_ms = -1;
@@ -144,8 +145,8 @@ class TcpReceiver final : public Receiver {
         else
           serve_connection(fd, 0);
       }
-      // A waiter that has begun to serve may be asleep: it learns of what was done here, or of the
-      // kick that was taken from it. This thread will not take that one.
+      // A waiter that has started to serve may be asleep. Wake it, so that it sees the work done
+      // here or the kick consumed here.
       if (tell && waiting_.load(std::memory_order_seq_cst)) kick();
       if (ungreeted_ != 0) drop_ungreeted(now_ns());
       timeout_ms = ungreeted_ == 0 ? -1 : 250;
@@ -172,10 +173,10 @@ class TcpReceiver final : public Receiver {
     }
   }
 
-  // `patience_ns`: how long to keep asking for the rest of a frame that has begun.
+  // `patience_ns`: how long to poll for the rest of a frame that has begun to arrive.
   void serve_connection(int fd, uint64_t patience_ns) {
     const auto found = connections_.find(fd);
-    // Dropped while an earlier event of the same batch was handled.
+    // The connection was dropped while an earlier event of this batch was handled.
     if (found == connections_.end()) return;
     TcpConnection& connection = *found->second;
     const bool greeted = connection.greeted();
@@ -210,7 +211,7 @@ class TcpReceiver final : public Receiver {
     connections_.erase(found);
   }
 
-  // Ends the connections whose slots the newcomer has claimed.
+  // Ends the connections whose slots the new connection has claimed.
   void replace_older(const TcpConnection& newcomer) {
     std::vector<int> replaced;
     for (const auto& [fd, other] : connections_)
@@ -222,7 +223,7 @@ class TcpReceiver final : public Receiver {
     }
   }
 
-  // now == 0: makes room by dropping the oldest one, else drops those that have had their time.
+  // Drops connections without a greeting: those whose time is over or, with now == 0, the oldest.
   void drop_ungreeted(uint64_t now) {
     std::vector<std::pair<uint64_t, int>> waiting;
     for (const auto& [fd, connection] : connections_)
@@ -238,16 +239,16 @@ class TcpReceiver final : public Receiver {
 
   const Memory& memory_;
   Token token_;
-  Fd epoll_;  // the thread's: newcomers, and peers_ while no waiter serves them
+  Fd epoll_;  // of the thread: new connections, and peers_ while no waiter serves
   Fd peers_;  // an epoll of its own: connections that have been greeted
   Fd stop_;
   Fd kick_;
   Fd listener_;
   Fd claim_lock_;
   TcpAddress address_;
-  std::atomic<bool> serving_{false};  // a waiter does the work
+  std::atomic<bool> serving_{false};  // a waiter serves the connections
   std::atomic<bool> waiting_{false};  // and may be asleep in epoll_wait
-  std::mutex mutex_;  // guards the rest; held while bytes are read, never while waiting
+  std::mutex mutex_;  // guards the members below; held while reading, never while waiting
   std::unordered_map<int, std::unique_ptr<TcpConnection>> connections_;
   std::size_t ungreeted_ = 0;
   std::thread thread_;
@@ -256,8 +257,9 @@ class TcpReceiver final : public Receiver {
 }  // namespace
 
 std::unique_ptr<Receiver> open_tcp_receiver(const Memory& memory, const Token& token,
-                                            const std::string& host, uint16_t port) {
-  return std::make_unique<TcpReceiver>(memory, token, host, port);
+                                            const RegionOptions& options) {
+  if (options.tcp_host.empty()) return nullptr;
+  return std::make_unique<TcpReceiver>(memory, token, options.tcp_host, options.tcp_port);
 }
 
 }  // namespace afd_comm

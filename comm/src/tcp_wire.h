@@ -1,4 +1,4 @@
-// Backend tcp: what goes over the connection. Little endian, as in memory.
+// Backend tcp: the bytes on the connection. Little endian, as in memory.
 //
 //   sender:   Hello, then any number of (FrameHead, bytes of part 0, bytes of part 1, ...)
 //   receiver: Welcome, then nothing; before it hangs up on a sender that behaves, one byte Status
@@ -9,7 +9,7 @@
 
 namespace afd_comm {
 
-constexpr uint32_t kTcpVersion = 2;
+constexpr uint32_t kTcpVersion = 3;
 constexpr uint32_t kHelloMagic = 0x48444641;    // "AFDH"
 constexpr uint32_t kWelcomeMagic = 0x57444641;  // "AFDW"
 constexpr uint32_t kFrameMagic = 0x46444641;    // "AFDF"
@@ -44,7 +44,7 @@ struct FrameHead {
   uint32_t part_count;
   uint32_t reserved;
   Header header;
-  Times times;  // where header.traced; arrived and consumed are the receiver's to fill
+  Times times;                 // valid if header.traced; the receiver fills in arrived and consumed
   FramePart parts[kMaxParts];  // fixed size: one read gets it all
 };
 static_assert(sizeof(FrameHead) == 24 + sizeof(Header) + sizeof(Times) + kMaxParts * 16,

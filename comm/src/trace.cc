@@ -7,7 +7,7 @@
 namespace afd_comm {
 namespace {
 
-// Times come from the wire: differences must be defined for any bits.
+// Times come from the wire, so arithmetic on them must be defined for any bits.
 int64_t minus(int64_t a, int64_t b) {
   return static_cast<int64_t>(static_cast<uint64_t>(a) - static_cast<uint64_t>(b));
 }
@@ -100,9 +100,9 @@ std::vector<TraceEvent> EventRing::events() const {
 }
 
 void PeerTrace::note(const Header& h, const Times& times) {
-  const Noted message{times, h.layer, h.micro_batch, h.rows, h.nbytes};
+  const Noted message{times, h.user, h.count, h.nbytes};
   if (aside_.push(message)) return;
-  // Nobody has had time for a while: the oldest makes room.
+  // The queue is full: count the oldest message to make room.
   Noted oldest;
   if (aside_.pop(oldest)) count(oldest);
   if (!aside_.push(message)) count(message);
@@ -134,8 +134,8 @@ void PeerTrace::count(const Noted& m) {
   if (offset.error_ns < 0) return;
   record(Path::Inbound, plus(back, offset.ns));
   if (answers) record(Path::Outbound, minus(there, offset.ns));
-  ring_.add({minus(t.posted, offset.ns), minus(t.sent, offset.ns), t.arrived, t.consumed, m.layer,
-             m.micro_batch, m.rows, m.nbytes});
+  ring_.add({minus(t.posted, offset.ns), minus(t.sent, offset.ns), t.arrived, t.consumed, m.user,
+             int64_t{m.count}, m.nbytes});
 }
 
 std::vector<TraceEvent> PeerTrace::events() {

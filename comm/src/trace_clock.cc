@@ -18,20 +18,20 @@ namespace afd_comm {
 #if defined(__x86_64__)
 namespace {
 
-// Between two comparisons with the clock. The rates differ by less than 1e-6 in a calibration, so
+// Interval between two comparisons with the clock. A calibrated rate is wrong by less than 1e-6, so
 // this adds a nanosecond.
 constexpr uint64_t kCompareNs = 1000000;
-// A rate is taken over at least this time, and anew after that.
+// The rate is measured over at least this time, then measured again.
 constexpr uint64_t kCalibrateNs = 50000000;
 constexpr uint64_t kRecalibrateNs = 1000000000;
-// A pair of readings is wrong by half of what it took. Of a few tries the first good one is taken,
+// The error of a pair of readings is half the time it took. Use the first good one of a few tries,
 // else the best, unless all were interrupted.
 constexpr int kTries = 3;
 constexpr uint64_t kGoodTicks = 300;
 constexpr uint64_t kWorstTicks = 2000;
 constexpr int kShift = 32;  // of the fixed point rate
 
-// Whether the kernel trusts the counter to run evenly and alike on all cores.
+// Whether the kernel trusts the counter to run at a constant rate, in step on all cores.
 bool counter_is_the_clock() {
   unsigned a = 0, b = 0, c = 0, d = 0;
   constexpr unsigned power_leaf = 0x80000007, invariant = 1u << 8;
@@ -47,16 +47,16 @@ struct Pair {
   uint64_t ns = 0;
 };
 
-// What one thread knows of the counter. Threads share nothing, so none waits for another.
+// One thread's calibration of the counter. Threads share nothing, so none waits for another.
 struct Counter {
   Pair compared;       // the last comparison
-  Pair calibrated;     // the one that the next rate begins at
+  Pair calibrated;     // start of the next rate measurement
   uint64_t rate = 0;   // ns per tick; 0: not known yet
   uint64_t valid = 0;  // ticks after `compared` for which the rate may be used
-  uint64_t last = 0;   // what was returned last
+  uint64_t last = 0;   // the last result
 };
 
-// False: the two could not be read close to each other.
+// Returns false if the two could not be read close to each other.
 bool compare(Counter& counter) {
   Pair now;
   uint64_t best = kWorstTicks;
@@ -72,8 +72,8 @@ bool compare(Counter& counter) {
   if (counter.calibrated.ticks == 0) counter.calibrated = now;
   const uint64_t span = now.ns - counter.calibrated.ns;
   if (span > (counter.rate == 0 ? kCalibrateNs : kRecalibrateNs)) {
-    const auto ratio = static_cast<double>(span) /
-                       static_cast<double>(now.ticks - counter.calibrated.ticks);
+    const auto ratio =
+        static_cast<double>(span) / static_cast<double>(now.ticks - counter.calibrated.ticks);
     counter.rate = static_cast<uint64_t>(ratio * static_cast<double>(uint64_t{1} << kShift));
     counter.valid = static_cast<uint64_t>(static_cast<double>(kCompareNs) / ratio);
     counter.calibrated = now;

@@ -1,7 +1,7 @@
-// The binary interface of libibverbs.so.1, as far as this backend uses it.
+// The part of libibverbs.so.1's binary interface that this backend uses.
 //
 // Declared here so that a build needs no RDMA headers and the library is found at run time. The
-// layouts are the ABI "IBVERBS_1.1", unchanged since rdma-core exists; where its headers are
+// layouts are the ABI "IBVERBS_1.1", unchanged in all versions of rdma-core. If its headers are
 // installed, tests/verbs_abi_check.cc compares every size, offset and value with them at build
 // time. Names follow libibverbs' ibv_*.
 #pragma once
@@ -99,7 +99,7 @@ struct DeviceAttr {
   int max_sge_rd;
   int max_cq;
   int max_cqe;
-  int rest[22];  // limits this backend does not come near to
+  int rest[22];  // limits that this backend never reaches
   uint16_t max_pkeys;
   uint8_t local_ca_ack_delay;
   uint8_t phys_port_cnt;
@@ -131,7 +131,7 @@ struct Cq {
   CompChannel* channel;
   void* cq_context;
   uint32_t handle;
-  int cqe;  // what follows belongs to the library
+  int cqe;  // the following fields belong to the library
 };
 
 struct QpCap {
@@ -162,7 +162,7 @@ struct Qp {
   uint32_t handle;
   uint32_t qp_num;
   int state;
-  int qp_type;  // what follows belongs to the library
+  int qp_type;  // the following fields belong to the library
 };
 
 struct GlobalRoute {
@@ -254,7 +254,7 @@ struct Wc {
   uint8_t dlid_path_bits;
 };
 
-// libibverbs' fast path are inline functions that call through this table.
+// The fast path of libibverbs consists of inline functions that call through this table.
 struct ContextOps {
   void* before_poll[11];
   int (*poll_cq)(Cq*, int, Wc*);
@@ -270,7 +270,7 @@ struct Context {
   ContextOps ops;
   int cmd_fd;
   int async_fd;
-  int num_comp_vectors;  // what follows belongs to the library
+  int num_comp_vectors;  // the following fields belong to the library
 };
 
 }  // namespace afd_comm::ib

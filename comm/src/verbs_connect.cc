@@ -10,6 +10,7 @@
 
 #include "backends.h"
 #include "verbs_link.h"
+#include "verbs_receiver.h"
 
 namespace afd_comm {
 namespace {
@@ -24,7 +25,7 @@ const char* kind(uint8_t link_layer) {
   return link_layer == ib::kLinkInfiniBand ? "InfiniBand" : "Ethernet (RoCE)";
 }
 
-// Why these two ports cannot be connected; empty when they can.
+// Returns why these two ports cannot be connected, or an empty string.
 std::string obstacle(const PortFacts& ours, const WirePort& theirs) {
   const std::string pair = ours.name + " and the peer's " + theirs.name;
   if (!ours.active)
@@ -48,7 +49,7 @@ void add_note(std::string& notes, const std::string& note) {
 
 template <typename Frame>
 void send_frame(const Fd& fd, const Frame& frame, const TcpAddress& to) {
-  // A fresh socket's buffer always takes these few bytes.
+  // A new socket's buffer always has room for these few bytes.
   if (send(fd.get(), &frame, sizeof frame, MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof frame))
     throw CommError("cannot talk to the region at " + place(to) + ": " + errno_text(errno) +
                     "; is it shutting down?");
@@ -76,7 +77,7 @@ VerbsLink::VerbsLink(const TcpAddress& address, const LinkOptions& options)
     test_paths(deadline);
     control_ = std::thread([this] { run_control(); });
   } catch (...) {
-    // The destructor of a half-made object does not run: stop the progress threads by hand.
+    // The constructor failed, so no destructor runs: stop the progress threads here.
     for (const auto& queue : queues_) queue->detach();
     if (bounce_ != nullptr) {
       sources_.clear();
@@ -107,8 +108,8 @@ VerbsWelcome VerbsLink::greet(const TcpAddress& to, uint64_t deadline) {
   if (welcome.magic != kVerbsWelcomeMagic)
     throw CommError("the service at " + place(to) + " is not a region; check the address");
   if (welcome.version != kVerbsVersion)
-    throw CommError("the region at " + place(to) + " speaks verbs protocol version " +
-                    std::to_string(welcome.version) + ", this library " +
+    throw CommError("the region at " + place(to) + " uses verbs protocol version " +
+                    std::to_string(welcome.version) + ", but this library uses " +
                     std::to_string(kVerbsVersion) + "; install the same afd_comm on both sides");
   if (welcome.status != static_cast<int32_t>(Status::Ok))
     throw CommError("the region at " + place(to) + " refused: " + get_reason(welcome.reason));
@@ -142,7 +143,7 @@ void VerbsLink::make_paths(const VerbsOptions& options, const VerbsWelcome& welc
     throw CommError("verbs: " + std::to_string(pairs) + " pairs of ports with qps_per_port " +
                     std::to_string(options.qps_per_port) + " make " + std::to_string(wanted) +
                     " queue pairs; at most " + std::to_string(kMaxVerbsQps) + " are possible");
-  // Every stripe of every slot at once, should all other paths have failed.
+  // Room for every stripe of every slot, in case all other paths failed.
   const uint64_t depth = out_.size() * (per_message + 2 * wanted);
   std::vector<int> entries(nics_.size(), 0);
   struct Wanted {
@@ -150,7 +151,7 @@ void VerbsLink::make_paths(const VerbsOptions& options, const VerbsWelcome& welc
     uint32_t depth;
   };
   std::vector<Wanted> plan;
-  // Neighbours in the list use different ports, so that two stripes take two ports.
+  // Adjacent paths use different ports, so that two stripes use two ports.
   for (std::size_t i = 0; i < wanted; ++i) {
     const std::size_t local = i % pairs % ports_.size(), remote = i % pairs % welcome.port_count;
     const std::string why = obstacle(ports_[local], welcome.ports[remote]);
@@ -212,7 +213,7 @@ void VerbsLink::exchange(const TcpAddress& to, uint64_t deadline) {
       why = error.what();
     }
     if (why.empty()) continue;
-    path.error = ib::kWcFlushed;  // not to be tested, nor used
+    path.error = ib::kWcFlushed;  // neither tested nor used
     if (notes_.find(why) == std::string::npos) add_note(notes_, why);
   }
 }
@@ -243,8 +244,8 @@ void VerbsLink::make_bounce() {
   current_sources_.store(source_lists_.back().get(), std::memory_order_release);
 }
 
-// Sends one packet of the path's MTU over every path, so that what cannot work fails here, with a
-// sentence, and not in the middle of a step.
+// Sends one packet of the path's MTU over every path, so that a broken path fails here, with a
+// clear message, and not on the hot path.
 void VerbsLink::test_paths(uint64_t deadline) {
   alive_.store(all_stripes(static_cast<uint32_t>(paths_.size())), std::memory_order_release);
   for (uint32_t i = 0; i < paths_.size(); ++i) {
@@ -294,12 +295,18 @@ void VerbsLink::test_paths(uint64_t deadline) {
     throw CommError("no path to the peer works: " + notes_);
 }
 
-std::unique_ptr<Link> open_verbs_link(const std::string& address, const LinkOptions& options) {
+namespace {
+
+std::unique_ptr<Link> open_link_verbs(const std::string& address, const LinkOptions& options) {
   if (!options.verbs)
     throw CommError(
         "the link was given no verbs options; name this host's ports (transport.verbs.ports)");
   check_options(*options.verbs);
   return std::make_unique<VerbsLink>(parse_tcp(address, "verbs"), options);
 }
+
+}  // namespace
+
+const Backend verbs_backend{"verbs", true, open_link_verbs, open_verbs_receiver};
 
 }  // namespace afd_comm

@@ -18,7 +18,7 @@ namespace afd_comm {
 namespace {
 
 constexpr int64_t kClaimLockUs = 100000;
-// A queue pair in its error state gives back its receives at once; a device that does not is lost.
+// A queue pair in the error state returns its receives at once; a device that does not is lost.
 constexpr int64_t kDrainUs = 500000;
 constexpr uint32_t kFewReceives = 64;
 constexpr uint64_t kPage = 4096;
@@ -88,7 +88,7 @@ bool VerbsConnection::on_readable() {
 }
 
 bool VerbsConnection::accept_hello() {
-  // A stranger is told nothing.
+  // Send no reply to a peer without the token.
   if (hello_.magic != kVerbsHelloMagic || !same_token(hello_.token, host_.token.data()))
     return false;
   const Geometry& g = host_.memory.geometry();
@@ -113,8 +113,8 @@ bool VerbsConnection::accept_hello() {
         wire.mtu = port.mtu;
         wire.active = port.active;
       }
-      // In this process's name: its progress thread rings, so a waiter must sleep on the futex and
-      // not in the service of another backend's connections.
+      // Claim in this process's name. Its progress thread rings, so a waiter must sleep on the
+      // futex and must not serve another backend's connections.
       ticket_ = take_claim(host_.memory, range, identify_process(getpid()), host_.claim_lock_fd,
                            deadline_after_us(kClaimLockUs));
       slots_ = range;
@@ -148,7 +148,7 @@ bool VerbsConnection::accept_connect() {
 
 void VerbsConnection::connect(VerbsAccept& accept) {
   const uint32_t slots = slot_count();
-  // All that can have come without being looked at fits into half of the order window.
+  // All messages that arrived but were not processed fit into half of the order window.
   const uint32_t depth = std::clamp(2 * slots, kFewReceives, kOrderWindow / 2 / connect_.count);
   records_bytes_ = (slots * kRecordStride + kTestBytes + kPage - 1) / kPage * kPage;
   void* memory =
@@ -187,7 +187,7 @@ void VerbsConnection::connect(VerbsAccept& accept) {
     try {
       half.qp->connect(connect_.qps[i], "port", host_.options);
     } catch (const CommError& error) {
-      // The other paths may do; the sender decides.
+      // The other paths may suffice; the sender decides.
       accept.qps[i].refused = 1;
       set_reason(accept.reason, error.what());
     }
@@ -196,14 +196,14 @@ void VerbsConnection::connect(VerbsAccept& accept) {
   accept.records = reinterpret_cast<uintptr_t>(records_);
 }
 
-// Afterwards nothing is written by the peer's half any more, and every immediate it had brought has
-// been looked at. False when the device does not say so in time.
+// After this the peer's half writes nothing more, and every immediate it delivered has been
+// processed. Returns false if the device does not confirm this in time.
 bool VerbsConnection::close_half(std::size_t index) {
   Half& half = *halves_[index];
   if (half.closed) return true;
   half.closed = true;
-  // Receives complete in order, so this one comes back behind all that were used. Posted before:
-  // soft-RoCE does not look at its queue again once it has flushed it.
+  // Receives complete in order, so this one completes after all used ones. It is posted before the
+  // close, because soft-RoCE ignores receives posted after the flush.
   if (!half.qp->post_recv(kMarker | index)) return false;
   half.qp->fail();
   const uint64_t deadline = deadline_after_us(kDrainUs);
@@ -225,7 +225,7 @@ bool VerbsConnection::answer_fence() {
     const uint64_t arrivals = incoming_[i].arrivals.load(std::memory_order_acquire);
     std::memcpy(bytes.data() + sizeof reply + i * sizeof arrivals, &arrivals, sizeof arrivals);
   }
-  // Half a megabyte at most, rarely; a peer that does not take it has other troubles.
+  // Half a megabyte at most, and rare. A peer that does not read it is not working anyway.
   return send(fd_.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT) ==
          static_cast<ssize_t>(bytes.size());
 }
@@ -250,7 +250,7 @@ void VerbsConnection::complain() {
 void VerbsConnection::on_completion(const ib::Wc& wc) {
   const auto index = static_cast<std::size_t>(static_cast<uint32_t>(wc.wr_id));
   Half& half = *halves_[index];
-  // Flushed receives of a closed half; a half that failed by itself is the sender's to report.
+  // Flushed receives of a closed half. If a half failed by itself, the sender reports it.
   if (wc.status != ib::kWcSuccess || wc.opcode != ib::kWcRecvWithImm) {
     if (wc.wr_id & kMarker) half.drained.store(true, std::memory_order_release);
     return;
@@ -278,7 +278,7 @@ void VerbsConnection::complete(Immediate immediate, uint32_t stripes) {
   Record record;
   const uint8_t* source = records_ + immediate.slot * kRecordStride;
   std::memcpy(&record, source, sizeof record);
-  // Overwritten meanwhile: the sender has given this message up, and the next one's immediates
+  // The record was overwritten: the sender gave this message up, and the next message's immediates
   // follow.
   if (record.head != record.tail || static_cast<uint8_t>(record.head) != immediate.tag) return;
   if (record.stripes == 0 || record.stripes > kMaxStripes) return complain();
@@ -300,15 +300,16 @@ void VerbsConnection::deliver_in_turn(const Record& record) {
   const auto inside = [this](uint32_t order) { return order - next_ < kOrderWindow; };
   uint32_t& newest = incoming_[record.slot - slots_.first].newest;
   const auto ahead = static_cast<int32_t>(record.head - newest);
-  // A record names the turn of the message before it. If that one was overwritten, too, before this
-  // process saw it (one that was stopped), the turn of the one before that is known to nobody, and
-  // all later ones would wait for it for ever. Not ahead: another NIC's thread was quicker.
+  // A record names the turn of the slot's previous message. If that message was overwritten before
+  // this process saw it (because the process was stopped), the turn before it is unknown, and all
+  // later messages would wait for it forever. If it is not ahead, another NIC's thread has already
+  // handled it.
   if (ahead <= 0 || ahead > 2 || !inside(record.order)) {
     turning_.clear(std::memory_order_release);
     return ahead > 0 ? complain() : void();
   }
   newest = record.head;
-  // The slot's previous message is gone, if its turn has not come yet.
+  // If the turn of the slot's previous message has not come yet, that message is lost.
   if (record.before != 0 && inside(record.before))
     window_[record.before % kOrderWindow].state = Arrived::State::Overwritten;
   window_[record.order % kOrderWindow] = {Arrived::State::Complete, record};
@@ -323,7 +324,7 @@ void VerbsConnection::deliver_in_turn(const Record& record) {
 }
 
 void VerbsConnection::deliver(const Record& record) {
-  // A newer writer may have come.
+  // A newer writer may have claimed the slot.
   if (ticket_ != 0 && !holds_claim(host_.memory, record.slot, ticket_)) return complain();
   SlotControl& control = host_.memory.control(record.slot);
   control.header = record.header;

@@ -21,23 +21,23 @@ struct VerbsHost {
   std::vector<std::size_t> port_nic;  // per port of the options, index into nics
   std::vector<PortName> ports;
   std::vector<Registration> payload;  // per NIC, all slots
-  int wake_fd;                        // an eventfd: a connection has something for needs_drop()
+  int wake_fd;                        // an eventfd that signals needs_drop()
 };
 
 class VerbsConnection final : private CompletionSink {
  public:
   VerbsConnection(Fd fd, VerbsHost& host);
-  // What has been delivered completely before rings; then nothing of it is written any more, and
-  // its slots' waiters learn that the writer is gone.
+  // Rings for all completely delivered messages, then writes nothing more and marks the writer of
+  // its slots as gone.
   ~VerbsConnection() override;
   VerbsConnection(const VerbsConnection&) = delete;
 
-  // Reads what has come; false when the connection must be dropped. Nothing is believed.
+  // Reads available bytes. Returns false if the connection must be dropped. Trusts no input.
   bool on_readable();
-  // Whether the progress thread found nonsense, or a newer writer has the slots.
+  // Whether the progress thread found invalid data, or a newer writer has the slots.
   bool needs_drop();
   void say_farewell(Status reason) const;
-  // Takes the connection's slots from it: nothing of it is written after this. Idempotent.
+  // Takes the slots away from the connection, which writes nothing after this. Idempotent.
   void stop();
 
   int fd() const { return fd_.get(); }
@@ -47,7 +47,7 @@ class VerbsConnection final : private CompletionSink {
 
  private:
   enum class Phase { Hello, Connect, Ready };
-  // One slot, as far as this sender is concerned. Only the progress threads write it.
+  // The state of one slot for this sender. Only the progress threads write it.
   struct Incoming {
     std::atomic<uint64_t> arrivals{0};  // see verbs_plan.h
     uint32_t newest = 0;  // number of the last message that was complete; guarded by turning_
@@ -86,18 +86,18 @@ class VerbsConnection final : private CompletionSink {
   Phase phase_ = Phase::Hello;
   SlotRange slots_;
   uint64_t ticket_ = 0;
-  std::size_t have_ = 0;  // bytes read of the frame that is due
+  std::size_t have_ = 0;  // bytes read of the current frame
   VerbsHello hello_{};
   VerbsConnect connect_{};
   VerbsFence fence_{};
-  // Records and room for the test packet: all that a sender may write besides the payload.
+  // Records and room for the test packet: all memory that a sender may write besides the payload.
   uint8_t* records_ = nullptr;
   uint64_t records_bytes_ = 0;
   std::vector<Registration> record_keys_;                 // per NIC
   std::vector<std::unique_ptr<CompletionQueue>> queues_;  // per NIC
   std::vector<std::unique_ptr<Half>> halves_;
   std::vector<Incoming> incoming_;
-  // Turns: doorbells ring in the order of the posts, over whatever paths the messages came.
+  // Turns: doorbells ring in the order of the posts, whichever paths the messages took.
   std::atomic_flag turning_ = ATOMIC_FLAG_INIT;  // guards the next two and Incoming::newest
   uint32_t next_ = 1;
   std::vector<Arrived> window_;  // by order modulo its size

@@ -11,7 +11,7 @@ namespace {
 
 std::mutex loading;
 
-// Loaded libraries stay: their device drivers do not survive an unload.
+// Libraries stay loaded: their device drivers do not survive an unload.
 std::map<std::string, std::unique_ptr<Verbs>>& loaded() {
   static auto* libraries = new std::map<std::string, std::unique_ptr<Verbs>>;
   return *libraries;
@@ -35,7 +35,7 @@ void bind(Function& out, void* handle, const char* name, const std::string& libr
   out = reinterpret_cast<Function>(dlsym(handle, name));
   if (out == nullptr && !library.empty())
     throw CommError(library + " has no " + name +
-                    "; it is no libibverbs, or a very old one: install the system's rdma-core");
+                    "; it is not libibverbs, or too old: install the system's rdma-core");
 }
 
 std::unique_ptr<Verbs> load(const std::string& library) {

@@ -1,5 +1,5 @@
-// Backend verbs: libibverbs, loaded at run time. The system's own, never a bundled one: a private
-// copy finds none of the system's device drivers.
+// Backend verbs: libibverbs, loaded at run time. Always the system's copy: a bundled one would not
+// find the system's device drivers.
 #pragma once
 
 #include <string>
@@ -9,7 +9,7 @@
 
 namespace afd_comm {
 
-// The provider. Tests put their own in its place (replace_verbs).
+// The provider's functions. Tests replace them (replace_verbs).
 struct Verbs {
   ib::Device** (*get_device_list)(int* count);
   void (*free_device_list)(ib::Device** list);
@@ -38,7 +38,7 @@ struct Verbs {
   int (*modify_qp)(ib::Qp* qp, ib::QpAttr* attr, int mask);
   int (*destroy_qp)(ib::Qp* qp);
   const char* (*wc_status_str)(int status);
-  // Inline functions of libibverbs: calls through the device's own table.
+  // Inline functions of libibverbs, which call through the device's table.
   int (*poll_cq)(ib::Cq* cq, int entries, ib::Wc* out);
   int (*req_notify_cq)(ib::Cq* cq, int solicited_only);
   int (*post_send)(ib::Qp* qp, ib::SendWr* wr, ib::SendWr** bad);
@@ -48,7 +48,7 @@ struct Verbs {
 // Loads once per name and stays loaded. Throws CommError naming the package to install.
 const Verbs& load_verbs(const std::string& library);
 
-// From now on load_verbs(library) answers this table. For tests.
+// Makes load_verbs(library) return this table from now on. For tests.
 void replace_verbs(const std::string& library, const Verbs& table);
 
 }  // namespace afd_comm

@@ -13,12 +13,12 @@
 namespace afd_comm {
 namespace {
 
-// An acknowledgement is a few microseconds away; then it is not worth sleeping for.
+// An acknowledgement usually takes a few microseconds; spin this long before sleeping.
 constexpr int kSpins = 2000;
 constexpr uint64_t kSliceNs = 50000000;
 // Threads that may be between wait_window() and their message's number.
 constexpr uint32_t kMaxThreads = 64;
-// What is on its way when a link is closed may take this long to get there.
+// How long close() waits for messages that are still on their way.
 constexpr int64_t kLingerUs = 1000000;
 
 // wr_id: which stripe of which message over which path.
@@ -49,7 +49,7 @@ Status VerbsLink::post(const Message& m) {
   const uint64_t posted = traced() ? trace_now_ns() : 0;
   const uint32_t index = m.slot - first_;
   Outgoing& out = out_[index];
-  // Its bounce buffer and record may still be read by a NIC.
+  // A NIC may still read its bounce buffer and record.
   const uint64_t deadline = deadline_after_us(options_.timeout_us);
   Status ready = wait_acknowledged(out, deadline);
   if (ready == Status::Ok) ready = wait_window(deadline);
@@ -62,7 +62,7 @@ Status VerbsLink::post(const Message& m) {
     total += m.parts[i].nbytes;
     out.sources[i] = source_of(m.parts[i]);
     if (out.sources[i] != nullptr || m.parts[i].nbytes == 0) continue;
-    // The CPU does not copy from an accelerator: its memory must be registered.
+    // The CPU cannot copy device memory, so it must be registered.
     if (!options_.device.is_cpu()) return Status::BadHeader;
     uint8_t* copy = copy_at(index) + m.parts[i].offset;
     std::memcpy(copy, m.parts[i].data, m.parts[i].nbytes);
@@ -80,7 +80,7 @@ Status VerbsLink::post(const Message& m) {
   record.flag = m.flag;
   record.header = m.header;
   record.header.traced = out.traced ? kTimesInLine : kNotTraced;
-  // From here on the message will be sent: a number that never came would hold up all others.
+  // From here on the message must be sent: a missing number would block all later ones.
   record.before = out.order.load(std::memory_order_relaxed);
   record.order = order_.fetch_add(1, std::memory_order_relaxed) + 1;
   out.order.store(record.order, std::memory_order_relaxed);
@@ -93,7 +93,7 @@ Status VerbsLink::post(const Message& m) {
   for (uint32_t i = 0; i < out.plan.count; ++i)
     out.path[i].store(static_cast<uint8_t>(out.plan.stripes[i].qp), std::memory_order_relaxed);
   out.open.store(all_stripes(out.plan.count), std::memory_order_release);
-  // The leading stripe last: the doorbell is due about when the others have arrived.
+  // Post the leading stripe last, so that it arrives when the others have.
   for (uint32_t i = out.plan.count; i-- > 0;) send_stripe(index, i, out.plan.stripes[i].qp);
   return Status::Ok;
 }
@@ -119,7 +119,7 @@ Status VerbsLink::wait_acknowledged(const Outgoing& out, uint64_t deadline) {
   }
 }
 
-// Keeps the messages that the receiver has to remember within bounds.
+// Bounds the number of messages that the receiver has to remember.
 Status VerbsLink::wait_window(uint64_t deadline) {
   while (true) {
     const uint32_t last = order_.load(std::memory_order_relaxed);
@@ -212,7 +212,7 @@ void VerbsLink::on_completion(const ib::Wc& wc) {
   }
   Outgoing& out = out_[id.index];
   const uint32_t bit = 1u << id.stripe;
-  // The stripe may have been sent again over another path since.
+  // The stripe may have been sent again over another path.
   if (!(out.open.load(std::memory_order_acquire) & bit) ||
       out.path[id.stripe].load(std::memory_order_acquire) != id.path ||
       static_cast<uint8_t>(out.number) != id.tag)
@@ -238,7 +238,7 @@ void VerbsLink::fail_path(uint32_t path, int error) {
   int none = 0;
   paths_[path]->error.compare_exchange_strong(none, error, std::memory_order_acq_rel);
   if (!(alive_.fetch_and(~bit, std::memory_order_acq_rel) & bit)) return;
-  // What else is outstanding on it must come back, too.
+  // Everything else outstanding on this path must complete too.
   paths_[path]->qp->fail();
   wake_control();
 }
@@ -249,7 +249,7 @@ void VerbsLink::end(Status why) {
   alive_.store(0, std::memory_order_release);
   // From here on no NIC reads the caller's memory.
   for (const auto& path : paths_) path->qp->fail();
-  // The receiver learns it, too: without a path its waits would only end at their deadlines.
+  // Tell the receiver too: otherwise its waits would end only at their deadlines.
   shutdown(fd_.get(), SHUT_RDWR);
   progress_.notify();
 }
@@ -283,7 +283,8 @@ void VerbsLink::close() {
 
 VerbsLink::~VerbsLink() {
   if (getpid() != creator_) {
-    // None of the threads exists here, and the device's memory is the parent's.
+    // In a forked child: none of the threads exists here, and the device's memory belongs to the
+    // parent.
     control_.detach();
     for (auto& path : paths_) static_cast<void>(path.release());
     for (auto& queue : queues_) static_cast<void>(queue.release());

@@ -3,11 +3,11 @@
 //
 // A message's payload is written by one stripe per path (queue pair), straight from registered
 // memory or from this link's bounce buffer. The last work request of each stripe carries an
-// immediate that names it; the leading stripe's also writes the record with header and flag. The
-// receiver rings the doorbell once it has seen every stripe's immediate, each of which a reliable
-// connection delivers behind the bytes it follows. When a path fails, the receiver is asked to
-// close its end, so that nothing of it can arrive late; what had not arrived by then is sent again
-// over the others.
+// immediate that names the stripe; that of the leading stripe also writes the record with header
+// and flag. The receiver rings the doorbell once it has seen every stripe's immediate, each of
+// which a reliable connection delivers behind the bytes it follows. When a path fails, the receiver
+// is asked to close its end, so that nothing can arrive over it later. Stripes that had not arrived
+// by then are sent again over the other paths.
 #pragma once
 
 #include <array>
@@ -65,20 +65,20 @@ class VerbsLink final : public Link, private CompletionSink {
     uint32_t payload_rkey = 0;
     uint32_t records_rkey = 0;
     std::atomic<int32_t> room{0};     // send work requests that fit now
-    std::atomic<bool> tested{false};  // the test packet has come through
-    std::atomic<int> error{0};        // first ib::WcStatus that was none
-    // The control thread's:
+    std::atomic<bool> tested{false};  // the test packet was delivered
+    std::atomic<int> error{0};        // first failing ib::WcStatus
+    // Used by the control thread only:
     uint64_t fence_deadline = 0;  // 0: not asked for
     bool fenced = false;
     std::vector<uint64_t> arrived;  // per slot, when the receiver closed its end
   };
 
-  // A slot's message on its way. post() writes it while `open` is empty; after that only `open` and
+  // A slot's message in flight. post() writes it while `open` is empty; after that only `open` and
   // `path` change.
   struct Outgoing {
     std::atomic<uint32_t> open{0};  // stripes without acknowledgement
-    // Per stripe, the path it went to; with kLost the control thread has to send it again. One
-    // word, so that a failure noticed late is not taken for one of the path that came after.
+    // Path of each stripe; with kLost the control thread has to send it again. One word, so that a
+    // late failure report is not attributed to a newer path.
     std::array<std::atomic<uint8_t>, kMaxStripes> path{};
     std::array<std::atomic<uint16_t>, kMaxStripes> requests{};
     std::atomic<uint32_t> order{0};  // of its last message, in the link
@@ -145,18 +145,18 @@ class VerbsLink final : public Link, private CompletionSink {
   uint64_t bounce_bytes_ = 0;
   uint64_t copies_ = 0;
   std::mutex registering_;
-  std::vector<std::shared_ptr<const VerbsSource>> sources_;  // [0]: the bounce buffer
-  // What post() reads without a lock; lists of the past are kept for those still reading them.
+  std::vector<std::shared_ptr<const VerbsSource>> sources_;  // entry 0 is the bounce buffer
+  // post() reads this without a lock; earlier lists are kept for threads that still read them.
   using SourceList = std::vector<const VerbsSource*>;
   std::vector<std::unique_ptr<const SourceList>> source_lists_;
   std::atomic<const SourceList*> current_sources_{nullptr};
 
   std::atomic<uint32_t> order_{0};  // of the last message
-  std::atomic<uint32_t> floor_{0};  // all up to here were acknowledged when it was last looked at
+  std::atomic<uint32_t> floor_{0};  // all up to this one were acknowledged at the last check
   std::atomic<uint32_t> alive_{0};  // bit per path
   std::atomic<Status> ended_{Status::Ok};
   std::atomic<bool> closed_{false};
-  EventCount progress_;  // an acknowledgement, or the end
+  EventCount progress_;  // signals an acknowledgement or the end
   Fd fd_;
   Fd wake_;
   std::vector<uint8_t> inbox_;  // control thread: bytes of a reply so far

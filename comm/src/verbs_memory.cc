@@ -42,7 +42,7 @@ Registration::Registration(std::shared_ptr<Nic> nic, void* address, uint64_t nby
   const auto at = reinterpret_cast<uintptr_t>(address);
   std::string no_dmabuf = "the RDMA libraries do not have it";
   if (!device.is_cpu() && verbs.reg_dmabuf_mr != nullptr) {
-    // The kernel keeps the buffer alive; the descriptor is needed for this call only.
+    // The kernel keeps the buffer alive, so the descriptor is needed only for this call.
     try {
       const DmaBuf buffer = open_accelerator(device)->dmabuf(address, nbytes);
       mr_ = verbs.reg_dmabuf_mr(nic_->pd(), buffer.offset, nbytes, at, buffer.fd.get(),
@@ -53,9 +53,8 @@ Registration::Registration(std::shared_ptr<Nic> nic, void* address, uint64_t nby
     }
     if (mr_ != nullptr) return;
   }
-  // Host memory; or device memory that nvidia-peermem translates. Relaxed PCIe ordering is safe
-  // here, since nobody looks at memory before its completion, and fast NICs need it for their full
-  // rate.
+  // Host memory; or device memory that nvidia-peermem translates. Relaxed PCIe ordering is safe,
+  // since no thread reads memory before its completion, and fast NICs need it for full speed.
   if (verbs.reg_mr_iova2 != nullptr) {
     mr_ = verbs.reg_mr_iova2(nic_->pd(), address, nbytes, at, access | ib::kRelaxedOrdering);
   } else {

@@ -52,7 +52,8 @@ ib::Context* open_device(const Verbs& verbs, const std::string& name) {
   return context;
 }
 
-// What the kernel says about entry `index` of the port's GID table: "RoCE v2", "IB/RoCE v1", "".
+// Returns the kernel's type of entry `index` in the port's GID table: "RoCE v2", "IB/RoCE v1" or
+// "".
 std::string gid_type(const std::string& device, uint8_t port, int index) {
   std::ifstream file("/sys/class/infiniband/" + device + "/ports/" + std::to_string(port) +
                      "/gid_attrs/types/" + std::to_string(index));
@@ -79,7 +80,7 @@ std::shared_ptr<Nic> Nic::open(const VerbsOptions& options, const std::string& d
   const uint64_t spin = spin_ns(options);
   const Verbs& verbs = load_verbs(options.library);
   const std::lock_guard<std::mutex> lock(opening);
-  // The pid: a forked child has its parent's objects but none of its threads.
+  // Keyed by pid: a forked child has its parent's objects but none of its threads.
   std::weak_ptr<Nic>& entry = (*open_nics)[options.library + "/" + device + "/" +
                                            std::to_string(spin) + "/" + std::to_string(getpid())];
   std::shared_ptr<Nic> nic = entry.lock();
@@ -146,7 +147,7 @@ PortFacts Nic::port(uint8_t number, int gid_index) const {
   int chosen = gid_index;
   if (chosen < 0 && infiniband) chosen = 0;
   if (chosen < 0) {
-    // IPv4 addresses are routed like the host's own traffic: prefer them.
+    // Prefer IPv4 addresses: they are routed like the host's other traffic.
     for (int i = 0; i < attr.gid_tbl_len; ++i) {
       ib::Gid gid = {};
       if (verbs_.query_gid(context_, number, i, &gid) != 0 || is_zero(gid)) continue;

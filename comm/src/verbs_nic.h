@@ -24,7 +24,7 @@ struct PortFacts {
 
 class Nic {
  public:
-  // Opens the device, or returns the one this process has open already with these options' library
+  // Opens the device, or returns the device that this process already opened with the same library
   // and spin time. Throws CommError.
   static std::shared_ptr<Nic> open(const VerbsOptions& options, const std::string& device);
   ~Nic();
@@ -38,7 +38,8 @@ class Nic {
   Progress& progress() const { return *progress_; }
   int max_qp_wr() const { return limits_.max_qp_wr; }
   int max_cqe() const { return limits_.max_cqe; }
-  // `gid_index` -1: the first RoCE v2 address. Throws CommError when port or index do not exist.
+  // `gid_index` -1: the first RoCE v2 address. Throws CommError if the port or index does not
+  // exist.
   PortFacts port(uint8_t number, int gid_index) const;
 
  private:
@@ -60,7 +61,7 @@ class CompletionQueue {
   ~CompletionQueue();
   CompletionQueue(const CompletionQueue&) = delete;
   ib::Cq* get() const { return cq_; }
-  // The sink is not called after this. Queue pairs may be destroyed only then. Idempotent.
+  // After this the sink is not called, and queue pairs may be destroyed. Idempotent.
   void detach();
 
  private:
@@ -72,7 +73,7 @@ class CompletionQueue {
 // Memory the NIC may access: host memory, or a device's (see verbs_memory.cc).
 class Registration {
  public:
-  // Throws CommError naming the limit of locked memory where that is the cause.
+  // Throws CommError, which names the limit of locked memory if that is the cause.
   Registration(std::shared_ptr<Nic> nic, void* address, uint64_t nbytes, unsigned access,
                Device device = {});
   ~Registration();

@@ -39,9 +39,9 @@ void check_options(const VerbsOptions& o) {
   in_range("gid_index", o.gid_index, -1, 255, "; -1 chooses the first RoCE v2 address");
   in_range("traffic_class", o.traffic_class, 0, 255, "; RoCE: DSCP times 4");
   in_range("service_level", o.service_level, 0, 15, "");
-  in_range("timeout", o.timeout, 1, 31, "; it means 4.096 us << timeout, 0 would wait for ever");
+  in_range("timeout", o.timeout, 1, 31, "; it means 4.096 us << timeout, 0 would wait forever");
   in_range("retry", o.retry, 0, 6,
-           "; 7 means for ever on some devices, and a dead peer would never be noticed");
+           "; 7 means forever on some devices, and a dead peer would never be noticed");
   in_range("spin_us", o.spin_us, -1, 1000000000, "");
   in_range("stripe_bytes", static_cast<int64_t>(o.stripe_bytes), 64, int64_t{1} << 40, "");
   for (const std::string& port : o.ports) parse_port(port);

@@ -1,4 +1,4 @@
-// Backend verbs: how a message is cut into stripes, and what its immediates say. Pure.
+// Backend verbs: how a message is divided into stripes, and the contents of its immediates. Pure.
 #pragma once
 
 #include <cstdint>
@@ -19,14 +19,15 @@ struct Stripe {
   uint64_t end = 0;
 };
 
-// stripes[0] leads: behind it goes the record that holds header and flag.
+// stripes[0] leads: the record with header and flag follows it.
 struct StripePlan {
   Stripe stripes[kMaxStripes];
   uint32_t count = 0;
 };
 
-// Nearly equal stripes of whole cache lines over the QPs in the bit set `alive` (not empty), no
-// stripe below `least` bytes unless it is the only one. `turn` spreads small messages.
+// Returns nearly equal stripes of whole cache lines over the QPs in the bit set `alive` (not
+// empty). No stripe is smaller than `least` bytes unless it is the only one. `turn` spreads small
+// messages over the QPs.
 StripePlan plan_stripes(uint64_t nbytes, uint32_t alive, uint32_t turn, uint64_t least);
 
 // One contiguous piece of a stripe: `nbytes` at `from` in part `part` go to `offset` in the slot.
@@ -42,9 +43,9 @@ struct Piece {
 std::size_t cut_stripe(const Part* parts, std::size_t part_count, const Stripe& stripe,
                        uint64_t most, Piece* out);
 
-// What a 32-bit immediate says: stripe `stripe` of message number `tag` (mod 256) of a slot, which
-// is counted from the link's first. The receiver keeps a bit per stripe, so that one sent again
-// after a failure is counted once.
+// The contents of a 32-bit immediate: stripe `stripe` of message number `tag` (mod 256) of a slot.
+// Slots count from the link's first. The receiver keeps a bit per stripe, so that a stripe sent
+// again after a failure counts once.
 struct Immediate {
   uint32_t slot = 0;  // below kMaxImmediateSlots
   uint8_t tag = 0;
@@ -58,8 +59,8 @@ constexpr Immediate decode(uint32_t bits) {
   return {bits >> 16, static_cast<uint8_t>(bits >> 8), static_cast<uint8_t>(bits)};
 }
 
-// Messages of a link that may wait at the receiver for an earlier one: half of them because they
-// are not acknowledged yet, half because a progress thread has not looked at them.
+// How many messages of a link may wait at the receiver for an earlier one: half of them
+// unacknowledged, half not yet processed by a progress thread.
 constexpr uint32_t kOrderWindow = 4096;
 
 // Stripes of a slot's newest message that have arrived: tag << 32 | bit set.
@@ -72,7 +73,8 @@ constexpr uint32_t all_stripes(uint32_t count) {
   return count >= 32 ? 0xffffffffu : (1u << count) - 1;
 }
 
-// `before` with one more stripe; unchanged when it is known already or belongs to an older message.
+// Returns `before` with one more stripe; unchanged if the stripe is known or belongs to an older
+// message.
 uint64_t with_arrival(uint64_t before, uint8_t tag, uint8_t stripe);
 
 }  // namespace afd_comm

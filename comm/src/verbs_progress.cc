@@ -15,7 +15,7 @@ namespace afd_comm {
 namespace {
 
 constexpr int kBatch = 16;
-// Bound of one sleep, should a device lose an event.
+// Longest sleep, in case a device loses an event.
 constexpr int kSleepMs = 100;
 
 std::string first_line(const std::string& path) {
@@ -30,7 +30,7 @@ void pin(pthread_t thread, const std::vector<int>& cpus) {
   CPU_ZERO(&set);
   for (const int cpu : cpus)
     if (cpu < CPU_SETSIZE) CPU_SET(static_cast<std::size_t>(cpu), &set);
-  // A preference: where the kernel refuses, the thread still works.
+  // Only a preference: the thread also works if the kernel refuses.
   if (CPU_COUNT(&set) != 0) pthread_setaffinity_np(thread, sizeof set, &set);
 }
 
@@ -144,7 +144,7 @@ void Progress::run() {
 
 void Progress::sleep() {
   for (const Entry& entry : polled_) verbs_.req_notify_cq(entry.cq, 0);
-  // What completed before the events were asked for raises none.
+  // Completions from before events were requested raise no event.
   if (poll_all()) return;
   pollfd fds[2] = {{wake_.get(), POLLIN, 0}, {channel_->fd, POLLIN, 0}};
   if (poll(fds, 2, kSleepMs) <= 0) return;

@@ -13,7 +13,7 @@
 
 namespace afd_comm {
 
-// What completes on one queue. Called on the progress thread: must not block.
+// Receives the completions of one queue. Called on the progress thread, so it must not block.
 class CompletionSink {
  public:
   virtual ~CompletionSink() = default;
@@ -31,7 +31,7 @@ class Progress {
   Progress(const Progress&) = delete;
 
   void add(ib::Cq* cq, CompletionSink* sink);
-  // After it returns the sink is not called any more. Not from a sink.
+  // After it returns, the sink is not called. Must not be called from a sink.
   void remove(ib::Cq* cq);
 
  private:
@@ -59,10 +59,10 @@ class Progress {
   std::thread thread_;
 };
 
-// CPUs of a sysfs list such as "0-3,8,10-11"; stops at what it does not understand. Pure.
+// Parses a sysfs list of CPUs such as "0-3,8,10-11", up to the first invalid character. Pure.
 std::vector<int> parse_cpulist(const std::string& text);
-// CPUs of the NUMA node that the RDMA device sits on and that this thread may use. Empty where the
-// kernel does not say, or none of them is allowed.
+// Returns the CPUs of the RDMA device's NUMA node that this thread may use. Empty if the kernel
+// does not tell, or none is allowed.
 std::vector<int> cpus_near(const std::string& device);
 
 }  // namespace afd_comm

@@ -9,15 +9,15 @@
 namespace afd_comm {
 namespace {
 
-// A record fits, and so do small payloads.
+// Large enough for a record or a small payload.
 constexpr uint32_t kWantedInline = 256;
 constexpr uint8_t kRnrTimer = 12;   // 0.64 ms until a sender tries again when no receive is posted
-constexpr uint8_t kRnrForEver = 7;  // a stopped peer is no dead one: the caller's deadline decides
+constexpr uint8_t kRnrForEver = 7;  // a stopped peer is not dead: the caller's deadline decides
 constexpr uint8_t kHopLimit = 64;
 constexpr uint32_t kPsnMask = 0xffffff;
 
 uint32_t random_psn() {
-  // Unpredictable, so that a stray packet of an earlier connection is not taken for one of this.
+  // Random, so that a stray packet of an earlier connection is not accepted by this one.
   uint32_t psn = 0;
   static_cast<void>(!getrandom(&psn, sizeof psn, 0));
   return psn & kPsnMask;
@@ -28,7 +28,7 @@ uint32_t random_psn() {
 QueuePair::QueuePair(std::shared_ptr<Nic> nic, const PortFacts& port, const CompletionQueue& cq,
                      QpDepth depth)
     : nic_(std::move(nic)), port_(port), psn_(random_psn()) {
-  // Devices differ in what they take inline, and not all of them say so.
+  // The limit for inline data differs by device, and not all devices report it.
   for (uint32_t wanted = kWantedInline; qp_ == nullptr; wanted /= 2) {
     ib::QpInitAttr init{};
     init.send_cq = init.recv_cq = cq.get();
@@ -76,7 +76,7 @@ void QueuePair::connect(const WireQp& peer, const std::string& peer_port,
   attr.ah_attr.port_num = port_.number;
   attr.ah_attr.sl = static_cast<uint8_t>(options.service_level);
   attr.ah_attr.dlid = peer.lid;
-  // RoCE has global addresses only; InfiniBand's local ones serve within a subnet.
+  // RoCE has global addresses only; InfiniBand uses local addresses within a subnet.
   attr.ah_attr.is_global = port_.link_layer != ib::kLinkInfiniBand;
   std::memcpy(attr.ah_attr.grh.dgid, peer.gid, sizeof peer.gid);
   attr.ah_attr.grh.sgid_index = static_cast<uint8_t>(port_.gid_index);

@@ -21,11 +21,11 @@ class QueuePair {
   ~QueuePair();
   QueuePair(const QueuePair&) = delete;
 
-  // This half, for the peer.
+  // Returns this half's description for the peer.
   WireQp half() const;
-  // Ready to receive and to send. Throws CommError naming both ports.
+  // Makes the queue pair ready to receive and send. Throws CommError, which names both ports.
   void connect(const WireQp& peer, const std::string& peer_port, const VerbsOptions& options);
-  // Nothing is received or sent any more; what is outstanding completes with an error. Idempotent.
+  // Stops receiving and sending; outstanding work completes with an error. Idempotent.
   void fail();
 
   bool post_send(ib::SendWr* first);

@@ -1,5 +1,7 @@
-// Backend verbs, receiver: the control thread that accepts senders and closes what has failed.
-// Messages themselves are the business of the NICs' progress threads.
+// Backend verbs, receiver: the control thread that accepts senders and closes failed paths. The
+// NICs' progress threads handle the messages.
+#include "verbs_receiver.h"
+
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/eventfd.h>
@@ -9,7 +11,6 @@
 #include <cerrno>
 #include <thread>
 
-#include "backends.h"
 #include "socket.h"
 #include "verbs_connection.h"
 
@@ -19,18 +20,16 @@ namespace {
 constexpr std::size_t kMaxConnections = 1024;
 constexpr std::size_t kMaxUngreeted = 64;
 constexpr uint64_t kGreetNs = 2000000000;
-// How soon a connection notices that its slots went to a newer writer of another backend.
+// Longest time until a connection notices that a newer writer of another backend has its slots.
 constexpr int kLookMs = 100;
 
 class VerbsReceiver final : public Receiver {
  public:
   VerbsReceiver(const Memory& memory, const Token& token, Device device,
                 const VerbsOptions& options)
-      : token_(token), wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)), host_{memory,     token_,
-                                                                            -1,         options,
-                                                                            {},         {},
-                                                                            {},         {},
-                                                                            wake_.get()} {
+      : token_(token),
+        wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+        host_{memory, token_, -1, options, {}, {}, {}, {}, wake_.get()} {
     open_ports(device);
     SocketAddress bound;
     listener_ = listen_on(options.host, options.port, bound, "verbs host");
@@ -38,7 +37,7 @@ class VerbsReceiver final : public Receiver {
     address_.host = host_of(bound);
     address_.port = port_of(bound);
     address_.token = token;
-    // Its own open file description, so that the lock also excludes links of this very process.
+    // A separate open file description, so that the lock also excludes links of this process.
     const std::string self = "/proc/self/fd/" + std::to_string(memory.fd().get());
     claim_lock_ = Fd(open(self.c_str(), O_RDWR | O_CLOEXEC));
     if (!wake_ || !claim_lock_)
@@ -72,7 +71,7 @@ class VerbsReceiver final : public Receiver {
       host_.port_nic.push_back(static_cast<std::size_t>(known - host_.nics.begin()));
       host_.ports.push_back(name);
       if (known == host_.nics.end()) host_.nics.push_back(Nic::open(host_.options, name.device));
-      // Told now and not to the first sender.
+      // Report the error now, not to the first sender.
       host_.nics[host_.port_nic.back()]->port(name.number, host_.options.gid_index);
     }
     for (const auto& nic : host_.nics)
@@ -93,7 +92,7 @@ class VerbsReceiver final : public Receiver {
       poll(fds.data(), fds.size(), connections_.empty() ? -1 : kLookMs);
       uint64_t count = 0;
       if (fds[0].revents != 0) static_cast<void>(!read(wake_.get(), &count, sizeof count));
-      // In the order in which they came: of two that claim the same slots the newer one has them.
+      // In the order of arrival: if two claim the same slots, the newer one gets them.
       for (std::size_t i = 2; i < fds.size(); ++i)
         if (fds[i].revents != 0) serve(fds[i].fd);
       drop_if([](VerbsConnection& c) { return c.needs_drop(); });
@@ -110,7 +109,7 @@ class VerbsReceiver final : public Receiver {
       if (connections_.size() >= kMaxConnections) continue;
       tune(fd.get());
       connections_.push_back(std::make_unique<VerbsConnection>(std::move(fd), host_));
-      // Strangers that say nothing make room for the next: the oldest goes.
+      // Too many connections without a greeting: drop the oldest.
       const auto ungreeted = std::count_if(connections_.begin(), connections_.end(),
                                            [](const auto& c) { return !c->greeted(); });
       if (static_cast<std::size_t>(ungreeted) <= kMaxUngreeted) continue;
@@ -122,7 +121,7 @@ class VerbsReceiver final : public Receiver {
   void serve(int fd) {
     const auto found = std::find_if(connections_.begin(), connections_.end(),
                                     [fd](const auto& c) { return c->fd() == fd; });
-    if (found == connections_.end()) return;  // dropped for a newer one
+    if (found == connections_.end()) return;  // dropped in favour of a newer one
     VerbsConnection& connection = **found;
     const bool greeted = connection.greeted();
     const bool keep = connection.on_readable();
@@ -130,8 +129,8 @@ class VerbsReceiver final : public Receiver {
     const VerbsConnection* newcomer = keep ? &connection : nullptr;
     if (!keep) connections_.erase(found);
     if (greeted || newcomer == nullptr) return;
-    // Its slots were another's: nothing of that one may be written from now on. The newcomer waits
-    // for the answer to its next frame, which comes after this.
+    // Another connection had these slots and must write nothing from now on. The new connection
+    // waits for the reply to its next frame, which is sent after this.
     drop_if([newcomer, slots](const VerbsConnection& other) {
       if (&other == newcomer || !other.greeted() || !other.slots().overlaps(slots)) return false;
       other.say_farewell(Status::Closed);
@@ -161,9 +160,10 @@ class VerbsReceiver final : public Receiver {
 }  // namespace
 
 std::unique_ptr<Receiver> open_verbs_receiver(const Memory& memory, const Token& token,
-                                              Device device, const VerbsOptions& options) {
-  check_options(options);
-  return std::make_unique<VerbsReceiver>(memory, token, device, options);
+                                              const RegionOptions& options) {
+  if (!options.verbs) return nullptr;
+  check_options(*options.verbs);
+  return std::make_unique<VerbsReceiver>(memory, token, options.device, *options.verbs);
 }
 
 }  // namespace afd_comm

@@ -1,5 +1,5 @@
-// Backend verbs, sender: the control thread. It notices the peer's end and, after a path failed,
-// has the receiver close its half and sends again what had not arrived.
+// Backend verbs, sender: the control thread. It notices the peer's end. After a path failed, it has
+// the receiver close its half and sends the missing stripes again.
 #include <poll.h>
 #include <unistd.h>
 
@@ -12,7 +12,7 @@ namespace afd_comm {
 namespace {
 
 constexpr uint64_t kTickNs = 1000000;     // while a stripe waits for room in a queue
-constexpr uint64_t kIdleNs = 1000000000;  // bound of a sleep without anything to wait for
+constexpr uint64_t kIdleNs = 1000000000;  // longest sleep while there is nothing to wait for
 
 }  // namespace
 
@@ -38,7 +38,7 @@ void VerbsLink::run_control() {
   }
 }
 
-// False when the receiver has hung up.
+// Returns false if the receiver has hung up.
 bool VerbsLink::read_reply() {
   uint8_t bytes[4096];
   const ssize_t n = recv(fd_.get(), bytes, sizeof bytes, MSG_DONTWAIT);
@@ -81,13 +81,13 @@ void VerbsLink::ask_for_fences() {
     }
     path.fence_deadline = deadline_after_us(options_.timeout_us);
     const VerbsFence fence{kVerbsFenceMagic, i};
-    // A few bytes on a connection that is otherwise silent: they fit, or it has ended.
+    // A few bytes on an otherwise silent connection: they fit, or the connection has ended.
     if (send(fd_.get(), &fence, sizeof fence, MSG_NOSIGNAL | MSG_DONTWAIT) != sizeof fence)
       end(Status::PeerGone);
   }
 }
 
-// True while something is left that needs another look soon.
+// Returns true while work is left that needs another look soon.
 bool VerbsLink::resend_lost() {
   bool waiting = false;
   for (uint32_t index = 0; index < out_.size(); ++index) {
@@ -97,7 +97,7 @@ bool VerbsLink::resend_lost() {
       if (!(state & kLost) || !(out.open.load(std::memory_order_acquire) >> stripe & 1)) continue;
       const uint32_t path = state & ~uint32_t{kLost};
       const bool alive = alive_.load(std::memory_order_acquire) >> path & 1;
-      // A failed path is left alone until nothing of it can arrive any more.
+      // Leave a failed path alone until nothing can arrive over it.
       if (!alive && !paths_[path]->fenced) continue;
       resend(index, stripe, path);
       waiting = waiting || (out.path[stripe].load(std::memory_order_acquire) & kLost) != 0;

@@ -1,4 +1,4 @@
-// Backend verbs: the handshake over TCP, and what is written into the receiver's memory.
+// Backend verbs: the handshake over TCP, and the records in the receiver's memory.
 //
 //   sender                               receiver
 //   VerbsHello (token, claim)         ->
@@ -10,7 +10,7 @@
 //                                     <- VerbsFenced (what arrived before it was closed)
 //                                     <- VerbsFarewell (why the receiver hangs up)
 //
-// Little endian, fixed sizes. The connection stays open: its end is how a peer's death is noticed.
+// Little endian, fixed sizes. The connection stays open: its end shows a peer's death.
 #pragma once
 
 #include <cstring>
@@ -22,7 +22,7 @@
 
 namespace afd_comm {
 
-constexpr uint32_t kVerbsVersion = 1;
+constexpr uint32_t kVerbsVersion = 2;
 constexpr uint32_t kVerbsHelloMagic = 0x31564641;    // "AFV1"
 constexpr uint32_t kVerbsWelcomeMagic = 0x32564641;  // "AFV2"
 constexpr uint32_t kVerbsConnectMagic = 0x33564641;
@@ -60,7 +60,7 @@ struct VerbsWelcome {
   uint64_t slot_bytes;
   uint64_t stride;  // from one payload to the next
   uint32_t port_count;
-  uint32_t payloads;  // slots that are equal modulo this share one
+  uint32_t payloads;  // slots with the same remainder share one
   WirePort ports[kMaxVerbsPorts];
   char reason[kReasonBytes];  // of a refusal; ends with 0
 };
@@ -102,7 +102,7 @@ struct VerbsFence {
   uint32_t qp;
 };
 
-struct VerbsReply {  // head of what the receiver says later
+struct VerbsReply {  // head of the receiver's later messages
   uint32_t magic;
   uint32_t qp;     // VerbsFenced
   int32_t status;  // VerbsFarewell
@@ -111,8 +111,8 @@ struct VerbsReply {  // head of what the receiver says later
 
 constexpr std::size_t kTestBytes = 4096;  // the largest path MTU
 
-// What follows a message's payload on the leading queue pair. Written by the peer's NIC: only its
-// copy may be looked at, and only if head, tail and immediate agree.
+// Follows a message's payload on the leading queue pair. The peer's NIC writes it at any time: read
+// only a copy, and use it only if head, tail and immediate agree.
 struct Record {
   uint32_t head;  // number of the message in its slot
   uint32_t slot;
@@ -122,7 +122,7 @@ struct Record {
   uint32_t before;  // order of the slot's previous message, 0: none
   uint32_t stripes;
   uint32_t tail;  // as head
-  Times times;    // sent only where header.traced
+  Times times;    // sent only if header.traced
 };
 static_assert(sizeof(Record) == 32 + sizeof(Header) + sizeof(Times), "no padding on the wire");
 constexpr std::size_t kPlainRecordBytes = sizeof(Record) - sizeof(Times);

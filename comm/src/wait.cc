@@ -12,19 +12,19 @@
 namespace afd_comm {
 namespace {
 
-// Longest sleep: how soon Ctrl-C and a dead writer are noticed when nothing arrives.
+// Longest sleep. Bounds the time until Ctrl-C or a dead writer is noticed if nothing arrives.
 constexpr uint64_t kSliceNs = 50000000;
-// Asking the kernel after each writer takes time in which doorbells go unseen; short waits skip it.
+// During the kernel checks of the writers no doorbell is seen, so short waits skip them.
 constexpr uint64_t kFirstLookNs = 1000000;
-// A GPU that rings a doorbell cannot wake anybody, so sleeps are this short where one may.
+// A GPU that rings a doorbell cannot wake a thread, so sleeps are this short if GPUs may ring.
 constexpr uint64_t kSilentNs = 20000;
 constexpr int kSpinsPerClockRead = 32;
-// A wait that has spun for less goes on looking for so long, but lets others run between two looks:
-// to sleep and be woken takes 25 us on a virtual machine, and 1 in 20 wake-ups up to a timer tick.
+// A wait keeps polling for this long in total, yielding the core between two looks. Sleeping and
+// waking up takes 25 us on a virtual machine, and 1 in 20 wake-ups takes up to a timer tick.
 constexpr uint64_t kYieldNs = 50000;
-// A yield that took so long had somebody else run. Whoever sleeps may preempt others when his
-// message comes, but who yields waits for the end of their time slice: so no wait yields for a
-// while, as many times longer than what was lost.
+// If a yield took longer than this, another thread ran. A sleeping thread may preempt others when
+// its message arrives, but a yielding thread waits for the end of their time slice. So after a long
+// yield no wait yields for this many times its duration.
 constexpr uint64_t kCrowdedNs = 20000;
 constexpr uint64_t kCrowdedFactor = 16;
 
@@ -40,7 +40,7 @@ class Sleeper {
   std::atomic<uint32_t>& count_;
 };
 
-// Gives a receiver back to its own thread.
+// Returns a receiver to its own thread.
 struct Serving {
   Receiver* receiver = nullptr;
   Serving() = default;
@@ -72,7 +72,7 @@ bool Region::poll(Awaited* awaited, std::size_t count, WaitFor mode) {
 void Region::note(uint32_t slot, uint64_t flag, PeerTrace& trace) {
   const SlotControl& control = memory_.control(slot);
   if (control.header.traced == kNotTraced) return;
-  // On its way while the clock is read.
+  // Prefetch the line while the clock is read.
   if (control.header.traced == kTimesInLine) __builtin_prefetch(&control.times);
   SlotTrace& noted = slot_traces_[slot];
   if (noted.seen.exchange(flag, std::memory_order_relaxed) == flag) return;
@@ -91,12 +91,12 @@ void Region::absorb(const Awaited* awaited, std::size_t count) const {
 }
 
 Receiver* Region::begin_serving(const Awaited* awaited, std::size_t count) const {
-  // A forked child shares its parent's sockets, and must leave them to it.
+  // A forked child shares its parent's sockets and must not read from them.
   if (receivers_.empty() || getpid() != creator_) return nullptr;
   for (std::size_t i = 0; i < count; ++i) {
     if (awaited[i].status != Status::Deadline) continue;
     const Claim& claim = memory_.claim(awaited[i].slot);
-    // A writer on this host rings without a word to the receiver.
+    // A writer on this host rings without notifying the receiver.
     if (claim.ticket.load(std::memory_order_acquire) == 0 ||
         claim.owner.load(std::memory_order_relaxed) != 0)
       return nullptr;
@@ -113,14 +113,14 @@ bool Region::mark_gone(Awaited* awaited, std::size_t count, WaitFor mode, bool a
     if (!(ask_kernel ? watch_.look(memory_, a.slot) : WriterWatch::gone(memory_, a.slot))) continue;
     a.status = Status::PeerGone;
   }
-  // Looks again: a writer may have rung before it died.
+  // Look again: a writer may have rung before it died.
   return poll(awaited, count, mode);
 }
 
 bool Region::wait(Awaited* awaited, std::size_t count, WaitFor mode, uint64_t deadline,
                   Interrupt interrupt) {
   if (poll(awaited, count, mode)) return false;
-  // Counting what earlier messages left aside: there is time now.
+  // Count the messages noted earlier, while there is time.
   if (traced_.load(std::memory_order_relaxed)) absorb(awaited, count);
   const uint32_t wakes = wakes_.load(std::memory_order_acquire);
   const uint64_t spin_ns = static_cast<uint64_t>(spin_ns_.load(std::memory_order_relaxed));
@@ -131,10 +131,9 @@ bool Region::wait(Awaited* awaited, std::size_t count, WaitFor mode, uint64_t de
   while (true) {
     if (serving.receiver == nullptr) serving.receiver = begin_serving(awaited, count);
     const uint64_t spin_end = std::min(now + spin_ns, deadline);
-    const bool may_yield =
-        spin_ns != 0 && now >= crowded_until_.load(std::memory_order_relaxed);
+    const bool may_yield = spin_ns != 0 && now >= crowded_until_.load(std::memory_order_relaxed);
     uint64_t yield_end = may_yield ? std::min(now + kYieldNs, deadline) : 0;
-    // Who serves rings the doorbells himself, so there is nothing to look for in between.
+    // The serving thread rings the doorbells itself, so there is nothing to look for in between.
     const int looks = spin_ns == 0 || serving.receiver != nullptr ? 1 : kSpinsPerClockRead;
     do {
       if (serving.receiver != nullptr) serving.receiver->serve(0, 0);
@@ -159,7 +158,7 @@ bool Region::wait(Awaited* awaited, std::size_t count, WaitFor mode, uint64_t de
       const uint32_t seen = arrivals.load(std::memory_order_seq_cst);
       if (mark_gone(awaited, count, mode, now >= next_look)) return false;
       if (now >= next_look) next_look = now + kSliceNs;
-      // Not closed(), which comes before the connections have ended.
+      // Not closed(), which becomes true before the connections have ended.
       if (memory_.head().closed.load(std::memory_order_acquire) != 0) {
         for (std::size_t i = 0; i < count; ++i)
           if (awaited[i].status == Status::Deadline) awaited[i].status = Status::Closed;
@@ -174,7 +173,7 @@ bool Region::wait(Awaited* awaited, std::size_t count, WaitFor mode, uint64_t de
     }
     now = now_ns();
     if (interrupt == nullptr || (!signal && now < next_look)) continue;
-    serving.end();  // it may have to wait for an interpreter's lock
+    serving.end();  // the interrupt may have to wait for the GIL
     if (interrupt()) return true;
   }
 }

@@ -4,7 +4,7 @@
 #include <sys/socket.h>
 #include <time.h>
 
-// After time.h: the kernel's header uses timespec without naming where it comes from.
+// After time.h, because the kernel's header uses timespec without including it.
 #include <linux/errqueue.h>
 
 #include <algorithm>
@@ -49,7 +49,7 @@ void ZeroCopy::reap(int fd) {
 
 void ZeroCopy::complete(uint64_t first, uint64_t last) {
   early_.emplace_back(first, last);
-  // Numbers are given in order but may be reported out of it.
+  // Numbers are assigned in order but may be reported out of order.
   for (bool found = true; found;) {
     found = false;
     for (std::size_t i = 0; i < early_.size(); ++i) {

@@ -1,8 +1,9 @@
-// A libibverbs without hardware, for tests: two RoCE devices, fake0 and fake1, whose packets are
-// copies within the process. Build as a shared library and name it as VerbsOptions::library.
+// A fake libibverbs for tests without RDMA hardware. It has two RoCE devices, fake0 and fake1,
+// whose packets are copies within the process. Build it as a shared library and pass its path as
+// VerbsOptions::library.
 //
-// A thread per queue pair plays the wire, so different queue pairs overtake each other. Faults are
-// set by the fake_* functions at the end.
+// One thread per queue pair simulates the wire, so messages of different queue pairs can overtake
+// each other. The fake_* functions at the end inject faults.
 #include "fake_ibverbs.h"
 
 #include <cerrno>
@@ -53,7 +54,7 @@ int post_send(ib::Qp* base, ib::SendWr* wr, ib::SendWr** bad) {
 int post_recv(ib::Qp* base, ib::RecvWr* wr, ib::RecvWr** bad) {
   const std::lock_guard<std::mutex> lock(world);
   auto* qp = static_cast<FakeQp*>(base);
-  if (qp->failed) return 0;  // as soft-RoCE: it stays where it is
+  if (qp->failed) return 0;  // as soft-RoCE does: the request is accepted and ignored
   if (qp->receives.size() >= qp->recv_limit) {
     *bad = wr;
     return ENOMEM;
@@ -145,7 +146,7 @@ ib::Mr* ibv_reg_mr(ib::Pd* pd, void* addr, std::size_t length, int access) {
   regions[mr->rkey] = mr;
   return mr;
 }
-// The device's memory is the process's own in the fake drivers, so its address will do.
+// The fake GPU drivers keep device memory in host memory, so its address can be used directly.
 ib::Mr* ibv_reg_dmabuf_mr(ib::Pd* pd, uint64_t, std::size_t length, uint64_t iova, int fd,
                           int access) {
   if (fd < 0) {
@@ -245,7 +246,7 @@ const char* ibv_wc_status_str(int status) {
   return status == ib::kWcRetryExceeded ? "transport retry counter exceeded" : "error";
 }
 
-// -- faults
+// -- fault injection
 
 void fake_port(const char* device, int up) {
   const std::lock_guard<std::mutex> lock(world);
@@ -259,26 +260,26 @@ void fake_delay_us(int us) {
   const std::lock_guard<std::mutex> lock(world);
   delay_us = us;
 }
-// As if the receiver's process were stopped: its NIC goes on, but nobody looks at what came.
+// Simulates stopped receiver processes: the NIC still writes data, but no completion is delivered.
 void fake_stop_receivers(int stop) {
   const std::lock_guard<std::mutex> lock(world);
   receivers_stopped = stop != 0;
 }
-// The next write with an immediate has this word at this byte, as a hostile sender's might.
+// Puts `word` at byte `at` of the next write with an immediate, as a hostile sender could.
 void fake_damage_record(int at, uint32_t word) {
   const std::lock_guard<std::mutex> lock(world);
   damage_at = at;
   damage = word;
 }
-// errno of every registration from now on; 0: they succeed.
+// Makes every later registration fail with this errno; 0: registrations succeed.
 void fake_refuse_memory(int error) {
   const std::lock_guard<std::mutex> lock(world);
   register_errno = error;
 }
-// Registrations of dma-bufs so far.
+// Number of dma-buf registrations so far.
 int fake_dmabufs() { return dmabufs; }
 void fake_devices(int count) { device_count = count; }
-// Queue pairs that exist.
+// Number of existing queue pairs.
 int fake_queue_pairs() {
   const std::lock_guard<std::mutex> lock(world);
   return static_cast<int>(qps.size());

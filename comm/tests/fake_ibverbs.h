@@ -1,4 +1,4 @@
-// The wire of fake_ibverbs.cc: queue pairs, queues, and the copies between them.
+// Queue pairs, queues and the simulated wire of fake_ibverbs.cc.
 #pragma once
 
 #include <sys/eventfd.h>
@@ -23,13 +23,13 @@ constexpr int kDevices = 2;
 constexpr uint32_t kMaxMessage = 1 << 20;
 constexpr uint32_t kMaxInline = 220;
 
-std::mutex world;  // guards everything below, and every queue
+std::mutex world;  // guards everything below and every queue
 uint32_t next_number = 100;
 bool port_down[kDevices];
-bool ack_lost[kDevices];  // data arrive, then the sender is told that they did not
+bool ack_lost[kDevices];  // the data arrives, but the sender gets a failed completion
 int delay_us = 0;
-bool receivers_stopped = false;  // what arrives is not seen
-int damage_at = -1;              // where the next record gets `damage`; -1: it stays as it is
+bool receivers_stopped = false;  // data arrives without receive completions
+int damage_at = -1;              // byte offset of `damage` in the next record; -1: no damage
 uint32_t damage = 0;
 int register_errno = 0;
 int dmabufs = 0;
@@ -134,7 +134,7 @@ void FakeQp::run() {
     }
     const bool immediate = request.wr.opcode == ib::kWriteWithImm;
     if (immediate && to->receives.empty()) {
-      sends.push_front(std::move(request));  // receiver not ready: again later
+      sends.push_front(std::move(request));  // receiver not ready: retry later
       lock.unlock();
       usleep(100);
       lock.lock();

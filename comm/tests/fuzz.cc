@@ -1,8 +1,9 @@
-// Fuzz target: everything that reads bytes of a stranger. Built with libFuzzer (clang), or with
-// fuzz_replay.cc where there is no clang; see fuzz.sh.
+// Fuzz target: every parser of untrusted bytes. Built with libFuzzer (clang), or with
+// fuzz_replay.cc where clang is missing; see fuzz.sh.
 //
-// Input: byte 0 chooses the reader; for the tcp connection, byte 1 chooses how the rest is cut into
-// pieces, and bit 7 of byte 0 whether a greeting with the right token goes before it.
+// Input: byte 0 selects the parser. For the tcp connection, byte 1 is the size of the chunks in
+// which the rest is sent (0: all at once), and bit 7 of byte 0 sends a greeting with the right
+// token first.
 #include <fcntl.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -26,7 +27,7 @@ constexpr uint32_t kClaimed = 1;
 
 void require(bool ok, const char* what) {
   if (ok) return;
-  fprintf(stderr, "fuzz: broken promise: %s\n", what);
+  fprintf(stderr, "fuzz: violated: %s\n", what);
   abort();
 }
 
@@ -43,7 +44,7 @@ void tcp(Target& target, bool greet, const uint8_t* data, std::size_t size) {
   ++data;
   --size;
   int ends[2];
-  require(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends) == 0, "a socket pair");
+  require(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends) == 0, "socketpair succeeds");
   const Fd peer(ends[1]);
   {
     TcpConnection connection(Fd(ends[0]), target.memory, target.token, target.lock.get());
@@ -51,33 +52,34 @@ void tcp(Target& target, bool greet, const uint8_t* data, std::size_t size) {
     if (greet) {
       Hello hello{kHelloMagic, kTcpVersion, {}, kClaimed, 1};
       std::memcpy(hello.token, target.token.data(), target.token.size());
-      require(write(peer.get(), &hello, sizeof hello) == sizeof hello, "a greeting");
+      require(write(peer.get(), &hello, sizeof hello) == sizeof hello,
+              "the greeting fits into the socket");
       open = connection.on_readable();
-      require(open && connection.greeted(), "the right token is let in");
+      require(open && connection.greeted(), "the right token is accepted");
     }
     while (open && size != 0) {
       const ssize_t n = write(peer.get(), data, std::min(piece, size));
-      require(n > 0, "room in the socket");
+      require(n > 0, "the input fits into the socket");
       data += n;
       size -= static_cast<std::size_t>(n);
-      // Until the socket is empty, as the receiver's epoll does it.
+      // Reads until the socket is empty, as the receiver's epoll loop does.
       uint8_t byte;
       while (open && recv(connection.fd(), &byte, 1, MSG_PEEK | MSG_DONTWAIT) > 0)
         open = connection.on_readable();
     }
-    // Nobody without the token claims; with it, only the claimed slot is written.
+    // Without the token nothing is claimed; with it, only the claimed slot is written.
     require(connection.greeted() || connection.slots().count == 0, "no claim without a greeting");
   }
   for (uint32_t slot = 0; slot < kSlots; ++slot) {
     const SlotControl& control = target.memory.control(slot);
     if (slot != kClaimed) {
-      require(control.doorbell.load() == 0, "the doorbell of a slot that was not claimed");
+      require(control.doorbell.load() == 0, "an unclaimed slot's doorbell stays 0");
       for (uint64_t i = 0; i < kSlotBytes; ++i)
-        require(target.memory.payload(slot)[i] == 0, "the payload of a slot that was not claimed");
+        require(target.memory.payload(slot)[i] == 0, "an unclaimed slot's payload stays 0");
     } else if (control.doorbell.load() != 0) {
       require(control.header.nbytes >= 0 &&
                   control.header.nbytes <= static_cast<int64_t>(kMaxParts * kSlotBytes),
-              "the size of a message");
+              "a message size is within its bounds");
     }
   }
 }
@@ -85,14 +87,15 @@ void tcp(Target& target, bool greet, const uint8_t* data, std::size_t size) {
 void addresses(const uint8_t* data, std::size_t size) {
   const std::string text(reinterpret_cast<const char*>(data), size);
   try {
-    // What is understood survives a round trip.
+    // An accepted address survives a round trip.
     const ShmAddress shm = parse_shm(text);
-    require(format(parse_shm(format(shm))) == format(shm), "shm address");
+    require(format(parse_shm(format(shm))) == format(shm), "shm address round trip");
   } catch (const CommError&) {
   }
   try {
     const TcpAddress tcp_address = parse_tcp(text);
-    require(format(parse_tcp(format(tcp_address))) == format(tcp_address), "tcp address");
+    require(format(parse_tcp(format(tcp_address))) == format(tcp_address),
+            "tcp address round trip");
   } catch (const CommError&) {
   }
 }

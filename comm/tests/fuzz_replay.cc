@@ -1,5 +1,5 @@
-// Stands in for libFuzzer where there is no clang: runs every file of a folder through the target,
-// then inputs made from them by random damage. Not guided by coverage.
+// Replaces libFuzzer where clang is missing: runs every file of a folder through the target, then
+// random mutations of these files. Not guided by coverage.
 // Usage: fuzz_replay FOLDER RUNS
 #include <cstdint>
 #include <cstdio>
@@ -20,7 +20,8 @@ int main(int argc, char** argv) {
     seeds.emplace_back(std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>());
     LLVMFuzzerTestOneInput(seeds.back().data(), seeds.back().size());
   }
-  if (seeds.empty()) return fprintf(stderr, "no inputs in %s\n", argv[1]), 2;
+  if (seeds.empty())
+    return fprintf(stderr, "fuzz: no inputs in %s; pass a folder with corpus files\n", argv[1]), 2;
   const long runs = atol(argv[2]);
   std::mt19937_64 random(1);
   for (long i = 0; i < runs; ++i) {
@@ -34,6 +35,6 @@ int main(int argc, char** argv) {
     if (random() % 8 == 0) input.resize(random() % (input.size() + 1));
     LLVMFuzzerTestOneInput(input.data(), input.size());
   }
-  printf("%zu files and %ld inputs made from them: ok\n", seeds.size(), runs);
+  printf("%zu files and %ld mutated inputs: ok\n", seeds.size(), runs);
   return 0;
 }

@@ -1,4 +1,4 @@
-// Compares src/cuda_abi.h and src/hip_abi.h with the vendors' headers, where there are some:
+// Compares src/cuda_abi.h and src/hip_abi.h with the vendors' headers. Compiling it is the test:
 //   g++ -std=c++17 -fsyntax-only -Icomm/src -I/usr/local/cuda/include -DCHECK_CUDA gpu_abi_check.cc
 //   g++ -std=c++17 -fsyntax-only -Icomm/src -I/opt/rocm/include -DCHECK_HIP gpu_abi_check.cc
 #include <cstddef>
@@ -49,7 +49,7 @@ static_assert(offsetof(abi::MemOp, flags) == offsetof(Theirs, writeValue.flags),
 
 #if defined(CHECK_HIP)
 #define __HIP_PLATFORM_AMD__
-// Without the C++ overloads that would make a name mean several functions.
+// Hides the C++ overloads: decltype needs exactly one function per name.
 #define __HIP_DISABLE_CPP_FUNCTIONS__
 #include <hip/hip_runtime_api.h>
 
@@ -57,7 +57,7 @@ static_assert(offsetof(abi::MemOp, flags) == offsetof(Theirs, writeValue.flags),
 
 namespace ours = afd_comm::hip_abi;
 
-// A pointer or an enumeration of theirs may stand where we have a pointer or an int.
+// Their pointer types match any pointer of ours; their enumerations match our int.
 template <typename A, typename B>
 constexpr bool alike() {
   if (sizeof(A) != sizeof(B)) return false;

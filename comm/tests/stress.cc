@@ -1,5 +1,5 @@
-// Stress of the core library, meant to run under a sanitizer (see stress.sh). Ends with 0 or says
-// what broke.
+// Stress test of the core library, meant to run under a sanitizer (see stress.sh). Exits with 0, or
+// prints the failed check.
 #include "stress.h"
 
 #include <sys/socket.h>
@@ -20,8 +20,8 @@ using namespace afd_comm;
 
 namespace {
 
-// Each slot has its own sender and receiver; the receiver checks every byte and then asks for the
-// next.
+// Each slot has its own sender and receiver. The receiver checks every byte, then requests the next
+// message.
 void integrity(const char* backend, uint32_t rounds) {
   constexpr uint32_t slots = 3;
   Region region(slots, kSlotBytes, {"integrity", "127.0.0.1", 0});
@@ -57,9 +57,9 @@ void integrity(const char* backend, uint32_t rounds) {
   check(noted == slots * rounds, "messages traced");
 }
 
-// One thread posts to several regions by groups; each receiver checks its rows.
+// One thread posts to several regions through groups; each receiver checks its items.
 void groups(uint32_t rounds) {
-  constexpr uint32_t peers = 3, row = 1000;
+  constexpr uint32_t peers = 3, item = 1000;
   std::vector<std::unique_ptr<Region>> regions;
   std::vector<std::unique_ptr<Link>> links;
   std::vector<Link*> pointers;
@@ -77,28 +77,29 @@ void groups(uint32_t rounds) {
       for (uint32_t seq = 1; seq <= rounds; ++seq) {
         check(await(*regions[i], 0, make_flag(1, seq), kTimeoutUs) == Status::Ok, "scatter");
         const Header header = regions[i]->header(0);
-        check(header.rows == static_cast<int32_t>(i + 1), "rows");
+        check(header.count == i + 1, "count");
         for (uint64_t k = 0; k < static_cast<uint64_t>(header.nbytes); ++k)
-          check(regions[i]->payload(0)[k] == static_cast<uint8_t>(seq + i), "scattered row");
+          check(regions[i]->payload(0)[k] == static_cast<uint8_t>(seq + i), "scattered item");
         done.fetch_add(1);
       }
     });
-  std::vector<uint8_t> data(6 * row);
+  std::vector<uint8_t> data(6 * item);
   for (uint32_t seq = 1; seq <= rounds; ++seq) {
-    const int32_t rows[peers] = {1, 2, 3};
+    const uint32_t counts[peers] = {1, 2, 3};
     for (uint32_t i = 0, at = 0; i < peers; ++i)
-      for (uint32_t k = 0; k < (i + 1) * row; ++k) data[at++] = static_cast<uint8_t>(seq + i);
+      for (uint32_t k = 0; k < (i + 1) * item; ++k) data[at++] = static_cast<uint8_t>(seq + i);
     Message message;
-    message.parts[0] = Part{0, data.data(), row};
+    message.parts[0] = Part{0, data.data(), item};
     message.part_count = 1;
     const uint64_t flags[peers] = {make_flag(1, seq), make_flag(1, seq), make_flag(1, seq)};
-    check(group.post(message, Group::PerLink{flags, rows, nullptr}), "group post");
+    check(group.post(message, Group::PerLink{flags, counts, nullptr}), "group post");
     while (done.load() < seq * peers) std::this_thread::yield();
   }
   for (auto& thread : threads) thread.join();
 }
 
-// Links of both backends take the same slots from each other while others wait, wake and look.
+// Links of both backends take the same slots from each other while other threads call await(),
+// wake() and gone().
 void churn(uint64_t milliseconds) {
   Region region(2, 64, {"churn", "127.0.0.1", 0});
   const uint64_t end = now_ns() + milliseconds * 1000000;
@@ -111,7 +112,7 @@ void churn(uint64_t milliseconds) {
         const Status status =
             post(*link, seq % 2, make_flag(static_cast<uint32_t>(i) + 1, seq), data);
         check(status == Status::Ok || status == Status::Closed || status == Status::PeerGone,
-              "status of a rival");
+              "post status of a competing link");
       }
     });
   threads.emplace_back([&] {
@@ -129,7 +130,7 @@ void churn(uint64_t milliseconds) {
   check(await(region, 0, make_flag(10, 1), kTimeoutUs) == Status::Ok, "last arrival");
 }
 
-// Frames with random damage from a sender that knows the token.
+// A sender that knows the token sends frames with random corruption.
 void hostile(int connections) {
   Region region(3, 256, {"hostile", "127.0.0.1", 0});
   const TcpAddress to = parse_tcp(region.addresses()[1]);
@@ -158,13 +159,14 @@ void hostile(int connections) {
   }
   for (uint32_t slot = 0; slot < 3; slot += 2)
     for (uint64_t i = 0; i < 256; ++i)
-      check(region.payload(slot)[i] == 0, "a slot the sender had not claimed");
+      check(region.payload(slot)[i] == 0, "an unclaimed slot stays unchanged");
   const auto link = connect(region, "tcp", SlotRange{0, 1});
-  check(post(*link, 0, make_flag(1, 1), {1, 2, 3, 4}) == Status::Ok, "post after hostility");
-  check(await(region, 0, make_flag(1, 1), kTimeoutUs) == Status::Ok, "arrival after hostility");
+  check(post(*link, 0, make_flag(1, 1), {1, 2, 3, 4}) == Status::Ok, "post after hostile frames");
+  check(await(region, 0, make_flag(1, 1), kTimeoutUs) == Status::Ok,
+        "arrival after hostile frames");
 }
 
-// The region is closed while it is being waited on and written to.
+// The region is closed while other threads wait on it and write to it.
 void close_in_use(int rounds) {
   for (int i = 0; i < rounds; ++i) {
     Region region(2, 4096, {"closing", "127.0.0.1", 0});
@@ -184,13 +186,13 @@ void close_in_use(int rounds) {
     // Both links must have connected: a doorbell has rung in each slot.
     check(await(region, 0, 1, kTimeoutUs) == Status::Ok &&
               await(region, 1, 1, kTimeoutUs) == Status::Ok,
-          "links");
+          "both links deliver");
     region.close();
     for (auto& thread : threads) thread.join();
   }
 }
 
-// Streaming copies of any size and alignment equal memcpy, and touch nothing beside.
+// Streaming copies of any size and alignment equal memcpy and write nothing outside the range.
 void streaming(int rounds) {
   std::mt19937 random(4);
   std::vector<uint8_t> from(5000), to(5200), expected(5200);
@@ -205,7 +207,7 @@ void streaming(int rounds) {
   }
 }
 
-// Buckets tile the times without gap or overlap, and none is wider than a sixteenth.
+// Buckets cover all times without gap or overlap; none is wider than 1/16 of its lower bound.
 void buckets() {
   uint64_t lower = 0;
   for (std::size_t i = 0; i + 1 < Histogram::kBuckets; ++i) {
@@ -217,7 +219,7 @@ void buckets() {
   check(Histogram::bucket_of(UINT64_MAX) == Histogram::kBuckets - 1, "last bucket");
 }
 
-// Packed times say what they were made of, and what does not fit is not packed.
+// Packed times unpack to the original values; times that do not fit are not packed.
 void packing(int rounds) {
   std::mt19937_64 random(6);
   for (int i = 0; i < rounds; ++i) {
@@ -227,24 +229,24 @@ void packing(int rounds) {
     const int64_t arrived = posted + took;
     const bool answers = i % 3 != 0;
     const Echo echo{answers ? 7 : 0, answers ? 7 + way : 0};
-    const bool fits =
-        took <= int64_t{UINT32_MAX} && (!answers || way < int64_t{kTimesPacked} - 1);
+    const bool fits = took <= int64_t{UINT32_MAX} && (!answers || way < int64_t{kTimesPacked} - 1);
     SlotControl control{};
-    check(pack_times(control.header, posted, arrived, echo) == fits, "whether times fit");
+    check(pack_times(control.header, posted, arrived, echo) == fits,
+          "times are packed exactly if they fit");
     if (!fits) {
-      check(read_times(control, 5).posted == 0, "times that were not packed");
+      check(read_times(control, 5).posted == 0, "unpacked times read as 0");
       continue;
     }
     const Times times = read_times(control, 5);
     check(times.posted == posted && times.arrived == arrived && times.sent == arrived, "times");
     check(times.clock == 5 && (times.echo_posted != 0) == answers, "clock and echo");
-    check(!answers || times.echo_arrived - times.echo_posted == way, "the echo's way");
+    check(!answers || times.echo_arrived - times.echo_posted == way, "the echo's transfer time");
   }
 }
 
 }  // namespace
 
-// Usage: stress [KILLS]: how often each kind of process is killed.
+// Usage: stress [KILLS]. KILLS: number of killed senders and of killed receivers per backend.
 int main(int argc, char** argv) {
   const int kills = argc > 1 ? atoi(argv[1]) : 100;
   streaming(2000);
@@ -264,7 +266,7 @@ int main(int argc, char** argv) {
   close_in_use(20);
   printf("close in use ok\n");
 #if !defined(__SANITIZE_THREAD__)
-  // ThreadSanitizer does not follow a fork of a process with threads, nor two processes at all.
+  // ThreadSanitizer supports neither fork() in a process with threads nor races between processes.
   for (const char* backend : {"shm", "tcp"}) {
     killed_sender(backend, kills);
     killed_receiver(backend, kills);

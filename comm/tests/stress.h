@@ -1,4 +1,4 @@
-// What the parts of the stress program share.
+// Helpers shared by the parts of the stress program.
 #pragma once
 
 #include <unistd.h>
@@ -49,7 +49,7 @@ inline Status await(Region& region, uint32_t slot, uint64_t flag, int64_t timeou
   return awaited.status;
 }
 
-// Processes killed at random moments, `rounds` of each kind (stress_kill.cc).
+// Each kills `rounds` processes at random moments (stress_kill.cc).
 void killed_sender(const char* backend, int rounds);
 void killed_receiver(const char* backend, int rounds);
 

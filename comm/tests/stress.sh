@@ -1,7 +1,7 @@
 #!/bin/sh
-# Builds the stress programs plain or with a sanitizer and runs them.
+# Builds the stress programs, without and with sanitizers, and runs them.
 # Usage: comm/tests/stress.sh [KILLS] [BUILD_DIR] [BUILDS]
-#   KILLS of each kind, 100 unless told; BUILDS: "plain address thread" unless told
+#   KILLS: killed processes per case, default 100; BUILDS: default "plain address thread"
 set -eu
 source_dir=$(cd "$(dirname "$0")/.." && pwd)
 kills=${1:-100}

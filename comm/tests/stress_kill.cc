@@ -1,4 +1,4 @@
-// Stress: a peer is killed at a random moment.
+// Stress test: a peer process is killed at a random moment.
 #include <signal.h>
 #include <sys/wait.h>
 
@@ -13,17 +13,17 @@
 namespace afd_comm {
 namespace {
 
-// Polls often enough that a kill lands anywhere in what the child does.
+// Polls the clock so that the kill can land at any point of the child's work.
 void kill_within(pid_t child, std::mt19937& random, int microseconds) {
   const uint64_t at = now_ns() + random() % static_cast<uint32_t>(microseconds) * 1000u;
   while (now_ns() < at) std::this_thread::yield();
   kill(child, SIGKILL);
 }
 
-// Long copies, so that many kills land within one.
+// Messages are large, so that many kills land inside a copy.
 constexpr uint64_t kBytes = 1 << 20;
 
-// Posts that alternate between two contents, so that a torn message shows.
+// Posts two contents in turn, so that a torn message is visible.
 class Sender {
  public:
   explicit Sender(Link& link) : link_(link) {}
@@ -39,7 +39,7 @@ class Sender {
 
 }  // namespace
 
-// A sender process is killed at a random moment: connecting, copying, ringing or between.
+// A sender process is killed at a random moment: while it connects, copies, rings, or in between.
 void killed_sender(const char* backend, int rounds) {
   Region region(1, kBytes, {"killed", "127.0.0.1", 0});
   std::mt19937 random(1);
@@ -56,7 +56,7 @@ void killed_sender(const char* backend, int rounds) {
       check(write(ready[1], "", 1) == 1, "pipe");
       for (uint32_t seq = 1;; ++seq) sender.post(make_flag(generation, seq), seq);
     }
-    // One in four is killed at once, also while it connects: it may never have been a writer.
+    // One in four is killed without waiting for its connection: it may never become a writer.
     const bool connected = i % 4 != 0;
     char byte = 0;
     check(!connected || read(ready[0], &byte, 1) == 1, "pipe");
@@ -70,21 +70,21 @@ void killed_sender(const char* backend, int rounds) {
       check(now_ns() - since < 1000000000, "gone in time");
     }
     waitpid(child, nullptr, 0);
-    check(!connected || region.gone(0), "the dead writer stays gone");
+    check(!connected || region.gone(0), "a dead writer stays gone");
     const uint8_t* payload = region.payload(0);
     if (std::count(payload, payload + kBytes, payload[0]) != kBytes) ++torn;
-    // The slot is as good as new for the next writer.
+    // The next writer can use the slot normally.
     const auto link = connect(region, backend, SlotRange{0, 1});
     const uint64_t flag = make_flag(generation, 0x80000000);
-    check(Sender(*link).post(flag, 7) == Status::Ok, "post after a death");
-    check(await(region, 0, flag, kTimeoutUs) == Status::Ok, "arrival after a death");
-    check(std::count(payload, payload + kBytes, 1) == kBytes, "payload after a death");
+    check(Sender(*link).post(flag, 7) == Status::Ok, "post after a writer died");
+    check(await(region, 0, flag, kTimeoutUs) == Status::Ok, "arrival after a writer died");
+    check(std::count(payload, payload + kBytes, 1) == kBytes, "payload after a writer died");
   }
   printf("killed sender %s: %d kills, %d in the middle of a copy, noticed within %.0f ms\n",
          backend, rounds, torn, static_cast<double>(slowest) / 1e6);
 }
 
-// The receiver's process is killed at a random moment while posts go to it.
+// The receiver process is killed at a random moment while it receives posts.
 void killed_receiver(const char* backend, int rounds) {
   std::mt19937 random(2);
   uint64_t slowest = 0;
@@ -129,10 +129,10 @@ void killed_receiver(const char* backend, int rounds) {
         check(now_ns() < kill_at + 3000000000u, "a dead receiver is noticed in time");
       }
       check(status == Status::PeerGone, "status of a post to a dead receiver");
-      check(sender.post(1, 1) == Status::PeerGone, "and of the next one");
+      check(sender.post(1, 1) == Status::PeerGone, "status of the following post");
     } catch (const CommError& error) {
-      // It died while the link was being opened: one clear sentence.
-      check(std::strlen(error.what()) > 20, "message");
+      // The receiver died while the link was being opened; the error must have a message.
+      check(std::strlen(error.what()) > 20, "error message");
     }
     killer.join();
     slowest = std::max(slowest, now_ns() - kill_at);

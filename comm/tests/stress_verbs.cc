@@ -1,5 +1,5 @@
-// Backend verbs under a sanitizer: both ends in one process, over a libibverbs without hardware
-// whose ports fail at random. Usage: stress_verbs FAKE_LIBRARY [SECONDS]
+// Backend verbs under a sanitizer: both ends in one process, over the fake libibverbs, whose ports
+// fail at random. Usage: stress_verbs FAKE_LIBRARY [SECONDS]
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -43,8 +43,8 @@ std::unique_ptr<Link> open(const Region& region, const std::string& library, Slo
   return open_link(region.addresses(), link);
 }
 
-// One sender per slot posts from registered memory while ports and acknowledgements come and go;
-// a link that lost all its paths is opened anew and its message posted again.
+// One sender per slot posts from registered memory while ports go down and acknowledgements get
+// lost. A link that lost all its paths is reopened, and its message is posted again.
 void failing_ports(const std::string& library, double seconds) {
   void* fake = dlopen(library.c_str(), RTLD_NOW);
   check(fake != nullptr, "dlopen of the fake library");
@@ -108,12 +108,12 @@ void failing_ports(const std::string& library, double seconds) {
     }
   });
   for (auto& thread : threads) thread.join();
-  printf("failing ports ok: %llu messages, %llu links opened anew\n",
+  printf("failing ports ok: %llu messages, %llu links reopened\n",
          static_cast<unsigned long long>(taken.load()),
          static_cast<unsigned long long>(reopened.load()));
 }
 
-// The region is closed, and links change hands, while messages fly.
+// The region is closed, and two links take the slots from each other, while messages are in flight.
 void close_in_use(const std::string& library, int rounds) {
   for (int i = 0; i < rounds; ++i) {
     RegionOptions made;
@@ -128,7 +128,7 @@ void close_in_use(const std::string& library, int rounds) {
         try {
           link = open(region, library, SlotRange{0, 2});
         } catch (const CommError&) {
-          ++up;  // the other one took the slots during the handshake
+          ++up;  // the other link took the slots during the handshake
           return;
         }
         const std::vector<uint8_t> data(kBytes / 2, 1);

@@ -12,7 +12,7 @@ namespace ib = afd_comm::ib;
 #define SAME_VALUE(ours, theirs) \
   static_assert(static_cast<long long>(ib::ours) == static_cast<long long>(theirs), #ours)
 
-// rdma-core 50 appended a field. The exported ibv_query_port fills none beyond `flags`.
+// rdma-core 50 appended a field. The exported ibv_query_port fills no field after `flags`.
 static_assert(sizeof(ib::PortAttr) <= sizeof(ibv_port_attr), "PortAttr");
 SAME_FIELD(PortAttr, ibv_port_attr, port_cap_flags2);
 SAME_FIELD(PortAttr, ibv_port_attr, max_msg_sz);

@@ -1,17 +1,17 @@
-// Stress of backend verbs: a receiver and a sender process, every byte checked.
+// Stress test of backend verbs: a receiver process and a sender process; every byte is checked.
 //
 //   verbs_stress CASE RX_PORTS TX_PORTS [SECONDS] [LIBRARY]
 //
 // Ports are comma separated. CASE:
-//   sizes      64 B to 15 MB, from registered and from other memory, one and several parts
+//   sizes      64 B to 15 MB, from registered and unregistered memory, in one and several parts
 //   soak       random sizes over several slots for SECONDS; meant for packet loss and port failures
 //   kill       the sender is killed at random moments, then the receiver
-//   stop       the sender is stopped, then the receiver: shortly, and until its queues are full
+//   stop       the sender is stopped, then the receiver: briefly, and until its queues are full
 //   late       a newer writer takes the slots while an older one is sending
-//   memlock    registration must be refused, with the sentence that says what to raise
-//   offset     soak, with one stripe written 64 B too far: the payload check must notice
-//   short      soak, with one stripe 64 B too short: the payload check must notice
-// Ends with 0 or says what broke.
+//   memlock    registration must fail with an error that names the limit to raise
+//   offset     soak, with one stripe written 64 B too far: the payload check must detect it
+//   short      soak, with one stripe 64 B too short: the payload check must detect it
+// Exits with 0, or prints the failed check.
 #include "verbs_stress.h"
 
 namespace {
@@ -39,9 +39,10 @@ void sizes(const std::string& rx, const std::string& tx) {
               "post");
         if (way != 0) {
           check(link->wait_sent(0, kTimeoutUs) == Status::Ok, "wait_sent");
-          std::memset(data.data(), 0, 64);  // ours again: must not be seen
+          std::memset(data.data(), 0,
+                      64);  // wait_sent() returned, so the receiver must not see this
         } else {
-          std::memset(data.data(), 0, list[i]);  // copied
+          std::memset(data.data(), 0, list[i]);  // post() copied unregistered memory
         }
       }
   });
@@ -102,14 +103,14 @@ bool soak(const std::string& rx, const std::string& tx, double seconds,
   bool right = true;
   while (shared->claimed.load() == 0) {
     usleep(1000);
-    check(waitpid(child, nullptr, WNOHANG) == 0, "sender did not connect");
+    check(waitpid(child, nullptr, WNOHANG) == 0, "the sender is running until it connects");
   }
   printf("soak: started\n");
   fflush(stdout);
   const uint64_t end = now_ns() + static_cast<uint64_t>(seconds * 1e9);
   while (now_ns() < end && right) {
     for (uint32_t slot = 0; slot < kSlots; ++slot) {
-      // One more than the last: what comes twice or out of turn would not match its content.
+      // Each message has its own content, so a duplicate or reordered one fails the payload check.
       shared->wanted[slot].store(++seq[slot], std::memory_order_release);
     }
     for (uint32_t slot = 0; slot < kSlots; ++slot) {
@@ -118,7 +119,7 @@ bool soak(const std::string& rx, const std::string& tx, double seconds,
       worst = std::max(worst, now_ns() - since);
       const uint64_t n = size_of(slot, seq[slot]);
       check(region->header(slot).nbytes == static_cast<int64_t>(n), "header");
-      check(region->header(slot).rows == static_cast<int32_t>(slot), "slot");
+      check(region->header(slot).count == slot, "slot");
       right = right && same(*region, slot, seq[slot], n, scratch);
       bytes += n;
       ++taken;
@@ -137,13 +138,13 @@ void memlock(const std::string& rx) {
     make_region(rx);
   } catch (const CommError& error) {
     printf("memlock: %s\n", error.what());
-    check(std::string(error.what()).find("ulimit -l unlimited") != std::string::npos, "sentence");
+    check(std::string(error.what()).find("ulimit -l unlimited") != std::string::npos, "remedy");
     return;
   }
   broke("the registration was not refused");
 }
 
-// The faults: the provider's post_send with one stripe damaged on its way to the NIC.
+// Fault injection: wraps the provider's post_send and damages one stripe.
 Verbs real;
 int damaged = 0;
 bool too_far = false;
@@ -189,7 +190,8 @@ int main(int argc, char** argv) {
     } else if (which == "memlock") {
       memlock(rx);
     } else if (which == "offset" || which == "short") {
-      if (soak(rx, tx, 60, [&] { damage(which == "offset"); })) broke("the damage was not noticed");
+      if (soak(rx, tx, 60, [&] { damage(which == "offset"); }))
+        broke("the damage was not detected");
       printf("%s: caught by the payload check\n", which.c_str());
       return kCaught;
     } else {

@@ -1,4 +1,4 @@
-// Cases of verbs_stress.cc in which an end dies, stands still, or is replaced.
+// Cases of verbs_stress.cc in which an end dies, is stopped, or is replaced.
 #include "verbs_stress.h"
 
 namespace {
@@ -16,8 +16,8 @@ void post_for_ever(Shared* shared, const std::string& tx, uint32_t generation) {
   }
 }
 
-// Senders die at random moments, also in the handshake: the receiver learns of it if they were
-// writers by then, and the next one finds everything in order.
+// Senders are killed at random moments, also during the handshake. The receiver must notice the
+// death of every sender that was a writer, and the next sender must work normally.
 void kill_senders(const std::string& rx, const std::string& tx) {
   constexpr int kills = 6;
   std::vector<Shared*> pages;
@@ -48,18 +48,21 @@ void kill_senders(const std::string& rx, const std::string& tx) {
     const uint64_t since = now_ns();
     reap(children[i]);
     if (!writer) continue;
-    check(await(*region, 0, make_flag(999, 9), kTimeoutUs) == Status::PeerGone, "sender's death");
+    check(await(*region, 0, make_flag(999, 9), kTimeoutUs) == Status::PeerGone,
+          "status after the sender's death");
     slowest = std::max(slowest, ms_since(since));
     ++writers;
   }
   publish(pages[kills], *region);
-  // Until then its slots are those of a dead writer.
+  // Until the next sender has claimed the slots, they belong to a dead writer.
   while (pages[kills]->claimed.load() == 0) {
     usleep(1000);
-    check(waitpid(children[kills], nullptr, WNOHANG) == 0, "the next sender did not connect");
+    check(waitpid(children[kills], nullptr, WNOHANG) == 0,
+          "the next sender is running until it connects");
   }
-  check(await(*region, 1, make_flag(1000, 1), kTimeoutUs) == Status::Ok, "the next sender");
-  check(reap(children[kills]) == 0, "the next sender");
+  check(await(*region, 1, make_flag(1000, 1), kTimeoutUs) == Status::Ok,
+        "arrival from the next sender");
+  check(reap(children[kills]) == 0, "exit status of the next sender");
   printf("kill: the sender's death was seen after %.0f ms at most; %d kills, %d of them writers\n",
          slowest, kills, writers);
 }
@@ -83,11 +86,12 @@ void kill_receiver(const std::string& rx, const std::string& tx) {
     }
     status = post(*link, seq % kSlots, make_flag(1, seq), data.data(), data.size(), 1);
   }
-  check(status == Status::PeerGone, "receiver's death");
-  check(now_ns() - since < 5000000000u, "receiver's death in time");
+  check(status == Status::PeerGone, "status after the receiver's death");
+  check(now_ns() - since < 5000000000u, "the receiver's death is noticed in time");
   printf("kill: the receiver's death was seen after %.0f ms\n",
          static_cast<double>(now_ns() - since) / 1e6);
-  check(post(*link, 0, 1, data.data(), 64, 1) == Status::PeerGone, "post after it");
+  check(post(*link, 0, 1, data.data(), 64, 1) == Status::PeerGone,
+        "post after the receiver's death");
   reap(child);
 }
 
@@ -100,7 +104,7 @@ void kill_either(const std::string& rx, const std::string& tx) {
 
 namespace {
 
-// Stops a process and waits until all of its threads stand still.
+// Stops a process and waits until all of its threads have stopped.
 void stop_process(pid_t child) {
   check(kill(child, SIGSTOP) == 0, "SIGSTOP");
   check(waitpid(child, nullptr, WUNTRACED) == child, "the process stops");
@@ -123,21 +127,23 @@ void stop_sender(const std::string& rx, const std::string& tx) {
   publish(shared, *region);
   while (shared->claimed.load() == 0) usleep(1000);
   shared->wanted[0].store(2);
-  check(await(*region, 0, make_flag(1, 1), kTimeoutUs) == Status::Ok, "before the stop");
+  check(await(*region, 0, make_flag(1, 1), kTimeoutUs) == Status::Ok, "arrival before the stop");
   stop_process(child);
   shared->wanted[0].store(3);
   const uint64_t since = now_ns();
-  check(await(*region, 0, make_flag(1, 2), 500000) == Status::Deadline, "the sender stands still");
-  check(ms_since(since) < 1500, "a deadline is kept");
+  check(await(*region, 0, make_flag(1, 2), 500000) == Status::Deadline,
+        "wait for a stopped sender");
+  check(ms_since(since) < 1500, "the deadline is kept");
   check(!region->gone(0), "a stopped sender is late, not gone");
   printf("stop: a wait for a stopped sender ended after %.0f ms\n", ms_since(since));
   kill(child, SIGCONT);
-  check(await(*region, 0, make_flag(1, 2), kTimeoutUs) == Status::Ok, "after the stop");
+  check(await(*region, 0, make_flag(1, 2), kTimeoutUs) == Status::Ok, "arrival after the stop");
   shared->stop.store(1);
   check(reap(child) == 0, "sender");
 }
 
-// `often`: not one message per slot is posted while the receiver stands still, but all that go.
+// Messages are posted while the receiver is stopped: one per slot, or with `often` as many as the
+// queues accept.
 void stop_receiver(const std::string& rx, const std::string& tx, bool often) {
   constexpr int64_t deadline_us = 2000000;
   const uint64_t last = make_flag(1, 9999);
@@ -160,7 +166,7 @@ void stop_receiver(const std::string& rx, const std::string& tx, bool often) {
   if (!often) {
     for (uint32_t slot = 0; slot < kSlots; ++slot)
       check(post(*link, slot, last, data.data(), data.size(), 1) == Status::Ok,
-            "its NIC goes on answering");
+            "the NIC of a stopped receiver still accepts messages");
     kill(child, SIGCONT);
   } else {
     Status status = Status::Ok;
@@ -171,17 +177,16 @@ void stop_receiver(const std::string& rx, const std::string& tx, bool often) {
       status = post(*link, posted % kSlots, make_flag(2, posted + 1), data.data(), 4096, 1);
     }
     check(status == Status::Deadline, "status of a post to a stopped receiver");
-    check(ms_since(since) < 1.5e-3 * deadline_us, "a deadline is kept");
+    check(ms_since(since) < 1.5e-3 * deadline_us, "the deadline is kept");
     printf("stop: post %u to a stopped receiver ended after %.0f ms\n", posted, ms_since(since));
     kill(child, SIGCONT);
-    // It cannot know what it missed.
+    // The receiver cannot know which messages it missed, so it must end the link.
     since = now_ns();
     for (status = Status::Ok; status != Status::PeerGone; usleep(1000)) {
       check(ms_since(since) < 5000, "the connection ends");
       status = post(*link, 0, last, data.data(), 64, 1);
     }
-    printf("stop: a receiver that missed messages ended the link after %.0f ms\n",
-           ms_since(since));
+    printf("stop: a receiver that missed messages ended the link after %.0f ms\n", ms_since(since));
   }
   check(reap(child) == 0 && shared->stop.load() == 1, "receiver");
 }
@@ -216,13 +221,14 @@ void late(const std::string& rx, const std::string& tx) {
   publish(shared, *region);
   for (uint32_t slot = 0; slot < kSlots; ++slot)
     check(await(*region, slot, make_flag(2, 1), kTimeoutUs) == Status::Ok, "newer writer");
-  check(reap(first) == 40 + static_cast<int>(Status::Closed), "older writer is told CLOSED");
-  // Nothing of the older generation may arrive behind it.
+  check(reap(first) == 40 + static_cast<int>(Status::Closed),
+        "the older writer's post returns CLOSED");
+  // No message of the older generation may arrive after the newer one.
   for (int i = 0; i < 20; ++i) {
     for (uint32_t slot = 0; slot < kSlots; ++slot) {
-      check(region->ready(slot, make_flag(2, 1)), "doorbell of a dead generation");
+      check(region->ready(slot, make_flag(2, 1)), "no doorbell of the older generation");
       for (uint64_t at = 0; at < 1 << 20; at += 997)
-        check(region->payload(slot)[at] == 2, "payload of a dead generation");
+        check(region->payload(slot)[at] == 2, "no payload of the older generation");
     }
     usleep(20000);
   }

@@ -1,4 +1,4 @@
-"""The contract of a collective: sums and gathers among the ranks of one FFN instance."""
+"""The interface of a collective: sums and gathers among the ranks of one FFN instance."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -7,20 +7,21 @@ from typing import ClassVar
 import torch
 
 from afd.schedule import row_shares
-from ffn_worker.allreduce.formats import ReduceFormat
+from ffn_worker.allreduce.formats_table import EXACT, ReduceFormat
 
 __all__ = ["Alone", "Collective", "Setup", "row_shares"]
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What every collective is made of.
+    """What every collective needs to start.
 
     Args:
-        fmt: format in which partial sums travel; None: exact.
+        fmt: format in which partial sums are sent; None: exact.
         address: where the ranks meet, see :func:`ffn_worker.allreduce.rendezvous.open_store`.
-        device: this rank's. dtype: of the rows.
-        deadline_s: how long a collective waits for a rank. start_s: the same for the start.
+        device: this rank's device. dtype: dtype of the rows.
+        deadline_s: how long a collective waits for a rank, in seconds. start_s: how long the start
+            waits for the other ranks, in seconds.
     """
 
     rank: int
@@ -32,23 +33,35 @@ class Setup:
     deadline_s: float = 10.0
     start_s: float = 120.0
 
+    @property
+    def fmt_name(self) -> str:
+        """The format's name, or "exact"."""
+        return self.fmt.name if self.fmt else EXACT
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype's name without "torch.", such as "bfloat16"."""
+        return str(self.dtype).removeprefix("torch.")
+
 
 class Collective(ABC):
-    """Collectives of ``world`` processes, one object in each; all call the same, in the same order.
+    """Collectives of ``world`` processes, one object in each process.
 
-    Shapes: [rows, hidden], contiguous, in the serving dtype, on the device that the collective was
-    made for; rows may be 0 and are the same on every rank. A sum is the same to the bit on every
-    rank. Collectives of one object are enqueued on one stream at a time.
+    All ranks must call the same methods in the same order.
 
-    Raises, from any method, never later than its deadline:
+    Shapes: [rows, hidden], contiguous, in the serving dtype, on the device of the setup. ``rows``
+    may be 0 and is the same on every rank. Every rank gets the same bits of a sum. Use one stream
+    at a time per object.
+
+    Raises, from any method and within its deadline:
         PeerLost: a rank's process ended, or its connection broke.
         DeadlineExceeded: a rank did not take part in time.
-    Where a collective is only enqueued (GPU), both come from ``check`` or from a later call. After
-    either, the object is of no further use: close it.
+    On GPUs a call only enqueues the collective; ``check`` or a later call then raises. After either
+    error the object is unusable: close it.
     """
 
     name: ClassVar[str]
-    """In the registry and in logs."""
+    """Name in the registry and in logs."""
     capturable = False
     """Whether calls may be captured in a CUDA graph and replayed."""
 
@@ -58,35 +71,38 @@ class Collective(ABC):
 
     @abstractmethod
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks; may reuse x. [rows, hidden] -> [rows, hidden]."""
+        """Returns the sum over ranks, [rows, hidden]. May overwrite x and return it."""
 
     @abstractmethod
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's rows, ``row_shares(rows, world)[rank]``, of the sum. x is left as it is.
+        """Returns this rank's rows of the sum: ``row_shares(rows, world)[rank]``. Keeps x.
 
-        A lossy format rounds once here: the second rounding of ``all_reduce``, on the way to
-        everyone, does not take place.
+        A lossy format rounds once. ``all_reduce`` rounds twice: it also encodes the sum to send it
+        to every rank.
         """
 
     @abstractmethod
     def all_gather(self, x: torch.Tensor, rows: int) -> torch.Tensor:
-        """All rows from each rank's share of them, bit for bit in every format.
+        """Returns all rows, [rows, hidden], exactly, whatever the format.
 
-        x: [share of this rank, hidden] of any dtype; returns [rows, hidden].
+        x: this rank's share of the rows, [share, hidden], of any dtype.
         """
 
     def check(self) -> None:
-        """Raises what an enqueued or replayed collective could not. Costs no synchronisation, so
-        it says what is known by now: everything, once the stream was waited for."""
+        """Raises the error of an enqueued or replayed collective.
+
+        Does not synchronize, so it reports only what is known by now. After the stream has been
+        synchronized, it reports every error.
+        """
         return
 
     @abstractmethod
     def close(self) -> None:
-        """Releases connections and buffers; safe to call twice, and after an error."""
+        """Releases connections and buffers. Safe to call twice and after an error."""
 
 
 class Alone(Collective):
-    """The collective of a single rank: nothing happens, exactly."""
+    """The collective of a single rank: returns its input."""
 
     name = "alone"
     capturable = True

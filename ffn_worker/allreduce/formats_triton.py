@@ -1,12 +1,15 @@
-"""Block formats of the quantised all-reduce as Triton kernels, for CUDA and ROCm.
+"""Codecs of the all-reduce block formats as Triton kernels, for CUDA and ROCm.
 
-Byte for byte :mod:`ffn_worker.allreduce.formats`, which describes the layout. Several atoms of
-2,048 values are handled at once, so that their loads are under way together.
+They give the bytes of :mod:`ffn_worker.allreduce.formats_numpy`;
+:mod:`ffn_worker.allreduce.formats_table` describes the layout. Several atoms of 2,048 values are
+handled at once, so that their loads are in flight together.
 
-Values are *words* of two float16, an even one low and the odd one behind it high, which are of two
-blocks; arithmetic is on both halves at once. Adding 1,536 rounds a float16 to an integer and leaves
-it in the low bits, and a code with the exponent of 1,024 above it is a float16 again. A *pair* is a
-word of two codes.
+Values are held in *words* of two float16: an even value in the low half and the next odd value in
+the high half. The halves belong to different blocks. Instructions work on both halves at once.
+A *pair* is a word of two codes.
+
+Adding 1,536 rounds a float16 to an integer and leaves that integer in the low bits. The other way,
+the exponent bits of 1,024 above a code make a float16 again.
 """
 
 import triton
@@ -25,8 +28,11 @@ def _shorts(ptr, offset):
 
 @triton.jit
 def _on_halves(CUDA: tl.constexpr, ROCM: tl.constexpr, a, b, AMD: tl.constexpr):
-    """An instruction on both halves of words. Compilers pair halves otherwise than they lie, and
-    move them about for longer than they compute."""
+    """An instruction on both halves of words.
+
+    Inline assembly, because compilers pair the halves differently and then spend more time on moves
+    than on arithmetic.
+    """
     b = tl.cast(b, tl.uint32)
     if AMD:
         code: tl.constexpr = ROCM + " $0, $1, $2"
@@ -58,7 +64,7 @@ def _least(a, b, AMD: tl.constexpr):
 
 @triton.jit
 def _both(x: tl.constexpr):
-    """The word of which both halves are the float16 x."""
+    """The word with the float16 x in both halves."""
     bits = tl.full((), x, tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
     return bits | (bits << 16)
 
@@ -71,14 +77,14 @@ def _half(bits):
 
 @triton.jit
 def _word(low, high):
-    """uint32 of two values of 16 bits."""
+    """uint32 of two 16-bit values."""
     low = low.to(tl.uint16, bitcast=True).to(tl.uint32)
     return low | (high.to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
 
 
 @triton.jit
 def words_of(x, BF16: tl.constexpr, AMD: tl.constexpr):
-    """uint32 [n] of values [2 * n], rounded to float16, or with BF16 to bfloat16."""
+    """uint32 words [n] of values [2 * n], rounded to float16, or with BF16 to bfloat16."""
     low, high = tl.split(tl.reshape(x.to(tl.float32), (x.shape[0] // 2, 2)))
     if BF16:
         return _word(low.to(tl.bfloat16), high.to(tl.bfloat16))
@@ -91,7 +97,7 @@ def words_of(x, BF16: tl.constexpr, AMD: tl.constexpr):
 
 @triton.jit
 def _reciprocal(x, AMD: tl.constexpr):
-    """float32 1 / x as the hardware has it, off by a unit or two in 2^23; x is normal."""
+    """float32 1 / x by the hardware's approximation, off by 1 or 2 ulp. x must be normal."""
     if AMD:
         return tl.inline_asm_elementwise("v_rcp_f32 $0, $1", "=v,v", [x], tl.float32, True, 1)
     else:
@@ -112,10 +118,12 @@ def values_of(words, BF16: tl.constexpr):
 
 @triton.jit
 def _scales(low, high, FACTOR: tl.constexpr, AMD: tl.constexpr):
-    """Words (scales, lifts, inverses) of the blocks of low and high halves, whose highest keys are
-    ``low`` and ``high``."""
+    """Words (scales, lifts, inverses) of two blocks, that of the low and that of the high halves.
+
+    low, high: highest key of each block.
+    """
     m = (low >> 16) | (low & 0x8000) | (high & 0x7FFF0000) | ((high & 0x8000) << 16)
-    # As instructions of words: compilers make one of a float16 product and a sum, rounded once.
+    # Word instructions: compilers would fuse the float16 product and sum and round only once.
     scales = _times(m, _both(FACTOR), AMD)
     shifted = _plus(scales, _both(2.0**-24), AMD)
     lift, inverse, scale = _inverse(low, scales, shifted, AMD)
@@ -125,15 +133,17 @@ def _scales(low, high, FACTOR: tl.constexpr, AMD: tl.constexpr):
 
 @triton.jit
 def _inverse(key, scale, shifted, AMD: tl.constexpr):
-    """(lift, inverse, scale), float16, of one block: its scale's bits are low in ``scale``, those
-    of scale + 2^-24 in ``shifted``."""
+    """(lift, inverse, scale), float16, of one block.
+
+    scale, shifted: words with the bits of its scale, and of scale + 2^-24, in the low half.
+    """
     scale = _half(scale)
-    # 1 / 2^-16 is the first reciprocal that float16 cannot hold.
+    # 1 / 2^-16 is the smallest reciprocal that overflows float16.
     is_narrow = (shifted & 0x7FFF) > 0x0100
     lift = tl.where(is_narrow, 1.0, 512.0).to(tl.float16)
     divisor = tl.where(is_narrow, _half(shifted), scale * lift).to(tl.float32)
-    # Rounded to float16 it is right although it is approximate: no reciprocal of a number of 11
-    # bits is that close to the middle between two float16.
+    # The approximation rounds to the correct float16: no reciprocal of an 11-bit number is close
+    # enough to the midpoint of two float16.
     inverse = _reciprocal(divisor, AMD).to(tl.float16)
     is_finite = key < 0x7C000000
     inverse = tl.where(is_finite & (scale != 0.0), inverse, 0.0)
@@ -142,7 +152,7 @@ def _inverse(key, scale, shifted, AMD: tl.constexpr):
 
 @triton.jit
 def _per_thread(of_groups):
-    """[256 * atoms] of [groups]: the same for the 8 threads of a group."""
+    """Repeats values of groups, [groups], for the 8 threads of each: [256 * atoms]."""
     threads = tl.broadcast_to(of_groups[:, None], (of_groups.shape[0], 8))
     return tl.reshape(threads, (of_groups.shape[0] * 8,))
 
@@ -153,22 +163,22 @@ def quantise_atoms(
 ):
     """(pairs uint32 [threads, 4], scales uint32 [threads]) of words [4 * threads].
 
-    scales: words of the even and the odd block's, for each of a group's 8 threads. With BITS 16 the
-    values, float16 or bfloat16, are their own codes, and there are no scales.
+    scales: words of the even and the odd block's scale, repeated for a group's 8 threads. With
+    BITS 16 the values, float16 or bfloat16, are sent as they are, without scales.
     """
     if BITS == 16:
         return words, words
     else:
         groups: tl.constexpr = words.shape[0] // 32
         words = tl.reshape(words, (groups, 8, 4))
-        # Keys by magnitude, of equal ones the negative higher.
+        # Keys order by magnitude; of equal magnitudes the negative is higher.
         low = ((words << 16) & 0x7FFF0000) | (words & 0x8000)
         high = (words & 0x7FFF0000) | ((words >> 16) & 0x8000)
         low, high = tl.max(tl.max(low, axis=2), axis=1), tl.max(tl.max(high, axis=2), axis=1)
         scales, lifts, inverses = _scales(low, high, FACTOR, AMD)
         scaled = _times(words, lifts[:, None, None], AMD)
         scaled = _times(scaled, inverses[:, None, None], AMD)
-        # What is not finite is NaN by now, and becomes the lowest.
+        # Values that are not finite are NaN here and become the lowest code.
         if FP4:
             scaled = _most(scaled, _both(-6.0), AMD)
             # Steps of 1/2 below 2, of 1 below 4, of 2 below 6.
@@ -188,11 +198,11 @@ def quantise_atoms(
 
 @triton.jit
 def dequantise_atoms(pairs, scales, BITS: tl.constexpr, FP4: tl.constexpr, AMD: tl.constexpr):
-    """Words [4 * threads] of pairs and scales as quantise_atoms gives them."""
+    """Words [4 * threads] of pairs and scales as quantise_atoms returns them."""
     if BITS == 16:
         return pairs
     else:
-        if FP4:  # e2m1 is the top of a float16, but for 2^14
+        if FP4:  # e2m1 bits are the top bits of a float16, scaled by 2^-14
             bits = ((pairs & 0x00070007) << 9) | ((pairs & 0x00080008) << 12)
             words = _times(bits, _both(16384.0), AMD)
         else:
@@ -203,14 +213,14 @@ def dequantise_atoms(pairs, scales, BITS: tl.constexpr, FP4: tl.constexpr, AMD: 
 
 @triton.jit
 def _place(THREADS: tl.constexpr, EACH: tl.constexpr, BITS: tl.constexpr):
-    """(bytes of the atom's begin, number within the atom), int32 [256 * atoms * EACH]."""
+    """(byte offset of the atom, index within the atom), int32 [256 * atoms * EACH]."""
     i = tl.arange(0, THREADS * EACH)
     return i // (256 * EACH) * atom_nbytes(BITS), i % (256 * EACH)
 
 
 @triton.jit
 def pack_atoms(pairs, scales, data_ptr, atoms, BITS: tl.constexpr, FP4: tl.constexpr):
-    """Writes pairs and scales as encoded atoms at ``data_ptr``, the first ``atoms`` of them."""
+    """Writes the first ``atoms`` atoms of pairs and scales, encoded, to ``data_ptr``."""
     if BITS == 16:
         i = tl.arange(0, pairs.shape[0])
         tl.store(_ints(data_ptr, 0) + i, pairs, mask=i < atoms * 1024)
@@ -241,8 +251,10 @@ def pack_atoms(pairs, scales, data_ptr, atoms, BITS: tl.constexpr, FP4: tl.const
 
 @triton.jit
 def unpack_atoms(data_ptr, atoms, BITS: tl.constexpr, FP4: tl.constexpr, ATOMS: tl.constexpr):
-    """(pairs, scales) as quantise_atoms gives them, of ATOMS encoded atoms at ``data_ptr``, of
-    which the first ``atoms`` are there."""
+    """Reads encoded atoms: (pairs, scales) as quantise_atoms returns them.
+
+    Of ATOMS atoms at ``data_ptr`` only the first ``atoms`` are read.
+    """
     if BITS == 16:
         i = tl.arange(0, ATOMS * 1024)
         words = tl.load(_ints(data_ptr, 0) + i, mask=i < atoms * 1024)
@@ -283,7 +295,7 @@ def encode_atoms(
     FP4: tl.constexpr,
     AMD: tl.constexpr,
 ):
-    """Writes words [1024 * any] as encoded atoms at ``data_ptr``, the first ``atoms`` of them."""
+    """Encodes words [1024 * any] and writes the first ``atoms`` atoms to ``data_ptr``."""
     pairs, scales = quantise_atoms(words, FACTOR, BITS, FP4, AMD)
     pack_atoms(pairs, scales, data_ptr, atoms, BITS, FP4)
 
@@ -298,7 +310,7 @@ def decode_atoms(
     ATOMS: tl.constexpr,
     AMD: tl.constexpr,
 ):
-    """float32 [2048 * ATOMS], exact in 16 bits, of the encoded atoms at ``data_ptr``."""
+    """Decodes the atoms at ``data_ptr``: float32 [2048 * ATOMS], each exact in 16 bits."""
     pairs, scales = unpack_atoms(data_ptr, atoms, BITS, FP4, ATOMS)
     return values_of(dequantise_atoms(pairs, scales, BITS, FP4, AMD), BF16)
 
@@ -319,9 +331,9 @@ def encode_kernel(
     FP4: tl.constexpr,
     AMD: tl.constexpr,
 ):
-    """x [n] (float16, bfloat16 or float32) -> atoms. Grid (ceil(n / 2048)); pads with zeros.
+    """Encodes x [n] (float16, bfloat16 or float32). Grid (ceil(n / 2048)); pads with zeros.
 
-    A value beyond float16's range becomes infinity, and its block NaN.
+    A value beyond float16's range becomes infinity, which makes its block NaN.
     """
     atom = tl.program_id(0).to(tl.int64)
     at = atom * 2048 + tl.arange(0, 2048)
@@ -332,7 +344,7 @@ def encode_kernel(
 
 @triton.jit
 def decode_kernel(data_ptr, x_ptr, n, BITS: tl.constexpr, FP4: tl.constexpr, AMD: tl.constexpr):
-    """Atoms -> x [n]. Grid (ceil(n / 2048))."""
+    """Decodes atoms to x [n]. Grid (ceil(n / 2048))."""
     atom = tl.program_id(0).to(tl.int64)
     nbytes: tl.constexpr = atom_nbytes(BITS)
     x = decode_atoms(data_ptr + atom * nbytes, 1, BITS, FP4, False, 1, AMD)
@@ -351,7 +363,7 @@ def decode_sum_kernel(
     FP4: tl.constexpr,
     AMD: tl.constexpr,
 ):
-    """Sum of WORLD encoded buffers, ``rank_stride`` bytes apart, in rank order -> float16 x [n]."""
+    """Decodes WORLD buffers, ``rank_stride`` bytes apart, and adds in rank order: float16 x [n]."""
     atom = tl.program_id(0).to(tl.int64)
     nbytes: tl.constexpr = atom_nbytes(BITS)
     total = decode_atoms(data_ptr + atom * nbytes, 1, BITS, FP4, False, 1, AMD)

@@ -1,11 +1,13 @@
-"""Collectives among CPU ranks through gloo, exact or in quick's lossy formats.
+"""Collectives among CPU ranks through gloo, exact or in the lossy formats of quickreduce.
 
-A rank sends its rows once and computes all of the sum itself: with the small messages and few ranks
-of a CPU, one exchange costs less than two of half the size. The bits are those of the two-shot
-reduction all the same, in which every segment is decoded, summed in rank order and encoded again.
+Every rank sends its rows once and computes the whole sum itself. On CPUs, with small messages and
+few ranks, one exchange costs less than two of half the size. The result has the bits of the
+two-shot reduction of quickreduce: decode, add in rank order, encode again.
 """
 
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroupGloo, Work
@@ -14,9 +16,12 @@ from ffn_worker.allreduce import formats_torch
 from ffn_worker.allreduce.base import Collective, Setup, row_shares
 from ffn_worker.allreduce.rendezvous import host_of, named_errors, open_store
 
+_Gloo: Any = ProcessGroupGloo
+"""Untyped, because torch's stubs lack most of its members."""
+
 
 class GlooCollective(Collective):
-    """See :class:`Collective`. Exact sums are added in float32 in rank order and rounded once."""
+    """See :class:`Collective`. Exact sums: added in float32 in rank order, rounded once."""
 
     name = "gloo"
 
@@ -26,11 +31,11 @@ class GlooCollective(Collective):
         self._fmt = setup.fmt
         self._deadline_s = setup.deadline_s
         store = open_store(setup.address, rank, world, start_s)
-        options = ProcessGroupGloo._Options()
-        options._devices = [ProcessGroupGloo.create_device(hostname=host_of(setup.address))]
+        options = _Gloo._Options()
+        options._devices = [_Gloo.create_device(hostname=host_of(setup.address))]
         options._timeout = timedelta(seconds=start_s)
         with named_errors("connecting to the other ranks", rank, world, start_s):
-            self._group = ProcessGroupGloo(store, rank, world, options)
+            self._group = _Gloo(store, rank, world, options)
             self._group.barrier().wait()
         self._group._set_default_timeout(timedelta(seconds=setup.deadline_s))
 
@@ -38,8 +43,8 @@ class GlooCollective(Collective):
         if not x.numel():
             return x
         if self._fmt is None:
-            return _sum(self._everyones(x)).to(x.dtype)
-        data = self._everyones(formats_torch.encode(x, self._fmt))
+            return _sum(self._gather_from_all(x)).to(x.dtype)
+        data = self._gather_from_all(formats_torch.encode(x, self._fmt))
         total = formats_torch.decode_sum(data, x.numel(), self._fmt)
         again = formats_torch.encode(total, self._fmt)
         return formats_torch.decode(again, x.numel(), self._fmt, x.dtype).view(x.shape)
@@ -70,8 +75,8 @@ class GlooCollective(Collective):
     def close(self) -> None:
         self._group.abort()
 
-    def _everyones(self, x: torch.Tensor) -> torch.Tensor:
-        """[world, *x.shape] from x of the same shape on every rank."""
+    def _gather_from_all(self, x: torch.Tensor) -> torch.Tensor:
+        """Gathers x, of the same shape on every rank, to [world, *x.shape]."""
         received = x.new_empty((self.world, *x.shape))
         parts = [part.view(torch.uint8) for part in received]
         self._finish(self._group.allgather([parts], [x.view(torch.uint8)]))
@@ -80,7 +85,7 @@ class GlooCollective(Collective):
     def _exchange(
         self, out: torch.Tensor, x: torch.Tensor, receive: list[int], send: list[int]
     ) -> None:
-        """``send[r]`` rows of x to rank r, in order; ``receive[r]`` rows of out from it."""
+        """Sends ``send[r]`` rows of x to rank r, in order; receives ``receive[r]`` rows of out."""
         if out.numel() or x.numel():
             out, x = out.view(torch.uint8), x.view(torch.uint8)
             self._finish(self._group.alltoall_base(out, x, receive, send))
@@ -90,8 +95,13 @@ class GlooCollective(Collective):
             work.wait()
 
 
+def make(setup: Setup, table: Path | None) -> Collective:
+    """See :class:`ffn_worker.allreduce.registry.Make`; there is no crossover table."""
+    return GlooCollective(setup)
+
+
 def _sum(parts: torch.Tensor) -> torch.Tensor:
-    """float32 sum over the first axis, in its order."""
+    """float32 sum over the first axis, in order."""
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part

@@ -1,9 +1,10 @@
-"""Collectives through NCCL, or RCCL on ROCm: exact, in the library's order of additions."""
+"""Collectives through NCCL, or RCCL on ROCm. Exact; the library chooses the order of additions."""
 
 import os
 import threading
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,14 +18,14 @@ _WATCH_S = 0.2
 
 
 class NcclCollective(Collective):
-    """See :class:`Collective`. Makes torch's default process group, one in a process.
+    """See :class:`Collective`. Makes torch's default process group: at most one per process.
 
-    A rank whose process ended is noticed within ``_WATCH_S``: the communicator is aborted, which
-    ends kernels that wait, captured ones too. A rank that lives but does not come is noticed by
-    torch's own watchdog, for calls that are not replayed.
+    If the process of a rank ends, a thread notices within ``_WATCH_S`` seconds and aborts the
+    communicator. This ends waiting kernels, also captured ones. If a rank is alive but late,
+    torch's own watchdog raises, except for replayed calls.
 
     Raises:
-        ConfigError: there is a format, NCCL adds values as they are; or no GPU.
+        ConfigError: the setup has a format; NCCL adds values as they are.
     """
 
     name = "nccl"
@@ -35,15 +36,13 @@ class NcclCollective(Collective):
         super().__init__(rank, world)
         if setup.fmt is not None:
             name = setup.fmt.name
-            raise ConfigError(f"nccl has no all-reduce format {name}; use quick, or exact")
-        if device.type != "cuda":
-            raise ConfigError(f"nccl runs on GPUs, not on {device}; use gloo")
+            raise ConfigError(f"nccl has no all-reduce format {name}; use quickreduce, or exact")
         if dist.is_initialized():
-            raise ConfigError("this process has a process group; make one collective only")
+            raise ConfigError("this process already has a process group; make only one collective")
         self.device = device
         self.store = open_store(setup.address, rank, world, start_s)
         torch.cuda.set_device(device)
-        # All ranks are on this host, whose own name need not resolve.
+        # All ranks are on this host, and its host name may not resolve.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         with named_errors("connecting to the other ranks", rank, world, start_s):
             dist.init_process_group(
@@ -56,7 +55,9 @@ class NcclCollective(Collective):
             )
             self.watch = PeerWatch(self.store, rank, world)
             dist.barrier()
-        self._backend = dist.group.WORLD._get_backend(device)
+        group = dist.group.WORLD
+        assert group is not None  # initialised above
+        self._backend = group._get_backend(device)
         self._backend._set_default_timeout(timedelta(seconds=setup.deadline_s))
         self._deadline_s = setup.deadline_s
         self._lost: int | None = None
@@ -75,7 +76,7 @@ class NcclCollective(Collective):
         self.check()
         shares = row_shares(len(x), self.world)
         longest = shares[0][1]
-        if longest * self.world != len(x):  # NCCL's pieces are all alike
+        if longest * self.world != len(x):  # NCCL needs shares of equal size
             padded = x.new_zeros((self.world, longest, *x.shape[1:]))
             for part, (start, end) in zip(padded, shares, strict=True):
                 part[: end - start] = x[start:end]
@@ -130,3 +131,8 @@ class NcclCollective(Collective):
                 self._lost = lost
                 self._backend.abort()
                 return
+
+
+def make(setup: Setup, table: Path | None) -> Collective:
+    """See :class:`ffn_worker.allreduce.registry.Make`; there is no crossover table."""
+    return NcclCollective(setup)

@@ -1,4 +1,4 @@
-"""How the ranks of one instance find each other: a file that all see, or a TCP address."""
+"""How the ranks of one FFN instance find each other: a shared file or a TCP address."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,20 +11,21 @@ from afd.errors import ConfigError, DeadlineExceeded, PeerLost
 
 
 def host_of(address: str) -> str:
-    """The host of a TCP rendezvous; the loopback address for a file, which only one host has."""
+    """The host of a TCP rendezvous; the loopback address for a file."""
     return urlsplit(address).hostname or "127.0.0.1"
 
 
 def open_store(address: str, rank: int, world: int, start_s: float) -> Store:
-    """The store through which the ranks exchange addresses and handles.
+    """Opens the store through which the ranks exchange addresses and handles.
 
     Args:
-        address: ``file:///PATH`` of a file that does not exist yet, new for every start, or
-            ``tcp://HOST:PORT`` where rank 0 listens.
-        start_s: how long to wait for the others.
+        address: ``file:///PATH`` of a file that does not exist yet, or ``tcp://HOST:PORT`` where
+            rank 0 listens. Every start needs a new file.
+        start_s: how long to wait for the other ranks, in seconds.
 
     Raises:
-        ConfigError: the address is neither. DeadlineExceeded: the others did not come.
+        ConfigError: the address has neither form.
+        DeadlineExceeded: the other ranks did not come.
     """
     parts = urlsplit(address)
     if parts.scheme == "file" and parts.path:
@@ -42,7 +43,10 @@ def open_store(address: str, rank: int, world: int, start_s: float) -> Store:
 
 @contextmanager
 def named_errors(doing: str, rank: int, world: int, deadline_s: float) -> Iterator[None]:
-    """Turns what torch.distributed raises into the project's errors."""
+    """Turns errors of torch.distributed into PeerLost and DeadlineExceeded.
+
+    doing: what this rank was doing, for the message.
+    """
     try:
         yield
     except RuntimeError as err:  # torch's own errors derive from it

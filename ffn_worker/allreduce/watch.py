@@ -1,4 +1,4 @@
-"""Whether the processes of the other ranks still run."""
+"""Watches whether the processes of the other ranks still run."""
 
 import os
 import select
@@ -9,11 +9,15 @@ from afd.errors import PeerLost
 
 
 class PeerWatch:
-    """Watches the other ranks of this host through process descriptors, which cannot be taken for
-    another process that later got the same number.
+    """Watches the other ranks, on the same host, through process descriptors (pidfd).
+
+    A descriptor stays valid if another process gets the same number later.
 
     Args:
-        store: where the ranks leave their process numbers; waits for them as long as it waits.
+        store: where the ranks exchange their process numbers. Blocks up to the store's timeout.
+
+    Raises:
+        PeerLost: a rank's process has ended or cannot be seen.
     """
 
     def __init__(self, store: Store, rank: int, world: int) -> None:
@@ -27,12 +31,12 @@ class PeerWatch:
             except OSError as err:
                 self.close()
                 raise PeerLost(
-                    f"process {process} of rank {other} cannot be watched ({err.strerror}): it "
+                    f"process {process} of rank {other} cannot be watched ({err.strerror}); it "
                     "ended, or the ranks do not share a PID namespace"
                 ) from err
 
     def lost(self) -> int | None:
-        """A rank whose process has ended, None while all run."""
+        """Returns a rank whose process has ended, None while all run."""
         poll = select.poll()
         for descriptor in self._ranks:
             poll.register(descriptor, select.POLLIN)

@@ -1,8 +1,8 @@
-"""CUDA C++ compiled by NVRTC and launched by the driver: what Triton has no words for.
+"""Compiles CUDA C++ with NVRTC and launches it with the driver, for kernels Triton cannot express.
 
-NVRTC comes with torch's CUDA build, and cuda-bindings, by which it is called. The driver is called
-by ctypes: cuda-bindings 13.0 keeps a tensor map where it is not aligned as the driver wants it.
-No torch; streams and addresses are whole numbers.
+torch's CUDA build brings NVRTC and cuda-bindings, which calls it. The driver is called through
+ctypes, because cuda-bindings 13.0 does not align tensor maps as the driver requires. No torch;
+streams and addresses are integers.
 """
 
 import ctypes
@@ -14,18 +14,20 @@ from afd.errors import ConfigError
 
 _UINT8, _SWIZZLE_128B, _PROMOTE_128B = 0, 3, 2
 _MAX_DYNAMIC_SHARED = 8
-"""Of cuda.h: CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_SWIZZLE_128B,
+"""From cuda.h: CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_SWIZZLE_128B,
 CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 
-Argument = ctypes.c_int | ctypes.c_void_p | ctypes.Array
+Map = ctypes.Array[ctypes.c_char]
+"""A tensor map, opaque to this process."""
+Argument = ctypes.c_int | ctypes.c_void_p | Map
 
 
 def compiled(source: str, name: str, options: Sequence[str]) -> bytes:
-    """The cubin of CUDA C++.
+    """Compiles CUDA C++ and returns the cubin.
 
     Raises:
-        ConfigError: NVRTC is missing or refuses the source; with what it says.
+        ConfigError: NVRTC is missing or rejects the source; the message has its log.
     """
     try:
         from cuda.bindings import nvrtc
@@ -44,9 +46,9 @@ def compiled(source: str, name: str, options: Sequence[str]) -> bytes:
             _, size = nvrtc.nvrtcGetProgramLogSize(program)
             log = b" " * size
             nvrtc.nvrtcGetProgramLog(program, log)
-            raise ConfigError(f"NVRTC refuses {name}: {log.decode().strip(chr(0))}")
+            raise ConfigError(f"NVRTC rejects {name}: {log.decode().strip(chr(0))}")
         _, size = nvrtc.nvrtcGetCUBINSize(program)
-        cubin = b" " * size
+        cubin: bytes = b" " * size
         nvrtc.nvrtcGetCUBIN(program, cubin)
         return cubin
     finally:
@@ -66,16 +68,17 @@ def _call(name: str, *arguments: object) -> None:
         raise RuntimeError(f"{name}: {(words.value or b'').decode()} ({status})")
 
 
-@lru_cache(maxsize=4096)  # of every layer's weights, and of memory that an allocator gives again
+@lru_cache(maxsize=4096)  # maps of all layers' weights, and of memory that the allocator reuses
 def tensor_map(
     address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
-) -> ctypes.Array:
-    """How the copy engine walks bytes at ``address``, to shared memory swizzled by 128 bytes; not
-    to be written to.
+) -> Map:
+    """A tensor map: how the copy engine loads bytes at ``address`` into shared memory, swizzled by
+    128 bytes. Cached: do not modify the result.
 
     Args:
-        sizes, box: in bytes or rows, innermost first; what a box has beyond the sizes reads as 0.
-        strides: in bytes, of all dimensions but the innermost; multiples of 16.
+        sizes, box: sizes of the tensor and of one load, in bytes (innermost dimension, first) and
+            rows. Positions of a box beyond the tensor read as 0.
+        strides: in bytes, for all dimensions but the innermost; multiples of 16.
     """
     memory = (ctypes.c_char * (_MAP_BYTES + _MAP_ALIGNMENT))()
     made = (ctypes.c_char * _MAP_BYTES).from_buffer(
@@ -102,7 +105,8 @@ def tensor_map(
 
 @dataclass(frozen=True)
 class Function:
-    """A kernel in the current context. threads: of a block; shared: bytes of its dynamic memory."""
+    """A kernel loaded in the current context. threads: per block. shared: bytes of dynamic shared
+    memory per block."""
 
     handle: ctypes.c_void_p
     threads: int
@@ -110,6 +114,7 @@ class Function:
 
     @classmethod
     def load(cls, cubin: bytes, name: str, threads: int, shared: int) -> "Function":
+        """Loads the kernel ``name`` of a cubin."""
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         _call("cuModuleLoadData", ctypes.byref(module), cubin)
         _call("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
@@ -117,7 +122,7 @@ class Function:
         return cls(function, threads, shared)
 
     def launch(self, blocks: int, stream: int, arguments: Sequence[Argument]) -> None:
-        """Arguments are copied: they need not outlive the call."""
+        """Launches ``blocks`` blocks on a stream. Copies the arguments before it returns."""
         pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         _call(
             "cuLaunchKernel",

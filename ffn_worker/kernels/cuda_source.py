@@ -1,22 +1,22 @@
-"""Sources of CUDA C++ put together for NVRTC, and the functions around their instructions. Pure."""
+"""Assembles CUDA C++ sources for NVRTC and writes wrappers of wgmma instructions. Pure."""
 
 import re
 from pathlib import Path
 
 
 def assembled(name: str) -> str:
-    """A source of this folder in one piece: each ``#include "..."`` is the file itself."""
+    """Returns a source of this folder with each ``#include "..."`` replaced by the file."""
     text = (Path(__file__).parent / name).read_text(encoding="utf-8")
     return re.sub(r'#include "(.+)"', lambda found: assembled(found[1]), text)
 
 
 def wgmma(rows: int, depth: int, kind: str, flags: str, held: int) -> str:
-    """A specialisation of ``wgmma<rows>``, around one instruction: d [64, rows] (+)= weights
-    [64, depth] x [rows, depth].T.
+    """CUDA C++ of ``wgmma<rows>``, which wraps one instruction:
+    d [64, rows] (+)= weights [64, depth] x [rows, depth].T.
 
     Args:
-        kind: of both operands, as PTX names it. flags: what stands behind the predicate.
-        held: registers of d, of which the first rows / 2 are used.
+        kind: type of both operands in PTX. flags: immediate operands after the predicate.
+        held: registers of d; the first rows / 2 are used.
     """
     count = rows // 2
     registers = ", ".join(f"%{i}" for i in range(count))

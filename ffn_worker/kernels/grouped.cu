@@ -1,26 +1,25 @@
-// Gate and up of the experts' rows in one launch for NVIDIA Hopper (sm_90a): rows gathered where they
-// came, multiplied in FP8, silu(gate) * up written in FP8 to the slots. grouped.py fills in the
-// instructions and defines STAGES, N_MAX (rows of the largest tile) and N_USUAL (of the largest unless
-// there would be more tiles than blocks).
+// Gate and up of the experts' rows in one launch, for NVIDIA Hopper (sm_90a). Gathers rows from where they
+// arrived, multiplies in FP8 and writes silu(gate) * up in FP8 to the slots. grouped.py inserts the
+// instructions and defines STAGES, N_MAX and N_USUAL: the largest tile has N_USUAL rows, or N_MAX if there
+// would otherwise be more tiles than blocks.
 //
-// An expert of up to N_USUAL rows is one tile, whose weights are loaded once. In a tile of few rows
-// operands are swapped: weights are the M of wgmma and rows its N, any multiple of 16 (those of more
-// than 96 rows: grouped_rows.cu). A tile has 128 columns of gate and the same of up, one warpgroup
-// each: the results are whole blocks of 128 with one scale. A third warpgroup loads: one
-// warp weights (bulk tensor copies), one scales, two rows (asynchronous copies of 16 bytes, swizzled as
-// the tensor cores read them).
+// An expert of up to N_USUAL rows is one tile, so its weights are loaded once. Tiles of up to 96 rows swap
+// the operands: weights are the M of wgmma and rows its N, any multiple of 16. Larger tiles:
+// grouped_rows.cu. A tile has 128 columns of gate and 128 of up, one warpgroup each, so results are whole
+// blocks of 128 columns with one scale. The third warpgroup loads: one warp weights (bulk tensor copies),
+// one warp scales, two warps rows (asynchronous copies of 16 bytes, swizzled for the tensor cores).
 
 #include "grouped_common.cu"
 
 constexpr int K_BLOCK = 128;  // columns of a stage, and of a scale
 constexpr int WEIGHT_BYTES = 256 * K_BLOCK, ROW_BYTES = N_MAX * K_BLOCK;
-constexpr int STAGED = 16, STAGED_ROW = 256;  // result rows that pass shared memory at once, bytes of one
+constexpr int STAGED = 16, STAGED_ROW = 256;  // result rows staged in shared memory at once; bytes of a row
 constexpr int LOADER_REGISTERS = 40, MATH_REGISTERS = 232;
 constexpr int FIRST_LOADER = 256, GATHERERS = 64;  // threads
-constexpr int LAG = 2;  // stages whose rows are under way before the gathering warps wait for those of one
+constexpr int LAG = 2;  // stages of rows in flight before the gathering warps wait for the oldest
 static_assert(LAG < STAGES);
 
-// 128 rows of an expert's weights. They pass the L2 cache once: its first to go.
+// Loads 128 rows of an expert's weights. They are used once, so the L2 cache evicts them first.
 __device__ __forceinline__ void load_weights(u32 to, const TensorMap* map, u64* barrier, int column, int row,
                                              int expert) {
     asm volatile(
@@ -42,20 +41,21 @@ struct Shared {
     char* weights;  // [STAGES][256][128]: gate, up
     char* rows;     // [STAGES][N_MAX][128]
     char* staged;   // [2][STAGED][STAGED_ROW]
-    float* scales;  // [STAGES][2][N_MAX]: of rows times that of gate or of up, at place(row)
-    u32* sources;   // [N_MAX]: where a tile's rows begin
+    float* scales;  // [STAGES][2][N_MAX]: row scale times that of gate or up, at place(row)
+    u32* sources;   // [N_MAX]: byte offsets of a tile's rows
     u64 *full, *empty;  // [STAGES]
     Group* groups;      // [experts + 1]
 };
 
-// Where a row's scale lies: a lane has two rows of each eight, beside them its two of the next eight.
+// Index of a row's scale. A lane has two rows of every eight; the scales of its two rows of the next eight
+// follow them.
 __device__ __forceinline__ int place(int n) {
     return n / 16 * 16 + n % 8 / 2 * 4 + n / 8 % 2 * 2 + n % 2;
 }
 
-// Tile of a number, false where there are no more: those of an expert one after the other, its row
-// tiles innermost. group only rises. (As a struct with a state of its own it costs the math
-// warps their uniform registers: descriptors are then moved before every instruction.)
+// Finds the tile with a number; false if there is none. Tiles are ordered by expert, column, rows. `group`
+// only grows from call to call. (As a struct with state, this would cost the math warps their uniform
+// registers: descriptors would be moved before every instruction.)
 __device__ __forceinline__ bool find(const Group* groups, int experts, int columns, int number, int& group,
                                      Tile& tile) {
     int across = columns / 128;
@@ -71,7 +71,7 @@ __device__ __forceinline__ bool find(const Group* groups, int experts, int colum
 
 #include "grouped_results.cu"
 
-// part = a [64, K_BLOCK] x b [N, K_BLOCK].T by a warpgroup.
+// part = a [64, K_BLOCK] x b [N, K_BLOCK].T, by one warpgroup.
 template <int N>
 __device__ __forceinline__ void product(float (&part)[N / 2], u64 a, u64 b) {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -79,12 +79,12 @@ __device__ __forceinline__ void product(float (&part)[N / 2], u64 a, u64 b) {
     for (int k = 0; k < K_BLOCK / 32; ++k) wgmma<N>(part, a + 2 * k, b + 2 * k, k != 0);
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-    // What reads `part` must stay behind the wait.
+    // Keeps reads of `part` after the wait.
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(part[i])::"memory");
 }
 
-// sum += part, with a scale per row; the first EARLY * 16 rows' are in `early`, the others' in shared memory.
+// sum += part * scale of the row. Scales of the first EARLY * 16 rows are in `early`, others in `scales`.
 template <int N, int EARLY>
 __device__ __forceinline__ void add_scaled(float (&sum)[N / 2], const float (&part)[N / 2], const float4* early,
                                            const float4* scales) {
@@ -102,11 +102,11 @@ __device__ __forceinline__ void add_scaled(float (&sum)[N / 2], const float (&pa
     }
 }
 
-// One tile of up to N rows by one warpgroup, 0: gate, 1: up.
+// Multiplies one tile of up to N rows. half: this warpgroup, 0 for gate, 1 for up.
 template <int N>
 __device__ __forceinline__ void multiply(const Shared& shared, const Tile& tile, int half, int k_blocks,
                                          const Results& results, Ring& ring) {
-    // As many scales as registers hold are loaded once for both halves, before the tensor cores begin.
+    // As many scales as registers can hold are loaded before the tensor cores begin, once for both h.
     constexpr int EARLY = N <= 96 ? N / 16 : N <= 128 ? 2 : 0;
     float sums[2][N / 2];
 #pragma unroll
@@ -124,7 +124,7 @@ __device__ __forceinline__ void multiply(const Shared& shared, const Tile& tile,
         u64 b = operand(shared_address(shared.rows + ring.stage * ROW_BYTES));
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            // The tensor cores add in few bits: every 128 columns go to the sums by themselves.
+            // The tensor cores accumulate FP8 with few bits, so every 128 columns are added in float32.
             float part[N / 2];
             product<N>(part, operand(a + h * 64 * K_BLOCK), b);
             add_scaled<N, EARLY>(sums[h], part, early, scales);
@@ -139,8 +139,8 @@ __device__ __forceinline__ void multiply(const Shared& shared, const Tile& tile,
 
 #include "grouped_rows.cu"
 
-// The copies of all but the last PENDING stages are there: so is the stage so far behind the ring's. The fence
-// is here because a multiplying warp would stand still for it.
+// Waits for the copies of all but the last PENDING stages and signals the stage `behind` the ring's. The fence
+// is here because it would stall a multiplying warp.
 template <int PENDING>
 __device__ __forceinline__ void arrive_copied(const Shared& shared, const Ring& ring, int behind) {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
@@ -153,7 +153,7 @@ gate_up(const __grid_constant__ TensorMap weight_map,  // of codes [experts, 2 *
         const float* __restrict__ weight_scales,       // [experts, 2 * columns / 128, k_blocks]
         const char* __restrict__ rows,                 // [., k_blocks * 128]
         const float* __restrict__ row_scales,          // [., k_blocks]
-        const int* __restrict__ sources,               // [room]: of each slot the pair that has it
+        const int* __restrict__ sources,               // [room]: the pair in each slot
         const int* __restrict__ ends,                  // [experts]
         char* __restrict__ out, float* __restrict__ out_scales, int experts, int columns, int k_blocks, int top_k,
         int room, int pad) {
@@ -233,14 +233,14 @@ gate_up(const __grid_constant__ TensorMap weight_map,  // of codes [experts, 2 *
             }
         } else if (warp >= 10) {
             int thread = threadIdx.x - FIRST_LOADER - 64, first = thread / 8, piece = thread % 8 * 16;
-            // Through a shuffle, or the compiler loads the parameter again for every copy.
+            // Through a shuffle; otherwise the compiler reloads the parameter for every copy.
             u64 base = __shfl_sync(~0u, reinterpret_cast<u64>(rows + piece), lane);
             for (int t = first_tile; find(shared.groups, experts, columns, t, group, tile); t += step) {
                 named_sync(2, GATHERERS);
                 for (int n = thread; n < tile.rows; n += GATHERERS)
                     shared.sources[n] = sources[tile.slot + n] / top_k * (k_blocks * K_BLOCK);
                 named_sync(2, GATHERERS);
-                // Read once, or every copy of every stage waits for shared memory.
+                // Read once; otherwise every copy of every stage waits for shared memory.
                 u32 held[N_MAX / 8];
 #pragma unroll
                 for (int i = 0; i < N_MAX / 8; ++i) held[i] = shared.sources[first + i * 8];

@@ -1,5 +1,5 @@
-// What the grouped kernels for NVIDIA Hopper share: barriers, copies, operands of wgmma, the ring of
-// stages, and where each expert's tiles begin. STAGES is defined by what includes this.
+// Shared by the grouped kernels for NVIDIA Hopper: barriers, copies, operands of wgmma, the ring of
+// stages, and the first tile of each expert. The including source defines STAGES.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -41,7 +41,8 @@ __device__ __forceinline__ void copy_16(u32 to, const char* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
-// Rows come by ordinary asynchronous copies; the tensor cores read through the other proxy.
+// Needed because asynchronous copies write rows through the generic proxy, and the tensor cores read
+// them through the async proxy.
 __device__ __forceinline__ void fence_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ __forceinline__ void named_sync(int id, int threads) {
@@ -75,13 +76,13 @@ __device__ __forceinline__ float gated(float gate, float up) {
     return __fdividef(gate, 1.f + __expf(-gate)) * up;
 }
 
-// An expert: number of its first tile, where its slots begin, its rows.
+// One expert: number of its first row tile, its first slot, and its rows.
 struct Group {
     int first_tile, begin, rows;
 };
 
-// One warp: every expert's first tile, from where its slots end. A run begins at a multiple of pad.
-// most: rows of the largest tile. Returns the number of row tiles.
+// Computes the groups of all experts, with one warp, from the ends of their runs. A run begins at a
+// multiple of pad. most: rows of the largest tile. Returns the number of row tiles.
 __device__ __forceinline__ int find_groups(const int* ends, int experts, int pad, int most, Group* groups) {
     int lane = threadIdx.x % 32, tiles = 0, last = 0;
     for (int base = 0; base < experts; base += 32) {

@@ -1,12 +1,12 @@
-// Both products of the experts' rows in bfloat16 for NVIDIA Hopper (sm_90a): gate_up gathers rows where they
-// came and writes silu(gate) * up to the slots; down multiplies what lies in the slots. grouped_plain.py
-// fills in the instructions and defines STAGES, N_MAX (rows of the largest tile) and WARPGROUPS (that
-// multiply, 64 rows of weights each).
+// Both products of the experts' rows in bfloat16, for NVIDIA Hopper (sm_90a). gate_up gathers rows from where
+// they arrived and writes silu(gate) * up to the slots; down multiplies the slots. grouped_plain.py inserts
+// the instructions and defines STAGES, N_MAX (rows of the largest tile) and WARPGROUPS (that multiply, with
+// 64 rows of weights each).
 //
-// Operands are swapped: weights are the M of wgmma and rows its N, any multiple of 8, so that an expert's
-// rows are cut into equal tiles and hardly any is empty. Sums stay in registers over all of K. Weights of
-// gate and up alternate by eights: a lane has both of a column. A tile's stages are loaded while the
-// tile before is multiplied and written; a warpgroup goes its own way, so that one writes while
+// Operands are swapped: weights are the M of wgmma and rows its N, any multiple of 8. So an expert's rows
+// are split into equal tiles with few empty rows. Sums stay in registers over all of K. Rows of gate and up
+// alternate in groups of eight, so that a lane has both values of a column. The stages of a tile are loaded
+// while the previous tile is multiplied and written. Warpgroups run independently: one can write while
 // another multiplies.
 
 #include "grouped_common.cu"
@@ -17,12 +17,12 @@ constexpr int WEIGHT_BYTES = TILE_GROUPS * 16 * LINE, ROW_BYTES = N_MAX * LINE;
 constexpr int MATH = WARPGROUPS * 128, LOADERS = 128;  // threads
 constexpr int LOADER_REGISTERS = 56, MATH_REGISTERS = 152;
 static_assert(LOADER_REGISTERS + WARPGROUPS * MATH_REGISTERS <= 512);
-constexpr int CHUNK = 4096;  // bytes of results that pass shared memory at once
+constexpr int CHUNK = 4096;  // bytes of results staged in shared memory at once
 constexpr int ROW_BOX = 32;  // rows that the copy engine loads at once
 constexpr int LOADER_BARRIER = 15;
-constexpr u64 KEPT = 0x1000000000000000, FIRST_TO_GO = 0x12F0000000000000;  // by the L2 cache
+constexpr u64 KEPT = 0x1000000000000000, FIRST_TO_GO = 0x12F0000000000000;  // L2 cache policies
 
-// All groups of a tile: of 8 rows of gate and the same of up, or of 16 rows.
+// Loads all groups of a tile. A group is 8 rows of gate and 8 of up, or 16 rows.
 __device__ __forceinline__ void load_weights(u32 to, const TensorMap* map, u64* barrier, int column, int group,
                                              int expert, u64 policy) {
     asm volatile(
@@ -40,7 +40,7 @@ __device__ __forceinline__ void load_rows(u32 to, const TensorMap* map, u64* bar
         : "memory");
 }
 
-// The barrier counts this thread when its copies so far are there; nobody waits for them.
+// Arrives at the barrier, without blocking, once the copies of this thread so far have completed.
 __device__ __forceinline__ void arrive_when_copied(u64* barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
@@ -49,7 +49,7 @@ template <int N>
 __device__ __forceinline__ void wgmma(float (&d)[N_MAX / 2], u64 a, u64 b, int add);
 WGMMA_FUNCTIONS
 
-// group: first of its columns. rows 0: there are no more tiles.
+// group: the first of its groups of weights. rows: 0 if there are no more tiles.
 struct Tile {
     int expert, group, slot, rows;
 };
@@ -58,14 +58,14 @@ struct Shared {
     char* weights;      // [STAGES][TILE_GROUPS * 16][LINE]
     char* rows;         // [STAGES][N_MAX][LINE]
     char* staged;       // [WARPGROUPS][2][CHUNK]
-    u32* sources;       // [16][16]: where row first + 16 * i begins at [first][i]
-    Tile* tiles;        // [STAGES]: whose the stage is, and one more: the next
+    u32* sources;       // [16][16]: byte offset of row first + 16 * i at [first][i]
+    Tile* tiles;        // [STAGES]: tile of each stage, and in one entry more the next tile
     u64 *full, *empty;  // [STAGES]
     Group* groups;      // [experts + 1]
 };
 
-// Tile of a number: those of an expert one after the other, its row tiles innermost, so that blocks that
-// share weights or rows run at the same time. expert only rises.
+// Finds the tile with a number. Tiles are ordered by expert, column, rows, so that blocks that share weights
+// or rows run at the same time. `expert` only grows from call to call.
 __device__ __forceinline__ Tile find(const Group* groups, int experts, int across, int number, int& expert) {
     while (expert < experts && number >= groups[expert + 1].first_tile * across) ++expert;
     if (expert == experts) return {0, 0, 0, 0};
@@ -76,14 +76,14 @@ __device__ __forceinline__ Tile find(const Group* groups, int experts, int acros
     return {expert, within / parts * TILE_GROUPS, g.begin + part * each, min(each, g.rows - part * each)};
 }
 
-// A warp has read the stage before the ring's.
+// Signals that this warp has read the stage before the ring's.
 __device__ __forceinline__ void release(const Shared& shared, const Ring& ring) {
     if (threadIdx.x % 32 == 0) barrier_arrive(&shared.empty[ring.stage ? ring.stage - 1 : STAGES - 1]);
 }
 
-// A tile of up to N rows by one warpgroup. COPIED: its rows came by ordinary asynchronous copies, and the
-// tensor cores read through the other proxy. The fence is here since those who copy would have to wait
-// for their copies before it, and would begin the next stage late.
+// Multiplies a tile of up to N rows with one warpgroup. COPIED: rows came by asynchronous copies, through the
+// generic proxy, so a proxy fence is needed. The fence is here because the loading threads would have to wait
+// for their copies before it and would start the next stage late.
 template <int N, bool COPIED>
 __device__ __forceinline__ void multiply(float (&sums)[N_MAX / 2], const Shared& shared, int warpgroup, int k_blocks,
                                          Ring& ring) {
@@ -102,24 +102,24 @@ __device__ __forceinline__ void multiply(float (&sums)[N_MAX / 2], const Shared&
         ring.advance();
     }
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-    // What reads the sums must stay behind the wait.
+    // Keeps reads of the sums after the wait.
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(sums[i])::"memory");
     release(shared, ring);
 }
 
-// Results of a warpgroup's 64 rows of weights, which are 32 columns if GATED: through shared memory, where
-// they turn to rows, a chunk at a time.
+// Stores the results of a warpgroup's 64 rows of weights: 64 columns, or 32 if GATED. They are transposed to
+// rows in shared memory, one chunk at a time.
 template <bool GATED>
 __device__ __forceinline__ void store(const float (&sums)[N_MAX / 2], const Shared& shared, const Tile& tile,
                                       int warpgroup, char* out, int columns) {
-    constexpr int BYTES = GATED ? 64 : 128, PIECES = BYTES / 16;  // of a result row here
-    constexpr int ROWS = CHUNK / BYTES, PASS = 128 / PIECES;      // of a chunk, stored at once
-    int thread;  // read here, so that no address is kept in a register throughout the loop
+    constexpr int BYTES = GATED ? 64 : 128, PIECES = BYTES / 16;  // of a result row of this warpgroup
+    constexpr int ROWS = CHUNK / BYTES, PASS = 128 / PIECES;      // of a chunk; rows stored at once
+    int thread;  // read here, so that no register holds an address during the loop
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     thread %= 128;
     int warp = thread / 32, lane = thread % 32;
-    named_sync(1 + warpgroup, 128);  // what was staged before is read
+    named_sync(1 + warpgroup, 128);  // the previous chunk has been read
     // Pieces of 16 bytes are swizzled by row.
     int to_row = GATED ? lane : lane / 16 * 8 + lane % 8, to_piece = GATED ? warp : warp * 2 + lane / 8 % 2;
     u32 staged = shared_address(shared.staged) + warpgroup * 2 * CHUNK;
@@ -147,7 +147,7 @@ __device__ __forceinline__ void store(const float (&sums)[N_MAX / 2], const Shar
             named_sync(1 + warpgroup, 128);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                // Behind the last row it again: a branch that lanes take differently would cost the math
+                // Beyond the last row, store the last row again: a divergent branch would cost the math
                 // warps their uniform registers.
                 int row = min(c * ROWS + half * PASS + row_in, tile.rows - 1), in = row - c * ROWS;
                 const char* from = shared.staged + warpgroup * 2 * CHUNK + chunk + in * BYTES +
@@ -159,7 +159,7 @@ __device__ __forceinline__ void store(const float (&sums)[N_MAX / 2], const Shar
     }
 }
 
-// Weights and rows of all tiles of down: one thread of the loading warpgroup.
+// Loads weights and rows of all tiles of down, with one thread of the loading warpgroup.
 __device__ __forceinline__ void load_placed(const Shared& shared, const TensorMap* weight_map,
                                             const TensorMap* row_map, int* queue, int experts, int across,
                                             int k_blocks, Ring& ring) {
@@ -183,16 +183,16 @@ __device__ __forceinline__ void load_placed(const Shared& shared, const TensorMa
     }
 }
 
-// The same of gate_up, whose rows the whole warpgroup copies from where they came.
+// Loads for gate_up. The whole warpgroup copies rows from where they arrived.
 __device__ __forceinline__ void load_gathered(const Shared& shared, const TensorMap* weight_map, const char* rows,
                                               const int* sources, int* queue, int experts, int across, int k_blocks,
                                               int top_k, Ring& ring) {
     int thread = threadIdx.x - MATH, first = thread / 8, piece = thread % 8 * 16;
     bool leader = thread == 0;
-    // Through a shuffle, or the compiler loads the parameter again for every copy.
+    // Through a shuffle; otherwise the compiler reloads the parameter for every copy.
     u64 base = __shfl_sync(~0u, reinterpret_cast<u64>(rows + piece), thread % 32);
     int expert = 0, number = 0;
-    u32 held[2] = {0, 0};  // pairs of the next tile, two of a thread
+    u32 held[2] = {0, 0};  // pairs of the next tile, two per thread
     Tile* next = &shared.tiles[STAGES];
     auto fetch = [&]() {
 #pragma unroll
@@ -220,7 +220,7 @@ __device__ __forceinline__ void load_gathered(const Shared& shared, const Tensor
         }
         named_sync(LOADER_BARRIER, LOADERS);
         fetch();
-        // Weights that one tile reads go first from the L2 cache.
+        // Weights that only one tile reads are evicted from the L2 cache first.
         bool once = shared.groups[tile.expert + 1].first_tile - shared.groups[tile.expert].first_tile == 1;
         for (int block = 0; block < k_blocks; ++block, ring.advance()) {
             barrier_wait(&shared.empty[ring.stage], ring.phase ^ 1);
@@ -303,14 +303,14 @@ __device__ __forceinline__ void run(const TensorMap* weight_map, const TensorMap
         for (;;) {
             barrier_wait(&shared.full[ring.stage], ring.phase);
             Tile tile = shared.tiles[ring.stage];
-            // So that the compiler sees that no warp takes two ways.
+            // Tells the compiler that all lanes of a warp take the same branch.
             tile.rows = __reduce_max_sync(~0u, tile.rows);
             tile.group = __reduce_max_sync(~0u, tile.group);
             if (tile.rows == 0) break;
             if (tile.group + warpgroup * 4 < groups) {
                 MULTIPLY_BY_ROWS
                 store<GATED>(sums, shared, tile, warpgroup, out, groups * (GATED ? 8 : 16));
-            } else {  // behind the last column
+            } else {  // beyond the last column
                 for (int block = 0; block < k_blocks; ++block) {
                     barrier_wait(&shared.full[ring.stage], ring.phase);
                     ring.advance();
@@ -321,16 +321,16 @@ __device__ __forceinline__ void run(const TensorMap* weight_map, const TensorMap
     }
 }
 
-// Both products have one signature. weight_map: of weights by groups of 16 rows, of gate_up 8 of gate and 8 of
-// up. row_map, of down: of what lies in the slots. rows, of gate_up: [., k_blocks * 64].
+// Both products have the same signature. weight_map: weights in groups of 16 rows; for gate_up, 8 of gate and
+// 8 of up. row_map (down): the rows in the slots. rows (gate_up): [., k_blocks * 64].
 #define ENTRY(name, GATED)                                                                                          \
     extern "C" __global__ void __launch_bounds__(MATH + LOADERS, 1)                                                 \
         name(const __grid_constant__ TensorMap weight_map, const __grid_constant__ TensorMap row_map,               \
              const char* __restrict__ rows,                                                                         \
-             const int* __restrict__ sources,  /* [room]: of each slot the pair that has it */                      \
+             const int* __restrict__ sources,  /* [room]: the pair in each slot */                                  \
              const int* __restrict__ ends,     /* [experts] */                                                      \
              char* __restrict__ out,           /* bfloat16 [room, .] */                                             \
-             int* queue,                       /* 0: tiles taken so far */                                          \
+             int* queue,                       /* [1], 0 at first: tiles taken so far */                            \
              int experts, int groups, int k_blocks, int top_k, int pad) {                                           \
         run<GATED>(&weight_map, &row_map, rows, sources, ends, out, queue, experts, groups, k_blocks, top_k, pad);  \
     }

@@ -1,6 +1,6 @@
-// How grouped.cu turns a tile's sums into what it writes: silu(gate) * up in FP8, with a scale per 128 columns.
+// Results of grouped.cu: turns a tile's sums into silu(gate) * up in FP8, with a scale per 128 columns.
 
-// The scale of a block with its largest bits: rounded as codecs_triton.fp8_block rounds it.
+// The scale of a block from the bits of its largest magnitude; rounds as codecs_triton.fp8_block.
 __device__ __forceinline__ float block_scale(u32 most) {
     float scale = __uint_as_float(most) / 448.f;
     if (scale < 1e-30f) scale = 1.f;
@@ -20,7 +20,7 @@ __device__ __forceinline__ float rounded(float value) {  // to bfloat16
 
 __device__ __forceinline__ u32 magnitude(float value) { return __float_as_uint(value) & 0x7FFFFFFFu; }
 
-// Of 8 columns, in FP8 with the scale of the 128 columns that 16 lanes have together.
+// silu(gate) * up of 8 columns in FP8. The scale is that of 128 columns, which 16 lanes hold together.
 __device__ __forceinline__ uint2 gated(uint4 gate, uint4 up, float& scale) {
     const u32 g[4] = {gate.x, gate.y, gate.z, gate.w}, u[4] = {up.x, up.y, up.z, up.w};
     float v[8];
@@ -52,12 +52,13 @@ struct Results {
     int columns, room;
 };
 
-// Results of N rows, from a tile's row `first` on, of this warpgroup's 64 columns twice. Through shared
-// memory, 16 rows at a time, in bfloat16: gate and up meet and turn to rows there.
+// Stores N rows of results, from row `first` of the tile on, for two times 64 columns of this warpgroup.
+// They pass through shared memory in bfloat16, 16 rows at a time. There gate and up of a value come
+// together and columns are transposed to rows.
 template <int N>
 __device__ __forceinline__ void store(const float (&sums)[2][N / 2], int first, const Shared& shared,
                                       const Tile& tile, int half, const Results& results) {
-    int thread;  // read here, so that no address is kept in a register throughout the loop
+    int thread;  // read here, so that no register holds an address during the loop
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     int warp = thread / 32 % 4, matrix = thread % 32 / 8, row_in = matrix / 2 * 8 + thread % 8;
     u32 to = shared_address(shared.staged) + half * STAGED * STAGED_ROW + row_in * STAGED_ROW;

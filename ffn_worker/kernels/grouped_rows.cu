@@ -1,14 +1,15 @@
-// Tiles of 97 to 128 + REST rows for grouped.cu: the first 128 rows are the M of wgmma, 64 a
-// warpgroup, and the weights its N; those above are its N again, as in multiply.
+// Tiles of 97 to 128 + REST rows for grouped.cu. The first 128 rows are the M of wgmma, 64 per warpgroup,
+// and the weights its N. The rows above 128 are the N, as in multiply.
 //
-// They take fewer bytes of shared memory than with rows as N, by which these tiles are bound, and gate
-// and up of a row are in one lane: they meet without shared memory, where N / 16 times all warps
-// wait for each other.
+// These tiles are bound by reads of shared memory, and with rows as M they read fewer bytes. Gate and up
+// of a value are in one lane, so no exchange through shared memory is needed; that would make all warps
+// wait for each other N / 16 times.
 
-// silu(gate) * up of a lane's two rows of `sums`, eight apart, from their bfloat16 in FP8 to the slots.
+// Stores silu(gate) * up in FP8 for a lane's two rows of `sums`, which are eight apart. Gate and up are
+// rounded to bfloat16 first.
 __device__ __forceinline__ void store_rows(float (&sums)[2][64], const Tile& tile, int half,
                                            const Results& results) {
-    int thread;  // read here, so that no address is kept in a register throughout the loop
+    int thread;  // read here, so that no register holds an address during the loop
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     int lane = thread % 32, column = lane % 4;
 #pragma unroll
@@ -32,7 +33,8 @@ __device__ __forceinline__ void store_rows(float (&sums)[2][64], const Tile& til
             results.scales[(long long)(tile.column / 128) * results.room + slot] = scale;
 #pragma unroll
         for (int j = 0; j < 16; j += 2) {
-            // Two columns of each of two groups of eight; lanes that are neighbours have four of one.
+            // A lane has two columns in each of two groups of eight. After the exchange, neighbouring lanes
+            // have four columns of one group each.
             const float *one = &sums[0][j * 4 + i * 2], *two = one + 4;
             u32 here = codes(one[0] * inverse, one[1] * inverse);
             u32 next = codes(two[0] * inverse, two[1] * inverse);
@@ -43,10 +45,10 @@ __device__ __forceinline__ void store_rows(float (&sums)[2][64], const Tile& til
     }
 }
 
-// sums += a warpgroup's 64 rows x WIDTH of the tile's 256 columns of weights, from FIRST on.
+// sums += 64 rows of a warpgroup x columns FIRST to FIRST + WIDTH of the tile's 256 weight columns.
 template <int FIRST, int WIDTH>
 __device__ __forceinline__ void add_columns(float (&sums)[2][64], u64 rows, u32 weights, const float* scales) {
-    float part[WIDTH / 2], scale[2][2];  // [gate, up][a row, the eighth behind it]
+    float part[WIDTH / 2], scale[2][2];  // [gate, up][row, row + 8]
 #pragma unroll
     for (int i = 0; i < 4; ++i) scale[i / 2][i % 2] = scales[i / 2 * N_MAX + i % 2 * 2];
     product<WIDTH>(part, rows, operand(weights + FIRST * K_BLOCK));
@@ -57,7 +59,8 @@ __device__ __forceinline__ void add_columns(float (&sums)[2][64], u64 rows, u32 
     }
 }
 
-// One tile by both warpgroups: each has 64 rows of gate and up, and of the rest gate (0) or up (1).
+// Multiplies one tile with both warpgroups. Each has 64 rows of gate and up. Of the rows above 128,
+// warpgroup 0 has gate and 1 has up.
 template <int REST>
 __device__ __forceinline__ void multiply_rows(const Shared& shared, const Tile& tile, int half, int k_blocks,
                                               const Results& results, Ring& ring) {
@@ -78,7 +81,7 @@ __device__ __forceinline__ void multiply_rows(const Shared& shared, const Tile& 
         if (REST < 32) {
             add_columns<0, 128>(sums, a, weights, scales + own);
             add_columns<128, 128>(sums, a, weights, scales + own);
-        } else {  // what registers hold beside the rest
+        } else {  // in smaller parts, because registers also hold the rest
             add_columns<0, 64>(sums, a, weights, scales + own);
             add_columns<64, 64>(sums, a, weights, scales + own);
             add_columns<128, 64>(sums, a, weights, scales + own);

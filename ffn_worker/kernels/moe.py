@@ -1,9 +1,9 @@
 """Grouped matrix products of the routed experts as Triton kernels, for CUDA and ROCm.
 
-Two launches make an MoE layer: gate and up with SiLU between them, then down. Pairs (row, expert)
-are sorted by expert and padded so that every block of BM pairs has one expert
-(:mod:`ffn_worker.moe.sorting`). Activations stay in the format in which the wire brought them. A
-shared expert joins as one more expert, the last, which every row chooses.
+An MoE layer takes two launches: gate and up, joined by SiLU, then down. Pairs (row, expert) are
+sorted by expert and padded so that each block of BM pairs belongs to one expert
+(:mod:`ffn_worker.moe.sorting`). Activations stay in the wire's format. A shared expert is computed
+as one more routed expert, the last one, which every row selects.
 """
 
 import triton
@@ -39,8 +39,11 @@ def _product(
     acc, a, a_scale, b_ptr, b_scale_ptr, expert, n, n0, n_rows, k0, K,
     A: tl.constexpr, B: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr,
 ):  # fmt: skip
-    """acc + activations x weights, over one step of K; with SWAP, which is for FP8, both transposed
-    and in the other order. ``n``: weight rows of this tile, ``n0``: the first of them."""
+    """acc + activations x weights, for one step of K.
+
+    n: weight rows of this tile. n0: the first of them. SWAP (FP8 only): computes the transposed
+    product, weights first.
+    """
     if B == "mxfp4":
         byte = k0 // 2 + tl.arange(0, BK // 2)
         at = expert * n_rows * (K // 2) + n[None, :] * (K // 2) + byte[:, None]
@@ -76,7 +79,7 @@ def _store(
     c_ptr, c_scale_ptr, value, pair, inside, n, N, C: tl.constexpr,
     FP8_MAX: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Rows ``pair`` of the result, in the format ``C``."""
+    """Stores rows ``pair`` of the result in the format ``C``."""
     n0 = tl.min(n, axis=0)
     if C == "fp8":
         code, scale = fp8_block(tl.reshape(value, (BM, BN // 128, 128)), FP8_MAX, EXACT=False)
@@ -127,23 +130,25 @@ def grouped_gemm_kernel(
     GROUP_M: tl.constexpr,
     SWAP: tl.constexpr,
 ):
-    """C[pair] = A[pair // rows_per] x B[expert of pair].T; with GATED silu(gate) * up of it.
+    """C[pair] = A[pair // rows_per] x B[expert of pair].T; with GATED, silu(gate) * up of that.
 
     A [rows, K] in format A; B [E, N, K] (GATED: [E, 2N, K], gate rows first) in format B; C
     [pairs, N] in format C. Formats: "plain" (one dtype), "fp8" (float32 scales: A and C per 128
-    columns, B per 128 x 128), "mxfp4" (packed, E8M0 per 32). "mxfp4" B takes A of both "mxfp4" and
+    columns, B per 128 x 128), "mxfp4" (packed, E8M0 per 32). With "mxfp4" B, A is "mxfp4" or
     "plain" bfloat16.
 
-    pairs_ptr: int32, pair numbers sorted by expert, padding >= ``pairs``; experts_ptr: int32, the
-    local expert of each block of BM; used_ptr: int32 [1], how many entries of pairs_ptr are in
-    use. K is a multiple of BK; for a quantised C, N of BN. Grid: (blocks of pairs * blocks of N).
+    pairs_ptr: int32, pair numbers sorted by expert; padding is >= ``pairs``.
+    experts_ptr: int32, the local expert of each block of BM pairs.
+    used_ptr: int32 [1], number of entries of pairs_ptr in use.
+    K must be a multiple of BK and, for a quantised C, N of BN.
+    Grid: (blocks of pairs * blocks of N).
 
-    SWAP: weights are the first operand and activations the second, FP8 with BN of 128 at most.
-    Hopper's FP8 products have 64 rows of the first operand at least, but 8 of the second.
+    SWAP: weights are the first operand and activations the second; FP8 with BN of at most 128.
+    Hopper's FP8 instructions need at least 64 rows of the first operand, but only 8 of the second.
 
-    SHARED: expert ``shared_expert`` is only ``shared_width`` wide, a multiple of BK (of the second
-    launch) and of what its scales cover: further columns of C (GATED) are not computed, further
-    columns of A (else) are not read.
+    SHARED: expert ``shared_expert`` has width ``shared_width``, a multiple of the columns per scale
+    and of the second launch's BK. The first launch (GATED) does not compute further columns of C;
+    the second does not read further columns of A.
     """
     blocks_n = tl.cdiv(N, BN)
     blocks_m = tl.num_programs(0) // blocks_n
@@ -169,7 +174,7 @@ def grouped_gemm_kernel(
             k_end = tl.where(expert == shared_expert, shared_width, K)
     n0 = block_n * BN
     n = n0 + tl.arange(0, BN)
-    n_read = n % N  # columns beyond N repeat others and are not stored
+    n_read = n % N  # columns beyond N wrap around and are not stored
     n_rows = 2 * N if GATED else N
     acc = tl.zeros((BN, BM) if SWAP else (BM, BN), dtype=tl.float32)
     up = tl.zeros_like(acc)
@@ -204,11 +209,13 @@ def combine_kernel(
     SHARED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """out[row] = sum over k of weights[row, k] * y[row * EACH + k], local experts only; with SHARED
-    plus y[row * EACH + TOP_K], the shared expert's. EACH: TOP_K, with SHARED TOP_K + 1.
+    """out[row] = sum over k of weights[row, k] * y[row * EACH + k], local experts only.
 
-    y [rows * EACH, hidden]; a pair whose expert lies outside of [first_expert, last_expert) is
-    not read. Adds in float32 in the order of k. Grid (rows, ceil(hidden / BLOCK)).
+    With SHARED, adds the shared expert's y[row * EACH + TOP_K]. EACH: pairs per row, TOP_K, or
+    TOP_K + 1 with SHARED.
+
+    y [rows * EACH, hidden]. Pairs whose expert is outside of [first_expert, last_expert) are not
+    read. Adds in float32 in the order of k. Grid (rows, ceil(hidden / BLOCK)).
     """
     EACH: tl.constexpr = TOP_K + 1 if SHARED else TOP_K
     row = tl.program_id(0).to(tl.int64)

@@ -1,5 +1,5 @@
-"""The (row, expert) pairs of a batch as one FFN instance sees them. The reference is
-``masked_pairs`` of :mod:`ffn_worker.moe.pairs`."""
+"""Masks the (row, expert) pairs of other FFN instances. Reference: ``masked_pairs`` of
+:mod:`ffn_worker.moe.pairs`."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ import triton.language as tl
 def masked_pairs_kernel(
     ids_ptr, weights_ptr, local_ptr, kept_ptr, pairs, start, experts, other, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """local = id - start and kept = weight of local experts' pairs, else ``other`` and 0.
+    """Pairs of local experts: local = id - start, kept = weight. Others: ``other`` and 0.
 
     ids, local int32; weights, kept float32; all [pairs]. Grid (pairs / BLOCK, rounded up).
     """

@@ -1,11 +1,11 @@
-"""What stands around grouped matrix products of another library, as Triton kernels.
+"""Triton kernels around the grouped matrix products of DeepGEMM: gather, SiLU, weighted sum.
 
-Every pair (row, expert) has a slot: its place in memory that is ordered by expert, -1 where nobody
-here computes it (:mod:`ffn_worker.moe.sorting`, ``place_pairs``). Rows go into their slots in FP8
-or bfloat16, come out of the first product in bfloat16, go into the second as they went into the
-first, and their results are summed, with those of a shared expert, for which rows stay where they
-are. Slots that no pair has are neither read nor written. Scales are stored as the library's TMA
-loads want them: one after the other along the slots.
+Every pair (row, expert) has a slot: its index in memory ordered by expert, -1 if the expert is not
+local (``place_pairs`` of :mod:`ffn_worker.moe.sorting`). Rows are copied to their slots in FP8 or
+bfloat16. The first product returns bfloat16, the second takes the format of the first. The results
+are summed per row, plus those of a shared expert, which reads rows in their original order. Slots
+without a pair are neither read nor written. Scales are stored for the library's TMA loads: those of
+neighbouring slots are contiguous.
 """
 
 import triton
@@ -19,11 +19,11 @@ def gather_rows_kernel(
     x_ptr, x_scale_ptr, slots_ptr, a_ptr, a_scale_ptr, hidden, capacity,
     EACH: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """a[slots[row * EACH + k]] = x[row] for every k, with the scales where it is SCALED.
+    """a[slots[row * EACH + k]] = x[row] for every k; with SCALED, also the scales.
 
-    x [rows, hidden], FP8 codes or bfloat16, as a [capacity, hidden]; x_scale float32
-    [rows, hidden / 128]; a_scale float32 [hidden / 128, capacity]. BLOCK: a power of two from
-    hidden on. Grid (rows).
+    x [rows, hidden] and a [capacity, hidden]: FP8 codes or bfloat16. x_scale float32
+    [rows, hidden / 128]; a_scale float32 [hidden / 128, capacity]. BLOCK: hidden rounded up to a
+    power of two. Grid (rows).
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -46,8 +46,9 @@ def silu_kernel(
     h_ptr, slots_ptr, a_ptr, a_scale_ptr, pairs, width, capacity,
     PLACED: tl.constexpr, FP8_MAX: tl.constexpr, PAIRS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """a[slot] = silu(h[slot, :width]) * h[slot, width:] for the slot of each pair; without PLACED
-    for every row of h.
+    """a[slot] = silu(h[slot, :width]) * h[slot, width:] for the slot of each pair.
+
+    Without PLACED, for the first ``pairs`` rows of h.
 
     h bfloat16 [capacity, 2 * width]. a [capacity, width] FP8 with a_scale float32
     [width / 128, capacity]; FP8_MAX 0: bfloat16. Grid (ceil(pairs or rows / PAIRS),
@@ -81,10 +82,10 @@ def sum_slots_kernel(
     y_ptr, slots_ptr, weights_ptr, shared_ptr, out_ptr, hidden,
     TOP_K: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[row] = sum over k of weights[row, k] * y[slots[row * TOP_K + k]]; with SHARED plus
-    shared[row].
+    """out[row] = sum over k of weights[row, k] * y[slots[row * TOP_K + k]].
 
-    y bfloat16 [capacity, hidden], shared [rows, hidden]; slots below 0 are left out. Adds in
+    With SHARED, adds shared[row]. y bfloat16 [capacity, hidden], shared [rows, hidden]; slots below
+    0 are skipped. Adds in
     float32 in the order of k. Grid (rows, ceil(hidden / BLOCK)).
     """
     row = tl.program_id(0).to(tl.int64)
@@ -97,6 +98,6 @@ def sum_slots_kernel(
         slot = tl.load(slots_ptr + row * TOP_K + k).to(tl.int64)
         here = slot >= 0
         y = tl.load(y_ptr + slot * hidden + column, mask=(column < hidden) & here, other=0.0)
-        # A pair that is left out may have any weight, NaN too.
+        # A skipped pair may have any weight, even NaN.
         total += y.to(tl.float32) * tl.load(weights_ptr + row * TOP_K + k, mask=here, other=0.0)
     tl.store(out_ptr + row * hidden + column, total.to(out_ptr.dtype.element_ty), column < hidden)

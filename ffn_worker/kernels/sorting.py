@@ -1,10 +1,12 @@
-"""Sorting (row, expert) pairs by expert, in two launches. See :mod:`ffn_worker.moe.sorting`, whose
-``sort_pairs`` and ``place_pairs`` are the references: same pairs in the same order.
+"""Sorts (row, expert) pairs by expert, in two launches.
 
-Both launches cut the batch into chunks of CHUNK pairs and the experts into BINS at a time: grid
-(ceil(pairs / CHUNK), ceil(experts / BINS)), a shared expert being one more. What the first counts
-is in counts int32 [chunks, EXPERTS], EXPERTS a power of two; columns beyond the experts are
-undefined.
+References, with the same order of pairs: ``sort_pairs`` and ``place_pairs`` of
+:mod:`ffn_worker.moe.sorting`.
+
+Both launches split the batch into chunks of CHUNK pairs and the experts into groups of BINS. Grid:
+(ceil(pairs / CHUNK), ceil(experts / BINS)); a shared expert counts as one expert more. The first
+launch writes counts int32 [chunks, EXPERTS]. EXPERTS is a power of two; columns beyond the experts
+are undefined.
 """
 
 import triton
@@ -13,7 +15,7 @@ import triton.language as tl
 
 @triton.jit
 def _expert_of(ids_ptr, pair, pairs, start, experts, K: tl.constexpr, SHARED: tl.constexpr):
-    """Local expert of each pair; ``experts`` for a shared expert's pair, -1 for nobody's."""
+    """Local expert of each pair; ``experts`` for the shared expert, -1 if it is not local."""
     each: tl.constexpr = K + 1 if SHARED else K
     k = pair % each
     inside = pair < pairs
@@ -35,10 +37,10 @@ def count_pairs_kernel(
     K: tl.constexpr, SHARED: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """counts[chunk, e] = pairs of local expert e in a chunk. ids int32 [rows, K] global.
+    """counts[chunk, e] = pairs of local expert e in a chunk. ids: int32 [rows, K], global ids.
 
-    pairs: rows * K, with SHARED rows * (K + 1): each row's last pair is the shared expert's, which
-    is local expert ``experts``.
+    pairs: rows * K, with SHARED rows * (K + 1): the last pair of each row belongs to the shared
+    expert, local expert ``experts``.
     """
     pair = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     expert = _expert_of(ids_ptr, pair, pairs, start, experts, K, SHARED)
@@ -52,8 +54,11 @@ def count_pairs_kernel(
 def _runs(
     counts_ptr, mine, all_experts, BLOCK: tl.constexpr, BINS: tl.constexpr, EXPERTS: tl.constexpr
 ):  # fmt: skip
-    """Of the experts ``mine``: where their runs begin, their pairs, and how many of them lie in
-    earlier chunks; and the entries of all runs together."""
+    """Returns (begins, counts, earlier, total).
+
+    begins, counts, earlier: of each expert of ``mine``, the begin of its run, its pairs, and those
+    of its pairs that lie in earlier chunks. total: entries of all runs, padding included.
+    """
     each = tl.arange(0, EXPERTS)
     step = tl.arange(0, 32)
     every = tl.zeros((32, EXPERTS), tl.int32)
@@ -78,8 +83,10 @@ def _runs(
 
 @triton.jit
 def _entries(expert, mine, begins):
-    """Where a chunk's pairs of the experts ``mine`` go; of others it is undefined. begins: of the
-    experts' pairs in this chunk."""
+    """Entry of each pair of this chunk in the sorted order; undefined for experts not in ``mine``.
+
+    begins: where the pairs of this chunk begin in each expert's run.
+    """
     found = expert[:, None] == mine[None, :]
     rank = tl.cumsum(found.to(tl.int32), axis=0) - 1
     return tl.sum(tl.where(found, begins[None, :] + rank, 0), axis=1)
@@ -87,7 +94,7 @@ def _entries(expert, mine, begins):
 
 @triton.jit
 def _add_load(load_ptr, mine, counts, experts):
-    """Counts of routed experts, added to load int64 [experts], to which another micro-batch of the
+    """Adds counts of routed experts to load, int64 [experts]. Atomic: another micro-batch of the
     layer may add at the same time."""
     tl.atomic_add(load_ptr + mine, counts.to(tl.int64), mask=mine < experts, sem="relaxed")
 
@@ -98,11 +105,11 @@ def sort_pairs_kernel(
     K: tl.constexpr, SHARED: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr,
     EXPERTS: tl.constexpr, LOAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each expert's run of pair numbers, padded with ``pairs`` to a multiple of BLOCK.
+    """Writes each expert's run of pair numbers, padded with ``pairs`` to a multiple of BLOCK.
 
-    counts: of count_pairs_kernel, of the same constants. With LOAD they are added to load int64
-    [experts]. sorted int32; owners int32, the expert of each block; used int32 [1], the entries of
-    sorted that are in use (those beyond are not written).
+    counts: from count_pairs_kernel with the same constants. With LOAD they are added to load, int64
+    [experts]. sorted: int32. owners: int32, the expert of each block. used: int32 [1], number of
+    entries of sorted in use; entries beyond are not written.
     """
     mine = tl.program_id(1) * BINS + tl.arange(0, BINS)
     all_experts = experts + 1 if SHARED else experts
@@ -112,7 +119,7 @@ def sort_pairs_kernel(
     entry = _entries(expert, mine, begins + earlier)
     tl.store(sorted_ptr + entry, pair, mask=(expert >= 0) & (expert // BINS == tl.program_id(1)))
     blocks = (counts + BLOCK - 1) // BLOCK
-    # Chunks share the blocks out: one expert may have nearly all of them.
+    # All chunks share this work, because one expert may have nearly all blocks.
     for block in range(tl.program_id(0), tl.max(blocks, axis=0), tl.num_programs(0)):
         tl.store(owners_ptr + begins // BLOCK + block, mine, mask=block < blocks)
     if tl.program_id(0) == tl.num_programs(0) - 1:
@@ -132,19 +139,20 @@ def place_pairs_kernel(
     K: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr, EXPERTS: tl.constexpr,
     LOAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The place of each pair in the order that sort_pairs_kernel writes down, without a shared
-    expert.
+    """Writes the slot of each pair: its entry in the order of sort_pairs_kernel. No shared expert.
 
-    counts, load: as there. slots int32 [pairs], -1 for a pair of nobody's; order int32, the pair at
-    each place that one has; ends int32 [experts]: where each run ends, without its padding; taken
-    int32 [2]: zeros.
+    counts, load: as in sort_pairs_kernel. slots: int32 [pairs], -1 if the expert is not local.
+    order: int32, the pair in each slot that has one. ends: int32 [experts], where each run ends,
+    without padding. taken: int32 [2], set to zero.
     """
     mine = tl.program_id(1) * BINS + tl.arange(0, BINS)
     begins, counts, earlier, _ = _runs(counts_ptr, mine, experts, BLOCK, BINS, EXPERTS)
     pair = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     expert = _expert_of(ids_ptr, pair, pairs, start, experts, K, False)
     entry = tl.where(expert < 0, -1, _entries(expert, mine, begins + earlier))
-    owner = tl.maximum(expert, 0) // BINS  # nobody's pairs are written with the first experts'
+    owner = (
+        tl.maximum(expert, 0) // BINS
+    )  # pairs of other instances are written with the first group
     mine_here = (pair < pairs) & (owner == tl.program_id(1))
     tl.store(slots_ptr + pair, entry, mask=mine_here)
     tl.store(order_ptr + entry, pair, mask=mine_here & (expert >= 0))

@@ -1,7 +1,7 @@
 """Backend on AITER's fused MoE, for AMD Instinct (gfx942: MI300X, MI325X; gfx950: MI350X, MI355X).
 
-AITER chooses the kernel (FlyDSL, CK or assembly) from its tuning tables. Verified by signature
-(AITER e4048607) and host dispatch only: see docs/amd.md. What it expects of its caller, by file of
+AITER selects the kernel (FlyDSL, CK or assembly) from its tuning tables. Verified by signature
+(AITER e4048607) and by running its host code only: see docs/amd.md. Sources of what it expects, at
 that commit: fused_moe.py (`fused_moe`, `_fused_moe_impl`), ops/shuffle.py (`shuffle_weight`,
 `shuffle_scale`), op_tests/test_moe_2stage.py and op_tests/test_moe_ep.py.
 """
@@ -14,15 +14,16 @@ import torch
 from afd.errors import ConfigError
 from afd.wire.layout import Tag
 from afd.wire.rows_torch import EncodedRows
-from ffn_worker.load import SlotLoad
 from ffn_worker.moe.base import MoeBackend
 from ffn_worker.moe.device import FP8_OF_ARCH, architecture
-from ffn_worker.moe.quantise import Scheme, Weight
+from ffn_worker.moe.load_counts import SlotLoad
+from ffn_worker.moe.quantise import Weight
+from ffn_worker.moe.scheme import Scheme
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """Shuffled weights and the scales that go with them, ready for `fused_moe`."""
+    """Shuffled weights and their scales, ready for `fused_moe`."""
 
     scheme: Scheme
     w1: torch.Tensor
@@ -34,20 +35,18 @@ class _Layer:
 class AiterBackend(MoeBackend):
     """Experts [start, end) through `aiter.fused_moe`, which quantises rows to match the weights.
 
-    Rows that come in the format that the weights are multiplied with, FP8 of this architecture for
-    FP8 blocks and MXFP4 for MXFP4, are given to it as they are.
+    Rows that already match are passed on unchanged: FP8 of this architecture's type for FP8_BLOCK
+    weights, and MXFP4 for MXFP4 weights.
 
     Args:
         experts: half-open range of global expert ids of this instance.
-        num_experts: experts of the model; ``end`` where this instance is the last.
-        arch: "gfx942" or "gfx950"; None asks the device.
+        num_experts: experts of the model; None: ``end``.
+        arch: "gfx942" or "gfx950"; None: that of the device.
 
     Raises:
-        ConfigError: no ROCm device of these.
+        ConfigError: the device is another one.
     """
 
-    devices = ("cuda",)
-    schemes = tuple(Scheme)
     takes_encoded = True
 
     def __init__(
@@ -77,7 +76,7 @@ class AiterBackend(MoeBackend):
         if dtype not in (torch.bfloat16, torch.float16):
             return f"it computes in bfloat16 or float16, not {dtype}"
         if hidden % 32 or intermediate % 32:
-            return f"weights are shuffled in tiles of 32, hidden {hidden} x {intermediate} is not"
+            return f"sizes must be multiples of 32, not {hidden} and {intermediate}"
         return None
 
     def prepare(self, layer: int, w13: Weight, w2: Weight) -> None:
@@ -99,8 +98,8 @@ class AiterBackend(MoeBackend):
             self._mask = self._expert_mask(w13.codes.device)
 
     def _expert_mask(self, device: torch.device) -> torch.Tensor:
-        """int32 [num_experts + 1]: 1 where the expert is local. The last entry is nobody's: the
-        id that masked pairs get."""
+        """int32 [num_experts + 1]: 1 for local experts. The last entry, 0, is for the id that
+        masked pairs get."""
         mask = torch.zeros(self.num_experts + 1, dtype=torch.int32, device=device)
         mask[self.start : self.end] = 1
         return mask
@@ -128,11 +127,11 @@ class AiterBackend(MoeBackend):
         *,
         real: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As the interface says, and for padded batches.
+        """See :class:`MoeBackend`; also supports padded batches.
 
         Args:
-            real: int32 [1] on the device: how many rows are real, the others' results are
-                undefined; None: all. Graphs replay with another value in it.
+            real: int32 [1] on the device, the number of real rows; the results of further rows are
+                undefined. None: all rows are real. A replayed graph reads the current value.
         """
         from aiter import ActivationType
         from aiter.fused_moe import fused_moe
@@ -144,7 +143,7 @@ class AiterBackend(MoeBackend):
         if len(rows) == 0:
             return torch.zeros((0, weights.w2.shape[1]), dtype=dtype, device=x.device)
         ids = torch.where(topk_ids < 0, self.num_experts, topk_ids).to(torch.int32)
-        return fused_moe(
+        out: torch.Tensor = fused_moe(
             x,
             weights.w1,
             weights.w2,
@@ -159,11 +158,12 @@ class AiterBackend(MoeBackend):
             num_local_tokens=real,
             dtype=dtype,
         )
+        return out
 
     def _operands(
         self, rows: EncodedRows, weights: Scheme, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows and scales for AITER: as they came where these weights take them so."""
+        """Rows and scales for AITER: unchanged if they match the weights, else decoded."""
         if weights is Scheme.FP8_BLOCK and rows.tag == self.fp8:
             return rows.payload, rows.scales
         if weights is Scheme.MXFP4 and rows.tag == Tag.E2M1 and rows.scales is not None:
@@ -175,7 +175,7 @@ class AiterBackend(MoeBackend):
 
 
 def _quant_type(scheme: Scheme) -> object:
-    """AITER's name for the scheme (aiter_enum.h, `QuantType`); never the bare number."""
+    """AITER's enum value for the scheme (aiter_enum.h, `QuantType`)."""
     from aiter import QuantType
 
     return {
@@ -190,10 +190,12 @@ def _aiter_codes(weight: Weight) -> torch.Tensor:
 
 
 def _aiter_scales(weight: Weight) -> torch.Tensor | None:
-    """Block scales as they are (float32); E8M0 as [E * N, K/32], shuffled in tiles of 32 x 8."""
+    """float32 block scales unchanged; E8M0 as [E * N, K/32], shuffled in tiles of 32 x 8."""
     if weight.tag != Tag.E2M1:
         return weight.scales
     from aiter.ops.shuffle import shuffle_scale
 
+    assert weight.scales is not None
     flat = weight.scales.view(torch.float8_e8m0fnu)
-    return shuffle_scale(flat.view(-1, flat.shape[-1]))
+    shuffled: torch.Tensor = shuffle_scale(flat.view(-1, flat.shape[-1]))
+    return shuffled

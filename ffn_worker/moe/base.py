@@ -1,4 +1,4 @@
-"""The contract of a mixture-of-experts backend."""
+"""The interface of a MoE backend."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from afd.errors import ConfigError
 from afd.wire.layout import Tag
 from afd.wire.rows_torch import EncodedRows
-from ffn_worker.load import SlotLoad
-from ffn_worker.moe.quantise import Scheme, Weight
+from ffn_worker.moe.load_counts import SlotLoad
+from ffn_worker.moe.quantise import Weight
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 
@@ -22,19 +22,15 @@ class MoeBackend(ABC):
 
     Args:
         experts: half-open range of global expert ids held by this FFN instance.
-        num_experts: routed experts of the model; None: up to the end of the range.
+        num_experts: routed experts of the model; None: the end of the range.
     """
 
     capturable = False
     """Whether ``forward`` may be captured in a CUDA graph."""
-    devices: tuple[str, ...] = ("cpu", "cuda")
-    """Device types it runs on, as torch names them."""
     takes_encoded = False
-    """Whether ``forward_encoded`` has a use for rows as the wire brings them."""
-    schemes: tuple[Scheme, ...] = (Scheme.PLAIN,)
-    """Weight formats that ``prepare`` takes."""
+    """Whether ``forward_encoded`` can multiply rows in the wire's format, without decoding them."""
     fp8 = Tag.E4M3FN
-    """The FP8 kind of its FP8_BLOCK weights."""
+    """FP8 type of its FP8_BLOCK weights."""
 
     def __init__(self, experts: tuple[int, int], num_experts: int | None = None) -> None:
         start, end = experts
@@ -46,35 +42,37 @@ class MoeBackend(ABC):
 
     @staticmethod
     def unavailable(dtype: torch.dtype, hidden: int, intermediate: int) -> str | None:
-        """Why this backend cannot run here with these shapes, None when it can."""
+        """Why this backend cannot run here with these shapes, None if it can."""
         return None
 
     @abstractmethod
     def prepare(self, layer: int, w13: Weight, w2: Weight) -> None:
-        """Takes over the weights of one layer; may repack them, so do not use them afterwards.
+        """Takes over the weights of one layer. Do not use them afterwards: they may be repacked.
 
         Args:
             layer: global layer number.
-            w13: [E_local, 2*I, H] of one of ``schemes`` (plain: in the serving dtype), I gate rows
-                then I up rows per expert.
-            w2: [E_local, H, I] of the same scheme.
+            w13: [E_local, 2*I, H], I gate rows then I up rows per expert, in one of the schemes
+                that the registry lists for this backend (plain: in the serving dtype).
+            w2: [E_local, H, I] in the same scheme.
         """
 
     def prepare_shared(self, layer: int, gate_up: Weight, down: Weight) -> bool:
-        """Takes over the layer's shared expert, after ``prepare``, where it can be computed with
-        the routed ones: then ``forward`` adds its output, with weight 1, to every row.
+        """Takes over the layer's shared expert, if it can be computed with the routed ones.
+
+        Call it after ``prepare``. If it returns True, ``forward`` adds the shared expert's output,
+        with weight 1, to every row.
 
         Args:
             gate_up: [2*Is, H], gate rows then up rows. down: [H, Is]. Plain or FP8_BLOCK.
 
         Returns:
-            False (and nothing is taken): the caller computes it apart.
+            Whether the shared expert was taken over. If not, the caller computes it separately.
         """
         return False
 
     @abstractmethod
     def release(self, layer: int) -> None:
-        """Forgets the weights of one layer; nothing computes with them any more."""
+        """Frees the weights of one layer. No call may be using them."""
 
     @abstractmethod
     def forward(
@@ -84,11 +82,11 @@ class MoeBackend(ABC):
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
     ) -> torch.Tensor:
-        """Sum over k of topk_weights[r, k] * expert(topk_ids[r, k])(x[r]), local experts only.
+        """Returns the sum over k of topk_weights[r, k] * expert(topk_ids[r, k])(x[r]).
 
-        expert(x) = (silu(x @ gate.T) * (x @ up.T)) @ down.T. Pairs whose id lies outside of
-        [start, end) contribute nothing: other instances hold those experts, and a negative id
-        masks the pair. A row without any local pair is zero.
+        expert(x) = (silu(x @ gate.T) * (x @ up.T)) @ down.T. Only local experts are computed: ids
+        outside of [start, end) belong to other instances, and a negative id masks the pair. A row
+        without a local pair is zero.
 
         Args:
             x: [rows, H] in the serving dtype, contiguous; rows may be 0. Not modified.
@@ -108,20 +106,22 @@ class MoeBackend(ABC):
         dtype: torch.dtype,
         load: SlotLoad | None = None,
     ) -> torch.Tensor:
-        """`forward` of rows as the wire brings them; the result is in ``dtype``, and the batch is
-        added to ``load``.
+        """As `forward`, but takes rows in the wire's format.
 
-        This is the one place where rows are decoded. A backend whose kernels multiply the wire's
-        format overrides it. Rows whose pairs are all masked are not computed, so that it does not
-        matter what their payload and scales hold.
+        This is the only place where rows are decoded. A backend whose kernels multiply the wire's
+        format overrides it. Rows whose pairs are all masked are not computed; their payload and
+        scales may hold anything.
+
+        Args:
+            dtype: of the result. load: counts the pairs of this batch; None: nothing counts.
         """
         if load is not None:
             load.add(topk_ids)
         return self.forward(layer, rows.decode(dtype), topk_ids, topk_weights)
 
     def linear(self, weight: torch.Tensor) -> Linear:
-        """x [rows, in] -> x @ weight.T [rows, out], for weights [out, in] of shared experts.
+        """Returns the function x [rows, in] -> x @ weight.T [rows, out], for shared experts.
 
-        Backends override it to use the kernel that vLLM would use on the same machine.
+        weight: [out, in]. Backends override it to use vLLM's kernel on the same machine.
         """
         return lambda x: F.linear(x, weight)

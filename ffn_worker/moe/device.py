@@ -1,4 +1,4 @@
-"""What the expert backends must know of the GPU they run on."""
+"""Facts about the GPU, and about how a call is launched, for the MoE backends."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,26 +10,28 @@ import torch
 from afd.wire.layout import Tag
 
 FP8_OF_ARCH = {"gfx942": Tag.E4M3FNUZ, "gfx950": Tag.E4M3FN}
-"""The FP8 kind of each AMD architecture's matrix instructions."""
+"""FP8 type of the matrix instructions of each AMD architecture."""
 _launched_as: ContextVar[str | None] = ContextVar("launched_as", default=None)
 
 
 def architecture() -> str | None:
-    """An AMD GPU's LLVM name ("gfx950"), None without a ROCm device."""
+    """LLVM name of the AMD GPU, such as "gfx950"; None without a ROCm device."""
     if torch.version.hip is None or not torch.cuda.is_available():
         return None
     return torch.cuda.get_device_properties(0).gcnArchName.partition(":")[0]
 
 
 def native_fp8() -> Tag:
-    """The FP8 kind that this machine multiplies; e4m3fn where it multiplies none."""
+    """FP8 type that this machine multiplies; e4m3fn if it multiplies none."""
     return FP8_OF_ARCH.get(architecture() or "", Tag.E4M3FN)
 
 
 @contextmanager
 def launched_as(mode: str) -> Iterator[None]:
-    """Inside of it, in this thread, :func:`launch_mode` is ``mode``: to compile what a graph takes
-    before one is captured."""
+    """Within this context, in this thread, :func:`launch_mode` returns ``mode``.
+
+    Used to compile the kernels of a graph before it is captured.
+    """
     token = _launched_as.set(mode)
     try:
         yield
@@ -38,12 +40,12 @@ def launched_as(mode: str) -> Iterator[None]:
 
 
 def launch_mode() -> str:
-    """How what is launched now will run: "graph", captured, or "eager", once, by the host."""
+    """How launches run now: "graph" if they are captured, "eager" if the host launches them."""
     return _launched_as.get() or ("graph" if is_captured() else "eager")
 
 
 def is_captured() -> bool:
-    """Whether what is launched now goes into a graph."""
+    """Whether launches are captured in a graph now."""
     return _has_gpu() and torch.cuda.is_current_stream_capturing()
 
 
@@ -53,7 +55,7 @@ def _has_gpu() -> bool:
 
 
 def launch_site(device: torch.device) -> tuple[int, int, int]:
-    """Number of a CUDA device, its multiprocessors, and the stream that is current there."""
+    """(index of a CUDA device, its multiprocessors, the handle of its current stream)."""
     index = torch.cuda.current_device() if device.index is None else device.index
     return index, _multiprocessors(index), torch.cuda.current_stream(device).cuda_stream
 

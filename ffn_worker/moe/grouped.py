@@ -1,11 +1,15 @@
-"""Backend for NVIDIA Hopper with products of ours in the place of DeepGEMM's.
+"""Backend for NVIDIA Hopper with this project's CUDA kernels for grouped products.
 
-DeepGEMM's first product wants the rows gathered into slots and leaves 16 bits that are read again
-for SiLU. For bfloat16 weights both products are ours (:mod:`ffn_worker.moe.grouped_plain`). For FP8
-ones it is the first: one kernel (kernels/grouped.cu) reads rows where they came and writes
-silu(gate) * up in FP8. An expert of up to 144 rows (160 where tiles would be more than
-multiprocessors) is one tile whose weights come through the L2 cache once, where DeepGEMM has tiles
-of 128 rows and the weights twice from 129 rows on. What is before and behind it is as in
+They replace products of DeepGEMM, whose first product needs rows gathered into slots and returns
+bfloat16, which SiLU has to read again:
+
+- bfloat16 weights: both products (:mod:`ffn_worker.moe.grouped_plain`).
+- FP8 weights: the first product. One kernel (kernels/grouped.cu) gathers rows from where they
+  arrived and writes silu(gate) * up in FP8.
+
+In the FP8 kernel, an expert of up to 144 rows is one tile (up to 160 if there would otherwise be
+more tiles than multiprocessors), so its weights pass the L2 cache once. DeepGEMM's tiles have 128
+rows, so that from 129 rows on it loads the weights twice. Everything else is as in
 :mod:`ffn_worker.moe.deep_gemm`.
 """
 
@@ -21,21 +25,22 @@ from afd.wire.rows_torch import EncodedRows
 from ffn_worker.kernels import grouped
 from ffn_worker.kernels.cuda_driver import Argument, Function, compiled, tensor_map
 from ffn_worker.moe import grouped_plain
-from ffn_worker.moe.deep_gemm import Cut, DeepGemmBackend, Operand
+from ffn_worker.moe.deep_gemm import DeepGemmBackend, Operand, SlotLayout
 from ffn_worker.moe.device import launch_site
-from ffn_worker.moe.quantise import Scheme, Weight
+from ffn_worker.moe.quantise import Weight
+from ffn_worker.moe.scheme import Scheme
 from ffn_worker.moe.sorting import PlacedPairs
 from ffn_worker.moe.triton import Layer
 
 _COPIED = 16
-"""Bytes that the kernel copies of a row at once: its address must be a multiple."""
+"""Bytes per copy of a row; the address of the rows must be a multiple of it."""
 
 
 def cannot_compile() -> str | None:
-    """Why the kernel cannot be compiled here, beside what DeepGEMM needs."""
+    """Why the CUDA kernels cannot be compiled here, None if they can. Does not check DeepGEMM."""
     for name in ("cuda", "cuda.bindings"):
         if importlib.util.find_spec(name) is None:
-            return "the package cuda-bindings, by which its kernel is compiled, is not installed"
+            return "the package cuda-bindings, which compiles its kernel, is not installed"
     return None
 
 
@@ -46,19 +51,21 @@ def _cubin() -> bytes:
 
 @cache
 def _kernel(device: int, experts: int) -> Function:
-    """The kernel, loaded for a device. Whoever calls has its context current, as torch has."""
+    """The kernel, loaded for a device, whose context must be current, as torch makes it."""
     return Function.load(_cubin(), grouped.ENTRY, grouped.THREADS, grouped.shared_bytes(experts))
 
 
 def gate_up(
-    rows: EncodedRows, weight: Weight, placed: PlacedPairs, top_k: int, cut: Cut
+    rows: EncodedRows, weight: Weight, placed: PlacedPairs, top_k: int, layout: SlotLayout
 ) -> Operand:
-    """silu(gate) * up of FP8 rows [n, K] and weights [E, 2 * width, K], by slots; the others are
-    undefined."""
+    """silu(gate) * up of FP8 rows [n, K] and weights [E, 2 * width, K], in FP8, by slots.
+
+    Slots without a pair are undefined.
+    """
     assert weight.scales is not None and rows.scales is not None
     experts, columns, k = weight.shape
     device = rows.device
-    a = Operand.empty(rows.tag, cut.room, columns // 2, device)
+    a = Operand.empty(rows.tag, layout.room, columns // 2, device)
     assert a.scales is not None
     codes = weight.codes
     walk = tensor_map(
@@ -70,7 +77,7 @@ def gate_up(
     tensors = (
         weight.scales, rows.payload, rows.scales, placed.pairs, placed.ends, a.codes, a.scales
     )  # fmt: skip
-    sizes = (experts, columns // 2, k // SCALE_BLOCK, top_k, cut.room, cut.tile)
+    sizes = (experts, columns // 2, k // SCALE_BLOCK, top_k, layout.room, layout.tile)
     arguments: list[Argument] = [walk]
     arguments += [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
     arguments += [ctypes.c_int(size) for size in sizes]
@@ -80,8 +87,8 @@ def gate_up(
 
 
 class GroupedBackend(DeepGemmBackend):
-    """Experts [start, end), bfloat16 or FP8_BLOCK; with these a shared expert of any width. Rows in
-    the format of the weights are multiplied where they lie, others brought into it first."""
+    """Experts [start, end), bfloat16 or FP8_BLOCK, and a shared expert of any width. Rows are
+    converted to the format of the weights unless they have it, and are not gathered first."""
 
     @staticmethod
     def unavailable(dtype: torch.dtype, hidden: int, intermediate: int) -> str | None:
@@ -96,16 +103,22 @@ class GroupedBackend(DeepGemmBackend):
         super().prepare(layer, w13, w2)
 
     def _activation(
-        self, held: Layer, rows: EncodedRows, placed: PlacedPairs, top_k: int, cut: Cut
+        self, held: Layer, rows: EncodedRows, placed: PlacedPairs, top_k: int, layout: SlotLayout
     ) -> Operand:
         if rows.payload.data_ptr() % _COPIED:
-            return super()._activation(held, rows, placed, top_k, cut)
+            return super()._activation(held, rows, placed, top_k, layout)
         ours = gate_up if held.w13.scheme is Scheme.FP8_BLOCK else grouped_plain.gate_up
-        return ours(rows, held.w13[: held.shape.experts], placed, top_k, cut)
+        return ours(rows, held.w13[: held.shape.experts], placed, top_k, layout)
 
     def _results(
-        self, held: Layer, a: Operand, placed: PlacedPairs, rows: int, top_k: int, cut: Cut
+        self,
+        held: Layer,
+        a: Operand,
+        placed: PlacedPairs,
+        rows: int,
+        top_k: int,
+        layout: SlotLayout,
     ) -> torch.Tensor:
         if held.w2.scheme is Scheme.FP8_BLOCK:
-            return super()._results(held, a, placed, rows, top_k, cut)
-        return grouped_plain.down(a, held.w2[: held.shape.experts], placed, cut)
+            return super()._results(held, a, placed, rows, top_k, layout)
+        return grouped_plain.down(a, held.w2[: held.shape.experts], placed, layout)

@@ -1,8 +1,8 @@
-"""Both products of bfloat16 experts by kernels of ours (kernels/grouped_plain.cu), on Hopper.
+"""Both grouped products of bfloat16 experts on Hopper, by CUDA kernels (kernels/grouped_plain.cu).
 
-The first reads rows where they came and leaves silu(gate) * up in the slots; the second reads the
-slots. An expert's rows are cut into equal tiles of at most 192, of which at most 7 rows are empty,
-where DeepGEMM's tiles have 128 rows.
+The first gathers rows from where they arrived and writes silu(gate) * up to the slots. The second
+multiplies the slots. An expert's rows are split into equal tiles of at most 192 rows, with at most
+7 empty rows per tile; DeepGEMM's tiles have 128 rows.
 """
 
 import ctypes
@@ -12,14 +12,14 @@ import torch
 
 from afd.wire.rows_torch import EncodedRows
 from ffn_worker.kernels import grouped_plain as kernels
-from ffn_worker.kernels.cuda_driver import Argument, Function, compiled, tensor_map
-from ffn_worker.moe.deep_gemm import Cut, Operand
+from ffn_worker.kernels.cuda_driver import Argument, Function, Map, compiled, tensor_map
+from ffn_worker.moe.deep_gemm import Operand, SlotLayout
 from ffn_worker.moe.device import launch_site
 from ffn_worker.moe.quantise import Weight
 from ffn_worker.moe.sorting import PlacedPairs
 
 _LINE = kernels.DEPTH * 2
-"""Bytes of a row that are loaded at once."""
+"""Bytes of a row per stage."""
 
 
 @cache
@@ -29,15 +29,16 @@ def _cubin() -> bytes:
 
 @cache
 def _kernel(name: str, device: int, experts: int) -> Function:
-    """A kernel, loaded for a device. Whoever calls has its context current, as torch has."""
+    """A kernel, loaded for a device, whose context must be current, as torch makes it."""
     return Function.load(_cubin(), name, kernels.THREADS, kernels.shared_bytes(experts))
 
 
-def _weight_map(weight: torch.Tensor, halves_apart: int, groups: int) -> ctypes.Array:
-    """Weights [E, N, K] in groups of 16 rows: 8, and 8 that lie ``halves_apart`` rows behind."""
+def _weight_map(weight: torch.Tensor, halves_apart: int, groups: int) -> Map:
+    """Tensor map of weights [E, N, K] in groups of 16 rows: 8 rows, and 8 rows that come
+    ``halves_apart`` rows later."""
     experts, _, k = weight.shape
     row, half = k * 2, kernels.GROUP // 2
-    # Where both halves of a group lie together the next begins behind them.
+    # If the halves of a group are adjacent, the next group begins after both.
     group = kernels.GROUP if halves_apart == half else half
     return tensor_map(
         weight.data_ptr(),
@@ -49,13 +50,13 @@ def _weight_map(weight: torch.Tensor, halves_apart: int, groups: int) -> ctypes.
 
 def _launch(
     name: str,
-    weight_map: ctypes.Array,
+    weight_map: Map,
     rows: torch.Tensor,
     out: torch.Tensor,
     placed: PlacedPairs,
     sizes: tuple[int, ...],
 ) -> None:
-    """sizes: experts, groups of weights, stages of the depth, top_k, tile of the slots."""
+    """Launches a kernel. sizes: experts, groups of weights, stages per tile, top_k, slot tile."""
     row = rows.shape[1] * 2
     row_map = tensor_map(rows.data_ptr(), (row, rows.shape[0]), (row,), (_LINE, kernels.ROW_BOX))
     queue = placed.taken[int(name == kernels.DOWN) :]
@@ -70,27 +71,31 @@ def _launch(
 
 
 def gate_up(
-    rows: EncodedRows, weight: Weight, placed: PlacedPairs, top_k: int, cut: Cut
+    rows: EncodedRows, weight: Weight, placed: PlacedPairs, top_k: int, layout: SlotLayout
 ) -> Operand:
-    """silu(gate) * up of bfloat16 rows [n, K] and weights [E, 2 * width, K], by slots; the others
-    are undefined. Once per ``placed``."""
+    """silu(gate) * up of bfloat16 rows [n, K] and weights [E, 2 * width, K], by slots.
+
+    Slots without a pair are undefined. Call it once per ``placed``, whose counters it uses up.
+    """
     experts, columns, k = weight.shape
     width = columns // 2
-    a = Operand.empty(rows.tag, cut.room, width, rows.device)
+    a = Operand.empty(rows.tag, layout.room, width, rows.device)
     groups = columns // kernels.GROUP
     walk = _weight_map(weight.codes, width, groups)
-    sizes = experts, groups, k // kernels.DEPTH, top_k, cut.tile
+    sizes = experts, groups, k // kernels.DEPTH, top_k, layout.tile
     _launch(kernels.GATE_UP, walk, rows.payload, a.codes, placed, sizes)
     return a
 
 
-def down(a: Operand, weight: Weight, placed: PlacedPairs, cut: Cut) -> torch.Tensor:
-    """bfloat16 [room, hidden] = a [room, K] x weight [E, hidden, K].T by slots; the others are
-    undefined. Once per ``placed``."""
+def down(a: Operand, weight: Weight, placed: PlacedPairs, layout: SlotLayout) -> torch.Tensor:
+    """bfloat16 [room, hidden] = a [room, K] x weight [E, hidden, K].T by slots.
+
+    Slots without a pair are undefined. Call it once per ``placed``, whose counters it uses up.
+    """
     experts, hidden, k = weight.shape
-    out = torch.empty((cut.room, hidden), dtype=torch.bfloat16, device=a.codes.device)
+    out = torch.empty((layout.room, hidden), dtype=torch.bfloat16, device=a.codes.device)
     groups = hidden // kernels.GROUP
     walk = _weight_map(weight.codes, kernels.GROUP // 2, groups)
-    sizes = experts, groups, k // kernels.DEPTH, 1, cut.tile
+    sizes = experts, groups, k // kernels.DEPTH, 1, layout.tile
     _launch(kernels.DOWN, walk, a.codes, out, placed, sizes)
     return out

@@ -1,4 +1,4 @@
-"""Backend for NVIDIA Hopper: of four that take the same weights, for each batch the quickest."""
+"""Backend for NVIDIA Hopper that uses, for each batch, the fastest of four backends."""
 
 from dataclasses import replace
 
@@ -6,11 +6,11 @@ import torch
 
 from afd.wire.rows_torch import EncodedRows
 from ffn_worker.kernels import grouped
-from ffn_worker.load import SlotLoad
-from ffn_worker.moe.choice import ChoicesByMode, choices_of
-from ffn_worker.moe.deep_gemm import Cut, DeepGemmBackend, Operand
+from ffn_worker.moe.batch_selection import SelectionByMode, selection_of
+from ffn_worker.moe.deep_gemm import DeepGemmBackend, Operand, SlotLayout
 from ffn_worker.moe.device import launch_mode
 from ffn_worker.moe.grouped import GroupedBackend, cannot_compile
+from ffn_worker.moe.load_counts import SlotLoad
 from ffn_worker.moe.quantise import Weight
 from ffn_worker.moe.sorting import PlacedPairs
 from ffn_worker.moe.tiles import LayerShape
@@ -19,30 +19,32 @@ from ffn_worker.moe.vllm_cuda import VllmCudaBackend
 
 
 class HopperBackend(GroupedBackend):
-    """The Triton kernels, DeepGEMM, products of ours, or vLLM's fused experts, as the
-    device's tuning file has it (:mod:`ffn_worker.moe.choice`), for a call that is captured and for
-    one that the host launches.
+    """Selects among ``triton``, ``deep_gemm``, ``grouped`` and ``vllm_cuda``, which take the same
+    weights, by the device's tuning file (:mod:`ffn_worker.moe.batch_selection`). Captured and eager
+    calls are selected separately.
 
-    A shared expert, which is small, is held for all but vLLM's kernels, which have no such thing
-    and are not taken then.
+    A shared expert is computed with the routed ones by all but ``vllm_cuda``, which cannot and is
+    then not selected.
     """
 
     def __init__(self, experts: tuple[int, int], num_experts: int | None = None) -> None:
         super().__init__(experts, num_experts)
-        self._choices: ChoicesByMode | None = None
+        self._selection: SelectionByMode | None = None
         self._vllm: VllmCudaBackend | None = None
         self._compiles = cannot_compile() is None
-        self._names: dict[tuple[LayerShape, int, int, str], str] = {}  # looked up so far
+        self._names: dict[tuple[LayerShape, int, int, str], str] = {}  # cache of _looked_up
 
     @staticmethod
     def unavailable(dtype: torch.dtype, hidden: int, intermediate: int) -> str | None:
         return DeepGemmBackend.unavailable(dtype, hidden, intermediate)
 
     def prepare(self, layer: int, w13: Weight, w2: Weight) -> None:
-        DeepGemmBackend.prepare(self, layer, w13, w2)  # not refused for too many experts
-        if self._choices is None:
-            self._choices = choices_of(torch.cuda.get_device_name(w13.codes.device))
-            if "vllm_cuda" in self._choices.names(w13.scheme.value):
+        DeepGemmBackend.prepare(
+            self, layer, w13, w2
+        )  # GroupedBackend refuses many experts; here another backend computes them
+        if self._selection is None:
+            self._selection = selection_of(torch.cuda.get_device_name(w13.codes.device))
+            if "vllm_cuda" in self._selection.names(w13.scheme.value):
                 self._vllm = VllmCudaBackend((self.start, self.end), self.num_experts)
         if self._vllm is not None:
             self._vllm.prepare(layer, w13, w2)
@@ -50,7 +52,7 @@ class HopperBackend(GroupedBackend):
     def prepare_shared(self, layer: int, gate_up: Weight, down: Weight) -> bool:
         joined = TritonBackend.prepare_shared(self, layer, gate_up, down)
         if joined and self._vllm is not None:
-            self._vllm.release(layer)  # the weights without the shared expert in them
+            self._vllm.release(layer)  # these weights lack the shared expert
         return joined and super().prepare_shared(layer, gate_up, down)
 
     def release(self, layer: int) -> None:
@@ -59,7 +61,7 @@ class HopperBackend(GroupedBackend):
         super().release(layer)
 
     def chosen(self, layer: int, rows: int, top_k: int) -> str:
-        """Name of the backend that computes a batch."""
+        """Name of the backend that computes a batch of ``rows`` rows."""
         return self._chosen(self._layers[layer].shape, rows, top_k)
 
     def _chosen(self, shape: LayerShape, rows: int, top_k: int) -> str:
@@ -70,8 +72,8 @@ class HopperBackend(GroupedBackend):
         return name
 
     def _looked_up(self, shape: LayerShape, rows: int, mode: str) -> str:
-        assert self._choices is not None  # set by prepare
-        name = self._choices.of(mode).of(shape, rows)
+        assert self._selection is not None  # set by prepare
+        name = self._selection.of(mode).of(shape, rows)
         fits = self._compiles and shape.experts <= grouped.most_experts()
         if name == "grouped" and not fits:
             return "deep_gemm"
@@ -104,16 +106,24 @@ class HopperBackend(GroupedBackend):
         backend._compute(self, layer, rows, topk_ids, topk_weights, out, load)
 
     def _activation(
-        self, held: Layer, rows: EncodedRows, placed: PlacedPairs, top_k: int, cut: Cut
+        self, held: Layer, rows: EncodedRows, placed: PlacedPairs, top_k: int, layout: SlotLayout
     ) -> Operand:
         return self._products(held, len(rows), top_k)._activation(
-            self, held, rows, placed, top_k, cut
+            self, held, rows, placed, top_k, layout
         )
 
     def _results(
-        self, held: Layer, a: Operand, placed: PlacedPairs, rows: int, top_k: int, cut: Cut
+        self,
+        held: Layer,
+        a: Operand,
+        placed: PlacedPairs,
+        rows: int,
+        top_k: int,
+        layout: SlotLayout,
     ) -> torch.Tensor:
-        return self._products(held, rows, top_k)._results(self, held, a, placed, rows, top_k, cut)
+        return self._products(held, rows, top_k)._results(
+            self, held, a, placed, rows, top_k, layout
+        )
 
     def _products(self, held: Layer, rows: int, top_k: int) -> type[DeepGemmBackend]:
         ours = self._chosen(held.shape, rows, top_k) == "grouped"

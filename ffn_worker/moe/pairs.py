@@ -1,4 +1,4 @@
-"""(row, expert) pairs of a batch, reduced to the experts of one FFN instance."""
+"""The (row, expert) pairs of a batch that belong to one FFN instance."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ import torch
 
 
 class LocalPairs(NamedTuple):
-    """Pairs with a local expert: their row, their local expert id and their weight, each [P]."""
+    """Pairs with a local expert: rows, local expert ids and weights, each [P]."""
 
     rows: torch.Tensor
     experts: torch.Tensor
@@ -32,8 +32,9 @@ def local_pairs(
 def masked_pairs(
     topk_ids: torch.Tensor, topk_weights: torch.Tensor, start: int, end: int, other: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids counted from ``start``, and weights; of a pair whose expert lies outside of [start, end)
-    ``other`` and 0. The reference of :func:`masked_pairs_on_gpu`.
+    """Local ids and weights of all pairs; the reference of :func:`masked_pairs_on_gpu`.
+
+    Pairs whose expert is outside of [start, end) get the id ``other`` and the weight 0.
 
     Args:
         topk_ids: [rows, K] int32 global ids; negative ids are masked pairs.
@@ -59,7 +60,7 @@ def masked_pairs_on_gpu(
 
 
 def sum_pairs(pairs: LocalPairs, outputs: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Adds `outputs` [P, H] of the pairs, times their weights, into a tensor like `like` [rows, H].
+    """Returns the weighted sum of `outputs` [P, H] per row, a tensor like `like` [rows, H].
 
     Accumulates in float32 and rounds once, to the dtype of `like`.
     """

@@ -1,30 +1,23 @@
-"""Expert weights in the formats that block-scaled kernels share, and ways between them."""
+"""Expert weights in block-scaled formats, and conversions between the formats."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 import torch.nn.functional as F
 
 from afd.errors import ConfigError
 from afd.wire.codecs import FP8_MAX
-from afd.wire.codecs_torch import DTYPE_OF_TAG, dequantise_mxfp4, quantise_mxfp4
+from afd.wire.codecs_torch import dequantise_mxfp4, quantise_mxfp4
+from afd.wire.dtypes_torch import DTYPE_OF_TAG
 from afd.wire.layout import MX_BLOCK, SCALE_BLOCK, Tag
 from afd.wire.rows_torch import EncodedRows, cat
-
-
-class Scheme(Enum):
-    """Number format of the expert weights, by the name it has in a deployment file."""
-
-    PLAIN = "plain"  # the serving dtype
-    FP8_BLOCK = "fp8_block"  # FP8, one float32 scale per 128 x 128
-    MXFP4 = "mxfp4"  # e2m1, one power of two per 32 columns
+from ffn_worker.moe.scheme import Scheme
 
 
 @dataclass(frozen=True)
 class Weight:
-    """Weights [E, N, K] of one projection of E experts; or [N, K], all shapes without E.
+    """Weights [E, N, K] of one projection of E experts, or [N, K] of one expert.
 
     tag BFLOAT16 (or FLOAT16, FLOAT32): ``codes`` [E, N, K], no scales.
     tag E4M3FN, E4M3FNUZ: ``codes`` FP8 [E, N, K], ``scales`` float32 [E, N/128, K/128].
@@ -37,7 +30,7 @@ class Weight:
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> "Weight":
-        """A float tensor as it is."""
+        """Wraps a float tensor."""
         return cls(EncodedRows.of(weight).tag, weight)
 
     @property
@@ -48,7 +41,7 @@ class Weight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(E, N, K) in values, whatever a byte holds."""
+        """(E, N, K), counted in values, also for packed codes."""
         *leading, k = self.codes.shape
         return (*leading, 2 * k if self.tag == Tag.E2M1 else k)
 
@@ -60,7 +53,7 @@ class Weight:
         return self._each(lambda part: part.to(device))
 
     def __getitem__(self, experts: int | slice) -> "Weight":
-        """One expert or some: a view."""
+        """A view of one expert or several."""
         return self._each(lambda part: part[experts])
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Weight":
@@ -70,7 +63,7 @@ class Weight:
 
 
 def quantise_weight(weight: torch.Tensor, tag: Tag) -> Weight:
-    """Quantises [..., N, K]: FP8 by blocks of 128 x 128, MXFP4 by rows of 32.
+    """Quantises [..., N, K]: FP8 in blocks of 128 x 128, MXFP4 in blocks of 32 columns.
 
     Raises:
         ConfigError: N or K is not a multiple of the block.
@@ -99,7 +92,7 @@ def quantise_weight(weight: torch.Tensor, tag: Tag) -> Weight:
 
 
 def dequantise_weight(weight: Weight) -> torch.Tensor:
-    """Float32 [..., N, K]."""
+    """Decodes to float32 [..., N, K]."""
     if weight.scales is None:
         return weight.codes.float()
     *leading, n, k = weight.shape
@@ -111,13 +104,13 @@ def dequantise_weight(weight: Weight) -> torch.Tensor:
 
 
 def in_scheme(weight: Weight, scheme: Scheme, fp8: Tag, dtype: torch.dtype) -> Weight:
-    """The same weight in another scheme, rounded once more; as it is where nothing changes.
+    """Converts a weight to a scheme. Rounds once, unless the weight already has the scheme.
 
     Args:
-        fp8: the FP8 kind that the device multiplies. dtype: of a plain weight.
+        fp8: FP8 type that the device multiplies. dtype: dtype of plain weights.
 
     Raises:
-        ConfigError: the scheme's blocks do not divide the sizes.
+        ConfigError: the sizes are not multiples of the scheme's blocks.
     """
     if weight.scheme is scheme is Scheme.FP8_BLOCK:
         return weight if weight.tag == fp8 else _fn_as_fnuz(weight)
@@ -130,7 +123,7 @@ def in_scheme(weight: Weight, scheme: Scheme, fp8: Tag, dtype: torch.dtype) -> W
 
 
 def widened(gate_up: Weight, down: Weight, width: int) -> tuple[Weight, Weight]:
-    """An expert made ``width`` wide by columns of zeros: its results stay what they are.
+    """Pads an expert to ``width`` columns with zeros, which leaves its results unchanged.
 
     Args:
         gate_up: [2*I, H]. down: [H, I]. FP8: I and width multiples of 128; MXFP4: of 32.
@@ -140,7 +133,9 @@ def widened(gate_up: Weight, down: Weight, width: int) -> tuple[Weight, Weight]:
     """
     parts = _rows(gate_up, 0), _rows(gate_up, 1)
     padded = [_padded(part, width, part.shape[1]) for part in parts]
-    scales = None if gate_up.scales is None else cat([part.scales for part in padded])
+    scales = None
+    if gate_up.scales is not None:
+        scales = cat([part.scales for part in padded if part.scales is not None])
     return (
         Weight(gate_up.tag, cat([part.codes for part in padded]), scales),
         _padded(down, down.shape[0], width),
@@ -148,7 +143,7 @@ def widened(gate_up: Weight, down: Weight, width: int) -> tuple[Weight, Weight]:
 
 
 def with_expert(weight: Weight, expert: Weight) -> Weight:
-    """[E + 1, N, K]: ``weight`` and behind it ``expert`` [N, K] of the same tag."""
+    """Appends ``expert`` [N, K], of the same tag, to ``weight``: [E + 1, N, K]."""
     scales = None
     if weight.scales is not None and expert.scales is not None:
         scales = cat([weight.scales, expert.scales[None]])
@@ -160,7 +155,7 @@ def _rows(gate_up: Weight, half: int) -> Weight:
 
 
 def _padded(weight: Weight, n: int, k: int) -> Weight:
-    """[N, K] with zeros up to [n, k]."""
+    """Pads [N, K] with zeros to [n, k]."""
     more_n, more_k = n - weight.shape[0], k - weight.shape[1]
     per_byte = 2 if weight.tag == Tag.E2M1 else 1
     raw = weight.codes.view(torch.uint8) if weight.tag in FP8_MAX else weight.codes
@@ -174,16 +169,19 @@ def _padded(weight: Weight, n: int, k: int) -> Weight:
 
 
 def _spread(scales: torch.Tensor) -> torch.Tensor:
-    """Block scales [..., N/128, K/128] to multiply [..., N/128, 128, K/128, 128] with."""
+    """Reshapes block scales [..., N/128, K/128] to broadcast over [..., N/128, 128, K/128, 128]."""
     return scales.unsqueeze(-2).unsqueeze(-1)
 
 
 def _fn_as_fnuz(weight: Weight) -> Weight:
-    """e4m3fn weights for gfx942: the same bits there are half the value (CDNA3 instruction set,
-    section 7.2: bias 8). Nothing is rounded; what is NaN stays NaN."""
+    """Converts e4m3fn weights to e4m3fnuz, for gfx942, without rounding. NaN stays NaN.
+
+    The same bits have half the value in e4m3fnuz (CDNA3 instruction set, section 7.2: bias 8), so
+    the scales double.
+    """
     assert weight.tag == Tag.E4M3FN and weight.scales is not None
     bits = weight.codes.view(torch.uint8)
-    # 0x80 is -0 in one format and the only NaN of the other, whose 0x7F is a number.
+    # 0x80 is -0 in e4m3fn and the only NaN of e4m3fnuz. 0x7F and 0xFF are the NaNs of e4m3fn.
     bits = torch.where(bits == 0x80, 0, torch.where(bits & 0x7F == 0x7F, 0x80, bits))
     codes = bits.to(torch.uint8).view(torch.float8_e4m3fnuz)
     return Weight(Tag.E4M3FNUZ, codes, weight.scales * 2)

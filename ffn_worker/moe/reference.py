@@ -1,18 +1,16 @@
-"""References: float32, one expert after the other, written to be read."""
+"""References in float32, one expert after the other, written for readability."""
 
 import torch
 import torch.nn.functional as F
 
 from afd.wire.rows_torch import EncodedRows
 from ffn_worker.moe.base import Linear, MoeBackend
-from ffn_worker.moe.quantise import Scheme, Weight, dequantise_weight
+from ffn_worker.moe.quantise import Weight, dequantise_weight
 from ffn_worker.moe.sorting import PlacedPairs
 
 
 class ReferenceBackend(MoeBackend):
-    """Rounds to the serving dtype once, at the end; every other backend is tested against it."""
-
-    schemes = tuple(Scheme)
+    """Rounds once, at the end, to the serving dtype. All other backends are tested against it."""
 
     def __init__(self, experts: tuple[int, int], num_experts: int | None = None) -> None:
         super().__init__(experts, num_experts)
@@ -54,13 +52,13 @@ class ReferenceBackend(MoeBackend):
 def gate_up(
     rows: EncodedRows, weight: Weight, placed: PlacedPairs, top_k: int, tile: int
 ) -> torch.Tensor:
-    """silu(gate) * up by slots, float32 [slots, I]; NaN where no pair is.
+    """silu(gate) * up by slots, float32 [slots, I]; NaN in slots without a pair.
 
-    gate and up are rounded to bfloat16, as a product of the library gives them.
+    Rounds gate and up to bfloat16, as DeepGEMM does.
 
     Args:
         rows: [n, H]. weight: [E, 2*I, H].
-        tile: what an expert's run of slots begins at a multiple of.
+        tile: the run of slots of each expert begins at a multiple of it.
     """
     decoded, values = rows.decode(torch.float32), dequantise_weight(weight)
     shape = len(placed.pairs), weight.shape[1] // 2
@@ -75,7 +73,7 @@ def gate_up(
 
 
 def down(a: torch.Tensor, weight: Weight, placed: PlacedPairs, tile: int) -> torch.Tensor:
-    """Products by slots, float32 [slots, H]; NaN where no pair is.
+    """a x weight.T by slots, float32 [slots, H]; NaN in slots without a pair.
 
     Args:
         a: [slots, I]. weight: [E, H, I]. tile: as in :func:`gate_up`.

@@ -1,4 +1,4 @@
-"""Pairs (row, expert) sorted by expert and padded, for grouped matrix kernels."""
+"""Sorts (row, expert) pairs by expert and pads them, for grouped matrix kernels."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -10,11 +10,12 @@ import torch.nn.functional as F
 
 @dataclass(frozen=True)
 class SortedPairs:
-    """Order in which a grouped kernel walks the pairs of a batch; all on the batch's device.
+    """Order in which a grouped kernel processes the pairs of a batch; on the batch's device.
 
-    pairs: int32 [capacity], pair numbers (row * K + k), each expert's run padded with the number
-    of all pairs to a multiple of the block. experts: int32 [capacity / block], local expert of
-    each block. used: int32 [1], how much of both is in use; the rest is undefined.
+    pairs: int32 [capacity], pair numbers (row * K + k). Each expert's run is padded to a multiple
+        of the block; the padding has the number of all pairs.
+    experts: int32 [capacity / block], local expert of each block.
+    used: int32 [1], entries of ``pairs`` in use. Further entries and blocks are undefined.
     """
 
     pairs: torch.Tensor
@@ -23,25 +24,28 @@ class SortedPairs:
 
 
 def capacity(pairs: int, experts: int, block: int) -> int:
-    """Entries that any distribution of ``pairs`` over ``experts`` fits into."""
+    """Entries that are enough for any distribution of ``pairs`` over ``experts``."""
     padded = pairs + min(pairs, experts) * (block - 1)
     return -(-padded // block) * block
 
 
 BINS = 32
-"""Experts that one program of the kernels looks for."""
+"""Experts per program of the sorting kernels."""
 
 
 def chunking(pairs: int) -> tuple[int, int]:
-    """(pairs, warps) of a program of the kernels: few, so that there are many programs, but so many
-    that 32 chunks hold the batch, since every program adds up the counts of all, 32 at a time."""
+    """(pairs, warps) of a program of the sorting kernels.
+
+    Few pairs make many programs. But up to 32 chunks should hold the batch, because every program
+    adds up the counts of all chunks, 32 at a time.
+    """
     chunk = min(max(1 << (-(-pairs // 32) - 1).bit_length(), 64), 512)
     return chunk, chunk // 64 if chunk > 256 else 4
 
 
 class _Counted(NamedTuple):
-    """What the kernels that order counted pairs are given: counts per chunk, pairs, their grid and
-    their constants."""
+    """Result of the first launch and arguments of the second: counts per chunk, number of pairs,
+    grid and constants."""
 
     counts: torch.Tensor
     pairs: int
@@ -77,8 +81,8 @@ def sort_pairs_on_gpu(
     """:func:`sort_pairs` in two Triton launches, optionally with the shared expert's pairs.
 
     Args:
-        shared: every row has one pair more, its last, of the local expert ``end - start``.
-        load: int64 [end - start], to which each routed expert's pairs are added.
+        shared: adds a last pair to every row, for the local expert ``end - start``.
+        load: int64 [end - start]; the pairs of each routed expert are added to it.
     """
     from ffn_worker.kernels.sorting import sort_pairs_kernel
 
@@ -95,13 +99,13 @@ def sort_pairs_on_gpu(
 
 @dataclass(frozen=True)
 class PlacedPairs:
-    """The same order, by its inverse; all on the batch's device.
+    """The order of SortedPairs as a map from pairs to slots; on the batch's device.
 
-    slots: int32 [rows * K], the entry of each pair; -1: nobody here computes it.
-    pairs: int32 [capacity], the pair of each entry; undefined where there is none.
-    ends: int32 [experts], where each expert's run ends, without the padding behind it. A run begins
-    at the multiple of the block at or after the end before it.
-    taken: int32 [2], 0: what kernels that take tiles one after the other count in, each once.
+    slots: int32 [rows * K], the slot of each pair; -1 if its expert is not local.
+    pairs: int32 [capacity], the pair in each slot; undefined in slots without a pair.
+    ends: int32 [experts], end of each expert's run, without padding. A run begins at the first
+        multiple of the block that is not below the previous end.
+    taken: int32 [2], zeros. Counters of the kernels that take tiles from a queue; one use each.
     """
 
     slots: torch.Tensor
@@ -128,7 +132,7 @@ def place_pairs_on_gpu(
 
 
 def place_pairs(topk_ids: torch.Tensor, start: int, end: int, block: int) -> PlacedPairs:
-    """Where :func:`sort_pairs` puts each pair: the reference of the kernels."""
+    """The slots of pairs in the order of :func:`sort_pairs`: the reference of the kernels."""
     order = sort_pairs(topk_ids, start, end, block)
     pairs, experts = topk_ids.numel(), end - start
     used = int(order.used)
@@ -147,7 +151,7 @@ def sort_pairs(
     """Sorts the pairs whose expert lies in [start, end): the reference of the kernels.
 
     Args:
-        topk_ids: int32 [rows, K], global expert ids; ids outside of the range are left out.
+        topk_ids: int32 [rows, K], global expert ids; ids outside of the range are skipped.
         shared: as in :func:`sort_pairs_on_gpu`.
     """
     if shared:
@@ -165,7 +169,7 @@ def sort_pairs(
     order = torch.argsort(expert, stable=True)
     by_expert = expert[order]
     rank = torch.arange(count, device=device) - (counts.cumsum(0) - counts)[by_expert]
-    # One entry too many takes the pairs of other instances' experts.
+    # One extra entry takes the pairs of experts that are not local.
     place = torch.where(by_expert < experts, begins[by_expert] + rank, size)
     pairs = torch.full((size + 1,), count, dtype=torch.int32, device=device)
     pairs.scatter_(0, place, order.int())

@@ -1,9 +1,9 @@
-"""How the grouped kernels are cut: tuned tiles from data files, and a rule where there are none.
+"""Tile sizes of the grouped Triton kernels: tuned ones from data files, else a default rule.
 
-A file configs/tuning/DEVICE/SHAPE.json holds one tiling per row bucket, made by ``afd bench moe
---tune`` on that device. A batch takes the smallest bucket that holds it, a larger batch the
-largest. Without a file for the device and the shape, and for a tiling that the shape cannot take,
-:func:`default_tiling` decides. Pure; no torch.
+``afd bench moe --tune`` writes ffn_worker/data/tuning/DEVICE/SHAPE.json, with one tiling per row
+bucket. A batch uses the smallest bucket that holds it, or the largest one. :func:`default_tiling`
+decides if there is no file for the device and shape, or if the shape does not support the tiling.
+Pure; no torch.
 """
 
 import json
@@ -13,20 +13,20 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from afd.device_name import slug
 from afd.errors import ConfigError
-from afd.planner.facts.files import CONFIGS
+from afd.host.device_name import slug
+from afd.host.package_data import data_folder
 
-FOLDER = CONFIGS / "tuning"
+FOLDER = data_folder("ffn_worker") / "tuning"
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """One MoE layer as one rank computes it.
+    """Shape of one MoE layer on one rank.
 
-    hidden, width: H and I of its routed experts (a TP shard has a fraction of I). experts: how many
-    it holds, of num_experts. top_k: per row. scheme: of the weights, as in a deployment file.
-    shared: width of a shared expert that is computed with the routed ones; 0: none.
+    hidden, width: H and I of the routed experts (a TP shard has a fraction of I). experts: held
+    here, of num_experts in the model. top_k: experts per row. scheme: weight format, as in a
+    deployment file. shared: width of a shared expert computed with the routed ones; 0: none.
     """
 
     hidden: int
@@ -39,15 +39,19 @@ class LayerShape:
 
     @property
     def name(self) -> str:
-        """``h7168-w640-e24of48-k3-fp8_block-s320``."""
+        """Name of its tuning file, such as ``h7168-w640-e24of48-k3-fp8_block-s320``."""
         name = f"h{self.hidden}-w{self.width}-e{self.experts}of{self.num_experts}-k{self.top_k}"
         return f"{name}-{self.scheme}" + (f"-s{self.shared}" if self.shared else "")
 
 
 @dataclass(frozen=True)
 class Tile:
-    """One launch: columns and depth of a tile, and the programs' schedule. swap: FP8 weights times
-    rows instead of rows times weights, which Hopper can do for fewer than 64 rows as well."""
+    """Tile of one launch.
+
+    n: columns. k: columns of the inner dimension per step. group_m: blocks of pairs per column of
+    tiles. swap: weights times rows instead of rows times weights (FP8 only); Hopper supports this
+    also for fewer than 64 rows.
+    """
 
     n: int
     k: int
@@ -59,7 +63,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Tiling:
-    """Both launches of a layer. m: pairs per tile, the block in which they are sorted."""
+    """Tiles of both launches of a layer. m: pairs per tile, the block size of the sort."""
 
     m: int
     gate_up: Tile
@@ -68,7 +72,10 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Bucket:
-    """The tiling for up to ``rows`` rows. us, default_us: its time and that of the rule's."""
+    """The tiling for up to ``rows`` rows.
+
+    us, default_us: microseconds with this tiling and with that of the default rule.
+    """
 
     rows: int
     tiling: Tiling
@@ -77,23 +84,24 @@ class Bucket:
 
 
 Tilings = Callable[[LayerShape, int], Tiling]
-"""(shape, rows) -> how to cut them."""
+"""(shape, rows) -> tiling."""
 
 
 def default_tiling(shape: LayerShape, rows: int, hip: bool) -> Tiling:
-    """A tiling that runs everywhere.
+    """A tiling that works on every device and shape.
 
     Args:
-        hip: 64 KiB of LDS on gfx942 hold fewer stages. On Hopper, FP8 is multiplied in tiles of 64
-            rows only: with fewer, Triton converts to float16 (seen in its PTX), which pays up to 16
-            pairs per expert (H200).
+        hip: whether the device is AMD's. The 64 KiB of LDS on gfx942 hold fewer stages.
+
+    On Hopper, FP8 products need tiles of 64 rows. With fewer, Triton converts to float16 (seen in
+    its PTX), which is faster only up to 16 pairs per expert (measured on H200).
     """
     quantised, fp8 = shape.scheme != "plain", shape.scheme == "fp8_block"
     load = rows * shape.top_k / shape.num_experts  # mean pairs per expert
     heights = (16, 32) if hip or not quantised else (16,) if fp8 else ()
     m = next((size for size in heights if load <= size), 64)
     if load >= 64 and not quantised and not hip:
-        m = 128  # a matrix of 64 rows reads weights too often for Hopper
+        m = 128  # with 64 rows, Hopper would read the weights too often
 
     def tile(depth: int) -> Tile:
         widest = 128 if quantised else 64
@@ -108,10 +116,10 @@ PARTS: tuple[Part, Part] = ("gate_up", "down")
 
 
 def problem(shape: LayerShape, tiling: Tiling, parts: tuple[Part, ...] = PARTS) -> str | None:
-    """Why the kernels cannot be cut so, None if they can (registers and memory aside).
+    """Why the kernels do not support this tiling, None if they do. Ignores registers and memory.
 
     Args:
-        parts: the launches that are asked about.
+        parts: the launches to check.
     """
     if "gate_up" in parts:
         reason = _problem(shape, tiling.gate_up, shape.hidden, shape.width)
@@ -126,20 +134,20 @@ def problem(shape: LayerShape, tiling: Tiling, parts: tuple[Part, ...] = PARTS) 
 
 def _problem(shape: LayerShape, tile: Tile, depth: int, columns: int) -> str | None:
     if depth % tile.k:
-        return f"a depth of {depth} is no multiple of {tile.k}"
+        return f"a depth of {depth} is not a multiple of {tile.k}"
     if tile.swap and (shape.scheme != "fp8_block" or tile.n > 128):
-        return f"a tile of {tile.n} columns of {shape.scheme} weights is not swapped"
+        return f"a tile of {tile.n} columns of {shape.scheme} weights cannot be swapped"
     if shape.scheme == "fp8_block" and tile.k > 128:
         return f"one scale covers 128 of the {tile.k} columns of an FP8 tile"
     if shape.shared and tile.k > 128:
         return f"the shared expert's width is a multiple of 128, not of {tile.k}"
     if shape.scheme != "plain" and columns % tile.n:
-        return f"{columns} columns are no multiple of {tile.n}"
+        return f"{columns} columns are not a multiple of {tile.n}"
     return None
 
 
 def read_buckets(file: Path) -> tuple[Bucket, ...]:
-    """Buckets of one tuning file, by rows; none if there is no such file.
+    """Buckets of one tuning file, ascending by rows; empty if the file does not exist.
 
     Raises:
         ConfigError: the file is not what the tuner writes.
@@ -163,7 +171,7 @@ def read_buckets(file: Path) -> tuple[Bucket, ...]:
         ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{file} is no tuning file ({error!r}); delete it or run afd bench moe --tune again"
+            f"{file} is not a tuning file ({error!r}); delete it or run afd bench moe --tune again"
         ) from None
     return tuple(sorted(buckets, key=lambda bucket: bucket.rows))
 
@@ -171,7 +179,7 @@ def read_buckets(file: Path) -> tuple[Bucket, ...]:
 def write_buckets(
     file: Path, device: str, shape: LayerShape, buckets: tuple[Bucket, ...], command: str, date: str
 ) -> None:
-    """Replaces a tuning file in one step."""
+    """Writes a tuning file atomically."""
     file.parent.mkdir(parents=True, exist_ok=True)
     document = {
         "device": device,
@@ -186,17 +194,17 @@ def write_buckets(
 
 
 def pick(buckets: tuple[Bucket, ...], rows: int) -> Tiling | None:
-    """The smallest bucket that holds ``rows``, else the largest; None without any."""
+    """Tiling of the smallest bucket that holds ``rows``, else of the largest; None without any."""
     if not buckets:
         return None
     return next((b for b in buckets if b.rows >= rows), buckets[-1]).tiling
 
 
 def tuned_tilings(device: str, hip: bool, folder: Path = FOLDER) -> Tilings:
-    """Tilings of a device: its tuning files, read once each, and the rule where they say nothing.
+    """Tilings of a device: from its tuning files, each read once, else from the default rule.
 
     Args:
-        device: name as torch gives it, "NVIDIA H200".
+        device: torch's name, such as "NVIDIA H200".
     """
     here = folder / slug(device)
 

@@ -1,20 +1,20 @@
-"""Backend in plain PyTorch: rows grouped by expert, one matrix product per active expert."""
+"""Backend in plain PyTorch: groups rows by expert, one matrix product per active expert."""
 
 import torch
 import torch.nn.functional as F
 
 from ffn_worker.moe.base import MoeBackend
 from ffn_worker.moe.pairs import LocalPairs, local_pairs, sum_pairs
-from ffn_worker.moe.quantise import Scheme, Weight, dequantise_weight
+from ffn_worker.moe.quantise import Weight, dequantise_weight
 
 
 class TorchBackend(MoeBackend):
-    """Runs wherever PyTorch runs. Expert outputs are rounded to the serving dtype, then weighted
-    and summed in float32, as vLLM's own fallback does (cpu_fused_moe.py, `cpu_fused_moe_torch`).
-    Quantised weights are kept as they are and decoded expert by expert, at every call.
-    """
+    """Runs on every device that PyTorch supports.
 
-    schemes = tuple(Scheme)
+    Expert outputs are rounded to the serving dtype, then weighted and summed in float32, as in
+    vLLM's fallback (cpu_fused_moe.py, `cpu_fused_moe_torch`). Quantised weights stay quantised;
+    each call decodes one active expert at a time.
+    """
 
     def __init__(self, experts: tuple[int, int], num_experts: int | None = None) -> None:
         super().__init__(experts, num_experts)

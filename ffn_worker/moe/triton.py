@@ -7,22 +7,22 @@ from functools import partial
 import torch
 
 from afd.wire.codecs import FP8_MAX
-from afd.wire.codecs_torch import DTYPE_OF_TAG
+from afd.wire.dtypes_torch import DTYPE_OF_TAG
 from afd.wire.layout import MX_BLOCK, SCALE_BLOCK, Tag
 from afd.wire.rows_torch import EncodedRows
-from ffn_worker.load import SlotLoad
 from ffn_worker.moe.base import MoeBackend
 from ffn_worker.moe.device import native_fp8
-from ffn_worker.moe.quantise import Scheme, Weight, in_scheme, widened, with_expert
+from ffn_worker.moe.load_counts import SlotLoad
+from ffn_worker.moe.quantise import Weight, in_scheme, widened, with_expert
 from ffn_worker.moe.sorting import SortedPairs, sort_pairs_on_gpu
 from ffn_worker.moe.tiles import LayerShape, Tile, Tilings, tuned_tilings
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Weights of one layer: the routed experts, and behind them the shared one, if any.
+    """Weights of one layer: the routed experts, followed by the shared one, if any.
 
-    shape: what tilings are looked up by, but for top_k, which comes with the rows.
+    shape: the key for tilings, except that top_k comes with the rows.
     """
 
     w13: Weight
@@ -32,8 +32,11 @@ class Layer:
 
 @dataclass(frozen=True)
 class Products:
-    """Both launches of a layer for one batch. act, y: what they write, by pairs. each: pairs of a
-    row."""
+    """Both launches of a layer for one batch.
+
+    act, y: outputs of the first and of the second launch, by pairs. m: pairs per block. each: pairs
+    per row.
+    """
 
     layer: Layer
     rows: EncodedRows
@@ -51,19 +54,17 @@ class Products:
 
 
 class TritonBackend(MoeBackend):
-    """Experts [start, end); weights as they are, in FP8 by blocks, or in MXFP4.
+    """Experts [start, end) with plain, FP8_BLOCK or MXFP4 weights.
 
-    FP8 weights multiply FP8 rows of their kind, MXFP4 weights MXFP4 rows or bfloat16 rows as they
-    are; other rows are decoded, and quantised again for FP8 weights. The shared expert is computed
-    in the same launches where it is no wider than a routed one.
+    FP8 weights multiply rows of the same FP8 type, MXFP4 weights multiply MXFP4 or bfloat16 rows.
+    Other rows are decoded first, and quantised again for FP8 weights. A shared expert that is not
+    wider than a routed one is computed in the same launches.
 
     Args:
-        tilings: how to cut the launches; None: by the tuning files of this device.
+        tilings: tile sizes of the launches; None: from the tuning files of this device.
     """
 
     capturable = True
-    devices = ("cuda",)
-    schemes = tuple(Scheme)
     takes_encoded = True
 
     def __init__(
@@ -102,7 +103,7 @@ class TritonBackend(MoeBackend):
     def prepare_shared(self, layer: int, gate_up: Weight, down: Weight) -> bool:
         held = self._layers[layer]
         width = held.shape.width
-        # Whole blocks of columns are computed, so that its scales cover what is read.
+        # Rounded up to whole blocks, so that scales cover all columns that are read.
         computed = -(-down.shape[-1] // SCALE_BLOCK) * SCALE_BLOCK
         if computed > width:
             return False
@@ -155,7 +156,7 @@ class TritonBackend(MoeBackend):
         out: torch.Tensor,
         load: SlotLoad | None,
     ) -> None:
-        """Fills out [rows, hidden], of rows in a format that the weights are multiplied with."""
+        """Fills ``out`` [rows, hidden]. rows: see :func:`accepted`."""
         from ffn_worker.kernels.moe import combine_kernel
 
         assert self._tilings is not None  # set by prepare
@@ -188,8 +189,10 @@ class TritonBackend(MoeBackend):
         dtype: torch.dtype,
         load: SlotLoad | None = None,
     ) -> "Products":
-        """Both launches of a layer, ready to be cut: pairs sorted in blocks of ``m``, and memory
-        for the results. rows: in a format that the weights are multiplied with."""
+        """Prepares both launches of a layer: sorts pairs in blocks of ``m`` and allocates results.
+
+        rows: in a format that the kernels can multiply with the weights.
+        """
         held = self._layers[layer]
         shared, (count, top_k) = bool(held.shape.shared), topk_ids.shape
         counts = None if load is None else load.counts
@@ -205,7 +208,7 @@ def _kind(tag: Tag) -> str:
 
 
 def accepted(rows: EncodedRows, weights: Tag, dtype: torch.dtype) -> EncodedRows:
-    """Rows in a format that ``weights`` are multiplied with: as they are where that is possible."""
+    """Converts rows, if necessary, to a format that kernels can multiply with ``weights``."""
     if weights == Tag.E2M1:
         if rows.tag in (Tag.E2M1, Tag.BFLOAT16):
             return rows
@@ -220,7 +223,7 @@ def accepted(rows: EncodedRows, weights: Tag, dtype: torch.dtype) -> EncodedRows
 def _activation(
     tag: Tag, pairs: int, width: int, dtype: torch.dtype, device: torch.device
 ) -> EncodedRows:
-    """Memory between the two products, in the format of the rows."""
+    """Allocates the memory between the two products, in the format of the rows."""
     if tag in FP8_MAX:
         codes = torch.empty((pairs, width), dtype=DTYPE_OF_TAG[tag], device=device)
         scales = torch.empty((pairs, width // SCALE_BLOCK), dtype=torch.float32, device=device)

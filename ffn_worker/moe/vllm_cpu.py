@@ -1,7 +1,7 @@
-"""Backend on vLLM's own CPU kernel, so that both sides of a deployment round the same way.
+"""Backend on vLLM's CPU kernel. Both sides of a deployment then round the same way.
 
 The operators come from the shared library in the vllm package, loaded without importing vLLM's
-Python code (which takes many seconds and hundreds of megabytes). Sources, vLLM 0.26:
+Python code, which would take many seconds and hundreds of megabytes. Sources, vLLM 0.26:
 platforms/cpu.py (`import_kernels`), layers/fused_moe/cpu_fused_moe.py (`check_grouped_gemm`),
 layers/utils.py (`dispatch_cpu_unquantized_gemm`), _custom_ops.py.
 """
@@ -34,7 +34,7 @@ def library_name() -> str:
 
 @cache
 def load_operators() -> str | None:
-    """Loads vLLM's operators into torch.ops._C; returns why it cannot, None on success."""
+    """Loads vLLM's operators into torch.ops._C. Returns why it cannot, None on success."""
     # A top-level name is only located, not imported.
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
@@ -54,7 +54,7 @@ def load_operators() -> str | None:
 
 
 def kernel_isa(dtype: torch.dtype, hidden: int, intermediate: int) -> str | None:
-    """The kernel variant vLLM picks here for experts of [2*intermediate, hidden], None for none."""
+    """The kernel variant that vLLM uses here for these sizes; None if it has none."""
     if (2 * intermediate) % 32 or hidden % 32:
         return None
     bf16 = dtype == torch.bfloat16
@@ -66,9 +66,7 @@ def kernel_isa(dtype: torch.dtype, hidden: int, intermediate: int) -> str | None
 
 
 class VllmCpuBackend(MoeBackend):
-    """Bit-identical to colocated vLLM when all experts are local (one FFN instance)."""
-
-    devices = ("cpu",)
+    """Bit-identical to colocated vLLM if one FFN instance holds all experts."""
 
     def __init__(self, experts: tuple[int, int], num_experts: int | None = None) -> None:
         super().__init__(experts, num_experts)
@@ -114,11 +112,12 @@ class VllmCpuBackend(MoeBackend):
         if topk_ids.numel() == 0:
             return torch.zeros_like(x)
         low, high = torch.aminmax(topk_ids)
-        # Not wherever all pairs happen to be local: how a row rounds must not depend on the others.
+        # Only if this instance holds all experts: otherwise the rounding of a row would depend on
+        # whether the pairs of all other rows are local.
         if self._holds_all and low >= 0 and high < self.end:
             return self._run(layer, x, topk_ids, topk_weights, skip_weighted=False)
-        # The kernel computes every pair it is given, so it is given the local ones as single-expert
-        # rows. Their weights are applied in float32 afterwards.
+        # The kernel computes every pair of its input. So it gets each local pair as a row with one
+        # expert. Weights are applied in float32 afterwards.
         pairs = local_pairs(topk_ids, topk_weights, self.start, self.end)
         if pairs.rows.numel() == 0:
             return torch.zeros_like(x)
@@ -153,7 +152,7 @@ class _OneDnnLinear:
     def __init__(self, weight: torch.Tensor) -> None:
         self._out = weight.shape[0]
         address = torch.ops._C.create_onednn_mm_handler(weight.t(), _PRIMITIVE_CACHE)
-        # The operator takes its handle as a tensor; it holds its own packed copy of the weight.
+        # The operator takes its handle as a tensor and keeps its own packed copy of the weight.
         self._handle = torch.tensor(address, dtype=torch.int64)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -13,36 +13,39 @@ from afd.wire.layout import SCALE_BLOCK
 from ffn_worker.moe.base import MoeBackend
 from ffn_worker.moe.device import native_fp8
 from ffn_worker.moe.pairs import masked_pairs_on_gpu
-from ffn_worker.moe.quantise import Scheme, Weight
+from ffn_worker.moe.quantise import Weight
+from ffn_worker.moe.scheme import Scheme
 
 
 def _fused_experts() -> Callable[..., torch.Tensor]:
-    # Imported when a GPU needs it: vLLM takes seconds to import, and no other backend uses it.
+    # Imported late, because importing vLLM takes seconds.
     from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
 
-    return fused_experts
+    call: Callable[..., torch.Tensor] = fused_experts
+    return call
 
 
 def _block_config(w13: Weight, w2: Weight) -> object:
-    """What tells `fused_experts` that weights are FP8 by blocks; it quantises the rows itself."""
+    """Configuration of `fused_experts` for FP8_BLOCK weights; it quantises the rows itself."""
     from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
 
-    return fp8_w8a8_moe_quant_config(
+    assert w13.scales is not None and w2.scales is not None
+    config: object = fp8_w8a8_moe_quant_config(
         w1_scale=w13.scales, w2_scale=w2.scales, block_shape=[SCALE_BLOCK, SCALE_BLOCK]
     )
+    return config
 
 
 class VllmCudaBackend(MoeBackend):
-    """Weights in the serving dtype or in FP8 by blocks, rows in the serving dtype. Runs what
-    colocated vLLM runs where one instance holds all experts: its kernels take no negative ids then
-    (csrc/moe/moe_align_sum_kernels.cu indexes by them), so that masked pairs are computed by the
-    first expert with weight 0. Otherwise they, and those of other instances' experts, are mapped to
-    -1, which the kernels skip.
+    """Weights in the serving dtype or FP8_BLOCK; rows in the serving dtype.
+
+    If one instance holds all experts, this is exactly what colocated vLLM runs. Its kernels then do
+    not support negative ids (csrc/moe/moe_align_sum_kernels.cu indexes by them), so the first
+    expert computes masked pairs with weight 0. Otherwise masked pairs and pairs of other instances
+    are mapped to -1, which the kernels skip.
     """
 
     capturable = True
-    devices = ("cuda",)
-    schemes = (Scheme.PLAIN, Scheme.FP8_BLOCK)
 
     def __init__(self, experts: tuple[int, int], num_experts: int | None = None) -> None:
         super().__init__(experts, num_experts)
@@ -66,7 +69,7 @@ class VllmCudaBackend(MoeBackend):
         config = _block_config(w13, w2) if w13.scheme is Scheme.FP8_BLOCK else None
         self._weights[layer] = (w13.codes, w2.codes, config)
         if not self._holds_all and self._map is None:
-            # One entry more than there are local experts: where all other ids go.
+            # One more entry than there are local experts, for all other ids.
             self._map = torch.arange(self.end - self.start + 1, dtype=torch.int32)
             self._map[-1] = -1
             self._map = self._map.to(w13.codes.device)

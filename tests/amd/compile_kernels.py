@@ -1,7 +1,7 @@
 """Compiles every kernel for one target without a GPU: python compile_kernels.py TARGET FOLDER.
 
-One process per target: Triton keeps facts of the first target it met (3.6 fails gfx942 after
-gfx950). Writes FOLDER/NAME.s or .ptx, FOLDER/NAME.bin and FOLDER/index.json.
+Use one process per target: Triton keeps state of the first target (Triton 3.6 cannot compile
+gfx942 after gfx950). Writes FOLDER/NAME.s or .ptx, FOLDER/NAME.bin and FOLDER/index.json.
 """
 
 import json
@@ -15,13 +15,13 @@ from triton.backends.nvidia.compiler import get_ptxas
 
 
 def _amd_spills(text: str) -> dict[str, int]:
-    """Registers that went to memory, and bytes of scratch memory, from the kernel's metadata."""
+    """Returns spilled registers and bytes of scratch memory from the kernel's metadata, by name."""
     names = "vgpr_spill_count|sgpr_spill_count|private_segment_fixed_size"
     return {name: int(n) for name, n in re.findall(rf"\.({names}):\s*(\d+)", text)}
 
 
 def _nvidia_spills(text: str, folder: Path) -> dict[str, int]:
-    """The same from the report of the ptxas that comes with Triton."""
+    """Returns spilled bytes from the report of Triton's ptxas, by name."""
     source = folder / "report.ptx"
     source.write_text(text)
     command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(source)]
@@ -33,7 +33,7 @@ def _nvidia_spills(text: str, folder: Path) -> dict[str, int]:
 
 
 def facts(build: Build, target: str, folder: Path) -> dict[str, object]:
-    """Compiles one build; what the tests need to know of it."""
+    """Compiles one build. Returns its entry for index.json."""
     compiled = build.compile(target)
     amd = "amdgcn" in compiled.asm
     text = compiled.asm["amdgcn" if amd else "ptx"]

@@ -1,4 +1,4 @@
-"""Kernels compiled once per session and target, and the emulator that runs them."""
+"""Fixture ``compiled``: the kernels, compiled once per test run and target."""
 
 import json
 import os
@@ -35,7 +35,7 @@ class Compiled:
 
 
 class Compiler:
-    """Compiles a target's kernels when they are first asked for."""
+    """Compiles a target's kernels at first use."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -44,7 +44,7 @@ class Compiler:
     def __call__(self, target: str) -> Compiled:
         if target not in self._done:
             out = self._folder / target
-            # With fused multiply-add allowed, the harder case for equal bytes.
+            # Allows fused multiply-add, which makes equal bytes harder to reach.
             environment = {
                 "TRITON_CACHE_DIR": str(self._folder / "cache"),
                 **os.environ,

@@ -1,4 +1,4 @@
-"""Several ranks of the all-reduce on the emulator, each with a stream of launches of its own."""
+"""Runs several ranks of the all-reduce on the emulator, each with its own stream of launches."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -8,39 +8,39 @@ import ml_dtypes
 import numpy as np
 from emulator import Kernel, Memory
 
-from ffn_worker.allreduce import formats, quick_plan
+from ffn_worker.allreduce import formats_table, quickreduce_plan
 
 bfloat16 = np.dtype(ml_dtypes.bfloat16)
 SPINS = 1_000_000
 _STRETCH = 40
 
 Results = Callable[[], list[np.ndarray]]
-"""What every rank has got, once ``run`` was called."""
+"""Returns every rank's result; call it after ``run``."""
 
 
 @dataclass
 class Ranks:
-    """``world`` ranks whose buffers lie in one memory, as peer-mapped GPUs would see it.
+    """``world`` ranks whose buffers are in one memory, like peer-mapped GPU memory.
 
-    A call adds one launch to every rank's stream; ``run`` interleaves the streams at random, so
-    that one rank may be launches ahead of another, as far as the kernels let it.
+    A call adds one launch to every rank's stream. ``run`` interleaves the streams at random, so a
+    rank may be several launches ahead of another, as far as the kernels allow.
 
-    fmt: of two shots, None for exact ones. late: a rank whose launches never run.
+    fmt: format of two-shot sums, None for exact sums. late: a rank whose launches never run.
     """
 
     compiled: object
     arch: str
     world: int
     segment_atoms: int
-    fmt: formats.ReduceFormat | None = formats.FP16
+    fmt: formats_table.ReduceFormat | None = formats_table.FP16
     late: int | None = None
     spins: int = SPINS
     memory: Memory = field(default_factory=Memory)
 
     def __post_init__(self) -> None:
         put, world = self.memory.put, self.world
-        self.buffer = quick_plan.Buffer(
-            world, self.segment_atoms, (self.fmt or formats.FP16).atom_bytes, 4
+        self.buffer = quickreduce_plan.Buffer(
+            world, self.segment_atoms, (self.fmt or formats_table.FP16).atom_bytes, 4
         )
         self.peers = np.array([put(np.zeros(self.buffer.nbytes, np.uint8)) for _ in range(world)])
         counters = np.zeros(max(self.segment_atoms, self.buffer.one_shot_tiles), np.int32)
@@ -51,11 +51,11 @@ class Ranks:
         self._streams: list[deque[list[Iterator[None]]]] = [deque() for _ in range(world)]
 
     def noted(self, rank: int) -> int:
-        """The number that rank ``rank``'s host finds."""
+        """Returns the number that the kernel reported to the host of rank ``rank``."""
         return int(self.memory.get(self.notes[rank][1], np.zeros(1, np.int32))[0])
 
     def raise_flags(self, shot: int) -> None:
-        """Negative control: the flags of one shot are far ahead, no wait for them waits."""
+        """Negative control: sets the flags of one shot far ahead, so that no wait blocks."""
         flags = np.full(self.segment_atoms * self.world, 1 << 20, np.int32).view(np.uint8)
         for base in self.peers:
             self.memory.store(np.array([base + shot * flags.size]), flags[None])
@@ -63,16 +63,16 @@ class Ranks:
     def two_shot(
         self, xs: list[np.ndarray], gather: bool, *, tile: int = 1, atoms: int = 1
     ) -> Results:
-        """Sums of everything, or without ``gather`` of each rank's rows, first in its array."""
+        """Launches a sum of all values, or without ``gather`` of each rank's own rows."""
         rows, hidden = xs[0].shape
         if gather:
-            segments = quick_plan.flat_segments(rows * hidden, self.world)
+            segments = quickreduce_plan.flat_segments(rows * hidden, self.world)
         else:
-            segments = quick_plan.row_segments(rows, hidden, self.world)
+            segments = quickreduce_plan.row_segments(rows, hidden, self.world)
         places, b = self._put(xs), self.buffer
         name = self.fmt.name if self.fmt else "exact"
         name = f"{name},{self.world},{tile},{atoms},{'all' if gather else 'own'}"
-        for launch in quick_plan.launches(segments, b, 1, quick_plan.HIP):
+        for launch in quickreduce_plan.launches(segments, b, 1, quickreduce_plan.HIP):
             tiles = -(-min(b.segment_atoms, segments.atoms - launch.first) // tile)
             shape = (rows * hidden, segments.unit, segments.base, segments.longer, launch.first)
             for rank, place in enumerate(places):
@@ -86,12 +86,12 @@ class Ranks:
         offsets = (b.one_shot_tiles, b.one_shot_flags, b.one_shot_inbox)
         for rank, place in enumerate(places):
             scalars = [("i", v) for v in (n, self.spins, rank, *offsets)]
-            blocks = -(-n // quick_plan.ONE_SHOT_BLOCK)
+            blocks = -(-n // quickreduce_plan.ONE_SHOT_BLOCK)
             self._launch(f"one_shot[{self.world}]", rank, 1, place, scalars, blocks)
         return lambda: [self.memory.get(out, x) for (_, out), x in zip(places, xs, strict=True)]
 
     def run(self, seed: int, *, fair: bool = False) -> None:
-        """Runs all launches to their ends. fair: no rank is quicker than another."""
+        """Runs all launches to completion. fair: all ranks run at the same speed."""
         rng = np.random.default_rng(seed)
         while any(self._streams):
             speeds = np.ones(self.world) if fair else rng.random(self.world) ** 3 + 0.02
@@ -109,11 +109,11 @@ class Ranks:
             if next(workgroups[i], "over") == "over":
                 del workgroups[i]
                 break
-        if not workgroups:  # the next launch of a stream begins when this one has ended
+        if not workgroups:  # the launch has ended; the stream's next one may begin
             self._streams[rank].popleft()
 
     def _put(self, xs: list[np.ndarray]) -> list[tuple[int, int]]:
-        """Addresses of every rank's x and out."""
+        """Returns the addresses of every rank's x and out."""
         return [(self.memory.put(x), self.memory.put(np.zeros_like(x))) for x in xs]
 
     def _launch(

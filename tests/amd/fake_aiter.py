@@ -1,7 +1,7 @@
-"""A stand-in for AITER that checks how it is called and computes what AITER is told to compute.
+"""A fake AITER that checks how it is called and computes the same results as AITER would.
 
-Every function binds its arguments to the recorded signature first. Layouts are undone here, on
-their own terms (AITER e4048607, ops/shuffle.py, fused_moe.py), so that a wrong shuffle, scale
+Every function first binds its arguments to the recorded signature. The fake undoes the layouts as
+AITER defines them (AITER e4048607, ops/shuffle.py, fused_moe.py), so that a wrong shuffle, scale
 layout, mask or format in our backend gives a wrong result.
 """
 
@@ -26,7 +26,7 @@ _SIGNATURES = load()
 
 @dataclass
 class FakeAiter:
-    """Modules to put into sys.modules, and the calls that were made."""
+    """The fake modules for sys.modules, and a record of the calls."""
 
     fp8: torch.dtype
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
@@ -117,8 +117,8 @@ class FakeAiter:
         return dequantise_mxfp4(x.view(torch.uint8), scale.view(torch.uint8), torch.float32)
 
     def _fused_moe(self, given: dict[str, Any]) -> torch.Tensor:
-        """silu(x gate) * (x up), down, weighted sum over local experts; rows beyond
-        num_local_tokens stay what they were (here: NaN, so that a use of them shows)."""
+        """Computes silu(x gate) * (x up), down, and the weighted sum over local experts. AITER does
+        not write rows beyond num_local_tokens; here they are NaN, so that any use shows."""
         ids, weight, mask = given["topk_ids"], given["topk_weight"], given["expert_mask"]
         assert ids.dtype == torch.int32 and weight.dtype == torch.float32
         assert mask.dtype == torch.int32 and mask.ndim == 1
@@ -146,7 +146,7 @@ class FakeAiter:
 
 
 def install(monkeypatch: Any, fp8: torch.dtype) -> FakeAiter:
-    """Makes `import aiter` find the stand-in for the duration of a test."""
+    """Makes `import aiter` find the fake for the duration of a test."""
     fake = FakeAiter(fp8)
     for name, module in fake.modules().items():
         monkeypatch.setitem(sys.modules, name, module)

@@ -1,12 +1,12 @@
-"""Rung 4, by hand: our AITER backend on the real AITER's host code, without a GPU.
+"""Rung 4, run manually: our AITER backend on the real AITER's host code, without a GPU.
 
     python host_dispatch.py CHECKOUT ARCH [plain|fp8_block|mxfp4 ...]
 
-CHECKOUT is a checkout of AITER (see signatures.json for the commit); ARCH is gfx942 or gfx950. It
-needs torch, triton, tinygrad's companions of the extra ``amd``, ``flydsl==0.3.1``, pandas, einops
-and jinja2; for mxfp4 also ROCM_PATH with llvm/bin/ld.lld, as FlyDSL then compiles. Every shape runs
-under FakeTensorMode twice: as the registered operator (schema, result shape) and as AITER's own
-implementation (table look-up, shape checks, choice of kernel). Native operators do nothing.
+CHECKOUT is a checkout of AITER (signatures.json names the commit); ARCH is gfx942 or gfx950. The
+script needs torch, the packages of the extra ``amd``, ``flydsl==0.3.1``, pandas, einops and jinja2.
+For mxfp4, FlyDSL compiles kernels and also needs ROCM_PATH with llvm/bin/ld.lld. Every shape runs
+twice under FakeTensorMode: as the registered operator (schema, result shape) and as AITER's own
+implementation (table look-up, shape checks, kernel selection). Native operators do nothing.
 """
 
 import enum
@@ -20,7 +20,7 @@ import types
 from pathlib import Path
 
 CU_COUNT = {"gfx942": 304, "gfx950": 256}
-SHAPES = {  # hidden, width of one expert here, experts here, experts of the model, top_k
+SHAPES = {  # hidden, width per expert and experts on this rank, experts of the model, top_k
     "Qwen3-30B-A3B EP4": (2048, 768, 32, 128, 8),
     "Qwen3-235B-A22B EP8": (4096, 1536, 16, 128, 8),
     "DeepSeek-V3 EP8": (7168, 2048, 32, 256, 8),
@@ -31,7 +31,7 @@ SHAPES = {  # hidden, width of one expert here, experts here, experts of the mod
 
 
 def native_enums(checkout: Path) -> types.ModuleType:
-    """A stand-in for AITER's compiled module of enumerations, read from its header."""
+    """Returns a fake of AITER's compiled module of enumerations, built from its C++ header."""
     header = (checkout / "csrc/include/aiter_enum.h").read_text()
     module = types.ModuleType("module_aiter_core")
     for name in ("ActivationType", "QuantType", "MlaVersion"):
@@ -47,7 +47,7 @@ def native_enums(checkout: Path) -> types.ModuleType:
 
 
 def pretend(arch: str, checkout: Path, folder: Path) -> None:
-    """Environment and modules that let `import aiter` believe in a GPU."""
+    """Sets the environment and modules so that `import aiter` finds a GPU of ``arch``."""
     rocminfo = folder / "rocm/bin/rocminfo"
     rocminfo.parent.mkdir(parents=True)
     rocminfo.write_text(f"#!/bin/sh\necho '  Name: {arch}'\n")
@@ -105,15 +105,16 @@ def pretend(arch: str, checkout: Path, folder: Path) -> None:
 
 
 def dispatch(arch: str, schemes: list[str]) -> int:
-    """Runs every shape; prints one line each; returns the number of failures."""
+    """Runs every shape and prints one line for each. Returns the number of failures."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from afd.wire.codecs_torch import DTYPE_OF_TAG
+    from afd.wire.dtypes_torch import DTYPE_OF_TAG
     from afd.wire.layout import Tag
     from afd.wire.rows_torch import EncodedRows
-    from ffn_worker.moe.aiter import FP8_OF_ARCH, AiterBackend, Scheme
+    from ffn_worker.moe.aiter import FP8_OF_ARCH, AiterBackend
     from ffn_worker.moe.quantise import Weight, in_scheme
+    from ffn_worker.moe.scheme import Scheme
 
     module = importlib.import_module("aiter.fused_moe")
     importlib.import_module("aiter").moe_sorting_opus_get_workspace_size = lambda *_: 1024
@@ -163,7 +164,7 @@ def dispatch(arch: str, schemes: list[str]) -> int:
                                 )
                                 assert y.shape == (count, hidden) and y.dtype == torch.bfloat16
                                 print(f"ok   {line} {time.monotonic() - start:.1f} s", flush=True)
-                            except Exception as error:  # a report, whatever AITER raises
+                            except Exception as error:  # any error of AITER is a failure
                                 failures += 1
                                 print(f"FAIL {line}: {type(error).__name__}: {error}", flush=True)
     return failures

@@ -1,4 +1,4 @@
-"""Every Triton kernel of the project with the signatures it is built for. No torch, no GPU."""
+"""All Triton kernels of the project and the signatures to build. Needs neither torch nor a GPU."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,11 +11,13 @@ from triton.runtime.jit import JITFunction
 
 from afd.wire import codecs_triton as wire
 from afd.wire import slot_triton as slot
-from attention_worker.kernels import decode, norm, rope_cache, slots
+from afd_bench.step3 import kernel_norm as norm
+from afd_bench.step3 import kernel_rope_cache as rope_cache
+from attention_worker.kernels import decode, slots
 from ffn_worker.allreduce import formats_triton as reduce
-from ffn_worker.allreduce import quick_triton as quick
-from ffn_worker.allreduce.formats import FORMATS, FP16, ReduceFormat
-from ffn_worker.allreduce.quick_plan import CUDA, HIP, ONE_SHOT_BLOCK, Tuning
+from ffn_worker.allreduce import quickreduce_triton as quickreduce
+from ffn_worker.allreduce.formats_table import FORMATS, FP16, ReduceFormat
+from ffn_worker.allreduce.quickreduce_plan import CUDA, HIP, ONE_SHOT_BLOCK, Tuning
 from ffn_worker.kernels import moe, placed, sorting
 
 TARGETS = {
@@ -32,9 +34,8 @@ class Build:
     """One specialisation of a kernel.
 
     types: Triton types of the run-time arguments, in order. constants: constexpr arguments.
-    aligned: arguments known to be multiples of 16 (pointers always are). options: of the compiler,
-    beside the warps.
-    wanted: per target, patterns that the ISA must contain.
+    aligned: arguments known to be multiples of 16 (pointers always are). options: compiler options
+    other than the number of warps. wanted: patterns that the ISA must contain, by target.
     """
 
     name: str
@@ -58,7 +59,7 @@ class Build:
 
 
 def codec_builds(target: str) -> Iterator[Build]:
-    """The codecs of the wire; FP8 in every kind the target can be asked for."""
+    """The wire codecs; FP8 in every type that the target supports."""
     cvt = {
         "gfx942": (r"v_cvt_pk_fp8_f32",),
         "gfx950": (r"v_cvt_scalef32_pk_fp8_f32|v_cvt_pk_fp8_f32",),
@@ -121,7 +122,7 @@ _FAR = dict.fromkeys(slot.FAR, "i32")
 
 
 def slot_builds(target: str) -> Iterator[Build]:
-    """Rows of three messages out of their slots, and sums of three answers."""
+    """Kernels that read the rows of three messages from their slots and sum three answers."""
     fp8 = NATIVE_FP8[target]
     bytes_, words = (
         ("payload_ptr", "scales_ptr", "to_payload_ptr", "to_scales_ptr"),
@@ -159,7 +160,7 @@ def slot_builds(target: str) -> Iterator[Build]:
 
 
 def attention_builds(target: str) -> Iterator[Build]:
-    """What stands around an attention layer's projections and core."""
+    """The kernels around an attention layer's projections and attention kernel."""
     fp8 = NATIVE_FP8[target]
     largest = {"FP8_MAX": FP8_MAX[fp8]}
     quantised = {"codes_ptr": f"*{fp8}", "scale_ptr": "*fp32"}
@@ -252,12 +253,12 @@ PROTOCOL = (
     ("int6", 2, 2, 2, False), ("int4", 2, 2, 1, True), ("fp4", 2, 2, 1, True),
     ("exact", 2, 1, 1, True), ("exact", 3, 1, 1, False),
 )  # fmt: skip
-"""Formats or exact, worlds, atoms of a tile and at once, and whether all ranks get the sum, of what
-tests/amd runs."""
+"""Two-shot builds that tests/amd runs: (format or "exact", world, atoms of a tile, atoms at once,
+whether all ranks get the sum)."""
 
 
 def reduce_builds(target: str) -> Iterator[Build]:
-    """The block formats of the quantised all-reduce, among 4 ranks."""
+    """The kernels of the quantised all-reduce: codecs, two-shot, one-shot, spin."""
     for fmt in FORMATS.values():
         shape = {"BITS": fmt.bits, "FP4": fmt.is_fp4, "AMD": target != "sm_90"}
         yield Build(
@@ -282,20 +283,22 @@ def reduce_builds(target: str) -> Iterator[Build]:
     for name, world, tile, atoms, gather in PROTOCOL:
         yield two_shot(target, FORMATS.get(name), world, tile, atoms, gather)
     tuning = _tuning(target)
-    for fmt in FORMATS.values():  # as large messages take them
-        # Among 8 the sums of fp16 are unrolled, and on AMD 10 scalars go to lanes of a vector.
+    for fmt in FORMATS.values():  # tiles of large messages
+        # With 8 ranks, fp16 sums are unrolled, and on AMD 10 scalars spill to lanes of a vector.
         ranks = 8 if fmt.bits < 16 else 4
         yield two_shot(target, fmt, ranks, tuning.tile_atoms, tuning.atoms, True)
     yield one_shot(target, 2)
     names = ("flags_ptr", "late_ptr", "note_ptr")
-    yield Build("spin", quick.spin_kernel, {**dict.fromkeys(names, "*i32"), "spins": "i32"}, {})
+    yield Build(
+        "spin", quickreduce.spin_kernel, {**dict.fromkeys(names, "*i32"), "spins": "i32"}, {}
+    )
 
 
 _PEER_TYPES = {
     "x_ptr": "*bf16", "out_ptr": "*bf16", "peers_ptr": "*i64", "sequence_ptr": "*i32",
     "late_ptr": "*i32", "note_ptr": "*i32",
 }  # fmt: skip
-# A flag is raised after all stores and read before all loads, as other GPUs see them.
+# Memory order across GPUs: a flag is raised after all stores and read before all loads.
 _ORDER = {
     "gfx942": (r"buffer_wbl2 sc0 sc1", r"buffer_inv sc0 sc1"),
     "gfx950": (r"buffer_wbl2 sc0 sc1", r"buffer_inv sc0 sc1"),
@@ -310,7 +313,7 @@ def _tuning(target: str) -> Tuning:
 def two_shot(
     target: str, fmt: ReduceFormat | None, world: int, tile: int, atoms: int, gather: bool
 ) -> Build:
-    """fmt: None for exact sums of bfloat16."""
+    """A two-shot sum. fmt: None for exact sums of bfloat16."""
     name, bf16, fmt = fmt.name if fmt else "exact", fmt is None, fmt or FP16
     words = (
         "n",
@@ -328,7 +331,7 @@ def two_shot(
     tuning = _tuning(target)
     return Build(
         f"two_shot[{name},{world},{tile},{atoms},{'all' if gather else 'own'}]",
-        quick.two_shot_kernel,
+        quickreduce.two_shot_kernel,
         {**_PEER_TYPES, **dict.fromkeys(words, "i32")},
         {
             "FACTOR": fmt.factor, "BITS": fmt.bits, "FP4": fmt.is_fp4, "BF16": bf16, "TILE": tile,
@@ -347,7 +350,7 @@ def one_shot(target: str, world: int) -> Build:
     words = ("n", "spins", "my_rank", "max_tiles", "flags_offset", "inbox_offset")
     return Build(
         f"one_shot[{world}]",
-        quick.one_shot_kernel,
+        quickreduce.one_shot_kernel,
         {**_PEER_TYPES, **dict.fromkeys(words, "i32")},
         {
             "BLOCK": ONE_SHOT_BLOCK,
@@ -376,12 +379,12 @@ _MFMA_BF16 = {
     "gfx950": (r"v_mfma_f32_\d+x\d+x\d+_bf16",),
     "sm_90": (r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k16\.f32\.bf16\.bf16|mma\.sync.*bf16",),
 }
-# gfx942 and Hopper have no FP4: Triton converts and multiplies in bfloat16.
+# gfx942 and Hopper have no FP4 instructions, so Triton converts to bfloat16 and multiplies.
 _MFMA_MX = {**_MFMA_BF16, "gfx950": (r"v_mfma_scale_f32_\d+x\d+x\d+_f8f6f4",)}
 
 
 def moe_builds(target: str) -> Iterator[Build]:
-    """Gate-up and down products in every pair of formats, and the weighted sum."""
+    """Gate-up and down products in every pair of formats, sorting, and the weighted sum."""
     fp8 = NATIVE_FP8[target]
     pointers = {"plain": ("*bf16", "*fp32"), "fp8": (f"*{fp8}", "*fp32"), "mxfp4": ("*u8", "*u8")}
     cases = [
@@ -392,7 +395,7 @@ def moe_builds(target: str) -> Iterator[Build]:
         ("mxfp4", "mxfp4", _MFMA_MX, 64, 128, False, False),
         ("plain", "mxfp4", _MFMA_BF16, 64, 64, False, False),
     ]
-    if target != "sm_90":  # wgmma has 64 rows at least; with fewer, Triton would not multiply FP8
+    if target != "sm_90":  # wgmma needs 64 rows; with fewer, Triton does not multiply in FP8
         cases.append(("fp8", "fp8", _MFMA_FP8, 16, 128, False, False))
     for a, b, wanted, rows, step, shared, swap in cases:
         for gated in (True, False):
@@ -468,7 +471,7 @@ def _sorting_builds(
 
 
 def placed_builds(target: str) -> Iterator[Build]:
-    """What stands around DeepGEMM's products. They are for Hopper; they run on the emulator."""
+    """The kernels around DeepGEMM's products. They serve Hopper; the tests emulate them for AMD."""
     fp8 = NATIVE_FP8[target]
     scales = {"a_scale_ptr": "*fp32", "capacity": "i32"}
     yield Build(
@@ -533,7 +536,7 @@ _MFMA_FP16 = {
     "sm_90": (r"wgmma\.mma_async\.sync\.aligned\.m64n256k16\.f32\.f16\.f16",),
 }
 DECODE = {"step3": (256, 64, 64, 64), "few": (64, 4, 32, 16)}
-"""Head size, query heads, tile and page of the builds of decode attention; "few" is emulated."""
+"""(head size, query heads, tile, page) of the decode attention builds; the emulator runs "few"."""
 
 
 def decode_builds(target: str) -> Iterator[Build]:

@@ -8,15 +8,15 @@ class Runner:
     """Runs kernels of one architecture: arrays are copied in, results copied out.
 
     Args:
-        compiled: the fixture of that name. arch: what the code was compiled for.
-        runs_as: the architecture to emulate, where a test wants another.
+        compiled: the fixture of that name. arch: the architecture that the code is compiled for.
+        runs_as: the architecture to emulate; default ``arch``.
     """
 
     def __init__(self, compiled, arch: str, runs_as: str = "") -> None:
         self.compiled, self.arch = compiled(arch), runs_as or arch
 
     def __call__(self, build: str, inputs: list, outputs: list, scalars: list, grid: tuple) -> list:
-        """The outputs of a kernel whose arguments are inputs, outputs, scalars in that order."""
+        """Runs a kernel with arguments inputs, outputs, scalars. Returns the outputs."""
         first = len(inputs)
         wanted = list(range(first, first + len(outputs)))
         return self.in_order(build, [*inputs, *outputs], wanted, scalars, grid)
@@ -24,7 +24,8 @@ class Runner:
     def in_order(
         self, build: str, arrays: list, wanted: list, scalars: list, grid: tuple, code: bytes = b""
     ) -> list[np.ndarray]:
-        """The arrays numbered in ``wanted`` after the kernel ran. ``code`` replaces its own."""
+        """Runs a kernel. Returns the arrays whose indices are in ``wanted``. ``code``, if given,
+        replaces the build's machine code."""
         facts = self.compiled.index[build]
         code = code or self.compiled.code(build)
         kernel = Kernel(code, facts["kernel"], self.arch, facts["shared"])
@@ -42,8 +43,8 @@ class Runner:
         scalars: list,
         grid: tuple,
     ) -> list[np.ndarray]:
-        """The arrays after a kernel whose first pointers lie ``offsets`` bytes inside of memory,
-        and whose others are those of the arrays."""
+        """Runs a kernel and returns ``arrays``. Its first pointers are ``memory`` plus each of
+        ``offsets`` in bytes; the pointers of ``arrays`` follow."""
         facts = self.compiled.index[build]
         kernel = Kernel(self.compiled.code(build), facts["kernel"], self.arch, facts["shared"])
         there = Memory()

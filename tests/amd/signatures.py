@@ -1,8 +1,8 @@
-"""Recorded signatures of AMD's libraries and a checker of our calls against them.
+"""Recorded signatures of AMD's libraries, and a check of our calls against them.
 
-signatures.json has, per function, its parameters: "name", "name=default", "*name=default" where
-only a keyword will do. `python signatures.py LIBRARY FOLDER COMMIT` reads the functions it names
-anew from a checkout; nothing of the checkout is imported, and only parameter lists are taken.
+signatures.json lists the parameters of each function: "name", "name=default", or "*name=default"
+for keyword-only parameters. `python signatures.py LIBRARY FOLDER COMMIT` reads the listed functions
+again from a checkout. It imports nothing from the checkout and copies only parameter lists.
 """
 
 import ast
@@ -18,7 +18,7 @@ DATA = Path(__file__).parent / "signatures.json"
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a recorded function in our sources."""
+    """A call in our sources of a recorded function."""
 
     target: str
     place: str
@@ -27,7 +27,7 @@ class Call:
 
 
 def load() -> dict[str, inspect.Signature]:
-    """Recorded signatures by dotted name; methods without self, a class as its constructor."""
+    """Returns the recorded signatures by dotted name: methods without self, class constructors."""
     out = {}
     for library in json.loads(DATA.read_text())["libraries"].values():
         for name, parameters in library["functions"].items():
@@ -57,9 +57,9 @@ def _signature(parameters: list[str]) -> inspect.Signature:
 
 
 def calls(path: Path, recorded: set[str]) -> Iterator[Call]:
-    """Calls in one of our files of functions that it imports from a recorded module.
+    """Yields the calls in one of our files to functions that it imports from a recorded module.
 
-    A method call counts when its name is recorded for a class that the file imports.
+    A method call counts if its name is recorded for a class that the file imports.
     """
     tree = ast.parse(path.read_text())
     imported = {
@@ -87,7 +87,7 @@ def calls(path: Path, recorded: set[str]) -> Iterator[Call]:
 
 
 def problem(call: Call, signature: inspect.Signature) -> str | None:
-    """Why the call does not fit the signature, None when it does."""
+    """Returns why the call does not fit the signature, or None if it fits."""
     try:
         signature.bind(*[None] * call.positional, **dict.fromkeys(call.keywords))
     except TypeError as error:
@@ -96,7 +96,7 @@ def problem(call: Call, signature: inspect.Signature) -> str | None:
 
 
 def unrecorded_imports(path: Path, recorded: set[str], packages: tuple[str, ...]) -> list[str]:
-    """Names that a file imports from those packages and that are not recorded."""
+    """Returns the names that a file imports from ``packages`` and that are not recorded."""
     tree = ast.parse(path.read_text())
     return [
         f"{node.module}.{alias.name}"
@@ -108,7 +108,7 @@ def unrecorded_imports(path: Path, recorded: set[str], packages: tuple[str, ...]
 
 
 def read(folder: Path, name: str) -> list[str] | None:
-    """Parameters of a dotted name below a checkout; None if there is no such function."""
+    """Returns the parameters of a dotted name in a checkout, or None if it has no such function."""
     parts = name.split(".")
     for depth in range(len(parts) - 1, 0, -1):
         base = folder.joinpath(*parts[:depth])
@@ -146,7 +146,7 @@ def _parameters(arguments: ast.arguments) -> list[str]:
 
 
 def record(library: str, folder: Path, commit: str) -> None:
-    """Reads the recorded functions of one library anew into signatures.json."""
+    """Updates the recorded functions of one library in signatures.json from a checkout."""
     data = json.loads(DATA.read_text())
     facts = data["libraries"][library]
     facts["commit"] = commit

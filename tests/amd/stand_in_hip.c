@@ -1,4 +1,4 @@
-// A stand-in for libamdhip64 without a GPU: memory is host memory, a launch is handed to a callback.
+// A fake libamdhip64 without a GPU: device memory is host memory, and each launch calls a callback.
 #include <stdlib.h>
 #include <string.h>
 

@@ -1,4 +1,4 @@
-"""Rung 1: the AITER backend against a stand-in that undoes AITER's layouts and computes."""
+"""Rung 1: the AITER backend against a fake that undoes AITER's layouts and computes."""
 
 import itertools
 from dataclasses import replace
@@ -10,13 +10,14 @@ torch = pytest.importorskip("torch")
 import fake_aiter  # noqa: E402
 
 from afd.errors import ConfigError  # noqa: E402
-from afd.wire.codecs_torch import DTYPE_OF_TAG  # noqa: E402
+from afd.wire.dtypes_torch import DTYPE_OF_TAG  # noqa: E402
 from afd.wire.layout import Tag  # noqa: E402
 from afd.wire.rows_torch import EncodedRows  # noqa: E402
-from ffn_worker.allreduce.aiter_quick import FORMATS, Provider, QuickAllReduceBackend  # noqa: E402
-from ffn_worker.moe.aiter import FP8_OF_ARCH, AiterBackend, Scheme  # noqa: E402
+from ffn_worker.allreduce.aiter_quickreduce import FORMATS, Provider, QuickAllReduceBackend  # noqa: E402
+from ffn_worker.moe.aiter import FP8_OF_ARCH, AiterBackend  # noqa: E402
 from ffn_worker.moe.quantise import Weight, in_scheme  # noqa: E402
 from ffn_worker.moe.reference import ReferenceBackend  # noqa: E402
+from ffn_worker.moe.scheme import Scheme  # noqa: E402
 
 EXPERTS, TOP_K, HIDDEN, WIDTH = 6, 2, 256, 128
 CASES = [
@@ -50,7 +51,7 @@ def quantised(w13, w2, scheme, arch, experts=(0, EXPERTS)):
 
 
 def expected(w13, w2, scheme, arch, experts, x, ids, scale):
-    """Reference on the quantised weights: what the layouts must come back to."""
+    """Returns the reference result on the quantised weights, without any layout change."""
     reference = ReferenceBackend(experts)
     reference.prepare(0, *quantised(w13, w2, scheme, arch, experts))
     return reference.forward(0, x.float(), ids, scale)
@@ -116,8 +117,8 @@ def test_rows_of_another_format_are_decoded(monkeypatch):
         close(got, expected(*shard, back, ids, scale))
 
 
-def test_the_stand_in_notices_an_unshuffled_weight(monkeypatch):
-    """Negative control: the layouts do matter to it."""
+def test_the_fake_detects_an_unshuffled_weight(monkeypatch):
+    """Negative control: a wrong layout gives a wrong result."""
     fake = fake_aiter.install(monkeypatch, torch.float8_e4m3fn)
     w13, w2 = weights()
     x, ids, scale = batch(4)
@@ -132,20 +133,20 @@ def test_the_stand_in_notices_an_unshuffled_weight(monkeypatch):
     assert torch.nn.functional.cosine_similarity(got.flatten(), want.flatten(), 0) < 0.5
 
 
-def test_fp4_weights_are_refused_where_there_is_no_fp4(monkeypatch):
+def test_fp4_weights_are_refused_on_gfx942(monkeypatch):
     fake_aiter.install(monkeypatch, torch.float8_e4m3fnuz)
     fp4 = quantised(*weights(), Scheme.MXFP4, "gfx942")
     with pytest.raises(ConfigError, match="gfx942 has no FP4 matrix instructions"):
         AiterBackend((0, EXPERTS), EXPERTS, arch="gfx942").prepare(0, *fp4)
 
 
-def test_what_it_cannot_run_on():
+def test_other_architectures_are_refused():
     with pytest.raises(ConfigError, match="runs on gfx942 and gfx950, not on gfx90a"):
         AiterBackend((0, 1), 1, arch="gfx90a")
     assert "not installed" in AiterBackend.unavailable(torch.bfloat16, 256, 128)
 
 
-def test_all_reduce_formats_travel_by_name():
+def test_all_reduce_formats_are_passed_by_name():
     assert FORMATS[Provider.AITER][1] == "FP8" and FORMATS[Provider.VLLM][1] == "INT8"
     with pytest.raises(ConfigError, match="AITER has no all-reduce format INT8"):
         QuickAllReduceBackend(None, torch.device("cpu"), "INT8", Provider.AITER)

@@ -1,4 +1,4 @@
-"""Rung 2: every kernel compiles for CDNA3, CDNA4 and Hopper, to the instructions it should."""
+"""Rung 2: every kernel compiles for CDNA3, CDNA4 and Hopper, to the expected instructions."""
 
 import re
 
@@ -19,16 +19,17 @@ def test_instructions_and_registers(compiled, target: str, build: Build) -> None
 
 
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
-def test_each_target_converts_its_own_fp8_only(compiled, target: str) -> None:
-    """Negative control: the conversion instruction of e4m3fn on gfx942 would mean e4m3fnuz."""
+def test_each_target_converts_only_its_own_fp8(compiled, target: str) -> None:
+    """Negative control: on gfx942 an FP8 conversion instruction would produce e4m3fnuz, not e4m3fn;
+    on gfx950 the opposite."""
     other = {"gfx942": "fp8e4nv", "gfx950": "fp8e4b8"}[target]
     pattern = r"v_cvt_\w*fp8\w*"
     assert not re.search(pattern, compiled(target).text(f"quantise_fp8[{other}]"))
 
 
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
-def test_each_wave_waits_for_its_stores_before_a_flag_goes_up(compiled, target: str) -> None:
-    """A barrier alone leaves stores of other waves under way, and the release is one wave's own."""
+def test_each_wave_waits_for_its_stores_before_a_flag_is_raised(compiled, target: str) -> None:
+    """A barrier does not wait for pending stores of other waves, and a release covers one wave."""
     raising = [b.name for b in builds(target) if b.name.startswith(("two_shot", "one_shot"))]
     assert raising
     for name in raising:
@@ -40,7 +41,7 @@ def test_each_wave_waits_for_its_stores_before_a_flag_goes_up(compiled, target: 
 
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 def test_encoders_use_no_approximate_reciprocal(compiled, target: str) -> None:
-    """v_rcp_f16 may be off by a unit: codes would differ from target to target."""
+    """v_rcp_f16 may be off by one unit in the last place, so codes would differ between targets."""
     for build in builds(target):
         if build.name.startswith(("encode", "two_shot")):
             assert "v_rcp_f16" not in compiled(target).text(build.name)
@@ -48,8 +49,8 @@ def test_encoders_use_no_approximate_reciprocal(compiled, target: str) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_codecs_round_every_product_and_every_sum(compiled, target: str) -> None:
-    """One instruction for both rounds once, which gives other codes; of a plain addition ptxas may
-    still make one."""
+    """A fused multiply-add rounds once, which gives other codes. On sm_90 add.f16 is forbidden too,
+    because ptxas may fuse it."""
     pattern = r"fma\w*\.f16|add\.f16" if target == "sm_90" else r"v_\w*(fma|mac|mad)\w*_f16"
     for build in builds(target):
         if build.name.startswith(("encode", "decode_sum", "two_shot")):

@@ -1,4 +1,4 @@
-"""Rung 5: the codec kernels run on the emulator and give the references' bytes."""
+"""Rung 5: the codec kernels run on the emulator and give the same bytes as the references."""
 
 from dataclasses import replace
 
@@ -14,11 +14,11 @@ from kernel_run import Runner
 
 from afd.wire import codecs
 from afd.wire.layout import Tag
-from ffn_worker.allreduce import formats
+from ffn_worker.allreduce import formats_numpy, formats_table
 
 ARCHS = ["gfx942", "gfx950"]
 FP8 = {"fp8e4nv": Tag.E4M3FN, "fp8e4b8": Tag.E4M3FNUZ}
-FORMATS = list(formats.FORMATS.values())
+FORMATS = list(formats_table.FORMATS.values())
 
 
 @pytest.fixture(params=ARCHS)
@@ -27,7 +27,7 @@ def runner(request, compiled) -> Runner:
 
 
 def rows(count: int, hidden: int, *, broken: bool) -> np.ndarray:
-    """bfloat16 rows with a block of zeros, a huge one, a denormal one, ties, NaN and infinity."""
+    """Returns bfloat16 rows with zero, huge and denormal blocks, ties, NaN and infinity."""
     x = np.random.default_rng(7).standard_normal((count, hidden)).astype(np.float32)
     x[0, :128] = 0
     x[0, 128:256] = np.arange(-64, 64) / 16
@@ -39,7 +39,7 @@ def rows(count: int, hidden: int, *, broken: bool) -> np.ndarray:
 
 
 def same_bits(got: np.ndarray, want: np.ndarray) -> bool:
-    """Equal bits, where any NaN equals any other."""
+    """Returns whether all bits are equal; any NaN equals any other NaN."""
     nan = np.isnan(want.astype(np.float32))
     unsigned = {2: np.uint16, 4: np.uint32}[want.itemsize]
     return bool(
@@ -89,7 +89,8 @@ def test_dequantise_mxfp4(runner):
 
 
 def partials() -> np.ndarray:
-    """float16 [4 ranks, 4096]: zeros, tiny and denormal blocks, blocks at float16's end, NaN."""
+    """Returns float16 [4 ranks, 4096] with zero, tiny and denormal blocks, blocks near float16's
+    largest value, and NaN."""
     x = np.random.default_rng(3).standard_normal((4, 4096))
     x[:, :64] = 0
     x[:, 64:128] *= 2e-5
@@ -103,7 +104,7 @@ def partials() -> np.ndarray:
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
 def test_encode(runner, fmt):
     for x in partials()[:3]:
-        want = formats.encode(x, fmt)
+        want = formats_numpy.encode(x, fmt)
         outputs = [np.zeros_like(want)]
         (got,) = runner(f"encode[{fmt.name}]", [x], outputs, [("i", 4096)], (2,))
         scale_at = fmt.code_bytes
@@ -116,7 +117,7 @@ def test_encode(runner, fmt):
 
 @pytest.mark.parametrize("ulps", [-1, 1])
 def test_encoded_bytes_do_not_depend_on_the_reciprocal(compiled, monkeypatch, ulps):
-    """v_rcp_f32 may be off by a unit in the last place."""
+    """v_rcp_f32 may be off by one unit in the last place."""
     right = alu.OPERATIONS["V_RCP_F32"]
 
     def off(x: np.ndarray) -> np.ndarray:
@@ -127,33 +128,33 @@ def test_encoded_bytes_do_not_depend_on_the_reciprocal(compiled, monkeypatch, ul
 
     monkeypatch.setitem(alu.OPERATIONS, "V_RCP_F32", replace(right, function=off))
     x = partials()[0]
-    want = formats.encode(x, formats.INT8)
+    want = formats_numpy.encode(x, formats_table.INT8)
     (got,) = Runner(compiled, "gfx950")("encode[int8]", [x], [want * 0], [("i", 4096)], (2,))
     np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
 def test_decode(runner, fmt):
-    data = formats.encode(partials()[1], fmt)
+    data = formats_numpy.encode(partials()[1], fmt)
     outputs = [np.zeros(4096, np.float16)]
     (got,) = runner(f"decode[{fmt.name}]", [data], outputs, [("i", 4096)], (2,))
-    assert same_bits(got, formats.decode(data, fmt))
+    assert same_bits(got, formats_numpy.decode(data, fmt))
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
 def test_decode_sum(runner, fmt):
-    data = np.stack([formats.encode(x, fmt) for x in partials()])
+    data = np.stack([formats_numpy.encode(x, fmt) for x in partials()])
     outputs = [np.zeros(4096, np.float16)]
     scalars = [("i", 4096), ("l", data[0].nbytes)]
     (got,) = runner(f"decode_sum[{fmt.name}]", [data], outputs, scalars, (2,))
-    assert same_bits(got, formats.decode_sum(data, fmt))
+    assert same_bits(got, formats_numpy.decode_sum(data, fmt))
 
 
-# Negative controls: what must not pass.
+# Negative controls: errors that the checks above must detect.
 
 
-def test_the_wrong_fp8_kind_is_noticed(compiled):
-    """CDNA4 code run as if on CDNA3, whose FP8 instructions mean another format."""
+def test_the_wrong_fp8_format_is_detected(compiled):
+    """CDNA4 code emulated as CDNA3, whose FP8 instructions use another format."""
     x = rows(3, 512, broken=False)
     want, _ = codecs.quantise_fp8(x.astype(np.float32), Tag.E4M3FN)
     runner = Runner(compiled, "gfx950", runs_as="gfx942")
@@ -163,29 +164,31 @@ def test_the_wrong_fp8_kind_is_noticed(compiled):
     assert (got != want).mean() > 0.5
 
 
-def test_the_wrong_format_is_noticed(runner):
-    fmt = formats.INT4
-    data = formats.encode(partials()[0], fmt)
+def test_the_wrong_format_is_detected(runner):
+    fmt = formats_table.INT4
+    data = formats_numpy.encode(partials()[0], fmt)
     outputs = [np.zeros(4096, np.float16)]
     (got,) = runner("decode[fp4]", [data], outputs, [("i", 4096)], (2,))
-    assert not same_bits(got, formats.decode(data, fmt))
+    assert not same_bits(got, formats_numpy.decode(data, fmt))
 
 
 def test_an_access_beyond_a_buffer_is_an_error(runner):
     x = partials()[0]
-    outputs = [np.zeros((1, formats.INT4.atom_bytes), np.uint8)]  # one atom; the kernel writes two
+    outputs = [
+        np.zeros((1, formats_table.INT4.atom_bytes), np.uint8)
+    ]  # one atom; the kernel writes two
     with pytest.raises(MemoryFault, match="outside of every buffer"):
         runner("encode[int4]", [x], outputs, [("i", 4096)], (2,))
 
 
-def test_changed_machine_code_is_noticed(compiled):
-    """A constant of the encoder, 1.5 * 2^10 + 8, becomes its lower neighbour: all codes shift."""
+def test_changed_machine_code_is_detected(compiled):
+    """The encoder's constant 1.5 * 2^10 + 8 is lowered by one unit, so all codes shift."""
     code = compiled("gfx950").code("encode[int4]")
     rounder = np.full(2, 1544, np.float16).tobytes()
     assert rounder in code
     changed = code.replace(rounder, np.full(2, 1543, np.float16).tobytes())
     x = partials()[0]
-    want = formats.encode(x, formats.INT4)
+    want = formats_numpy.encode(x, formats_table.INT4)
     arrays, scalars = [x, np.zeros_like(want)], [("i", 4096)]
     runner = Runner(compiled, "gfx950")
     (got,) = runner.in_order("encode[int4]", arrays, [1], scalars, (2,), code=changed)

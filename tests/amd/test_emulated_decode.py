@@ -1,4 +1,4 @@
-"""Rung 5: decode attention over a paged FP8 cache, both stages, against numpy."""
+"""Rung 5: both stages of decode attention over a paged FP8 cache, compared with numpy."""
 
 import ml_dtypes
 import numpy as np
@@ -15,7 +15,7 @@ SPLITS, ROOM = 3, 12
 
 @pytest.mark.parametrize("arch", FP8)
 def test_equals_attention_over_pages(compiled, arch):
-    """Requests of several tiles with a rest, of one token, and of none; NaN past their ends."""
+    """Requests of several tiles plus a partial one, one token, or none; NaN past their ends."""
     dim, heads, _, page = DECODE["few"]
     rng = np.random.default_rng(5)
     lengths = np.array([83, 0, 1], np.int32)

@@ -1,4 +1,4 @@
-"""Rung 5: the grouped kernels of the experts run on the emulator and agree with float64."""
+"""Rung 5: the grouped expert kernels run on the emulator and agree with float64."""
 
 import ml_dtypes
 import numpy as np
@@ -17,7 +17,7 @@ FP8 = {"gfx942": Tag.E4M3FNUZ, "gfx950": Tag.E4M3FN}
 
 
 def quantised(x: np.ndarray, kind: str, tag: Tag) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(codes, scales, the float64 values they stand for) of rows [n, k]."""
+    """Returns codes, scales and the float64 values that they represent, of rows [n, k]."""
     x = x.astype(np.float32)
     if kind == "fp8":
         codes, scales = codecs.quantise_fp8(x, tag)
@@ -30,7 +30,7 @@ def quantised(x: np.ndarray, kind: str, tag: Tag) -> tuple[np.ndarray, np.ndarra
 
 
 def quantised_weight(w: np.ndarray, kind: str, tag: Tag) -> tuple[np.ndarray, ...]:
-    """The same for weights [E, N, K]; FP8 by blocks of 128 x 128."""
+    """Returns the same for weights [E, N, K]; FP8 has one scale per 128 x 128 block."""
     experts, n, k = w.shape
     if kind != "fp8":
         codes, scales, values = quantised(w.reshape(-1, k), kind, tag)
@@ -43,7 +43,7 @@ def quantised_weight(w: np.ndarray, kind: str, tag: Tag) -> tuple[np.ndarray, ..
 
 
 class Batch:
-    """Pairs of nine rows, sorted by expert and padded; expert 2 gets none."""
+    """Pairs of nine rows, sorted by expert and padded; expert 2 has no pairs."""
 
     def __init__(self, block: int) -> None:
         rng = np.random.default_rng(5)
@@ -90,7 +90,7 @@ CASES = [
     ("fp8", "fp8", 16, ""),
     ("fp8", "fp8", 16, ",swap"),
 ]
-# One rounding of the result, relative to its largest value; FP8 and MXFP4 results are coarse.
+# Error of rounding the result once, relative to its largest value.
 ACTIVATION_BOUND = {"plain": 2**-8, "fp8": 2**-4, "mxfp4": 0.26}
 
 
@@ -111,7 +111,7 @@ def test_gate_up(compiled, arch, a, b, block, how):
     else:
         values = got
     close(values, want, ACTIVATION_BOUND[a])
-    if a != "plain":  # the scales are those of the exact result, up to a rounding of it
+    if a != "plain":  # the scales equal those of the exact result, up to its rounding
         _, want_scale, _ = quantised(want, a, tag)
         assert np.isclose(got_scale.astype(float), want_scale, rtol=1e-5).mean() > 0.98
 
@@ -132,8 +132,8 @@ def test_down(compiled, arch, a, b, block, how):
 
 @pytest.mark.parametrize("arch", FP8)
 def test_a_narrower_shared_expert(compiled, arch):
-    """FP8, expert 1 as the shared one, 128 of 256 columns wide: the others are neither computed
-    nor read, though its weights and the memory between the launches hold NaN there."""
+    """FP8, with expert 1 as a shared expert that has 128 of 256 columns. The kernels must neither
+    compute nor read its other columns: there, weights and intermediate memory hold NaN."""
     runner, tag, batch, width = Runner(compiled, arch), FP8[arch], Batch(64), 256
     rng = np.random.default_rng(7)
     nan = {Tag.E4M3FN: 0x7F, Tag.E4M3FNUZ: 0x80}[tag]
@@ -165,7 +165,7 @@ def test_a_narrower_shared_expert(compiled, arch):
 
 
 def adversarial_rows() -> np.ndarray:
-    """Nine rows: zeros, huge, tiny, an outlier that flattens its block, ties, and NaN in row 8."""
+    """Returns nine rows: zeros, huge, tiny, an outlier in its block, ties, and NaN in row 8."""
     x = np.random.default_rng(8).standard_normal((ROWS, HIDDEN))
     x[0], x[1], x[2], x[3, 7] = 0, x[1] * 1e4, x[2] * 1e-3, 3e3
     x[4] = np.tile([-0.25, 0.75, 1.25, 5.0], HIDDEN // 4)
@@ -177,7 +177,7 @@ def adversarial_rows() -> np.ndarray:
 @pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
 @pytest.mark.parametrize("arch", FP8)
 def test_rows_as_the_wire_brings_them(compiled, arch, kind):
-    """Equal to decoding first and computing then, row by row; NaN surfaces, in its row only."""
+    """Every row equals decoding first, then computing; a NaN stays in its row."""
     runner, tag, batch = Runner(compiled, arch), FP8[arch], Batch(64)
     x, w13 = quantised(adversarial_rows(), kind, tag), quantised_weight(batch.w13, kind, tag)
     out, scale, _ = quantised(np.zeros((PAIRS, WIDTH)), kind, tag)
@@ -199,10 +199,10 @@ def test_rows_as_the_wire_brings_them(compiled, arch, kind):
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("arch", FP8)
 def test_sorting(compiled, arch, shared):
-    """The order of a plain loop; what is beyond it is not written."""
+    """The order equals that of a plain loop; entries beyond its end are not written."""
     runner, suffix, top_k = Runner(compiled, arch), "[shared]" if shared else "", 3 if shared else 8
     rng = np.random.default_rng(9)
-    # More chunks and more experts than a program looks at in one step.
+    # More chunks and more experts than a program processes in one step.
     rows, start, experts, block, chunk = 70 // (top_k // 3), 4, 37, 16, 8
     ids = rng.integers(-1, 45, (rows, top_k)).astype(np.int32)
     ids[:, 0] = 4
@@ -256,7 +256,7 @@ def test_combine(compiled, arch):
     ids = rng.integers(0, 16, (rows, top_k)).astype(np.int32)
     ids[0, 0], ids[1] = -1, 15
     local = (ids >= 4) & (ids < 12)
-    y[~local.reshape(-1)] = np.nan  # never written by the kernels before
+    y[~local.reshape(-1)] = np.nan  # the preceding kernels do not write these rows
     weights = rng.random((rows, top_k)).astype(np.float32)
     out = np.zeros((rows, hidden), ml_dtypes.bfloat16)
     scalars = [("i", hidden), ("i", 4), ("i", 12)]
@@ -267,8 +267,8 @@ def test_combine(compiled, arch):
     assert (got[1].astype(np.float32) == 0).all()
 
 
-def test_another_expert_is_noticed(compiled):
-    """Negative control: blocks given to the wrong expert."""
+def test_a_wrong_expert_is_detected(compiled):
+    """Negative control: blocks are assigned to the wrong expert."""
     runner, tag, batch = Runner(compiled, "gfx950"), Tag.E4M3FN, Batch(64)
     act = quantised(np.random.default_rng(6).standard_normal((PAIRS, WIDTH)), "plain", tag)
     w2 = quantised_weight(batch.w2, "plain", tag)
@@ -282,7 +282,7 @@ def test_another_expert_is_noticed(compiled):
 
 
 def test_unused_blocks_are_not_computed(compiled):
-    """Rows of nobody stay what they were: the spare block would have written pair PAIRS."""
+    """The result stays unchanged if no block is in use."""
     runner, tag, batch = Runner(compiled, "gfx950"), Tag.E4M3FN, Batch(64)
     act = quantised(np.zeros((PAIRS, WIDTH)), "plain", tag)
     w2 = quantised_weight(batch.w2, "plain", tag)

@@ -1,5 +1,7 @@
-"""Rung 5: the kernels that stand around DeepGEMM's products. They serve on Hopper alone; no GPU
-runs in CI, so the emulator does what their Triton source says, against numpy."""
+"""Rung 5: the kernels around DeepGEMM's products, on the emulator, compared with numpy.
+
+They serve Hopper only. CI has no GPU, so the emulator checks their Triton source.
+"""
 
 import ml_dtypes
 import numpy as np
@@ -17,15 +19,15 @@ ROWS, EACH, HIDDEN, ROOM = 5, 3, 640, 24
 
 
 def slots(rng: np.random.Generator) -> np.ndarray:
-    """A slot for most pairs, in no order; -1 for the others and for all of row 2."""
+    """Returns unordered slots for most pairs; -1 for the others and for all of row 2."""
     found = rng.permutation(ROOM)[: ROWS * EACH].astype(np.int32)
     found[[1, 6, 7, 8, 12]] = -1
     return found
 
 
 @pytest.mark.parametrize("arch", FP8)
-def test_places(compiled, arch):
-    """Of a plain loop; more than one chunk of pairs, and pairs of nobody's."""
+def test_pair_slots(compiled, arch):
+    """Slots equal those of a plain loop, with several chunks of pairs and non-local pairs."""
     rng, top_k = np.random.default_rng(9), 8
     rows, start, experts, block, chunk = 35, 4, 37, 16, 8
     ids = rng.integers(-1, 45, (rows, top_k)).astype(np.int32)
@@ -55,7 +57,7 @@ def test_places(compiled, arch):
 
 
 @pytest.mark.parametrize("arch", FP8)
-def test_rows_go_into_their_slots(compiled, arch):
+def test_rows_are_gathered_into_their_slots(compiled, arch):
     rng = np.random.default_rng(1)
     x = rng.integers(0, 256, (ROWS, HIDDEN)).astype(np.uint8)
     scales, where = rng.random((ROWS, HIDDEN // 128)).astype(np.float32), slots(rng)
@@ -71,7 +73,7 @@ def test_rows_go_into_their_slots(compiled, arch):
 
 @pytest.mark.parametrize("arch", FP8)
 def test_bfloat16_rows_and_products(compiled, arch):
-    """Into their slots and through SiLU without scales."""
+    """bfloat16 rows without scales are gathered into their slots, then SiLU is applied."""
     rng, run = np.random.default_rng(5), Runner(compiled, arch)
     x, where = rng.standard_normal((ROWS, HIDDEN)).astype(ml_dtypes.bfloat16), slots(rng)
     unused = np.setdiff1d(np.arange(ROOM), where)
@@ -96,7 +98,7 @@ def test_bfloat16_rows_and_products(compiled, arch):
 
 @pytest.mark.parametrize("arch", FP8)
 def test_silu_and_quantise(compiled, arch):
-    """Two blocks of columns, the second partly outside; what is not finite makes its block NaN."""
+    """Two blocks of columns, the second partial; a value that is not finite makes its block NaN."""
     rng, tag = np.random.default_rng(2), FP8[arch]
     h = rng.standard_normal((ROOM, 2 * HIDDEN)).astype(ml_dtypes.bfloat16)
     where = slots(rng)
@@ -127,7 +129,7 @@ def test_silu_and_quantise(compiled, arch):
 def results(
     rng: np.random.Generator, rows: int, hidden: int, room: int
 ) -> tuple[list[np.ndarray], np.ndarray]:
-    """y, slots and weights of some rows, and the sums. Pairs that are left out may weigh NaN."""
+    """Returns [y, slots, weights] and the weighted sums; weights of skipped pairs are NaN."""
     y = rng.standard_normal((room, hidden)).astype(ml_dtypes.bfloat16)
     where = rng.permutation(room)[: rows * EACH].astype(np.int32).reshape(rows, EACH)
     where[0, 1], where[2] = -1, -1
@@ -143,7 +145,7 @@ def results(
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("arch", FP8)
 def test_results_are_summed(compiled, arch, shared):
-    """A second block of columns, partly outside."""
+    """The second block of columns is partial."""
     hidden, rng = 1280, np.random.default_rng(3)
     given, want = results(rng, ROWS, hidden, ROOM)
     out = np.full((ROWS, hidden), 7, ml_dtypes.bfloat16)

@@ -1,5 +1,5 @@
-"""Rung 5: rows out of their slots, sums of answers, and what stands around an attention layer's
-projections, run on the emulator and compared with numpy."""
+"""Rung 5: kernels that read rows from slots, sum answers, and run around an attention layer's
+projections, on the emulator, compared with numpy."""
 
 import ml_dtypes
 import numpy as np
@@ -15,18 +15,18 @@ from afd.wire.layout import Tag, layouts
 FP8 = {"gfx942": Tag.E4M3FNUZ, "gfx950": Tag.E4M3FN}
 BF16 = ml_dtypes.bfloat16
 ORDER = (2, 0, 3)
-"""Slots of the three messages, the first of which the kernels are given."""
+"""Slots of the three messages. The kernels get the address of the first one."""
 
 
 def far(stride: int) -> list[tuple[str, int]]:
-    """How far the others lie from the first, as the kernels are told."""
+    """Returns the kernel arguments: distances of the other slots from the first, in 16 bytes."""
     return [("i", (slot - ORDER[0]) * stride // 16) for slot in (*ORDER[1:], *[ORDER[0]] * 5)]
 
 
 @pytest.mark.parametrize("arch", FP8)
 @pytest.mark.parametrize("wire", ["fp8", "exact"])
 def test_rows_of_several_messages(compiled, arch, wire):
-    """One of them without rows, one that nobody sent."""
+    """The second message has no rows; the third was not sent, so its rows are masked."""
     hidden, counts = 384, (5, 0, 7)
     layout, _ = layouts(wire, "bfloat16", 8, hidden, 3, "e4m3fn")
     memory = np.random.default_rng(0).integers(0, 256, (4, layout.nbytes)).astype(np.uint8)
@@ -67,7 +67,7 @@ def test_rows_of_several_messages(compiled, arch, wire):
 @pytest.mark.parametrize("arch", FP8)
 @pytest.mark.parametrize("form", ["bf16", "fp8"])
 def test_sums_of_answers(compiled, arch, form):
-    """Two blocks of columns, the second partly outside; a NaN surfaces."""
+    """Two blocks of columns, the second one partial; a NaN propagates."""
     rows, hidden, tag = 3, 1280, FP8[arch]
     name = "e4m3fnuz" if tag == Tag.E4M3FNUZ else "e4m3fn"
     wire = "exact" if form == "bf16" else "mxfp4"
@@ -99,7 +99,7 @@ def test_sums_of_answers(compiled, arch, form):
     fine = ~np.isnan(want.astype(np.float32))
     if form == "bf16":
         assert (got.view(np.uint16) == want.view(np.uint16))[fine].all()
-    else:  # a product may be rounded with the sum
+    else:  # a fused multiply-add may round product and sum together
         close = np.abs(got.astype(np.float32) - want.astype(np.float32))[fine]
         assert (close <= 2**-7 * np.abs(want.astype(np.float32))[fine] + 1e-6).all()
 
@@ -110,7 +110,7 @@ def normed(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
 
 
 def same_within_a_code(codes, scales, want, tag) -> None:
-    """FP8 rows with a scale each: off by at most a step of the largest code."""
+    """Asserts that FP8 rows, one scale each, differ by at most one step of the largest code."""
     largest = codecs.FP8_MAX[tag]
     np.testing.assert_allclose(scales, np.abs(want).max(-1) / largest, rtol=1e-5)
     ones = np.ones((len(codes), codes.shape[1] // 128), np.float32)
@@ -120,7 +120,7 @@ def same_within_a_code(codes, scales, want, tag) -> None:
 
 
 @pytest.mark.parametrize("arch", FP8)
-def test_answers_are_added_normed_and_quantised(compiled, arch):
+def test_answers_are_summed_normalised_and_quantised(compiled, arch):
     rows, hidden, tag, eps = 3, 640, FP8[arch], 1e-5
     rng = np.random.default_rng(2)
     memory = rng.standard_normal((4, rows, hidden)).astype(BF16)
@@ -140,7 +140,7 @@ def test_answers_are_added_normed_and_quantised(compiled, arch):
 
 
 @pytest.mark.parametrize("arch", FP8)
-def test_a_product_is_added_and_normed(compiled, arch):
+def test_a_product_is_added_and_normalised(compiled, arch):
     rows, hidden, eps, rng = 3, 640, 1e-5, np.random.default_rng(5)
     product, residual = (rng.standard_normal((rows, hidden)).astype(BF16) for _ in range(2))
     weight = rng.standard_normal(hidden).astype(BF16)
@@ -156,7 +156,7 @@ def test_a_product_is_added_and_normed(compiled, arch):
 
 @pytest.mark.parametrize("arch", FP8)
 def test_rows_are_quantised(compiled, arch):
-    """A row of zeros; one with a NaN, one with an infinity."""
+    """Rows include one of zeros, one with a NaN, one with an infinity."""
     rows, columns, tag, rng = 4, 640, FP8[arch], np.random.default_rng(6)
     x = rng.standard_normal((rows, columns)).astype(BF16)
     x[1], x[2, 7], x[3, 8] = 0, np.nan, np.inf
@@ -168,7 +168,7 @@ def test_rows_are_quantised(compiled, arch):
 
 
 def turned(x: np.ndarray, cos_sin: np.ndarray) -> np.ndarray:
-    """x float64 [.., heads, width], rotated; cos_sin [.., 1, width]."""
+    """Returns x float64 [.., heads, width] rotated by cos_sin [.., 1, width]."""
     (a, b), (cos, sin) = np.split(x, 2, -1), np.split(cos_sin.astype(np.float64), 2, -1)
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
@@ -176,7 +176,7 @@ def turned(x: np.ndarray, cos_sin: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("arch", FP8)
 @pytest.mark.parametrize("form", ["fp8", "bf16"])
 def test_keys_and_queries_are_rotated(compiled, arch, form):
-    """A row that goes nowhere, a value beyond what FP8 holds, a NaN."""
+    """Includes a row without a cache slot, a value beyond FP8's range, and a NaN."""
     rows, low, heads, width, page, tag, eps = 5, 256, 2, 128, 16, FP8[arch], 1e-5
     rng, run = np.random.default_rng(3), Runner(compiled, arch)
     qkv = rng.standard_normal((rows, low + 2 * heads * width)).astype(BF16)
@@ -243,15 +243,15 @@ def test_keys_and_queries_are_rotated(compiled, arch, form):
 
 @pytest.mark.parametrize("arch", FP8)
 @pytest.mark.parametrize("copies", [1, 3])
-def test_experts_become_slots(compiled, arch, copies):
-    """More than one block of pairs; masked pairs; of copies the row's number picks one."""
+def test_expert_ids_are_mapped_to_slots(compiled, arch, copies):
+    """More than one block of pairs, and masked pairs; the row number selects the expert's copy."""
     rows, experts, first = 100, 9, 2
     rng = np.random.default_rng(4)
     ids = rng.integers(-1, experts, (rows, 3)).astype(np.int32)
     table = rng.integers(0, 99, (experts + 1, copies)).astype(np.int32)
     count = rng.integers(1, copies + 1, experts + 1).astype(np.int32)
     table[experts], count[experts] = -1, 1
-    picked = (np.arange(rows)[:, None] + first) % count[ids]  # -1 finds the last entry
+    picked = (np.arange(rows)[:, None] + first) % count[ids]  # id -1 indexes the last entry
     out = np.full((rows, 3), 7, np.int32)
     sizes = [("i", rows * 3), ("i", experts), ("i", first)]
     (got,) = Runner(compiled, arch)(

@@ -1,4 +1,4 @@
-"""The emulator's arithmetic and operand rules against slow, obvious versions of them."""
+"""The emulator's arithmetic and operand rules, compared with slow, simple implementations."""
 
 from fractions import Fraction
 
@@ -23,14 +23,14 @@ rng = np.random.default_rng(11)
 
 
 def floats(count: int, low: int = -140, high: int = 120) -> np.ndarray:
-    """float32 over many octaves, both signs, denormals among them."""
+    """Returns float32 values over many octaves, both signs, including denormals."""
     mantissa = rng.integers(1 << 23, 1 << 24, count).astype(np.float64)
     scale = np.exp2(rng.integers(low, high, count) - 23.0)
     return (mantissa * scale * rng.choice([-1, 1], count)).astype(np.float32)
 
 
 def nearest(exact: Fraction) -> np.float32:
-    """The float32 nearest to an exact value, ties to even."""
+    """Returns the float32 nearest to an exact value, ties to even."""
     guess = np.float32(float(exact))
     around = [np.nextafter(guess, np.float32(s * np.inf)) for s in (-1, 1)]
     finite = [c for c in (guess, *around) if np.isfinite(c)]
@@ -50,9 +50,9 @@ def test_fma_rounds_once():
         assert got[i] == nearest(exact), i
 
 
-def test_the_division_sequence_is_division():
-    """What compilers emit for a correctly rounded quotient, with a reciprocal that is off by one
-    unit in the last place: scale, refine, undo the scale, repair the special cases."""
+def test_the_division_sequence_divides_correctly():
+    """Compilers emit this sequence for a correctly rounded quotient: scale, refine, undo the scale,
+    fix special cases. It also works with a reciprocal that is off by one unit in the last place."""
     special = np.float32([0.0, -0.0, np.inf, -np.inf, np.nan, 1, 1e-45, -1e-40, 3e38, 2**-126])
     x = np.concatenate([floats(4000), np.repeat(special, 10), floats(54)])
     y = np.concatenate([floats(4000), np.tile(special, 10), floats(54)])
@@ -136,6 +136,6 @@ def test_masks_and_memory():
             memory.load(np.array([bad]), 4)
 
 
-def test_a_file_that_is_no_code_object():
+def test_a_file_that_is_not_a_code_object():
     with pytest.raises(ValueError, match="not an ELF file"):
         Kernel(b"\0" * 100, "kernel", "gfx950")

@@ -7,12 +7,12 @@ import pytest
 from signatures import calls, load, problem, read, recorded_parameters, unrecorded_imports
 
 ROOT = Path(__file__).parents[2]
-CALLERS = [ROOT / "ffn_worker/moe/aiter.py", ROOT / "ffn_worker/allreduce/aiter_quick.py"]
+CALLERS = [ROOT / "ffn_worker/moe/aiter.py", ROOT / "ffn_worker/allreduce/aiter_quickreduce.py"]
 ENUMS = ["aiter.ActivationType", "aiter.QuantType"]
 
 
 @pytest.mark.parametrize("path", CALLERS, ids=lambda p: p.name)
-def test_our_calls_fit(path: Path) -> None:
+def test_our_calls_fit_the_recorded_signatures(path: Path) -> None:
     recorded = load()
     found = list(calls(path, set(recorded)))
     assert len(found) >= 3
@@ -29,7 +29,7 @@ def test_our_calls_fit(path: Path) -> None:
         ("communicator.quick_all_reduce(x, y)", "too many positional"),
     ],
 )
-def test_a_wrong_call_is_found(tmp_path: Path, call: str, reason: str) -> None:
+def test_a_wrong_call_is_detected(tmp_path: Path, call: str, reason: str) -> None:
     """Negative controls."""
     source = tmp_path / "caller.py"
     source.write_text(
@@ -43,8 +43,8 @@ def test_a_wrong_call_is_found(tmp_path: Path, call: str, reason: str) -> None:
     assert reason in problem(found, recorded[found.target])
 
 
-def test_the_installed_vllm_is_the_recorded_one() -> None:
-    spec = importlib.util.find_spec("vllm")  # located, not imported: that takes half a minute
+def test_the_installed_vllm_has_the_recorded_signatures() -> None:
+    spec = importlib.util.find_spec("vllm")  # located only; importing it takes half a minute
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("vLLM is not installed")
     folder = Path(spec.submodule_search_locations[0]).parent

@@ -1,10 +1,11 @@
-"""Rungs 3 and 5 for AITER, by hand: its FlyDSL MoE kernels on our emulator.
+"""Rungs 3 and 5 for AITER, run manually: its FlyDSL MoE kernels on our emulator.
 
     python vendor_kernels.py CHECKOUT [HIDDEN WIDTH]
 
-Needs what host_dispatch.py needs for mxfp4, and a C compiler. FlyDSL compiles AITER's two kernels
-for gfx950; stand_in_hip.c hands their launches to the emulator; the results are compared with a
-float32 computation on the same quantised inputs. The last line is a negative control.
+It needs a C compiler and everything that host_dispatch.py needs for mxfp4. FlyDSL compiles AITER's
+two kernels for gfx950, stand_in_hip.c passes their launches to the emulator, and the results are
+compared with a float32 computation on the same quantised inputs. The last line of the output is a
+negative control: its cosine must be low.
 """
 
 import ctypes
@@ -31,7 +32,7 @@ _LAUNCH = ctypes.CFUNCTYPE(
 
 
 class HostMemory(Memory):
-    """The memory of this process: FlyDSL passes plain pointers. Without bounds, by nature."""
+    """The memory of this process, without bounds checks: FlyDSL passes plain pointers."""
 
     def __init__(self) -> None:
         super().__init__(1 << 12)
@@ -50,7 +51,7 @@ class HostMemory(Memory):
 
 
 class Launcher:
-    """Runs every launch on the emulator; keeps the first error, which C cannot pass on."""
+    """Runs every launch on the emulator; keeps the first error, because C cannot propagate it."""
 
     def __init__(self, scratch: Path) -> None:
         library, versions = scratch / "libamdhip64.so.7", scratch / "versions"
@@ -97,7 +98,7 @@ def cosine(got, want) -> float:
 
 
 def run(hidden: int, width: int, launcher: Launcher) -> None:
-    """Both stages on weights that AiterBackend prepared; prints cosines with a float32 result."""
+    """Runs both stages on weights of AiterBackend and prints cosines with float32 results."""
     import torch
     import torch.nn.functional as F
     from aiter.ops.flydsl.moe_kernels import flydsl_moe_stage1, flydsl_moe_stage2

@@ -1,7 +1,7 @@
 """One rank of the all-reduce tests: ``python allreduce_rank.py CHECK RANK WORLD FOLDER``.
 
-Every check is a function of this file, run by all ranks; a failed one ends its process with a
-traceback. References are computed on the CPU by each rank, whose inputs all know.
+Every check is a function of this file; all ranks run it, and a failure ends the process with a
+traceback. Each rank generates the inputs of all ranks and computes the reference on the CPU.
 """
 
 from __future__ import annotations
@@ -17,26 +17,30 @@ from pathlib import Path
 import torch
 
 from afd.errors import DeadlineExceeded, PeerLost
-from afd.reduce_crossover import DEFAULT, read_crossover
 from ffn_worker.allreduce import formats_torch
 from ffn_worker.allreduce.base import Setup, row_shares
-from ffn_worker.allreduce.formats import FORMATS, FP16, INT4, ReduceFormat
+from ffn_worker.allreduce.crossover import DEFAULT, read_crossover
+from ffn_worker.allreduce.formats_table import FORMATS, FP16, INT4, ReduceFormat
 from ffn_worker.allreduce.nccl import NcclCollective
-from ffn_worker.allreduce.quick import QuickCollective
+from ffn_worker.allreduce.quickreduce import QuickReduceCollective
 
 HIDDEN = 7168
 DEADLINE_S = 1.0
 
 
-def quick(rank: int, world: int, folder: str, deadline_s: float = 60.0) -> QuickCollective:
+def quickreduce(
+    rank: int, world: int, folder: str, deadline_s: float = 60.0
+) -> QuickReduceCollective:
     device = torch.device("cuda", rank)
     exact = Setup(rank, world, None, f"file://{folder}/store", device, deadline_s=deadline_s)
     crossover = read_crossover(DEFAULT, world, "bfloat16", "int4")
-    return QuickCollective(replace(exact, fmt=INT4), crossover, NcclCollective(exact), room=FP16)
+    return QuickReduceCollective(
+        replace(exact, fmt=INT4), crossover, NcclCollective(exact), room=FP16
+    )
 
 
 def inputs(world: int, rows: int, hidden: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
-    """Every rank's rows, on the CPU: zeros, tiny and huge blocks and a NaN among them."""
+    """Returns every rank's rows on the CPU, including zeros, tiny and huge blocks, and a NaN."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(world, rows * hidden, generator=generator)
     x[:, :64], x[:, 64:128] = 0, -0.0
@@ -62,7 +66,7 @@ def reference(xs: list[torch.Tensor], fmt: ReduceFormat | None, *, gather: bool)
 
 
 def same(got: torch.Tensor, want: torch.Tensor) -> None:
-    """The same bits, but for the sign of a zero: which of -0 and 0 is larger, hardware decides."""
+    """Asserts equal bits, except the sign of zeros: max(-0, 0) depends on the hardware."""
     got = got.cpu()
     assert got.shape == want.shape and got.dtype == want.dtype
     assert torch.equal(got.isnan(), want.isnan())
@@ -73,8 +77,8 @@ def same(got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 def sums_in(fmt: ReduceFormat | None, rank: int, world: int, folder: str) -> None:
-    """One format, None for exact, every dtype and kind of size, bit for bit."""
-    ours = quick(rank, world, folder)
+    """One format (None: exact), with every dtype and kind of size, equals the reference bitwise."""
+    ours = quickreduce(rank, world, folder)
     shapes = [(1, 64), (3, HIDDEN), (world * 16 + 1, HIDDEN), (1024, HIDDEN)]
     for seed, (rows, hidden) in enumerate(shapes):
         dtypes = (torch.bfloat16, torch.float16, torch.float32)[: 2 if fmt is None else 3]
@@ -91,8 +95,8 @@ def sums_in(fmt: ReduceFormat | None, rank: int, world: int, folder: str) -> Non
 
 
 def one_shot(rank: int, world: int, folder: str) -> None:
-    """Both halves of the inboxes, sizes that change."""
-    ours = quick(rank, world, folder)
+    """Repeated one-shot sums use both halves of the inboxes, with changing sizes."""
+    ours = quickreduce(rank, world, folder)
     for seed in range(20):
         xs = inputs(world, 1 + seed % 7, HIDDEN, torch.bfloat16, seed)
         same(ours.one_shot(xs[rank].cuda()), reference(xs, None, gather=True))
@@ -101,7 +105,7 @@ def one_shot(rank: int, world: int, folder: str) -> None:
 
 
 def library(rank: int, world: int, folder: str) -> None:
-    """NCCL behind the same interface: uneven shares too."""
+    """NCCL behind the same interface, including uneven shares."""
     device = torch.device("cuda", rank)
     ours = NcclCollective(Setup(rank, world, None, f"file://{folder}/store", device))
     for rows in (0, 1, world, 4 * world + 1):
@@ -117,7 +121,7 @@ def library(rank: int, world: int, folder: str) -> None:
 
 def graph(rank: int, world: int, folder: str) -> None:
     """100 replays of a graph that reduces four times, with new inputs each time."""
-    ours = quick(rank, world, folder)
+    ours = quickreduce(rank, world, folder)
     shape = (world * 8 + 1, 2048)
     x = [torch.zeros(shape, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
     for fmt in (INT4, FP16):
@@ -142,8 +146,8 @@ def graph(rank: int, world: int, folder: str) -> None:
 
 
 def lost(rank: int, world: int, folder: str, last_act=lambda: os._exit(0)) -> None:
-    """The last rank goes away: all others say so within the deadline, and their GPUs go on."""
-    ours = quick(rank, world, folder, DEADLINE_S)
+    """The last rank stops: all others raise within the deadline, and their GPUs stay usable."""
+    ours = quickreduce(rank, world, folder, DEADLINE_S)
     x = torch.ones((64, HIDDEN), dtype=torch.bfloat16, device="cuda")
     ours.two_shot(x, INT4)
     torch.cuda.synchronize()
@@ -153,7 +157,7 @@ def lost(rank: int, world: int, folder: str, last_act=lambda: os._exit(0)) -> No
     time.sleep(0.5)
     start = time.monotonic()
     expected = PeerLost if last_act is not _stop else DeadlineExceeded
-    for _ in range(10):  # as many layers: one deadline for all of them
+    for _ in range(10):  # ten sums, as of ten layers, share one deadline
         ours.two_shot(x, INT4)
     torch.cuda.synchronize()
     try:
@@ -161,15 +165,15 @@ def lost(rank: int, world: int, folder: str, last_act=lambda: os._exit(0)) -> No
     except expected as err:
         assert f"rank {world - 1}" in str(err), err
     else:
-        raise AssertionError("nobody noticed")
+        raise AssertionError("the lost rank was not detected")
     assert time.monotonic() - start < 3 * DEADLINE_S
     assert torch.ones(4, device="cuda").sum().item() == 4
     print(f"{time.monotonic() - start:.2f} s", flush=True)
-    # A rank that ends is a lost one to those that are still looking.
+    # Wait for the others: a rank that exits early would look lost to them.
     Path(folder, f"noticed-{rank}").touch()
     while len(list(Path(folder).glob("noticed-*"))) < world - 1:
         time.sleep(0.01)
-    os._exit(0)  # nobody is left to close with
+    os._exit(0)  # the other rank is gone
 
 
 def _stop() -> None:

@@ -1,7 +1,7 @@
-"""An attention instance without vLLM, on the first GPU, against a real FFN instance on the second.
+"""An attention instance without vLLM on the first GPU, with a real FFN instance on the second.
 
-Its layers only add: layer l takes the answer of the layer before and its own input, with fixed
-routing. So what a step computes can be compared with the same experts on one GPU.
+Its layers have no attention: the input of an expert layer is the previous layer's answer plus the
+step's input, and routing is fixed. So a step can be compared with the same experts on one GPU.
 """
 
 import signal
@@ -12,20 +12,22 @@ from pathlib import Path
 
 import torch
 
-from afd.config import Deployment
+from afd.config.deployment import Deployment
+from afd.config.resolve import region_options, resolve
+from afd.config.roles import RoleSpec
 from afd.control.connect import client_for
-from afd.launch.ports import held_ports
-from afd.metrics import RoleMetrics
-from afd.resolve import region_options, resolve
-from afd.roles import RoleSpec
+from afd.control.keys import CurveKeys
+from afd.host.ports import held_ports
+from afd.metrics.role import RoleMetrics
+from afd.metrics.step_trace import NoTimestamps, StageTimestamps
 from afd.schedule import split_rows
-from afd.step_trace import Marks, NoMarks
 from afd.wire.streams_torch import make_streams
 from afd_comm import Region, Status
-from attention_worker.padding import padding_of
-from attention_worker.remote import RemoteExperts
-from attention_worker.stream import StreamExperts, Waits
-from ffn_worker.model import FfnModel, load_ffn_model
+from attention_worker.remote.host import RemoteExperts
+from attention_worker.remote.stream import StreamExperts, Waits
+from attention_worker.vllm_hooks.padding import padding_of
+from ffn_worker.experts.build import load_ffn_model
+from ffn_worker.experts.model import FfnModel
 
 DEVICE = torch.device("cuda", 0)
 START_S = 120.0
@@ -50,8 +52,11 @@ class Pair:
         self.resolved = resolve(deployment)
         self._folder = folder
         address = f"tcp://127.0.0.1:{port}"
+        keys = folder / f"{port}.keys"
+        CurveKeys.generate().save(keys)
         self._specs = {
-            role: RoleSpec(role, 0, deployment, address) for role in ("control", "ffn", "attention")
+            role: RoleSpec(role, 0, deployment, address, keys)
+            for role in ("control", "ffn", "attention")
         }
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         for role in ("control", "ffn"):
@@ -77,7 +82,7 @@ class Pair:
     def start(self, role: str) -> None:
         file = self._folder / f"{role}.json"
         self._specs[role].save(file)
-        argv = [sys.executable, "-m", "afd.cli", role, "--role-file", str(file)]
+        argv = [sys.executable, "-m", "afd_launch.cli", role, "--role-file", str(file)]
         with open(self._folder / f"{role}.log", "ab") as log:
             self.processes[role] = subprocess.Popen(argv, stdout=log, stderr=log)
 
@@ -114,7 +119,7 @@ class Pair:
 
 
 class Step:
-    """A step of ``rows`` rows at one depth: fixed routing, inputs that may be overwritten."""
+    """A step of ``rows`` rows at one depth, with fixed routing; ``fill`` replaces its inputs."""
 
     def __init__(self, pair: Pair, rows: int, depth: int, seed: int = 0) -> None:
         model = pair.resolved.model
@@ -128,7 +133,8 @@ class Step:
         )
         weights, ids = (scores / scores.sum(-1, keepdim=True)).topk(model.top_k, dim=-1)
         self.ids, self.weights = ids.int().contiguous(), weights.contiguous()
-        self.slots = torch.arange(rows, device=DEVICE)  # in the KV cache, as vLLM says them
+        # KV cache slots; as in vLLM, -1 marks padding.
+        self.slots = torch.arange(rows, device=DEVICE)
         self.real = rows
         self.fill(seed)
 
@@ -137,7 +143,7 @@ class Step:
         self.x.copy_(torch.randn(self.x.shape, device=DEVICE, generator=generator))
 
     def pad(self, real: int) -> None:
-        """From now on only the first ``real`` rows are a request's, also in captured steps."""
+        """Marks all rows but the first ``real`` as padding, also for captured steps."""
         self.slots[real:] = -1
         self.real = real
 
@@ -146,7 +152,7 @@ class Step:
         return [slice(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
 
     def run(self, experts: RemoteExperts | StreamExperts) -> None:
-        """All layers, as attention_worker.pipeline walks them."""
+        """Runs all layers in the order of attention_worker.pipeline."""
         experts.begin_step(self.depth)
         hidden = [self.x[part] for part in self.parts()]
         padding = [padding_of({"a layer": self.slots[part]}) for part in self.parts()]
@@ -163,35 +169,35 @@ class Step:
         experts.end_step()
 
     def expected(self, model: FfnModel) -> torch.Tensor:
-        """What the run computes, layer by layer on one GPU: bfloat16 [rows, hidden]."""
+        """Returns the result of the same layers on one GPU: bfloat16 [rows, hidden]."""
         answer = torch.zeros_like(self.x)
         for n, layer in enumerate(self.layers):
             answer = model.forward(layer, answer + self.x, self.ids[n], self.weights[n])
         return answer
 
     def error(self, model: FfnModel) -> float:
-        """Relative error of the last run's real rows, by the Euclidean norm."""
+        """Returns the relative error (Euclidean norm) of the real rows of the last run."""
         want = self.expected(model).float()[: self.real]
         return float((self.out.float()[: self.real] - want).norm() / want.norm())
 
 
 class Graph:
-    """What attention_worker.graphs.StepGraphs does, without vLLM's wrapper."""
+    """Captures and replays a step like attention_worker.vllm_hooks.graphs.StepGraphs."""
 
     def __init__(self, step: Step) -> None:
         self.step = step
-        self.marks: Marks = NoMarks()
+        self.timestamps: StageTimestamps = NoTimestamps()
         self.waits: Waits | None = None
 
     def capture(self) -> None:
         pair = self.step.pair
-        self.waits = pair.stream.record(pair.host.peers, self.marks)
+        self.waits = pair.stream.record(pair.host.peers, self.timestamps)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, stream=torch.cuda.current_stream()):
             self.step.run(pair.stream)
 
     def replay(self, timeout_s: float = 30.0) -> list[Status]:
-        """Announce, replay, wait; the statuses of the step's waits."""
+        """Announces and replays the step, waits for it, and returns the statuses of its waits."""
         pair = self.step.pair
         assert self.waits is not None
         pair.host.begin_step(self.step.depth)

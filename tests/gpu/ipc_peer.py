@@ -1,15 +1,15 @@
 """The FFN side of the GPU transport tests: ``python ipc_peer.py MODE JSON``.
 
-It prints its Region's addresses, reads the other side's from stdin, and then answers every message
-with its payload + 1 (uint8). It ends when stdin does. Modes:
-echo  {device, slots, slot_bytes, sizes}: eagerly; message i is of sizes[i] bytes in slot i % slots
-graph {device, slots, slot_bytes, positions, replays}: full slots; ``replays`` times one captured
-      graph of ``positions`` messages, position p in slot p % slots
+It prints its Region's addresses, reads the other side's addresses from stdin, then answers every
+message with its payload + 1 (uint8). It exits at the end of stdin. Modes:
+echo  {device, slots, slot_bytes, sizes}: eager; message i has sizes[i] bytes in slot i % slots
+graph {device, slots, slot_bytes, positions, replays}: full slots; replays one captured graph of
+      ``positions`` messages ``replays`` times; position p uses slot p % slots
 cpu   {slots, slot_bytes, sizes}: as echo, on the CPU, over a Region in host memory
-attention {device, who, depth, share}: the other role. It reads the other side's addresses first,
-      then prints its own. Each further line is a number of steps: ``depth`` micro-batches of
-      ``share`` random bytes, into slot who * depth + micro-batch at offset who * share, whose
-      answers are awaited. When these are through it prints how many of their bytes were wrong.
+attention {device, who, depth, share}: the attention side. It reads the other side's addresses
+      first, then prints its own. Each further line is a number of steps. In each step it sends
+      ``depth`` micro-batches of ``share`` random bytes, to slot who * depth + micro-batch at offset
+      who * share, and waits for the answers. Then it prints the number of wrong bytes.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from afd_comm import Link, Region, Status, make_flag
+from afd_comm import Link, Message, Region, Status, make_flag
 
 TIMEOUT_US = 20_000_000
 
 
 def slots_of(region: Region) -> torch.Tensor:
-    """uint8 [payloads, stride], where the region's payloads are."""
+    """Returns a view of the region's payloads: uint8 [payloads, stride]."""
     return torch.from_dlpack(region.view(0, region.payloads))
 
 
 def send(link: Link, slot: int, flag: int, data: torch.Tensor, offset: int = 0) -> None:
-    """Enqueue one contiguous uint8 tensor on the current stream."""
+    """Enqueues one contiguous uint8 tensor on the current stream."""
     stream = torch.cuda.current_stream().cuda_stream
     parts = [(offset, data.data_ptr(), data.nbytes)]
-    status = link.enqueue(stream, slot, flag, 0, 0, data.nbytes, 1, 0, 0, 0, parts)
+    status = link.enqueue(stream, Message(slot, parts, count=data.nbytes), flag)
     assert status == Status.OK, status
 
 
@@ -72,7 +72,7 @@ class Peer:
 
 @contextmanager
 def peer(mode: str, **arguments: Any) -> Iterator[Peer]:
-    """Start a peer; it is killed and reaped at the end of the block."""
+    """Starts a peer; the end of the block kills and reaps it."""
     running = Peer(mode, **arguments)
     try:
         yield running
@@ -91,7 +91,7 @@ def _open(arguments: dict[str, Any], device: str) -> tuple[Region, Link]:
 
 
 Ends = tuple[Region, Link]
-"""What a mode leaves open: to close it would tell the other side that we are gone."""
+"""Objects that stay open after a mode ends: closing them would end the other side's link."""
 
 
 def echo(arguments: dict[str, Any]) -> Ends:
@@ -108,7 +108,8 @@ def echo(arguments: dict[str, Any]) -> Ends:
 def graph(arguments: dict[str, Any]) -> Ends:
     region, link = _open(arguments, arguments["device"])
     answers, memory = slots_of(region).clone(), slots_of(region)
-    torch.add(memory, 1, out=answers)  # loads the kernel: with a wait pending it could not be
+    # Loads the kernel; loading would block while a wait is pending.
+    torch.add(memory, 1, out=answers)
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured):
         for p in range(arguments["positions"]):
@@ -127,10 +128,10 @@ def cpu(arguments: dict[str, Any]) -> Ends:
     for i, size in enumerate(arguments["sizes"]):
         slot, flag = i % region.slots, make_flag(1, i + 1)
         assert region.wait_all([slot], [flag], TIMEOUT_US) == [Status.OK]
-        assert region.header(slot).rows == size
+        assert region.header(slot).count == size
         answer = region.buffer(slot)[:size] + np.uint8(1)
         parts = [(0, answer.ctypes.data, answer.nbytes)]
-        assert link.post(slot, flag, 0, 0, size, 1, 0, 0, 0, parts) == Status.OK
+        assert link.post(Message(slot, parts, count=size), flag) == Status.OK
     return region, link
 
 

@@ -1,4 +1,4 @@
-"""Codec kernels on a GPU give the references' bytes."""
+"""Codec kernels on a GPU give the same bytes as the references."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from afd.wire import codecs_gpu_torch as gpu  # noqa: E402
 from afd.wire import codecs_torch as cpu  # noqa: E402
 from afd.wire.layout import Tag  # noqa: E402
 from afd.wire.rows_torch import EncodedRows  # noqa: E402
-from ffn_worker.allreduce import formats, formats_gpu  # noqa: E402
+from ffn_worker.allreduce import formats_gpu, formats_numpy, formats_table  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 TAG = (
@@ -51,21 +51,21 @@ def test_mxfp4(hidden):
 
 
 @pytest.mark.parametrize("tag", [TAG, Tag.E2M1])
-def test_the_kernels_are_what_rows_take_on_a_gpu(tag):
+def test_encoded_rows_use_the_kernels_on_a_gpu(tag):
     x = rows(5, 256)
     there, here = EncodedRows.of(x.cuda(), tag), EncodedRows.of(x, tag)
     assert torch.equal(there.payload.cpu().view(torch.uint8), here.payload.view(torch.uint8))
     assert torch.equal(there.decode(torch.float32).cpu(), here.decode(torch.float32))
     eager = EncodedRows.of(there.decode(torch.bfloat16), tag)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):  # the codecs of both formats may be captured
+    with torch.cuda.graph(graph):  # the codecs of both formats can be captured
         again = EncodedRows.of(there.decode(torch.bfloat16), tag)
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(again.payload.view(torch.uint8), eager.payload.view(torch.uint8))
 
 
-def test_a_nan_surfaces():
+def test_nan_propagates():
     x = rows(4, 256)
     x[3, 200] = torch.nan
     back = gpu.dequantise_fp8(*gpu.quantise_fp8(x.cuda(), TAG), torch.bfloat16)
@@ -74,14 +74,14 @@ def test_a_nan_surfaces():
     assert back[3, 192:224].isnan().all() and not back[3, :192].isnan().any()
 
 
-@pytest.mark.parametrize("fmt", formats.FORMATS.values(), ids=lambda f: f.name)
+@pytest.mark.parametrize("fmt", formats_table.FORMATS.values(), ids=lambda f: f.name)
 def test_reduce_formats(fmt):
     x = np.random.default_rng(0).standard_normal((4, 5000)).astype(np.float16)
-    padded = np.pad(x, ((0, 0), (0, -5000 % formats.ATOM_VALUES)))
-    want = np.stack([formats.encode(row, fmt) for row in padded])
+    padded = np.pad(x, ((0, 0), (0, -5000 % formats_table.ATOM_VALUES)))
+    want = np.stack([formats_numpy.encode(row, fmt) for row in padded])
     data = torch.stack([formats_gpu.encode(torch.from_numpy(row).cuda(), fmt) for row in x])
     np.testing.assert_array_equal(data.cpu().numpy(), want)
     got = formats_gpu.decode(data[1], 5000, fmt, torch.float16).cpu().numpy()
-    np.testing.assert_array_equal(got, formats.decode(want[1], fmt)[:5000])
+    np.testing.assert_array_equal(got, formats_numpy.decode(want[1], fmt)[:5000])
     got = formats_gpu.decode_sum(data, 5000, fmt).cpu().numpy()
-    np.testing.assert_array_equal(got, formats.decode_sum(want, fmt)[:5000])
+    np.testing.assert_array_equal(got, formats_numpy.decode_sum(want, fmt)[:5000])

@@ -1,4 +1,4 @@
-"""The decode kernels on a GPU against their reference, in float32."""
+"""The decode kernels on a GPU, compared with their float32 reference."""
 
 from dataclasses import replace
 
@@ -8,11 +8,11 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from attention_worker.decode_attention import (  # noqa: E402
+from attention_worker.kernels.decode_attention import (  # noqa: E402
     decode_attention,
     reference_decode_attention,
 )
-from attention_worker.decode_plan import plan_decode  # noqa: E402
+from attention_worker.kernels.decode_plan import plan_decode  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 NEWER = torch.version.hip is None or "gfx942" not in (
@@ -24,7 +24,7 @@ SCALES = (0.5, 0.75, 1.5)
 
 
 class Case:
-    """A cache of random pages, its requests, and what they should answer."""
+    """A cache of random pages, requests on it, and a check of the kernels' results."""
 
     def __init__(self, dtype, heads, kv_heads, dim, page, packed, lengths):
         def draw(*shape):
@@ -33,7 +33,7 @@ class Case:
         generator = torch.Generator("cuda").manual_seed(0)
         requests, pages, room = len(lengths), 40, 200
         self.cache = draw(2, room, page, kv_heads, dim)
-        if packed:  # as vLLM has it: a token's key and value beside each other
+        if packed:  # vLLM's layout: a token's key and value are adjacent
             self.cache = draw(room, page, kv_heads, 2 * dim)
         self.keys, self.values = self.cache.split(dim, -1) if packed else self.cache.unbind()
         self.q = draw(requests, heads, dim)
@@ -90,11 +90,11 @@ def test_equals_the_reference(dtype, heads, kv_heads, dim, page, packed, splits)
 
 
 @pytest.mark.parametrize("splits", [1, 3])
-def test_tokens_past_the_end_are_not_read_for_their_values(splits):
-    """They may be anything: here they are NaN, and the pages of other requests too."""
+def test_values_of_tokens_past_the_end_have_no_effect(splits):
+    """Tokens past a request's end are NaN here, also in pages of other requests."""
     case = Case(FP8, 64, 1, 256, 64, True, [70, 130, 5])
     case.table[:] = torch.arange(120, device="cuda", dtype=torch.int32).view(3, 40)
-    codes = case.cache.view(torch.uint8).view(-1, 2 * 256)  # a row per token
+    codes = case.cache.view(torch.uint8).view(-1, 2 * 256)  # one row per token
     past = torch.ones(len(codes), dtype=torch.bool, device="cuda")
     for request, length in enumerate(case.lengths.tolist()):
         past[request * 40 * 64 : request * 40 * 64 + length] = False
@@ -105,7 +105,7 @@ def test_tokens_past_the_end_are_not_read_for_their_values(splits):
 
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("which", ["keys", "values"])
-def test_a_nan_surfaces(which, splits):
+def test_nan_propagates(which, splits):
     case = Case(FP8, 64, 1, 256, 64, False, [600, 600])
     page = int(case.table[1, 4])
     case.table[0, :] = (page + 1) % 200

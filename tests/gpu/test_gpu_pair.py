@@ -7,7 +7,7 @@ import pytest
 import torch
 from gpu_pair import Graph, Pair, Step
 
-from afd.step_trace import StepMarks
+from afd.metrics.step_trace import StepTimestamps
 from afd_comm import Status
 
 pytestmark = [
@@ -36,7 +36,7 @@ def make_pair(tiny_models, tmp_path):
         pair.close()
 
 
-def test_host_and_graph_steps_compute_what_one_gpu_computes(make_pair, wire):
+def test_host_and_graph_steps_match_one_gpu(make_pair, wire):
     pair = make_pair(wire={"format": wire})
     model = pair.reference()
     limit = BF16 if wire == "exact" else FP8
@@ -54,16 +54,16 @@ def test_host_and_graph_steps_compute_what_one_gpu_computes(make_pair, wire):
         step.pad(2 * depth + 7)
         assert set(graph.replay()) == {Status.OK}
         assert step.error(model) < limit
-        assert (step.out[step.real :] == 0).all()  # no expert computed them
+        assert (step.out[step.real :] == 0).all()  # no expert computed the padding rows
     pair.host.leave()
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-def test_marks_of_a_captured_step_are_read_after_each_replay(make_pair, depth):
+def test_timestamps_of_a_captured_step_are_read_after_each_replay(make_pair, depth):
     pair = make_pair(metrics={"stage_every": 1})
     step = Step(pair, 24, depth)
     graph = Graph(step)
-    graph.marks = StepMarks(pair.streams)
+    graph.timestamps = StepTimestamps(pair.streams)
     graph.capture()
     model = pair.reference()
     for seed in range(3):
@@ -71,21 +71,22 @@ def test_marks_of_a_captured_step_are_read_after_each_replay(make_pair, depth):
         began = time.monotonic_ns()
         assert set(graph.replay()) == {Status.OK}
         assert step.error(model) < BF16
-        trace = graph.marks.read(began, replayed=True)
+        trace = graph.timestamps.read(began, replayed=True)
         assert (trace.depth, trace.rows, len(trace.spans)) == (depth, 24, len(step.layers) * depth)
         times = [t for s in trace.spans for t in (s.started_ns, s.done_ns)]
         assert times == sorted(times) and began <= times[0]
         assert all(s.done_ns < s.copied_ns <= trace.ended_ns for s in trace.spans)
 
 
-def test_a_killed_ffn_frees_the_stream_and_the_step_is_run_again(make_pair):
+def test_a_killed_ffn_releases_the_stream_and_the_step_can_be_repeated(make_pair):
     pair = make_pair()
     model = pair.reference()
     step = Step(pair, 24, 3)
     graph = Graph(step)
     graph.capture()
     assert set(graph.replay()) == {Status.OK}
-    pair.signal("ffn", signal.SIGSTOP)  # in mid-step, from the attention side's view
+    # The FFN instance is stopped before the replay, so the step cannot complete.
+    pair.signal("ffn", signal.SIGSTOP)
     pair.host.begin_step(3)
     pair.host.announce(24)
     graph._graph.replay()
@@ -98,14 +99,14 @@ def test_a_killed_ffn_frees_the_stream_and_the_step_is_run_again(make_pair):
     assert time.monotonic() - started < 2.0
     pair.processes["ffn"].wait(10)
     pair.start("ffn")
-    pair.host.renew([0])
+    pair.host.reconnect([0])
     graph = Graph(step)
     graph.capture()
     assert set(graph.replay()) == {Status.OK}
     assert step.error(model) < BF16
 
 
-def test_a_wedged_ffn_costs_its_deadline(make_pair):
+def test_a_wedged_ffn_releases_the_stream_at_the_deadline(make_pair):
     pair = make_pair()
     graph = Graph(Step(pair, 24, 2))
     graph.capture()

@@ -1,7 +1,7 @@
-"""A whole deployment under vLLM's graphs: its FFN instance killed and stopped, its host profiled.
+"""Complete deployments under vLLM's graphs: lost FFN instances, depths, dispatch, host profile.
 
-Greedy tokens of two runs are compared up to near ties: which other requests share a step is a
-matter of milliseconds, and in bfloat16 it decides how a sum is rounded.
+Greedy tokens of two runs are compared up to near ties: which requests share a step depends on
+timing, and in bfloat16 this changes how sums are rounded.
 """
 
 import os
@@ -15,19 +15,19 @@ from contextlib import suppress
 import pytest
 import torch
 
-from afd.bench.gpu import profile
-from afd.bench.gpu.targets import Afd, Sizes, deployment, fitted, vllm_args
-from afd.bench.servers import disaggregated
-from afd.bench.stages import totals
-from afd.bench.workload import Request, first_difference, run
 from afd.control import operator
 from afd.demo.make_model import make_model
 from afd.demo.sizes import resolve
 from afd.errors import AfdError
-from afd.placement import balance
+from afd.placement.tables import balance
+from afd_bench.gpu import profile
+from afd_bench.gpu.targets import Afd, Sizes, deployment, fitted, vllm_args
+from afd_bench.servers import disaggregated
+from afd_bench.stages import totals
+from afd_bench.workload import Request, first_difference, run
 
 GPUS = min(2, torch.cuda.device_count())
-"""Of one, the instances share it."""
+"""With one GPU, all instances share it."""
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.serve,
@@ -36,9 +36,8 @@ pytestmark = [
 TOKENS = 600
 NEAR_TIE = 0.1  # nats
 ALONE = (Request(tuple(range(20, 44)), TOKENS, 0.0),)
-TOGETHER = tuple(
-    Request(tuple(range(30 + 7 * i, 50 + 9 * i)), TOKENS, 0.0) for i in range(8)
-)  # depth 3 has rows for every micro-batch
+# Enough requests that each of 3 micro-batches has rows.
+TOGETHER = tuple(Request(tuple(range(30 + 7 * i, 50 + 9 * i)), TOKENS, 0.0) for i in range(8))
 _FFN_S = 5.0
 
 
@@ -50,7 +49,7 @@ def deployed(model, ffn_s, tp=1):
         "cuda",
         vllm_args("cuda", filled=False),
     )
-    # A prefix hit would cut the second run's prefill differently.
+    # A prefix cache hit would split the second run's prefill differently.
     config["attention"]["enable_prefix_caching"] = False
     config["deadlines"]["ffn_s"] = ffn_s
     return config
@@ -77,12 +76,12 @@ def wait_until(check, deadline_s, what):
 
 
 def said_wrong(log):
-    """Lines of a log that matter when something went wrong."""
+    """Returns the first 20 lines of a log that contain "Error"."""
     return [line for line in log.read_text(errors="replace").splitlines() if "Error" in line][:20]
 
 
 def in_background(server, requests, salt):
-    """A thread that runs the requests; (thread, its answers or error)."""
+    """Runs the requests on a thread. Returns the thread and a list for its answers or its error."""
     found = []
 
     def work():
@@ -101,7 +100,7 @@ def pid_of(server, role, rank=0):
 
 
 needs_two = pytest.mark.skipif(
-    GPUS < 2, reason="the ranks of an FFN instance need a GPU each: two of them"
+    GPUS < 2, reason="needs two GPUs, one for each rank of the FFN instance"
 )
 
 
@@ -116,11 +115,11 @@ needs_two = pytest.mark.skipif(
         ),
     ],
 )
-def test_an_ffn_instance_that_is_lost_costs_no_request_and_no_token(
+def test_a_lost_ffn_instance_costs_no_request_and_no_token(
     tiny_models, tmp_path, requests, number, tp
 ):
-    """Killed, or its last rank, for which the first one waits inside of a sum; or stopped, until
-    the supervisor kills it."""
+    """The instance is killed, or only its last rank while rank 0 waits for it inside an all-reduce,
+    or it is stopped until the supervisor kills it."""
     log = tmp_path / "serve.log"
     config = deployed(tiny_models("qwen3_moe"), 60.0, tp)
     config["control"]["timeout_s"] = 5.0
@@ -132,22 +131,22 @@ def test_an_ffn_instance_that_is_lost_costs_no_request_and_no_token(
             lambda: generated(server) - before > len(requests) * TOKENS / 8, 60, "decode began"
         )
         steps = replayed(server)
-        assert steps > 0, "decode steps are replayed as graphs"
+        assert steps > 0, "no decode step was replayed as a graph"
         lost = [pid_of(server, "ffn", rank) for rank in range(tp)]
         os.kill(lost[-1], number)
         thread.join(120)
         (answers,) = found
         assert not isinstance(answers, AfdError), (answers, said_wrong(log))
         after = [pid_of(server, "ffn", rank) for rank in range(tp)]
-        assert not set(after) & set(lost)  # all ranks of it
-        assert replayed(server) > steps, "and again after the FFN instance came back"
+        assert not set(after) & set(lost)  # all ranks were restarted
+        assert replayed(server) > steps, "no step was replayed after the FFN instance came back"
         for mine, theirs in zip(answers, calm, strict=True):
             assert len(mine.tokens) == TOKENS
             differs = first_difference(mine, theirs)
             assert differs is None or theirs.gaps[differs] < NEAR_TIE, differs
 
 
-def test_a_stopped_ffn_instance_ends_the_engine_at_the_deadline_and_both_sides_go_on(tiny_models):
+def test_a_stopped_ffn_instance_ends_the_engine_at_the_deadline_and_both_recover(tiny_models):
     with disaggregated(deployed(tiny_models("qwen3_moe"), _FFN_S)) as server:
         before = generated(server)
         thread, found = in_background(server, TOGETHER, "stopped")
@@ -160,11 +159,11 @@ def test_a_stopped_ffn_instance_ends_the_engine_at_the_deadline_and_both_sides_g
             wait_until(lambda: said in server.log.read_text(errors="replace"), 30, said)
             assert _FFN_S <= time.monotonic() - stopped < _FFN_S + 10
         finally:
-            with suppress(ProcessLookupError):  # ended by the supervisor, where we were slow
+            with suppress(ProcessLookupError):  # the supervisor may already have ended it
                 os.kill(ffn, signal.SIGCONT)
         thread.join(180)
         assert isinstance(found[0], AfdError)
-        # The attention instance is started anew; the FFN instance's stream is free for it.
+        # The attention instance restarts; the FFN instance's stream must be free for it.
         wait_until(lambda: _restarted(server, attention), 180, "attention-0 is back")
         (answer,) = run(server.url, server.model, ALONE, salt="after")
         assert len(answer.tokens) == TOKENS
@@ -181,8 +180,8 @@ def _restarted(server, pid):
     return True
 
 
-def test_our_decode_kernel_answers_like_flash_attention(tmp_path):
-    """On an FP8 cache, for which FlashAttention 3 rounds the softmax's weights to FP8 too."""
+def test_our_decode_kernel_gives_the_tokens_of_flash_attention(tmp_path):
+    """With an FP8 cache, FlashAttention 3 also rounds the softmax weights to FP8."""
     sizes = resolve("step3", "tiny", heads=16, head_dim=256)
     make_model("step3", tmp_path / "model", sizes)
 
@@ -207,7 +206,7 @@ def test_our_decode_kernel_answers_like_flash_attention(tmp_path):
     print("equal tokens of each request", same)
 
 
-def test_the_depth_is_chosen_while_graphs_are_replayed(tiny_models, tmp_path):
+def test_auto_depth_switches_while_graphs_are_replayed(tiny_models, tmp_path):
     log = tmp_path / "serve.log"
     config = deployed(tiny_models("qwen3_moe"), 60.0)
     config["pipeline"]["depth"] = "auto"
@@ -223,15 +222,15 @@ def test_the_depth_is_chosen_while_graphs_are_replayed(tiny_models, tmp_path):
                 assert differs is None or before.gaps[differs] < NEAR_TIE, differs
             return [line for line in log.read_text().splitlines() if "depth 3 -> " in line]
 
-        wait_until(chosen, 90, "another depth was measured to be quicker")
+        wait_until(chosen, 90, "switch to a depth that measured faster")
         print(chosen()[0])
         by_depth = replayed_by_depth(server)
         assert len(by_depth) == 3 and min(by_depth) > 24
 
 
-def test_routed_dispatch_answers_like_broadcast_also_while_experts_move(tiny_models, tmp_path):
-    """Two FFN instances that share the GPUs with the attention instance; no graphs, whose sizes and
-    addresses are fixed."""
+def test_routed_dispatch_matches_broadcast_also_while_experts_move(tiny_models, tmp_path):
+    """Two FFN instances share the GPUs with the attention instance. Steps are eager, because graphs
+    fix the sizes and addresses of messages."""
 
     def config(dispatch):
         target = fitted(Afd(1, 2, graphs=False), GPUS)
@@ -243,7 +242,8 @@ def test_routed_dispatch_answers_like_broadcast_also_while_experts_move(tiny_mod
         return made
 
     def alike(mine, theirs, units):
-        """units: in the last place of logits of 16 and more, 0.125 in bfloat16."""
+        """Asserts equal tokens up to ties of ``units`` units in the last place of logits above 16,
+        0.125 each in bfloat16."""
         for one, other in zip(mine, theirs, strict=True):
             assert len(one.tokens) == TOKENS
             differs = first_difference(one, other)
@@ -268,16 +268,16 @@ def test_routed_dispatch_answers_like_broadcast_also_while_experts_move(tiny_mod
         assert {move.experts for move in moved.moved} == {table} and not moved.move_fault
         thread.join(180)
         assert not isinstance(found[0], AfdError), found
-        # Each instance's sum is rounded, and experts are summed with others now.
+        # After the move, different experts share an instance, and each instance's sum is rounded.
         alike(found[0], expected, 4)
         alike(run(routed.url, routed.model, TOGETHER, salt="moved"), expected, 4)
 
 
 @pytest.mark.multi_gpu
 @needs_two
-def test_two_ranks_of_an_ffn_instance_answer_like_one(tmp_path):
-    """Exactly, and two instances in INT4, which share the GPUs. Prefill's sums are large enough for
-    two shots, those of decode take one, in graphs."""
+def test_two_ranks_of_an_ffn_instance_match_one(tmp_path):
+    """One instance with an exact all-reduce, and two instances with INT4 that share the GPUs.
+    Prefill uses the two-shot all-reduce; decode uses the one-shot all-reduce, in graphs."""
     sizes = resolve("qwen3_moe", "tiny", hidden=4096)
     make_model("qwen3_moe", tmp_path / "model", sizes)
     draw = random.Random(0)
@@ -294,7 +294,7 @@ def test_two_ranks_of_an_ffn_instance_answer_like_one(tmp_path):
         with disaggregated(config, log=log) as server:
             found = run(server.url, server.model, requests, salt=log.name)
             assert replayed(server) > TOKENS / 6
-        said = f"sums of 2 ranks: {reduce}, through quick"
+        said = f"all-reduce: 2 ranks, {reduce}, backend quickreduce"
         assert log.read_text().count(said) == (tp == 2) * tp * instances, said_wrong(log)
         return found
 
@@ -311,8 +311,8 @@ def test_two_ranks_of_an_ffn_instance_answer_like_one(tmp_path):
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-def test_no_host_waits_once_per_layer(tmp_path, depth):
-    """12 layers: a wait of vLLM's own per step does not hide one per layer."""
+def test_no_host_synchronization_per_layer(tmp_path, depth):
+    """12 layers, so that one host wait per layer stands out from vLLM's own waits per step."""
     argv = ["--model", "tiny", "--layers", "12", "--models", str(tmp_path), "--batch", "12"]
     argv += ["--logs", str(tmp_path / "logs")]
     assert profile.main([*argv, "--depth", str(depth)]) == 0

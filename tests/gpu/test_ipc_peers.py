@@ -1,4 +1,4 @@
-"""One region, three peers at once, each in a process of its own: the FFN side of 3A1F.
+"""One region and three concurrent peers, each in its own process: the FFN side of 3A1F.
 
 With two GPUs the peers share the second one; with four each has its own.
 """
@@ -24,11 +24,11 @@ pytestmark = [
 ]
 PEERS, DEPTH = 3, 3
 SHARE = 300_000
-"""Bytes of a peer's rows in a micro-batch. Slot = peer * DEPTH + micro-batch, as in deployments."""
+"""Bytes of one peer's rows in a micro-batch; its slot is peer * DEPTH + micro-batch."""
 
 
 class Ffn:
-    """Our side. The peers' rows of a micro-batch lie side by side in one payload."""
+    """The FFN side. All peers' rows of a micro-batch are adjacent in one payload."""
 
     def __init__(self, running: list[Peer]) -> None:
         self.region = Region(
@@ -43,12 +43,12 @@ class Ffn:
             )
         self.memory = slots_of(self.region)[:, : PEERS * SHARE]
         self.answers = torch.empty_like(self.memory)
-        # loads the kernel: with a wait pending it could not be
+        # loads the kernel; loading would block while a wait is pending
         torch.add(self.memory[0], 1, out=self.answers[0])
         torch.cuda.synchronize()
 
     def step(self, seq: int, slots: list[int]) -> None:
-        """Every micro-batch: wait for all peers, add 1 to what they sent, answer each its rows."""
+        """Per micro-batch: waits for all peers, adds 1 to their rows, sends each its answer."""
         for mb in range(DEPTH):
             mine = [slot for slot in slots if slot % DEPTH == mb]
             wait(self.region, mine, [make_flag(1, seq)] * len(mine))
@@ -92,7 +92,7 @@ def test_three_peers_at_once(running: list[Peer]) -> None:
     assert [other.read() for other in running] == [0, 0, 0]  # wrong bytes
 
 
-def test_a_killed_peer_does_not_hold_up_the_others(running: list[Peer]) -> None:
+def test_a_killed_peer_does_not_delay_the_others(running: list[Peer]) -> None:
     ffn, slots = Ffn(running), list(range(PEERS * DEPTH))
     for other in running:
         other.write(1)

@@ -1,4 +1,4 @@
-"""afd_comm between GPU processes, on real GPUs. One GPU: both processes use it."""
+"""afd_comm between GPU processes, on real GPUs. With one GPU, both processes share it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from ipc_peer import TIMEOUT_US, Peer, peer, send, slots_of, wait  # noqa: E402
 
-from afd_comm import Link, Region, Status, make_flag  # noqa: E402
+from afd_comm import Link, Message, Region, Status, make_flag  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,7 +32,7 @@ SLOT_BYTES = 2 << 20
     ]
 )
 def there(request: pytest.FixtureRequest) -> str:
-    """The peer's device; ours is cuda:0."""
+    """Returns the peer's device; ours is cuda:0."""
     torch.cuda.set_device(0)
     torch.zeros(8, device="cuda").add_(1).random_().ne(0).sum().item()  # loads the kernels
     return str(request.param)
@@ -51,7 +51,7 @@ def finish(region: Region, slots: list[int], flags: list[int], ms: int = 20_000)
 
 
 def random_sizes(count: int) -> list[int]:
-    """Mostly small, some full slots, odd bytes included."""
+    """Returns message sizes: mostly small, some full slots, odd sizes included."""
     generator = torch.Generator().manual_seed(4)
     exponents = torch.rand(count, generator=generator) * 21
     return [min(SLOT_BYTES, max(1, int(2**e))) for e in exponents.tolist()]
@@ -74,7 +74,7 @@ def test_random_payloads_come_back(there: str) -> None:
 
 
 def test_many_slots_in_flight(there: str) -> None:
-    """All messages of a round are under way before the first answer is awaited."""
+    """All messages of a round are sent before the first wait for an answer."""
     slots, rounds = 24, 20
     sizes = [SLOT_BYTES // 8] * (slots * rounds)
     with peer("echo", device=there, slots=slots, slot_bytes=SLOT_BYTES, sizes=sizes) as other:
@@ -93,7 +93,7 @@ def test_many_slots_in_flight(there: str) -> None:
 
 
 class Replayed:
-    """Our side of the peer's mode graph: send a slot's data, wait for its answer, count errors."""
+    """Counterpart of the peer's mode graph: sends a slot, waits for its answer, counts errors."""
 
     def __init__(self, other: Peer, slots: int, positions: int) -> None:
         self.region, self.link = connect(other, slots)
@@ -122,7 +122,7 @@ class Replayed:
 
 
 def test_thousands_of_graph_replays(there: str) -> None:
-    # On one GPU the two processes take turns, a millisecond each.
+    # On one GPU the two processes are time-sliced, about a millisecond each.
     replays, positions, slots = 50 if there == "cuda:0" else 2000, 6, 3
     arguments = {"positions": positions, "replays": replays, "slot_bytes": SLOT_BYTES}
     with peer("graph", device=there, slots=slots, **arguments) as other:
@@ -133,8 +133,8 @@ def test_thousands_of_graph_replays(there: str) -> None:
         assert ours.wrong.item() == 0
 
 
-def test_wedged_peer_costs_one_deadline(there: str) -> None:
-    """The peer stops in mid-run: our replay is released, and the process goes on."""
+def test_a_wedged_peer_costs_one_deadline(there: str) -> None:
+    """The peer stops during a replay: our stream is released at the deadline and stays usable."""
     arguments = {"positions": 6, "replays": 5, "slot_bytes": SLOT_BYTES}
     with peer("graph", device=there, slots=3, **arguments) as other:
         ours = Replayed(other, 3, 6)
@@ -148,7 +148,7 @@ def test_wedged_peer_costs_one_deadline(there: str) -> None:
         assert torch.ones(4, device="cuda").sum().item() == 4
 
 
-def test_killed_peer_is_noticed_before_the_deadline(there: str) -> None:
+def test_a_killed_peer_is_noticed_before_the_deadline(there: str) -> None:
     arguments = {"positions": 6, "replays": 5, "slot_bytes": SLOT_BYTES}
     with peer("graph", device=there, slots=3, **arguments) as other:
         ours = Replayed(other, 3, 6)
@@ -165,7 +165,7 @@ def test_killed_peer_is_noticed_before_the_deadline(there: str) -> None:
 
 
 def test_attention_on_gpu_ffn_on_cpu() -> None:
-    """A mixed pair: our answers arrive in page-locked host memory, and our stream fetches them."""
+    """A mixed pair: answers arrive in page-locked host memory, and our stream copies them."""
     torch.cuda.set_device(0)
     sizes, slots = random_sizes(200), 3
     with peer("cpu", slots=slots, slot_bytes=SLOT_BYTES, sizes=sizes) as other:
@@ -192,7 +192,7 @@ def test_attention_on_gpu_ffn_on_cpu() -> None:
 
 
 def test_one_constant_flag_with_reset() -> None:
-    """A graph that uses a slot once: the wait resets the doorbell, so that a replay waits anew."""
+    """A graph that uses a slot once: the wait resets the doorbell, so each replay waits again."""
     torch.cuda.set_device(0)
     region = Region(1, SLOT_BYTES, name="ffn", device="cuda:0")
     link = Link(region.addresses, slots=(0, 1), timeout_us=TIMEOUT_US, device="cuda:0")
@@ -226,16 +226,16 @@ def test_two_gpus_of_one_process() -> None:
         send(link, 0, 7, data)
     assert region.wait_all([0], [7], TIMEOUT_US) == [Status.OK]
     assert torch.equal(slots_of(region)[0, :SLOT_BYTES].cpu(), data.cpu())
-    # post() needs no stream and returns once the bytes are there, whichever memory they come from.
+    # post() needs no stream and returns after the copy, from host or GPU memory.
     host = torch.arange(64, dtype=torch.uint8)
     parts = [(0, host.data_ptr(), 64), (64, data.data_ptr(), 64)]
-    assert link.post(0, 8, 0, 0, 0, 1, 0, 0, 0, parts) == Status.OK
+    assert link.post(Message(0, parts), 8) == Status.OK
     arrived = slots_of(region)[0, :128].cpu()
     assert torch.equal(arrived, torch.cat([host, data[:64].cpu()]))
 
 
 def test_no_kernel_runs(there: str) -> None:
-    """Zero SM: all that the profiler sees of 50 round trips are copies."""
+    """The transport uses no SM: the profiler sees only copies in 50 round trips."""
     sizes, slots = [SLOT_BYTES] * 60, 3
     with peer("echo", device=there, slots=slots, slot_bytes=SLOT_BYTES, sizes=sizes) as other:
         region, link = connect(other, slots)

@@ -8,21 +8,21 @@ if not torch.cuda.is_available():
 
 from afd.wire.layout import Tag  # noqa: E402
 from afd.wire.rows_torch import EncodedRows  # noqa: E402
-from ffn_worker.load import SlotLoad  # noqa: E402
 from ffn_worker.moe import hopper  # noqa: E402
-from ffn_worker.moe.choice import Choices, ChoicesByMode  # noqa: E402
+from ffn_worker.moe.batch_selection import Selection, SelectionByMode  # noqa: E402
 from ffn_worker.moe.deep_gemm import DeepGemmBackend  # noqa: E402
 from ffn_worker.moe.device import launched_as  # noqa: E402
 from ffn_worker.moe.grouped import GroupedBackend, cannot_compile  # noqa: E402
 from ffn_worker.moe.hopper import HopperBackend  # noqa: E402
+from ffn_worker.moe.load_counts import SlotLoad  # noqa: E402
 from ffn_worker.moe.quantise import (  # noqa: E402
-    Scheme,
     Weight,
     dequantise_weight,
     in_scheme,
     widened,
 )
 from ffn_worker.moe.reference import ReferenceBackend  # noqa: E402
+from ffn_worker.moe.scheme import Scheme  # noqa: E402
 from ffn_worker.moe.sorting import place_pairs, place_pairs_on_gpu  # noqa: E402
 from ffn_worker.moe.triton import TritonBackend  # noqa: E402
 
@@ -35,8 +35,7 @@ pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 KINDS = [DeepGemmBackend, GroupedBackend][: 2 if cannot_compile() is None else 1]
 BOUND, PLAIN_BOUND = 0.1, 2**-5
-"""Of a row's largest value: the product of gate and up is rounded to FP8, as rows are; to
-bfloat16."""
+"""Error bounds relative to a row's largest value. With FP8, activations are rounded like rows."""
 
 
 def fp8(weight):
@@ -139,14 +138,14 @@ def test_rows_in_bfloat16():
 
 
 @pytest.mark.parametrize("rows", [100, 1000])
-@pytest.mark.parametrize("which", ["one expert gets all", "empty experts", "nobody's"])
+@pytest.mark.parametrize("which", ["one expert gets all", "empty experts", "no pairs"])
 def test_extreme_routing(which, rows):
     held = weights(8)
     x, ids, scale = batch(rows, 8)
     if which == "one expert gets all":
         ids[:] = torch.tensor([5, -1, -1, -1], dtype=torch.int32)
     elif which == "empty experts":
-        ids = ids // 2 * 2  # twice the same expert is two pairs
+        ids = ids // 2 * 2  # a row may select the same expert twice: two pairs
     else:
         ids[:] = -1
     rows, there = encoded(x)
@@ -157,7 +156,7 @@ def test_extreme_routing(which, rows):
 
 
 def shared_expert(made, width):
-    """A shared expert that ``made`` computes, and the reference of its part."""
+    """Adds a shared expert to ``made``. Returns a function that computes its part as reference."""
     torch.manual_seed(width)
     gate_up = Weight.of((torch.randn(2 * width, HIDDEN) / HIDDEN**0.5).bfloat16())
     down = Weight.of((torch.randn(HIDDEN, width) / width**0.5).bfloat16())
@@ -189,7 +188,7 @@ def test_a_shared_expert_beside_bfloat16_weights(rows):
 
 @pytest.mark.parametrize("width", [WIDTH, 200, 640])
 @pytest.mark.parametrize("rows", [1, 300, 1500])
-def test_a_shared_expert_is_computed_beside(rows, width):
+def test_a_shared_expert_is_added_to_the_routed_ones(rows, width):
     held, load = weights(8), SlotLoad(range(4), 2, CUDA)
     x, ids, scale = batch(rows, 8)
     rows, there = encoded(x)
@@ -237,7 +236,7 @@ def test_a_graph_with_other_routing(rows, shared, kind):
     for seed in (1, 2, 3):
         x, ids, scale = batch(rows, 24, seed)
         if seed == 2:
-            ids[: rows // 2] = 4  # far more pairs of one expert than at capture
+            ids[: rows // 2] = 4  # many more pairs of one expert than at capture
         if seed == 3:
             ids[5:] = -1
         new, there = encoded(x)
@@ -249,12 +248,12 @@ def test_a_graph_with_other_routing(rows, shared, kind):
         torch.cuda.synchronize()
         exactly = new.decode(torch.float32)
         close(captured, exact(held, (0, 12), exactly, ids, scale) + alone(exactly))
-        assert torch.equal(captured, forward())  # the same order of additions every time
+        assert torch.equal(captured, forward())  # the order of additions is deterministic
 
 
 @pytest.mark.parametrize("experts", [(0, 16), (5, 9)])
 @pytest.mark.parametrize("rows", [1, 300, 3000])
-def test_places(rows, experts):
+def test_pair_slots(rows, experts):
     ids = batch(rows, 16)[1]
     ids[0, 1] = -1
     load = torch.full((experts[1] - experts[0],), 2**40, device=CUDA)
@@ -269,11 +268,11 @@ def test_places(rows, experts):
 
 @pytest.mark.parametrize("name", ["triton", "deep_gemm", "grouped", "vllm_cuda"])
 @pytest.mark.parametrize("plain", [False, True])
-def test_the_backend_that_takes_any(monkeypatch, plain, name):
+def test_hopper_runs_whichever_backend_is_selected(monkeypatch, plain, name):
     held = in_plain(weights(8)) if plain else weights(8)
     every = dict.fromkeys(("plain", "fp8_block"), ((0, name),))
     monkeypatch.setattr(
-        hopper, "choices_of", lambda _: ChoicesByMode(*[Choices(schemes=every)] * 2)
+        hopper, "selection_of", lambda _: SelectionByMode(*[Selection(schemes=every)] * 2)
     )
     x, ids, scale = batch(300, 8)
     made = HopperBackend((0, 8), 8)
@@ -284,15 +283,15 @@ def test_the_backend_that_takes_any(monkeypatch, plain, name):
 
 
 @pytest.mark.parametrize("plain", [False, True])
-def test_a_graph_takes_what_is_quickest_as_a_graph(monkeypatch, plain):
-    """And what the host launches something else. Nothing is compiled inside of the capture."""
+def test_graph_and_eager_calls_use_their_own_selection(monkeypatch, plain):
+    """Graph and eager calls select backends separately. Nothing is compiled during the capture."""
     held, called = in_plain(weights(8)) if plain else weights(8), []
     always = {
-        name: Choices(schemes=dict.fromkeys(("plain", "fp8_block"), ((0, name),)))
+        name: Selection(schemes=dict.fromkeys(("plain", "fp8_block"), ((0, name),)))
         for name in ("triton", "grouped")
     }
-    by_mode = ChoicesByMode(graph=always["grouped"], eager=always["triton"])
-    monkeypatch.setattr(hopper, "choices_of", lambda _: by_mode)
+    by_mode = SelectionByMode(graph=always["grouped"], eager=always["triton"])
+    monkeypatch.setattr(hopper, "selection_of", lambda _: by_mode)
     for kind in (TritonBackend, DeepGemmBackend):
 
         def told(*args, kind=kind, compute=kind._compute):

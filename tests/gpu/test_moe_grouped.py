@@ -1,4 +1,4 @@
-"""The kernel of gate and up on a Hopper GPU against float32 on the same codes."""
+"""The gate-up kernel on a Hopper GPU, compared with float32 on the same codes."""
 
 import pytest
 
@@ -9,9 +9,10 @@ if not torch.cuda.is_available():
 from afd.wire.layout import Tag  # noqa: E402
 from afd.wire.rows_torch import EncodedRows  # noqa: E402
 from ffn_worker.moe import reference  # noqa: E402
-from ffn_worker.moe.deep_gemm import Cut  # noqa: E402
+from ffn_worker.moe.deep_gemm import SlotLayout  # noqa: E402
 from ffn_worker.moe.grouped import cannot_compile, gate_up  # noqa: E402
-from ffn_worker.moe.quantise import Scheme, Weight, in_scheme  # noqa: E402
+from ffn_worker.moe.quantise import Weight, in_scheme  # noqa: E402
+from ffn_worker.moe.scheme import Scheme  # noqa: E402
 from ffn_worker.moe.sorting import capacity, place_pairs, place_pairs_on_gpu  # noqa: E402
 
 REASON = cannot_compile()
@@ -41,17 +42,17 @@ def checked(weight, ids, tile=128, start=0):
     (count, top_k), device_ids = ids.shape, ids.to(CUDA)
     rows = rows_of(count, hidden)
     placed = place_pairs_on_gpu(device_ids, start, start + experts, tile)
-    cut = Cut(tile, tile, capacity(ids.numel(), experts, tile))
-    # What is allocated next lies here: what the kernel leaves out is not finite.
-    poison = torch.full((cut.room * columns,), 0xFF, dtype=torch.uint8, device=CUDA)
+    layout = SlotLayout(tile, tile, capacity(ids.numel(), experts, tile))
+    # The next allocation reuses this memory, so values that the kernel does not write are NaN.
+    poison = torch.full((layout.room * columns,), 0xFF, dtype=torch.uint8, device=CUDA)
     del poison
-    got = gate_up(rows, weight, placed, top_k, cut)
+    got = gate_up(rows, weight, placed, top_k, layout)
     placed = place_pairs(ids, start, start + experts, tile)
     want = reference.gate_up(rows, weight, placed, top_k, tile)
     here = ~want.isnan().any(1)
     decoded = got.codes.float() * got.scales.t().repeat_interleave(128, 1)
     error = (decoded[here] - want[here]).abs()
-    # A code is off by half of its last bit, 1/16 of itself; sums by a part of the block's largest.
+    # Rounding to a code: half of its last bit, 1/16 of the value. Sums: 1% of the block's largest.
     largest = 448 * got.scales.t().repeat_interleave(128, 1)[here]
     assert (error <= 0.07 * want[here].abs() + 0.01 * largest).all(), float(error.max())
 
@@ -70,7 +71,7 @@ def test_draws(width, hidden, seed):
 @pytest.mark.parametrize("hidden", [640, 2304])
 @pytest.mark.parametrize("count", [1, 31, 32, 33, 96, 97, 128, 129, 144, 145, 160, 289, 1000])
 def test_rows_of_one_expert(count, hidden):
-    """The others have none, or few. From 97 rows on they are the M of the instructions."""
+    """One expert has most rows, others few or none. From 97 rows, rows are wgmma's M dimension."""
     torch.manual_seed(count)
     ids = torch.full((max(count, 40), 1), -1, dtype=torch.int32)
     ids[torch.randperm(len(ids))[:count]] = 2
@@ -86,12 +87,12 @@ def test_more_tiles_than_multiprocessors(count, hidden):
     checked(weights(24, 768, hidden), ids[torch.randperm(len(ids))])
 
 
-def test_no_pairs_and_what_is_not_finite():
+def test_no_pairs_and_values_that_are_not_finite():
     weight = weights(3, 128, 256)
     checked(weight, torch.full((9, 2), -1, dtype=torch.int32))
     rows, ids = rows_of(40, 256), torch.zeros(40, 1, dtype=torch.int32, device=CUDA)
     rows.scales[7, 1] = torch.nan
     placed = place_pairs_on_gpu(ids, 0, 3, 64)
-    got = gate_up(rows, weight, placed, 1, Cut(64, 64, capacity(40, 3, 64)))
+    got = gate_up(rows, weight, placed, 1, SlotLayout(64, 64, capacity(40, 3, 64)))
     decoded = got.codes.float() * got.scales.t().repeat_interleave(128, 1)
     assert decoded[7].isnan().all() and decoded[:40].isnan().any(1).sum() == 1

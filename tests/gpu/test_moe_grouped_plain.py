@@ -1,4 +1,4 @@
-"""The kernels of both bfloat16 products on a Hopper GPU against float32."""
+"""The kernels of both bfloat16 products on a Hopper GPU, compared with float32."""
 
 import pytest
 
@@ -9,7 +9,7 @@ if not torch.cuda.is_available():
 from afd.wire.layout import Tag  # noqa: E402
 from afd.wire.rows_torch import EncodedRows  # noqa: E402
 from ffn_worker.moe import grouped_plain, reference  # noqa: E402
-from ffn_worker.moe.deep_gemm import Cut, Operand  # noqa: E402
+from ffn_worker.moe.deep_gemm import Operand, SlotLayout  # noqa: E402
 from ffn_worker.moe.grouped import cannot_compile  # noqa: E402
 from ffn_worker.moe.quantise import Weight  # noqa: E402
 from ffn_worker.moe.sorting import capacity, place_pairs, place_pairs_on_gpu  # noqa: E402
@@ -29,8 +29,8 @@ def weight(experts, columns, k):
 
 
 def close(got, want):
-    """Results are rounded once, sums of the reference in another order; gate and up of the
-    reference are rounded too."""
+    """Asserts equality up to rounding: results are rounded once, the reference adds in another
+    order and also rounds gate and up."""
     here = ~want.isnan().any(1)
     got, want = got[here].float(), want[here]
     error = (got - want).abs()
@@ -39,7 +39,7 @@ def close(got, want):
 
 
 def poisoned(*shape):
-    """What is allocated next lies here: what a kernel leaves out is not finite."""
+    """Fills memory that the next allocation reuses: values that a kernel does not write are NaN."""
     torch.full(shape, torch.nan, dtype=torch.bfloat16, device=CUDA)
 
 
@@ -48,19 +48,19 @@ def checked(experts, width, hidden, ids, tile=128, start=0):
     w13, w2 = weight(experts, 2 * width, hidden), weight(experts, hidden, width)
     rows = EncodedRows.of(torch.randn(count, hidden, device=CUDA).bfloat16())
     placed = place_pairs_on_gpu(device_ids, start, start + experts, tile)
-    cut = Cut(tile, tile, capacity(ids.numel(), experts, tile))
-    poisoned(cut.room, width)
-    a = grouped_plain.gate_up(rows, w13, placed, top_k, cut)
+    layout = SlotLayout(tile, tile, capacity(ids.numel(), experts, tile))
+    poisoned(layout.room, width)
+    a = grouped_plain.gate_up(rows, w13, placed, top_k, layout)
     want = place_pairs(ids, start, start + experts, tile)
     close(a.codes, reference.gate_up(rows, w13, want, top_k, tile))
-    # Slots of nobody are not finite, and stay in their own rows.
+    # Slots without a pair hold NaN, which must not affect other rows.
     given = torch.full_like(a.codes, torch.nan)
     begin = 0
     for end in want.ends.tolist():
         given[begin:end] = a.codes[begin:end]
         begin = -(-end // tile) * tile
-    poisoned(cut.room, hidden)
-    y = grouped_plain.down(Operand(given), w2, placed, cut)
+    poisoned(layout.room, hidden)
+    y = grouped_plain.down(Operand(given), w2, placed, layout)
     close(y, reference.down(given, w2, want, tile))
 
 
@@ -75,7 +75,7 @@ def test_draws(width, hidden, seed):
 
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 64, 100, 191, 192, 193, 384, 385, 577, 1000])
 def test_rows_of_one_expert(count):
-    """The others have none, or few."""
+    """One expert has most rows, others few or none."""
     torch.manual_seed(count)
     ids = torch.full((max(count, 40), 1), -1, dtype=torch.int32)
     ids[torch.randperm(len(ids))[:count]] = 2
@@ -93,14 +93,17 @@ def test_no_pairs():
     checked(3, 128, 256, torch.full((9, 2), -1, dtype=torch.int32))
 
 
-def test_what_is_not_finite_stays_in_its_row():
+def test_values_that_are_not_finite_stay_in_their_row():
     w13, w2 = weight(3, 256, 256), weight(3, 256, 128)
     x = torch.randn(40, 256, device=CUDA).bfloat16()
     x[7, 100] = torch.inf
     ids, tile = torch.zeros(40, 1, dtype=torch.int32, device=CUDA), 64
-    placed, cut = place_pairs_on_gpu(ids, 0, 3, tile), Cut(tile, tile, capacity(40, 3, tile))
-    a = grouped_plain.gate_up(EncodedRows(Tag.BFLOAT16, x, None), w13, placed, 1, cut)
-    y = grouped_plain.down(a, w2, placed, cut)
+    placed, layout = (
+        place_pairs_on_gpu(ids, 0, 3, tile),
+        SlotLayout(tile, tile, capacity(40, 3, tile)),
+    )
+    a = grouped_plain.gate_up(EncodedRows(Tag.BFLOAT16, x, None), w13, placed, 1, layout)
+    y = grouped_plain.down(a, w2, placed, layout)
     for made in (a.codes, y):
         broken = ~made[:40].isfinite().all(1)
         assert broken[7] and broken.sum() == 1
@@ -111,12 +114,12 @@ def test_replays_of_a_graph_agree():
     w13, w2 = weight(16, 768, 512), weight(16, 512, 384)
     rows = EncodedRows.of(torch.randn(900, 512, device=CUDA).bfloat16())
     ids, tile = torch.rand(900, 16).topk(4).indices.int().to(CUDA), 128
-    cut = Cut(tile, tile, capacity(3600, 16, tile))
+    layout = SlotLayout(tile, tile, capacity(3600, 16, tile))
 
     def run():
         placed = place_pairs_on_gpu(ids, 0, 16, tile)
-        a = grouped_plain.gate_up(rows, w13, placed, 4, cut)
-        return grouped_plain.down(a, w2, placed, cut), placed.slots
+        a = grouped_plain.gate_up(rows, w13, placed, 4, layout)
+        return grouped_plain.down(a, w2, placed, layout), placed.slots
 
     want, slots = run()
     graph = torch.cuda.CUDAGraph()

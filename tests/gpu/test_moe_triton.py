@@ -1,4 +1,4 @@
-"""The Triton MoE backend on a GPU against the reference backend on the same quantised weights."""
+"""The Triton MoE backend on a GPU, compared with the reference on the same quantised weights."""
 
 import pytest
 
@@ -9,8 +9,9 @@ if not torch.cuda.is_available():
 from afd.wire.layout import Tag  # noqa: E402
 from afd.wire.rows_torch import EncodedRows  # noqa: E402
 from ffn_worker.moe.device import native_fp8  # noqa: E402
-from ffn_worker.moe.quantise import Scheme, Weight, in_scheme, widened  # noqa: E402
+from ffn_worker.moe.quantise import Weight, in_scheme, widened  # noqa: E402
 from ffn_worker.moe.reference import ReferenceBackend  # noqa: E402
+from ffn_worker.moe.scheme import Scheme  # noqa: E402
 from ffn_worker.moe.sorting import sort_pairs, sort_pairs_on_gpu  # noqa: E402
 from ffn_worker.moe.tiles import Tile, Tiling  # noqa: E402
 from ffn_worker.moe.triton import TritonBackend  # noqa: E402
@@ -18,13 +19,13 @@ from ffn_worker.moe.triton import TritonBackend  # noqa: E402
 pytestmark = pytest.mark.gpu
 EXPERTS, TOP_K, HIDDEN, WIDTH = 16, 4, 512, 384
 FP8 = native_fp8()
-# Largest error, relative to the largest value of the exact result. FP8 and MXFP4 rows also round
-# the activations between the two products.
+# Largest error relative to the largest value of the exact result. With FP8 and MXFP4 rows, the
+# activations between the two products are rounded too.
 BOUND = {Scheme.PLAIN: 2**-6, Scheme.FP8_BLOCK: 0.06, Scheme.MXFP4: 0.3}
 
 
 def problem(rows, scheme, seed=0, experts=(0, EXPERTS)):
-    """Weights of ``experts`` on the CPU, rows, ids and router weights."""
+    """Returns weights of ``experts`` on the CPU, rows, ids and router weights."""
     torch.manual_seed(seed)
     w13 = torch.randn(EXPERTS, 2 * WIDTH, HIDDEN) / HIDDEN**0.5
     w2 = torch.randn(EXPERTS, HIDDEN, WIDTH) / WIDTH**0.5
@@ -60,14 +61,14 @@ def close(got, want, bound):
 def test_forward(scheme, rows, experts):
     held, x, ids, scale = problem(rows, scheme, experts=experts)
     got = triton(held, experts).forward(0, x.cuda(), ids.cuda(), scale.cuda())
-    # MXFP4 weights take bfloat16 rows as they are.
+    # MXFP4 weights multiply bfloat16 rows without conversion.
     bound = 2**-6 if scheme is Scheme.MXFP4 else BOUND[scheme]
     close(got, exact(held, experts, x, ids, scale), bound)
 
 
 @pytest.mark.parametrize("m", [16, 32, 64])
 def test_weights_times_rows(m):
-    """The operands of the FP8 products swapped."""
+    """FP8 products where the kernel swaps the operands."""
     held, x, ids, scale = problem(40, Scheme.FP8_BLOCK)
     tile = Tile(128, 128, 1, 4, 3, swap=True)
     backend = triton(held, tilings=lambda shape, rows: Tiling(m, tile, tile))

@@ -1,4 +1,4 @@
-"""vLLM's fused experts on a GPU, plain and in FP8 by blocks, against the reference; the bench."""
+"""vLLM's fused experts on a GPU, plain and FP8-block, compared with the reference; the bench."""
 
 import pytest
 
@@ -7,11 +7,12 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 from afd.wire.layout import Tag  # noqa: E402
-from ffn_worker.bench import run as bench  # noqa: E402
-from ffn_worker.bench.cli import main  # noqa: E402
+from afd_bench.moe import run as bench  # noqa: E402
+from afd_bench.moe.cli import main  # noqa: E402
 from ffn_worker.moe.pairs import masked_pairs, masked_pairs_on_gpu  # noqa: E402
-from ffn_worker.moe.quantise import Scheme, Weight, in_scheme  # noqa: E402
+from ffn_worker.moe.quantise import Weight, in_scheme  # noqa: E402
 from ffn_worker.moe.reference import ReferenceBackend  # noqa: E402
+from ffn_worker.moe.scheme import Scheme  # noqa: E402
 from ffn_worker.moe.tiles import read_buckets  # noqa: E402
 from ffn_worker.moe.vllm_cuda import VllmCudaBackend  # noqa: E402
 
@@ -38,7 +39,7 @@ def test_fused_experts(scheme, experts):
     ids = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(65)]).int()
     ids[3] = ids[40, 1] = -1
     scale = torch.rand(65, TOP_K)
-    scale[3] = torch.nan  # of rows that only fill a captured graph
+    scale[3] = torch.nan  # a padding row of a captured graph
     reference = ReferenceBackend(experts, EXPERTS)
     reference.prepare(0, *held)
     want = reference.forward(0, x.float(), ids, scale)

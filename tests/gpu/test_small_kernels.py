@@ -1,5 +1,5 @@
-"""Kernels of one launch for several messages, and those around an attention layer's products, on a
-GPU: equal to their references, alone and in a captured graph."""
+"""Kernels that handle several messages per launch, and kernels around an attention layer's
+products, on a GPU: equal to their references, eager and in a captured graph."""
 
 import pytest
 
@@ -7,11 +7,12 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from afd.wire import slot_torch  # noqa: E402
+from afd.wire import slot_view_torch  # noqa: E402
 from afd.wire.layout import layouts  # noqa: E402
-from afd.wire.slot_torch import RoutedRows, SlotView, sum_of_parts, take_rows  # noqa: E402
+from afd.wire.slot_torch import sum_of_parts, take_rows  # noqa: E402
+from afd.wire.slot_view_torch import RoutedRows, SlotView  # noqa: E402
 from afd.wire.streams_torch import make_streams  # noqa: E402
-from attention_worker import fused  # noqa: E402
+from afd_bench.step3 import fused_kernels as fused  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
@@ -60,7 +61,7 @@ def test_sums_of_answers(wire, count):
     got = sum_of_parts(there, 13, torch.bfloat16)
     if wire == "exact":
         assert torch.equal(got.cpu(), want)
-    else:  # a product may be rounded with the sum
+    else:  # a fused multiply-add may round product and sum together
         torch.testing.assert_close(got.cpu(), want, rtol=2**-7, atol=1e-3)
 
 
@@ -77,7 +78,7 @@ def values(quantised):
     return codes.float() * scale
 
 
-def test_answers_are_added_normed_and_quantised():
+def test_answers_are_summed_normalised_and_quantised():
     _, layout = layouts("exact", "bfloat16", 128, 7168, 3)
     memory = torch.empty((4, layout.nbytes), dtype=torch.uint8, device=DEVICE)
     parts = [SlotView(memory[slot], layout).payload[:100] for slot in (2, 0)]
@@ -95,7 +96,7 @@ def test_answers_are_added_normed_and_quantised():
         assert difference.mean() <= 1e-3 * values(want).abs().mean()
 
 
-def test_a_product_is_added_and_normed():
+def test_a_product_is_added_and_normalised():
     given, weight = product(100, 7168), torch.randn(7168, device=DEVICE).bfloat16()
     residual = torch.randn(100, 7168, device=DEVICE).bfloat16()
     again = residual.clone()
@@ -142,7 +143,7 @@ def test_keys_and_queries_are_rotated(kind, heads):
 
 
 def close(mine, theirs):
-    """Few differ, and by a step of the type."""
+    """Asserts that at most 1% of the values differ, each by at most one step of the dtype."""
     difference = (mine.float() - theirs.float()).abs()
     step = 2**-3 if mine.dtype == FP8 else 2**-7
     assert (difference <= theirs.float().abs() * step + 2**-6).all()
@@ -150,30 +151,30 @@ def close(mine, theirs):
 
 
 @pytest.mark.parametrize("copies", [1, 3])
-def test_experts_become_slots(copies):
-    from attention_worker.dispatch import ExpertSlots, _Slots
+def test_expert_ids_are_mapped_to_slots(copies):
+    from attention_worker.remote.expert_slots import ExpertSlotMap, LayerSlots
 
     ids = torch.randint(-1, 48, (100, 3), dtype=torch.int32)
     table = torch.randint(0, 99, (49, copies), dtype=torch.int32)
     count = torch.randint(1, copies + 1, (49,), dtype=torch.int32)
     table[-1], count[-1] = -1, 1
-    slots = object.__new__(ExpertSlots)
+    slots = object.__new__(ExpertSlotMap)
     slots._index = 2
     found = []
     for device in ("cpu", "cuda"):
         many = None if copies == 1 else count.to(device)
-        slots._layers = {0: _Slots(table.to(device), many)}
+        slots._layers = {0: LayerSlots(table.to(device), many)}
         found.append(slots.of(0, ids.to(device)).cpu())
     assert torch.equal(*found)
 
 
-def test_what_is_computed_on_the_copying_stream_of_a_graph():
-    """Each replay has it done before what follows the join, and it sees what came before it."""
+def test_work_on_the_copying_stream_of_a_graph():
+    """In each replay the work runs after everything before the fork and ends before the join."""
     streams = make_streams(DEVICE)
     x = torch.zeros(1024, 1024, device=DEVICE)
     w = torch.eye(1024, device=DEVICE)
     with streams.copying():
-        x @ w  # the library's workspace of this stream
+        x @ w  # allocates the library's workspace for this stream
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with streams.capturable(), torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
@@ -190,14 +191,15 @@ def test_what_is_computed_on_the_copying_stream_of_a_graph():
         assert (total == 5 * replay).all()
 
 
-def test_a_launch_takes_what_the_limit_says():
+def test_a_launch_takes_the_documented_number_of_messages():
     from afd.wire.slot_triton import FAR
 
-    assert len(FAR) == slot_torch.MOST - 1
+    assert len(FAR) == slot_view_torch.MOST - 1
 
 
-def test_micro_batches_apart_of_a_graph():
-    """Each goes on behind its own message, beside the others, and all are over at the end."""
+def test_micro_batches_run_on_their_own_streams_in_a_graph():
+    """Each micro-batch continues after its own message, concurrently with the others; the join
+    waits for all."""
     streams = make_streams(DEVICE, 3)
     sent, got = (torch.zeros(3, device=DEVICE) for _ in range(2))
     graph = torch.cuda.CUDAGraph()
@@ -218,6 +220,6 @@ def test_micro_batches_apart_of_a_graph():
         before = got.clone()
         graph.replay()
         torch.cuda.synchronize()
-        # 1 + before, doubled with 1 more by each of three layers
+        # Layer 1 gives before + 1; each of the three further layers gives 2 * x + 1.
         want = 8 * (before + 1) + 7
         assert torch.equal(got, want) and torch.equal(total, 2 * want), replay

@@ -1,4 +1,4 @@
-"""Fixtures of the tests that start real processes."""
+"""Fixtures for tests that start real processes."""
 
 import contextlib
 import importlib.util
@@ -8,12 +8,12 @@ import pytest
 from deployments import BLOCK, Host, Models
 from reference import REQUESTS, SCORED, Reference, References, score
 
-from afd.bench.servers import colocated
-from afd.bench.workload import run
+from afd_bench.servers import colocated
+from afd_bench.workload import run
 
 _SHOWN = 600
-"""Lines of a deployment's log: when an engine dies, each of its requests writes a trace of its own
-behind the one that says why."""
+"""Lines of the deployment's log to show. When an engine dies, every request logs its own traceback
+after the one that names the cause."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -32,9 +32,10 @@ def host(tmp_path_factory: pytest.TempPathFactory, tiny_models: Models) -> Itera
 
 @pytest.fixture(scope="session")
 def references(tiny_models: Models) -> References:
-    """family -> answers of colocated vLLM, which runs just for as long as it takes to ask it.
+    """Returns a function: family -> answers of colocated vLLM.
 
-    It reads each prompt in one piece, where it fits into a step of 1024 tokens.
+    Each vLLM server runs only while its answers are collected. It prefills each prompt in a single
+    step, because every prompt fits into its limit of 1024 tokens per step.
     """
     known: dict[str, Reference] = {}
 
@@ -58,7 +59,7 @@ def references(tiny_models: Models) -> References:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """The end of the deployment's log goes with a failure."""
+    """Adds the end of the deployment's log to the report of a failed test."""
     outcome = yield
     report = outcome.get_result()
     host = item.funcargs.get("host") if isinstance(item, pytest.Function) else None

@@ -1,4 +1,4 @@
-"""The deployments under test, and the host that runs them: few, shared, one at a time."""
+"""The deployments under test, and the host that runs them one at a time, shared by tests."""
 
 import contextlib
 from collections.abc import Callable
@@ -7,21 +7,21 @@ from pathlib import Path
 from helpers import HEALTH_S, Running, environment, wait_until
 from leftovers import shared_memory
 
-from afd.bench.servers import disaggregated
+from afd_bench.servers import disaggregated
 
 Models = Callable[[str], Path]
 
 SETTINGS: dict[str, object] = {
-    "dtype": "float32",  # in which tokens must be equal, see docs/
+    "dtype": "float32",  # tokens must equal colocated vLLM's in float32 (docs/)
     "max_model_len": 1024,
     "max_num_seqs": 32,
     "kv_cache_gib": 0.25,
 }
-BLOCK = "--block-size=32"  # short prompts then have blocks to share
+BLOCK = "--block-size=32"  # small enough for short prompts to share blocks
 
 
 def _openai(model: Path) -> dict[str, object]:
-    """1A1F; steps of at most 64 tokens, so that prompts are read in chunks."""
+    """1A1F; steps of at most 64 tokens, so that prompts are prefilled in chunks."""
     tools = ["--enable-auto-tool-choice", "--tool-call-parser=hermes"]
     attention = {**SETTINGS, "max_num_batched_tokens": 64, "vllm_args": [BLOCK, *tools]}
     return {
@@ -33,8 +33,8 @@ def _openai(model: Path) -> dict[str, object]:
 
 
 def _pair(model: Path) -> dict[str, object]:
-    """2A2F, rows go where their experts are, some of which are on both. A step waits long for an
-    active instance, so that waiting for an idle one shows."""
+    """2A2F with routed dispatch; some experts are on both FFN instances. step_wait_ms is long, so
+    that a step that wrongly waits for an idle instance is easy to see."""
     attention = {**SETTINGS, "instances": 2, "max_num_batched_tokens": 128, "vllm_args": [BLOCK]}
     return {
         "model": str(model),
@@ -53,14 +53,14 @@ def _step3(model: Path) -> dict[str, object]:
 
 
 def _ranks(model: Path) -> dict[str, object]:
-    """2A1F, the FFN instance of two ranks."""
+    """2A1F; the FFN instance has two ranks."""
     attention = {**SETTINGS, "instances": 2, "max_num_batched_tokens": 128, "vllm_args": [BLOCK]}
     return {
         "model": str(model),
         "attention": attention,
         "ffn": {"tp": 2},
         "pipeline": {"depth": 3, "min_rows": 1},
-        "deadlines": {"ffn_s": 150},  # two processes start again, on a busy machine
+        "deadlines": {"ffn_s": 150},  # restarting both ranks takes this long on a busy machine
     }
 
 
@@ -73,9 +73,10 @@ DEPLOYMENTS: dict[str, tuple[str, Callable[[Path], dict[str, object]]]] = {
 
 
 class Host:
-    """Runs one deployment at a time; tests in a row that ask for the same one share it.
+    """Runs one deployment at a time. Consecutive tests that use the same one share it.
 
-    A test may break it: what has ended is started anew, and what is recovering is waited for.
+    A test may break the deployment: ``serve`` starts it again if it has ended, and waits for it
+    if it is recovering.
     """
 
     def __init__(self, folder: Path, models: Models) -> None:

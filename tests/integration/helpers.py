@@ -1,4 +1,4 @@
-"""Running deployments the way a user does, and looking at them from outside."""
+"""Runs deployments the way a user does, and inspects them from outside."""
 
 import contextlib
 import json
@@ -16,10 +16,10 @@ import psutil
 from leftovers import shared_memory
 from prometheus_client.parser import text_string_to_metric_families
 
-from afd.bench.servers import Server
 from afd.control import operator
 from afd.control.messages import Member, Members
-from afd.launch.ports import accepts
+from afd.host.ports import accepts
+from afd_bench.servers import Server
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 POLL_S = 0.1
-VOCAB = 2000  # token ids that every tiny model has
-HEALTH_S = 120.0  # until a deployment whose instance was killed is whole again, on a busy machine
+VOCAB = 2000  # every tiny model has at least these token ids
+HEALTH_S = 120.0  # limit for recovery from a killed instance, on a busy machine
 
 
 def wait_until(check: Callable[[], T | None], deadline_s: float, what: str) -> T:
-    """The first answer of ``check`` that counts as true; fails the test after ``deadline_s``."""
+    """Returns the first truthy result of ``check``; fails the test after ``deadline_s``."""
     end = time.monotonic() + deadline_s
     while not (answer := check()):
         assert time.monotonic() < end, f"not within {deadline_s:g} s: {what}"
@@ -42,7 +42,7 @@ def wait_until(check: Callable[[], T | None], deadline_s: float, what: str) -> T
 
 @contextlib.contextmanager
 def environment(**values: str) -> Iterator[None]:
-    """Variables for the processes started inside."""
+    """Sets environment variables for the processes started inside the block."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -56,7 +56,7 @@ def environment(**values: str) -> Iterator[None]:
 
 
 def tokens_of(text: str, count: int) -> tuple[int, ...]:
-    """``count`` token ids that are a function of ``text``: a prompt of exact length."""
+    """Returns a prompt of exactly ``count`` token ids, determined by ``text``."""
     draw = random.Random(text)
     return tuple(draw.randrange(16, VOCAB) for _ in range(count))
 
@@ -66,7 +66,7 @@ def tokens_of(text: str, count: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Running:
-    """A deployment under test. folder: TMPDIR of all its processes, by which they are known."""
+    """A deployment under test. folder: TMPDIR of all its processes, which identifies them."""
 
     server: Server
     folder: Path
@@ -91,7 +91,7 @@ class Running:
         return found[0]
 
     def generation(self, member_id: str) -> int | None:
-        """Of this member; None while it is not registered."""
+        """Returns the member's generation, or None while it is not registered."""
         found = [m.generation for m in self.members().members if m.id == member_id]
         return found[0] if found else None
 
@@ -101,7 +101,7 @@ class Running:
         return False
 
     def is_whole(self) -> bool:
-        """Whether every member is there, ready and healthy."""
+        """Whether every expected member is ready and healthy."""
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
                 members = json.load(answer)["members"]
@@ -113,11 +113,11 @@ class Running:
         )
 
     def await_exit(self, deadline_s: float) -> int:
-        """Exit status of ``afd serve``, as its parent sees it."""
+        """Returns the exit status of ``afd serve``, as its parent sees it."""
         return int(psutil.Process(self.server.pid).wait(deadline_s))
 
     def ports(self) -> list[tuple[str, int]]:
-        """Where the processes listen now."""
+        """Returns (address, port) of every TCP socket on which the processes listen now."""
         found = []
         for pid in processes_of(self.folder):
             with contextlib.suppress(psutil.Error):
@@ -129,16 +129,16 @@ class Running:
         return found
 
     def await_nothing_left(self, ports: Sequence[tuple[str, int]], deadline_s: float) -> None:
-        """Fails the test with what is still there, see :meth:`left_over`."""
+        """Fails the test if :meth:`left_over` still finds something at the deadline."""
         end = time.monotonic() + deadline_s
         while (left := self.left_over(ports)) and time.monotonic() < end:
             time.sleep(POLL_S)
         assert left == []
 
     def left_over(self, ports: Sequence[tuple[str, int]]) -> list[str]:
-        """What is still there of a deployment that has ended: nothing should be."""
+        """Returns what an ended deployment has left behind; the list should be empty."""
         files = [p for p in self.folder.iterdir() if p != self.server.log.parent]
-        ours = {child.pid for child in psutil.Process().children()}  # the watchdog of the server
+        ours = {child.pid for child in psutil.Process().children()}  # the server's watchdog
         return [
             *(
                 f"process {p} {text}"
@@ -152,19 +152,22 @@ class Running:
 
 
 def processes_of(folder: Path) -> dict[int, str]:
-    """pid -> command of the live processes that have ``folder`` in their environment: children
-    inherit it, whatever session or parent they have."""
+    """Returns pid -> command of all live processes with ``folder`` in their environment.
+
+    Children inherit the environment, whatever their process group or parent.
+    """
     found = {}
     for pid in psutil.pids():
-        with contextlib.suppress(OSError):  # it ended while we looked
-            if os.fsencode(folder) in Path(f"/proc/{pid}/environ").read_bytes():  # zombies: empty
+        with contextlib.suppress(OSError):  # the process has ended meanwhile
+            # environ is empty for zombies
+            if os.fsencode(folder) in Path(f"/proc/{pid}/environ").read_bytes():
                 command = Path(f"/proc/{pid}/cmdline").read_bytes()
                 found[pid] = command.replace(b"\0", b" ").decode()[:160]
     return found
 
 
 def answers(url: str) -> bool:
-    """Whether a GET is answered with 200."""
+    """Whether a GET returns status 200."""
     try:
         with urllib.request.urlopen(url, timeout=5) as answer:
             return bool(answer.status == 200)
@@ -173,7 +176,7 @@ def answers(url: str) -> bool:
 
 
 class Scrape:
-    """A Prometheus page."""
+    """A parsed Prometheus page."""
 
     def __init__(self, text: str) -> None:
         self.families = {family.name: family for family in text_string_to_metric_families(text)}
@@ -183,7 +186,7 @@ class Scrape:
                 self._samples.setdefault(sample.name, []).append((sample.labels, sample.value))
 
     def values(self, name: str, **labels: str) -> list[float]:
-        """Of every sample of that name whose labels include the given ones."""
+        """Returns the values of all samples with this name whose labels include the given ones."""
         return [
             value
             for found, value in self._samples.get(name, [])
@@ -203,16 +206,17 @@ class Scrape:
 
 
 def openai_client(url: str) -> "OpenAI":
-    from openai import OpenAI  # comes with vLLM, without which these tests are skipped
+    from openai import OpenAI  # installed with vLLM; without vLLM these tests are skipped
 
     return OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
 
 
 @dataclass
 class Stream:
-    """One greedy streamed completion, read by a thread of its own.
+    """One greedy streamed completion, read by its own thread.
 
-    times: clock seconds of each chunk. instance: the attention instance that answers it.
+    times: monotonic seconds at which each chunk arrived. instance: the attention instance that
+    serves the stream.
     """
 
     url: str
@@ -235,7 +239,7 @@ class Stream:
         return self
 
     def longest_gap(self, since: float) -> float:
-        """Seconds between two chunks, of the pair farthest apart that ends after ``since``."""
+        """Returns the longest gap between two chunks in seconds, of gaps ending after ``since``."""
         pairs = zip(self.times, self.times[1:], strict=False)
         return max((b - a for a, b in pairs if b > since), default=0.0)
 
@@ -255,12 +259,12 @@ class Stream:
                     for choice in chunk.choices:
                         self.tokens += (choice.model_extra or {}).get("token_ids") or []
                         self.finish = choice.finish_reason or self.finish
-        except Exception as error:  # judged by the test, in its own thread
+        except Exception as error:  # checked by the test in its own thread
             self.error = error
 
 
 def start_streams(url: str, count: int, new_tokens: int, *, name: str = "load") -> list[Stream]:
-    """``count`` streams of prompts of 5 to 40 tokens; the same name gives the same prompts."""
+    """Starts ``count`` streams with prompts of 5 to 40 tokens; ``name`` determines the prompts."""
     return [
         Stream(url, tokens_of(f"{name}{i}", 5 + 35 * i // count), new_tokens).start()
         for i in range(count)
@@ -268,16 +272,16 @@ def start_streams(url: str, count: int, new_tokens: int, *, name: str = "load") 
 
 
 def all_begun(streams: Sequence[Stream], deadline_s: float = 60.0, tokens: int = 2) -> None:
-    """Wait until each has got its first tokens."""
+    """Waits until every stream has received its first tokens or failed."""
     wait_until(
         lambda: all(len(s.tokens) >= tokens or s.error for s in streams),
         deadline_s,
-        f"every stream begun; have {[len(s.tokens) for s in streams]}",
+        f"every stream has begun; tokens at first: {[len(s.tokens) for s in streams]}",
     )
 
 
 def tokens_when_whole(streams: Sequence[Stream], deadline_s: float) -> list[list[int]]:
-    """Tokens of every stream after it ended as it should."""
+    """Waits for every stream to end at its full length; returns the tokens of each."""
     for stream in streams:
         stream.join(deadline_s)
         assert stream.error is None, f"a stream failed: {stream.error!r}"

@@ -1,4 +1,4 @@
-"""Answers of colocated vLLM, and the comparison with them."""
+"""The answers of colocated vLLM, and comparisons with them."""
 
 import math
 from collections.abc import Callable
@@ -7,10 +7,10 @@ from pathlib import Path
 
 from helpers import VOCAB, Scrape, openai_client, tokens_of
 
-from afd.bench.servers import Server
-from afd.bench.workload import Answer, Request, mixed, run
-from afd.checkpoint import tensor_table
 from afd.models import read_model
+from afd.models.checkpoint import tensor_table
+from afd_bench.servers import Server
+from afd_bench.workload import Answer, Request, mixed, run
 
 LONG = Request(tokens_of("long", 300), 24, 0.1)
 REQUESTS = (*mixed(7, vocab=VOCAB, count=20), LONG)
@@ -19,17 +19,17 @@ SCORED = (tokens_of("scored", 1), tokens_of("scored", 40), tokens_of("scored", 1
 
 @dataclass(frozen=True)
 class Reference:
-    """What colocated vLLM answers. scores: see :func:`score`, for each of SCORED."""
+    """Results of colocated vLLM. answers: to REQUESTS. scores: :func:`score` of each of SCORED."""
 
     answers: list[Answer]
     scores: list[list[float]]
 
 
-References = Callable[[str], Reference]  # by family
+References = Callable[[str], Reference]  # family -> its reference
 
 
 def score(server: Server, prompt: tuple[int, ...]) -> list[float]:
-    """Log-probabilities of a prompt's own tokens and of 12 greedy ones, and of the runners-up."""
+    """Returns log-probabilities: of the prompt's tokens, of 12 greedy tokens, of the runners-up."""
     (choice,) = (
         openai_client(server.url)
         .completions.create(
@@ -52,7 +52,7 @@ def score(server: Server, prompt: tuple[int, ...]) -> list[float]:
 
 
 def same_tokens(server: Server, reference: Reference, salt: str) -> None:
-    """Runs REQUESTS, concurrently, and compares the tokens."""
+    """Runs REQUESTS concurrently and compares their tokens with the reference."""
     found = run(server.url, server.model, REQUESTS, salt=salt)
     wrong = [
         f"request {i} of {len(r.prompt)} tokens: {a.tokens} instead of {b.tokens}"
@@ -63,9 +63,9 @@ def same_tokens(server: Server, reference: Reference, salt: str) -> None:
 
 
 def weights_are_apart(page: Scrape, model: Path, ffn_instances: int) -> None:
-    """Each side has read and holds its own tensors of a checkpoint, whole and no other's.
+    """Checks that each side has read and holds all of its own tensors and none of the other's.
 
-    For float32 deployments with one attention instance; every parameter counts four bytes.
+    For float32 deployments with one attention instance; every parameter takes four bytes.
     """
     family, _ = read_model(model)
     for kind, instances in (

@@ -1,4 +1,4 @@
-"""Commands of ``afd`` run one by one, the way several hosts are started."""
+"""Runs ``afd`` commands one by one, as a deployment on several hosts is started."""
 
 import contextlib
 import os
@@ -13,12 +13,12 @@ from pathlib import Path
 import yaml
 from helpers import environment, processes_of, wait_until
 
-AFD = (sys.executable, "-m", "afd.cli")
+AFD = (sys.executable, "-m", "afd_launch.cli")
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A command that has ended. errors: its lines "afd: error: ...", without that mark."""
+    """A command that has ended. errors: its "afd: error: ..." lines, without that prefix."""
 
     status: int
     seconds: float
@@ -33,14 +33,14 @@ class Ended:
         ]
 
     def error(self) -> str:
-        """The one sentence that it must have ended with."""
-        assert self.status != 0, f"it did not fail: {self.out}"
+        """Returns the single error line; fails if the command succeeded or printed several."""
+        assert self.status != 0, f"the command did not fail: {self.out}"
         assert len(self.errors) == 1, f"{len(self.errors)} error lines:\n{self.out}{self.err}"
         return self.errors[0]
 
 
 def afd(*argv: str, folder: Path, deadline_s: float = 60.0) -> Ended:
-    """Run a command to its end; nothing it started may be left."""
+    """Runs a command to its end; fails if it leaves a process behind."""
     began = time.monotonic()
     with environment(TMPDIR=str(folder), XDG_RUNTIME_DIR=""):
         done = subprocess.run(
@@ -58,7 +58,7 @@ def write_config(path: Path, config: dict[str, object]) -> str:
 
 @dataclass(frozen=True)
 class Role:
-    """A role that runs. log: its output."""
+    """A running role. log: the file with its output."""
 
     name: str
     process: "subprocess.Popen[bytes]"
@@ -73,14 +73,14 @@ class Role:
         wait_until(said, deadline_s, f"{self.name} says {words!r}")
 
     def stop(self, number: int = signal.SIGTERM, deadline_s: float = 30.0) -> int:
-        """Exit status after a signal to the process, as a service manager sends it."""
+        """Sends a signal to the process, as a service manager does; returns the exit status."""
         self.process.send_signal(number)
         return self.process.wait(deadline_s)
 
 
 @contextlib.contextmanager
 def role(name: str, *argv: str, folder: Path) -> Iterator[Role]:
-    """A command that keeps running; whatever is left of it afterwards is killed."""
+    """Starts a command that keeps running; stops it afterwards and kills what is left of it."""
     log = folder / f"{name}.log"
     with environment(TMPDIR=str(folder), XDG_RUNTIME_DIR=""), log.open("wb") as out:
         process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""What a client is told that asks for something impossible."""
+"""The errors that a client gets for impossible requests."""
 
 import json
 import urllib.error
@@ -20,7 +20,7 @@ def deployment(host: Host) -> Running:
 
 
 def post(url: str, body: bytes) -> tuple[int, str, str]:
-    """Status, content type and text of an answer."""
+    """Returns status, content type and text of the answer."""
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=30) as answer:
@@ -75,6 +75,6 @@ def test_client_raises_its_own_errors(deployment: Running) -> None:
         client.completions.create(**{**GOOD, "prompt": [5] * 2000})
 
 
-def test_no_error_has_harmed_the_engine(deployment: Running) -> None:
+def test_the_engine_still_works_after_all_errors(deployment: Running) -> None:
     assert deployment.is_whole()
     assert deployment.client().completions.create(**GOOD).choices[0].text

@@ -1,4 +1,4 @@
-"""/health and /metrics of the deployment, before and after work of known size."""
+"""/health and /metrics of the deployment, before and after a known amount of work."""
 
 import json
 import os
@@ -9,8 +9,8 @@ from deployments import Host, Models
 from helpers import Running, Scrape, Stream, all_begun, tokens_of, wait_until
 from reference import weights_are_apart
 
-from afd.launch.cpus import cpu_plan
-from afd.launch.plan import available_cores
+from afd_launch.cpus import cpu_plan
+from afd_launch.roles_of_host import available_cores
 
 pytestmark = pytest.mark.serve
 
@@ -36,7 +36,7 @@ def test_health_names_the_members(deployment: Running) -> None:
 
 
 def test_each_side_keeps_to_its_cores(deployment: Running) -> None:
-    """Every thread of both sides, also those that were there before a role knew its cores."""
+    """All threads of both sides are bound, including those started before a role knew its cores."""
     cores = available_cores()
     plan = cpu_plan(cores, attention=1, ffn=1)
     for member, own in (("attention-0", plan.attention[0]), ("ffn-0", plan.ffn[0])):
@@ -49,7 +49,7 @@ def test_each_side_keeps_to_its_cores(deployment: Running) -> None:
 
 
 def test_vllm_metrics_keep_their_names(deployment: Running) -> None:
-    """Every series of the attention instance is there, with a label more."""
+    """The gateway's page has every vLLM series of the attention instance, plus a label."""
     own = Scrape(fetch(f"{deployment.member('attention-0').api_url}/metrics"))
     merged = deployment.metrics()
     names = {name for name in own.families if name.startswith("vllm:")}
@@ -62,8 +62,8 @@ def test_vllm_metrics_keep_their_names(deployment: Running) -> None:
         assert wanted <= {tuple(sorted(labels.items())) for labels in found}
 
 
-def test_numbers_move_by_what_was_asked(deployment: Running) -> None:
-    """60 prompt tokens and 9 generated: 68 rows through the model, in every MoE layer."""
+def test_counters_grow_by_the_work_done(deployment: Running) -> None:
+    """60 prompt tokens and 9 generated ones are 68 rows through every MoE layer."""
     before = deployment.metrics()
     stream = Stream(deployment.url, tokens_of("metrics", 60), 9).start()
     stream.join(60)
@@ -79,7 +79,7 @@ def test_numbers_move_by_what_was_asked(deployment: Running) -> None:
         HIDDEN * FLOAT32 + TOP_K * (4 + 4)
     )
     assert moved("afd_wire_bytes_total", direction="f2a") == rows * HIDDEN * FLOAT32
-    # the prompt's step is three micro-batches deep, each of the others has one row
+    # The prompt's step has three micro-batches; each of the other eight has a single row.
     calls = (3 + 8) * MOE_LAYERS
     for instance, stages in (("attention-0", ("attention", "f2a")), ("ffn-0", ("a2f", "ffn"))):
         assert moved("afd_steps_total", instance=instance) == 9
@@ -87,7 +87,7 @@ def test_numbers_move_by_what_was_asked(deployment: Running) -> None:
         assert moved("afd_bubble_seconds_total", instance=instance) > 0
         for stage in stages:
             count = moved("afd_stage_seconds_count", instance=instance, stage=stage)
-            # what ends an instance's stay is a message too, and may come before or after the scrape
+            # Leaving a step also sends a message, which may arrive before or after the scrape.
             assert count == calls or (stage == "a2f" and count == calls + 1)
             assert moved("afd_stage_seconds_sum", instance=instance, stage=stage) > 0
     assert moved("vllm:prompt_tokens_total") == 60
@@ -96,7 +96,7 @@ def test_numbers_move_by_what_was_asked(deployment: Running) -> None:
     assert moved("afd_gateway_requests_total", path_template="/v1/completions") == 1
 
 
-def test_gauges_say_how_the_deployment_is(deployment: Running) -> None:
+def test_gauges_show_the_state_of_the_deployment(deployment: Running) -> None:
     page = deployment.metrics()
     assert page.total("afd_slots", instance="attention-0") == 3
     assert page.total("afd_slots", instance="ffn-0") == 3 + 1
@@ -112,8 +112,8 @@ def test_each_side_has_its_own_weights_only(deployment: Running, tiny_models: Mo
     weights_are_apart(deployment.metrics(), tiny_models("qwen3_moe"), ffn_instances=1)
 
 
-def test_a_client_that_leaves_frees_its_work(deployment: Running) -> None:
-    """Of two streams one is cut: its steps end on both sides, and the other's do not."""
+def test_a_disconnected_client_frees_its_work(deployment: Running) -> None:
+    """One of two streams disconnects: its work ends on both sides, and the other one finishes."""
     before = deployment.metrics()
     cut = deployment.client().completions.create(
         model="model",
@@ -144,5 +144,5 @@ def test_a_client_that_leaves_frees_its_work(deployment: Running) -> None:
     def moved(name: str, **labels: str) -> float:
         return sum(after.values(name, **labels)) - sum(before.values(name, **labels))
 
-    assert moved("vllm:generation_tokens_total") < 900, "the cut request went on to its end"
+    assert moved("vllm:generation_tokens_total") < 900, "the cut request ran to its end"
     assert moved("afd_gateway_requests_total", code="499") == 1

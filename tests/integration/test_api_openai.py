@@ -1,4 +1,4 @@
-"""The OpenAI API through the gateway, with the official client as it comes."""
+"""The OpenAI API through the gateway, used with the unmodified official client."""
 
 import asyncio
 import json
@@ -54,8 +54,8 @@ def client(deployment: Running) -> "openai.OpenAI":
 
 @pytest.fixture(scope="module")
 def terse(tiny_models: Models) -> dict[str, float]:
-    """logit_bias that keeps a random model from filling JSON with blanks and control characters,
-    which a grammar for tool calls lets pass."""
+    """A logit_bias against blanks and control characters. The grammar for tool calls allows them,
+    and a model with random weights would fill its JSON with them."""
     from tokenizers import Tokenizer
 
     file: Path = tiny_models("qwen3_moe") / "tokenizer.json"
@@ -82,7 +82,7 @@ def test_completion_and_its_stream_are_the_same_text(client: "openai.OpenAI") ->
         client.completions.create(**wanted, stream=True, stream_options={"include_usage": True})
     )
     assert "".join(c.choices[0].text for c in chunks if c.choices) == whole.choices[0].text
-    assert len(chunks) > 5, "a stream comes in pieces"
+    assert len(chunks) > 5, "the stream came in too few chunks"
     assert chunks[-1].usage == whole.usage
 
 
@@ -102,14 +102,14 @@ def test_logprobs_are_those_of_colocated_vllm(deployment: Running, references: R
         assert score(deployment.server, prompt) == pytest.approx(expected, abs=1e-4)
 
 
-def test_tokens_are_those_of_colocated_vllm_with_prompts_read_in_chunks(
+def test_tokens_are_those_of_colocated_vllm_with_chunked_prefill(
     deployment: Running, references: References
 ) -> None:
     reference = references("qwen3_moe")
     steps = deployment.metrics().total("afd_steps_total", instance="attention-0", depth="3")
     same_tokens(deployment.server, reference, "chunks")
     after = deployment.metrics().total("afd_steps_total", instance="attention-0", depth="3")
-    assert after - steps > 20, "the steps ran three micro-batches deep"
+    assert after - steps > 20, "too few steps ran at depth 3"
 
 
 def test_a_long_prompt_takes_several_steps(deployment: Running, client: "openai.OpenAI") -> None:
@@ -119,7 +119,7 @@ def test_a_long_prompt_takes_several_steps(deployment: Running, client: "openai.
     assert after - before >= 5, "320 tokens do not fit into four steps of 64"
 
 
-def test_prefix_caching_is_seen_and_changes_nothing(
+def test_prefix_caching_hits_and_changes_no_token(
     deployment: Running, client: "openai.OpenAI"
 ) -> None:
     def ask() -> str:
@@ -137,7 +137,7 @@ def test_prefix_caching_is_seen_and_changes_nothing(
 
 @pytest.mark.parametrize("length", [5, 150])
 def test_a_seed_gives_the_same_sample_again(client: "openai.OpenAI", length: int) -> None:
-    """Also for a prompt that is read in chunks, and in fewer of them the second time."""
+    """Also for a prompt prefilled in chunks, of which the prefix cache saves some on a repeat."""
 
     def sample(seed: int) -> list[str]:
         prompt = list(tokens_of("seeded", length))
@@ -148,7 +148,7 @@ def test_a_seed_gives_the_same_sample_again(client: "openai.OpenAI", length: int
         return [c.text for c in sorted(found.choices, key=lambda c: c.index)]
 
     first = sample(1)
-    assert len(set(first)) == 3, "the samples of one request differ from one another"
+    assert len(set(first)) == 3, "the three samples of one request must differ"
     assert sample(1) == first
     assert sample(2) != first
 
@@ -209,7 +209,7 @@ def test_tool_calls_parse(
         "tools": [WEATHER],
         "tool_choice": choice,
         "logit_bias": terse,
-        "stop": ["</tool_call>"],  # else it makes call after call until its tokens are spent
+        "stop": ["</tool_call>"],  # otherwise the model repeats calls until max_tokens
         "extra_body": {"include_stop_str_in_output": True},
     }
     calls: dict[int, list[str]] = {}  # index -> name, arguments
@@ -230,7 +230,7 @@ def test_tool_calls_parse(
 
 
 def test_24_mixed_requests_at_once(deployment: Running, terse: dict[str, float]) -> None:
-    """Each of its own kind and length; one of them wrong, which harms no other."""
+    """Requests of six kinds and different lengths; invalid ones among them harm no other."""
 
     async def ask(client: "openai.AsyncOpenAI", number: int) -> object:
         prompt = list(tokens_of(f"mixed{number}", 3 + 11 * number))

@@ -1,19 +1,24 @@
-"""A deployment that loses its FFN instance under load, and one that is told to stop under load."""
+"""Under load: an instance dies, stalls or is told to end, and the deployment is told to stop."""
 
 import os
 import signal
 import time
+import urllib.error
+import urllib.request
 
 import pytest
 from deployments import Host
 from helpers import (
     Running,
+    Stream,
     all_begun,
     answers,
     start_streams,
     tokens_when_whole,
     wait_until,
 )
+
+from afd.control import operator
 
 pytestmark = pytest.mark.serve
 
@@ -23,8 +28,8 @@ def deployment(host: Host) -> Running:
     return host.serve("openai")
 
 
-def loses_nothing_with_an_ffn_instance_after(deployment: Running, number: signal.Signals) -> None:
-    """The signal is sent to ffn-0 under load."""
+def requests_survive_signal_to_ffn(deployment: Running, number: signal.Signals) -> None:
+    """Sends the signal to ffn-0 under load; no request may fail or change its tokens."""
     wanted = tokens_when_whole(start_streams(deployment.url, 8, 150), 60)
     before = deployment.member("ffn-0")
     retries = deployment.metrics().total("afd_ffn_retries_total")
@@ -38,15 +43,59 @@ def loses_nothing_with_an_ffn_instance_after(deployment: Running, number: signal
 
 
 def test_killed_ffn_instance_loses_nothing(deployment: Running) -> None:
-    """It has no state of a request: restarted, it is sent what it had not answered."""
-    loses_nothing_with_an_ffn_instance_after(deployment, signal.SIGKILL)
+    """FFN instances hold no request state: the restarted one gets the unanswered messages again."""
+    requests_survive_signal_to_ffn(deployment, signal.SIGKILL)
     assert "ffn-0 was killed by SIGKILL; starting it again" in deployment.server.log.read_text()
 
 
 def test_stopped_ffn_instance_is_ended_and_loses_nothing(deployment: Running) -> None:
-    """Alive, but without a heartbeat: the supervisor does what the test above does by hand."""
-    loses_nothing_with_an_ffn_instance_after(deployment, signal.SIGSTOP)
-    assert deployment.server.log.read_text().count("ffn-0 stands still") == 1
+    """ffn-0 is alive but sends no heartbeats; the supervisor kills and restarts it."""
+    requests_survive_signal_to_ffn(deployment, signal.SIGSTOP)
+    assert deployment.server.log.read_text().count("ffn-0 is stalled") == 1
+
+
+def test_a_drain_refuses_new_requests_and_survives_an_ffn_crash(deployment: Running) -> None:
+    wanted = tokens_when_whole(start_streams(deployment.url, 4, 150), 60)
+    before = deployment.member("ffn-0")
+    streams = start_streams(deployment.url, 4, 150)
+    all_begun(streams)
+    models = f"{deployment.url}/v1/models"
+    operator.drain(deployment.server.control)
+    try:
+        wait_until(lambda: not answers(models), 10, "the gateway refuses new requests")
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(models, timeout=5)
+        assert refused.value.code == 503 and int(refused.value.headers["Retry-After"]) > 0
+        os.kill(before.pid, signal.SIGKILL)
+        assert tokens_when_whole(streams, 90) == wanted
+        assert deployment.member("ffn-0").generation > before.generation
+        assert deployment.members().draining
+    finally:
+        operator.drain(deployment.server.control, on=False)
+    wait_until(lambda: answers(models), 10, "the gateway takes requests again")
+
+
+def test_sigterm_to_the_attention_instance_ends_its_streams_and_restarts_it(
+    deployment: Running,
+) -> None:
+    """vLLM ends its engine and then waits for its open connections, which say nothing more."""
+    before = deployment.member("attention-0")
+    streams = start_streams(deployment.url, 4, 900)
+    all_begun(streams)
+    os.kill(os.getpgid(before.pid), signal.SIGTERM)  # the process that afd serve started
+    for stream in streams:
+        stream.join(20)
+        assert (stream.finish is None) == (stream.error is not None)
+    assert any(stream.error for stream in streams), "the requests ended before the signal"
+
+    def new_request() -> Stream | None:
+        (stream,) = start_streams(deployment.url, 1, 8)
+        return None if stream.join(60).error else stream
+
+    stream = wait_until(new_request, 60, "a new request is answered")
+    assert len(stream.tokens) == 8
+    after = deployment.member("attention-0")
+    assert after.pid != before.pid and after.generation > before.generation
 
 
 def test_ctrl_c_lets_requests_finish_and_leaves_nothing(deployment: Running) -> None:
@@ -55,7 +104,7 @@ def test_ctrl_c_lets_requests_finish_and_leaves_nothing(deployment: Running) -> 
     all_begun(streams)
     os.kill(deployment.server.pid, signal.SIGINT)
     wait_until(lambda: not answers(f"{deployment.url}/health"), 10, "the gateway's port is closed")
-    assert any(stream.finish is None for stream in streams), "the load had ended before"
+    assert any(stream.finish is None for stream in streams), "the requests ended before shutdown"
     tokens_when_whole(streams, 60)
     ended = time.monotonic()
     assert deployment.await_exit(30) == 130

@@ -1,4 +1,4 @@
-"""What a user gets wrong: one sentence with cause and remedy, quickly, and nothing left running."""
+"""User mistakes: one sentence with cause and remedy, quickly, and nothing left running."""
 
 import contextlib
 import json
@@ -13,29 +13,30 @@ from roles import Ended, Role, afd, role, write_config
 from afd.control.keys import CurveKeys
 from afd.demo.make_model import make_model
 from afd.demo.sizes import resolve
-from afd.launch.ports import held_ports
+from afd.host.ports import held_ports
 
 pytestmark = pytest.mark.serve
 
-QUICK_S = 20.0  # a second or two on an idle machine
-FFN_S = 30.0  # imports torch first, which takes its time on a busy machine
+QUICK_S = 20.0  # takes 1 to 2 s on an idle machine
+FFN_S = 30.0  # importing torch is slow on a busy machine
 
 
 @pytest.fixture
-def config(tiny_models: Models) -> Iterator[dict[str, object]]:
+def config(tiny_models: Models, tmp_path: Path) -> Iterator[dict[str, object]]:
+    CurveKeys.generate().save(tmp_path / "control.keys")
     with held_ports(["127.0.0.1"] * 2) as (port, control_port):
         yield {
             "model": str(tiny_models("qwen3_moe")),
             "attention": {**SETTINGS, "max_num_batched_tokens": 64, "port": 0},
             "ffn": {"backend": "reference", "threads": 1},
             "deadlines": {"start_s": 2},
-            "control": {"address": f"tcp://127.0.0.1:{control_port}"},
+            "control": {"address": f"tcp://127.0.0.1:{control_port}", "keys": "control.keys"},
             "gateway": {"port": port},
         }
 
 
 def serve(tmp_path: Path, config: dict[str, object], *more: str) -> str:
-    """The sentence with which `afd serve` refuses a configuration."""
+    """Returns the sentence with which `afd serve` refuses a configuration."""
     ended = afd("serve", write_config(tmp_path / "d.yaml", config), *more, folder=tmp_path)
     assert ended.status == 2 and ended.seconds < QUICK_S
     assert "Traceback" not in ended.err
@@ -89,7 +90,7 @@ def test_no_such_file(tmp_path: Path) -> None:
 
 
 def test_damaged_weights_end_the_start(tmp_path: Path, config: dict[str, object]) -> None:
-    """Seen by the first role that reads them; `afd serve` gives its words, and stops the rest."""
+    """The first role that reads them fails; `afd serve` repeats its error and stops the rest."""
     make_model("qwen3_moe", tmp_path / "cut", resolve("qwen3_moe", "tiny"))
     with (tmp_path / "cut" / "model.safetensors").open("r+b") as file:
         file.truncate(1_000_000)
@@ -97,7 +98,7 @@ def test_damaged_weights_end_the_start(tmp_path: Path, config: dict[str, object]
     ended = afd("serve", write_config(tmp_path / "d.yaml", changed), folder=tmp_path)
     assert ended.status == 1 and ended.seconds < FFN_S
     assert "model.safetensors is not a complete safetensors file" in ended.errors[-1]
-    assert "ffn-0" in ended.errors[-1]
+    assert "control-0" in ended.errors[-1]  # it reads the headers to build the contract
 
 
 def test_control_plane_that_cannot_be_reached(tmp_path: Path, config: dict[str, object]) -> None:
@@ -106,21 +107,23 @@ def test_control_plane_that_cannot_be_reached(tmp_path: Path, config: dict[str, 
         ended = afd(name, path, folder=tmp_path)
         assert ended.status == 2 and ended.seconds < limit_s
         assert "did not answer within 2 s; is `afd control` running" in ended.error()
-        assert "ending the requests" not in ended.err, "there were none"
-    ended = afd("ctl", "--control", "tcp://127.0.0.1:1", "status", folder=tmp_path)
+        assert "ending the requests" not in ended.err, "there were no requests to end"
+    ask = ("ctl", "--control", "tcp://127.0.0.1:1")
+    ended = afd(*ask, "--keys", str(tmp_path / "control.keys"), "status", folder=tmp_path)
     assert "tcp://127.0.0.1:1 did not answer" in ended.error() and ended.seconds < QUICK_S
+    ended = afd(*ask, "status", folder=tmp_path)
+    assert "no deployment of this user on this host listens there" in ended.error()
 
 
-def test_control_plane_without_keys_stays_on_this_host(
-    tmp_path: Path, config: dict[str, object]
-) -> None:
+@pytest.mark.parametrize("name", ["control", "gateway", "ffn", "attention"])
+def test_roles_by_hand_need_keys(tmp_path: Path, config: dict[str, object], name: str) -> None:
     path = write_config(tmp_path / "d.yaml", config)
-    ended = afd("control", path, "--control", "tcp://0.0.0.0:7999", folder=tmp_path)
-    assert "has no keys" in ended.error() and ended.seconds < QUICK_S
+    ended = afd(name, path, "--set", "control.keys=null", folder=tmp_path)
+    assert "make a key file with `afd keys FILE`" in ended.error() and ended.seconds < QUICK_S
 
 
 def test_wrong_keys(tmp_path: Path, config: dict[str, object]) -> None:
-    """Other keys, no keys, and no file of keys."""
+    """Keys of another deployment, no keys, and a key file that does not exist."""
     CurveKeys.generate().save(tmp_path / "right.json")
     CurveKeys.generate().save(tmp_path / "wrong.json")
     path = write_config(tmp_path / "d.yaml", config)
@@ -140,7 +143,7 @@ def test_wrong_keys(tmp_path: Path, config: dict[str, object]) -> None:
 
 @pytest.fixture(scope="module")
 def half(tiny_models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple]:
-    """A control plane and ffn-0 of two; ffn-1 is yet to come. (their files, the configuration)"""
+    """Runs a control plane and ffn-0 of two, without ffn-1; yields (configuration file, ffn-0)."""
     folder = tmp_path_factory.mktemp("half")
     with contextlib.ExitStack() as stack:
         (control_port,) = stack.enter_context(held_ports(["127.0.0.1"]))
@@ -149,8 +152,9 @@ def half(tiny_models: Models, tmp_path_factory: pytest.TempPathFactory) -> Itera
             "attention": {**SETTINGS, "max_num_batched_tokens": 64, "port": 0},
             "ffn": {"instances": 2, "backend": "reference", "threads": 1},
             "deadlines": {"start_s": 10},
-            "control": {"address": f"tcp://127.0.0.1:{control_port}"},
+            "control": {"address": f"tcp://127.0.0.1:{control_port}", "keys": "control.keys"},
         }
+        CurveKeys.generate().save(folder / "control.keys")
         path = write_config(folder / "d.yaml", config)
         stack.enter_context(role("control", "control", path, folder=folder))
         ffn = stack.enter_context(role("ffn-0", "ffn", path, "--index", "0", folder=folder))
@@ -175,11 +179,11 @@ def test_role_that_disagrees_is_refused(
     ended = afd("ffn", path, "--index", "1", "--set", change, folder=tmp_path)
     assert ended.status == 2 and ended.seconds < FFN_S
     assert "ffn-1 refused" in ended.error() and words in ended.error()
-    assert "start every role from the same configuration file" in ended.error()
+    assert "start every role from the same deployment file" in ended.error()
 
 
 def test_other_weights_are_refused(half: tuple[str, Role], tmp_path: Path) -> None:
-    """Of the same shape: a fine-tune."""
+    """The other checkpoint has the same shapes, as a fine-tune would."""
     make_model("qwen3_moe", tmp_path / "tuned", resolve("qwen3_moe", "tiny"), seed=1)
     path, _ = half
     ended = afd("ffn", path, "--index", "1", "--set", f"model={tmp_path}/tuned", folder=tmp_path)
@@ -196,7 +200,9 @@ def test_second_process_of_an_index_is_refused(half: tuple[str, Role], tmp_path:
     assert "--index 2 does not exist with ffn.instances = 2" in other.error()
 
 
-def test_attention_whose_ffn_never_comes(half: tuple[str, Role], tmp_path: Path) -> None:
+def test_attention_fails_if_an_ffn_instance_never_comes(
+    half: tuple[str, Role], tmp_path: Path
+) -> None:
     path, _ = half
     ended: Ended = afd(
         "attention", path, "--set", "deadlines.start_s=3", folder=tmp_path, deadline_s=150
@@ -208,7 +214,7 @@ def test_attention_whose_ffn_never_comes(half: tuple[str, Role], tmp_path: Path)
 
 @contextlib.contextmanager
 def _apart(folder: Path) -> Iterator[Path]:
-    """A TMPDIR of their own for commands that run beside a role."""
+    """Yields a separate TMPDIR for commands that run beside a role."""
     path = folder.with_name(f"{folder.name}-apart")
     path.mkdir()
     yield path

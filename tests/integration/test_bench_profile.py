@@ -1,13 +1,13 @@
-"""A dry run of `afd bench gpu profile`: both roles under their profilers, both traces come."""
+"""A CPU run of `afd bench gpu profile`: both roles run under a profiler and write a trace."""
 
 import pytest
 
-from afd.bench.gpu import profile
+from afd_bench.gpu import profile
 
 pytestmark = pytest.mark.serve
 
 
-def test_both_traces_come(tmp_path, capsys):
+def test_both_roles_write_a_trace(tmp_path, capsys):
     argv = ["--device", "cpu", "--model", "tiny", "--batch", "2", "--models", str(tmp_path)]
     assert profile.main([*argv, "--logs", str(tmp_path / "logs")]) == 0
     said = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""`afd bench stages` on a real deployment: a table that loads and that the simulator runs on."""
+"""`afd bench stages` on a real deployment writes a table that the simulator can use."""
 
 from pathlib import Path
 
@@ -6,10 +6,10 @@ import pytest
 import yaml
 from deployments import Models
 
-from afd.bench.stages import main
-from afd.planner.cost.measured import load_measured
-from afd.planner.simulate.engine import simulate
-from afd.planner.simulate.spec import parse_spec
+from afd_bench.stages import main
+from afd_planner.cost.measured import load_measured
+from afd_planner.simulate.engine import simulate
+from afd_planner.simulate.spec import parse_spec
 
 pytestmark = pytest.mark.serve
 

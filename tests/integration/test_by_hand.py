@@ -1,7 +1,8 @@
-"""Roles started one by one, over TCP with CURVE keys; and the proof of who reads which weights.
+"""Roles started one by one, over TCP with CURVE keys; and proof of which role reads which weights.
 
-DeepSeek-V3, 1A2F. The attention instance gets a checkpoint whose expert tensors are NaN, the FFN
-instances one where all others are, and the tokens are those of colocated vLLM with the whole one.
+DeepSeek-V3, 1A2F. In the attention instance's checkpoint all expert tensors are NaN; in the FFN
+instances' checkpoint all other tensors are. The tokens still equal those of colocated vLLM with
+the intact checkpoint.
 """
 
 import contextlib
@@ -18,10 +19,10 @@ from helpers import Scrape, answers, processes_of, wait_until
 from reference import References, same_tokens, weights_are_apart
 from roles import Role, afd, role, write_config
 
-from afd.bench.servers import Server
-from afd.checkpoint import FINGERPRINT_BYTES, fingerprint, tensor_table
-from afd.launch.ports import held_ports
+from afd.host.ports import held_ports
 from afd.models import read_model
+from afd.models.checkpoint import FINGERPRINT_BYTES, fingerprint, tensor_table
+from afd_bench.servers import Server
 
 pytestmark = pytest.mark.serve
 
@@ -29,8 +30,10 @@ FAMILY = "deepseek_v3"
 
 
 def poisoned(model: Path, folder: Path, *, experts: bool) -> Path:
-    """A copy whose expert tensors, or all others, are NaN behind the bytes that the fingerprint
-    looks at: every bit set is NaN in all float formats."""
+    """Copies a checkpoint and fills its expert tensors (``experts``) or all others with NaN.
+
+    The bytes that the fingerprint reads stay. All bits set is NaN in every float format.
+    """
     shutil.copytree(model, folder)
     family, _ = read_model(model)
     for name, info in tensor_table(folder).items():
@@ -116,14 +119,14 @@ def test_each_side_needs_its_own_weights_only(by_hand: ByHand, references: Refer
     same_tokens(by_hand.server, references(FAMILY), "by hand")
 
 
-def test_they_talk_tcp(by_hand: ByHand) -> None:
+def test_attention_and_ffn_are_connected_over_tcp(by_hand: ByHand) -> None:
     for name in ("ffn-0", "ffn-1"):
         text = by_hand.roles[name].log.read_text()
         assert "attention-0 joined" in text and ", tcp)" in text
 
 
 def test_bytes_read_add_up_to_the_checkpoint(by_hand: ByHand, tiny_models: Models) -> None:
-    """Each FFN instance has half of the routed experts and half of the shared one."""
+    """Each FFN instance reads half of the routed experts and half of the shared expert."""
     weights_are_apart(by_hand.metrics(), tiny_models(FAMILY), ffn_instances=2)
 
 
@@ -139,7 +142,7 @@ def test_operator_needs_the_keys(by_hand: ByHand) -> None:
 
 
 def test_each_role_ends_on_sigterm(by_hand: ByHand) -> None:
-    """With nothing left of it. Whoever is left goes on without those that said goodbye."""
+    """A role exits with 0 and leaves nothing behind; the others go on without it."""
     group = os.getpgid(by_hand.roles["attention-0"].process.pid)
     for name in ("gateway", "attention-0", "ffn-1", "ffn-0", "control"):
         status = by_hand.roles[name].stop()
@@ -152,7 +155,7 @@ def test_each_role_ends_on_sigterm(by_hand: ByHand) -> None:
 
 
 def _apart(by_hand: ByHand) -> Path:
-    """A TMPDIR of their own for commands that run beside the roles."""
+    """Returns a separate TMPDIR for commands that run beside the roles."""
     folder = by_hand.folder.parent / "commands"
     folder.mkdir(exist_ok=True)
     return folder

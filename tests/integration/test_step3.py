@@ -1,4 +1,4 @@
-"""Step-3, 1A1F: the same tokens as colocated vLLM; and a supervisor that is killed."""
+"""Step-3, 1A1F: tokens equal colocated vLLM's; a killed supervisor leaves nothing behind."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ def test_each_side_has_its_own_weights_only(deployment: Running, tiny_models: Mo
 
 
 def test_killed_supervisor_leaves_nothing(deployment: Running) -> None:
-    """kill -9, under load: nobody is left to say goodbye, but the watchdog."""
+    """kill -9 under load: only the watchdog is left to end the processes and clean up."""
     ports = deployment.ports()
     streams = start_streams(deployment.url, 4, 800)
     all_begun(streams)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # usage: build_initramfs.sh KERNEL_DIR OUT.cpio.gz
-# Packs busybox, the modules that the guest needs, and init.
+# Packs busybox, the kernel modules that the guest needs, and init.
 set -euo pipefail
 kernel=$1 out=$2
 here=$(cd "$(dirname "$0")" && pwd)
@@ -19,7 +19,7 @@ for name in virtio virtio_ring virtio_pci virtio_pci_modern_dev virtio_pci_legac
   rdma_rxe ib_core ib_uverbs ib_cm iw_cm rdma_cm rdma_ucm crc32_generic crc32c_generic \
   crc32-pclmul crc32c-intel libcrc32c configfs; do
   file=$(find "$modules/kernel" \( -name "$name.ko" -o -name "$name.ko.xz" \) | head -n 1)
-  [ -n "$file" ] || continue # built in, or not of this kernel
+  [ -n "$file" ] || continue # built into this kernel, or absent from it
   folder=$root/lib/modules/$version/$(dirname "${file#"$modules/"}")
   mkdir -p "$folder"
   cp "$file" "$folder"

@@ -1,6 +1,8 @@
-# Sourced by the job that test_rdma_vm.py writes, in the guest. STRESS: the stress program; HERE:
-# this folder; PYTHON and PYTHONPATH: an interpreter with this repository and torch; LOOP: not empty
-# to run the FFN loop instead of the rest.
+# Runs in the guest, sourced by the job that test_rdma_vm.py writes. Variables:
+#   STRESS                the stress program
+#   HERE                  this folder
+#   PYTHON, PYTHONPATH    an interpreter that finds this repository and torch
+#   LOOP                  if not empty, only the FFN loop runs
 # Each case prints "BEGIN name", its output, and "END name rc=N after S s".
 . "$HERE/network.sh"
 RX=rxf0,rxf1 TX=rxa0,rxa1
@@ -15,7 +17,7 @@ run_case() { # name command...
   echo "END $name rc=$rc after $(($(cut -d. -f1 /proc/uptime) - start)) s"
 }
 
-# Runs a soak and takes an interface down once messages flow.
+# Starts a soak and takes an interface down one second after the sender has connected.
 soak_with_port_down() { # interface seconds
   local log rc
   log=$(mktemp)
@@ -33,7 +35,7 @@ soak_with_port_down() { # interface seconds
 
 refused_memory() {
   chmod 666 /dev/infiniband/*
-  # without root's right to lock memory, as a service has it
+  # as a service user: without root's permission to lock any amount of memory
   (ulimit -l 64 && exec setpriv --reuid 65534 --clear-groups "$STRESS" memlock $RX $TX)
 }
 
@@ -47,7 +49,7 @@ lossy_soak() {
   return $rc
 }
 
-doctor() { "$PYTHON" -c 'from afd.launch import rdma; [print(*f) for f in rdma.look()]'; }
+doctor() { "$PYTHON" -c 'from afd_launch import rdma; [print(*f) for f in rdma.look()]'; }
 
 if [ -n "$LOOP" ]; then
   run_case ffn_loop "$PYTHON" "$HERE/ffn_loop.py"

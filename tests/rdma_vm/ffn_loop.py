@@ -1,4 +1,4 @@
-"""In the guest: RemoteExperts against FfnLoop over soft-RoCE; a port is lost midway."""
+"""Runs in the guest: RemoteExperts against FfnLoop over soft-RoCE; one port goes down midway."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 import torch
-from test_remote_loop import Deployed, run_step
+from remote_support import Deployed, run_step
 
 from afd.demo.make_model import make_model
 from afd.demo.sizes import resolve
-from ffn_worker.model import load_ffn_model
+from ffn_worker.experts.build import load_ffn_model
 
 FAMILY = "qwen3_moe"
 STEPS = 6

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # usage: guest.sh JOB.sh SECONDS CACHE
-# Runs JOB.sh as root in a virtual machine with soft-RoCE devices; exit status 0 if the job's was.
-# The guest sees this machine's files read only and runs its binaries. No KVM, no RDMA hardware and
-# no module on the host are needed. packages.sh must have run.
+# Runs JOB.sh as root in a virtual machine with soft-RoCE; exits with 0 if the job exited with 0.
+# The guest mounts the host's files read-only and runs the host's binaries. The host needs no KVM,
+# no RDMA hardware and no kernel module. Run packages.sh first.
 set -euo pipefail
 job=$(readlink -f "$1") limit=$2 cache=$(readlink -f "$3")
 here=$(cd "$(dirname "$0")" && pwd)

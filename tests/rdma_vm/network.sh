@@ -1,5 +1,5 @@
-# Sourced in the guest: two veth "cables", a0-f0 and a1-f1, give each side (a: attention, f: FFN)
-# two RoCE ports. Real packets cross them, so `tc qdisc add dev a0 root netem loss 1%` works.
+# Sourced in the guest. Two veth pairs, a0-f0 and a1-f1, give each side (a: attention, f: FFN) two
+# RoCE ports. Real packets cross them, so `tc qdisc add dev a0 root netem loss 1%` works.
 for i in 0 1; do
   ip link add a$i type veth peer name f$i
   ip link set a$i mtu 4200 up

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # usage: packages.sh CACHE
-# Makes sure that this machine has what a guest needs (qemu, busybox, RDMA libraries) and that
-# CACHE/kernel holds a Debian kernel with soft-RoCE. Ends with 3 and one line why when it cannot.
+# Installs what the guest needs (qemu, busybox, RDMA libraries) and extracts a Debian kernel with
+# soft-RoCE into CACHE/kernel. On failure it prints one line with the reason and exits with 3.
 set -uo pipefail
 cache=$1
 lacking() { echo "rdma_vm: $*"; exit 3; }
@@ -23,7 +23,7 @@ fi
 if [ ! -d "$cache/kernel/lib/modules" ]; then
   command -v apt-get >/dev/null || lacking "no kernel in $cache, and no apt-get to fetch one"
   mkdir -p "$cache" && cd "$cache" || lacking "cannot make $cache"
-  # the package of the plain kernel: the one for clouds has no soft-RoCE
+  # the standard kernel package: the cloud kernel has no soft-RoCE
   package=$(apt-cache depends linux-image-amd64 2>/dev/null | awk '/Depends:/{print $2; exit}')
   [ -n "$package" ] || { apt-get update -q >/dev/null 2>&1
     package=$(apt-cache depends linux-image-amd64 2>/dev/null | awk '/Depends:/{print $2; exit}'); }

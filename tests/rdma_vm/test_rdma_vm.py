@@ -1,7 +1,7 @@
-"""Backend verbs on soft-RoCE devices, in a virtual machine that is booted once for all cases.
+"""Backend verbs on soft-RoCE devices, in a virtual machine that boots once for all cases.
 
-What this cannot show: speed, GPU memory, NUMA, flow control of a real fabric (docs/rdma.md).
-Skipped with the reason where the guest cannot run.
+Not covered: speed, GPU memory, NUMA, flow control of a real fabric (docs/rdma.md).
+Skipped, with the reason, where the guest cannot run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.rdma_vm, pytest.mark.timeout(900)]
 
 @dataclass(frozen=True)
 class Case:
-    """What one case printed, and its exit status."""
+    """Output and exit status of one case."""
 
     rc: int
     text: str
@@ -42,8 +42,8 @@ def build_stress(folder: Path) -> Path:
 
 
 def run_guest(folder: Path, *, loop: bool) -> dict[str, Case]:
-    """Boot the guest once; the output of every case by its name. Skips where that cannot be."""
-    # kept beside the code, so that only the first run of a checkout downloads a kernel
+    """Boots the guest once. Returns the cases by name; skips where the guest cannot run."""
+    # inside the checkout, so that only its first run downloads a kernel
     cache = Path(os.environ.get("RDMA_VM_CACHE") or HERE / "build")
     cache.mkdir(parents=True, exist_ok=True)
     ready = subprocess.run(
@@ -80,7 +80,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
 
 
 def passed(cases: dict[str, Case], name: str, *says: str, rc: int = 0) -> None:
-    assert name in cases, f"the guest did not get as far as {name}; it ran {list(cases)}"
+    assert name in cases, f"the guest ended before case {name}; it ran {list(cases)}"
     case = cases[name]
     assert case.rc == rc, case.text
     for text in says:
@@ -94,7 +94,7 @@ def test_sizes_from_64_bytes_to_15_mb(cases: dict[str, Case]) -> None:
 def test_loss_and_delay(cases: dict[str, Case]) -> None:
     passed(cases, "loss", "all there once")
     dropped = [int(n) for n in re.findall(r"dropped (\d+)", cases["loss"].text)]
-    assert sum(dropped) > 0, "no packet was lost: the case shows nothing"
+    assert sum(dropped) > 0, "no packet was lost, so the case tested nothing"
 
 
 def test_death_of_either_end(cases: dict[str, Case]) -> None:
@@ -120,7 +120,7 @@ def test_a_late_message_of_a_dead_generation(cases: dict[str, Case]) -> None:
 
 @pytest.mark.parametrize("fault", ["offset", "short"])
 def test_negative_controls(cases: dict[str, Case], fault: str) -> None:
-    """The checks above would notice a stripe at a wrong offset, and one that is 64 B short."""
+    """The payload check detects a stripe at a wrong offset, and one that is 64 B short."""
     passed(cases, fault, "caught by the payload check", rc=CAUGHT)
 
 

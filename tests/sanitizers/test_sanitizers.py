@@ -1,6 +1,6 @@
-"""The transport under address and thread sanitizers, and short fuzzing of what strangers may send.
+"""The transport under address and thread sanitizers, and a short fuzzing run of its parsers.
 
-The scripts are those of comm/tests; by hand they run longer.
+It runs the scripts of comm/tests with small counts; by default the scripts run longer.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""What the control plane's tests share: a contract, a clock that only moves when told to, and a
+"""Shared by the control plane's tests: a contract, a clock that moves only on ``sleep``, and a
 registry with fake clocks, processes and peers."""
 
 from __future__ import annotations
@@ -8,11 +8,15 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from afd.config.contract import Contract
 from afd.control import messages as m
-from afd.control.contract import Contract
+from afd.control.client import ControlClient
 from afd.control.depths import FIXED_DEPTH, DepthPolicy
+from afd.control.keys import CurveKeys
 from afd.control.messages import Timing
 from afd.control.registry import Outgoing, Registry
+from afd.control.server import ControlServer
+from afd.topology import member_id
 
 CONTRACT = Contract(
     model_hash="c0ffee",
@@ -39,12 +43,33 @@ CONTRACT = Contract(
 FAST = Timing(interval_s=0.05, timeout_s=1.0)
 
 
+KEYS = CurveKeys.generate()
+SEAL = bytes(range(32))
+MEMBERS = tuple(member_id(r, i) for r in ("attention", "ffn", "gateway") for i in range(4))
+
+
+def control_server(
+    address: str = "tcp://127.0.0.1:0", keys: CurveKeys = KEYS, **options: object
+) -> ControlServer:
+    """A server that accepts the members of ``keys``."""
+    return ControlServer(address, keys, members=MEMBERS, **{"timing": FAST, **options})
+
+
+def control_client(
+    address: str, role: str, index: int, keys: CurveKeys = KEYS, **options: object
+) -> ControlClient:
+    """A client with the key of its member id."""
+    own = keys.member(member_id(role, index))
+    options = {"contract": None if role == "gateway" else CONTRACT, "timing": FAST, **options}
+    return ControlClient(address, own, role=role, index=index, **options)
+
+
 def contract_with(**changes: object) -> Contract:
     return msgspec.structs.replace(CONTRACT, **changes)
 
 
 class FakeClock:
-    """Seconds that pass only in :meth:`sleep`."""
+    """A clock in seconds that advances only in :meth:`sleep`."""
 
     def __init__(self, now: float = 1000.0) -> None:
         self.now = now
@@ -57,7 +82,7 @@ class FakeClock:
 
 
 def eventually(condition: Callable[[], object], deadline_s: float) -> float:
-    """Waits for the condition; returns the seconds it took; AssertionError at the deadline."""
+    """Waits until the condition holds; returns the seconds it took; fails at the deadline."""
     start = time.monotonic()
     while not condition():
         took = time.monotonic() - start
@@ -71,7 +96,7 @@ NOW_2026 = 1_780_000_000.0
 
 
 class Deployment:
-    """A registry, the clocks it sees, the processes that live, and what each peer was sent."""
+    """A registry with its clocks, the dead processes, and the messages sent to each peer."""
 
     def __init__(
         self,
@@ -90,18 +115,19 @@ class Deployment:
             depth=depth,
             clock=self.clock,
             wall_clock=self.wall,
+            seal=SEAL,
             local_pid_space=HERE,
             alive=lambda pid: pid not in self.dead,
         )
 
     def say(self, peer: bytes, message: m.ToServer) -> m.FromServer:
-        """Sends; returns the last answer to this very peer."""
+        """Sends the message as ``peer``; returns the registry's last reply to this peer."""
         self.deliver(self.registry.handle(peer, message))
         return self.inbox[peer][-1]
 
     def deliver(self, out: Sequence[Outgoing]) -> None:
         for outgoing in out:
-            m.decode_from_server(m.encode(outgoing.message))  # everything must survive the wire
+            m.decode_from_server(m.encode(outgoing.message))  # every message must be encodable
             self.inbox.setdefault(outgoing.peer, []).append(outgoing.message)
 
     def hello(self, peer: bytes, role: str, index: int, **changes: object) -> m.FromServer:
@@ -125,7 +151,7 @@ class Deployment:
             self.deliver(self.registry.handle(peer, m.Heartbeat(state, version)))
 
     def pass_time(self, seconds: float, *, beating: Sequence[bytes] = ()) -> None:
-        """Ticks every 0.25 s, as the server does, while these peers send heartbeats."""
+        """Ticks every 0.25 s, as the server does, while the ``beating`` peers send heartbeats."""
         for _ in range(round(seconds / 0.25)):
             self.clock.sleep(0.25)
             self.wall.sleep(0.25)

@@ -1,24 +1,29 @@
-"""Stand-ins, in torch, for the Triton kernels of the experts: they do what the kernels' docstrings
-say, so that how the backend launches them is tested without Triton and without a GPU."""
+"""Stand-ins in torch for the Triton kernels of the experts.
+
+They compute what the kernels' docstrings say, so that the launches of the backend are tested
+without Triton and without a GPU.
+"""
 
 import inspect
 import sys
 import types
+from dataclasses import replace
 
 import torch
 
-from afd.wire.codecs_torch import DTYPE_OF_TAG
+from afd.wire.dtypes_torch import DTYPE_OF_TAG
 from afd.wire.layout import Tag
 from afd.wire.rows_torch import EncodedRows
 from ffn_worker.moe import deep_gemm, grouped, grouped_plain, reference
 from ffn_worker.moe.quantise import Weight, dequantise_weight
+from ffn_worker.moe.registry import BACKENDS
 from ffn_worker.moe.sorting import place_pairs, sort_pairs
 
 TAG = {DTYPE_OF_TAG[t]: t for t in (Tag.BFLOAT16, Tag.FLOAT16, Tag.FLOAT32, Tag.E4M3FN)}
 
 
 class Kernel:
-    """``kernel[grid](...)`` as Triton has it: keywords of the launch are taken away."""
+    """Accepts Triton's syntax ``kernel[grid](...)``; drops Triton's own launch keywords."""
 
     def __init__(self, function):
         self.function = function
@@ -52,7 +57,7 @@ def grouped_gemm(
             continue
         x, w, n, narrow = rows[pair // rows_per], weight[expert], N, SHARED
         if narrow and expert == shared_expert:
-            if GATED:  # whole tiles are computed
+            if GATED:  # the kernel computes whole tiles
                 n = min(N, -(-shared_width // BN) * BN)
             else:
                 assert shared_width % BK == 0
@@ -109,7 +114,7 @@ def sort_kernel(
     chunks_of(grid, pairs, experts + SHARED, counts, CHUNK, BINS, EXPERTS)
     add_load(ids, load, start, experts, LOAD)
     order = sort_pairs(ids, start, start + experts, BLOCK, shared=SHARED)
-    sorted_.fill_(1 << 30), owners.fill_(1 << 30)  # beyond what is used nothing is defined
+    sorted_.fill_(1 << 30), owners.fill_(1 << 30)  # entries beyond ``used`` are undefined
     count = int(order.used)
     used.copy_(order.used)
     sorted_[:count] = order.pairs[:count]
@@ -130,7 +135,7 @@ def place_kernel(
 
 
 def undefined(codes, scales):
-    """Slots of no pair are."""
+    """Fills the output with NaN, because slots without a pair are undefined."""
     if scales is None:
         codes.fill_(torch.nan)
     else:
@@ -184,8 +189,11 @@ def sum_slots(grid, y, slots, weights, shared, out, hidden, *, TOP_K, SHARED, BL
 
 
 class DeepGemm:
-    """The two products of the library that are used, with what its source demands of the operands
-    (csrc/apis/gemm.hpp, csrc/utils/layout.hpp of version 2.5.0), in float32."""
+    """The products of DeepGEMM that the backend uses, computed in float32.
+
+    Asserts the requirements that the library's source states for the operands
+    (csrc/apis/gemm.hpp, csrc/utils/layout.hpp of version 2.5.0).
+    """
 
     tile = 128
     sms = 132
@@ -251,44 +259,50 @@ class DeepGemm:
             begin = -(-end // self.tile) * self.tile
 
 
-def gate_up(rows, weight, placed, top_k, cut):
-    """Of kernels/grouped.cu, with what its asynchronous copies demand."""
+def gate_up(rows, weight, placed, top_k, layout):
+    """Stands in for kernels/grouped.cu; asserts the requirements of its asynchronous copies."""
     experts, columns, k = weight.shape
     assert rows.tag == weight.tag == Tag.E4M3FN and columns % 256 == k % 128 == 0
     assert weight.codes.is_contiguous() and weight.scales.is_contiguous()
     assert rows.payload.data_ptr() % 16 == 0 and rows.scales.shape == (len(rows), k // 128)
-    a = deep_gemm.Operand.empty(rows.tag, cut.room, columns // 2, rows.device)
+    a = deep_gemm.Operand.empty(rows.tag, layout.room, columns // 2, rows.device)
     assert len(placed.ends) == experts
-    made = EncodedRows.of(reference.gate_up(rows, weight, placed, top_k, cut.tile), rows.tag)
+    made = EncodedRows.of(reference.gate_up(rows, weight, placed, top_k, layout.tile), rows.tag)
     a.codes.copy_(made.payload), a.scales.copy_(made.scales.T)
     return a
 
 
-def gate_up_plain(rows, weight, placed, top_k, cut):
-    """Of kernels/grouped_plain.cu, with what its copies demand."""
+def gate_up_plain(rows, weight, placed, top_k, layout):
+    """Stands in for gate_up of kernels/grouped_plain.cu; asserts what its copies require."""
     experts, columns, k = weight.shape
     assert rows.tag == weight.tag == Tag.BFLOAT16 and columns % 256 == k % 128 == 0
     assert weight.codes.is_contiguous() and rows.payload.is_contiguous()
     assert rows.payload.data_ptr() % 16 == weight.codes.data_ptr() % 16 == 0
     assert len(placed.ends) == experts and int(placed.taken[0]) == 0
     placed.taken[0] = 1
-    a = deep_gemm.Operand.empty(rows.tag, cut.room, columns // 2, rows.device)
-    a.codes.copy_(reference.gate_up(rows, weight, placed, top_k, cut.tile))
+    a = deep_gemm.Operand.empty(rows.tag, layout.room, columns // 2, rows.device)
+    a.codes.copy_(reference.gate_up(rows, weight, placed, top_k, layout.tile))
     return a
 
 
-def down_plain(a, weight, placed, cut):
-    """The same."""
+def down_plain(a, weight, placed, layout):
+    """Stands in for down of kernels/grouped_plain.cu; asserts what its copies require."""
     experts, hidden, k = weight.shape
     assert a.codes.dtype == weight.codes.dtype == torch.bfloat16 and hidden % 128 == k % 128 == 0
-    assert a.codes.shape == (cut.room, k) and weight.codes.is_contiguous()
+    assert a.codes.shape == (layout.room, k) and weight.codes.is_contiguous()
     assert len(placed.ends) == experts and int(placed.taken[1]) == 0
     placed.taken[1] = 1
-    return reference.down(a.codes, weight, placed, cut.tile).bfloat16()
+    return reference.down(a.codes, weight, placed, layout.tile).bfloat16()
+
+
+def allow_cpu(monkeypatch, *names):
+    """Allows these backends on CPUs for the duration of a test."""
+    for name in names:
+        monkeypatch.setitem(BACKENDS, name, replace(BACKENDS[name], devices=("cpu",)))
 
 
 def install(monkeypatch):
-    """Makes the backend find the stand-ins for the duration of a test."""
+    """Installs the stand-ins in place of the kernels for the duration of a test."""
     modules = {
         "ffn_worker.kernels.moe": {
             "grouped_gemm_kernel": Kernel(grouped_gemm),

@@ -1,4 +1,4 @@
-"""The libibverbs without hardware (comm/tests/fake_ibverbs.cc), for tests of backend verbs."""
+"""A fake libibverbs without hardware (comm/tests/fake_ibverbs.cc), for the verbs backend."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ class FakeVerbs:
         self._lib.fake_port(device.encode(), int(up))
 
     def lose_acks(self, device: str, lose: bool = True) -> None:
-        """Data arrive, but their sender is told that they did not."""
+        """Data arrives, but the sender gets an error instead of an acknowledgement."""
         self._lib.fake_lose_acks(device.encode(), int(lose))
 
     def delay_us(self, us: int) -> None:
         self._lib.fake_delay_us(us)
 
     def stop_receivers(self, stop: bool = True) -> None:
-        """What arrives is acknowledged, but its receiver's thread does not see it."""
+        """Data is acknowledged, but the receiver's thread does not see it."""
         self._lib.fake_stop_receivers(int(stop))
 
     def damage_record(self, at: int, word: int) -> None:
-        """The next message's record (verbs_wire.h) arrives with another word at byte ``at``."""
+        """Replaces the word at byte ``at`` of the next message's record (verbs_wire.h)."""
         self._lib.fake_damage_record(at, ctypes.c_uint32(word))
 
     def refuse_memory(self, errno: int) -> None:
@@ -69,10 +69,10 @@ class FakeVerbs:
 
 @contextmanager
 def built_fake(folder: Path) -> Iterator[FakeVerbs]:
-    """Compile it (about 3 s); skips the test where there is no compiler."""
+    """Compiles the fake (about 3 s); skips the test if there is no compiler."""
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None:
-        pytest.skip("no C++ compiler to build the fake libibverbs with")
+        pytest.skip("building the fake libibverbs needs a C++ compiler")
     library = folder / "libfake_ibverbs.so"
     command = [compiler, "-std=c++17", "-O0", "-shared", "-fPIC", "-pthread"]
     subprocess.run([*command, str(SOURCE), "-o", str(library)], check=True, timeout=120)

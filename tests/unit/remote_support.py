@@ -1,4 +1,4 @@
-"""Attention clients and FFN loops of a deployment in one process, without vLLM."""
+"""Attention clients and FFN loops of one deployment in one process, without vLLM."""
 
 import threading
 import time
@@ -10,24 +10,26 @@ import msgspec
 import torch
 from thread_collective import meet
 
-from afd.config import Deployment
-from afd.control.messages import Member, Members, member_id
+from afd.config.deployment import Deployment
+from afd.config.resolve import Resolved, resolve
+from afd.control.messages import Member, Members
 from afd.control.moves import Moves, settled
 from afd.errors import AfdError, DeadlineExceeded
-from afd.metrics import RoleMetrics
-from afd.resolve import Resolved, resolve
-from afd.topology import FfnPlace
+from afd.metrics.role import RoleMetrics
+from afd.topology import FfnPlace, member_id
 from afd_comm import Region, VerbsOptions
-from attention_worker.remote import RemoteExperts
+from attention_worker.remote.host import RemoteExperts
+from ffn_worker.experts.build import load_ffn_model
+from ffn_worker.experts.model import FfnModel
 from ffn_worker.loop import FfnLoop
-from ffn_worker.model import FfnModel, load_ffn_model
-from ffn_worker.ranks import Ranks
+from ffn_worker.pool.links import PoolLinks
+from ffn_worker.rank import FfnRank
 
 DEPTH = 3
 
 
 class Registry:
-    """Membership that the test writes by hand."""
+    """The control plane's snapshot, changed by the test itself."""
 
     def __init__(self):
         self.members = Members(0, ())
@@ -50,7 +52,7 @@ class Registry:
 
 @dataclass
 class FakeControl:
-    """What a role sees of the registry, in the place of a ControlClient."""
+    """Stands in for a role's ControlClient; reads the shared registry."""
 
     registry: Registry
     generation: int
@@ -77,7 +79,7 @@ class FakeControl:
 
 
 def in_background(work, *args):
-    """(a thread, not started yet, that does ``work``; what it raised, if anything)."""
+    """Returns (an unstarted thread that runs ``work``, the list that receives its exception)."""
     raised = []
 
     def run():
@@ -90,7 +92,7 @@ def in_background(work, *args):
 
 
 class Deployed:
-    """x attention clients and y FFN loops on threads."""
+    """x attention clients and the FFN loops of y instances, each rank's loop on its own thread."""
 
     def __init__(self, checkpoint, x, y, backend="reference", **sections):
         self.backend = backend
@@ -105,11 +107,12 @@ class Deployed:
             },
         )
         self.resolved: Resolved = resolve(self.deployment)
-        # Streams of the reference accelerator are the calling thread.
+        # The reference accelerator executes its streams on the calling thread.
         self.streams = self.deployment.transport.backend == "ipc"
         self.registry = Registry()
+        self.controls: dict[str, FakeControl] = {}  # by member id
         self.generation = 100
-        self.loops, self.threads, self.regions, self.ranks = {}, {}, {}, {}  # by number
+        self.loops, self.threads, self.regions, self.ranks = {}, {}, {}, {}  # by rank number
         self.ended: dict[int, AfdError] = {}
         self.members: dict[str, Member] = {}
         self.lock = threading.Lock()
@@ -153,14 +156,13 @@ class Deployed:
             self.loops[number].wake()
 
     def renew(self, role, index):
-        """The control plane gives a member up that lives, and takes it back."""
+        """Gives a live member a new generation, as if it was removed and registered again."""
         name = member_id(role, index)
         with self.lock:
             self.generation += 1
             old = self.members[name]
             self.members[name] = msgspec.structs.replace(old, generation=self.generation)
-            roles = {"attention": self.clients, "ffn": self.loops}
-            roles[role][index]._control.generation = self.generation
+            self.controls[name].generation = self.generation
             self.registry.set(*self.members.values())
 
     def region(self, role, slots, nbytes, index):
@@ -172,15 +174,15 @@ class Deployed:
         return region
 
     def start_ffn(self, number):
-        """One rank; it serves from the moment on that it has met the others."""
+        """Starts one rank; it serves once it has met the other ranks."""
         r = self.resolved
         index, rank = divmod(number, r.contract.ffn_tp)
         place = FfnPlace(index, rank, r.contract.ffn_instances, r.contract.ffn_tp)
         region = self.region("ffn", r.slots.ffn_region_slots, r.a2f.nbytes, number)
         self.generation += 1
         name = member_id("ffn", index, rank)
-        control = FakeControl(self.registry, self.generation, name)
-        ranks = Ranks(r, place, control)
+        control = self.controls[name] = FakeControl(self.registry, self.generation, name)
+        ranks = PoolLinks(r, place, control)
         orders = ranks.addresses
         member = self.member(
             "ffn", index, region, rank=rank, state="starting", generation=control.generation,
@@ -213,7 +215,7 @@ class Deployed:
             )
 
             ranks.meet(lambda address: meet(place.rank, place.tp, address), 10.0)
-            loop = FfnLoop(r, region, control, model, ranks, RoleMetrics("ffn"))
+            loop = FfnLoop(FfnRank(r, region, control, model, ranks, RoleMetrics("ffn")))
             self.loops[number] = loop
             loop.moves.catch_up()
             self.join(msgspec.structs.replace(member, state="ready"))
@@ -240,12 +242,13 @@ class Deployed:
         member = self.member("attention", i, region)
         renew = partial(self.renew, "attention", i)
         control = FakeControl(self.registry, member.generation, member.id, renew)
+        self.controls[member.id] = control
         client = RemoteExperts(r, i, region, control, RoleMetrics("attention"))
         client.connect(5.0)
         return client
 
     def move(self, tables, deadline_s=20.0):
-        """Move all experts as the control plane does; returns when they have moved."""
+        """Moves all experts as the control plane does; returns when they have moved."""
         moves, contract = Moves(), self.resolved.contract
         with self.registry.lock:
             self.registry.take(moves.plan(tables, contract, self.registry.members))
@@ -273,7 +276,7 @@ class Deployed:
 
 
 def reference_model(checkpoint) -> FfnModel:
-    """All experts of a checkpoint in float32, computed one after the other."""
+    """Returns all experts of a checkpoint with backend "reference", in float32."""
     deployment = Deployment.from_plain(
         {
             "model": str(checkpoint),
@@ -297,7 +300,7 @@ def random_rows(resolved, rows, seed):
 
 
 def run_step(client, resolved, reference, sizes, seed, pause=0.0):
-    """One step through all layers with len(sizes) micro-batches; checks every answer."""
+    """Runs one step through all MoE layers; sizes: rows per micro-batch. Checks every answer."""
     client.begin_step(len(sizes))
     sent = {}
     for layer in resolved.model.moe_layers:

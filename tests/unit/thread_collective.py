@@ -1,6 +1,6 @@
-"""Sums among the ranks of an FFN instance whose ranks are threads of one process.
+"""Collectives for FFN ranks that are threads of one process.
 
-gloo is for processes: two of its groups made at once by two threads can crash.
+gloo is made for processes: it can crash if two threads create groups at the same time.
 """
 
 import threading
@@ -23,7 +23,7 @@ class _Meeting:
 
 
 class ThreadCollective(Collective):
-    """Exact: float32, in rank order. Ranks of the same ``address`` meet."""
+    """Adds in float32, in rank order. Ranks with the same ``address`` form a group."""
 
     _meetings: ClassVar[dict[str, _Meeting]] = {}
     _lock = threading.Lock()
@@ -54,7 +54,7 @@ class ThreadCollective(Collective):
         self._meeting.barrier.abort()
         with self._lock:
             self._meeting.left += 1
-            if self._meeting.left == self.world:  # the port may come again, in another test
+            if self._meeting.left == self.world:  # another test may use the same port
                 del self._meetings[self._address]
 
     def _everyones(self, x):

@@ -1,8 +1,8 @@
-// Accelerator: all that the transport asks of a device. One implementation per kind of device;
-// their libraries are loaded when first used, so one build serves every host.
+// Accelerator: what the transport needs from a device. One implementation per kind of device.
+// Driver libraries are loaded on first use, so one build runs on every host.
 //
-// Nothing here launches a kernel on CUDA: copies run on copy engines, stream operations on the
-// device's front end. What HIP does instead is said in accelerator_hip.cc.
+// On CUDA nothing here launches a kernel: copies run on copy engines, stream operations on the
+// device's front end. accelerator_hip.cc describes how HIP differs.
 #pragma once
 
 #include <array>
@@ -43,12 +43,12 @@ struct DmaBuf {
 // One operation of a stream on a word that it can reach.
 struct StreamOp {
   enum class Kind {
-    Write,        // after all that the stream was given before, visible to every device
-    WaitEqual,    // the stream goes on once the word is `value`
+    Write,        // after all earlier work of the stream; visible to every device
+    WaitEqual,    // the stream continues once the word is `value`
     WaitAtLeast,  // once the word minus `value` is not negative
   };
   Kind kind;
-  void* address;  // as allocate, pin or import gave it
+  void* address;  // from allocate(), pin() or import()
   uint64_t value;
   bool narrow = false;  // a word of 4 bytes instead of 8
 };
@@ -58,9 +58,8 @@ enum class CopyPath {
   Any,      // the driver looks at the addresses
 };
 
-// Every call throws CommError, but for those that release something: they cannot fail usefully.
-// Thread safe. The calling thread's current device is left as it was, and a capture that another
-// thread has under way is not disturbed.
+// Calls throw CommError, except those that release something. Thread safe. No call changes the
+// calling thread's current device or disturbs a capture of another thread.
 class Accelerator {
  public:
   virtual ~Accelerator() = default;
@@ -68,20 +67,20 @@ class Accelerator {
   // DLDeviceType of allocate()'s memory (DLPack).
   virtual int dlpack_type() const = 0;
 
-  // Zeroed device memory in an allocation of its own, so that sharing it shares nothing else.
+  // Returns zeroed device memory in a separate allocation, so that sharing it exposes nothing else.
   virtual void* allocate(std::size_t bytes) = 0;
   virtual void free(void* memory) noexcept = 0;
-  // Page-locks host memory and returns the address by which streams reach it.
+  // Page-locks host memory. Returns its address for streams.
   virtual void* pin(void* host, std::size_t bytes) = 0;
   virtual void unpin(void* host) noexcept = 0;
-  // For another process of this host ...
+  // Returns a handle for another process of this host.
   virtual MemoryHandle share(void* memory) = 0;
-  // ... which maps it here. Not in the process that shared it: see reach().
+  // Maps memory that another process shared. Within the process that shared it, use reach().
   virtual void* import(const MemoryHandle& handle) = 0;
   virtual void drop(void* imported) noexcept = 0;
   // Lets this device address the memory that `peer` allocated in this process.
   virtual void reach(int peer) = 0;
-  // For the RDMA driver. The memory may begin anywhere in an allocation.
+  // Exports memory for the RDMA driver. It may begin anywhere in an allocation.
   virtual DmaBuf dmabuf(void* memory, std::size_t bytes) = 0;
 
   virtual Stream make_stream() = 0;
@@ -98,7 +97,7 @@ class Accelerator {
   virtual float elapsed_ms(Event from, Event to) = 0;
 };
 
-// One per device and process.
+// Returns the accelerator of this device; there is one per device and process.
 std::shared_ptr<Accelerator> open_accelerator(Device device);
 
 // An allocation of a device.
@@ -115,14 +114,14 @@ class DeviceMemory {
   void* memory_;
 };
 
-// Host memory that a device may reach, for as long as this lives.
+// Host memory that a device can reach while this object lives.
 class Pinned {
  public:
   Pinned(std::shared_ptr<Accelerator> accelerator, void* host, std::size_t bytes);
   Pinned(const Pinned&) = delete;
   ~Pinned();
   Accelerator& accelerator() const { return *accelerator_; }
-  // Where streams find the byte of host memory at `host`.
+  // Returns the address for streams of the host byte at `host`.
   void* at(const void* host) const { return device_ + (static_cast<const uint8_t*>(host) - host_); }
 
  private:

@@ -1,4 +1,4 @@
-// Textual addresses of a region: where it can be reached, and its secret token.
+// Textual addresses of a region: where to reach it, and its secret token.
 #pragma once
 
 #include <array>
@@ -13,7 +13,7 @@ namespace afd_comm {
 using Token = std::array<uint8_t, 16>;
 
 Token random_token();
-// Comparison time does not depend on the content.
+// Takes the same time whatever the content.
 bool same_token(const uint8_t* a, const uint8_t* b);
 std::string token_text(const Token& token);
 
@@ -34,7 +34,8 @@ struct TcpAddress {
   Token token{};
 };
 
-// "ipc:<device>:<number>:<pointer>:<handle>:" and what follows "shm:"; slots in device memory
+// "ipc:<device>:<number>:<pointer>:<handle>:", then the fields of a shm address. The slots are in
+// device memory.
 struct IpcAddress {
   ShmAddress memory;  // of doorbells and headers
   Device device;

@@ -1,5 +1,5 @@
 // A queue of fixed size for any number of writers and readers, none of which waits for another.
-// After D. Vyukov's bounded MPMC queue: a cell's turn says whose it is.
+// Follows D. Vyukov's bounded MPMC queue: a cell's turn says who may use it.
 #pragma once
 
 #include <array>
@@ -18,17 +18,15 @@ class BoundedQueue {
     for (std::size_t i = 0; i < kSize; ++i) cells_[i].turn.store(i, std::memory_order_relaxed);
   }
 
-  // False: full, or the cell is still being read.
+  // Returns false if the queue is full, or the cell is still being read.
   bool push(const Value& value) {
-    return take_cell(
-        tail_, 0, [&](Cell& cell) { cell.value = value; }, 1);
+    return take_cell(tail_, 0, [&](Cell& cell) { cell.value = value; }, 1);
   }
-  // False: empty, or the cell is still being written.
+  // Returns false if the queue is empty, or the cell is still being written.
   bool pop(Value& value) {
-    return take_cell(
-        head_, 1, [&](Cell& cell) { value = cell.value; }, kSize);
+    return take_cell(head_, 1, [&](Cell& cell) { value = cell.value; }, kSize);
   }
-  // A hint, for a caller who would rather not call pop() in vain.
+  // A hint that lets a caller skip a pop() that would return nothing.
   bool empty() const {
     return head_.load(std::memory_order_relaxed) == tail_.load(std::memory_order_relaxed);
   }
@@ -39,15 +37,15 @@ class BoundedQueue {
     Value value;
   };
 
-  // `ready`: what the turn is ahead of the position when the cell is ours; `next`: by how much it
-  // is ahead once we are done.
+  // `ready`: how far the turn is ahead of the position when the cell is ours. `next`: how far it is
+  // ahead when we are done.
   template <typename Use>
   bool take_cell(std::atomic<uint64_t>& end, uint64_t ready, Use use, uint64_t next) {
     uint64_t position = end.load(std::memory_order_relaxed);
     while (true) {
       Cell& cell = cells_[position % kSize];
-      const auto behind = static_cast<int64_t>(cell.turn.load(std::memory_order_acquire) -
-                                               (position + ready));
+      const auto behind =
+          static_cast<int64_t>(cell.turn.load(std::memory_order_acquire) - (position + ready));
       if (behind < 0) return false;
       if (behind > 0) {
         position = end.load(std::memory_order_relaxed);

@@ -1,4 +1,4 @@
-// Claims: which writer each slot belongs to, so that a waiter learns of its death.
+// Claims record which writer owns each slot, so that a waiter notices the writer's death.
 #pragma once
 
 #include <mutex>
@@ -8,14 +8,15 @@
 
 namespace afd_comm {
 
-// Takes `range` for `owner` (0: a connection) and returns the ticket that proves it.
-// Older claims end. `lock_fd` must be an open file description of the memory used by no other
-// thread. Throws CommError when the range lies outside of the region or the lock is not had by
+// Claims `range` for `owner` (0: a connection) and returns a ticket that proves the claim. Older
+// claims end. `lock_fd` must be an open file description of the memory that no other thread uses.
+// Throws CommError if the range lies outside of the region, or if the lock is not free by
 // `deadline`.
 uint64_t take_claim(const Memory& memory, SlotRange range, ProcessIdentity owner, int lock_fd,
                     uint64_t deadline);
 
-// Marks the range's writer as gone, where the ticket is still the current one, and tells waiters.
+// Marks the writer of the range as gone in every slot that still belongs to the ticket, and wakes
+// waiters.
 void end_claim(const Memory& memory, SlotRange range, uint64_t ticket);
 
 // Whether the slot still belongs to that ticket.
@@ -26,11 +27,11 @@ inline bool holds_claim(const Memory& memory, uint32_t slot, uint64_t ticket) {
 // The receiver's view of its writers.
 class WriterWatch {
  public:
-  // Whether the slot's writer is known to be gone. One load.
+  // Whether the slot's writer is known to be gone. Costs one load.
   static bool gone(const Memory& memory, uint32_t slot) {
     return memory.claim(slot).ticket.load(std::memory_order_acquire) & kTicketGone;
   }
-  // As gone(), but asks the kernel whether the writer still lives. Thread safe.
+  // Like gone(), but also asks the kernel whether the writer is alive. Thread safe.
   bool look(const Memory& memory, uint32_t slot);
 
  private:

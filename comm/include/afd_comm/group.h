@@ -1,4 +1,4 @@
-// Group: one message, or one batch of rows, to many peers in one call.
+// Group: one call sends one message, or one array of items, to many peers.
 #pragma once
 
 #include <poll.h>
@@ -21,20 +21,22 @@ class Group {
 
   // What differs between the links; every array has size() entries.
   struct PerLink {
-    const uint64_t* flags;  // 0: this link is left out, and its status is Ok
-    const int32_t* rows;    // null: broadcast; else how many of the rows go to each link
-    const Echo* echoes;     // may be null
+    const uint64_t* flags;   // 0: skip this link; its status is Ok
+    const uint32_t* counts;  // null: broadcast; else the number of items for each link
+    const Echo* echoes;      // may be null
   };
 
-  // Broadcast: the message to every link. Scatter (`per.rows`): a part's nbytes is that of one row,
-  // link i gets the rows that follow those of the links before it, and its header's rows and nbytes
-  // say so; links left out take their rows along. Each link has its own outcome, statuses()[i]; a
-  // link that has to wait does not hold up the others. True: all are Ok.
+  // Broadcast: every link gets the whole message. Scatter (`per.counts` is set): each part is an
+  // array of items, and its nbytes is the size of one item. Link i gets counts[i] items, which
+  // follow those of links 0 to i - 1; its header holds its own count and nbytes. The items of a
+  // skipped link are skipped too. Each link has its own outcome, statuses()[i]; a link that has to
+  // wait does not delay the others. Returns true if all are Ok.
   bool post(Message message, const PerLink& per);
   const Status* statuses() const { return statuses_.data(); }
 
  private:
-  void settle(std::size_t pending);
+  // Waits for the links that could not take their message at once.
+  void finish(std::size_t pending);
   std::vector<Link*> links_;
   int64_t timeout_us_;
   Interrupt interrupt_;

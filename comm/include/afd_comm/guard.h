@@ -1,9 +1,10 @@
-// Guard: frees a stream whose peer never comes, so that a wedged or dead peer costs one deadline
-// and not the process.
+// Guard: releases a stream whose peer never rings, so that a hung or dead peer costs one deadline,
+// not the process.
 //
-// A stream that waits for a doorbell cannot be interrupted, but the doorbell is in host memory: the
-// guard writes what the stream waits for. What is computed from then on is garbage for the caller
-// to drop, and the flags involved are void: the late message may still come.
+// A stream that waits for a doorbell cannot be interrupted. But the doorbell is in host memory, so
+// the guard writes the flag that the stream waits for. The caller must discard what the stream
+// computes after that. The flags involved must not be used again, since the late message may still
+// arrive.
 #pragma once
 
 #include <memory>
@@ -17,17 +18,17 @@ namespace afd_comm {
 
 class Guard {
  public:
-  // Watches what `stream` was given so far. `awaited`: the (slot, flag) pairs of its waits, in
-  // order; statuses are ignored. The region must outlive this.
+  // Watches the work that `stream` has been given so far. `awaited`: the (slot, flag) pairs of its
+  // waits, in order; statuses are ignored. The region must outlive this.
   Guard(Region& region, Stream stream, std::vector<Awaited> awaited);
   ~Guard();
   Guard(const Guard&) = delete;
 
   bool done() const;
-  // Until the stream is through. Slots whose writer is gone are released at once, at `deadline` all
-  // of them: who was late is for the caller to find out. The entries of `awaited()` say Ok,
-  // PeerGone or Deadline from then on. Returns true when `interrupt` said so. Throws CommError when
-  // the stream is stuck even so.
+  // Waits until the stream has finished. Releases the slots of a writer that is gone at once, and
+  // all slots at `deadline`; it does not find out which peer was late. Afterwards the entries of
+  // `awaited()` are Ok, PeerGone or Deadline. Returns true if `interrupt` ended the wait. Throws
+  // CommError if the stream stays busy after all its waits were released.
   bool wait(uint64_t deadline, Interrupt interrupt);
   const std::vector<Awaited>& awaited() const { return awaited_; }
 

@@ -2,9 +2,8 @@
 //
 //   RegionHead | Claim[slots] | SlotControl[slots] | payload[slots], page aligned
 //
-// With a payload on a device the last part is missing: the device's allocation takes its place,
-// while doorbells stay on the host, where peers of every kind and a stuck stream's owner reach
-// them.
+// If the payload is on a device, a device allocation takes the place of the last part. Doorbells
+// stay on the host, where peers of every kind and a Guard can reach them.
 #pragma once
 
 #include <atomic>
@@ -17,7 +16,7 @@
 namespace afd_comm {
 
 constexpr uint64_t kRegionMagic = 0x4e4f494745524641;  // "AFREGION"
-constexpr uint32_t kRegionVersion = 4;
+constexpr uint32_t kRegionVersion = 5;
 constexpr std::size_t kLine = 64;
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free &&
@@ -35,13 +34,13 @@ struct alignas(kLine) RegionHead {
   uint8_t token[16];
   uint64_t clock;  // clock_identity() of the owner
   alignas(kLine) std::atomic<uint32_t> closed;
-  std::atomic<uint32_t> silent;   // 1: some doorbells come from GPUs, without a wake
-  std::atomic<uint64_t> tickets;  // last claim ticket given out
+  std::atomic<uint32_t> silent;   // 1: GPUs ring some doorbells, which wakes no thread
+  std::atomic<uint64_t> tickets;  // the last claim ticket
   alignas(kLine) std::atomic<uint32_t> arrivals;  // futex word: changes with every doorbell
   alignas(kLine) std::atomic<uint32_t> sleepers;  // waiters that may be in the kernel
 };
 
-// Who writes a slot. ticket 0: never claimed. owner 0: a connection, watched by its receiver
+// The writer of a slot. ticket 0: never claimed. owner 0: a connection, watched by its receiver
 // thread.
 struct alignas(kLine) Claim {
   std::atomic<uint64_t> ticket;
@@ -49,8 +48,8 @@ struct alignas(kLine) Claim {
 };
 constexpr uint64_t kTicketGone = uint64_t{1} << 63;  // set in Claim::ticket once the writer is gone
 
-// The header rides in the doorbell's line: one line fewer to move between cores per message. The
-// times are touched only while tracing, and not even then where the header can hold them.
+// The header shares the doorbell's cache line, which saves moving one line between cores per
+// message. The times are used only while tracing, and only if they do not fit into the header.
 struct alignas(kLine) SlotControl {
   std::atomic<uint64_t> doorbell;
   Header header;
@@ -62,8 +61,8 @@ static_assert(sizeof(SlotControl) == 2 * kLine, "two cache lines per slot");
 struct Geometry {
   uint32_t slots = 0;
   uint64_t slot_bytes = 0;
-  uint32_t payloads = 0;   // slots that are equal modulo this share a payload
-  bool on_device = false;  // the payloads are elsewhere
+  uint32_t payloads = 0;   // slots with the same remainder share a payload
+  bool on_device = false;  // the payloads are in device memory
   uint64_t claims = 0;
   uint64_t controls = 0;
   uint64_t payload = 0;
@@ -77,12 +76,12 @@ struct Geometry {
   uint64_t payload_bytes() const { return payloads * stride; }
 };
 
-// A mapping of region memory. Views hand out pointers into it; it must outlive them.
+// A mapping of region memory. It must outlive all pointers into it.
 class Memory {
  public:
-  // New sealed memory of this process; nothing of it is ever visible under /dev/shm.
+  // Creates sealed memory that never appears under /dev/shm.
   static Memory create(const Geometry& geometry, const Token& token, const std::string& name);
-  // Maps what `address` names in another process and checks that it is what it says.
+  // Maps the memory that `address` names in another process, and verifies it.
   static Memory open(const ShmAddress& address);
   Memory(Memory&& other) noexcept;
   Memory& operator=(Memory&&) = delete;
@@ -90,7 +89,7 @@ class Memory {
 
   const Geometry& geometry() const { return geometry_; }
   const Fd& fd() const { return fd_; }
-  // The mapping stays. After this the address cannot be opened any more.
+  // The mapping stays, but after this the address cannot be opened.
   void close_fd() { fd_.reset(); }
 
   RegionHead& head() const { return *reinterpret_cast<RegionHead*>(base_); }
@@ -101,15 +100,16 @@ class Memory {
     return reinterpret_cast<SlotControl*>(base_ + geometry_.controls)[slot];
   }
   uint8_t* payload(uint32_t slot) const { return payload_ + geometry_.payload_offset(slot); }
-  // Where the payloads are that Geometry::on_device says are elsewhere.
+  // Sets the address of payloads in device memory.
   void place_payload(void* where) { payload_ = static_cast<uint8_t*>(where); }
   uint8_t* base() const { return base_; }
 
-  // Publishes header and payload already in the slot, and wakes the receiver if it sleeps.
+  // Publishes the slot's header and payload, and wakes the receiver if it sleeps.
   void ring(uint32_t slot, uint64_t flag) const;
-  // Makes waiters look again without a doorbell.
+  // Makes waiters check again, without a doorbell.
   void nudge() const;
-  // Sleeps until arrivals differs from `seen`, `timeout_ns` pass or a signal comes (then true).
+  // Sleeps until arrivals differs from `seen`, `timeout_ns` have passed or a signal arrives (then
+  // returns true).
   bool sleep(uint32_t seen, uint64_t timeout_ns) const;
 
  private:

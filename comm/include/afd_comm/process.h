@@ -1,4 +1,4 @@
-// The operating system's view: clock, file descriptors, machine and process identity.
+// What the operating system provides: clock, file descriptors, machine and process identity.
 #pragma once
 
 #include <sys/types.h>
@@ -12,17 +12,17 @@ namespace afd_comm {
 
 // CLOCK_MONOTONIC in ns.
 uint64_t now_ns();
-// As now_ns(), but only as fine as a timer tick (1 to 4 ms) and cheaper.
+// Like now_ns(), cheaper, but only as precise as a timer tick (1 to 4 ms).
 uint64_t coarse_now_ns();
-// Equal in two processes exactly when their now_ns() can be compared: boot id + time namespace.
+// Equal in two processes if and only if their now_ns() can be compared: boot id + time namespace.
 uint64_t clock_identity();
-// A point `timeout_us` from now in now_ns() units; a negative timeout means now.
+// Returns the time `timeout_us` from now, on the clock of now_ns(). A negative timeout means now.
 uint64_t deadline_after_us(int64_t timeout_us);
 // CPUs this process may run on.
 int usable_cpus();
 std::string errno_text(int error);
 
-// Tells the core that this is a busy wait.
+// Tells the CPU that this is a busy wait.
 inline void relax() {
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();
@@ -47,20 +47,20 @@ class Fd {
   int fd_ = -1;
 };
 
-// Equal in two processes exactly when each can name the other by its pid: boot id + PID namespace.
+// Equal in two processes if and only if a pid means the same in both: boot id + PID namespace.
 std::string machine_identity();
 
-// Pid and start time in one word, so that a reused pid is told apart.
-// 0: no such process, or it has ended and only waits to be reaped.
+// Pid and start time in one word, so that a reused pid differs. 0: no such process, or it has ended
+// and waits to be reaped.
 using ProcessIdentity = uint64_t;
 ProcessIdentity identify_process(pid_t pid);
 pid_t pid_of(ProcessIdentity identity);
 
-// A thread that takes none of the process's signals: those belong to the application's threads. The
-// first 15 characters of `name` are what the system shows. Throws CommError.
+// Starts a thread with all signals blocked, since signals belong to the application's threads. The
+// system shows the first 15 characters of `name`. Throws CommError.
 std::thread start_thread(const std::string& name, std::function<void()> body);
 
-// Tells whether one process still lives; a poll of a pidfd (0.3 us) where the kernel has them.
+// Tells whether one process is alive. Polls a pidfd (0.3 us) if the kernel has them.
 class ProcessWatch {
  public:
   explicit ProcessWatch(ProcessIdentity identity);

@@ -1,5 +1,5 @@
-// Interface of a backend's receiving side: something that writes into the region on behalf of
-// remote peers. (shm has none: its peers write by themselves.)
+// The receiving side of a backend: writes into the region on behalf of remote peers. (shm has none,
+// since its peers write directly.)
 #pragma once
 
 #include <cstdint>
@@ -10,18 +10,18 @@ namespace afd_comm {
 class Receiver {
  public:
   virtual ~Receiver() = default;
-  // What a peer needs to connect.
+  // The address that a peer needs to connect.
   virtual std::string address() const = 0;
-  // A waiter may do the receiver's work itself, which saves the switch from its thread and back:
-  // true makes the caller, and nobody else, the one who does until end_serving().
+  // Lets a waiter do the receiver's work, which saves two thread switches. If it returns true, the
+  // caller alone serves the connections until end_serving().
   virtual bool begin_serving() { return false; }
   virtual void end_serving() {}
-  // Serves connections that belong to peers; waits up to `timeout_ns` for something to come, unless
-  // the region's count of arrivals is not `seen` any more. True: a signal came.
+  // Serves the connections of peers. Waits up to `timeout_ns` for data, unless the region's count
+  // of arrivals differs from `seen`. Returns true if a signal arrived.
   virtual bool serve(uint32_t /*seen*/, uint64_t /*timeout_ns*/) { return false; }
-  // Ends a serve() that is waiting, because a doorbell was rung or the region is closing.
+  // Ends a waiting serve(), because a doorbell was rung or the region is closing.
   virtual void kick() {}
-  // Ends its threads and connections. No slot is written after it returns. Idempotent.
+  // Ends threads and connections. After it returns, no slot is written. Idempotent.
   virtual void stop() = 0;
 };
 

@@ -1,4 +1,4 @@
-// Region: memory that the receiver owns and its peers write into.
+// Region: memory that the receiver owns and peers write into.
 #pragma once
 
 #include <atomic>
@@ -25,7 +25,7 @@ struct RegionOptions {
   Device device;          // where the payloads are
 };
 
-// A doorbell someone waits for. `status` is Deadline while it is open.
+// A doorbell that a thread waits for. `status` is Deadline until it is decided.
 struct Awaited {
   uint32_t slot;
   uint64_t flag;
@@ -45,7 +45,7 @@ class Region {
   const std::string& name() const { return name_; }
   uint32_t slots() const { return geometry().slots; }
   uint64_t slot_bytes() const { return geometry().slot_bytes; }
-  // From one payload to the next; see Geometry for their number.
+  // Bytes from one payload to the next.
   uint64_t slot_stride() const { return geometry().stride; }
   uint32_t payloads() const { return geometry().payloads; }
   const std::vector<std::string>& addresses() const { return addresses_; }
@@ -60,31 +60,32 @@ class Region {
   bool ready(uint32_t slot, uint64_t flag) const {
     return memory_.control(slot).doorbell.load(std::memory_order_acquire) == flag;
   }
-  // What the slot's Times say; zeros for a message without them.
+  // Returns the Times of the slot's message; zeros for a message without times.
   Times times(uint32_t slot) const;
-  // From now on the waits that see a message in these slots stamp it and note it in `trace` (null:
-  // stop). Throws CommError for slots outside of the region.
+  // From now on, waits that see a message in these slots record it in `trace` (null: stop). Throws
+  // CommError for slots outside of the region.
   void trace(SlotRange slots, std::shared_ptr<PeerTrace> trace);
-  // Whether the slot had a writer and it is gone.
+  // Whether the slot had a writer that is gone.
   bool gone(uint32_t slot) { return watch_.look(memory_, slot); }
 
-  // All: returns once no entry is open. Any: once one is Ok, or every writer is gone.
-  // Also returns at `deadline`, on wake(), on close() (open entries become Closed) and when
-  // `interrupt` (may be null) says so. Returns true only in the last case.
+  // All: returns once every entry is decided. Any: returns once one entry is Ok, or every writer is
+  // gone. Also returns at `deadline`, on wake(), on close() (undecided entries become Closed) and
+  // if `interrupt` (may be null) returns true. Returns true only in the last case.
   bool wait(Awaited* awaited, std::size_t count, WaitFor mode, uint64_t deadline,
             Interrupt interrupt);
-  // Marks what has arrived; true once the wait is over. Never blocks.
+  // Marks entries that have arrived. Returns true if the wait is over. Never blocks.
   bool poll(Awaited* awaited, std::size_t count, WaitFor mode);
 
-  // For a region in host memory whose consumer is a GPU: its streams may from now on wait for
-  // doorbells and copy from the slots. Regions on a device are so from the start. Throws CommError.
+  // For a region in host memory whose consumer is a GPU: from now on its streams may wait for
+  // doorbells and copy from the slots. Regions on a device allow that from the start. Throws
+  // CommError.
   void pin(Device device);
-  // The device whose streams may wait here. Throws CommError when there is none.
+  // The device whose streams may wait here. Throws CommError if there is none.
   Accelerator& accelerator() const;
-  // The stream goes on once every doorbell shows its flag; with `reset` it then sets them to 0.
+  // Makes the stream wait until every doorbell shows its flag; with `reset` it then sets them to 0.
   // Throws CommError.
   void enqueue_wait(Stream stream, const Awaited* awaited, std::size_t count, bool reset);
-  // What a Guard does to a doorbell that no writer will ring.
+  // For a Guard, in place of a writer that will not ring.
   void set_doorbell(uint32_t slot, uint64_t value) {
     memory_.control(slot).doorbell.store(value, std::memory_order_release);
   }
@@ -98,9 +99,9 @@ class Region {
 
  private:
   const Geometry& geometry() const { return memory_.geometry(); }
-  // What tracing keeps per slot. `seen`: the last flag noted, since several waits may see one.
-  // `consumed` of that message is not written into the slot, whose line the sender would then have
-  // to get back from this core.
+  // Tracing state of a slot. `seen`: the last recorded flag, because several waits may see one
+  // message. `consumed` is kept here and not in the slot: writing it there would cost the sender a
+  // cache miss.
   struct SlotTrace {
     std::atomic<PeerTrace*> trace{nullptr};
     std::atomic<uint64_t> seen{0};
@@ -109,8 +110,8 @@ class Region {
   IpcAddress place_on_device(const ShmAddress& shm);
   void note(uint32_t slot, uint64_t flag, PeerTrace& trace);
   void absorb(const Awaited* awaited, std::size_t count) const;
-  // The receiver that may be served by a wait for these doorbells: one whose connections ring all
-  // of them that are open. Null: there is none, or another waiter serves it.
+  // Returns the receiver that a wait for these doorbells may serve: one whose connections ring all
+  // undecided ones. Null if there is none, or another waiter serves it.
   Receiver* begin_serving(const Awaited* awaited, std::size_t count) const;
   bool mark_gone(Awaited* awaited, std::size_t count, WaitFor mode, bool ask_kernel);
 
@@ -118,20 +119,21 @@ class Region {
   Token token_;
   Memory memory_;
   Device device_;
-  std::unique_ptr<DeviceMemory> device_payload_;  // null: the payload is in memory_
-  std::unique_ptr<Pinned> pinned_;                // memory_, for accelerator()
+  std::unique_ptr<DeviceMemory> device_payload_;  // null if the payload is in memory_
+  std::unique_ptr<Pinned> pinned_;                // memory_, page-locked for accelerator()
   std::vector<std::string> addresses_;
   std::vector<std::unique_ptr<Receiver>> receivers_;
   WriterWatch watch_;
   std::unique_ptr<SlotTrace[]> slot_traces_;
-  std::atomic<bool> traced_{false};  // whether any slot has ever been traced
+  std::atomic<bool> traced_{false};  // whether any slot was ever traced
   std::mutex trace_mutex_;
-  std::vector<std::shared_ptr<PeerTrace>> traces_;  // those a slot has ever named
+  std::vector<std::shared_ptr<PeerTrace>> traces_;  // all traces ever assigned to a slot
   pid_t creator_;
   std::atomic<bool> closed_{false};
   std::atomic<uint32_t> wakes_{0};
   std::atomic<int64_t> spin_ns_;
-  std::atomic<uint64_t> crowded_until_{0};  // others want this core: no yielding before this time
+  std::atomic<uint64_t> crowded_until_{
+      0};  // other threads need this core: do not yield before this time
 };
 
 }  // namespace afd_comm

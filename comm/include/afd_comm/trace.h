@@ -1,15 +1,15 @@
-// Trace: where a peer's messages spend their time, without synchronised clocks.
+// Trace: measures where a peer's messages spend their time, without synchronised clocks.
 //
-// A message carries Times. An answer also echoes two times of the message it answers, which gives
-// the side that asked four of them, as in NTP (RFC 5905, section 8):
+// A message carries Times. An answer also echoes two times of the message it answers. So the asking
+// side knows four times, as in NTP (RFC 5905, section 8):
 //
 //   t0 asked (here)   t1 arrived (there)   t2 answered (there)   t3 arrived (here)
 //   round trip on the wire = (t3 - t0) - (t2 - t1)             differences of one clock each
 //   offset there - here    = ((t1 - t0) - (t3 - t2)) / 2       wrong by at most round trip / 2
 //
-// The offset of the quickest recent round trip is used to turn t1 - t0 and t3 - t2 into one-way
-// times; the allowed age of a sample is what kDrift says. Processes that share a clock (see
-// clock_identity) need no estimate: their offset is 0 and their one-way times are exact.
+// The offset of the fastest recent round trip turns t1 - t0 and t3 - t2 into one-way times; kDrift
+// limits the age of a sample. Processes that share a clock (see clock_identity) need no estimate:
+// their offset is 0 and their one-way times are exact.
 #pragma once
 
 #include <array>
@@ -23,13 +23,13 @@
 
 namespace afd_comm {
 
-// How fast two quartz clocks may drift apart: 100 parts per million.
+// Largest drift between two quartz clocks: 100 parts per million.
 constexpr double kDrift = 1e-4;
-// An answer that was held longer says nothing of the wire: drift alone may make 10 us of it.
+// Answers that were held longer are not used: drift alone could add 10 us.
 constexpr int64_t kMaxHoldNs = 100000000;
 
-// Counts of times in ns, in buckets at most 1/16 of their value wide. Never blocks, and any number
-// of threads may record.
+// Counts times in ns, in buckets at most 1/16 of their value wide. Never blocks; any number of
+// threads may record.
 class Histogram {
  public:
   static constexpr int kSubBits = 4;
@@ -38,10 +38,10 @@ class Histogram {
   using Counts = std::array<uint64_t, kBuckets>;
 
   static std::size_t bucket_of(uint64_t ns);
-  // The first ns that is beyond the bucket.
+  // The smallest value above the bucket, ns.
   static uint64_t upper_bound(std::size_t bucket);
 
-  // A negative time (an estimated offset is off by that much) counts as 0.
+  // A negative time, from the error of an estimated offset, counts as 0.
   void record(int64_t ns);
   Counts counts() const;
   uint64_t total_ns() const { return total_.load(std::memory_order_relaxed); }
@@ -53,16 +53,16 @@ class Histogram {
   std::atomic<uint64_t> max_{0};
 };
 
-// How far the peer's clock is ahead of ours.
+// By how much the peer's clock is ahead of ours.
 struct Offset {
   int64_t ns = 0;
   int64_t error_ns = -1;  // |ns - truth| is at most this when it was taken; -1: not known yet
 };
 
-// Keeps the sample with the smallest error bound, which grows with its age.
+// Keeps the sample with the smallest error bound; the bound grows with the sample's age.
 class OffsetFilter {
  public:
-  // `at`: our clock, ns. A sample that comes while another thread adds one is dropped.
+  // `at`: our clock, ns. Drops the sample if another thread is adding one.
   void add(int64_t round_trip, int64_t offset, int64_t at);
   Offset now(int64_t at) const;
 
@@ -76,18 +76,19 @@ class OffsetFilter {
 enum class Path : int {
   Inbound = 0,    // peer's post to arrival here
   Outbound = 1,   // our post to arrival there, learned from the answer
-  RoundTrip = 2,  // both of them, without what the peer did in between
-  Waiting = 3,    // arrived here, but no wait had looked yet
+  RoundTrip = 2,  // both of them, without the time the peer held the message
+  Waiting = 3,    // from arrival here until a wait saw it
 };
 constexpr std::size_t kPaths = 4;
 
-// One message as a dump shows it: times in ns by our clock, the peer's being turned into it.
+// One message for a dump: times in ns of our clock, the peer's times converted.
 struct TraceEvent {
   int64_t posted, sent, arrived, consumed;
-  int64_t layer, micro_batch, rows, nbytes;
+  std::array<uint64_t, kUserWords> user;
+  int64_t count, nbytes;
 };
 
-// The last messages of one peer. Never blocks; a reader leaves out what is overwritten meanwhile.
+// The last messages of one peer. Never blocks; a reader skips entries that are being overwritten.
 class EventRing {
  public:
   static constexpr std::size_t kEvents = 4096;
@@ -105,26 +106,28 @@ class EventRing {
   std::array<Entry, kEvents> entries_{};
 };
 
-// All that one peer's messages told. Any thread may call any function; none waits for another.
+// Everything recorded about one peer's messages. Any thread may call any function; none waits for
+// another.
 class PeerTrace {
  public:
-  // A message with these times was seen by a wait. The content may be a lie. This only puts it
-  // aside; absorb() counts it, for which a wait has time until the next message comes.
+  // Records that a wait saw a message with these times, which may be false. This only queues the
+  // message. absorb() counts it later, when a wait has time until the next message.
   void note(const Header& header, const Times& times);
-  // Counts what was put aside.
+  // Counts the queued messages.
   void absorb() {
     if (!aside_.empty()) absorb_all();
   }
-  // Of all messages noted so far.
+  // Events of all messages noted so far.
   std::vector<TraceEvent> events();
   const Histogram& histogram(Path path);
   Offset offset();
 
  private:
-  // What is counted of a message.
+  // The part of a message that is counted.
   struct Noted {
     Times times;
-    int32_t layer, micro_batch, rows;
+    std::array<uint64_t, kUserWords> user;
+    uint32_t count;
     int64_t nbytes;
   };
   static constexpr std::size_t kAside = 64;

@@ -1,6 +1,7 @@
-// Facts shared by every backend: status, header, message.
+// What every backend shares: status, header, message.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <stdexcept>
@@ -13,33 +14,32 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the wire format is lit
 // Outcome of a hot-path operation. Errors there are values, never exceptions.
 enum class Status : int32_t {
   Ok = 0,
-  Deadline = 1,   // not finished in time (or woken early by Region::wake)
+  Deadline = 1,   // not finished in time, or woken early by Region::wake
   PeerGone = 2,   // the other process ended, or closed its end
-  BadHeader = 3,  // a slot, flag or frame that cannot be meant
-  Capacity = 4,   // a part lies outside of the slot
-  Closed = 5,     // this end is closed, or a newer link took its slots
+  BadHeader = 3,  // invalid slot, flag or frame
+  Capacity = 4,   // a part does not fit into the slot
+  Closed = 5,     // this end is closed, or a newer link claimed its slots
 };
 
-// What the receiver knows about a message besides its payload.
+constexpr std::size_t kUserWords = 3;
+
+// Describes a message to its receiver. Travels before the doorbell.
 struct Header {
-  int32_t layer = 0;
-  int32_t micro_batch = 0;
-  int32_t rows = 0;
-  int32_t depth = 0;
-  int32_t kind = 0;
-  int32_t dtype = 0;
-  int64_t nbytes = 0;  // sum of the parts
-  int64_t step = 0;
-  uint32_t traced = 0;  // not 0: the message has Times; where, says packed_times.h
+  std::array<uint64_t, kUserWords> user{};  // the application's; afd_comm never interprets them
+  int64_t nbytes = 0;                       // sum of the parts
+  uint32_t count = 0;  // items in the message; a scatter divides them among links
+  uint32_t reserved = 0;
+  uint32_t traced = 0;  // 0: no Times; else where they are, see packed_times.h
   uint32_t took = 0;    // packed Times
   int64_t posted = 0;   // packed Times
 };
 static_assert(sizeof(Header) == 56, "doorbell and header share a cache line");
 
-// A message's path in ns, each by CLOCK_MONOTONIC of the host it happened on. See trace.h.
+// When a message passed each point, in ns of CLOCK_MONOTONIC of the host where it happened. See
+// trace.h.
 struct Times {
   int64_t posted = 0;        // post() was called
-  int64_t sent = 0;          // its first byte was handed to the wire (shm: all of it was copied)
+  int64_t sent = 0;          // its first byte was sent (shm: all of it was copied)
   int64_t arrived = 0;       // complete at the receiver, just before the doorbell
   int64_t consumed = 0;      // a wait saw the doorbell
   int64_t echo_posted = 0;   // posted of the message this one answers, 0: none
@@ -49,7 +49,7 @@ struct Times {
 };
 static_assert(sizeof(Times) == 64, "times are one cache line");
 
-// What an answer says about the message it answers; both 0 where that one was not traced.
+// Two times of the message that this one answers. Both are 0 if that message was not traced.
 struct Echo {
   int64_t posted = 0;
   int64_t arrived = 0;
@@ -64,6 +64,8 @@ struct Part {
 
 constexpr std::size_t kMaxParts = 8;
 
+// One message as a link sends it. `flag` and `echo` differ from peer to peer; a Group fills them in
+// for each link.
 struct Message {
   uint32_t slot = 0;
   uint64_t flag = 0;
@@ -73,7 +75,8 @@ struct Message {
   std::size_t part_count = 0;
 };
 
-// Slots a link may write. count == 0: no claim; every slot may be written, nobody watches.
+// Slots that a link may write. count == 0: no claim; the link may write every slot, and the
+// receiver does not notice its death.
 struct SlotRange {
   uint32_t first = 0;
   uint32_t count = 0;
@@ -84,13 +87,13 @@ struct SlotRange {
   }
 };
 
-// Flags are compared for equality; 0 is the doorbell of a slot never written, so no message uses
-// it.
+// Flags are compared for equality. 0 is the doorbell of a slot that was never written, so no
+// message may use it.
 constexpr uint64_t make_flag(uint32_t generation, uint32_t seq) {
   return (uint64_t{generation} << 32) | seq;
 }
 
-// Called now and then during long waits; true asks the wait to return (e.g. Ctrl-C in Python).
+// Called regularly during long waits; returning true ends the wait (e.g. Ctrl-C in Python).
 using Interrupt = bool (*)();
 
 // Set-up failed. The message names the cause and the remedy.

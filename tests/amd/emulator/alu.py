@@ -1,4 +1,4 @@
-"""Meaning of the vector instructions on arrays of 64 lanes, as a table: name -> types, function."""
+"""Semantics of vector instructions on arrays of 64 lanes, as a table: name -> types, function."""
 
 import re
 from collections.abc import Callable

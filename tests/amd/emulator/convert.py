@@ -1,4 +1,4 @@
-"""Conversions to and from the small floating-point formats: e4m3 in both kinds, e5m2, e2m1."""
+"""Conversions to and from the small floating-point formats: both e4m3 formats, e5m2, e2m1."""
 
 import re
 from collections.abc import Callable

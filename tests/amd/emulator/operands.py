@@ -1,4 +1,4 @@
-"""Operands of vector instructions: where an instruction's sources come from, where results go."""
+"""Operands of vector instructions: reading the sources and writing the results."""
 
 import struct
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What a wave and the memory hold."""
+"""State of a wave and of the memory."""
 
 from dataclasses import dataclass, field
 

@@ -1,1 +1,0 @@
-"""Benchmarks: `afd bench NAME`. Every module has ``main(argv) -> exit code``."""

@@ -1,0 +1,163 @@
+"""Derives model, contract and slots from a deployment file and its checkpoint. No torch."""
+
+from dataclasses import dataclass
+from typing import TypedDict
+
+from afd.config.contract import Contract
+from afd.config.deployment import Deployment
+from afd.devices import device_named
+from afd.errors import ConfigError
+from afd.models import Family, MoeModel, read_model
+from afd.models.checkpoint import fingerprint
+from afd.placement.dispatch import Dispatch, cheaper_dispatch
+from afd.placement.tables import Placement, contiguous, load_placement, slot_bounds
+from afd.topology import SlotMap, expert_ranges, width_slices
+from afd.wire.layout import SlotLayout, layouts
+
+
+class RegionOptions(TypedDict):
+    """The keyword arguments of ``afd_comm.Region`` that depend on the deployment."""
+
+    device: str
+    tcp_host: str | None
+
+
+def region_options(deployment: Deployment, device: str) -> RegionOptions:
+    """Returns the memory in which a role on ``device`` keeps its slots, and its TCP address.
+
+    device: a name in :data:`afd.devices.DEVICES`. TCP reaches host memory only.
+    """
+    kind = device_named(device)
+    tcp_host = deployment.transport.tcp_host if kind.host_memory else None
+    return {"device": kind.region_device, "tcp_host": tcp_host}
+
+
+def replays(deployment: Deployment) -> bool:
+    """Whether decode steps are captured as graphs and replayed."""
+    return deployment.pipeline.graphs and device_named(deployment.attention.device).captures_graphs
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Everything that attention and FFN members must agree on before the first message.
+
+    model: shape of the checkpoint; its ``dtype`` is the serving dtype ("bfloat16", ...).
+    a2f, f2a: slot layouts of messages to the FFN and from it.
+    dispatch: to which FFN instances a row is sent.
+    shared_by_rows: True: one instance computes all shared experts of a row. False: every instance
+        computes a slice of them.
+    placement: the experts of every FFN instance at the start.
+    """
+
+    deployment: Deployment
+    family: Family
+    model: MoeModel
+    slots: SlotMap
+    a2f: SlotLayout
+    f2a: SlotLayout
+    dispatch: Dispatch
+    shared_by_rows: bool
+    placement: Placement
+    contract: Contract
+
+
+def resolve(deployment: Deployment) -> Resolved:
+    """Derives the facts of a deployment from the checkpoint's config.json and tensor headers.
+
+    Reads no weights.
+
+    Raises:
+        ConfigError: the checkpoint cannot be served, or not with this deployment's topology.
+    """
+    family, model = read_model(deployment.model)
+    model = family.serve_as(model, deployment.attention.dtype)
+    dtype = model.dtype
+    placement = _placement(deployment, model)
+    dispatch = _dispatch(deployment, model)
+    by_rows = _shared_by_rows(deployment, dispatch)
+    capacity = deployment.attention.max_num_batched_tokens
+    depth = deployment.pipeline.max_depth
+    wire = deployment.wire
+    a2f, f2a = layouts(wire.format, dtype, capacity, model.hidden, model.top_k, wire.fp8)
+    contract = Contract(
+        model_hash=fingerprint(deployment.model),
+        dtype=dtype,
+        wire=wire.name,
+        hidden=model.hidden,
+        num_layers=model.num_layers,
+        moe_layers=model.moe_layers,
+        num_experts=model.num_experts,
+        top_k=model.top_k,
+        capacity_rows=capacity,
+        max_depth=depth,
+        attention_instances=deployment.attention.instances,
+        ffn_instances=deployment.ffn.instances,
+        ffn_tp=deployment.ffn.tp,
+        reduce=deployment.ffn.reduce,
+        dispatch=dispatch,
+        shared_experts="rows" if by_rows else "slices",
+        expert_slots=placement.bounds,
+        expert_map=placement.tables,
+        movable=not replays(deployment),
+    )
+    slots = SlotMap(deployment.attention.instances, deployment.ffn.ranks, depth)
+    return Resolved(
+        deployment, family, model, slots, a2f, f2a, dispatch, by_rows, placement, contract
+    )
+
+
+def check_model(deployment: Deployment) -> None:
+    """Checks that the checkpoint fits the deployment. Raises ConfigError."""
+    if not (deployment.model / "config.json").is_file():
+        what = "has no config.json" if deployment.model.is_dir() else "is not a folder"
+        raise ConfigError(
+            f"model {deployment.model} {what}; give the path of a Hugging Face checkpoint folder"
+            " (config.json and *.safetensors), relative to the deployment file"
+        )
+    _, model = read_model(deployment.model)
+    if deployment.ffn.instances > model.num_experts:
+        raise ConfigError(
+            f"ffn.instances is {deployment.ffn.instances} but {deployment.model.name} has"
+            f" {model.num_experts} experts per layer; use at most {model.num_experts} FFN instances"
+        )
+    _placement(deployment, model)
+    _shared_by_rows(deployment, _dispatch(deployment, model))
+    width_slices(model.moe_intermediate, deployment.ffn.tp)
+
+
+def _placement(deployment: Deployment, model: MoeModel) -> Placement:
+    ffn, layers = deployment.ffn, len(model.moe_layers)
+    bounds = slot_bounds(model.num_experts, ffn.instances, ffn.redundant_experts)
+    if ffn.placement is None:
+        return contiguous(model.num_experts, bounds, layers)
+    return load_placement(ffn.placement, model.num_experts, bounds, layers)
+
+
+def _dispatch(deployment: Deployment, model: MoeModel) -> Dispatch:
+    wanted = deployment.wire.dispatch
+    if wanted == "routed" and replays(deployment):
+        raise ConfigError(
+            "wire.dispatch routed sends a varying number of rows, but a captured graph has fixed"
+            " sizes; use broadcast, or set pipeline.graphs: false"
+        )
+    if wanted != "auto":
+        return wanted
+    if replays(deployment) or deployment.ffn.instances == 1:
+        return "broadcast"
+    ranges = expert_ranges(model.num_experts, deployment.ffn.instances)
+    return cheaper_dispatch([end - start for start, end in ranges], model.top_k)
+
+
+def _shared_by_rows(deployment: Deployment, dispatch: Dispatch) -> bool:
+    wanted = deployment.ffn.shared_experts
+    if wanted == "slices" and dispatch == "routed":
+        raise ConfigError(
+            "ffn.shared_experts slices needs every row on every FFN instance, but wire.dispatch is"
+            " routed; use ffn.shared_experts rows or wire.dispatch broadcast"
+        )
+    if wanted == "rows" and replays(deployment):
+        raise ConfigError(
+            "ffn.shared_experts rows computes a varying number of rows, but a captured graph has"
+            " fixed sizes; use slices, or set pipeline.graphs: false"
+        )
+    return dispatch == "routed" if wanted == "auto" else wanted == "rows"

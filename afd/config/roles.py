@@ -1,0 +1,113 @@
+"""The facts that one role is started with, passed in a private JSON file.
+
+The supervisor writes one file per role. The role, and the vLLM engine process that an attention
+instance starts, find it through the environment variable ``AFD_ROLE_FILE``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+from pydantic import ValidationError
+
+from afd.config.deployment import Deployment
+from afd.devices import device_named
+from afd.errors import ConfigError
+from afd.topology import ffn_number, gpu_order, member_id, visible_gpus
+
+ROLE_FILE_ENV = "AFD_ROLE_FILE"
+Role = Literal["control", "ffn", "attention", "gateway"]
+ROLES: tuple[Role, ...] = ("control", "ffn", "attention", "gateway")
+
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """One process of a deployment.
+
+    role, index, rank: make the member id: "attention-0", or "ffn-0.1" for the second rank of FFN
+        instance 0. index and rank count from 0.
+    control_address: "tcp://HOST:PORT".
+    keys_file: CURVE keys, see afd.control.connect; None only until they are assigned.
+    api_port: HTTP port of an attention instance or of the gateway; 0 for other roles.
+    metrics_port: port of /metrics; 0: any free port.
+    cpus: cores to run on; (): not pinned.
+    """
+
+    role: Role
+    index: int
+    deployment: Deployment
+    control_address: str
+    keys_file: Path | None = None
+    api_port: int = 0
+    metrics_port: int = 0
+    cpus: tuple[int, ...] = ()
+    rank: int = 0
+
+    @property
+    def id(self) -> str:
+        return member_id(self.role, self.index, self.rank)
+
+    @property
+    def number(self) -> int:
+        """Number of this process among the processes of its role."""
+        tp = self.deployment.ffn.tp if self.role == "ffn" else 1
+        return ffn_number(self.index, self.rank, tp)
+
+    @property
+    def threads(self) -> int:
+        """Compute threads: ``ffn.threads`` if set, else one per core that the role may use."""
+        wanted = self.deployment.ffn.threads
+        if self.role == "ffn" and wanted != "auto":
+            return wanted
+        return len(self.cpus) or len(os.sched_getaffinity(0))
+
+    def gpu_environment(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """The variable that shows the role its GPUs, its own first; {} on a host device.
+
+        environment: limits the GPUs that may be used. Raises ConfigError if they are too few.
+        """
+        deployment = self.deployment
+        pool = deployment.attention if self.role == "attention" else deployment.ffn
+        device = device_named(pool.device)
+        if device.visible_variable is None:
+            return {}
+        order = gpu_order(
+            self.role,
+            self.number,
+            deployment.attention.instances,
+            deployment.ffn.ranks,
+            deployment.gpus,
+        )
+        return visible_gpus(device, order, environment)
+
+    def save(self, path: Path) -> None:
+        """Write the role file with mode 0600: vLLM arguments may contain an API key."""
+        data = {item.name: getattr(self, item.name) for item in fields(self)}
+        data["deployment"] = self.deployment.plain()
+        data["keys_file"] = str(self.keys_file) if self.keys_file else None
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(data, file)
+
+
+def load_role(path: str | Path | None = None) -> RoleSpec:
+    """Read the role file ``path``, by default the one in ``AFD_ROLE_FILE``. Raises ConfigError."""
+    path = path or os.environ.get(ROLE_FILE_ENV)
+    if not path:
+        raise ConfigError(f"{ROLE_FILE_ENV} is not set; start this role with afd serve or afd ROLE")
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        data["deployment"] = Deployment.from_plain(data["deployment"])
+        data["keys_file"] = Path(data["keys_file"]) if data["keys_file"] else None
+        data["cpus"] = tuple(data["cpus"])
+        return RoleSpec(**data)
+    except (OSError, ValueError, KeyError, TypeError, ValidationError) as err:
+        reason = " ".join(str(err).split())[:200]
+        raise ConfigError(
+            f"role file {path} cannot be used ({reason}); restart the deployment"
+        ) from None

@@ -1,0 +1,27 @@
+"""The kinds of device a deployment runs on. A new kind is one file and one line in ``DEVICES``."""
+
+from afd.devices.cpu import CPU
+from afd.devices.cuda import CUDA
+from afd.devices.device import Device
+from afd.errors import ConfigError
+
+__all__ = ["CPU", "CUDA", "DEVICES", "Device", "device_named", "device_of_torch"]
+
+DEVICES: dict[str, Device] = {device.name: device for device in (CPU, CUDA)}
+"""By name, in the order in which messages list them."""
+_OF_TORCH = {device.torch_type: device for device in reversed(DEVICES.values())}
+
+
+def device_named(name: str) -> Device:
+    """The device of this name. Raises ConfigError if there is none."""
+    if name not in DEVICES:
+        raise ConfigError(f"device {name!r} is unknown; use one of {', '.join(DEVICES)}")
+    return DEVICES[name]
+
+
+def device_of_torch(torch_type: str) -> Device:
+    """The device whose tensors have this ``torch.device.type``: the first one where several share
+    it, since those share streams and capabilities. Raises ConfigError if there is none."""
+    if torch_type not in _OF_TORCH:
+        raise ConfigError(f"no device has torch type {torch_type!r}; use {', '.join(_OF_TORCH)}")
+    return _OF_TORCH[torch_type]

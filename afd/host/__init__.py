@@ -1,0 +1,1 @@
+"""Resources of the host: cores, ports, logs and package data."""

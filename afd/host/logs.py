@@ -1,0 +1,97 @@
+"""Output of the roles: to the terminal with the role's name before each line, or to files."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections import deque
+from pathlib import Path
+from typing import BinaryIO, TextIO
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
+TAIL_LINES = 15
+ERROR_MARK = "afd: error: "
+"""Precedes an error sentence for the user in the output of every role (afd_launch/cli.py)."""
+_LONGEST_LINE = 64 * 1024
+_COLOURS = {"control": 35, "ffn": 33, "attention": 36, "gateway": 32}  # ANSI foregrounds
+
+
+def print_our_logs() -> None:
+    """Print the logger ``afd`` in a vLLM process, where vLLM configures only its own logger."""
+    ours = logging.getLogger("afd")
+    if not ours.handlers:  # a forked process inherits its parent's handlers
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter(LOG_FORMAT))
+        ours.addHandler(handler)
+        ours.setLevel(logging.INFO)
+        ours.propagate = False
+
+
+class RoleLog:
+    """Writes out one role's stdout and stderr, and keeps the last lines for error reports."""
+
+    def __init__(self, name: str, *, out: TextIO, directory: Path | None = None) -> None:
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._partial = b""
+        self.error: str | None = None  # the last error sentence that the role printed
+        self._out = out
+        self._prefix = prefix(name, out)
+        self.path = directory / f"{name}.log" if directory else None
+        self._file: BinaryIO | None = self.path.open("ab") if self.path else None
+
+    def feed(self, data: bytes) -> None:
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        for line in lines:
+            self._line(line)
+        if len(self._partial) > _LONGEST_LINE:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write out a last line that has no newline."""
+        if self._partial:
+            self._line(self._partial)
+            self._partial = b""
+
+    def tail(self) -> list[str]:
+        """The last lines, oldest first."""
+        return list(self._tail)
+
+    def close(self) -> None:
+        self.flush()
+        if self._file:
+            self._file.close()
+            self._file = None
+
+    def _line(self, line: bytes) -> None:
+        # Keep only the last state of a progress bar, which overwrites itself with "\r".
+        text = line.rstrip(b"\r").rsplit(b"\r", 1)[-1].decode("utf-8", "replace")
+        self._tail.append(text)
+        if ERROR_MARK in text:
+            self.error = text.partition(ERROR_MARK)[2]
+        if self._file:
+            self._file.write(text.encode() + b"\n")
+            self._file.flush()
+        else:
+            write_line(f"{self._prefix} {text}", self._out)
+
+
+def prefix(name: str, out: TextIO) -> str:
+    """Returns ``[attention-0]``, coloured by role on a terminal unless NO_COLOR is set."""
+    text = f"[{name}]"
+    if not out.isatty() or "NO_COLOR" in os.environ:
+        return text
+    return f"\033[{_COLOURS.get(name.rsplit('-', 1)[0], 37)}m{text}\033[0m"
+
+
+def say(message: str, out: TextIO | None = None) -> None:
+    """Print a line of the supervisor itself."""
+    out = out or sys.stdout
+    write_line(f"{prefix('afd', out)} {message}", out)
+
+
+def write_line(text: str, out: TextIO) -> None:
+    """Print and flush. A closed pipe (`afd serve | head`) does not end the deployment."""
+    with contextlib.suppress(BrokenPipeError):
+        print(text, file=out, flush=True)

@@ -1,1 +1,0 @@
-"""What a decode step costs, disaggregated and colocated."""

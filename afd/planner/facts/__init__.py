@@ -1,1 +1,0 @@
-"""Models and accelerators as data."""

@@ -1,0 +1,1 @@
+"""Benchmarks: `afd bench NAME`. Every benchmark module has ``main(argv) -> exit status``."""

@@ -1,0 +1,1 @@
+"""`afd bench moe`: times one MoE layer, computed as in an FFN instance."""

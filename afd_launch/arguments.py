@@ -1,0 +1,38 @@
+"""Arguments that several commands share: the deployment file and its overrides."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from afd.config.deployment import Deployment
+
+
+def add_config(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+    parser.add_argument(
+        "config", type=Path, metavar="CONFIG", nargs="?" if optional else None, help="a YAML file"
+    )
+    add_overrides(parser)
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="override a key of the file, such as pipeline.depth=2 (repeatable)",
+    )
+
+
+def load_deployment(args: argparse.Namespace) -> Deployment:
+    """Loads the deployment and checks it against its checkpoint. Raises ConfigError."""
+    from afd.config.deployment import load_config
+    from afd.config.resolve import check_model
+
+    deployment = load_config(args.config, args.overrides)
+    check_model(deployment)
+    return deployment

@@ -1,0 +1,71 @@
+"""Assigns CPU cores to roles. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from afd.config.deployment import CoreLists, Deployment
+from afd.errors import ConfigError
+
+Cores = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CpuPlan:
+    """Cores of each attention instance by index, and of each FFN rank by number.
+
+    The gateway, the control plane and the HTTP servers of attention instances are not pinned.
+    """
+
+    attention: tuple[Cores, ...]
+    ffn: tuple[Cores, ...]
+
+
+def cpu_plan(available: Sequence[int], attention: int, ffn: int) -> CpuPlan:
+    """Shares ``available`` cores among ``attention`` + ``ffn`` processes.
+
+    Each process gets contiguous cores, which share caches. If the division leaves a remainder, the
+    first processes get one core more. With fewer cores than processes, cores are assigned round
+    robin and shared.
+    """
+    cores, roles = tuple(available), attention + ffn
+    if not cores:
+        raise ValueError("no cores are available")
+    if roles > len(cores):
+        lists: list[Cores] = [(cores[i % len(cores)],) for i in range(roles)]
+    else:
+        share, rest = divmod(len(cores), roles)
+        ends = [share * (i + 1) + min(i + 1, rest) for i in range(roles)]
+        starts = [0, *ends[:-1]]
+        lists = [cores[start:end] for start, end in zip(starts, ends, strict=True)]
+    return CpuPlan(tuple(lists[:attention]), tuple(lists[attention:]))
+
+
+def plan_for(deployment: Deployment, available: Sequence[int]) -> CpuPlan:
+    """The plan of a deployment. Core lists in the file replace the automatic ones.
+
+    Raises:
+        ConfigError: the file names a core that is not available.
+    """
+    attention, ffn = deployment.attention, deployment.ffn
+    auto = cpu_plan(available, attention.instances, ffn.ranks)
+    return CpuPlan(
+        _given("attention.cpus", attention.cpus, auto.attention, available),
+        _given("ffn.cpus", ffn.cpus, auto.ffn, available),
+    )
+
+
+def _given(
+    setting: str, wanted: CoreLists, auto: tuple[Cores, ...], available: Sequence[int]
+) -> tuple[Cores, ...]:
+    if wanted == "auto":
+        return auto
+    missing = {core for cores in wanted for core in cores} - set(available)
+    if missing:
+        raise ConfigError(
+            f"{setting} names cores that this process must not use"
+            f" ({', '.join(map(str, sorted(missing)))}); it may use"
+            f" {', '.join(map(str, available))}"
+        )
+    return wanted

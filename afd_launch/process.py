@@ -1,0 +1,120 @@
+"""One role as a process group: it ends with this process, and it ends as a whole."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)  # opened here: a forked child must not take locks
+
+
+@dataclass(frozen=True)
+class Command:
+    """How to start one role. name: "attention-0"; env: added to this process's environment.
+
+    ends_all: exit status 0 ends the deployment (an operator shut the control plane down).
+    stateless: the role holds no state of requests, so a stalled one is killed and restarted.
+    holds_requests: the role is restarted only once it can no longer serve its requests.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    ends_all: bool = False
+    stateless: bool = False
+    holds_requests: bool = False
+
+
+class RoleProcess:
+    """A running role. Its pid is also the id of its process group and of its login session."""
+
+    def __init__(self, command: Command) -> None:
+        """Starts the process. Raises OSError if the program cannot be run.
+
+        Call this on the main thread: the kernel delivers the parent-death signal when the
+        *thread* that forked ends (prctl(2), PR_SET_PDEATHSIG).
+        """
+        parent = os.getpid()
+        self.command = command
+        self.started = time.monotonic()
+        self._popen = subprocess.Popen(
+            command.argv,
+            env={**os.environ, **command.env},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            bufsize=0,
+            start_new_session=True,  # the supervisor passes Ctrl-C on, in order
+            preexec_fn=lambda: _die_with(parent),
+        )
+        assert self._popen.stdout is not None
+        self.output = self._popen.stdout.fileno()
+        os.set_blocking(self.output, False)
+
+    @property
+    def name(self) -> str:
+        return self.command.name
+
+    @property
+    def group(self) -> int:
+        return self._popen.pid
+
+    def exit_code(self) -> int | None:
+        """Exit status of the leader, negative for a signal; None while it runs. Reaps it."""
+        return self._popen.poll()
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to every process of the group, if any is left."""
+        # The group id cannot be reused meanwhile: the group has members, or its leader is a zombie.
+        if self._popen.returncode is None or group_members(self.group):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.group, number)
+
+    def gone(self) -> bool:
+        """True once the leader is reaped and its group has no other process."""
+        return self.exit_code() is not None and not group_members(self.group)
+
+    def close(self) -> None:
+        assert self._popen.stdout is not None
+        self._popen.stdout.close()
+
+
+def _die_with(parent: int) -> None:
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:  # the parent died before the call above
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def group_members(group: int) -> list[int]:
+    """Returns the pids of a process group, without zombies, from /proc/PID/stat (proc(5))."""
+    members = []
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        try:
+            stat = Path("/proc", entry, "stat").read_text(errors="replace")
+        except OSError:  # the process ended meanwhile
+            continue
+        # "pid (comm) state ppid pgrp ..."; comm may itself hold spaces and parentheses
+        state, _, pgrp = stat.rpartition(")")[2].split()[:3]
+        if int(pgrp) == group and state not in "ZX":
+            members.append(int(entry))
+    return members
+
+
+def describe_exit(code: int) -> str:
+    """``exited with status 3`` or ``was killed by SIGKILL``."""
+    if code >= 0:
+        return f"exited with status {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"

@@ -1,0 +1,151 @@
+"""Whether the roles that `afd serve` started are ready.
+
+The control plane is ready when its port accepts connections; an FFN or attention instance when it
+is a member in state "ready" and its process belongs to the group that we started; the gateway when
+/health returns 200.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from afd.config.roles import RoleSpec
+from afd.control.address import to_connect
+from afd.control.keys import load_client
+from afd.control.messages import Member, Members, Status
+from afd.host.ports import accepts, refuses
+
+if TYPE_CHECKING:
+    from afd.control.channel import Channel
+
+ASK_S = 0.2  # between two status requests
+ANSWER_S = 0.05  # longest wait for a reply, so that the supervisor's loop stays responsive
+FRESH_S = 2.0  # an older reply is not used
+HEALTH_S = 1.0
+# http_proxy does not apply to this host
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class Readiness:
+    """Asks the control plane for the members. One thread uses it; close it after use."""
+
+    def __init__(self, specs: Sequence[RoleSpec], keys: Path) -> None:
+        """keys: file with the operators' keys."""
+        self._specs = {spec.id: spec for spec in specs}
+        self._keys = load_client(keys)
+        self._control = specs[0].control_address
+        self._channel: Channel | None = None
+        self._members: Members | None = None
+        self._asked = self._answered = self._connected = 0.0
+        self._timeout_s = specs[0].deployment.control.timeout_s
+
+    def __enter__(self) -> Readiness:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    def awaited(self, name: str, group: int) -> str | None:
+        """See ``afd_launch.supervisor.Awaited``."""
+        spec = self._specs[name]
+        if spec.role == "control":
+            endpoint = to_connect(self._control)
+            up = accepts(endpoint.host, endpoint.port)
+            return None if up else f"to listen at {self._control}"
+        if spec.role == "gateway":
+            return _gateway_wait(spec)
+        return _member_wait(self._snapshot(), spec, group)
+
+    def is_member(self, name: str) -> bool | None:
+        """See ``afd_launch.stall_monitor.IsMember``; for FFN and attention roles.
+
+        A restarted control plane has no members at first. Its replies count once this connection
+        is older than the time that members get to register again.
+        """
+        spec, members = self._specs[name], self._snapshot()
+        now = time.monotonic()
+        if (
+            members is None
+            or now - self._answered > FRESH_S
+            or now - self._connected <= self._timeout_s
+        ):
+            return None
+        return members.find(spec.role, spec.index, spec.rank) is not None
+
+    def is_serving(self, name: str) -> bool | None:
+        """Whether an attention role is registered or still listens; see ``is_member`` for None.
+
+        A role that does neither has ended its engine (vLLM on SIGTERM). A stopped process keeps its
+        listener. None while the deployment drains: the control plane would refuse a new process.
+        """
+        member = self.is_member(name)
+        if member is not False:
+            return member
+        if self._members is None or self._members.draining:
+            return None
+        spec = self._specs[name]
+        return not refuses(_local(spec.deployment.attention.host), spec.api_port)
+
+    def _snapshot(self) -> Members | None:
+        """The latest membership; None until the control plane has replied."""
+        from afd.control.channel import Channel
+
+        if self._channel is None:
+            self._channel = Channel(self._control, self._keys, uuid.uuid4().hex.encode("ascii"))
+        now = time.monotonic()
+        if now - self._asked >= ASK_S:
+            self._asked = now
+            self._channel.send(Status())
+            received = self._channel.poll(ANSWER_S)
+            if received.connected:
+                self._connected = now
+            for message in received.messages:
+                if isinstance(message, Members):
+                    self._members, self._answered = message, now
+        return self._members
+
+
+def _member_wait(members: Members | None, spec: RoleSpec, group: int) -> str | None:
+    if members is None:
+        return "for the control plane to reply"
+    member = members.find(spec.role, spec.index, spec.rank)
+    if member is None or not _is_of(member, group):
+        return "to join the control plane"
+    return None if member.state == "ready" else f"to be ready (it is {member.state})"
+
+
+def _is_of(member: Member, group: int) -> bool:
+    """Whether the member's process belongs to this process group."""
+    try:
+        return os.getpgid(member.pid) == group
+    except ProcessLookupError:
+        return False
+
+
+def _local(host: str) -> str:
+    """Returns the address at which this host reaches a server bound to ``host``."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+def _gateway_wait(spec: RoleSpec) -> str | None:
+    host = _local(spec.deployment.gateway.host)
+    url = f"http://{f'[{host}]' if ':' in host else host}:{spec.api_port}/health"
+    try:
+        with _DIRECT.open(url, timeout=HEALTH_S):
+            return None
+    except urllib.error.HTTPError as err:
+        return f"to answer {url} with 200 (it says {err.code})"
+    except (OSError, ValueError):
+        return f"to answer {url}"

@@ -1,0 +1,170 @@
+"""`afd control|ffn|attention|gateway`: runs one role in this process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+from afd.config.deployment import Attention, Deployment, Ffn
+from afd.config.roles import ROLE_FILE_ENV, Role, RoleSpec
+from afd.control.connect import NO_KEYS
+from afd.errors import ConfigError
+from afd.host.logs import LOG_FORMAT
+from afd.host.ports import held_ports
+from afd.topology import ffn_number
+from afd_launch.serve import run_directory
+
+
+def standalone_spec(
+    deployment: Deployment, role: Role, index: int, control: str | None, rank: int = 0
+) -> RoleSpec:
+    """The spec of a role that a user starts by hand. Raises ConfigError."""
+    address = control or deployment.control.address
+    if address == "auto":
+        raise ConfigError(
+            "control.address is auto, which only afd serve can choose; set it to tcp://HOST:PORT in"
+            " the file, or pass --control"
+        )
+    pools: dict[str, Attention | Ffn] = {"attention": deployment.attention, "ffn": deployment.ffn}
+    pool = pools.get(role)
+    instances = pool.instances if pool else 1
+    if not 0 <= index < instances:
+        raise ConfigError(
+            f"--index {index} does not exist with {role}.instances = {instances};"
+            f" use 0 to {instances - 1}"
+        )
+    ranks = deployment.ffn.tp if role == "ffn" else 1
+    if not 0 <= rank < ranks:
+        raise ConfigError(
+            f"--rank {rank} does not exist with ffn.tp = {ranks}; use 0 to {ranks - 1}"
+        )
+    if deployment.control.keys is None:
+        raise ConfigError(NO_KEYS)
+    return RoleSpec(
+        role,
+        index,
+        deployment,
+        address,
+        deployment.control.keys,
+        api_port=_api_port(deployment, role, index),
+        cpus=pool.cpus[ffn_number(index, rank, ranks)] if pool and pool.cpus != "auto" else (),
+        rank=rank,
+    )
+
+
+def _api_port(deployment: Deployment, role: Role, index: int) -> int:
+    if role == "gateway":
+        return deployment.gateway.port
+    if role == "attention":
+        return deployment.attention.api_ports()[index]
+    return 0
+
+
+def run_role(spec: RoleSpec, file: Path | None) -> int:
+    """Runs a role until it ends. file: the role file, if a supervisor wrote one."""
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+    if spec.role == "attention":
+        return _attention(spec, file)
+    if spec.role == "ffn":
+        from ffn_worker.main import run_ffn
+
+        run_ffn(spec)
+        return 0
+    if spec.role == "gateway":
+        return _gateway(spec, supervised=file is not None)
+    return _control(spec, anchored=file is not None)
+
+
+def _attention(spec: RoleSpec, file: Path | None) -> int:
+    from attention_worker.vllm_hooks.command import attention_command
+
+    if file is not None:  # the supervisor removes the file
+        argv, environment = attention_command(spec)
+        os.execvpe(argv[0], argv, {**environment, ROLE_FILE_ENV: str(file.absolute())})
+    with run_directory() as run_dir, held_ports([spec.deployment.attention.host]) as (free,):
+        spec = replace(spec, api_port=spec.api_port or free)
+        argv, environment = attention_command(spec)
+        spec.save(run_dir / "role.json")
+        environment = {**environment, ROLE_FILE_ENV: str(run_dir / "role.json")}
+        return _run_child(argv, environment)
+
+
+def _run_child(argv: list[str], environment: dict[str, str]) -> int:
+    """Runs a command, passes on the signals that end it, and returns its exit status."""
+    child: subprocess.Popen[bytes] | None = None
+
+    def forward(number: int, _frame: FrameType | None) -> None:
+        if child is not None:
+            child.send_signal(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, forward)
+    # In a login session of its own, so that a terminal's Ctrl-C reaches it only through us.
+    child = subprocess.Popen(argv, env=environment, start_new_session=True)
+    status = child.wait()
+    return status if status >= 0 else 128 - status
+
+
+def _control(spec: RoleSpec, *, anchored: bool) -> int:
+    """anchored: the control plane itself knows the contract; else the first member's is taken.
+
+    A supervisor starts all roles from one file on one host. By hand, the host of the control plane
+    need not have the checkpoint that the contract is made from.
+    """
+    from afd.config.resolve import resolve
+    from afd.control.authority import member_ids
+    from afd.control.connect import timing_of
+    from afd.control.depths import DepthPolicy
+    from afd.control.keys import CurveKeys
+    from afd.control.main import run_control
+
+    if spec.keys_file is None:
+        raise ConfigError(NO_KEYS)
+
+    pipeline = spec.deployment.pipeline
+    target_s = None if pipeline.tpot_ms is None else pipeline.tpot_ms / 1e3
+    return run_control(
+        spec.control_address,
+        CurveKeys.load(spec.keys_file),
+        members=member_ids(spec.deployment),
+        timing=timing_of(spec),
+        contract=resolve(spec.deployment).contract if anchored else None,
+        depth=DepthPolicy(pipeline.depth == "auto", target_s),
+    )
+
+
+def checks_api_key(vllm_args: Sequence[str]) -> bool:
+    """Whether attention instances check the Authorization header themselves."""
+    names = {argument.partition("=")[0].replace("_", "-") for argument in vllm_args}
+    return "--api-key" in names or "VLLM_API_KEY" in os.environ
+
+
+def _gateway(spec: RoleSpec, *, supervised: bool) -> int:
+    """supervised: the same user runs the attention instances, on this host."""
+    from afd.control.connect import client_for
+    from afd.gateway.main import run_gateway
+    from afd.gateway.settings import GatewaySettings
+
+    deployment = spec.deployment
+    settings = GatewaySettings(
+        host=deployment.gateway.host,
+        port=spec.api_port,
+        attention_instances=deployment.attention.instances,
+        ffn_instances=deployment.ffn.instances,
+        ffn_tp=deployment.ffn.tp,
+        drain_s=deployment.deadlines.drain_s,
+        instance=spec.id,
+        metrics=deployment.metrics.enabled,
+        pass_credentials=checks_api_key(deployment.attention.vllm_args),
+        own_upstreams=supervised,
+    )
+
+    return run_gateway(
+        settings, lambda: client_for(spec), join_deadline_s=deployment.deadlines.start_s
+    )

@@ -1,0 +1,124 @@
+"""`afd serve`: runs every role of one deployment on this host."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from afd.config.deployment import Deployment
+from afd.control.local_keys import announced
+from afd.errors import ConfigError
+from afd.host.logs import say
+from afd_launch.installation import require_vllm
+from afd_launch.readiness import Readiness
+from afd_launch.roles_of_host import (
+    OPERATOR_KEYS,
+    Ports,
+    available_cores,
+    held_addresses,
+    role_specs,
+    stages,
+    with_keys,
+)
+from afd_launch.stall_monitor import RETURN_S, StallMonitor
+from afd_launch.supervisor import Supervisor
+
+
+def serve(
+    deployment: Deployment,
+    *,
+    log_dir: Path | None = None,
+    on_ready: Callable[[str], None] = lambda url: None,
+) -> int:
+    """Starts all roles and runs until a signal; calls ``on_ready`` with the gateway's URL.
+
+    Returns the exit status (see ``Supervisor.run``). Raises ConfigError before the first start if a
+    port is in use or the log directory cannot be created.
+    """
+    require_vllm()
+    with held_addresses(deployment) as ports:
+        if log_dir:
+            _make_log_dir(log_dir)
+        return _serve(deployment, ports, log_dir, on_ready)
+
+
+def _serve(
+    deployment: Deployment, ports: Ports, log_dir: Path | None, on_ready: Callable[[str], None]
+) -> int:
+    began = time.monotonic()
+    url = f"http://{_reachable(deployment.gateway.host)}:{ports.gateway}"
+
+    def ready() -> None:
+        say(f"ready after {time.monotonic() - began:.0f} s: {url}/v1 ({summary(deployment)})")
+        on_ready(url)
+
+    with ExitStack() as stack:
+        run_dir = stack.enter_context(run_directory())
+        specs = with_keys(role_specs(deployment, ports, available_cores()), run_dir)
+        operator = run_dir / OPERATOR_KEYS
+        say(f"starting {summary(deployment)}; control plane at {ports.control_address}")
+        found = stack.enter_context(announced(ports.control_address, operator))
+        named = "" if found else f" --keys {operator}"
+        say(f"operate it with: afd ctl --control {ports.control_address}{named} status")
+        readiness = stack.enter_context(Readiness(specs, operator))
+        supervisor = Supervisor(
+            stages(specs, run_dir),
+            readiness.awaited,
+            start_s=deployment.deadlines.start_s,
+            restart=deployment.restart,
+            run_dir=run_dir,
+            log_dir=log_dir,
+            on_ready=ready,
+            stall_monitor=StallMonitor(readiness.is_member),
+            leave_monitor=StallMonitor(
+                readiness.is_serving, max(RETURN_S, deployment.deadlines.drain_s)
+            ),
+        )
+        return supervisor.run()
+
+
+def summary(deployment: Deployment) -> str:
+    """Returns ``model demo, 1 attention + 1 FFN of 2 ranks, depth 3, exact wire``."""
+    ranks = f" of {deployment.ffn.tp} ranks" if deployment.ffn.tp > 1 else ""
+    return (
+        f"model {deployment.served_model_name}, {deployment.attention.instances} attention +"
+        f" {deployment.ffn.instances} FFN{ranks}, depth {deployment.pipeline.depth},"
+        f" {deployment.wire.format} wire"
+    )
+
+
+def weights_note(deployment: Deployment) -> str:
+    """Returns a note if the model folder has no weights, as with the shipped presets; else ""."""
+    if any(deployment.model.glob("*.safetensors")):
+        return ""
+    return f"; {deployment.model} holds no weights: serve a checkpoint with --set model=/path/to/it"
+
+
+@contextmanager
+def run_directory() -> Iterator[Path]:
+    """A private (0700) directory for role files, keys and sockets; removed at the end."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    usable = base and os.access(base, os.W_OK)
+    path = Path(tempfile.mkdtemp(prefix="afd-", dir=base if usable else None))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _make_log_dir(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as err:
+        raise ConfigError(f"cannot create the log directory {path}: {err.strerror}") from None
+
+
+def _reachable(host: str) -> str:
+    """Returns the address at which a client on this host reaches a server bound to ``host``."""
+    host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]" if ":" in host else host

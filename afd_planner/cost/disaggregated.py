@@ -1,0 +1,296 @@
+"""Roofline model of the stage times of an attention-FFN-disaggregated decode step.
+
+Every stage is priced for the GPU of its pool with the most work. docs/planner-model.md derives the
+formulas and names their sources. ``Efficiency`` holds the share of data-sheet rates that real
+kernels reach.
+"""
+
+import math
+
+from afd.errors import ConfigError
+from afd_planner.cost.shape import EVEN_ROUTING, AfdShape, Efficiency, Pool, Routing
+from afd_planner.cost.stages import AfdStages, LayerStages, Part, StageTime
+from afd_planner.facts.attention import projection_parameters_per_gpu
+from afd_planner.facts.ffn import DenseFfn, Ffn, MoeFfn
+from afd_planner.facts.hardware import Accelerator
+from afd_planner.facts.model import LayerGroup, ModelSpec
+from afd_planner.facts.precision import Precision, dtype_bytes, wire_bytes
+
+SAMPLING_PASSES = 4
+"""Passes over the float32 logits: write, softmax, top-p filter, draw. An estimate."""
+
+_LOGIT_BYTES = 4
+_BYTES_PER_PAIR = 3.0
+"""Per (row, expert) pair and hidden column: one byte read (FP8), two written (BF16)."""
+
+
+def attention_parts(
+    group: LayerGroup,
+    accelerator: Accelerator,
+    rows: float,
+    context: float,
+    precision: Precision,
+    tp: int,
+    efficiency: Efficiency,
+    queries: int = 1,
+) -> tuple[Part, Part]:
+    """Returns (projections with the router, attention core) of one layer on one GPU.
+
+    Weights are read once per micro-batch and the cache once per row. The ``tp`` GPUs divide the
+    heads, and the cache if the attention kind allows it. Source: Step-3 report sections 4.1, 5.2
+    and 6.
+
+    Args:
+        rows: Decode rows of the GPU's data-parallel group.
+        context: Mean number of tokens attended to.
+        queries: Tokens per row and step; more than 1 with speculation.
+    """
+    attention = group.attention
+    weights = projection_parameters_per_gpu(attention, tp) + group.ffn.router_parameters
+    projections = Part(
+        "projections",
+        _matmul_s(
+            2.0 * weights * rows * queries, accelerator, precision.attention_weights, efficiency
+        ),
+        _memory_s(weights * dtype_bytes(precision.attention_weights), accelerator, efficiency),
+    )
+    rate = accelerator.math_flops(precision.attention_math) * efficiency.attention
+    padding = _tile_padding(attention.query_rows(tp) * queries, efficiency.query_tile)
+    kv_bytes = rows * attention.kv_read_bytes(context, precision.kv)
+    core = Part(
+        "attention",
+        rows * queries * attention.core_flops(context) / tp * padding / rate,
+        _memory_s(kv_bytes / attention.kv_shards(tp), accelerator, efficiency),
+    )
+    return projections, core
+
+
+def ffn_part(
+    ffn: Ffn,
+    accelerator: Accelerator,
+    rows: float,
+    precision: Precision,
+    shards: int,
+    tp: int,
+    efficiency: Efficiency,
+    routing: Routing = EVEN_ROUTING,
+) -> Part:
+    """Returns one FFN layer on one GPU, for a micro-batch of ``rows`` rows over all GPUs.
+
+    Shared experts and dense layers are divided over all shards * tp GPUs. Memory traffic is the
+    weights of the distinct experts (``MoeFfn.expected_experts``) and, per (row, expert) pair and
+    column, 1 byte of input and 2 bytes of output. Source: Step-3 report section 5.3.
+
+    Args:
+        shards: Expert-parallel groups that divide the routed experts.
+        tp: GPUs per group.
+
+    Raises:
+        ConfigError: There are more shards than experts.
+    """
+    if isinstance(ffn, MoeFfn) and shards > ffn.experts:
+        raise ConfigError(
+            f"{shards} expert-parallel groups cannot share {ffn.experts} experts; use fewer FFN "
+            "GPUs, or TP inside a group"
+        )
+    gpus = shards * tp
+    unit = dtype_bytes(precision.ffn_weights)
+    if isinstance(ffn, DenseFfn):
+        flops, weights = rows * ffn.flops_per_token() / gpus, ffn.touched_parameters(rows) / gpus
+        pairs = rows
+    else:
+        pairs = rows * ffn.top_k * routing.imbalance / shards
+        shared = ffn.shared_parameters / gpus
+        flops = 2.0 * (pairs * ffn.expert_parameters / tp + rows * shared)
+        held = math.ceil(ffn.experts / shards) / ffn.experts
+        experts = ffn.expected_experts(rows, routing.load) * held
+        weights = experts * ffn.expert_parameters / tp + shared * min(1.0, rows)
+    traffic = weights * unit + pairs * ffn.hidden * _BYTES_PER_PAIR
+    return Part(
+        "ffn",
+        _matmul_s(flops, accelerator, precision.ffn_weights, efficiency),
+        _memory_s(traffic, accelerator, efficiency),
+    )
+
+
+def collective_s(
+    nbytes: float, gpus: int, accelerator: Accelerator, efficiency: Efficiency
+) -> float:
+    """Returns the seconds of an all-gather or reduce-scatter over ``gpus`` GPUs.
+
+    ``nbytes`` is the size of the whole tensor. A group inside one server uses the server's links; a
+    larger group runs at the rate of its NICs.
+    """
+    if gpus == 1:
+        return 0.0
+    rate = accelerator.scale_up_bandwidth * efficiency.scale_up
+    if gpus > accelerator.gpus_per_server:
+        rate = accelerator.nic_bandwidth * efficiency.network
+    return nbytes * (gpus - 1) / gpus / rate + efficiency.collective_latency_s
+
+
+def wire_seconds(
+    shape: AfdShape, hidden: int, top_k: int, efficiency: Efficiency
+) -> tuple[float, float]:
+    """Returns the seconds of one micro-batch on the wire: (attention to FFN, FFN to attention).
+
+    Every attention GPU sends its rows to all FFN instances. Each GPU of an FFN instance receives an
+    equal share of the rows (rail-aligned). Every FFN instance returns partial sums of all rows
+    (Step-3 report section 7.1; docs/architecture.md). The slower end of the link determines the
+    time.
+    """
+    out, back = wire_bytes(shape.precision, hidden, top_k)
+    attention, ffn = shape.attention, shape.ffn
+    seconds = max(
+        shape.tokens
+        * ffn.instances
+        / attention.total_gpus
+        / _link_rate(attention, shape, efficiency),
+        shape.tokens / ffn.gpus / _link_rate(ffn, shape, efficiency),
+    )
+    return out * seconds + efficiency.wire_latency_s, back * seconds + efficiency.wire_latency_s
+
+
+def attention_stage(
+    group: LayerGroup, shape: AfdShape, efficiency: Efficiency, *, local_ffn: bool
+) -> StageTime:
+    """Returns the attention stage of one layer for one micro-batch.
+
+    With ``local_ffn``, the stage includes the layer's FFN.
+    """
+    pool, precision = shape.attention, shape.precision
+    rows = shape.rows / pool.groups
+    tokens = rows * (1 + shape.draft)
+    parts: tuple[Part, ...] = attention_parts(
+        group,
+        pool.accelerator,
+        rows,
+        shape.context,
+        precision,
+        pool.tp,
+        efficiency,
+        1 + shape.draft,
+    )
+    collectives = 2 if local_ffn else 1  # after the output projection, and after a local FFN
+    nbytes = tokens * group.ffn.hidden * dtype_bytes(precision.activations)
+    if local_ffn:
+        parts += (ffn_part(group.ffn, pool.accelerator, tokens, precision, 1, pool.tp, efficiency),)
+    else:
+        # Reads the partial sums of all FFN instances and writes their sum.
+        moved = (shape.ffn.instances + 1) * nbytes / pool.tp
+        parts += (Part("reduce", 0.0, _memory_s(moved, pool.accelerator, efficiency)),)
+    # An all-reduce is a reduce-scatter and an all-gather.
+    link = 2 * collectives * collective_s(nbytes, pool.tp, pool.accelerator, efficiency)
+    return StageTime(parts, link, efficiency.attention_overhead_s)
+
+
+def ffn_stage(ffn: Ffn, shape: AfdShape, efficiency: Efficiency) -> StageTime:
+    """Returns the FFN stage of one layer for one micro-batch.
+
+    An FFN instance of several GPUs all-gathers the rows that they received and reduce-scatters the
+    partial sums (Step-3 report section 7.1). At depth 2 and 3, the experts of another micro-batch
+    hide most of that.
+    """
+    pool = shape.ffn
+    part = ffn_part(
+        ffn,
+        pool.accelerator,
+        shape.tokens,
+        shape.precision,
+        pool.groups,
+        pool.tp,
+        efficiency,
+        shape.routing,
+    )
+    out, _ = wire_bytes(shape.precision, ffn.hidden, ffn.top_k)
+    partial = ffn.hidden * dtype_bytes(shape.precision.activations)
+    link = sum(
+        collective_s(shape.tokens * nbytes, pool.gpus, pool.accelerator, efficiency)
+        for nbytes in (out, partial)
+    )
+    exposed = link * (1 - efficiency.hidden_collectives) if shape.depth > 1 else link
+    return StageTime((part,), exposed, efficiency.ffn_overhead_s)
+
+
+def rest_seconds(
+    model: ModelSpec,
+    accelerator: Accelerator,
+    rows: float,
+    precision: Precision,
+    tp: int,
+    efficiency: Efficiency,
+) -> float:
+    """Returns the seconds of embedding, LM head, sampling and scheduling of one step.
+
+    The LM head is one matrix product, sampling passes SAMPLING_PASSES times over the float32
+    logits, and the embedding reads one row per token. The Step-3 report omits them because they are
+    below 5 %.
+
+    Args:
+        rows: Tokens of one data-parallel group.
+    """
+    unit = dtype_bytes(precision.head)
+    head = model.vocab * model.hidden / tp
+    product = max(
+        _matmul_s(2.0 * rows * head, accelerator, precision.head, efficiency),
+        _memory_s(head * unit, accelerator, efficiency),
+    )
+    moved = rows * (SAMPLING_PASSES * model.vocab / tp * _LOGIT_BYTES + model.hidden * unit)
+    return product + _memory_s(moved, accelerator, efficiency) + efficiency.step_overhead_s
+
+
+def afd_stages(model: ModelSpec, shape: AfdShape, efficiency: Efficiency) -> AfdStages:
+    """Returns the stage times of one decode step of ``shape``.
+
+    Layers without experts run in the attention pool unless ``shape.dense_on_ffn`` is set.
+    """
+    groups = []
+    for group in model.groups:
+        remote = shape.dense_on_ffn or isinstance(group.ffn, MoeFfn)
+        attention = attention_stage(group, shape, efficiency, local_ffn=not remote)
+        to_ffn = to_attention = 0.0
+        ffn = None
+        if remote:
+            ffn = ffn_stage(group.ffn, shape, efficiency)
+            to_ffn, to_attention = wire_seconds(shape, model.hidden, group.ffn.top_k, efficiency)
+        groups.append(LayerStages(group.layers, attention, ffn, to_ffn, to_attention))
+    pool = shape.attention
+    rest = rest_seconds(
+        model,
+        pool.accelerator,
+        shape.depth * shape.tokens / pool.groups,
+        shape.precision,
+        pool.tp,
+        efficiency,
+    )
+    return AfdStages(tuple(groups), rest)
+
+
+def tokens_per_gpu_second(shape: AfdShape, step_s: float, accepted: float = 1.0) -> float:
+    """Returns output tokens per GPU and second. ``accepted``: tokens per row and step."""
+    return shape.batch * accepted / step_s / shape.total_gpus
+
+
+def usd_per_million_tokens(price_per_hour: float, tokens_per_second: float) -> float:
+    """Returns USD per 10^6 output tokens of a deployment that costs ``price_per_hour`` USD."""
+    return price_per_hour / 3600 / tokens_per_second * 1e6
+
+
+def _tile_padding(query_rows: int, tile: int) -> float:
+    """Returns computed rows over query rows, as kernels compute whole tiles; 1 without rows."""
+    return math.ceil(query_rows / tile) * tile / query_rows if query_rows else 1.0
+
+
+def _link_rate(pool: Pool, shape: AfdShape, efficiency: Efficiency) -> float:
+    """Returns bytes/s per direction between the pools, per GPU of ``pool``."""
+    if shape.one_server:
+        return pool.accelerator.scale_up_bandwidth * efficiency.scale_up
+    return pool.accelerator.nic_bandwidth * efficiency.network
+
+
+def _matmul_s(flops: float, accelerator: Accelerator, dtype: str, efficiency: Efficiency) -> float:
+    return flops / (accelerator.math_flops(dtype) * efficiency.matmul)
+
+
+def _memory_s(nbytes: float, accelerator: Accelerator, efficiency: Efficiency) -> float:
+    return nbytes / (accelerator.memory_bandwidth * efficiency.memory)

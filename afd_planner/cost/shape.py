@@ -1,0 +1,242 @@
+"""What the cost model prices: pools, micro-batches, number formats and efficiencies."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from afd.errors import ConfigError
+from afd.topology import expert_ranges
+from afd_planner.facts.hardware import Accelerator
+from afd_planner.facts.precision import Precision
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Share of data-sheet values that real kernels and networks reach, and fixed times.
+
+    docs/planner-model.md says how the defaults were chosen.
+
+    Attributes:
+        matmul: Share of peak FLOP/s in projections and FFN.
+        attention: Share of peak FLOP/s in the attention core.
+        memory: Share of memory bandwidth.
+        network: Share of NIC bandwidth.
+        scale_up: Share of the bandwidth of links inside a server.
+        hidden_collectives: Share of collective time inside a server that overlaps with compute.
+        hidden_exchange: Share of the all-to-all of colocated expert parallelism that two
+            micro-batches hide.
+        memory_use: Share of GPU memory available to weights and cache.
+        query_tile: Rows of a matrix tile that an attention kernel fills with the query heads of one
+            key-value head. Fewer heads cost the same (Hopper's wgmma has 64 rows).
+        attention_overhead_s, ffn_overhead_s: Fixed seconds per layer and micro-batch in each pool.
+        wire_latency_s: Fixed seconds per message.
+        collective_latency_s: Fixed seconds per collective.
+        step_overhead_s: Fixed seconds per step (scheduling, sampling).
+    """
+
+    matmul: float = 0.75
+    attention: float = 0.75
+    memory: float = 0.85
+    network: float = 0.80
+    scale_up: float = 0.75
+    hidden_collectives: float = 0.65
+    hidden_exchange: float = 0.55
+    memory_use: float = 0.92
+    query_tile: int = 64
+    attention_overhead_s: float = 60e-6
+    ffn_overhead_s: float = 30e-6
+    wire_latency_s: float = 20e-6
+    collective_latency_s: float = 10e-6
+    step_overhead_s: float = 1e-3
+
+    def __post_init__(self) -> None:
+        shares = ("matmul", "attention", "memory", "network", "scale_up", "memory_use")
+        for name in shares:
+            if not 0 < self.__dict__[name] <= 1:
+                raise ConfigError(f"efficiency {name} is {self.__dict__[name]}; give (0, 1]")
+        if self.query_tile < 1:
+            raise ConfigError(f"efficiency query_tile is {self.query_tile}; give at least 1")
+        for name in ("hidden_collectives", "hidden_exchange"):
+            if not 0 <= self.__dict__[name] <= 1:
+                raise ConfigError(f"efficiency {name} is {self.__dict__[name]}; give [0, 1]")
+
+
+IDEAL = Efficiency(
+    matmul=1,
+    attention=1,
+    memory=1,
+    network=1,
+    scale_up=1,
+    hidden_collectives=1,
+    hidden_exchange=1,
+    memory_use=1,
+    query_tile=1,
+    attention_overhead_s=0,
+    ffn_overhead_s=0,
+    wire_latency_s=0,
+    collective_latency_s=0,
+    step_overhead_s=0,
+)
+"""Data-sheet rates without overhead: the assumption of Step-3 report section 4.2."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How rows are distributed over experts.
+
+    Attributes:
+        load: Share of all choices per routed expert, summing to 1; None for an even load.
+        imbalance: Rows of the busiest expert shard over the mean, at least 1. It multiplies the
+            rows that an FFN GPU computes.
+    """
+
+    load: tuple[float, ...] | None = None
+    imbalance: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.imbalance < 1:
+            raise ConfigError(f"expert imbalance is {self.imbalance}; it must be at least 1")
+        if self.load is not None and abs(sum(self.load) - 1) > 0.01:
+            raise ConfigError(f"the routing load sums to {sum(self.load):.3f}; it must sum to 1")
+
+
+EVEN_ROUTING = Routing()
+
+
+def busiest_shard(load: Sequence[float], shards: int) -> float:
+    """Returns the load of the busiest of ``shards`` expert ranges over the mean load.
+
+    The ranges are those of ``afd.topology.expert_ranges``.
+    """
+    sums = [sum(load[start:end]) for start, end in expert_ranges(len(load), shards)]
+    return max(sums) * shards / sum(load)
+
+
+@dataclass(frozen=True)
+class Pool:
+    """``instances`` equal instances of ``gpus`` GPUs each.
+
+    ``tp`` GPUs form a group. In an attention pool the gpus / tp groups of an instance are
+    data-parallel. In an FFN pool they are expert-parallel: the routed experts are divided over all
+    groups of all instances.
+    """
+
+    accelerator: Accelerator
+    instances: int
+    gpus: int
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.instances, self.gpus, self.tp) < 1 or self.gpus % self.tp:
+            raise ConfigError(
+                f"a pool of {self.instances} instances of {self.gpus} GPUs cannot run TP "
+                f"{self.tp}; use a TP that divides the GPUs of an instance"
+            )
+
+    @property
+    def total_gpus(self) -> int:
+        return self.instances * self.gpus
+
+    @property
+    def groups(self) -> int:
+        """Number of data-parallel (attention) or expert-parallel (FFN) groups of the pool."""
+        return self.total_gpus // self.tp
+
+    @property
+    def price_per_hour(self) -> float:
+        """USD for the whole pool."""
+        return self.total_gpus * self.accelerator.price_per_hour
+
+
+@dataclass(frozen=True)
+class AfdShape:
+    """An xAyF deployment at one operating point.
+
+    Attributes:
+        depth: Micro-batches in flight.
+        rows: Decode rows (sequences) of one micro-batch, over all attention instances.
+        context: Mean number of tokens attended to.
+        dense_on_ffn: Whether dense FFN layers run in the FFN pool, as in the Step-3 report.
+            ``afd serve`` runs them with attention (False).
+        draft: Draft tokens that a step verifies per row, in addition to the one that it decodes.
+    """
+
+    attention: Pool
+    ffn: Pool
+    depth: int
+    rows: float
+    context: float
+    precision: Precision = field(default_factory=Precision)
+    routing: Routing = EVEN_ROUTING
+    dense_on_ffn: bool = False
+    draft: int = 0
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of one micro-batch in projections, wire and FFN."""
+        return self.rows * (1 + self.draft)
+
+    @property
+    def one_server(self) -> bool:
+        """Whether both pools fit into one server, so that rows use its links, not the NICs."""
+        accelerator = self.attention.accelerator
+        same = accelerator.name == self.ffn.accelerator.name
+        return same and self.total_gpus <= accelerator.gpus_per_server
+
+    @property
+    def batch(self) -> float:
+        """Sequences that the deployment decodes at the same time."""
+        return self.depth * self.rows
+
+    @property
+    def total_gpus(self) -> int:
+        return self.attention.total_gpus + self.ffn.total_gpus
+
+    @property
+    def price_per_hour(self) -> float:
+        return self.attention.price_per_hour + self.ffn.price_per_hour
+
+
+@dataclass(frozen=True)
+class ColocatedShape:
+    """A colocated deployment at one operating point: ``gpus`` equal GPUs hold the whole model.
+
+    Attributes:
+        tp: GPUs per data-parallel attention group.
+        ep: Expert shards, each on gpus / ep GPUs. 1 means TP over all GPUs, which then form one
+            group.
+        rows: Decode rows of one step, over all GPUs.
+        overlap: Whether two micro-batches hide part of the all-to-all (DeepSeek-V3 report section
+            3.4.2).
+        draft: As in AfdShape.
+    """
+
+    accelerator: Accelerator
+    gpus: int
+    tp: int
+    ep: int
+    rows: float
+    context: float
+    precision: Precision = field(default_factory=Precision)
+    routing: Routing = EVEN_ROUTING
+    overlap: bool = False
+    draft: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.gpus, self.tp, self.ep) < 1 or self.gpus % self.tp or self.gpus % self.ep:
+            raise ConfigError(
+                f"{self.gpus} GPUs cannot run TP {self.tp} with EP {self.ep}; use divisors of"
+                f" {self.gpus}"
+            )
+        if self.ep == 1 and self.tp != self.gpus:
+            raise ConfigError(
+                f"EP 1 needs all {self.gpus} GPUs in one TP group, but TP is {self.tp}; use TP "
+                f"{self.gpus}, or an EP above 1"
+            )
+
+    @property
+    def dp(self) -> int:
+        return self.gpus // self.tp
+
+    @property
+    def price_per_hour(self) -> float:
+        return self.gpus * self.accelerator.price_per_hour

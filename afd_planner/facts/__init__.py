@@ -1,0 +1,1 @@
+"""Facts about models and accelerators, read from data files and config.json."""

@@ -1,0 +1,180 @@
+"""Writes the deployment file that ``afd serve`` runs from a plan.
+
+The file has the keys of afd/config/deployment.py. An attention instance there is one process on one
+GPU, so the file has one per data-parallel rank, and one FFN instance of ``ffn.tp`` ranks per
+expert-parallel group. A comment says how the plan distributes them over servers, and in what the
+plan differs from the file.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import yaml
+
+from afd.errors import ConfigError
+from afd_planner.cost.shape import AfdShape
+from afd_planner.cost.stages import step_seconds
+from afd_planner.facts.precision import Precision
+from afd_planner.report.text import headline, parallelism_text, unit_text
+from afd_planner.sizing.plan import OperatingPoint, Plan
+from afd_planner.sizing.request import Request
+from afd_planner.sizing.unit_cost import afd_point
+
+CACHE_HEADROOM = 1.2
+"""KV cache over the planned mean, because requests start and end unevenly."""
+
+TOKENS_PER_BLOCK = 1024
+"""Limits are rounded up to a multiple of this."""
+
+EXPERT_WEIGHTS = {"fp8": "fp8_block", "mxfp4": "mxfp4"}
+"""Planned format of FFN weights to the value of ``ffn.weights`` that keeps experts in it."""
+
+PLAIN = ("bfloat16", "float16", "float32")
+"""Formats of weights that are not quantised."""
+
+
+def deployment_data(point: OperatingPoint, request: Request, model: str) -> dict[str, Any]:
+    """Returns the keys of a deployment file for one unit of ``point``.
+
+    There is one attention instance per data-parallel rank and one FFN instance per expert-parallel
+    group.
+
+    Args:
+        model: Value of the key ``model``.
+
+    Raises:
+        ConfigError: ``point`` is not an xAyF plan.
+    """
+    shape = _afd(point)
+    instances = shape.attention.groups
+    rows = math.ceil(shape.batch / instances)
+    length = _model_len(request)
+    per_sequence = request.context.average(
+        lambda tokens: request.model.kv_stored_bytes(tokens, request.precision.kv)
+    )
+    cache = rows * per_sequence * CACHE_HEADROOM / 2**30
+    attention: dict[str, Any] = {
+        "instances": instances,
+        "device": "cuda",
+        "max_model_len": length,
+        "max_num_seqs": rows,
+        "max_num_batched_tokens": max(_round_up(rows), 8 * TOKENS_PER_BLOCK),
+        "kv_cache_gib": round(max(cache, 0.5), 1),
+    }
+    if request.precision.kv == "fp8":
+        attention["vllm_args"] = ["--kv-cache-dtype", "fp8"]
+    ffn: dict[str, Any] = {"instances": shape.ffn.groups, "device": "cuda"}
+    if shape.ffn.tp > 1:
+        ffn["tp"] = shape.ffn.tp
+    return {
+        "model": model,
+        "attention": attention,
+        "ffn": ffn,
+        "pipeline": {"depth": shape.depth, "min_rows": split_from_rows(point, request)},
+        "wire": {"format": shape.precision.wire},
+    }
+
+
+def split_from_rows(point: OperatingPoint, request: Request) -> int:
+    """Returns the rows per attention rank and micro-batch from which the depth beats depth 1.
+
+    With fewer rows, the weight reads of another micro-batch cost more than it hides.
+    """
+    shape = _afd(point)
+    most = max(1, int(shape.rows / shape.attention.groups))
+    if shape.depth == 1:
+        return 1
+    rows = 1
+    while rows < most:
+        deep = _step(request, shape, shape.depth, rows)
+        if deep <= _step(request, shape, 1, rows * shape.depth):
+            break
+        rows = math.ceil(rows * 1.25)
+    return min(rows, most)
+
+
+def _step(request: Request, shape: AfdShape, depth: int, rows: int) -> float:
+    """Returns the seconds of a step with ``rows`` rows per attention rank and micro-batch."""
+    whole = float(rows * shape.attention.groups)
+    _, stages, _ = afd_point(
+        request, shape.attention, shape.ffn, depth, whole, shape.precision.wire
+    )
+    return step_seconds(stages, depth)
+
+
+def _afd(point: OperatingPoint) -> AfdShape:
+    if not isinstance(point.shape, AfdShape):
+        raise ConfigError("a colocated plan has no deployment file; serve it with plain vLLM")
+    return point.shape
+
+
+def _model_len(request: Request) -> int:
+    """Returns the context limit, twice the planned context so that requests can grow."""
+    tokens = _round_up(2 * request.context.longest)
+    return min(tokens, request.model.max_context or tokens)
+
+
+def _round_up(tokens: float) -> int:
+    return math.ceil(tokens / TOKENS_PER_BLOCK) * TOKENS_PER_BLOCK
+
+
+def _format_notes(precision: Precision) -> list[str]:
+    """Returns how the planned weight formats differ from what the file serves."""
+    notes = []
+    experts, attention = precision.ffn_weights, precision.attention_weights
+    if experts in EXPERT_WEIGHTS:
+        notes.append(
+            f"planned with {experts} experts: set ffn.weights to {EXPERT_WEIGHTS[experts]}, or"
+            " expect fewer rows"
+        )
+    if attention not in PLAIN:
+        notes.append(
+            f"planned with {attention} attention weights, which afd serve does not support;"
+            " bfloat16 ones are larger and slower"
+        )
+    return notes
+
+
+def deployment_yaml(plan: Plan, model: str) -> str:
+    """Returns the text of the file. Raises ConfigError if there is no xAyF plan."""
+    if plan.afd is None:
+        raise ConfigError("there is no xAyF plan to emit: " + plan.verdict.reasons[0].kind.value)
+    verdict = plan.verdict
+    against = "no colocated plan fits"
+    if plan.colocated is not None:
+        against = f"{verdict.ratio:.2f} times the best colocated plan"
+    advice = "recommended" if verdict.disaggregate else "NOT recommended"
+    return file_text(plan.afd, plan.request, model, f"{advice}: {against}")
+
+
+def file_text(point: OperatingPoint, request: Request, model: str, advice: str) -> str:
+    """Returns a deployment file with the plan as a comment at its top."""
+    shape = _afd(point)
+    notes = [
+        headline(replace(request, gpus=None)),
+        f"plan: {unit_text(point)}; {parallelism_text(point)};"
+        f" {shape.rows:.0f} rows per micro-batch",
+        f"expected: TPOT {point.tpot_s * 1e3:.1f} ms, {point.per_gpu:,.0f} tokens/s/GPU,"
+        f" bound by {point.binding.value}",
+        advice,
+        *_format_notes(request.precision),
+    ]
+    if max(shape.attention.gpus, shape.ffn.gpus) > 1:
+        groups, tp = shape.ffn.groups, shape.ffn.tp
+        ranks = f"{groups} x {tp}" if tp > 1 else f"{groups}"
+        notes.append(
+            f"processes: {shape.attention.groups} + {ranks} (attention + FFN); an instance of the"
+            " plan is a server that runs several"
+        )
+    if shape.attention.tp > 1:
+        notes.append(
+            f"planned with TP over {shape.attention.tp} GPUs in attention, which afd serve does not"
+            " support"
+        )
+    comment = "".join(f"# {note}\n" for note in notes)
+    data = deployment_data(point, request, model)
+    text: str = yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=96)
+    return comment + text

@@ -1,0 +1,189 @@
+"""The life of an attention instance in a deployment: join, serve, leave. Imports no vLLM."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from typing import Protocol
+
+from afd.config.resolve import Resolved, region_options, resolve
+from afd.config.roles import RoleSpec, load_role
+from afd.control.client import ControlClient
+from afd.control.connect import client_for
+from afd.control.ending import exit_if_refused
+from afd.depth import AUTO, depth_of
+from afd.errors import AfdError
+from afd.metrics.decode_steps import DecodeSteps
+from afd.metrics.role import RoleMetrics, Weights
+from afd.metrics.server import MetricsServer, serve_metrics
+from afd.metrics.work import work_of
+from afd.topology import PINNED_SPIN_US
+from afd.wire.streams_torch import make_streams, torch_device
+from afd_comm import Region, VerbsOptions
+from attention_worker.pipeline import Experts
+from attention_worker.remote.host import RemoteExperts
+from attention_worker.remote.observer import ReplayObserver
+from attention_worker.remote.replay_guard import ReplayGuard, ReplaySettings
+from attention_worker.remote.stream import StreamExperts
+
+logger = logging.getLogger("afd.attention")
+
+
+class AttentionModel(Protocol):
+    """The loaded model; see :func:`attention_worker.vllm_hooks.model.disaggregated`."""
+
+    weight_bytes_read: int
+    weight_bytes_held: int
+
+    def attach(self, remote: Experts, moe_layers: tuple[int, ...]) -> None: ...
+
+
+@contextlib.contextmanager
+def reported() -> Iterator[None]:
+    """Prints an error of ours in one line, before vLLM wraps it in its own traceback."""
+    try:
+        yield
+    except AfdError as error:
+        print(f"afd: error: {error}", file=sys.stderr, flush=True)
+        raise
+
+
+class AttentionInstance:
+    """Registration, transport and metrics of this process, made from its role file.
+
+    Attributes:
+        remote: the remote experts in host form.
+    """
+
+    def __init__(
+        self,
+        role: RoleSpec,
+        resolved: Resolved,
+        control: ControlClient,
+        region: Region,
+        metrics: RoleMetrics,
+        scraper: MetricsServer | None,
+    ) -> None:
+        self._role = role
+        self._resolved = resolved
+        self._control = control
+        self._region = region
+        self._metrics = metrics
+        self._scraper = scraper
+        self._configured = AUTO if role.deployment.pipeline.depth == "auto" else self.max_depth
+        self.remote = RemoteExperts(resolved, role.index, region, control, metrics)
+
+    @classmethod
+    def join(cls) -> AttentionInstance:
+        """Registers with the control plane, which refuses a contract unlike the FFN instances'.
+
+        Raises:
+            HandshakeRefused, DeadlineExceeded: see :class:`afd.control.client.ControlClient`.
+        """
+        role = load_role()
+        deployment = role.deployment
+        resolved = resolve(deployment)
+        metrics = RoleMetrics(
+            "attention",
+            slots=resolved.slots.attention_region_slots,
+            max_depth=resolved.contract.max_depth,
+        )
+        scraper = (
+            serve_metrics(metrics, deployment.transport.host, role.metrics_port)
+            if deployment.metrics.enabled
+            else None
+        )
+        verbs = deployment.transport.verbs_keywords("attention")
+        region = Region(
+            resolved.slots.attention_region_slots,
+            resolved.f2a.nbytes,
+            name=role.id,
+            **region_options(deployment, deployment.attention.device),
+            verbs=VerbsOptions(**verbs) if verbs else None,
+        )
+        if role.cpus:
+            region.set_spin_us(PINNED_SPIN_US)
+        control = client_for(role, resolved.contract)
+        metrics.decode_depths = lambda: control.members.depths
+        generation = control.join(
+            addresses=tuple(region.addresses),
+            api_url=f"http://{deployment.attention.host}:{role.api_port}",
+            metrics_url=scraper.url if scraper else "",
+            deadline_s=deployment.deadlines.start_s,
+        )
+        control.report_work(lambda: work_of(metrics))
+        exit_if_refused(control)
+        instance = cls(role, resolved, control, region, metrics, scraper)
+        logger.info("%s joined as generation %d (pid %d)", role.id, generation, os.getpid())
+        return instance
+
+    def serve(self, model: AttentionModel) -> None:
+        """Connects the loaded model and waits for the FFN instances: vLLM's warm-up calls them.
+
+        Raises:
+            DeadlineExceeded: names the FFN ranks that are not ready in ``deadlines.start_s``.
+        """
+        self._metrics.weights_read_bytes[Weights.ATTENTION] = model.weight_bytes_read
+        self._metrics.weights_held_bytes[Weights.ATTENTION] = model.weight_bytes_held
+        logger.info(
+            "attention weights: read %.1f MB, hold %.1f MB; no expert weights",
+            model.weight_bytes_read / 1e6,
+            model.weight_bytes_held / 1e6,
+        )
+        self.remote.connect(self._resolved.deployment.deadlines.start_s)
+        model.attach(self.remote, self._resolved.model.moe_layers)
+        self._control.set_state("ready")
+
+    def stream_form(self) -> tuple[StreamExperts, ReplayGuard]:
+        """Returns the remote experts in stream form, and the guard of the steps replayed with
+        them."""
+        deployment = self._resolved.deployment
+        streams = make_streams(torch_device(deployment.attention.device))
+        guard = ReplayGuard(
+            ReplaySettings(deployment.deadlines.ffn_s, deployment.pipeline.lookahead),
+            self.remote,
+            self._region,
+            streams,
+            ReplayObserver(self._metrics, deployment.metrics.stage_every),
+        )
+        return StreamExperts(self._resolved, self._role.index, self._region, streams), guard
+
+    @property
+    def max_depth(self) -> int:
+        return self._resolved.contract.max_depth
+
+    def depth(self, rows: int, *, decode: bool) -> int:
+        """Returns the largest number of micro-batches for a step of ``rows`` rows.
+
+        The operator's run-time setting wins over the configured one. With ``auto``, decode steps
+        use the measured best depth and other steps the maximum.
+
+        Args:
+            decode: every request has one row.
+        """
+        members = self._control.members
+        wanted = self._configured if members.depth is None else members.depth
+        if wanted == AUTO:
+            return depth_of(members.depths, rows, self.max_depth) if decode else self.max_depth
+        return min(wanted, self.max_depth)
+
+    @property
+    def steps(self) -> DecodeSteps:
+        """Durations of decode steps."""
+        return self._metrics.decode_steps
+
+    @property
+    def min_rows(self) -> int:
+        """Smallest number of rows of a micro-batch: ``pipeline.min_rows``."""
+        return self._resolved.deployment.pipeline.min_rows
+
+    def close(self) -> None:
+        """Leaves the deployment and frees the transport. May be called again."""
+        self._control.leave()
+        self._control.close()
+        self.remote.close()
+        if self._scraper:
+            self._scraper.close()

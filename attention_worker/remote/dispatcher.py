@@ -1,0 +1,78 @@
+"""Addresses the rows of a micro-batch to expert slots, while experts move."""
+
+import threading
+
+from afd.config.resolve import Resolved
+from afd.control.client import ControlClient
+from afd.control.moves import followed
+from attention_worker.remote.dispatch import Splitter
+from attention_worker.remote.encoded_batch import EncodedBatch
+from attention_worker.remote.expert_slots import ExpertSlotMap
+
+
+class Dispatcher:
+    """Turns expert ids into expert slots and, with routed dispatch, splits the rows.
+
+    Follows the expert placement of the control plane: a change takes effect when the next step
+    begins, or at once if no step runs. Reports each move that it has followed.
+    """
+
+    def __init__(self, resolved: Resolved, index: int, control: ControlClient) -> None:
+        """index: of this attention instance."""
+        self._control = control
+        self._slots = ExpertSlotMap(resolved, index)
+        self._splitter = (
+            Splitter(
+                resolved.placement.bounds,
+                resolved.contract.ffn_tp,
+                resolved.deployment.attention.device,
+            )
+            if resolved.dispatch == "routed"
+            else None
+        )
+        self._lock = threading.Lock()  # guards self._slots and the two fields below
+        self._in_step = False
+        self._adopted_version = -1  # of the snapshot that self._slots follows
+
+    def start(self) -> None:
+        """Begins to follow the control plane."""
+        self._control.on_change(lambda _: self._adopt_if_idle())
+        self._adopt_if_idle()
+
+    def begin_step(self) -> None:
+        """Adopts the latest placement; it stays fixed until :meth:`end_step`."""
+        with self._lock:
+            self._adopt()
+            self._in_step = True
+
+    def end_step(self) -> None:
+        with self._lock:
+            self._in_step = False
+            self._adopt()
+
+    def adopt_in_step(self) -> None:
+        """Adopts the latest placement inside a step. The caller sends every unanswered micro-batch
+        again."""
+        with self._lock:
+            self._adopt()
+
+    def dispatch(self, batch: EncodedBatch) -> EncodedBatch:
+        """Returns the batch with expert slots in place of expert ids, and with routed dispatch
+        ordered by FFN rank."""
+        slots = self._slots.of(batch.layer, batch.ids)
+        addressed = batch.with_slots(slots)
+        if self._splitter is None:
+            return addressed
+        return addressed.by_rank(self._splitter.split(slots))
+
+    def _adopt_if_idle(self) -> None:
+        with self._lock:
+            if not self._in_step:
+                self._adopt()
+
+    def _adopt(self) -> None:
+        members = self._control.members
+        if members.version != self._adopted_version:
+            self._adopted_version = members.version
+            self._slots.adopt(members)
+            self._control.report_move(followed(members))

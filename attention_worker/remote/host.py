@@ -1,0 +1,213 @@
+"""The remote experts in host form: this process sends and waits, message by message.
+
+The path of a healthy step is this file. Lost FFN ranks, renewed sessions and deadlines are in
+:mod:`attention_worker.remote.recovery`.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from afd.config.resolve import Resolved
+from afd.control.client import ControlClient
+from afd.metrics.role import RoleMetrics
+from afd.wire.dtypes_torch import DTYPE_OF_TAG
+from afd.wire.layout import TAG_OF_DTYPE, Kind
+from afd.wire.slot_torch import sum_of_ranks, sum_of_shares
+from afd.wire.slot_view_torch import SlotView
+from afd.wire.streams_torch import slot_bytes
+from afd_comm import PeerTrace, Region
+from attention_worker.remote.dispatcher import Dispatcher
+from attention_worker.remote.encoded_batch import encode
+from attention_worker.remote.observer import StepObserver
+from attention_worker.remote.outbox import Outbox
+from attention_worker.remote.recovery import WAIT_SLICE_US, Recovery
+from attention_worker.remote.sessions import FfnSession, FfnSessions
+
+
+class RemoteExperts:
+    """Client of all FFN ranks of a deployment, for one attention instance.
+
+    Sends the rows of a micro-batch to the FFN ranks, and makes the FFN output from their answers:
+
+    - All ranks of one FFN instance get the same rows. Each returns a share of them: different rows,
+      already summed over the ranks. Both sides compute the shares with
+      :func:`afd.schedule.row_shares`, so a message need not say which rows it carries.
+    - Each FFN instance holds a part of the experts. The results of different instances for the same
+      row are partial, and are added up here.
+
+    Not thread-safe: called by the model's forward only.
+    """
+
+    def __init__(
+        self,
+        resolved: Resolved,
+        index: int,
+        region: Region,
+        control: ControlClient,
+        metrics: RoleMetrics,
+    ) -> None:
+        """index: of this attention instance. region: its receive slots."""
+        self._resolved = resolved
+        self._region = region
+        self._layout = resolved.a2f
+        self._hidden = resolved.model.hidden
+        self._dtype = DTYPE_OF_TAG[TAG_OF_DTYPE[resolved.model.dtype]]
+        self._tp = resolved.contract.ffn_tp
+        self._sessions = FfnSessions(resolved, index, region.device, control)
+        self._observer = StepObserver(
+            metrics, resolved.deployment.metrics.stage_every, resolved.slots.ffn_ranks
+        )
+        self._dispatcher = Dispatcher(resolved, index, control)
+        self._outbox = Outbox(resolved, index, region, self._observer)
+        self._recovery = Recovery(
+            self._sessions,
+            self._outbox,
+            self._dispatcher,
+            self._observer,
+            resolved.deployment.deadlines.ffn_s,
+        )
+        self._answers = answer_views(resolved, region)
+        self._active = False  # a step has begun since the last leave()
+        if resolved.deployment.transport.trace:
+            for j in self._sessions.ranks:
+                trace = metrics.wire_traces[self._sessions.name(j)] = PeerTrace()
+                region.trace(resolved.slots.attention_claim(j), trace)
+
+    # The path of a healthy step.
+
+    def begin_step(self, depth: int) -> None:
+        """Begins a step of ``depth`` micro-batches.
+
+        Raises:
+            DeadlineExceeded: an FFN rank was lost and did not come back in ``deadlines.ffn_s``.
+        """
+        self._recovery.renew_ended_sessions()
+        self._dispatcher.begin_step()
+        self._outbox.begin_step(depth)
+        self._active = True
+        self._observer.begin_step(depth)
+
+    def sending(self, layer: int, micro_batch: int, rows: int) -> AbstractContextManager[object]:
+        """Returns an empty context: in host form there is no other stream to move the work to."""
+        return nullcontext()
+
+    def send(
+        self,
+        layer: int,
+        micro_batch: int,
+        hidden: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> None:
+        """Posts one micro-batch to the FFN ranks; does not wait for the answers.
+
+        Args:
+            hidden: model dtype [rows, hidden].
+            ids: int32 [rows, top_k], global expert ids; -1: no routed expert computes the pair.
+            weights: float32 [rows, top_k].
+
+        Raises:
+            CapacityExceeded: more rows than a receive slot holds; raised by ``encode``.
+        """
+        source = encode(self._layout, layer, hidden, ids, weights)
+        # Replaces expert ids by expert slots: an expert may have copies, and may move. If
+        # wire.dispatch is routed, the result has a plan: which rows go to which FFN instance, with
+        # the rows sorted that way. Without a plan every FFN instance gets all rows.
+        batch = self._dispatcher.dispatch(source)
+        self._observer.computed(layer, micro_batch, batch.rows)
+        self._outbox.send(micro_batch, source, batch)
+        self._observer.sent()
+
+    def recv(self, micro_batch: int) -> torch.Tensor:
+        """Waits for the answers of all FFN ranks to a micro-batch.
+
+        Returns:
+            The FFN output, model dtype [rows, hidden]. With one FFN rank and ``wire.format: exact``
+            (answers in the model dtype) this is the memory of the receive slot, valid until the
+            micro-batch is sent again.
+
+        Raises:
+            DeadlineExceeded: an FFN rank neither answered nor came back in ``deadlines.ffn_s``.
+        """
+        self._observer.waiting()
+        self._recovery.begin_wait()
+        ranks = self._sessions.ranks
+        while ranks:
+            slots, doorbells = self._outbox.awaited(micro_batch, ranks)
+            statuses = self._region.wait_all(slots, doorbells, WAIT_SLICE_US)
+            ranks = self._recovery.recover_missing(micro_batch, ranks, statuses)
+        self._observer.working()
+        batch, views = self._outbox.take_answered(micro_batch), self._answers[micro_batch]
+        if batch.plan is None:
+            return sum_of_ranks(views, self._tp, batch.rows, self._dtype)
+        shares = batch.plan.of_instances()
+        return sum_of_shares(views, self._tp, shares, batch.rows, self._hidden, self._dtype)
+
+    def end_step(self) -> None:
+        """Ends a step whose answers have all been received."""
+        self._observer.end_step()
+        self._dispatcher.end_step()
+
+    # Around the steps.
+
+    def connect(self, deadline_s: float) -> None:
+        """Waits until every FFN rank is ready, and links to it.
+
+        Raises:
+            DeadlineExceeded: names the ranks that are not ready after ``deadline_s`` seconds.
+        """
+        self._sessions.connect(deadline_s)
+        self._dispatcher.start()
+        for j in self._sessions.ranks:
+            self._outbox.start_session(j, self.peers)
+        self._observer.connected()
+
+    def announce(self, rows: int) -> None:
+        """Tells the FFN ranks that a replayed step of ``rows`` rows follows.
+
+        A replayed step is one GPU graph (:mod:`attention_worker.vllm_hooks.graphs`), which sends
+        the messages of the step itself. Its depth is the one given to :meth:`begin_step`.
+        """
+        layers = len(self._resolved.model.moe_layers)
+        self._observer.posted(len(self._sessions.ranks) * layers * self._layout.message_bytes(rows))
+        self._outbox.tell(Kind.STEP, rows)
+
+    def leave(self) -> None:
+        """Tells the FFN ranks that no step follows for now, so that no other instance waits for
+        this one."""
+        # Only once after a step: a second one might overwrite the first before it is read.
+        if self._active:
+            self._active = False
+            self._outbox.tell(Kind.LEAVE, 0)
+
+    @property
+    def peers(self) -> tuple[FfnSession, ...]:
+        """The session with each FFN rank, by its number. A renewed session is a new object."""
+        return self._sessions.all
+
+    def reconnect(self, lost: Sequence[int]) -> None:
+        """Waits until the FFN ranks that were lost in a replayed step are back.
+
+        Raises:
+            DeadlineExceeded: one did not come back in ``deadlines.ffn_s``.
+        """
+        self._recovery.reconnect(lost)
+
+    def close(self) -> None:
+        self._sessions.close()
+        self._region.close()
+
+
+def answer_views(resolved: Resolved, region: Region) -> list[list[SlotView]]:
+    """Returns the receive slots of the answers, [micro-batch][FFN rank]."""
+
+    def view(j: int, micro_batch: int) -> SlotView:
+        memory = slot_bytes(region, resolved.slots.to_attention(j, micro_batch))
+        return SlotView(memory, resolved.f2a)
+
+    return [
+        [view(j, mb) for j in range(resolved.slots.ffn_ranks)]
+        for mb in range(resolved.contract.max_depth)
+    ]

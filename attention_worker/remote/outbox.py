@@ -1,0 +1,172 @@
+"""The sending half of the wire: posts micro-batches and keeps each one until it is answered.
+
+Each micro-batch has its own receive slots on both sides. No slot needs a lock, because of the order
+of its messages:
+
+- The request of the next layer overwrites the last one in the FFN ranks' receive slots. It is
+  posted after ``recv`` returned, so every rank has answered, and a rank answers after it has read.
+- The answers to it overwrite the last ones in the receive slots here. They come after that request,
+  and ``_post`` synchronizes the device first, so the last answers have been used.
+"""
+
+from __future__ import annotations
+
+from afd.config.resolve import Resolved
+from afd.wire.layout import Kind
+from afd.wire.message import message
+from afd.wire.streams_torch import synchronize
+from afd_comm import Group, Header, Region, Status, make_flag
+from attention_worker.remote.encoded_batch import EncodedBatch
+from attention_worker.remote.observer import StepObserver
+from attention_worker.remote.sessions import POST_TIMEOUT_US, FfnSession
+
+
+class Outbox:
+    """What one attention instance has sent to the FFN ranks.
+
+    ``j`` is the number of an FFN rank (:func:`afd.topology.ffn_number`). A doorbell is the session
+    number and a sequence number, packed by ``make_flag``. The answer to a message rings the same
+    session and sequence number as the message.
+
+    Not thread-safe: used by the model's forward only.
+
+    Attributes:
+        unsent: FFN ranks that a post did not reach. Recovery renews their sessions, and then sends
+            them every unanswered micro-batch again.
+    """
+
+    def __init__(
+        self, resolved: Resolved, index: int, region: Region, observer: StepObserver
+    ) -> None:
+        """index: of this attention instance. region: its receive slots."""
+        slots, depth = resolved.slots, resolved.contract.max_depth
+        count = slots.ffn_ranks
+        self._region = region
+        self._observer = observer
+        self._layout = resolved.a2f
+        self._data_slots = [slots.to_ffn(index, mb) for mb in range(depth)]
+        self._control_slot = slots.control_to_ffn(index)
+        self._answer_slots = [
+            [slots.to_attention(j, mb) for j in range(count)] for mb in range(depth)
+        ]
+        self._group = Group([], timeout_us=POST_TIMEOUT_US)
+        self._batches: list[EncodedBatch | None] = [None] * depth  # posted, unanswered
+        self._sources: list[EncodedBatch | None] = [None] * depth  # the same, with expert ids
+        # The last doorbell per [micro-batch][FFN rank]. The last row: control messages.
+        self._doorbells = [[0] * count for _ in range(depth + 1)]
+        # Header of the last answer per [micro-batch][FFN rank]. The next message returns its time
+        # stamps to the FFN rank, which measures the wire with them (transport.trace).
+        self._echoes: list[list[Header | None]] = [[None] * count for _ in range(depth)]
+        self._depth = 1
+        self._step = 0
+        self.unsent: set[int] = set()
+
+    def begin_step(self, depth: int) -> None:
+        self._depth = depth
+        self._step += 1
+
+    def send(self, micro_batch: int, source: EncodedBatch, batch: EncodedBatch) -> None:
+        """Posts a dispatched micro-batch to the FFN ranks: to each the rows of its instance.
+
+        source: the same rows before dispatch, in case recovery has to dispatch them again.
+        """
+        self._sources[micro_batch], self._batches[micro_batch] = source, batch
+        doorbells = self._doorbells[micro_batch] = [d + 1 for d in self._doorbells[micro_batch]]
+        self._post(doorbells, micro_batch, batch)
+
+    def tell(self, kind: Kind, rows: int) -> None:
+        """Posts a control message to every FFN rank.
+
+        The statuses are ignored. The next wait finds a rank that is gone, and a lost
+        ``Kind.LEAVE`` only costs other instances one ``ffn.step_wait_ms``.
+        """
+        doorbells = self._doorbells[-1] = [d + 1 for d in self._doorbells[-1]]
+        order = message(
+            self._control_slot,
+            [],
+            rows,
+            layer=-1,
+            micro_batch=-1,
+            depth=self._depth,
+            kind=kind,
+            step=self._step,
+        )
+        self._group.broadcast(order, doorbells)
+
+    def layer_of(self, micro_batch: int) -> int:
+        """Returns the layer of an unanswered micro-batch."""
+        batch = self._batches[micro_batch]
+        assert batch is not None
+        return batch.layer
+
+    def awaited(self, micro_batch: int, ranks: list[int]) -> tuple[list[int], list[int]]:
+        """Returns the receive slots and doorbells of these FFN ranks' answers to a micro-batch."""
+        assert self._batches[micro_batch] is not None, f"micro-batch {micro_batch} was not sent"
+        slots, doorbells = self._answer_slots[micro_batch], self._doorbells[micro_batch]
+        return [slots[j] for j in ranks], [doorbells[j] for j in ranks]
+
+    def take_answered(self, micro_batch: int) -> EncodedBatch:
+        """Returns a micro-batch that all FFN ranks have answered, and forgets it."""
+        batch = self._batches[micro_batch]
+        assert batch is not None
+        self._sources[micro_batch] = self._batches[micro_batch] = None
+        self._echoes[micro_batch] = [
+            self._region.header(slot) for slot in self._answer_slots[micro_batch]
+        ]
+        return batch
+
+    def sources(self) -> list[EncodedBatch | None]:
+        """Returns the unanswered micro-batches as they were before dispatch, by number."""
+        return self._sources
+
+    def replace(self, batches: list[EncodedBatch | None]) -> None:
+        """Replaces the unanswered micro-batches by newly dispatched ones; posts nothing."""
+        self._batches = batches
+
+    def start_session(self, j: int, sessions: tuple[FfnSession, ...]) -> None:
+        """Starts the sequence numbers of FFN rank j again. sessions: of all ranks."""
+        for doorbells in self._doorbells:
+            doorbells[j] = make_flag(sessions[j].session, 0)
+        for echoes in self._echoes:
+            echoes[j] = None
+        self._group = Group([s.link for s in sessions], timeout_us=POST_TIMEOUT_US)
+
+    def send_again(self, j: int) -> None:
+        """Posts every unanswered micro-batch to FFN rank j, in the order of the step.
+
+        That includes micro-batches that the old session answered but that nobody has read: the old
+        doorbells are void.
+        """
+        self.unsent.discard(j)
+        waiting = [(b.layer, mb, b) for mb, b in enumerate(self._batches) if b is not None]
+        for _, mb, batch in sorted(waiting, key=lambda item: item[:2]):
+            self._doorbells[mb][j] += 1
+            only_j = [d if k == j else 0 for k, d in enumerate(self._doorbells[mb])]
+            self._post(only_j, mb, batch)
+
+    def _post(self, doorbells: list[int], micro_batch: int, batch: EncodedBatch) -> None:
+        """Posts to every FFN rank whose doorbell is not 0: all rows, or those of ``batch.plan``."""
+        layout, slot, plan = self._layout, self._data_slots[micro_batch], batch.plan
+        counts = [batch.rows] * len(doorbells) if plan is None else plan.of_ranks()
+        sent = sum(rows for rows, doorbell in zip(counts, doorbells, strict=True) if doorbell)
+        self._observer.posted(layout.message_bytes(sent))
+        synchronize(batch.payload.device)
+        request = message(
+            slot,
+            batch.parts(layout) if plan is None else batch.row_parts(layout),
+            batch.rows,
+            layer=batch.layer,
+            micro_batch=micro_batch,
+            depth=self._depth,
+            kind=Kind.DATA,
+            tag=layout.tag,
+            step=self._step,
+        )
+        echoes = self._echoes[micro_batch]
+        if plan is None:
+            statuses = self._group.broadcast(request, doorbells, echoes)
+        else:
+            # A rank without rows gets an empty message and answers it: all ranks run the same
+            # calls, so each of them waits for one message per position.
+            statuses = self._group.scatter(request, doorbells, counts, echoes)
+        self.unsent.update(j for j, status in enumerate(statuses) if status != Status.OK)

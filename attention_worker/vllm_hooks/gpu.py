@@ -1,0 +1,133 @@
+"""GPU worker and runner of an attention instance, derived from vLLM's."""
+
+import copy
+from contextlib import AbstractContextManager
+
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.forward_context import BatchDescriptor
+from vllm.sequence import IntermediateTensors
+from vllm.v1.core.sched.output import GrammarOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.worker_base import CompilationTimes
+
+from attention_worker.remote.replay_guard import RunningStep
+from attention_worker.vllm_hooks.graphs import StepGraphs
+from attention_worker.vllm_hooks.runner import DisaggregatedRunner
+from attention_worker.vllm_hooks.store import file_store
+
+
+class GuardedOutput(AsyncModelRunnerOutput):
+    """The sampled tokens of a step that may still run: released once the step has passed."""
+
+    def __init__(self, running: RunningStep, output: AsyncModelRunnerOutput) -> None:
+        self._running = running
+        self._output = output
+
+    def get_output(self) -> ModelRunnerOutput:
+        self._running.wait_for_step()
+        return self._output.get_output()
+
+
+class AfdGpuModelRunner(DisaggregatedRunner, GPUModelRunner):
+    """CUDA or ROCm runner of an attention instance."""
+
+    def load_model(self, load_dummy_weights: bool = False) -> None:
+        super().load_model(load_dummy_weights)
+        self._graphs: StepGraphs | None = None
+        # Dummy runs, which include captures, read the number of micro-batches from this config.
+        self.vllm_config: VllmConfig = copy.copy(self.vllm_config)
+        self.vllm_config.parallel_config = self.parallel_config
+        if self.compilation_config.cudagraph_mode.has_full_cudagraphs():
+            stream, guard = self._instance.stream_form()
+            self.model = self._graphs = StepGraphs(
+                self.get_model(), self.vllm_config, self._instance.remote, stream, guard
+            )
+
+    def sample_tokens(
+        self, grammar_output: GrammarOutput | None
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput | IntermediateTensors:
+        """Runs vLLM's sampling.
+
+        If vLLM schedules asynchronously, sampling is only queued behind a step that still runs.
+        Otherwise sampling would wait for the stream anyway, so the step is judged first.
+        """
+        running = self._graphs.running if self._graphs is not None else None
+        if running is not None and not (self.use_async_scheduling and grammar_output is None):
+            running.wait_for_step()
+        output = super().sample_tokens(grammar_output)
+        if running is not None and isinstance(output, AsyncModelRunnerOutput):
+            return GuardedOutput(running, output)
+        return output
+
+    def go_idle(self) -> None:
+        if self._graphs is not None:
+            self._graphs.wait_for_step()
+        super().go_idle()
+
+    def initialize_metadata_builders(
+        self, kv_cache_config: KVCacheConfig, kernel_block_sizes: list[int]
+    ) -> None:
+        """Makes vLLM's metadata builders, one per micro-batch, and turns one optimisation off.
+
+        If KV-cache groups share a spec, vLLM 0.26 builds metadata once and swaps the block table
+        (gpu_model_runner.py: cached_attn_metadata). Its cache key lacks the micro-batch, so the
+        second micro-batch would get the query lengths of the first.
+        """
+        super().initialize_metadata_builders(kv_cache_config, kernel_block_sizes)
+        for group in self.attn_groups:
+            for attention in group:
+                for builder in attention.metadata_builders:
+                    builder.supports_update_block_table = False
+
+    def _warmup_and_capture(
+        self,
+        desc: BatchDescriptor,
+        cudagraph_runtime_mode: CUDAGraphMode,
+        profile_seq_lens: int | None = None,
+        allow_microbatching: bool = False,
+        num_warmups: int | None = None,
+        profiler: AbstractContextManager[object] | None = None,
+    ) -> None:
+        """Captures every shape at each depth that a step of that shape may have."""
+        try:
+            for depth in range(1, self._instance.max_depth + 1):
+                if depth > 1 and desc.num_tokens // depth < self._instance.min_rows:
+                    break
+                self._capture_depth = depth
+                super()._warmup_and_capture(
+                    desc,
+                    cudagraph_runtime_mode,
+                    profile_seq_lens,
+                    allow_microbatching,
+                    num_warmups,
+                    profiler,
+                )
+        finally:
+            self._capture_depth = None
+            self.parallel_config.ubatch_size = self._instance.max_depth
+
+
+class AfdGpuWorker(Worker):
+    """vLLM's CUDA/ROCm worker with the disaggregated model runner.
+
+    The runner class is swapped on the instance, as in :mod:`attention_worker.vllm_hooks.cpu`
+    (vllm/v1/worker/gpu_worker.py:412).
+    """
+
+    def init_device(self) -> None:
+        self.distributed_init_method = file_store()
+        super().init_device()
+        self.model_runner.__class__ = AfdGpuModelRunner
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """Runs vLLM's warm-up and captures, which call the FFN; then goes idle."""
+        times = super().compile_or_warm_up_model()
+        self.model_runner.go_idle()
+        return times
+
+    def shutdown(self) -> None:
+        self.model_runner.close_instance()
+        super().shutdown()

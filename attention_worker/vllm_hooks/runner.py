@@ -1,0 +1,145 @@
+"""What an attention instance adds to vLLM's model runner: micro-batches and the remote experts.
+
+It only overrides methods. Scheduling, KV cache, attention metadata and sampling stay vLLM's
+(vllm/v1/worker/gpu_model_runner.py, 0.26.0).
+"""
+
+import copy
+import time
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from vllm.config import ParallelConfig
+from vllm.sequence import IntermediateTensors
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
+
+from afd.schedule import choose_depth, padded_depth, reads_block_written_in_step
+from attention_worker.instance import AttentionInstance, reported
+from attention_worker.vllm_hooks.support import check_supported
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    _Base: TypeAlias = GPUModelRunner
+else:
+    _Base = object
+
+
+class DisaggregatedRunner(_Base):
+    """Mixin for a vLLM model runner.
+
+    The worker changes the class of an existing runner, so ``__init__`` never runs.
+    :meth:`load_model` is the first call that vLLM makes on the result.
+    """
+
+    def load_model(self, load_dummy_weights: bool = False) -> None:
+        """Joins the deployment, loads the attention half, and waits for the FFN instances."""
+        with reported():
+            check_supported(self.vllm_config)
+            self._instance = AttentionInstance.join()
+        self._scheduled: SchedulerOutput | None = None
+        self._capture_depth: int | None = None
+        super().load_model(load_dummy_weights)
+        with reported():
+            self._instance.serve(self.get_model())
+        # With ubatch_size, vLLM makes one attention metadata builder per micro-batch
+        # (initialize_metadata_builders). The copy is private, because vLLM validates the shared
+        # VllmConfig again later and would refuse a ubatch_size without data parallelism.
+        self.parallel_config: ParallelConfig = copy.copy(self.parallel_config)
+        self.parallel_config.ubatch_size = self._instance.max_depth
+
+    def profile_run(self) -> None:
+        """Runs vLLM's warm-up, which calls the FFN; then goes idle."""
+        super().profile_run()
+        self.go_idle()
+
+    def go_idle(self) -> None:
+        """Tells the FFN instances that no step follows, so that no other instance waits for this
+        one."""
+        self._instance.remote.leave()
+        self._instance.steps.pause()
+
+    def close_instance(self) -> None:
+        """Leaves the deployment and frees the transport."""
+        self._instance.close()
+
+    def execute_model(
+        self,
+        scheduler_output: SchedulerOutput,
+        intermediate_tensors: IntermediateTensors | None = None,
+    ) -> ModelRunnerOutput | IntermediateTensors | None:
+        """Runs one engine step. A step without tokens means that no request is left."""
+        if scheduler_output.total_num_scheduled_tokens == 0:
+            self.go_idle()
+        self._scheduled = scheduler_output
+        try:
+            return super().execute_model(scheduler_output, intermediate_tensors)
+        finally:
+            self._scheduled = None
+
+    def _determine_batch_execution_and_padding(
+        self,
+        num_tokens: int,
+        num_reqs: int,
+        num_scheduled_tokens_np: np.ndarray,
+        max_num_scheduled_tokens: int,
+        use_cascade_attn: bool,
+        allow_microbatching: bool = True,
+        force_eager: bool = False,
+        force_uniform_decode: bool | None = None,
+        force_has_lora: bool | None = None,
+        force_num_active_loras: int | None = None,
+        num_encoder_reqs: int = 0,
+    ) -> tuple[Any, ...]:
+        """Returns vLLM's decision with our number of micro-batches, instead of its own for data
+        parallelism."""
+        mode, descriptor, _, across_dp, stats = super()._determine_batch_execution_and_padding(
+            num_tokens,
+            num_reqs,
+            num_scheduled_tokens_np,
+            max_num_scheduled_tokens,
+            use_cascade_attn,
+            allow_microbatching,
+            force_eager,
+            force_uniform_decode,
+            force_has_lora,
+            force_num_active_loras,
+            num_encoder_reqs,
+        )
+        if self._scheduled is not None:
+            decode = num_tokens == num_reqs
+            depth = choose_depth(
+                num_tokens,
+                num_reqs,
+                self._instance.depth(num_tokens, decode=decode),
+                self._instance.min_rows,
+                splittable=not self._prefix_hazard(self._scheduled),
+            )
+            depth = padded_depth(depth, num_tokens, descriptor.num_tokens)
+            self._instance.steps.begin(num_tokens, depth, time.monotonic(), decode=decode)
+        elif self._capture_depth is not None:
+            depth = self._capture_depth
+        else:  # another dummy or profiling run: unsplit, its metadata builders do not exist yet
+            return mode, descriptor, False, across_dp, stats
+        self.parallel_config.ubatch_size = depth
+        return mode, descriptor, depth > 1, across_dp, stats
+
+    def _prefix_hazard(self, scheduled: SchedulerOutput) -> bool:
+        """Returns whether a request starts on prefix blocks that the same step fills."""
+        starting = {r.req_id for r in scheduled.scheduled_new_reqs}
+        starting |= scheduled.scheduled_cached_reqs.resumed_req_ids
+        if not starting:
+            return False
+        prefixes: list[list[int]] = []
+        written: list[list[int]] = []
+        for group, table in enumerate(self.input_batch.block_table.block_tables):
+            size = table.block_size
+            for req_id, tokens in scheduled.num_scheduled_tokens.items():
+                request = self.requests[req_id]
+                blocks = request.block_ids[group]
+                computed = request.num_computed_tokens
+                written.append(blocks[computed // size : -(-(computed + tokens) // size)])
+                if req_id in starting:
+                    prefixes.append(blocks[: computed // size])
+        return reads_block_written_in_step(prefixes, written)

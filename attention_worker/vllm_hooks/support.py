@@ -1,0 +1,37 @@
+"""Refuses vLLM settings that attention instances do not support, before anything is loaded."""
+
+from vllm.config import VllmConfig
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from afd.errors import ConfigError
+from attention_worker.kernels.mqa import refusal
+
+
+def check_supported(config: VllmConfig) -> None:
+    """Raises ConfigError for vLLM settings that the layer pipeline would silently ignore."""
+    problems = {
+        "tensor or pipeline parallelism inside an attention instance (use attention.instances)": (
+            config.parallel_config.world_size > 1
+        ),
+        "data parallelism of vLLM (use attention.instances)": (
+            config.parallel_config.data_parallel_size > 1
+        ),
+        "speculative decoding": config.speculative_config is not None,
+        "LoRA adapters": config.lora_config is not None,
+        "quantised checkpoints": config.quant_config is not None,
+    }
+    found = [what for what, present in problems.items() if present]
+    if found:
+        raise ConfigError(
+            f"not supported on attention instances: {'; '.join(found)}; "
+            "remove it from attention.vllm_args"
+        )
+    if config.attention_config.backend is AttentionBackendEnum.CUSTOM:
+        model = config.model_config
+        refused = refusal(
+            config.cache_config.cache_dtype,
+            model.get_num_kv_heads(config.parallel_config),
+            model.get_head_size(),
+        )
+        if refused:
+            raise ConfigError(refused)

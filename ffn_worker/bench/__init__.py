@@ -1,1 +1,0 @@
-"""`afd bench moe`: one MoE layer, as an FFN instance computes it."""

@@ -1,0 +1,124 @@
+"""Moves experts to and from an FFN rank while it serves (protocol: afd/control/moves.py)."""
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from afd.config.resolve import Resolved
+from afd.control.client import ControlClient
+from afd.control.messages import Members
+from afd.control.moves import to_hold
+from afd.errors import AfdError, PeerLost
+from afd.placement.tables import Table
+from afd.wire.streams_torch import synchronize
+from ffn_worker.experts.loader import load_layer
+from ffn_worker.experts.model import FfnModel
+
+logger = logging.getLogger("afd.ffn")
+
+
+class ExpertMoves:
+    """Reads the experts that the control plane wants here, in the background; drops unwanted ones.
+
+    Args:
+        wake: called from another thread when a read has ended; call :meth:`follow` then.
+    """
+
+    def __init__(
+        self,
+        resolved: Resolved,
+        model: FfnModel,
+        control: ControlClient,
+        wake: Callable[[], object],
+    ) -> None:
+        self._resolved = resolved
+        self._model = model
+        self._control = control
+        self._wake = wake
+        self._reader: threading.Thread | None = None
+        self._fault: AfdError | OSError | None = None
+        self._failed = 0  # number of the move whose experts could not be read
+        self._seen = -1
+
+    def follow(self, members: Members) -> bool:
+        """Follows the membership; on the loop's thread, between two steps. Returns whether the
+        experts are as the control plane wants them."""
+        if self._reader is not None:
+            if self._reader.is_alive():
+                return False
+            self._reader, self._seen = None, -1
+        if self._seen == members.version:
+            return True
+        if self._fault is not None:
+            logger.error("cannot read the experts to move: %s", self._fault)
+            self._control.report_move(members.moves - 1, str(self._fault))
+            self._failed, self._fault = members.moves, None
+        missing = self._missing(members)
+        if missing and members.moves != self._failed:
+            self._reader = threading.Thread(
+                target=self._read, args=missing[0], name="afd-experts", daemon=True
+            )
+            self._reader.start()
+            return False
+        self._seen = members.version
+        if not missing:
+            self._control.report_move(members.moves)
+        return not missing
+
+    def catch_up(self) -> None:
+        """Returns once this rank holds all experts that it has to hold before it serves.
+
+        Raises:
+            AfdError, OSError: the experts cannot be read.
+        """
+        while not self.follow(self._control.members):
+            if self._reader is not None:
+                self._reader.join()
+            if self._fault is not None:
+                raise self._fault
+
+    def check_held(self, layer: int, ids: torch.Tensor) -> None:
+        """Raises PeerLost if rows need experts that are not here: their results would be zero.
+
+        The protocol of moves rules this out unless the control plane loses state. Checked on device
+        cpu only, because the check waits for the device.
+        """
+        if ids.device.type == "cpu" and not self._model.banks.holds(layer, ids):
+            raise PeerLost(
+                f"rows of layer {layer} need experts that a move has taken from this rank or not"
+                " brought yet; restarting with the experts that the control plane names"
+            )
+
+    def _missing(self, members: Members) -> list[tuple[int, int, Table]]:
+        """Drops unwanted experts; returns (layer, bank, experts in our slots) still to read."""
+        start, end = self._model.shard.slots
+        layers = self._resolved.model.moe_layers
+        missing = []
+        for layer, banks in to_hold(members, self._resolved.placement, layers).items():
+            wanted = {bank: table[start:end] for bank, table in banks.items()}
+            held = self._model.banks.held(layer)
+            for bank, experts in held.items():
+                # An unwanted bank stays until its successor has been read.
+                if wanted.get(bank) != experts and (len(held) > 1 or bank in wanted):
+                    self._model.banks.drop(layer, bank)
+            held = self._model.banks.held(layer)
+            missing += [(layer, b, experts) for b, experts in wanted.items() if b not in held]
+        return missing
+
+    def _read(self, layer: int, bank: int, experts: Table) -> None:
+        resolved, model = self._resolved, self._model
+        shard = replace(model.shard, experts={layer: experts})
+        try:
+            weights = load_layer(
+                resolved.deployment.model, resolved.family, resolved.model, shard, layer
+            )
+            with torch.inference_mode():
+                model.banks.add(layer, bank, experts, weights)
+            synchronize(model.device)
+            logger.info("layer %d: read %d experts into bank %d", layer, len(experts), bank)
+        except (AfdError, OSError) as error:
+            self._fault = error
+        self._wake()

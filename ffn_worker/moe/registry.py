@@ -1,0 +1,56 @@
+"""MoE backends by name. A new backend is one file and one line in BACKENDS. No torch."""
+
+from dataclasses import dataclass
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING
+
+from afd.config.choices import Choice
+from ffn_worker.moe.scheme import Scheme
+
+if TYPE_CHECKING:
+    from ffn_worker.moe.base import MoeBackend
+
+PLAIN, FP8_BLOCK, MXFP4 = Scheme.PLAIN, Scheme.FP8_BLOCK, Scheme.MXFP4
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What is known of a MoE backend before its module is imported.
+
+    target: ``module:class`` of the :class:`~ffn_worker.moe.base.MoeBackend`, imported when it is
+    used. devices: device types that it runs on; empty: any. schemes: weight formats that it takes.
+    """
+
+    name: str
+    target: str
+    devices: tuple[str, ...]
+    schemes: tuple[Scheme, ...]
+
+    def load(self) -> "type[MoeBackend]":
+        """Imports the backend's class."""
+        kind: type[MoeBackend] = resolve_name(self.target)
+        return kind
+
+
+_ROOM, _CPU, _CUDA, _ANY = "ffn_worker.moe", ("cpu",), ("cuda",), ()
+_ALL = (
+    Backend("torch", f"{_ROOM}.torch_grouped:TorchBackend", _ANY, (PLAIN, FP8_BLOCK, MXFP4)),
+    Backend("reference", f"{_ROOM}.reference:ReferenceBackend", _ANY, (PLAIN, FP8_BLOCK, MXFP4)),
+    Backend("vllm_cpu", f"{_ROOM}.vllm_cpu:VllmCpuBackend", _CPU, (PLAIN,)),
+    Backend("vllm_cuda", f"{_ROOM}.vllm_cuda:VllmCudaBackend", _CUDA, (PLAIN, FP8_BLOCK)),
+    Backend("aiter", f"{_ROOM}.aiter:AiterBackend", _CUDA, (PLAIN, FP8_BLOCK, MXFP4)),
+    Backend("triton", f"{_ROOM}.triton:TritonBackend", _CUDA, (PLAIN, FP8_BLOCK, MXFP4)),
+    Backend("deep_gemm", f"{_ROOM}.deep_gemm:DeepGemmBackend", _CUDA, (PLAIN, FP8_BLOCK)),
+    Backend("grouped", f"{_ROOM}.grouped:GroupedBackend", _CUDA, (PLAIN, FP8_BLOCK)),
+    Backend("hopper", f"{_ROOM}.hopper:HopperBackend", _CUDA, (PLAIN, FP8_BLOCK)),
+)
+BACKENDS = {backend.name: backend for backend in _ALL}
+
+AUTO_ORDER = ("vllm_cpu", "hopper", "vllm_cuda", "aiter", "triton", "torch")
+"""What "auto" tries for plain weights. vLLM's kernels come first, so that both sides of a
+deployment round the same way; ``hopper`` uses them unless another backend measured faster."""
+AUTO_QUANTISED = ("aiter", "hopper", "triton", "torch")
+"""What "auto" tries for quantised weights: backends that multiply rows in the wire's format."""
+
+CHOICES = (Choice("auto"), *(Choice(backend.name, backend.devices) for backend in _ALL))
+"""Values of ``ffn.backend``."""

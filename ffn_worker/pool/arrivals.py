@@ -1,0 +1,166 @@
+"""Messages of attention instances: which have arrived, waiting for them, taking them."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from afd.config.resolve import Resolved
+from afd.schedule import Position
+from afd.wire.layout import Kind
+from afd.wire.message import Received, received
+from afd.wire.orders import Part
+from afd_comm import Status
+from ffn_worker.pool.late_peers import LatePeers
+from ffn_worker.pool.peers import Announced, Arrival, Peer, PeerTable
+from ffn_worker.slots import RankSlots
+
+_PAUSE_S = 0.005
+SLICE_US = 200_000
+"""Length of one wait before membership and shutdown are checked, microseconds."""
+
+OnPause = Callable[[], None]
+"""Called in the pauses of a wait: follows the membership, raises PeerLost if waiting is useless."""
+
+
+class Arrivals:
+    """Reads the receive slots. Any wait may end early because the region was woken."""
+
+    def __init__(
+        self, resolved: Resolved, slots: RankSlots, table: PeerTable, late: LatePeers
+    ) -> None:
+        self._region = slots.region
+        self._slots = slots
+        self._late = late
+        self._table = table
+        self._max_depth = resolved.contract.max_depth
+        self.first = Position(resolved.model.moe_layers[0], 0)
+
+    def wait_for_any(self, peers: Sequence[Peer], timeout_us: int) -> bool:
+        """Returns whether one of these peers has sent a message that was not taken yet."""
+        pairs = [(p, mb) for p in peers for mb in range(self._max_depth + 1)]
+        slots = [self._table.slot(p, mb) for p, mb in pairs]
+        flags = [self._table.next_flag(p, mb) for p, mb in pairs]
+        # The control slot may already show the message after the next: see read_control.
+        slots += [self._table.slot(p, self._max_depth) for p in peers]
+        flags += [self._table.next_flag(p, self._max_depth, ahead=2) for p in peers]
+        return self._region.wait_any(slots, flags, timeout_us) >= 0
+
+    def pending(self, peers: Sequence[Peer]) -> list[Arrival]:
+        """Returns each peer's earliest message that has arrived and was not taken yet. Takes
+        messages of the control slots: leaves and announcements."""
+        arrivals = []
+        for peer in peers:
+            self.read_control(peer)
+            if peer.announced is not None:
+                step = peer.announced
+                arrivals.append(Arrival(peer, self.first, step.depth, step.rows, step.step))
+                continue
+            header = self.earliest(peer, range(self._max_depth))
+            if header is not None:
+                start = Position(header.layer, header.micro_batch)
+                arrivals.append(Arrival(peer, start, header.depth, 0, header.step))
+        return arrivals
+
+    def earliest(self, peer: Peer, micro_batches: Iterable[int]) -> Received | None:
+        """Returns the peer's first request, in the order of the step, that has arrived in these
+        micro-batches and was not taken yet."""
+        headers = [
+            received(self._region.header(self._table.slot(peer, mb)))
+            for mb in micro_batches
+            if self._region.ready(self._table.slot(peer, mb), self._table.next_flag(peer, mb))
+        ]
+        return min(headers, key=lambda h: (h.layer, h.micro_batch), default=None)
+
+    def read_control(self, peer: Peer) -> None:
+        """Takes the message on the peer's control slot, if there is one.
+
+        An announcement may overwrite a leave that was not read yet, so the slot may show the second
+        message after the last one taken; then only the second counts. Nothing else is overwritten:
+        after an announcement the peer waits for the step, and between two leaves it sends a step,
+        whose first request makes us read the first leave.
+        """
+        mb = self._max_depth
+        slot = self._table.slot(peer, mb)
+        for ahead in (1, 2):
+            flag = self._table.next_flag(peer, mb, ahead)
+            if not self._region.ready(slot, flag):
+                continue
+            header = received(self._region.header(slot))
+            if not self._region.ready(slot, flag):
+                continue  # overwritten while it was read
+            peer.seq[mb] += ahead
+            peer.active = header.kind == Kind.STEP
+            if header.kind == Kind.STEP:
+                problem = self._slots.problem_of_step(header, self._max_depth)
+                if problem is not None:
+                    self._late.drop_invalid(peer, problem)
+                    return
+                peer.announced = Announced(header.rows, header.depth, header.step)
+            return
+
+    def await_messages(
+        self, peers: Sequence[Peer], micro_batch: int, deadline: float, on_pause: OnPause
+    ) -> list[Status]:
+        """Waits for every peer's next request in this micro-batch.
+
+        Ends when each request is here or is known not to come, at the latest at ``deadline`` (s,
+        monotonic clock). Returns one status per peer.
+        """
+        slots = [self._table.slot(p, micro_batch) for p in peers]
+        flags = [self._table.next_flag(p, micro_batch) for p in peers]
+        while True:
+            left_us = int((deadline - time.monotonic()) * 1e6)
+            statuses = self._region.wait_all(slots, flags, max(0, min(left_us, SLICE_US)))
+            if Status.DEADLINE not in statuses or time.monotonic() >= deadline:
+                return statuses
+            on_pause()
+
+    def await_peer(self, part: Part, deadline: float, on_pause: OnPause) -> Peer | None:
+        """Waits until this process knows the sender of a part too, and returns the peer.
+
+        Returns None if the sender has left or restarted, or is still unknown at ``deadline``.
+        """
+        while True:
+            on_pause()
+            if self._table.has_left(part.attention, part.generation):
+                return None
+            peer = self._table.find(part.attention)
+            if peer is not None and peer.generation == part.generation:
+                return peer
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(_PAUSE_S)
+
+    def await_announced(self, peer: Peer, step: int, deadline: float, on_pause: OnPause) -> bool:
+        """Waits until the peer has announced its step of this number; returns whether it has."""
+        while True:
+            self.read_control(peer)
+            if peer.announced is not None and peer.announced.step == step:
+                return True
+            left_us = int((deadline - time.monotonic()) * 1e6)
+            gone = self._region.gone(self._table.slot(peer, self._max_depth))
+            if left_us <= 0 or gone or self._table.find(peer.index) is not peer:
+                return False
+            self.wait_for_any([peer], min(left_us, SLICE_US))
+            on_pause()
+
+    def is_later(self, peer: Peer, micro_batch: int, named: tuple[int, int]) -> bool:
+        """Returns whether the request in the slot is of a later (step, layer) than the named."""
+        header = received(self._region.header(self._table.slot(peer, micro_batch)))
+        return (header.step, header.layer) > named
+
+    def take(self, peer: Peer, micro_batch: int) -> Received:
+        """Returns the header of the request in the slot, and counts the request as taken."""
+        header = received(self._region.header(self._table.slot(peer, micro_batch)))
+        peer.seq[micro_batch] += 1
+        peer.taken[micro_batch] = (header.step, header.layer)
+        if (header.layer, micro_batch) == (self.first.layer, self.first.micro_batch):
+            # The peer may have left before this step, and may leave again after it.
+            self.read_control(peer)
+        return header
+
+    def problem(self, header: Received, position: Position) -> str | None:
+        """Returns why a message cannot be the request for this position, or None."""
+        problem = self._slots.problem(header)
+        if problem is None and (header.kind, header.layer) != (Kind.DATA, position.layer):
+            return f"layer {header.layer} where layer {position.layer} was due"
+        return problem

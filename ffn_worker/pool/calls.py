@@ -1,0 +1,53 @@
+"""One thing to run: an expert call or a step on streams, and whose rows are in it."""
+
+from dataclasses import dataclass, field
+
+from afd.schedule import Position
+from afd.wire.layout import Kind
+from afd.wire.message import Received
+from afd.wire.orders import Order, Part
+from ffn_worker.pool.peers import Peer
+
+
+@dataclass(frozen=True)
+class Sender:
+    """The sender of a part. request: the header of its request; None for an announced step."""
+
+    peer: Peer
+    request: Received | None
+
+
+@dataclass(frozen=True)
+class Call:
+    """An order, and the sender of each of its parts.
+
+    A sender is None if it was lost after the order was given. Its rows still count, because all
+    ranks of an instance must add up the same rows; but no expert computes them, and nobody is
+    answered.
+    """
+
+    order: Order
+    senders: tuple[Sender | None, ...]
+    rows: tuple[int, ...] = field(init=False)
+    """Of each part."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", tuple([part.rows for part in self.order.parts]))
+
+    @property
+    def position(self) -> Position:
+        return self.order.position
+
+    @classmethod
+    def of(cls, position: Position, senders: list[Sender]) -> "Call":
+        """Returns an expert call over the requests of these senders."""
+        parts = []
+        for sender in senders:
+            request, peer = sender.request, sender.peer
+            assert request is not None
+            parts.append(part_of(peer, request.rows, request.depth, request.step))
+        return cls(Order(Kind.DATA, position, tuple(parts)), tuple(senders))
+
+
+def part_of(peer: Peer, rows: int, depth: int, step: int) -> Part:
+    return Part(peer.index, peer.generation, rows, depth, step)

@@ -1,0 +1,135 @@
+"""The leader decides who takes part in a step, where the step starts, and who is left out.
+
+The FFN is the barrier of a step. A step starts when every active attention instance has arrived, or
+after ``ffn.step_wait_ms``. An instance with nothing to do has left and is not waited for. Inside a
+step, the leader leaves out an instance that is more than ``ffn.late_ms`` late: the others go on,
+and the late one is served alone from its position. The FFN holds no request state, so an attention
+instance may also begin in the middle of a step; it does so after a process of the pool restarted.
+
+The order for a call names the instances that take part, so the other FFN ranks wait for the same
+requests. If an attention instance dies in between, a follower may lack the request that rank 0 of
+its FFN instance has. It runs the call nevertheless, without a sender for these rows
+(:class:`ffn_worker.pool.calls.Call`).
+"""
+
+import time
+from collections.abc import Iterator
+
+from afd.config.resolve import Resolved
+from afd.schedule import Position, walk
+from afd.wire.layout import Kind
+from afd.wire.orders import Order
+from afd_comm import Status
+from ffn_worker.pool.arrivals import SLICE_US, Arrivals, OnPause
+from ffn_worker.pool.calls import Call, Sender, part_of
+from ffn_worker.pool.late_peers import LatePeers
+from ffn_worker.pool.peers import Arrival, PeerTable
+
+_PAUSE_S = 0.005
+
+
+class Leader:
+    """Decides the calls that every process of the pool runs."""
+
+    def __init__(
+        self,
+        resolved: Resolved,
+        table: PeerTable,
+        arrivals: Arrivals,
+        late: LatePeers,
+        on_pause: OnPause,
+    ) -> None:
+        ffn = resolved.deployment.ffn
+        self._table = table
+        self._arrivals = arrivals
+        self._late = late
+        self._on_pause = on_pause
+        self._layers = resolved.model.moe_layers
+        self._step_wait_s = ffn.step_wait_ms / 1e3
+        self._late_s = ffn.late_ms / 1e3
+
+    def calls(self) -> Iterator[Call | None]:
+        """See :class:`ffn_worker.pool.source.CallSource`."""
+        while True:
+            self._on_pause()
+            arrivals = self._next_step()
+            if not arrivals:
+                yield None
+            elif arrivals[0].rows:  # announced
+                yield self._stream_step(arrivals)
+            else:
+                yield from self._host_step(arrivals)
+
+    def _next_step(self) -> list[Arrival]:
+        """Waits for messages that begin a step. Returns one per instance that takes part in it; []
+        if nothing came for a while."""
+        peers = self._table.peers
+        if not any(p.announced for p in peers) and not self._arrivals.wait_for_any(peers, SLICE_US):
+            time.sleep(_PAUSE_S)  # without live peers the wait returns at once
+            return []
+        arrived = self._arrivals.pending(peers)
+        first = self._arrivals.first
+        resumed = [a for a in arrived if a.start != first]
+        if resumed:  # it begins in the middle of a step, so no other instance can join it
+            return resumed[:1]
+        deadline = time.monotonic() + self._step_wait_s
+        while arrived:
+            here = {a.peer.id for a in arrived}
+            awaited = [p for p in peers if p.active and p.id not in here]
+            left_us = int((deadline - time.monotonic()) * 1e6)
+            if not awaited or left_us <= 0 or not self._arrivals.wait_for_any(awaited, left_us):
+                break
+            arrived = [a for a in self._arrivals.pending(peers) if a.start == first]
+        # A graph cannot wait for messages that the host posts. So either all instances of a step
+        # have announced it, or none has.
+        return [a for a in arrived if a.rows] or arrived
+
+    def _stream_step(self, arrivals: list[Arrival]) -> Call:
+        """Returns the call for an announced step."""
+        for arrival in arrivals:
+            arrival.peer.active = True
+            arrival.peer.announced = None
+        parts = tuple(part_of(a.peer, a.rows, a.depth, a.step) for a in arrivals)
+        order = Order(Kind.STEP, self._arrivals.first, parts)
+        return Call(order, tuple(Sender(a.peer, None) for a in arrivals))
+
+    def _host_step(self, arrivals: list[Arrival]) -> Iterator[Call]:
+        """Yields all expert calls of one step, in the order in which attention posts them. A call
+        is formed when its requests are here, so an instance may drop out between two calls."""
+        in_step = {a.peer.id: a for a in arrivals}
+        for arrival in arrivals:
+            arrival.peer.active = True
+        depth = max(a.depth for a in arrivals)
+        for position in walk(self._layers, depth, start=arrivals[0].start):
+            taking_part = [a for a in in_step.values() if position.micro_batch < a.depth]
+            senders = self._take(taking_part, position)
+            here = {sender.peer.id for sender in senders}
+            for arrival in taking_part:
+                if arrival.peer.id not in here:
+                    del in_step[arrival.peer.id]
+            if senders:
+                yield Call.of(position, senders)
+            elif not in_step:
+                return
+
+    def _take(self, arrivals: list[Arrival], position: Position) -> list[Sender]:
+        """Waits for the requests for this position. Returns their senders, without the instances
+        that are late or gone, or sent an invalid message."""
+        if not arrivals:
+            return []
+        peers, deadline = [a.peer for a in arrivals], time.monotonic() + self._late_s
+        mb = position.micro_batch
+        statuses = self._arrivals.await_messages(peers, mb, deadline, self._on_pause)
+        senders = []
+        for peer, status in zip(peers, statuses, strict=True):
+            if status != Status.OK:
+                self._late.leave_out(peer, status, position)
+                peer.active = False  # the next step does not wait for it
+                continue
+            header = self._arrivals.take(peer, mb)
+            problem = self._arrivals.problem(header, position)
+            if problem is not None:
+                self._late.drop_invalid(peer, problem)
+                continue
+            senders.append(Sender(peer, header))
+        return senders

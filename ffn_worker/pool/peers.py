@@ -1,0 +1,164 @@
+"""Sessions of an FFN rank with the attention instances that it serves."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from afd.config.resolve import Resolved
+from afd.control.messages import Member, Members
+from afd.schedule import Position
+from afd.topology import session
+from afd_comm import CommError, Link, VerbsOptions, make_flag
+
+logger = logging.getLogger("afd.ffn")
+
+_POST_TIMEOUT_US = 5_000_000
+
+
+@dataclass
+class Peer:
+    """One attention instance, for one session (see :func:`afd.topology.session`).
+
+    seq: per slot, the sequence number of the last message taken from it. The answer to a request
+        carries the request's number.
+    taken: per micro-batch, step and layer of that request.
+    unordered: micro-batches that no order may ever name (:mod:`ffn_worker.pool.follower`).
+    active: has taken part in a step and not left since.
+    announced: the step that it has announced and not begun.
+    """
+
+    id: str
+    index: int
+    generation: int
+    session: int
+    link: Link
+    seq: list[int]
+    taken: list[tuple[int, int]]
+    unordered: set[int]
+    active: bool = False
+    announced: Announced | None = None
+
+
+@dataclass(frozen=True)
+class Announced:
+    """A step that a peer runs on streams: its rows, its micro-batches, and the peer's number of
+    the step."""
+
+    rows: int
+    depth: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A message that begins a peer's part of a step.
+
+    start: where the peer begins. depth: micro-batches of its step. rows: of the whole step if it
+    was announced; 0 if each request carries its own. step: the peer's number of the step.
+    """
+
+    peer: Peer
+    start: Position
+    depth: int
+    rows: int = 0
+    step: int = 0
+
+
+class PeerTable:
+    """Follows the membership: links to new attention instances, forgets those that are gone."""
+
+    def __init__(self, resolved: Resolved, number: int, device: str) -> None:
+        """number: of this rank among all FFN ranks. device: of its region, as afd_comm names it;
+        answers are sent from there."""
+        self._resolved = resolved
+        self._number = number
+        self._device = device
+        self._seen = (-1, -1)
+        self._peers: dict[str, Peer] = {}
+        self._generations: dict[int, int] = {}  # of current attention instances, by index
+        self._newest: dict[int, int] = {}  # generation that was seen last, by index
+
+    @property
+    def peers(self) -> list[Peer]:
+        """Sorted by index, so that the layout of a batch is always the same."""
+        return sorted(self._peers.values(), key=lambda peer: peer.index)
+
+    @property
+    def sessions(self) -> set[int]:
+        return {peer.session for peer in self._peers.values()}
+
+    def reconcile(self, members: Members, generation: int) -> None:
+        """Updates the sessions to the membership and to our own generation."""
+        if (members.version, generation) == self._seen:
+            return
+        self._seen = (members.version, generation)
+        wanted = {m.id: m for m in members.of("attention")}
+        self._generations = {m.index: m.generation for m in wanted.values()}
+        self._newest |= self._generations
+        for peer in self.peers:
+            member = wanted.get(peer.id)
+            if member is None or session(member.generation, generation) != peer.session:
+                logger.info("%s left (session %d)", peer.id, peer.session)
+                self.drop(peer)
+        for member in wanted.values():
+            if member.id not in self._peers:
+                self._join(member, session(member.generation, generation))
+
+    def drop(self, peer: Peer) -> None:
+        """Ends a session. The instance may join again with the next membership change."""
+        peer.link.close()
+        if self._peers.get(peer.id) is peer:  # otherwise the instance already has a new session
+            del self._peers[peer.id]
+
+    def find(self, attention: int) -> Peer | None:
+        """Returns the peer with this index; None while there is no session with it."""
+        return next((p for p in self._peers.values() if p.index == attention), None)
+
+    def has_left(self, attention: int, generation: int) -> bool:
+        """Whether the process of this generation was a member, directly or through a successor,
+        and no longer is."""
+        known = self._newest.get(attention, 0) >= generation
+        return known and self._generations.get(attention) != generation
+
+    def slot(self, peer: Peer, micro_batch: int) -> int:
+        return self._resolved.slots.to_ffn(peer.index, micro_batch)
+
+    def next_flag(self, peer: Peer, micro_batch: int, ahead: int = 1) -> int:
+        """Doorbell value of the next message in the peer's slot of this micro-batch."""
+        return make_flag(peer.session, peer.seq[micro_batch] + ahead)
+
+    def _join(self, member: Member, number: int) -> None:
+        """number: of the session."""
+        transport = self._resolved.deployment.transport
+        verbs = transport.verbs_keywords("ffn")
+        try:
+            link = Link(
+                list(member.addresses),
+                backend=transport.backend,
+                slots=self._resolved.slots.attention_claim(self._number),
+                timeout_us=_POST_TIMEOUT_US,
+                device=self._device,
+                trace=transport.trace,
+                verbs=VerbsOptions(**verbs) if verbs else None,
+            )
+        except CommError as error:
+            # It may have died since. The next membership change drops it, or the link is retried.
+            logger.warning("cannot reach %s: %s", member.id, error)
+            self._seen = (-1, -1)
+            return
+        max_depth = self._resolved.contract.max_depth
+        peer = Peer(
+            member.id,
+            member.index,
+            member.generation,
+            number,
+            link,
+            seq=[0] * (max_depth + 1),
+            taken=[(-1, -1)] * max_depth,
+            unordered=set(range(max_depth)),
+        )
+        self._peers[member.id] = peer
+        logger.info("%s joined (session %d, %s)", peer.id, number, link.backend)
+        if link.notes:
+            logger.warning("link to %s: %s", peer.id, link.notes)

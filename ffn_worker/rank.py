@@ -1,0 +1,25 @@
+"""What one process of the FFN pool is made of before it serves."""
+
+from dataclasses import dataclass
+
+from afd.config.resolve import Resolved
+from afd.control.client import ControlClient
+from afd.metrics.role import RoleMetrics
+from afd_comm import Region
+from ffn_worker.experts.model import FfnModel
+from ffn_worker.pool.links import PoolLinks
+
+
+@dataclass(frozen=True)
+class FfnRank:
+    """One rank: its configuration, memory, experts, metrics, and its links to others.
+
+    pool: this rank among those of the pool, which it has met.
+    """
+
+    resolved: Resolved
+    region: Region
+    control: ControlClient
+    model: FfnModel
+    pool: PoolLinks
+    metrics: RoleMetrics

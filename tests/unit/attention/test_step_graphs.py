@@ -1,0 +1,269 @@
+"""When StepGraphs captures, replays, repeats a step or fails; vLLM and CUDA are faked."""
+
+import itertools
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm.compilation.cuda_graph import CUDAGraphWrapper
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import BatchDescriptor
+
+from afd.errors import DeadlineExceeded, PeerLost
+from afd.metrics.role import RoleMetrics, Stage
+from afd.wire.streams_torch import HostStreams
+from afd_comm import Status
+from attention_worker.remote.observer import ReplayObserver
+from attention_worker.remote.replay_guard import ReplayGuard, ReplaySettings, RunningStep
+from attention_worker.remote.stream import Waits
+from attention_worker.vllm_hooks import graphs
+
+OK, GONE, LATE = Status.OK, Status.PEER_GONE, Status.DEADLINE
+
+
+@dataclass(frozen=True)
+class Peer:
+    id: str
+    session: int
+
+
+class Host:
+    """A stand-in for RemoteExperts."""
+
+    def __init__(self, log):
+        self.peers = (Peer("ffn-0", 1), Peer("ffn-1", 2))
+        self.log = log
+
+    def begin_step(self, depth):
+        self.log.append(("begin", depth))
+
+    def announce(self, rows):
+        self.log.append(("announce", rows))
+
+    def reconnect(self, lost):
+        if lost:
+            self.log.append(("reconnect", tuple(lost)))
+            self.peers = tuple(
+                Peer(p.id, p.session + 10) if j in lost else p for j, p in enumerate(self.peers)
+            )
+
+    def end_step(self):
+        self.log.append(("end",))
+
+
+class Stream:
+    streams = HostStreams()
+
+    def record(self, peers, timestamps):
+        timestamps.begin()
+        timestamps.done(0, 0, 24)
+        timestamps.copied()
+        timestamps.end()
+        return Waits([0, 1, 0, 1], [1, 1, 2, 2])
+
+
+class Region:
+    """Its guards return the statuses in ``script``, then OK."""
+
+    def __init__(self):
+        self.script = []
+        self.finished = threading.Event()  # the stream has finished
+        self.finished.set()
+
+    def guard(self, stream, slots, flags):
+        statuses = self.script.pop(0) if self.script else [OK] * len(slots)
+
+        def wait(timeout_us):
+            assert self.finished.wait(5)
+            return statuses
+
+        return SimpleNamespace(wait=wait)
+
+
+class Event:
+    def __init__(self, enable_timing=False):
+        assert enable_timing
+
+    def record(self):
+        pass
+
+    def elapsed_time(self, other):
+        return 2.0
+
+
+@pytest.fixture
+def made(monkeypatch):
+    return make(monkeypatch, lookahead=False)
+
+
+@pytest.fixture
+def ahead(monkeypatch):
+    return make(monkeypatch, lookahead=True)
+
+
+def make(monkeypatch, lookahead):
+    log = []
+    model = SimpleNamespace(remote=None)
+
+    def init(self, runnable, config, runtime_mode):
+        self.runnable, self.runtime_mode = runnable, runtime_mode
+        self.concrete_cudagraph_entries = {}
+
+    def call(self, *args, **kwargs):
+        key = context.batch_descriptor
+        first = key not in self.concrete_cudagraph_entries
+        self.concrete_cudagraph_entries[key] = object()
+        log.append(("capture" if first else "replay", type(model.remote).__name__))
+        return "hidden"
+
+    monkeypatch.setattr(CUDAGraphWrapper, "__init__", init)
+    monkeypatch.setattr(CUDAGraphWrapper, "__call__", call)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    pools = itertools.count(1)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(pools)))
+    monkeypatch.setattr(graphs, "set_cudagraph_capturing_enabled", lambda on: None)
+    context = SimpleNamespace(
+        cudagraph_runtime_mode=CUDAGraphMode.FULL,
+        batch_descriptor=BatchDescriptor(24),
+        ubatch_slices=None,
+    )
+    monkeypatch.setattr(graphs, "get_forward_context", lambda: context)
+    host, region, metrics = Host(log), Region(), RoleMetrics("attention")
+    model.remote = host
+    guard = ReplayGuard(
+        ReplaySettings(deadline_s=1.0, lookahead=lookahead),
+        host,
+        region,
+        Stream.streams,
+        ReplayObserver(metrics, stage_every=2),
+    )
+    step = graphs.StepGraphs(model, None, host, Stream(), guard)
+    return SimpleNamespace(
+        step=step, log=log, context=context, host=host, region=region, metrics=metrics
+    )
+
+
+def test_a_shape_is_captured_once_and_replayed_each_time(made):
+    assert made.step() == made.step() == "hidden"
+    run = [("announce", 24), ("replay", "Host"), ("end",)]
+    assert made.log == [("begin", 1), ("capture", "Stream"), *run, ("begin", 1), *run]
+    assert made.metrics.graph_steps[1] == 2
+    assert made.metrics.graph_seconds[1] == pytest.approx(0.004)
+
+
+def test_each_depth_of_a_shape_has_its_own_graph(made):
+    made.step()
+    made.context.ubatch_slices = [None, None]
+    made.step()
+    made.context.ubatch_slices = None
+    made.step()
+    assert [entry[0] for entry in made.log].count("capture") == 2
+    assert made.metrics.graph_steps[:3] == [0, 2, 1]
+
+
+def test_after_an_ffn_death_the_step_is_repeated_on_a_new_graph(made):
+    made.step()
+    made.log.clear()
+    made.region.script = [[OK, GONE, OK, GONE]]
+    pool = made.step.graph_pool
+    assert made.step() == "hidden"
+    assert made.step.graph_pool != pool  # a pool whose graphs were deleted is not reused
+    again = [("begin", 1), ("capture", "Stream"), ("announce", 24), ("replay", "Host"), ("end",)]
+    assert made.log == [
+        ("begin", 1),
+        ("announce", 24),
+        ("replay", "Host"),
+        ("reconnect", (1,)),
+        *again,
+    ]
+    assert made.metrics.graph_steps[1] == 2  # the first and the repeated step
+
+
+def test_stage_timestamps_of_every_second_step_are_read(made):
+    for _ in range(5):
+        made.step()
+    kept = made.metrics.step_traces.all()
+    assert [(step.replayed, step.rows) for step in kept] == [(True, 24)] * 2
+    assert made.metrics.stage(Stage.ATTENTION).snapshot().count == 2
+
+
+def test_a_late_ffn_is_an_error_that_names_it(made):
+    made.region.script = [[LATE, OK, LATE, OK]]
+    with pytest.raises(DeadlineExceeded, match=r"ffn-0 did not answer a step within 1 s"):
+        made.step()
+
+
+def test_steps_of_other_modes_run_the_model_eagerly(made):
+    made.context.cudagraph_runtime_mode = CUDAGraphMode.NONE
+    made.step.runnable = lambda x: ("eager", x)
+    assert made.step(3) == ("eager", 3)
+    assert made.log == []
+
+
+def test_with_lookahead_the_host_continues_and_the_next_step_waits(ahead):
+    ahead.region.finished.clear()
+    assert ahead.step() == "hidden"
+    first = ahead.step.running
+    assert ahead.metrics.graph_steps[1] == 0
+    ahead.log.clear()
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(ahead.step)
+        with pytest.raises(TimeoutError):
+            second.result(0.1)
+        assert ahead.log == []  # not announced before the first step has finished
+        ahead.region.finished.set()
+        assert second.result(5) == "hidden"
+    assert ahead.metrics.graph_steps[1] == 1
+    assert ahead.step.running is not first
+    ahead.step.wait_for_step()
+    first.wait_for_step()  # repeating the call changes nothing
+    assert ahead.metrics.graph_steps[1] == 2
+
+
+@pytest.mark.parametrize(
+    ("statuses", "error", "said"),
+    [
+        ([OK, GONE, OK, GONE], PeerLost, "ffn-1 died in a step that cannot be run again"),
+        ([LATE, OK, LATE, OK], DeadlineExceeded, "ffn-0 did not answer a step within 1 s"),
+    ],
+)
+def test_with_lookahead_a_lost_step_gives_no_token(ahead, statuses, error, said):
+    gpu = pytest.importorskip("attention_worker.vllm_hooks.gpu")
+    ahead.region.script = [statuses]
+    assert ahead.step() == "hidden"
+    tokens = SimpleNamespace(get_output=lambda: "tokens")
+    output = gpu.GuardedOutput(ahead.step.running, tokens)
+    with pytest.raises(error, match=said):
+        output.get_output()
+    with pytest.raises(error, match=said):
+        ahead.step()
+
+
+def test_with_lookahead_a_good_step_gives_its_tokens(ahead):
+    gpu = pytest.importorskip("attention_worker.vllm_hooks.gpu")
+    ahead.step()
+    tokens = SimpleNamespace(get_output=lambda: "tokens")
+    assert gpu.GuardedOutput(ahead.step.running, tokens).get_output() == "tokens"
+
+
+def test_two_threads_that_wait_for_a_step_judge_it_once():
+    judged, statuses = [], Future()
+
+    def judge(found):
+        time.sleep(0.02)  # meanwhile the other thread arrives
+        judged.append(found)
+
+    running = RunningStep(statuses, judge)
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(running.wait_for_step) for _ in range(2)]
+        statuses.set_result([OK])
+        for one in both:
+            one.result(5)
+    assert judged == [[OK]]

@@ -1,0 +1,27 @@
+"""Planner requests, shared by several tests."""
+
+from dataclasses import replace
+
+from afd_planner.facts.hardware import load_accelerator
+from afd_planner.facts.model_hf import load_model
+from afd_planner.sizing.context import fixed
+from afd_planner.sizing.request import Request
+
+
+def request(model="step-3", accelerator="h800", ffn=None, context=4096, **changes) -> Request:
+    first = load_accelerator(accelerator)
+    second = load_accelerator(ffn) if ffn else first
+    return Request(load_model(model), (first,), (second,), fixed(context), **changes)
+
+
+def scaled(asked: Request, field: str, factor: float) -> Request:
+    """Returns the request with ``field`` of every accelerator multiplied by ``factor``."""
+
+    def better(gpu):
+        return replace(gpu, **{field: getattr(gpu, field) * factor})
+
+    return replace(
+        asked,
+        attention=tuple(better(gpu) for gpu in asked.attention),
+        ffn=tuple(better(gpu) for gpu in asked.ffn),
+    )
