@@ -21,6 +21,7 @@ from afd.topology import member_id
 from afd_bench.scale.shared import Case, Count, Rows, Tally
 
 _HOST = "127.0.0.1"
+_CONTROL = "control"
 _POLL_S = 0.005
 _END_S = 20.0
 DEADLINE_S = 300.0
@@ -31,12 +32,14 @@ DEADLINE_S = 300.0
 class Window:
     """Means over the measured seconds.
 
-    steps_per_s: of the pool. leader_us, answer_us: CPU time per step, of the leader's decisions
-        and orders, and of one rank's calls. control_cores: CPU time of the control plane per s.
+    steps_per_s: of the pool. leader_us, orders_us, waits_us, answer_us: CPU time of the leader's
+        thread per step, see ``Count``. control_cores: CPU time of the control plane per s.
     """
 
     steps_per_s: float
     leader_us: float
+    orders_us: float
+    waits_us: float
     answer_us: float
     control_cores: float
 
@@ -104,23 +107,22 @@ class Deployed:
         return time.monotonic() - began
 
     def measure(self, seconds: float) -> Window:
-        leader, control = self.tallies[self.ffn[0]], psutil.Process(self._pid("control-0"))
-        counts = (Count.STEPS, Count.LEADER_NS, Count.ANSWER_NS)
+        leader, control = self.tallies[self.ffn[0]], psutil.Process(self._pid(_CONTROL))
         began, cpu = time.monotonic(), sum(control.cpu_times()[:2])
-        before = [leader[count] for count in counts]
+        before = [leader[count] for count in Count]
         time.sleep(seconds)
         self._check()
-        steps, leader_ns, answer_ns = (
-            leader[count] - then for count, then in zip(counts, before, strict=True)
-        )
-        elapsed = time.monotonic() - began
+        spent = {count: leader[count] - before[count] for count in Count}
+        elapsed, steps = time.monotonic() - began, spent[Count.STEPS]
         if not steps:
             raise AfdError(f"{self._case.name} did no step in {elapsed:.1f} s; raise --seconds")
         return Window(
-            steps / elapsed,
-            leader_ns / steps / 1e3,
-            answer_ns / steps / 1e3,
-            (sum(control.cpu_times()[:2]) - cpu) / elapsed,
+            steps_per_s=steps / elapsed,
+            leader_us=spent[Count.LEADER_NS] / steps / 1e3,
+            orders_us=spent[Count.ORDER_NS] / steps / 1e3,
+            waits_us=spent[Count.WAIT_NS] / steps / 1e3,
+            answer_us=spent[Count.ANSWER_NS] / steps / 1e3,
+            control_cores=(sum(control.cpu_times()[:2]) - cpu) / elapsed,
         )
 
     def close(self) -> None:
@@ -150,20 +152,17 @@ class Deployed:
         from afd_bench.scale import roles_torch
 
         spec = RoleSpec(role, index, self._deployment, self._address, self._keys)
-        target: Callable[..., None]
-        if role == "control":
-            target, args = roles_torch.control, (spec,)
-        else:
+        target: Callable[..., None] = roles_torch.control
+        args: tuple[object, ...] = (spec,)
+        if role != "control":
             tally = self.tallies[spec.id] = Tally(self._context)
             tally.running = True
-            args = (spec, tally)
-            if role == "ffn":
-                target = roles_torch.ffn
-            else:
-                target, args = roles_torch.attention, (*args, self._layers)
+            target, args = roles_torch.ffn, (spec, tally)
+        if role == "attention":
+            target, args = roles_torch.attention, (*args, self._layers)
         process = self._context.Process(target=target, args=args, name=spec.id, daemon=True)
         process.start()
-        self._processes["control-0" if role == "control" else spec.id] = process
+        self._processes[spec.id if role != "control" else _CONTROL] = process
 
     def _pid(self, name: str) -> int:
         pid = self._processes[name].pid
@@ -173,7 +172,9 @@ class Deployed:
     def _check(self) -> None:
         for name, process in self._processes.items():
             if not process.is_alive():
-                raise AfdError(f"{name} ended with status {process.exitcode}; see its message above")
+                raise AfdError(
+                    f"{name} ended with status {process.exitcode}; see its message above"
+                )
 
     def _wait_for(self, done: Callable[[], bool], what: str) -> None:
         end = time.monotonic() + DEADLINE_S

@@ -29,9 +29,10 @@ class Cell:
         back = ", ".join(f"{role} back in {s:.2f} s" for role, s in self.back_s.items())
         w = self.window
         return (
-            f"{self.case.name}: leader {w.leader_us:.0f} us and calls {w.answer_us:.0f} us of CPU"
-            f" per step, {w.steps_per_s:.1f} steps/s, started in {self.start_s:.2f} s, control"
-            f" plane {w.control_cores:.3f} cores, {back}; load before {self.load:.1f}"
+            f"{self.case.name}: per step, leader {w.leader_us:.0f} us (orders {w.orders_us:.0f}),"
+            f" waits {w.waits_us:.0f} us, calls {w.answer_us:.0f} us of CPU;"
+            f" {w.steps_per_s:.1f} steps/s; started in {self.start_s:.2f} s;"
+            f" control plane {w.control_cores:.3f} cores; {back}; load before {self.load:.1f}"
         )
 
 
@@ -68,15 +69,20 @@ def records(cells: Sequence[Cell], host: str, command: str, date: str) -> list[R
 
 
 _HEAD = """\
-Every instance is a process on one host, without vLLM: real control plane, shared-memory links, leader, heads and remote experts. A
-step has 2 layers of depth 1, so 2 expert calls. Each attention instance sends 2 rows per layer and checks every answer.
+Every instance is a process on one host, without vLLM: real control plane, shared-memory links,
+leader, heads and remote experts. A step has 2 layers of depth 1, so 2 expert calls, each of which
+the host handles. Each attention instance sends 2 rows per layer and checks every answer.
 
-- *Leader*: CPU time of the leader's thread per step for its decisions and orders, without sleep. It includes no expert and no answer.
-- *Calls*: CPU time of that thread for the rest of its step: reading rows, its experts, the answers.
-- *Start*: from the first process to the first step of every attention instance. Processes are forks of one that has imported torch.
-- *Back*: from the new process of a killed instance to its first step, or for an FFN instance to the next step of every attention
-  instance.
-- Steps per second depend on the number of cores, which all processes share. They say nothing of a deployment's speed.
+- *Leader*: CPU time of the leader's thread per step for its decisions and its orders to the heads.
+  It includes no wait, no expert and no answer.
+- *Waits*: CPU time inside of its waits: system calls and wake-ups.
+- *Calls*: CPU time of that thread for the rest: reading rows, its experts, the answers.
+- *Start*: from the first process to the first step of every attention instance. Processes are forks
+  of one that has imported torch.
+- *Back*: from the new process of a killed instance to its first step; for an FFN instance, to the
+  next step of every attention instance.
+- Steps per second depend on the number of cores, which all processes share. They say nothing about
+  the speed of a deployment.
 """
 
 
@@ -84,14 +90,16 @@ def page(cells: Sequence[Cell], host: str, command: str, date: str) -> str:
     lines = [
         "# Scale: many processes on one CPU host",
         "",
-        "| case | leader us per step | calls us per step | start s | attention back s | FFN back s"
-        " | control plane cores | steps/s | load before |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| case | leader us per step | of it orders | waits us per step | calls us per step"
+        " | start s | attention back s | FFN back s | control plane cores | steps/s"
+        " | load before |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for cell in cells:
         w, back = cell.window, cell.back_s
         lines.append(
-            f"| {cell.case.name} | {w.leader_us:.0f} | {w.answer_us:.0f} | {cell.start_s:.2f}"
+            f"| {cell.case.name} | {w.leader_us:.0f} | {w.orders_us:.0f}"
+            f" | {w.waits_us:.0f} | {w.answer_us:.0f} | {cell.start_s:.2f}"
             f" | {_seconds(back, 'attention')} | {_seconds(back, 'ffn')} | {w.control_cores:.3f}"
             f" | {w.steps_per_s:.1f} | {cell.load:.1f} |"
         )

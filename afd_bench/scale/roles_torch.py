@@ -23,7 +23,7 @@ from afd.errors import AfdError
 from afd.metrics.role import RoleMetrics
 from afd.topology import FfnPlace
 from afd_bench.scale.shared import Count, Rows, Tally
-from afd_comm import Region
+from afd_comm import Region, Status
 from attention_worker.remote.host import RemoteExperts
 from ffn_worker.allreduce.base import Alone
 from ffn_worker.call_watchdog import CallClock
@@ -43,6 +43,24 @@ from ffn_worker.rank_reduce import RankReduce
 from ffn_worker.slots import RankSlots
 
 _PAUSE_S = 0.01
+
+
+class _TimedRegion(Region):
+    """Counts the CPU time of its waits: what a wait costs depends on how busy the machine is."""
+
+    waited_ns = 0
+
+    def wait_all(self, slots: list[int], flags: list[int], timeout_us: int) -> list[Status]:
+        began = time.thread_time_ns()
+        statuses = super().wait_all(slots, flags, timeout_us)
+        self.waited_ns += time.thread_time_ns() - began
+        return statuses
+
+    def wait_any(self, slots: list[int], flags: list[int], timeout_us: int) -> int:
+        began = time.thread_time_ns()
+        first = super().wait_any(slots, flags, timeout_us)
+        self.waited_ns += time.thread_time_ns() - began
+        return first
 
 
 def control(role: RoleSpec) -> None:
@@ -94,7 +112,7 @@ def ffn(role: RoleSpec, tally: Tally) -> None:
         tally.add(Count.READY, client.generation)
         with torch.inference_mode():
             Pipeline(model, reduce).run(
-                _timed(source, pool, tally, resolved.model.moe_layers[-1]),
+                _timed(source, pool, region, tally, resolved.model.moe_layers[-1]),
                 HostExchange(slots, reduce, CallClock(), moves),
                 HostObserver(resolved, metrics),
             )
@@ -105,19 +123,24 @@ def ffn(role: RoleSpec, tally: Tally) -> None:
         region.close()
 
 
-def _timed(source: CallSource, pool: PoolLinks, tally: Tally, last_layer: int) -> Iterator[Call]:
-    """Yields the calls, and passes each on; counts the CPU time of this thread, without sleep."""
+def _timed(
+    source: CallSource, pool: PoolLinks, region: _TimedRegion, tally: Tally, last_layer: int
+) -> Iterator[Call]:
+    """Yields the calls, and passes each on; counts the CPU time of this thread."""
     calls = source.calls()
     while not tally.stop:
-        began = time.thread_time_ns()
+        region.waited_ns, began = 0, time.thread_time_ns()
         call = next(calls)
         if call is None:
             continue
-        pool.tell(call.order)
         decided = time.thread_time_ns()
-        tally.add(Count.LEADER_NS, decided - began)
+        pool.tell(call.order)
+        told = time.thread_time_ns()
+        tally.add(Count.WAIT_NS, region.waited_ns)
+        tally.add(Count.LEADER_NS, told - began - region.waited_ns)
+        tally.add(Count.ORDER_NS, told - decided)
         yield call
-        tally.add(Count.ANSWER_NS, time.thread_time_ns() - decided)
+        tally.add(Count.ANSWER_NS, time.thread_time_ns() - told)
         position = call.position
         if position.layer == last_layer and position.micro_batch + 1 == call.order.depth:
             tally.add(Count.STEPS, 1)
@@ -133,18 +156,23 @@ def attention(role: RoleSpec, tally: Tally, layers: Sequence[Rows]) -> None:
         remote.connect(role.deployment.deadlines.start_s)
         client.set_state("ready")
         tally.add(Count.READY, client.generation)
-        sent = [
-            (rows.layer, *(torch.from_numpy(a) for a in (rows.x, rows.ids, rows.weights)))
+        steps = [
+            (
+                rows.layer,
+                torch.from_numpy(rows.x),
+                torch.from_numpy(rows.ids),
+                torch.from_numpy(rows.weights),
+                torch.from_numpy(rows.answer),
+            )
             for rows in layers
         ]
-        answers = [torch.from_numpy(rows.answer) for rows in layers]
         while not tally.stop:
             if not tally.running:
                 remote.leave()
                 time.sleep(_PAUSE_S)
                 continue
             remote.begin_step(1)
-            for (layer, x, ids, weights), answer in zip(sent, answers, strict=True):
+            for layer, x, ids, weights, answer in steps:
                 remote.send(layer, 0, x, ids, weights)
                 if not torch.allclose(remote.recv(0), answer, rtol=1e-4, atol=1e-4):
                     raise AfdError(f"{role.id} got a wrong answer for layer {layer}")
@@ -157,7 +185,7 @@ def attention(role: RoleSpec, tally: Tally, layers: Sequence[Rows]) -> None:
         remote.close()
 
 
-def _join(role: RoleSpec) -> tuple[Resolved, ControlClient, Region]:
+def _join(role: RoleSpec) -> tuple[Resolved, ControlClient, _TimedRegion]:
     """Returns the configuration, a client that has not joined yet, and the receive slots."""
     logging.basicConfig(level=logging.WARNING, format=f"{role.id}: %(message)s")
     torch.set_num_threads(1)
@@ -168,6 +196,6 @@ def _join(role: RoleSpec) -> tuple[Resolved, ControlClient, Region]:
         else (resolved.slots.attention_region_slots, resolved.f2a)
     )
     options = region_options(role.deployment, "cpu")
-    region = Region(slots, layout.nbytes, name=role.id, **options)
+    region = _TimedRegion(slots, layout.nbytes, name=role.id, **options)
     region.set_spin_us(0)  # a wait that polls would count as work
     return resolved, client_for(role, resolved.contract), region

@@ -56,9 +56,11 @@ class Count(IntEnum):
     """Counters of one process."""
 
     STEPS = 0
-    LEADER_NS = 1  # CPU time that the leader spent on its decisions and orders
-    ANSWER_NS = 2  # CPU time of one FFN rank for the calls themselves
-    READY = 3  # generation with which the process became ready
+    LEADER_NS = 1  # CPU time that the leader spent on its decisions and orders, without waits
+    ORDER_NS = 2  # the part of it for orders
+    WAIT_NS = 3  # CPU time inside of waits: system calls and wake-ups
+    ANSWER_NS = 4  # CPU time of one FFN rank for the calls themselves
+    READY = 5  # generation with which the process became ready
 
 
 class Tally:
