@@ -6,6 +6,7 @@ knows what to run before it runs or replays it.
 
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from afd.schedule import Position
 from afd.wire.layout import Kind
@@ -15,8 +16,7 @@ _HELLO_BYTES = 256
 """Enough for the address of a rendezvous."""
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """The rows of one attention instance in a call or step.
 
     attention, generation: index and generation of the instance. rows: in this call, or in the whole

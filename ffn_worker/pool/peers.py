@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from afd.config.resolve import Resolved
 from afd.control.messages import Member, Members
@@ -55,8 +56,7 @@ class Announced:
     step: int
 
 
-@dataclass(frozen=True)
-class Arrival:
+class Arrival(NamedTuple):
     """A message that begins a peer's part of a step.
 
     start: where the peer begins. depth: micro-batches of its step. rows: of the whole step if it
