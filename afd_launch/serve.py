@@ -13,6 +13,7 @@ from pathlib import Path
 from afd.config.deployment import Deployment
 from afd.control.local_keys import announced
 from afd.errors import ConfigError
+from afd.gateway.files import check_files
 from afd.host.logs import say
 from afd_launch.installation import require_vllm
 from afd_launch.readiness import Readiness
@@ -41,6 +42,7 @@ def serve(
     port is in use or the log directory cannot be created.
     """
     require_vllm()
+    check_files(deployment.gateway)
     with held_addresses(deployment) as ports:
         if log_dir:
             _make_log_dir(log_dir)
@@ -51,7 +53,8 @@ def _serve(
     deployment: Deployment, ports: Ports, log_dir: Path | None, on_ready: Callable[[str], None]
 ) -> int:
     began = time.monotonic()
-    url = f"http://{_reachable(deployment.gateway.host)}:{ports.gateway}"
+    scheme = "http" if deployment.gateway.tls is None else "https"
+    url = f"{scheme}://{_reachable(deployment.gateway.host)}:{ports.gateway}"
 
     def ready() -> None:
         say(f"ready after {time.monotonic() - began:.0f} s: {url}/v1 ({summary(deployment)})")
