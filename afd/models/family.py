@@ -10,10 +10,12 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 from afd.errors import ConfigError
+from afd.models.weight_format import weight_names
 
 DTYPES = ("bfloat16", "float16", "float32")
-SCALE_SUFFIX = "_scale_inv"
-"""Added to the name of an FP8 tensor, gives the name of its block scales (DeepSeek-V3)."""
+ACTIVATIONS = ("silu", "swiglu_oai")
+"""silu: silu(gate) * up. swiglu_oai (gpt-oss): gate is clamped to at most 7 and up to [-7, 7], then
+gate * sigmoid(1.702 * gate) * (up + 1)."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,8 @@ class MoeModel:
     shared_intermediate: total width of all shared experts; 0: none.
     routed_scaling: factor on the weighted sum of routed experts, applied before the shared output
         is added; 1.0: none.
+    activation: of the routed experts, an element of ACTIVATIONS.
+    expert_bias: gate, up and down of the routed experts have biases.
     """
 
     family: str
@@ -37,6 +41,13 @@ class MoeModel:
     shared_intermediate: int
     routed_scaling: float
     dtype: str
+    activation: str = "silu"
+    expert_bias: bool = False
+
+    @property
+    def any_math(self) -> bool:
+        """Whether experts are more than silu(gate) * up: only some backends compute them."""
+        return self.expert_bias or self.activation != "silu"
 
 
 @dataclass(frozen=True)
@@ -47,10 +58,17 @@ class MlpNames:
 
     Templates without {expert} name a shared expert (2-D tensors) or all routed experts, stacked
     along a leading expert dimension (3-D tensors); the family says which.
+
+    interleaved: the one gate_up tensor has gate and up rows in turns (gpt-oss).
+    transposed: unquantised stacked tensors are [experts, in, out].
+
+    Names are those of an unquantised checkpoint; ``weight_format.tensor_name`` gives the others.
     """
 
     gate_up: tuple[str, ...]
     down: str
+    interleaved: bool = False
+    transposed: bool = False
 
     @property
     def templates(self) -> tuple[str, ...]:
@@ -63,7 +81,8 @@ class MlpNames:
     def for_layer(self, layer: int, expert: int | None = None) -> "MlpNames":
         """Returns the names with {layer} and, if used, {expert} filled in."""
         gate_up = tuple(t.format(layer=layer, expert=expert) for t in self.gate_up)
-        return MlpNames(gate_up, self.down.format(layer=layer, expert=expert))
+        down = self.down.format(layer=layer, expert=expert)
+        return replace(self, gate_up=gate_up, down=down)
 
     def matches(self, name: str) -> bool:
         return any(_pattern(template).fullmatch(name) for template in self.templates)
@@ -115,8 +134,8 @@ class Family:
     def is_expert_weight(self, name: str) -> bool:
         """Whether FFN instances read this tensor. Attention instances must not read it."""
         shared = (self.shared_names,) if self.shared_names else ()
-        name = name.removesuffix(SCALE_SUFFIX)
-        return any(names.matches(name) for names in (*self.routed_names, *shared))
+        layouts = (*self.routed_names, *shared)
+        return any(names.matches(weight) for weight in weight_names(name) for names in layouts)
 
     def serve_as(self, model: MoeModel, dtype: str) -> MoeModel:
         """Returns `model` with its serving dtype; "auto" keeps the checkpoint's dtype.
