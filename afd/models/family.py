@@ -86,27 +86,39 @@ class Family:
         vllm_class: architecture string of config.json -> "module:Class" inside vLLM.
         parse: config.json -> MoeModel; raises ConfigError if the model is not supported.
         gate, experts: dotted paths of the router and of vLLM's FusedMoE, below a decoder layer.
+        float32_gate: the router takes its input in float32.
+        attention, dense: dotted paths of attention and of a dense FFN, below a decoder layer.
         shared: dotted paths of shared-expert modules below a decoder layer.
+        text: class name of a model with an image encoder -> dotted path of its text model.
         routed_names: layouts that a checkpoint may use for routed experts, most common first.
         shared_names: tensor names of the shared expert; None: there is none.
         refused_dtypes: dtype -> reason why it cannot be served, and the remedy.
-        attention_args: positional arguments of the attention module's forward after positions and
-            hidden states.
+        attention_none: further arguments of the attention module's forward; all are None.
+        args: vLLM arguments that the family needs.
         cpu_env, cpu_args: environment and vLLM arguments that vLLM's CPU platform needs.
+        split: why the layers cannot be pipelined; "": they can. A split model keeps vLLM's own
+            ``forward``, shared experts included, and only its routed experts are remote. `gate`,
+            `experts`, `shared`, `shared_names` and so on are not used then.
     """
 
     name: str
     vllm_class: Mapping[str, str]
     parse: Callable[[Mapping[str, object]], MoeModel]
-    gate: str
-    experts: str
     routed_names: tuple[MlpNames, ...]
+    gate: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    float32_gate: bool = False
+    attention: str = "self_attn"
+    dense: str = "mlp"
     shared: tuple[str, ...] = ()
     shared_names: MlpNames | None = None
     refused_dtypes: Mapping[str, str] = field(default_factory=dict)
-    attention_args: tuple[None, ...] = ()
+    attention_none: tuple[str, ...] = ()
+    text: Mapping[str, str] = field(default_factory=dict)
+    args: tuple[str, ...] = ()
     cpu_env: Mapping[str, str] = field(default_factory=dict)
     cpu_args: tuple[str, ...] = ()
+    split: str = ""
 
     @property
     def architectures(self) -> tuple[str, ...]:
@@ -117,6 +129,10 @@ class Family:
         shared = (self.shared_names,) if self.shared_names else ()
         name = name.removesuffix(SCALE_SUFFIX)
         return any(names.matches(name) for names in (*self.routed_names, *shared))
+
+    def text_model(self, class_name: str) -> str:
+        """Returns the dotted path of the text model in a vLLM model class; "": it is one."""
+        return self.text.get(class_name, "")
 
     def serve_as(self, model: MoeModel, dtype: str) -> MoeModel:
         """Returns `model` with its serving dtype; "auto" keeps the checkpoint's dtype.

@@ -16,15 +16,21 @@ def disaggregated(base: type[nn.Module], family: Family) -> type[nn.Module]:
     """Returns a subclass of the vLLM model class ``base`` whose ``forward`` is our pipeline."""
 
     class Disaggregated(base):  # type: ignore[valid-type,misc]  # known at run time only
-        """The attention half of the model: no expert weights, FFN calls over the transport."""
+        """The attention half of the model: no expert weights, FFN calls over the transport.
+
+        The text model of a checkpoint that also has an image encoder is a submodule.
+        """
 
         def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
             super().__init__(vllm_config=vllm_config, prefix=prefix)
             self.remote: Experts | None = None
             self._halves: list[LayerHalves] = []
-            self.weight_bytes_read = self.weight_bytes_held = 0  # set by the loader
-            for layer in self.model.layers:
+            for layer in self._text.model.layers:
                 drop_shared_experts(layer, family)
+
+        @property
+        def _text(self) -> nn.Module:
+            return self.get_submodule(family.text_model(base.__name__))
 
         def attach(self, remote: Experts, moe_layers: tuple[int, ...]) -> None:
             """Connects the model to the FFN instances. Called once, after the weights are in."""
@@ -36,7 +42,7 @@ def disaggregated(base: type[nn.Module], family: Family) -> type[nn.Module]:
                     family,
                     make_router(layer, family) if index in moe_layers else None,
                 )
-                for index, layer in enumerate(self.model.layers)
+                for index, layer in enumerate(self._text.model.layers)
             ]
 
         def forward(
@@ -45,12 +51,13 @@ def disaggregated(base: type[nn.Module], family: Family) -> type[nn.Module]:
             positions: torch.Tensor,
             intermediate_tensors: IntermediateTensors | None = None,
             inputs_embeds: torch.Tensor | None = None,
+            **_: object,
         ) -> torch.Tensor:
             """Returns the final hidden states, model dtype [tokens, hidden]."""
             assert self.remote is not None, "attach() has to come before the first forward"
             hidden = inputs_embeds if inputs_embeds is not None else self.embed_input_ids(input_ids)
             batches = micro_batches(hidden, positions)
-            return run_layers(self._halves, self.model.norm, self.remote, batches)
+            return run_layers(self._halves, self._text.model.norm, self.remote, batches)
 
     Disaggregated.__name__ = Disaggregated.__qualname__ = f"Afd{base.__name__}"
     return Disaggregated
