@@ -10,10 +10,9 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 from afd.errors import ConfigError
+from afd.models.weight_format import weight_names
 
 DTYPES = ("bfloat16", "float16", "float32")
-SCALE_SUFFIX = "_scale_inv"
-"""Added to the name of an FP8 tensor, gives the name of its block scales (DeepSeek-V3)."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +126,8 @@ class Family:
     def is_expert_weight(self, name: str) -> bool:
         """Whether FFN instances read this tensor. Attention instances must not read it."""
         shared = (self.shared_names,) if self.shared_names else ()
-        name = name.removesuffix(SCALE_SUFFIX)
-        return any(names.matches(name) for names in (*self.routed_names, *shared))
+        layouts = (*self.routed_names, *shared)
+        return any(names.matches(weight) for weight in weight_names(name) for names in layouts)
 
     def text_model(self, class_name: str) -> str:
         """Returns the dotted path of the text model in a vLLM model class; "": it is one."""

@@ -18,11 +18,12 @@ from safetensors import safe_open
 from afd.errors import ConfigError
 from afd.models import Family, MlpNames, MoeModel
 from afd.models.checkpoint import TensorInfo, tensor_table
-from afd.models.family import SCALE_SUFFIX
 from afd.wire.layout import SCALE_BLOCK, Tag
 from ffn_worker.moe.quantise import Weight, dequantise_weight
 from ffn_worker.moe.scheme import Scheme
 
+
+SCALE_SUFFIX = "_scale_inv"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 STORED_DTYPES = ("BF16", "F16", "F32")
 STORED_FP8 = "F8_E4M3"

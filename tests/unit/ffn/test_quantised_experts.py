@@ -324,5 +324,5 @@ def test_errors_name_the_tensors_of_broken_fp8_checkpoints(checkpoints, tmp_path
         load(lose_scale)
     with pytest.raises(ConfigError, match=f"{name} is stored as BF16 .* all FP8 or none"):
         load(one_plain)
-    with pytest.raises(ConfigError, match="is quantized in a format that is not supported"):
-        load(lambda stored: None, {"quant_method": "awq"})
+    with pytest.raises(ConfigError, match="is quantised in a format that is not supported"):
+        load(lambda stored: None, {"quant_method": "bitsandbytes"})
