@@ -6,7 +6,15 @@ from os import PathLike
 from pathlib import Path
 
 from afd.errors import ConfigError
-from afd.models import deepseek, qwen3_moe, step3
+from afd.models import (
+    deepseek,
+    ernie45_moe,
+    glm4_moe,
+    minimax_m2,
+    mixtral,
+    qwen3_moe,
+    step3,
+)
 from afd.models.family import Family, MlpNames, MoeModel
 from afd.models.fields import architecture
 from afd.models.quantization import Quantization, quantization_of
@@ -26,7 +34,15 @@ __all__ = [
 MODELOPT_FILE = "hf_quant_config.json"
 """Older ModelOpt checkpoints describe their quantisation here and not in config.json."""
 
-FAMILIES: tuple[Family, ...] = (qwen3_moe.FAMILY, deepseek.FAMILY, step3.FAMILY)
+FAMILIES: tuple[Family, ...] = (
+    qwen3_moe.FAMILY,
+    mixtral.FAMILY,
+    deepseek.FAMILY,
+    glm4_moe.FAMILY,
+    ernie45_moe.FAMILY,
+    minimax_m2.FAMILY,
+    step3.FAMILY,
+)
 
 
 def family_of(config: Mapping[str, object]) -> Family:

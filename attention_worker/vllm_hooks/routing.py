@@ -20,6 +20,7 @@ from vllm.platforms import current_platform
 from afd.models import Family
 from attention_worker.model import Router
 from attention_worker.pipeline import Experts
+from attention_worker.top_k import biased_top_k
 
 
 class RemoteRoutedExperts(RoutedExperts):
@@ -137,6 +138,17 @@ def _top_k_cpu(
     # (vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py: apply_monolithic).
     from vllm.model_executor.layers.fused_moe.cpu_fused_moe import select_experts
 
+    plain = experts.scoring_func == "softmax" and experts.e_score_correction_bias is None
+    if not (experts.use_grouped_topk or experts.custom_routing_function or plain):
+        # Here vLLM's function asserts, or leaves out the bias without a word.
+        return biased_top_k(
+            logits,
+            experts.e_score_correction_bias,
+            experts.top_k,
+            scoring=experts.scoring_func,
+            renormalise=experts.renormalize,
+            scaling=experts.routed_scaling_factor,
+        )
     weights, ids = select_experts(
         hidden_states=hidden,
         router_logits=logits,
