@@ -10,8 +10,11 @@ from afd.models import (
     deepseek,
     ernie45_moe,
     glm4_moe,
+    gpt_oss,
+    llama4,
     minimax_m2,
     mixtral,
+    qwen2_moe,
     qwen3_moe,
     step3,
 )
@@ -36,11 +39,15 @@ MODELOPT_FILE = "hf_quant_config.json"
 
 FAMILIES: tuple[Family, ...] = (
     qwen3_moe.FAMILY,
+    qwen2_moe.FAMILY,
+    qwen2_moe.NEXT,
     mixtral.FAMILY,
     deepseek.FAMILY,
     glm4_moe.FAMILY,
     ernie45_moe.FAMILY,
     minimax_m2.FAMILY,
+    gpt_oss.FAMILY,
+    llama4.FAMILY,
     step3.FAMILY,
 )
 

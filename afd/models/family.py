@@ -13,6 +13,9 @@ from afd.errors import ConfigError
 from afd.models.weight_format import weight_names
 
 DTYPES = ("bfloat16", "float16", "float32")
+ACTIVATIONS = ("silu", "swiglu_oai")
+"""silu: silu(gate) * up. swiglu_oai (gpt-oss): gate is clamped to at most 7 and up to [-7, 7], then
+gate * sigmoid(1.702 * gate) * (up + 1)."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,10 @@ class MoeModel:
     shared_intermediate: total width of all shared experts; 0: none.
     routed_scaling: factor on the weighted sum of routed experts, applied before the shared output
         is added; 1.0: none.
+    activation: of the routed experts, an element of ACTIVATIONS.
+    expert_bias: gate, up and down of the routed experts have biases.
+    weight_on_input: the router weight multiplies a routed expert's input, not its output (Llama 4);
+        top_k is 1.
     """
 
     family: str
@@ -36,6 +43,14 @@ class MoeModel:
     shared_intermediate: int
     routed_scaling: float
     dtype: str
+    activation: str = "silu"
+    expert_bias: bool = False
+    weight_on_input: bool = False
+
+    @property
+    def any_math(self) -> bool:
+        """Whether experts are more than silu(gate) * up: only some backends compute them."""
+        return self.expert_bias or self.activation != "silu"
 
 
 @dataclass(frozen=True)
@@ -46,10 +61,17 @@ class MlpNames:
 
     Templates without {expert} name a shared expert (2-D tensors) or all routed experts, stacked
     along a leading expert dimension (3-D tensors); the family says which.
+
+    interleaved: the one gate_up tensor has gate and up rows in turns (gpt-oss).
+    transposed: unquantised stacked tensors are [experts, in, out].
+
+    Names are those of an unquantised checkpoint; ``weight_format.tensor_name`` gives the others.
     """
 
     gate_up: tuple[str, ...]
     down: str
+    interleaved: bool = False
+    transposed: bool = False
 
     @property
     def templates(self) -> tuple[str, ...]:
@@ -62,7 +84,8 @@ class MlpNames:
     def for_layer(self, layer: int, expert: int | None = None) -> "MlpNames":
         """Returns the names with {layer} and, if used, {expert} filled in."""
         gate_up = tuple(t.format(layer=layer, expert=expert) for t in self.gate_up)
-        return MlpNames(gate_up, self.down.format(layer=layer, expert=expert))
+        down = self.down.format(layer=layer, expert=expert)
+        return replace(self, gate_up=gate_up, down=down)
 
     def matches(self, name: str) -> bool:
         return any(_pattern(template).fullmatch(name) for template in self.templates)
@@ -91,6 +114,8 @@ class Family:
         text: class name of a model with an image encoder -> dotted path of its text model.
         routed_names: layouts that a checkpoint may use for routed experts, most common first.
         shared_names: tensor names of the shared expert; None: there is none.
+        shared_gate: name of the weight [1, hidden] of a sigmoid gate on the shared expert's output,
+            a template over {layer}; "": there is no gate.
         refused_dtypes: dtype -> reason why it cannot be served, and the remedy.
         attention_none: further arguments of the attention module's forward; all are None.
         args: vLLM arguments that the family needs.
@@ -111,6 +136,7 @@ class Family:
     dense: str = "mlp"
     shared: tuple[str, ...] = ()
     shared_names: MlpNames | None = None
+    shared_gate: str = ""
     refused_dtypes: Mapping[str, str] = field(default_factory=dict)
     attention_none: tuple[str, ...] = ()
     text: Mapping[str, str] = field(default_factory=dict)
@@ -127,6 +153,8 @@ class Family:
         """Whether FFN instances read this tensor. Attention instances must not read it."""
         shared = (self.shared_names,) if self.shared_names else ()
         layouts = (*self.routed_names, *shared)
+        if self.shared_gate and _pattern(self.shared_gate).fullmatch(name):
+            return True
         return any(names.matches(weight) for weight in weight_names(name) for names in layouts)
 
     def text_model(self, class_name: str) -> str:

@@ -7,7 +7,10 @@ from pathlib import Path
 from safetensors.numpy import save_file
 
 from afd.demo import tokenizer, weights
-from afd.demo.published import grouped
+from afd.demo.published import grouped, multimodal
+from afd.demo.published.deepseek import kimi_k2
+from afd.demo.published.gpt_oss import gpt_oss
+from afd.demo.published.qwen3_next import qwen3_next
 from afd.demo.sizes import Sizes
 from afd.demo.weights import Config, Drawn, Sink, Tensors
 from afd.errors import ConfigError
@@ -22,7 +25,11 @@ LAYOUTS: dict[str, Callable[[Sink, Sizes, str], Config]] = {
     "minimax_m2": grouped.minimax_m2,
     "deepseek_v2": weights.deepseek_v2,
     "deepseek_v3": weights.deepseek_v3,
-    "step3_text": weights.step3,
+    "kimi_k2": kimi_k2,
+    "gpt_oss": gpt_oss,
+    "llama4": multimodal.llama4,
+    "qwen3_next": qwen3_next,
+    "step3_vl": multimodal.step3_vl,
 }
 """By name, what draws the tensors and returns config.json."""
 
