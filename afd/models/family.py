@@ -111,14 +111,14 @@ class Family:
         float32_gate: the router takes its input in float32.
         attention, dense: dotted paths of attention and of a dense FFN, below a decoder layer.
         shared: dotted paths of shared-expert modules below a decoder layer.
-        text: class name of a model with an image encoder -> dotted path of its text model.
+        text_prefix: architecture with an image encoder -> what precedes the names of the text
+            model's tensors. Only the text model is loaded; `vllm_class` names its class.
         routed_names: layouts that a checkpoint may use for routed experts, most common first.
         shared_names: tensor names of the shared expert; None: there is none.
         shared_gate: name of the weight [1, hidden] of a sigmoid gate on the shared expert's output,
             a template over {layer}; "": there is no gate.
         refused_dtypes: dtype -> reason why it cannot be served, and the remedy.
         attention_none: further arguments of the attention module's forward; all are None.
-        args: vLLM arguments that the family needs.
         cpu_env, cpu_args: environment and vLLM arguments that vLLM's CPU platform needs.
         split: why the layers cannot be pipelined; "": they can. A split model keeps vLLM's own
             ``forward``, shared experts included, and only its routed experts are remote. `gate`,
@@ -139,8 +139,7 @@ class Family:
     shared_gate: str = ""
     refused_dtypes: Mapping[str, str] = field(default_factory=dict)
     attention_none: tuple[str, ...] = ()
-    text: Mapping[str, str] = field(default_factory=dict)
-    args: tuple[str, ...] = ()
+    text_prefix: Mapping[str, str] = field(default_factory=dict)
     cpu_env: Mapping[str, str] = field(default_factory=dict)
     cpu_args: tuple[str, ...] = ()
     split: str = ""
@@ -157,9 +156,16 @@ class Family:
             return True
         return any(names.matches(weight) for weight in weight_names(name) for names in layouts)
 
-    def text_model(self, class_name: str) -> str:
-        """Returns the dotted path of the text model in a vLLM model class; "": it is one."""
-        return self.text.get(class_name, "")
+    def attention_name(self, architecture: str, name: str) -> str | None:
+        """Returns the name under which attention instances load a tensor; None: they do not."""
+        if self.is_expert_weight(name):
+            return None
+        prefix = self.text_prefix.get(architecture)
+        if prefix is None:
+            return name
+        inner = name.removeprefix(prefix)
+        in_text = name.startswith(prefix) and inner.startswith(("model.", "lm_head."))
+        return inner if in_text else None
 
     def serve_as(self, model: MoeModel, dtype: str) -> MoeModel:
         """Returns `model` with its serving dtype; "auto" keeps the checkpoint's dtype.

@@ -8,6 +8,7 @@ from afd.errors import ConfigError
 from afd.models import fields
 from afd.models.family import Family, MlpNames, MoeModel
 
+
 def parse(config: fields.Config) -> MoeModel:
     """Returns the MoeModel of a gpt-oss config.json. Raises ConfigError if it is unsupported."""
     fields.require_silu(config)

@@ -1,5 +1,7 @@
 """Llama 4 (text): one routed expert per token, whose weight scales the input, and a shared expert.
 
+The published checkpoints have an image encoder, which is not loaded.
+
 Sources: vLLM 0.26 models/llama4.py, models/mllama4.py; config.json of
 meta-llama/Llama-4-Scout-17B-16E-Instruct and Llama-4-Maverick-17B-128E-Instruct.
 """
@@ -37,13 +39,10 @@ _FFN = "language_model.model.layers.{layer}.feed_forward."
 FAMILY = Family(
     name="llama4",
     vllm_class={
-        "Llama4ForConditionalGeneration": (
-            "vllm.model_executor.models.mllama4:Llama4ForConditionalGeneration"
-        )
+        "Llama4ForConditionalGeneration": "vllm.model_executor.models.llama4:Llama4ForCausalLM"
     },
     parse=parse,
-    text={"Llama4ForConditionalGeneration": "language_model"},
-    args=("--language-model-only",),
+    text_prefix={"Llama4ForConditionalGeneration": "language_model."},
     gate="feed_forward.router",
     experts="feed_forward.experts",
     dense="feed_forward",

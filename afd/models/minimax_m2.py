@@ -33,7 +33,5 @@ FAMILY = Family(
     parse=parse,
     gate="block_sparse_moe.gate",
     experts="block_sparse_moe.experts",
-    routed_names=(
-        MlpNames((_EXPERT + "w1.weight", _EXPERT + "w3.weight"), _EXPERT + "w2.weight"),
-    ),
+    routed_names=(MlpNames((_EXPERT + "w1.weight", _EXPERT + "w3.weight"), _EXPERT + "w2.weight"),),
 )

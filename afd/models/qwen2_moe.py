@@ -67,5 +67,7 @@ NEXT = Family(
     vllm_class={"Qwen3NextForCausalLM": f"{_MODELS}.qwen3_next:Qwen3NextForCausalLM"},
     parse=parse_next,
     routed_names=_ROUTED,
+    # vLLM 0.26 on CPU: its kernel needs a float32 state, which vLLM sets only if there is AMX.
+    cpu_args=("--mamba-ssm-cache-dtype=float32",),
     split="three of four layers are linear attention, whose state is not kept per micro-batch",
 )

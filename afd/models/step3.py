@@ -31,17 +31,16 @@ def parse(config: fields.Config) -> MoeModel:
 
 
 _LAYER = "model.layers.{layer}."
-_PUBLISHED = "Step3VLForConditionalGeneration"
+_CLASS = "vllm.model_executor.models.step3_text:Step3TextForCausalLM"
 
 FAMILY = Family(
     name="step3",
     vllm_class={
-        "Step3TextForCausalLM": "vllm.model_executor.models.step3_text:Step3TextForCausalLM",
-        _PUBLISHED: f"vllm.model_executor.models.step3_vl:{_PUBLISHED}",
+        "Step3TextForCausalLM": _CLASS,
+        "Step3VLForConditionalGeneration": _CLASS,
     },
     parse=parse,
-    text={_PUBLISHED: "language_model"},
-    args=("--language-model-only",),
+    text_prefix={"Step3VLForConditionalGeneration": ""},
     gate="moe.gate",
     experts="moe.experts",
     shared=("share_expert",),

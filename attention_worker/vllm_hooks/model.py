@@ -16,21 +16,14 @@ def disaggregated(base: type[nn.Module], family: Family) -> type[nn.Module]:
     """Returns a subclass of the vLLM model class ``base`` whose ``forward`` is our pipeline."""
 
     class Disaggregated(base):  # type: ignore[valid-type,misc]  # known at run time only
-        """The attention half of the model: no expert weights, FFN calls over the transport.
-
-        The text model of a checkpoint that also has an image encoder is a submodule.
-        """
+        """The attention half of the model: no expert weights, FFN calls over the transport."""
 
         def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
             super().__init__(vllm_config=vllm_config, prefix=prefix)
             self.remote: Experts | None = None
             self._halves: list[LayerHalves] = []
-            for layer in self._text.model.layers:
+            for layer in self.model.layers:
                 drop_shared_experts(layer, family)
-
-        @property
-        def _text(self) -> nn.Module:
-            return self.get_submodule(family.text_model(base.__name__))
 
         def attach(self, remote: Experts, moe_layers: tuple[int, ...]) -> None:
             """Connects the model to the FFN instances. Called once, after the weights are in."""
@@ -42,7 +35,7 @@ def disaggregated(base: type[nn.Module], family: Family) -> type[nn.Module]:
                     family,
                     make_router(layer, family) if index in moe_layers else None,
                 )
-                for index, layer in enumerate(self._text.model.layers)
+                for index, layer in enumerate(self.model.layers)
             ]
 
         def forward(
@@ -51,16 +44,30 @@ def disaggregated(base: type[nn.Module], family: Family) -> type[nn.Module]:
             positions: torch.Tensor,
             intermediate_tensors: IntermediateTensors | None = None,
             inputs_embeds: torch.Tensor | None = None,
-            **_: object,
         ) -> torch.Tensor:
             """Returns the final hidden states, model dtype [tokens, hidden]."""
             assert self.remote is not None, "attach() has to come before the first forward"
             hidden = inputs_embeds if inputs_embeds is not None else self.embed_input_ids(input_ids)
             batches = micro_batches(hidden, positions)
-            return run_layers(self._halves, self._text.model.norm, self.remote, batches)
+            return run_layers(self._halves, self.model.norm, self.remote, batches)
 
     Disaggregated.__name__ = Disaggregated.__qualname__ = f"Afd{base.__name__}"
     return Disaggregated
+
+
+def text_only(base: type[nn.Module]) -> type[nn.Module]:
+    """Returns the vLLM text model ``base`` for a config.json that has it in ``text_config``.
+
+    vLLM then takes the checkpoint for a text model, and never builds the image encoder.
+    """
+
+    class TextOnly(base):  # type: ignore[valid-type,misc]  # known at run time only
+        def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+            text = vllm_config.model_config.hf_config.text_config
+            super().__init__(vllm_config=vllm_config.with_hf_config(text), prefix=prefix)
+
+    TextOnly.__name__ = TextOnly.__qualname__ = f"TextOnly{base.__name__}"
+    return TextOnly
 
 
 def drop_shared_experts(layer: nn.Module, family: Family) -> None:

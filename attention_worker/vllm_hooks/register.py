@@ -9,7 +9,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from afd.config.roles import RoleSpec
 from afd.models import read_model
 from attention_worker.vllm_hooks.loader import LOAD_FORMAT, AttentionWeightLoader
-from attention_worker.vllm_hooks.model import disaggregated
+from attention_worker.vllm_hooks.model import disaggregated, text_only
 from attention_worker.vllm_hooks.routing import register_remote_experts
 from attention_worker.vllm_hooks.split import split
 
@@ -23,6 +23,8 @@ def register_model(role: RoleSpec) -> None:
     family, model = read_model(role.deployment.model)
     module, _, name = family.vllm_class[model.architecture].partition(":")
     base = getattr(importlib.import_module(module), name)
+    if model.architecture in family.text_prefix:
+        base = text_only(base)
     register_remote_experts()
     register_model_loader(LOAD_FORMAT)(AttentionWeightLoader)
     if role.deployment.attention.kernel == "mqa":

@@ -22,7 +22,6 @@ from afd.wire.layout import SCALE_BLOCK, Tag
 from ffn_worker.moe.quantise import Weight, dequantise_weight
 from ffn_worker.moe.scheme import Scheme
 
-
 SCALE_SUFFIX = "_scale_inv"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 STORED_DTYPES = ("BF16", "F16", "F32")

@@ -35,14 +35,17 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 TOKENS = 12
-FFN_INSTANCES = 2
 DEPTH = 3
 
 
 @dataclass(frozen=True)
 class Case:
+    """One model. dtype: that it is served in. instances: FFN instances."""
+
     name: str
     path: str
+    dtype: str = "float32"
+    instances: int = 2
 
 
 @dataclass
@@ -96,30 +99,30 @@ def _close(engine: Any) -> None:
     destroy_distributed_environment()
 
 
-def settings(case_path: str) -> dict[str, Any]:
+def settings(case: Case) -> dict[str, Any]:
     """Returns the deployment under test."""
     return {
-        "model": case_path,
+        "model": case.path,
         "attention": {
-            "dtype": "float32",
+            "dtype": case.dtype,
             "max_model_len": 128,
             "max_num_seqs": 4,
             "max_num_batched_tokens": 128,
             "kv_cache_gib": 0.02,
             "vllm_args": ["--block-size=32", "--disable-log-stats"],
         },
-        "ffn": {"instances": FFN_INSTANCES},
+        "ffn": {"instances": case.instances},
         "pipeline": {"depth": DEPTH, "min_rows": 1},
     }
 
 
-def arguments(path: str, role_file: Path) -> tuple[list[str], dict[str, str]]:
+def arguments(case: Case, role_file: Path) -> tuple[list[str], dict[str, str]]:
     """Returns the product's own arguments and environment for an attention instance."""
     from afd.config.deployment import Deployment
     from afd.config.roles import RoleSpec
     from attention_worker.vllm_hooks.command import attention_command
 
-    role = RoleSpec("attention", 0, Deployment.from_plain(settings(path)), "tcp://127.0.0.1:1")
+    role = RoleSpec("attention", 0, Deployment.from_plain(settings(case)), "tcp://127.0.0.1:1")
     role.save(role_file)
     argv, environment = attention_command(role, {})
     skipped = ("--host", "--port", "--served-model-name", "--disable-uvicorn-access-log")
@@ -138,11 +141,11 @@ class LocalExperts:
                 deployment.model,
                 resolved.family,
                 resolved.model,
-                instances=FFN_INSTANCES,
+                instances=deployment.ffn.instances,
                 index=index,
                 threads=1,
             )
-            for index in range(FFN_INSTANCES)
+            for index in range(deployment.ffn.instances)
         ]
         self._outputs: dict[int, Any] = {}
         self.depths: set[int] = set()
@@ -203,7 +206,7 @@ class LocalInstance:
 
 
 def run_colocated(case: Case, role_file: Path) -> Result:
-    argv, environment = arguments(case.path, role_file)
+    argv, environment = arguments(case, role_file)
     ours = ("--worker-cls", "--load-format")
     with _environment(environment):
         _register_class(case.path)
@@ -211,7 +214,7 @@ def run_colocated(case: Case, role_file: Path) -> Result:
 
 
 def run_remote(case: Case, role_file: Path) -> Result:
-    argv, environment = arguments(case.path, role_file)
+    argv, environment = arguments(case, role_file)
     from vllm.model_executor.custom_op import op_registry_oot
 
     from afd.config.roles import ROLE_FILE_ENV, load_role

@@ -10,8 +10,7 @@ import torch
 from afd.config.deployment import Deployment
 from afd.config.resolve import replays
 from afd.errors import AfdError, ConfigError
-from afd.models import qwen3_moe
-from afd.models import read_model
+from afd.models import qwen3_moe, read_model
 from afd.models.checkpoint import tensor_table
 from afd.records import read_records
 from afd_bench.gpu import (
