@@ -234,7 +234,8 @@ def _gptq(facts: Facts) -> Rules:
         codes="qweight",
         scales="scales",
         zeros="qzeros",
-        order="g_idx",
+        # Without desc_act, g_idx may be stored too but says that groups are in order.
+        order="g_idx" if facts.get("desc_act") else "",
         group=_columns(facts.get("group_size")),
         symmetric=bool(facts.get("sym", True)),
         zero_offset=0 if facts.get("checkpoint_format") == "gptq_v2" else 1,

@@ -57,6 +57,23 @@ class Part:
     shapes: tuple[tuple[int, ...], ...]
 
 
+Range = tuple[int, int]
+"""Half open."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What has to be read for a slice of a weight.
+
+    rows, columns: the slice, widened to whole blocks, groups and words. ranges: by the last part of
+    the tensor's name, the range in each dimension of ``Part.shapes[0]``.
+    """
+
+    rows: Range
+    columns: Range
+    ranges: Mapping[str, tuple[Range, ...]]
+
+
 @dataclass(frozen=True)
 class WeightFormat:
     """How one weight is stored, and what its tensors are called.
@@ -85,10 +102,10 @@ class WeightFormat:
     def parts(self, n: int, k: int) -> dict[str, Part]:
         """Returns the tensors that a weight [n, k] consists of, by the last part of their name.
 
-        Tensors that carry no value of their own (``weight_shape``, input scales) are left out, and
-        so is ``order``, which checkpoints may leave out.
+        Tensors that carry no value of their own (``weight_shape``, input scales) are left out.
         """
         groups = -(-k // self.group) if self.group else 1
+        order = {self.order: Part(("I32",), ((k,),))} if self.order else {}
         match self.layout:
             case Layout.PLAIN:
                 return {self.codes: Part(_FLOATS, ((n, k),))}
@@ -111,7 +128,7 @@ class WeightFormat:
                 }
                 if self.zeros:
                     parts[self.zeros] = Part(("I32",), ((n // INT4_PER_WORD, groups),))
-                return parts
+                return parts | order
             case Layout.GPTQ | Layout.AWQ:
                 packed = (k, n // INT4_PER_WORD)
                 if self.layout is Layout.GPTQ:
@@ -120,8 +137,64 @@ class WeightFormat:
                     self.codes: Part(("I32",), (packed,)),
                     self.scales: Part(_FLOATS, ((groups, n),)),
                     self.zeros: Part(("I32",), ((groups, n // INT4_PER_WORD),)),
+                    **order,
                 }
         return {self.codes: Part(("F8_E4M3",), ((n, k),)), self.scales: scales}
+
+    def cut(self, rows: Range, columns: Range, n: int, k: int) -> Cut:
+        """Returns what to read for W[rows, columns] of a weight [n, k].
+
+        Scales and codes are cut at the same values. Where the slice ends inside a block, a group
+        or a word, the cut is wider than the slice.
+        """
+        row_unit, column_unit = self._units()
+        rows, columns = _widened(rows, row_unit, n), _widened(columns, column_unit, k)
+        words = _per(rows, INT4_PER_WORD)
+        groups = _per(columns, self.group) if self.group else (0, 1)
+        if self.order:
+            groups = (0, -(-k // self.group) if self.group else 1)  # any column has any group
+        ranges: dict[str, tuple[Range, ...]]
+        match self.layout:
+            case Layout.FP8_BLOCK:
+                scales = _per(rows, FP8_BLOCK_SIZE), _per(columns, FP8_BLOCK_SIZE)
+                ranges = {self.codes: (rows, columns), self.scales: scales}
+            case Layout.FP8_CHANNEL:
+                ranges = {self.codes: (rows, columns), self.scales: (rows, (0, 1))}
+            case Layout.FP8_TENSOR:
+                ranges = {self.codes: (rows, columns), self.scales: ()}
+            case Layout.MXFP4:
+                ranges = {self.codes: (rows, _per(columns, 2)), self.scales: (rows, groups)}
+            case Layout.INT4:
+                codes = rows, _per(columns, INT4_PER_WORD)
+                ranges = {self.codes: codes, self.scales: (rows, groups)}
+                if self.zeros:
+                    ranges[self.zeros] = (words, groups)
+            case Layout.GPTQ:
+                codes = _per(columns, INT4_PER_WORD), rows
+                ranges = {self.codes: codes, self.scales: (groups, rows)}
+                ranges[self.zeros] = (groups, words)
+            case Layout.AWQ:
+                ranges = {self.codes: (columns, words), self.scales: (groups, rows)}
+                ranges[self.zeros] = (groups, words)
+            case _:
+                ranges = {self.codes: (rows, columns)}
+        if self.order:
+            ranges[self.order] = (columns,)
+        return Cut(rows, columns, ranges)
+
+    def _units(self) -> tuple[int, int]:
+        """Returns the rows and columns between which a slice can end without being widened."""
+        match self.layout:
+            case Layout.FP8_BLOCK:
+                return FP8_BLOCK_SIZE, FP8_BLOCK_SIZE
+            case Layout.MXFP4:
+                return 1, MX_GROUP
+            case Layout.INT4 | Layout.GPTQ:
+                group = 0 if self.order else self.group
+                return (INT4_PER_WORD if self.zeros else 1), group or INT4_PER_WORD
+            case Layout.AWQ:
+                return INT4_PER_WORD, self.group or 1
+        return 1, 1
 
     def __str__(self) -> str:
         per = f" of {self.group} columns" if self.group else ""
@@ -129,6 +202,15 @@ class WeightFormat:
 
 
 PLAIN = WeightFormat()
+
+
+def _widened(cut: Range, unit: int, size: int) -> Range:
+    return cut[0] // unit * unit, min(-(-cut[1] // unit) * unit, size)
+
+
+def _per(cut: Range, unit: int) -> Range:
+    return cut[0] // unit, -(-cut[1] // unit)
+
 
 SUFFIXES = (
     "weight",

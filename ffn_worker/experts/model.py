@@ -13,7 +13,7 @@ from afd.models import MoeModel
 from afd.wire.layout import Tag
 from afd.wire.rows_torch import EncodedRows
 from ffn_worker.experts.banks import ExpertBanks, HeldBank
-from ffn_worker.experts.loader import Shard
+from ffn_worker.experts.shard import Shard
 from ffn_worker.moe.device import launched_as
 from ffn_worker.moe.load_counts import SlotLoad
 
