@@ -4,6 +4,8 @@ from pathlib import Path
 
 import torch
 
+from afd.models import read_model
+
 TIE = 1e-4
 """Two logits closer than this may change places between implementations in float32."""
 
@@ -23,8 +25,13 @@ def disagreements(path: Path, prompts: list[list[int]], answers: list[list[int]]
     model, loading = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, output_loading_info=True, attn_implementation="eager"
     )
-    draft = f"model.layers.{model.config.get_text_config().num_hidden_layers}."
-    unknown = [name for name in loading["unexpected_keys"] if not name.startswith(draft)]
+    family, described = read_model(path)
+    draft = f"model.layers.{described.num_layers}."
+    unknown = [
+        name
+        for name in loading["unexpected_keys"]
+        if not name.startswith(draft) and family.attention_name(described.architecture, name)
+    ]
     assert not loading["missing_keys"] and not unknown, loading
     found = []
     for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
