@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from afd.config.deployment import Attention, Deployment, Ffn
+from afd.config.host_view import control_address, home_of, seen_from
 from afd.config.roles import ROLE_FILE_ENV, Role, RoleSpec
 from afd.control.connect import NO_KEYS
 from afd.errors import ConfigError
@@ -25,7 +26,7 @@ def standalone_spec(
     deployment: Deployment, role: Role, index: int, control: str | None, rank: int = 0
 ) -> RoleSpec:
     """The spec of a role that a user starts by hand. Raises ConfigError."""
-    address = control or deployment.control.address
+    address = control or control_address(deployment)
     if address == "auto":
         raise ConfigError(
             "control.address is auto, which only afd serve can choose; set it to tcp://HOST:PORT in"
@@ -46,15 +47,17 @@ def standalone_spec(
         )
     if deployment.control.keys is None:
         raise ConfigError(NO_KEYS)
+    host = home_of(deployment, role, index)
     return RoleSpec(
         role,
         index,
-        deployment,
+        seen_from(deployment, host),
         address,
         deployment.control.keys,
         api_port=_api_port(deployment, role, index),
         cpus=pool.cpus[ffn_number(index, rank, ranks)] if pool and pool.cpus != "auto" else (),
         rank=rank,
+        host=host,
     )
 
 
