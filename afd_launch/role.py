@@ -12,12 +12,13 @@ from pathlib import Path
 from types import FrameType
 
 from afd.config.deployment import Attention, Deployment, Ffn
-from afd.config.host_view import control_address, home_of, seen_from
+from afd.config.host_view import control_address, home_of, seen_from, settings_of
 from afd.config.roles import ROLE_FILE_ENV, Role, RoleSpec
 from afd.control.connect import NO_KEYS
 from afd.errors import ConfigError
 from afd.host.logs import LOG_FORMAT
 from afd.host.ports import held_ports
+from afd.host.versions import installed_versions
 from afd.topology import ffn_number
 from afd_launch.serve import run_directory
 
@@ -124,6 +125,7 @@ def _control(spec: RoleSpec, *, anchored: bool) -> int:
     from afd.control.authority import member_ids
     from afd.control.connect import timing_of
     from afd.control.depths import DepthPolicy
+    from afd.control.host_table import HostRules
     from afd.control.keys import CurveKeys
     from afd.control.main import run_control
 
@@ -139,6 +141,12 @@ def _control(spec: RoleSpec, *, anchored: bool) -> int:
         timing=timing_of(spec),
         contract=resolve(spec.deployment).contract if anchored else None,
         depth=DepthPolicy(pipeline.depth == "auto", target_s),
+        hosts=HostRules(
+            spec.host,
+            tuple(host.name for host in spec.deployment.hosts),
+            settings_of(spec.deployment),
+            installed_versions(),
+        ),
     )
 
 

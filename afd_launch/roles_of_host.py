@@ -128,7 +128,7 @@ def stages(specs: Sequence[RoleSpec], run_dir: Path) -> list[Stage]:
             stop_s += specs[0].deployment.deadlines.drain_s
         # Attention instances start without waiting for FFN instances: importing vLLM takes long,
         # and they wait for the FFN instances themselves before they serve.
-        found.append(Stage(commands, stop_s, awaited=role != "ffn"))
+        found.append(Stage(commands, stop_s, awaited=role != "ffn", first=role == "control"))
     return found
 
 

@@ -13,9 +13,16 @@ from afd.config.deployment import Deployment
 from afd.config.hosts import CONTROL_PORT, Host
 from afd.errors import ConfigError
 
-_LOCAL_PATHS = (("model",), ("control", "keys"), ("ffn", "placement"))
-"""Keys whose value may differ between hosts: paths. What is in the model and in the placement is
-compared by the contract, and the keys by the handshake."""
+_OF_ONE_HOST = (
+    "model",
+    "control.keys",
+    "ffn.placement",
+    "attention.host",
+    "transport.host",
+    "transport.verbs.ports",
+)
+"""Keys whose value may differ between hosts: paths, and what :func:`seen_from` sets. The contract
+compares what is in the model and in the placement, and the handshake compares the keys."""
 
 
 def find_host(deployment: Deployment, name: str) -> Host:
@@ -70,14 +77,11 @@ def seen_from(deployment: Deployment, name: str) -> Deployment:
 
 
 def settings_of(deployment: Deployment) -> dict[str, Any]:
-    """Returns the values that all hosts must share, by key ("attention.dtype"), JSON-ready.
-
-    deployment: as read from the file, not a host's view.
-    """
+    """Returns the values that all hosts must share, by key ("attention.dtype"), JSON-ready."""
     found: dict[str, Any] = {}
     _flatten(deployment.plain(), "", found)
-    for path in _LOCAL_PATHS:
-        found.pop(".".join(path), None)
+    for key in _OF_ONE_HOST:
+        found.pop(key, None)
     return found
 
 
