@@ -52,6 +52,11 @@ def _parser() -> argparse.ArgumentParser:
 
     serve = _add(commands, "serve", _serve, "start every role of a deployment on this host")
     add_config(serve)
+    serve.add_argument(
+        "--host",
+        metavar="NAME",
+        help="this host's name in the file's hosts (default: the one whose address is local)",
+    )
     serve.add_argument("--log-dir", type=Path, metavar="DIR", help="one log file per role in DIR")
     serve.add_argument(
         "--check", action="store_true", help="check the file and the model, then exit"
@@ -221,7 +226,7 @@ def _serve(args: argparse.Namespace) -> int:
         check_files(deployment.gateway)
         print(f"{args.config} is good: {summary(deployment)}{weights_note(deployment)}")
         return 0
-    return serve(deployment, log_dir=args.log_dir)
+    return serve(deployment, host=args.host, log_dir=args.log_dir)
 
 
 def _role(args: argparse.Namespace) -> int:

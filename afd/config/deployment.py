@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 
 from afd.config.choices import Choice, choices
+from afd.config.hosts import Host, check_hosts, places_of
 from afd.config.messages import sentence
 from afd.config.transport import Section, Transport
 from afd.config.values import check_device, device_value, moe_backend, reduce_format
@@ -23,6 +24,7 @@ from afd.config.vllm_arguments import checks_api_key, refusal
 from afd.config.yaml_file import override, read_sections
 from afd.devices import device_named
 from afd.errors import ConfigError
+from afd.places import HostPlaces, Pool
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Cores = tuple[Annotated[int, Field(ge=0)], ...]
@@ -197,7 +199,13 @@ class Wire(Section):
 class Control(Section):
     """The control plane, where every role registers."""
 
-    address: str = "auto"  # tcp://HOST:PORT; auto: a free local port that `afd serve` chooses
+    # tcp://HOST:PORT; auto: a free local port, or with hosts port 5555 of the control host
+    address: str = "auto"
+    # Host that runs the control plane and the gateway; null: the first of hosts
+    host: str | None = None
+    # Largest difference between the clocks of two hosts, seconds. Generations of members start
+    # from the clock, so they would go back if the control plane moved to a host that is behind
+    clock_s: float = Field(default=2.0, gt=0)
     # Key file that encrypts and authenticates the control plane; null: a plain local socket
     keys: Path | None = Field(
         default=None, description="the path of a key file made by afd keys, or null"
@@ -243,7 +251,8 @@ class Gateway(Section):
 class Deadlines(Section):
     """Time limits, in seconds."""
 
-    start_s: float = Field(default=180.0, gt=0)  # start-up, until every role is ready
+    hosts_s: float = Field(default=600.0, gt=0)  # start-up, until every host has come
+    start_s: float = Field(default=180.0, gt=0)  # then, until every role is ready
     ffn_s: float = Field(default=60.0, gt=0)  # attention's wait for an FFN, including its restart
     stuck_s: float = Field(default=20.0, gt=0)  # one expert call; a longer one is hung
     drain_s: float = Field(default=30.0, ge=0)  # shutdown, for running requests to finish
@@ -263,6 +272,10 @@ class Metrics(Section):
     stage_every: int = Field(default=0, ge=0)  # take stage timestamps every n-th step; 0: never
 
 
+def _takes_gpus(device: str) -> bool:
+    return device_named(device).visible_variable is not None
+
+
 def _folder_name(data: dict[str, Any]) -> str:
     return data["model"].name if "model" in data else "model"  # absent if it was refused
 
@@ -273,8 +286,10 @@ class Deployment(Section):
     model: Path  # folder of a Hugging Face checkpoint
     # Model name in the OpenAI API; default: the name of the checkpoint's folder
     served_model_name: str = Field(default_factory=_folder_name, min_length=1)
-    # Number of GPUs that all processes share, to try a topology on fewer GPUs than it has
-    # processes; null: one GPU per process
+    # The machines of the deployment and what runs on each (docs/hosts.md); empty: one machine
+    hosts: tuple[Host, ...] = ()
+    # Number of GPUs that all processes of a host share, to try a topology on fewer GPUs than it
+    # has processes; null: one GPU per process
     gpus: Annotated[int, Field(ge=1)] | None = Field(
         default=None, description="a whole number of at least 1, or null"
     )
@@ -344,6 +359,38 @@ class Deployment(Section):
                 " need a GPU each; raise gpus or lower ffn.tp"
             )
         return self
+
+    @model_validator(mode="after")
+    def _hosts_fit(self) -> Deployment:
+        verbs = self.transport
+        if verbs.backend == "verbs" and not verbs.verbs.ports and not self.hosts:
+            raise ValueError(
+                "transport.backend verbs needs verbs.ports, the RDMA ports to use, such as"
+                " [mlx5_0:1]; `afd doctor` lists the ports of this host"
+            )
+        if self.hosts:
+            check_hosts(self.hosts, self.transport, self.attention.host)
+        self.places()
+        named = self.control.host
+        if named is not None and named not in [host.name for host in self.hosts]:
+            known = ", ".join(host.name for host in self.hosts) or "none"
+            raise ValueError(f"control.host is {named}, but hosts names {known}; use one of these")
+        if len(self.hosts) > 1 and self.control.keys is None:
+            raise ValueError(
+                f"control.keys is missing, but {len(self.hosts)} hosts need the same keys; make a"
+                " file with `afd keys FILE`, copy it to every host, and set control.keys to it"
+            )
+        return self
+
+    def places(self) -> tuple[HostPlaces, ...]:
+        """Which host runs which instances; one nameless host if the file names none."""
+        attention, ffn = self.attention, self.ffn
+        return places_of(
+            self.hosts,
+            Pool("attention", attention.instances, int(_takes_gpus(attention.device))),
+            Pool("ffn", ffn.instances, ffn.tp if _takes_gpus(ffn.device) else 0),
+            shared=self.gpus is not None,
+        )
 
     def plain(self) -> dict[str, Any]:
         """JSON-ready data; ``from_plain`` makes an equal deployment from it."""
