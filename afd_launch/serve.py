@@ -14,6 +14,7 @@ from afd.config.deployment import Deployment
 from afd.control.local_keys import announced
 from afd.errors import ConfigError
 from afd.host.logs import say
+from afd_launch.gpus import of_this_host
 from afd_launch.installation import require_vllm
 from afd_launch.readiness import Readiness
 from afd_launch.roles_of_host import (
@@ -41,6 +42,7 @@ def serve(
     port is in use or the log directory cannot be created.
     """
     require_vllm()
+    deployment = of_this_host(deployment)
     with held_addresses(deployment) as ports:
         if log_dir:
             _make_log_dir(log_dir)

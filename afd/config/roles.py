@@ -74,7 +74,7 @@ class RoleSpec:
         deployment = self.deployment
         pool = deployment.attention if self.role == "attention" else deployment.ffn
         device = device_named(pool.device)
-        if device.visible_variable is None:
+        if not device.visible_variables:
             return {}
         order = gpu_order(
             self.role,

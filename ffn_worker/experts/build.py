@@ -22,6 +22,7 @@ from ffn_worker.experts.loader import (
     stored_scheme,
 )
 from ffn_worker.experts.model import FfnModel, SharedExpert, SharedExperts
+from ffn_worker.moe.batch_selection import mean_pairs
 from ffn_worker.moe.quantise import Weight
 from ffn_worker.moe.scheme import Scheme
 from ffn_worker.moe.selection import choose_backend
@@ -81,6 +82,7 @@ def build_ffn_model(
     device: torch.device = _CPU,
     scheme: Scheme = Scheme.PLAIN,
     join_shared: bool = True,
+    pairs: float | None = None,
 ) -> FfnModel:
     """Prepares loaded weights to compute.
 
@@ -95,12 +97,13 @@ def build_ffn_model(
         device: holds the weights and computes.
         scheme: the format to keep the experts in; other weights are converted.
         join_shared: lets the backend compute the shared expert with the routed ones if it can.
+        pairs: see :func:`ffn_worker.moe.selection.choose_backend`.
 
     Raises:
         ConfigError: the backend is unknown or cannot run here, or a layer is missing.
     """
     dtype, width = DTYPES[model.dtype], shard.width[1] - shard.width[0]
-    name = choose_backend(backend, dtype, model.hidden, width, device, scheme)
+    name = choose_backend(backend, dtype, model.hidden, width, device, scheme, pairs)
     held = ExpertBanks(model, shard, name, scheme, device)
     shared: dict[int, SharedExpert] = {}
     shared_nbytes = 0
@@ -152,6 +155,7 @@ def load_ffn_model(
     progress: Progress | None = None,
     weights: str = "auto",
     dummy: bool = False,
+    decode_rows: int | None = None,
 ) -> FfnModel:
     """Loads and prepares rank ``rank`` of ``tp`` in FFN instance ``index`` of ``instances``.
 
@@ -161,6 +165,7 @@ def load_ffn_model(
         weights: the format to keep the experts in, a name of ``Scheme``; "auto": as stored in the
             checkpoint.
         dummy: random weights instead of the checkpoint's.
+        decode_rows: rows of the largest decode step of all attention instances; None: unknown.
 
     Raises:
         ConfigError: see :func:`shard_of`, :func:`ffn_worker.experts.loader.load_shard` and
@@ -180,9 +185,12 @@ def load_ffn_model(
         shared_by_rows=shared_by_rows,
         multiple=_MULTIPLE[scheme],
     )
+    pairs = None
+    if decode_rows is not None:
+        pairs = mean_pairs(decode_rows, model.top_k, model.num_experts)
     # Raises before any weight is read.
     dtype, width = DTYPES[model.dtype], shard.width[1] - shard.width[0]
-    choose_backend(backend, dtype, model.hidden, width, device, scheme)
+    choose_backend(backend, dtype, model.hidden, width, device, scheme, pairs)
     if dummy:
         layers = dummy_shard(model, shard, device)
     else:
@@ -197,4 +205,5 @@ def load_ffn_model(
         device=device,
         scheme=scheme,
         join_shared=not movable,
+        pairs=pairs,
     )
