@@ -6,7 +6,18 @@ from os import PathLike
 from pathlib import Path
 
 from afd.errors import ConfigError
-from afd.models import deepseek, qwen3_moe, step3
+from afd.models import (
+    deepseek,
+    ernie45_moe,
+    glm4_moe,
+    gpt_oss,
+    llama4,
+    minimax_m2,
+    mixtral,
+    qwen2_moe,
+    qwen3_moe,
+    step3,
+)
 from afd.models.family import Family, MlpNames, MoeModel
 from afd.models.fields import architecture
 from afd.models.quantization import Quantization, quantization_of
@@ -26,7 +37,19 @@ __all__ = [
 MODELOPT_FILE = "hf_quant_config.json"
 """Older ModelOpt checkpoints describe their quantisation here and not in config.json."""
 
-FAMILIES: tuple[Family, ...] = (qwen3_moe.FAMILY, deepseek.FAMILY, step3.FAMILY)
+FAMILIES: tuple[Family, ...] = (
+    qwen3_moe.FAMILY,
+    qwen2_moe.FAMILY,
+    qwen2_moe.NEXT,
+    mixtral.FAMILY,
+    deepseek.FAMILY,
+    glm4_moe.FAMILY,
+    ernie45_moe.FAMILY,
+    minimax_m2.FAMILY,
+    gpt_oss.FAMILY,
+    llama4.FAMILY,
+    step3.FAMILY,
+)
 
 
 def family_of(config: Mapping[str, object]) -> Family:

@@ -14,6 +14,7 @@ from afd.topology import ffn_number, shared_slice, width_slices
 from afd.wire.layout import MX_BLOCK, SCALE_BLOCK
 from ffn_worker.experts.banks import ExpertBanks
 from ffn_worker.experts.dummy import dummy_layers
+from ffn_worker.experts.gates import gated, read_gates
 from ffn_worker.experts.loader import Checkpoint, Progress, ShardLoader
 from ffn_worker.experts.model import FfnModel, SharedExpert, SharedExperts
 from ffn_worker.experts.shard import DTYPES, LayerWeights, Shard
@@ -78,6 +79,7 @@ def build_ffn_model(
     device: torch.device = _CPU,
     scheme: Scheme = Scheme.PLAIN,
     join_shared: bool = True,
+    gates: Mapping[int, torch.Tensor] | None = None,
 ) -> FfnModel:
     """Prepares loaded weights to compute.
 
@@ -91,6 +93,7 @@ def build_ffn_model(
         backend: a name of ``ffn_worker.moe.registry.BACKENDS``, or "auto".
         device: holds the weights and computes.
         scheme: the format to keep the experts in; other weights are converted.
+        gates: by layer number, the gate of the shared expert (:mod:`ffn_worker.experts.gates`).
         join_shared: lets the backend compute the shared expert with the routed ones if it can.
 
     Raises:
@@ -109,8 +112,10 @@ def build_ffn_model(
             continue
         gate_up, down = weights.shared_gate_up.to(device), weights.shared_down.to(device)
         shared_nbytes += gate_up.nbytes + down.nbytes
-        if not join_shared or shared_by_rows or not held.join_shared(layer, gate_up, down):
-            shared[layer] = _shared_expert(held, layer, gate_up, down)
+        gate = (gates or {}).get(layer)
+        joins = join_shared and not shared_by_rows and gate is None
+        if not joins or not held.join_shared(layer, gate_up, down):
+            shared[layer] = _shared_expert(held, layer, gate_up, down, gate)
     for layer in model.moe_layers:
         if not held.of(layer):
             raise ConfigError(f"no weights were loaded for layer {layer}")
@@ -118,7 +123,9 @@ def build_ffn_model(
     return FfnModel(model, dtype, device, name, held, experts)
 
 
-def _shared_expert(banks: ExpertBanks, layer: int, gate_up: Weight, down: Weight) -> SharedExpert:
+def _shared_expert(
+    banks: ExpertBanks, layer: int, gate_up: Weight, down: Weight, own_gate: torch.Tensor | None
+) -> SharedExpert:
     """Returns a SiLU-gated MLP, every step in the serving dtype (vLLM 0.26 ``DeepseekV2MLP``)."""
     (held,) = banks.of(layer)
     first, second = (
@@ -127,7 +134,7 @@ def _shared_expert(banks: ExpertBanks, layer: int, gate_up: Weight, down: Weight
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         gate, up = first(x).chunk(2, dim=-1)
-        return second(F.silu(gate) * up)
+        return gated(second(F.silu(gate) * up), x, own_gate)
 
     return forward
 
@@ -212,6 +219,7 @@ def load_ffn_model(
         device=device,
         scheme=chosen.scheme,
         join_shared=not movable,
+        gates={} if dummy else read_gates(path, family, model, device),
     )
     if checkpoint is not None and loader is not None:
         logger.info("%s", _what_is_held(checkpoint, chosen, loader.bytes_read, ffn))
