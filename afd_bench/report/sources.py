@@ -19,6 +19,7 @@ CODE_OF = {
     "gpu": _SERVER,
     "hf": _SERVER,
     "identity": _SERVER,
+    "load": ("ffn_worker/experts", "ffn_worker/moe/stored.py"),
     "moe": ("ffn_worker/moe", "ffn_worker/kernels"),
     "paper": ("afd_planner",),
     "rounding": ("training", "afd/wire"),
