@@ -16,7 +16,7 @@ from afd.demo.make_model import make_model  # noqa: E402
 from afd.demo.sizes import resolve  # noqa: E402
 from afd.errors import ConfigError  # noqa: E402
 from afd.models import read_model  # noqa: E402
-from afd.models.checkpoint import only_experts_are_fp8, tensor_table  # noqa: E402
+from afd.models.checkpoint import tensor_table  # noqa: E402
 from afd.wire.layout import Tag  # noqa: E402
 from afd.wire.rows_torch import EncodedRows  # noqa: E402
 from attention_worker.vllm_hooks.command import attention_command  # noqa: E402
@@ -246,8 +246,6 @@ def test_fp8_checkpoints_stay_fp8(checkpoints, name, instances):
     path = checkpoints / f"{name}-fp8"
     family, model = read_model(path)
     table = tensor_table(path)
-    assert only_experts_are_fp8(path, family)
-    assert not only_experts_are_fp8(checkpoints / name, family)
     loaded = [
         load_shard(path, family, model, shard_of(model, instances, j), scheme=Scheme.FP8_BLOCK)
         for j in range(instances)
