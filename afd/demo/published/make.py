@@ -30,6 +30,7 @@ LAYOUTS: dict[str, Callable[[Sink, Sizes, str], Config]] = {
     "gpt_oss": gpt_oss,
     "llama4": multimodal.llama4,
     "qwen3_next": qwen3_next,
+    "step3_text": weights.step3,
     "step3_vl": multimodal.step3_vl,
 }
 """By name, what draws the tensors and returns config.json."""
