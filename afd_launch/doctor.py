@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from afd_launch import rdma
+from afd_launch import pcie, rdma
 from afd_launch.installation import amd_remedy, find_gpus, vllm_build, vllm_remedy
 
 PROBE_S = 120
@@ -144,7 +144,11 @@ def _plugin() -> Finding:
 
 
 def _rdma() -> Iterator[Finding]:
-    return (Finding(*facts) for facts in rdma.look())
+    yield from (Finding(*facts) for facts in rdma.look())
+    gpus = pcie.read_gpus()
+    for number, near in enumerate(pcie.nearest_ports(gpus, rdma.read_ports())):
+        level = "ok" if near else "note"
+        yield Finding(level, f"gpu {number}", pcie.describe(number, gpus[number], near))
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (
