@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import subprocess
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -150,19 +149,21 @@ def _control(spec: RoleSpec, *, anchored: bool) -> int:
     )
 
 
-def checks_api_key(vllm_args: Sequence[str]) -> bool:
-    """Whether attention instances check the Authorization header themselves."""
-    names = {argument.partition("=")[0].replace("_", "-") for argument in vllm_args}
-    return "--api-key" in names or "VLLM_API_KEY" in os.environ
-
-
 def _gateway(spec: RoleSpec, *, supervised: bool) -> int:
     """supervised: the same user runs the attention instances, on this host."""
+    from afd.config.vllm_arguments import checks_api_key
     from afd.control.connect import client_for
     from afd.gateway.main import run_gateway
     from afd.gateway.settings import GatewaySettings
+    from afd.gateway.tls import server_context
 
     deployment = spec.deployment
+    tls, from_environment = deployment.gateway.tls, "VLLM_API_KEY" in os.environ
+    if from_environment and deployment.gateway.api_keys is not None:
+        raise ConfigError(
+            "gateway.api_keys is set, and VLLM_API_KEY makes attention instances check keys too;"
+            " remove VLLM_API_KEY from the environment"
+        )
     settings = GatewaySettings(
         host=deployment.gateway.host,
         port=spec.api_port,
@@ -172,7 +173,9 @@ def _gateway(spec: RoleSpec, *, supervised: bool) -> int:
         drain_s=deployment.deadlines.drain_s,
         instance=spec.id,
         metrics=deployment.metrics.enabled,
-        pass_credentials=checks_api_key(deployment.attention.vllm_args),
+        pass_credentials=checks_api_key(deployment.attention.vllm_args) or from_environment,
+        api_keys=deployment.gateway.api_keys,
+        tls=None if tls is None else server_context(tls.certificate, tls.key),
         own_upstreams=supervised,
     )
 

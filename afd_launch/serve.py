@@ -15,6 +15,7 @@ from afd.config.host_view import seen_from
 from afd.control.keys import load_client
 from afd.control.local_keys import announced
 from afd.errors import ConfigError
+from afd.gateway.files import check_files
 from afd.host.logs import say
 from afd_launch.host_checks import (
     HostFacts,
@@ -65,6 +66,8 @@ def serve(
     require_vllm()
     name = this_host(deployment, host)
     with held_addresses(seen_from(deployment, name), name) as ports:
+        if ports.gateway:
+            check_files(deployment.gateway)
         if log_dir:
             _make_log_dir(log_dir)
         return _serve(deployment, name, ports, log_dir, on_ready)
@@ -78,7 +81,8 @@ def _serve(
     on_ready: Callable[[str], None],
 ) -> int:
     began = time.monotonic()
-    url = f"http://{_reachable(deployment.gateway.host)}:{ports.gateway}"
+    scheme = "http" if deployment.gateway.tls is None else "https"
+    url = f"{scheme}://{_reachable(deployment.gateway.host)}:{ports.gateway}"
 
     def ready() -> None:
         after = f"ready after {time.monotonic() - began:.0f} s"

@@ -20,7 +20,7 @@ from afd.config.hosts import Host, check_hosts, places_of
 from afd.config.messages import sentence
 from afd.config.transport import Section, Transport
 from afd.config.values import check_device, device_value, moe_backend, reduce_format
-from afd.config.vllm_arguments import refusal
+from afd.config.vllm_arguments import checks_api_key, refusal
 from afd.config.yaml_file import override, read_sections
 from afd.devices import device_named
 from afd.errors import ConfigError
@@ -232,11 +232,20 @@ class Control(Section):
         return self
 
 
+class Tls(Section):
+    """TLS of the gateway's port. Both files are PEM; the key has no password."""
+
+    certificate: Path  # the certificate, then the chain behind it
+    key: Path
+
+
 class Gateway(Section):
     """The OpenAI endpoint that users send requests to."""
 
     host: str = "127.0.0.1"  # address on which the gateway listens
     port: Port = 8000  # 0: any free port
+    api_keys: Path | None = None  # hashes of the API keys that clients need; null: none needed
+    tls: Tls | None = None  # null: plain HTTP
 
 
 class Deadlines(Section):
@@ -302,6 +311,15 @@ class Deployment(Section):
             raise ValueError(
                 f"gateway.port {port} is also the port of an attention instance (attention.port"
                 f" {self.attention.port}); choose another gateway.port"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_checks_keys(self) -> Deployment:
+        if self.gateway.api_keys is not None and checks_api_key(self.attention.vllm_args):
+            raise ValueError(
+                "gateway.api_keys and vLLM's --api-key both check the client's key; remove"
+                " --api-key from attention.vllm_args"
             )
         return self
 
@@ -384,6 +402,16 @@ class Deployment(Section):
         return cls.model_validate_json(json.dumps(data))
 
 
+_PATHS = (
+    ("model",),
+    ("control", "keys"),
+    ("ffn", "placement"),
+    ("gateway", "api_keys"),
+    ("gateway", "tls", "certificate"),
+    ("gateway", "tls", "key"),
+)
+
+
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Deployment:
     """Read one deployment file. Does not read the checkpoint (see ``check_model``).
 
@@ -398,7 +426,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Deployment:
     data = read_sections(path, Deployment)
     for item in overrides:
         override(data, item, path.name)
-    for place in (("model",), ("control", "keys"), ("ffn", "placement")):
+    for place in _PATHS:
         _resolve_path(data, place, path.absolute().parent)
     try:
         return Deployment.model_validate_json(json.dumps(data, default=str))
