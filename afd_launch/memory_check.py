@@ -46,14 +46,10 @@ def gpu_uses(deployment: Deployment, model: ModelSpec) -> dict[str, GpuUse]:
         experts = model.dtype if model.dtype in _STORED.values() else dtype
     elif ffn.weights != "plain":
         experts = _STORED[ffn.weights]
-    held = ffn_weights(
-        model, dtype_bytes(experts), ffn.instances, ffn.tp, ffn.redundant_experts
-    )
+    held = ffn_weights(model, dtype_bytes(experts), ffn.instances, ffn.tp, ffn.redundant_experts)
     whole = attention_weights(model, dtype_bytes(dtype))
     return {
-        "attention": GpuUse(
-            "attention", whole, attention.kv_cache_gib * 2**30, buffers.attention
-        ),
+        "attention": GpuUse("attention", whole, attention.kv_cache_gib * 2**30, buffers.attention),
         "ffn": GpuUse("ffn", held, 0.0, buffers.ffn),
     }
 

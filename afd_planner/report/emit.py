@@ -37,8 +37,8 @@ EXPERT_WEIGHTS = {"fp8": "fp8_block", "mxfp4": "mxfp4"}
 """Planned format of FFN weights to the value of ``ffn.weights`` that keeps experts in it."""
 
 STEP_TOKENS = 2 * TOKENS_PER_BLOCK
-"""Smallest limit of tokens per step. It is also the size of every slot, of which an FFN rank has one
-per attention instance and micro-batch."""
+"""Smallest limit of tokens per step. It is also the size of every slot, of which an FFN rank has
+one per attention instance and micro-batch."""
 
 SERVED_ATTENTION = "bfloat16"
 """Format in which `afd serve` holds attention weights."""
@@ -82,7 +82,7 @@ def deployment_data(point: OperatingPoint, request: Request, model: str) -> dict
         ffn["tp"] = shape.ffn.tp
     if request.precision.ffn_weights in EXPERT_WEIGHTS:
         ffn["weights"] = EXPERT_WEIGHTS[request.precision.ffn_weights]
-    data = {
+    data: dict[str, Any] = {
         "model": model,
         "attention": attention,
         "ffn": ffn,
@@ -91,8 +91,8 @@ def deployment_data(point: OperatingPoint, request: Request, model: str) -> dict
     }
     hosts = hosts_of(shape)
     if len(hosts) > 1:
-        data |= {"control": {"keys": "control.keys"}, "hosts": hosts}
-    return data
+        data["control"] = {"keys": "control.keys"}
+    return {**data, "hosts": hosts}
 
 
 def per_sequence(request: Request) -> float:
@@ -113,7 +113,7 @@ def free_for_cache(shape: AfdShape, request: Request, tokens: int) -> float:
     slots = SlotMap(pools[0].groups, pools[1].groups * pools[1].tp, shape.depth)
     top_k = max(group.ffn.top_k for group in model.groups)
     a2f, f2a = layouts(precision.wire, SERVED_ATTENTION, tokens, model.hidden, top_k)
-    buffers = Buffers(slots, a2f.nbytes, f2a.nbytes, copied=len(hosts_of(shape)) > 1)
+    buffers = Buffers(slots, a2f.nbytes, f2a.nbytes, copied=not shape.one_server)
     weights = attention_weights(model, dtype_bytes(SERVED_ATTENTION))
     return USABLE * shape.attention.accelerator.memory_bytes - weights - buffers.attention
 
@@ -121,31 +121,21 @@ def free_for_cache(shape: AfdShape, request: Request, tokens: int) -> float:
 def hosts_of(shape: AfdShape) -> list[dict[str, Any]]:
     """Returns the key ``hosts``: one server per attention and per FFN instance of the plan.
 
-    All in one entry if both pools fit into one server. The addresses are examples.
+    One server for both if they fit into it. The addresses are examples.
     """
-    attention, ffn = shape.attention, shape.ffn
-    per_server = attention.accelerator.gpus_per_server
-    same = attention.accelerator == ffn.accelerator
-    if same and attention.groups + ffn.groups * ffn.tp <= per_server:
-        return [{"name": "a1", "address": "10.0.0.1"}]
+    if shape.one_server:
+        kind = {"count": shape.total_gpus, "kind": shape.attention.accelerator.name}
+        return [{"name": "a1", "address": "127.0.0.1", "accelerators": kind}]
     hosts: list[dict[str, Any]] = []
-    for letter, pool, role in (("a", attention, "attention"), ("f", ffn, "ffn")):
+    for letter, pool, role in (("a", shape.attention, "attention"), ("f", shape.ffn, "ffn")):
         kind = {"count": pool.accelerator.gpus_per_server, "kind": pool.accelerator.name}
-        other = "ffn" if role == "attention" else "attention"
-        # A server has room for so many groups; attention groups take one GPU under `afd serve`.
-        room = kind["count"] // (pool.tp if role == "ffn" else 1)
-        servers = max(pool.instances, math.ceil(pool.groups / room))
-        servers = min(servers, math.ceil(pool.groups / room)) if pool.gpus == 1 else servers
-        for number, chunk in enumerate(_chunks(pool.groups, servers), start=1):
-            hosts.append(
-                {
-                    "name": f"{letter}{number}",
-                    "address": f"10.0.0.{len(hosts) + 1}",
-                    "accelerators": dict(kind),
-                    role: chunk,
-                    other: [],
-                }
-            )
+        for number, chunk in enumerate(_chunks(pool.groups, pool.instances), start=1):
+            instances: dict[str, list[int]] = {"attention": [], "ffn": [], role: chunk}
+            place: dict[str, Any] = {
+                "name": f"{letter}{number}",
+                "address": f"10.0.0.{len(hosts) + 1}",
+            }
+            hosts.append({**place, "accelerators": dict(kind), **instances})
     return hosts
 
 
@@ -253,11 +243,11 @@ def file_text(point: OperatingPoint, request: Request, model: str, advice: str) 
             f"planned with TP over {shape.attention.tp} GPUs in attention, which afd serve does not"
             " support"
         )
-    comment = "".join(f"# {note}\n" for note in notes)
-    if "hosts" in data:
+    if len(data["hosts"]) > 1:
         notes.append(
-            f"{len(data['hosts'])} hosts: set their addresses, then run `afd serve FILE --host NAME`"
-            " on each (docs/hosts.md)"
+            f"{len(data['hosts'])} hosts: set their addresses, then run"
+            " `afd serve FILE --host NAME` on each (docs/hosts.md)"
         )
+    comment = "".join(f"# {note}\n" for note in notes)
     text: str = yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=96)
     return comment + text

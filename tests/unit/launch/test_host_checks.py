@@ -1,4 +1,4 @@
-"""Bad set-ups of one host: each is one sentence before anything starts. GPUs, NICs, their distance."""
+"""Bad set-ups of one host, each one sentence at the start; which NIC is near which GPU."""
 
 from dataclasses import replace
 from pathlib import Path
