@@ -223,8 +223,11 @@ def _serve(args: argparse.Namespace) -> int:
     from afd_launch.serve import serve, summary, weights_note
 
     if args.check:
+        from afd_launch.memory_check import check_memory
+
         check_files(deployment.gateway)
-        print(f"{args.config} is good: {summary(deployment)}{weights_note(deployment)}")
+        notes = check_memory(deployment) + weights_note(deployment)
+        print(f"{args.config} is good: {summary(deployment)}{notes}")
         return 0
     return serve(deployment, host=args.host, log_dir=args.log_dir)
 
