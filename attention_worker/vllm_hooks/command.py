@@ -63,9 +63,9 @@ def attention_command(
         "GLOO_SOCKET_IFNAME": "lo",
         "VLLM_HOST_IP": "127.0.0.1",
     }
+    extra |= role.gpu_environment(environment)
     if on_gpu:
         argv.append("--disable-cascade-attn")  # one attention call per micro-batch
-        extra |= role.gpu_environment(environment)
         if device is ROCM:
             arch = next(iter(architectures()), None)
             extra |= switches(family.name, arch, environment)
