@@ -78,6 +78,7 @@ struct Event {
 struct Allocation {
   int fd;
   std::size_t bytes;
+  uint64_t id;
 };
 std::mutex allocations_mutex;
 std::map<void*, Allocation> allocations;
@@ -88,8 +89,29 @@ int allocate(void** out, std::size_t bytes) {
   if (ftruncate(fd, static_cast<off_t>(bytes)) != 0) return 2;
   *out = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   const std::lock_guard<std::mutex> lock(allocations_mutex);
-  allocations[*out] = {fd, bytes};
+  static uint64_t last_id = 0;
+  allocations[*out] = {fd, bytes, ++last_id};
   return 0;
+}
+
+int range_of(void** begin, std::size_t* bytes, void* memory) {
+  const std::lock_guard<std::mutex> lock(allocations_mutex);
+  auto found = allocations.upper_bound(memory);
+  if (found == allocations.begin()) return 1;
+  --found;
+  if (static_cast<char*>(memory) >= static_cast<char*>(found->first) + found->second.bytes)
+    return 1;
+  *begin = found->first;
+  *bytes = found->second.bytes;
+  return 0;
+}
+
+int buffer_id(uint64_t* out, void* memory) {
+  void* begin = nullptr;
+  std::size_t bytes = 0;
+  if (range_of(&begin, &bytes, memory) != 0) return 1;
+  const std::lock_guard<std::mutex> lock(allocations_mutex);
+  return *out = allocations.at(begin).id, 0;
 }
 
 int release(void* memory) {
@@ -227,6 +249,27 @@ CUresult cuIpcOpenMemHandle_v2(CUdeviceptr* out, IpcHandle handle, unsigned) {
   return import(reinterpret_cast<void**>(out), &handle);
 }
 CUresult cuIpcCloseMemHandle(CUdeviceptr) { return log_call("drop"), 0; }
+CUresult cuMemGetAddressRange_v2(CUdeviceptr* begin, std::size_t* bytes, CUdeviceptr memory) {
+  return range_of(reinterpret_cast<void**>(begin), bytes, reinterpret_cast<void*>(memory));
+}
+CUresult cuPointerGetAttribute(void* out, int, CUdeviceptr memory) {
+  return buffer_id(static_cast<uint64_t*>(out), reinterpret_cast<void*>(memory));
+}
+CUresult cuFlushGPUDirectRDMAWrites(int, int) { return log_call("flush"), 0; }
+CUresult cuCtxGetStreamPriorityRange(int* least, int* greatest) {
+  return *least = 0, *greatest = -5, 0;
+}
+CUresult cuStreamCreateWithPriority(CUstream* stream, unsigned, int priority) {
+  log_call("stream priority %d", priority);
+  return *stream = reinterpret_cast<CUstream>(new Stream), 0;
+}
+CUresult cuStreamIsCapturing(CUstream stream, int* status) {
+  return *status = reinterpret_cast<Stream*>(stream)->capturing ? 1 : 0, 0;
+}
+// For tests: while it is on, the stream's operations are run as usual, but it says that it records.
+void fake_set_capturing(CUstream stream, int on) {
+  reinterpret_cast<Stream*>(stream)->capturing = on != 0;
+}
 CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, std::size_t bytes, CUstream stream) {
   return copy(reinterpret_cast<Stream*>(stream), reinterpret_cast<void*>(to),
               reinterpret_cast<const void*>(from), bytes, 0);
@@ -283,6 +326,24 @@ hipError_t hipIpcOpenMemHandle(void** out, IpcHandle handle, unsigned) {
   return log_call("import"), import(out, &handle);
 }
 hipError_t hipIpcCloseMemHandle(void*) { return log_call("drop"), 0; }
+hipError_t hipDeviceGetAttribute(int* out, int, int) {
+  static uint32_t flush = 0;
+  uint32_t* const at = &flush;
+  return std::memcpy(out, &at, sizeof at), 0;
+}
+hipError_t hipMemGetAddressRange(void** begin, std::size_t* bytes, void* memory) {
+  return range_of(begin, bytes, memory);
+}
+hipError_t hipPointerGetAttribute(void* out, int, void* memory) {
+  return buffer_id(static_cast<uint64_t*>(out), memory);
+}
+hipError_t hipDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  return *least = 0, *greatest = -1, 0;
+}
+hipError_t hipStreamCreateWithPriority(hipStream_t* stream, unsigned, int priority) {
+  log_call("stream priority %d", priority);
+  return *stream = reinterpret_cast<hipStream_t>(new Stream), 0;
+}
 hipError_t hipMemcpyAsync(void* to, const void* from, std::size_t bytes, int kind,
                           hipStream_t stream) {
   return copy(reinterpret_cast<Stream*>(stream), to, from, bytes, kind);
