@@ -201,6 +201,7 @@ void VerbsLink::exchange(const TcpAddress& to, uint64_t deadline) {
                     " could not connect: " + get_reason(accept.reason));
   remote_payload_ = accept.payload;
   remote_records_ = accept.records;
+  remote_staged_ = accept.staged != 0;
   for (std::size_t i = 0; i < paths_.size(); ++i) {
     Path& path = *paths_[i];
     path.payload_rkey = accept.qps[i].payload_rkey;

@@ -149,6 +149,8 @@ Status VerbsLink::prepare(uint32_t index, const Message& m, uint64_t posted) {
   record.order = order_.fetch_add(1, std::memory_order_relaxed) + 1;
   out.order.store(record.order, std::memory_order_relaxed);
   record.stripes = out.plan.count;
+  for (std::size_t i = 0; remote_staged_ && i < m.part_count; ++i)
+    record.extents[i] = {m.parts[i].offset, m.parts[i].nbytes};
   if (out.traced) {
     record.times = times_of(m, posted);
     record.times.sent = static_cast<int64_t>(trace_now_ns());
@@ -245,8 +247,9 @@ void VerbsLink::send_stripe(uint32_t index, uint32_t stripe, uint32_t to) {
     add(static_cast<const uint8_t*>(out.parts[piece.part].data) + piece.from, piece.nbytes,
         *out.sources[piece.part], payload + piece.offset, path.payload_rkey);
   }
+  const std::size_t plain = out.traced ? kTracedRecordBytes : kPlainRecordBytes;
   if (stripe == 0)
-    add(record_at(index), out.traced ? sizeof(Record) : kPlainRecordBytes, *sources_[0],
+    add(record_at(index), remote_staged_ ? sizeof(Record) : plain, *sources_[0],
         remote_records_ + index * kRecordStride, path.records_rkey);
   ib::SendWr& last = requests[count - 1];
   last.opcode = ib::kWriteWithImm;

@@ -154,7 +154,8 @@ class VerbsLink final : public DrivenLink, private CompletionSink {
   uint64_t most_piece_ = 0;  // bytes of one work request
   uint64_t remote_payload_ = 0;
   uint64_t remote_records_ = 0;
-  uint32_t first_ = 0;  // slot of out_[0]
+  bool remote_staged_ = false;  // the receiver wants extents
+  uint32_t first_ = 0;          // slot of out_[0]
 
   // Destroyed in reverse order: paths before the queues they complete on.
   std::vector<std::shared_ptr<Nic>> nics_;

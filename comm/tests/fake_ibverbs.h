@@ -9,6 +9,7 @@
 #include <deque>
 #include <map>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -32,6 +33,8 @@ bool receivers_stopped = false;  // data arrives without receive completions
 int damage_at = -1;              // byte offset of `damage` in the next record; -1: no damage
 uint32_t damage = 0;
 int register_errno = 0;
+bool devices_refused = false;
+std::set<uint64_t> refused_device;  // addresses that were refused as a dma-buf
 int dmabufs = 0;
 int device_count = kDevices;
 

@@ -275,7 +275,6 @@ def bad_input(gpu: Gpu) -> None:
     refused("is not a device", Region, 1, 1, name="x", device="gpu0")
     refused("process sees 2 GPUs", Region, 1, 1, name="x", device=f"{gpu.kind}:7")
     refused("out of memory", Region, 1, 2**35, name="x", device=gpu.device)
-    refused("where TCP cannot", Region, 1, 1, name="x", device=gpu.device, tcp_host="127.0.0.1")
     refused("must divide", Region, 4, 1, name="x", payloads=3)
     refused("use view()", region.buffer, 0)
     refused("offers: ipc", Link, region.addresses, timeout_us=1000, backend="shm")
