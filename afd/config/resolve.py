@@ -32,9 +32,15 @@ def region_options(deployment: Deployment, device: str) -> RegionOptions:
     return {"device": kind.region_device, "tcp_host": tcp_host}
 
 
-def replays(deployment: Deployment) -> bool:
-    """Whether decode steps are captured as graphs and replayed."""
-    return deployment.pipeline.graphs and device_named(deployment.attention.device).captures_graphs
+def replays(deployment: Deployment, family: Family) -> bool:
+    """Whether decode steps are captured as graphs and replayed. Steps of a split model are not."""
+    captures = device_named(deployment.attention.device).captures_graphs
+    return deployment.pipeline.graphs and captures and not family.split
+
+
+def max_depth(deployment: Deployment, family: Family) -> int:
+    """Returns the largest number of micro-batches of a step. A split model has one."""
+    return 1 if family.split else deployment.pipeline.max_depth
 
 
 @dataclass(frozen=True)
@@ -73,10 +79,11 @@ def resolve(deployment: Deployment) -> Resolved:
     model = family.serve_as(model, deployment.attention.dtype)
     dtype = model.dtype
     placement = _placement(deployment, model)
-    dispatch = _dispatch(deployment, model)
-    by_rows = _shared_by_rows(deployment, dispatch)
+    graphs = replays(deployment, family)
+    dispatch = _dispatch(deployment, model, graphs)
+    by_rows = _shared_by_rows(deployment, dispatch, graphs)
     capacity = deployment.attention.max_num_batched_tokens
-    depth = deployment.pipeline.max_depth
+    depth = max_depth(deployment, family)
     wire = deployment.wire
     a2f, f2a = layouts(wire.format, dtype, capacity, model.hidden, model.top_k, wire.fp8)
     contract = Contract(
@@ -98,7 +105,7 @@ def resolve(deployment: Deployment) -> Resolved:
         shared_experts="rows" if by_rows else "slices",
         expert_slots=placement.bounds,
         expert_map=placement.tables,
-        movable=not replays(deployment),
+        movable=not graphs,
     )
     slots = SlotMap(deployment.attention.instances, deployment.ffn.ranks, depth)
     return Resolved(
@@ -114,14 +121,15 @@ def check_model(deployment: Deployment) -> None:
             f"model {deployment.model} {what}; give the path of a Hugging Face checkpoint folder"
             " (config.json and *.safetensors), relative to the deployment file"
         )
-    _, model = read_model(deployment.model)
+    family, model = read_model(deployment.model)
     if deployment.ffn.instances > model.num_experts:
         raise ConfigError(
             f"ffn.instances is {deployment.ffn.instances} but {deployment.model.name} has"
             f" {model.num_experts} experts per layer; use at most {model.num_experts} FFN instances"
         )
     _placement(deployment, model)
-    _shared_by_rows(deployment, _dispatch(deployment, model))
+    graphs = replays(deployment, family)
+    _shared_by_rows(deployment, _dispatch(deployment, model, graphs), graphs)
     width_slices(model.moe_intermediate, deployment.ffn.tp)
 
 
@@ -133,29 +141,29 @@ def _placement(deployment: Deployment, model: MoeModel) -> Placement:
     return load_placement(ffn.placement, model.num_experts, bounds, layers)
 
 
-def _dispatch(deployment: Deployment, model: MoeModel) -> Dispatch:
+def _dispatch(deployment: Deployment, model: MoeModel, graphs: bool) -> Dispatch:
     wanted = deployment.wire.dispatch
-    if wanted == "routed" and replays(deployment):
+    if wanted == "routed" and graphs:
         raise ConfigError(
             "wire.dispatch routed sends a varying number of rows, but a captured graph has fixed"
             " sizes; use broadcast, or set pipeline.graphs: false"
         )
     if wanted != "auto":
         return wanted
-    if replays(deployment) or deployment.ffn.instances == 1:
+    if graphs or deployment.ffn.instances == 1:
         return "broadcast"
     ranges = expert_ranges(model.num_experts, deployment.ffn.instances)
     return cheaper_dispatch([end - start for start, end in ranges], model.top_k)
 
 
-def _shared_by_rows(deployment: Deployment, dispatch: Dispatch) -> bool:
+def _shared_by_rows(deployment: Deployment, dispatch: Dispatch, graphs: bool) -> bool:
     wanted = deployment.ffn.shared_experts
     if wanted == "slices" and dispatch == "routed":
         raise ConfigError(
             "ffn.shared_experts slices needs every row on every FFN instance, but wire.dispatch is"
             " routed; use ffn.shared_experts rows or wire.dispatch broadcast"
         )
-    if wanted == "rows" and replays(deployment):
+    if wanted == "rows" and graphs:
         raise ConfigError(
             "ffn.shared_experts rows computes a varying number of rows, but a captured graph has"
             " fixed sizes; use slices, or set pipeline.graphs: false"

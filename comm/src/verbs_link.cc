@@ -100,7 +100,7 @@ std::optional<Status> VerbsLink::go_on(uint32_t slot) {
 
 Status VerbsLink::give_up(uint32_t) {
   // A number that never comes would block all later messages at the receiver.
-  end(Status::Closed);
+  end(Status::Closed, "a device did not copy a message in time");
   return Status::Deadline;
 }
 
@@ -310,15 +310,32 @@ void VerbsLink::fail_path(uint32_t path, int error) {
   wake_control();
 }
 
-void VerbsLink::end(Status why) {
+void VerbsLink::end(Status why, const char* reason) {
   Status open = Status::Ok;
   if (!ended_.compare_exchange_strong(open, why, std::memory_order_acq_rel)) return;
+  reason_.store(reason, std::memory_order_release);
   alive_.store(0, std::memory_order_release);
   // From here on no NIC reads the caller's memory.
   for (const auto& path : paths_) path->qp->fail();
   // Tell the receiver too: otherwise its waits would end only at their deadlines.
   shutdown(fd_.get(), SHUT_RDWR);
   progress_.notify();
+}
+
+std::string VerbsLink::notes() const {
+  std::string notes = notes_;
+  const auto add = [&notes](const std::string& note) {
+    notes += (notes.empty() ? "" : "; ") + note;
+  };
+  for (const auto& path : paths_) {
+    const int error = path->error.load(std::memory_order_acquire);
+    if (error == 0 || !path->tested.load(std::memory_order_acquire)) continue;
+    add("path " + path->qp->port().name + " to " + path->peer_port + " failed (" +
+        nics_[path->nic]->verbs().wc_status_str(error) + ")");
+  }
+  const char* reason = reason_.load(std::memory_order_acquire);
+  if (reason != nullptr) add(std::string("the link ended: ") + reason);
+  return notes;
 }
 
 void VerbsLink::wake_control() const {
@@ -364,7 +381,7 @@ void VerbsLink::close() {
   for (const Outgoing& out : out_)
     if (!closed_ && wait_acknowledged(out, deadline) != Status::Ok) break;
   if (closed_.exchange(true, std::memory_order_acq_rel)) return;
-  end(Status::Closed);
+  end(Status::Closed, "it was closed here");
   wake_control();
 }
 

@@ -62,7 +62,8 @@ class VerbsLink final : public DrivenLink, private CompletionSink {
   Status health() const override;
   bool adopt(const void* data, uint64_t nbytes, Device device) override;
   std::shared_ptr<Poller> poller() const override;
-  std::string notes() const override { return notes_; }
+  // What was found at set-up, then the paths that failed and why the link ended.
+  std::string notes() const override;
   void close() override;
 
  private:
@@ -96,6 +97,7 @@ class VerbsLink final : public DrivenLink, private CompletionSink {
     std::atomic<uint32_t> order{0};  // of its last message, in the link
     uint32_t number = 0;             // of its last message, in the slot
     bool traced = false;
+    uint32_t seen = 0;  // control thread: order at the last look, 0 if all was acknowledged then
     StripePlan plan;
     Part parts[kMaxParts];
     const VerbsSource* sources[kMaxParts] = {};
@@ -130,7 +132,8 @@ class VerbsLink final : public DrivenLink, private CompletionSink {
   void send_stripe(uint32_t index, uint32_t stripe, uint32_t path);
   void lose(Outgoing& out, uint32_t stripe, uint32_t path);
   void fail_path(uint32_t path, int error);
-  void end(Status why);
+  // `reason`: a string literal, for notes().
+  void end(Status why, const char* reason);
   void wake_control() const;
   uint8_t* record_at(uint32_t index) const { return bounce_ + index * kRecordStride; }
   uint8_t* copy_at(uint32_t index) const { return bounce_ + copies_ + index * stride_; }
@@ -140,6 +143,7 @@ class VerbsLink final : public DrivenLink, private CompletionSink {
   bool read_reply();
   void take_reply(const VerbsReply& reply, const std::vector<uint64_t>& arrived);
   void ask_for_fences();
+  void give_up_dead_ports();
   bool resend_lost();
   void resend(uint32_t index, uint32_t stripe, uint32_t from);
 
@@ -179,11 +183,14 @@ class VerbsLink final : public DrivenLink, private CompletionSink {
   std::atomic<uint32_t> floor_{0};  // all up to this one were acknowledged at the last check
   std::atomic<uint32_t> alive_{0};  // bit per path
   std::atomic<Status> ended_{Status::Ok};
+  std::atomic<const char*> reason_{nullptr};  // of the end
   std::atomic<bool> closed_{false};
   EventCount progress_;  // signals an acknowledgement or the end
   Fd fd_;
   Fd wake_;
   std::vector<uint8_t> inbox_;  // control thread: bytes of a reply so far
+  uint64_t patience_ns_ = 0;    // longer than a NIC may take to acknowledge or fail a request
+  uint64_t next_look_ns_ = 0;   // control thread: see give_up_dead_ports()
   std::thread control_;
 };
 

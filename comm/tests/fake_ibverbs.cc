@@ -262,6 +262,11 @@ void fake_lose_acks(const char* device, int lose) {
   const std::lock_guard<std::mutex> lock(world);
   ack_lost[index_of(device)] = lose != 0;
 }
+// A NIC that neither acknowledges nor fails what it is given, until its queue pairs are failed.
+void fake_mute(const char* device, int on) {
+  const std::lock_guard<std::mutex> lock(world);
+  mute[index_of(device)] = on != 0;
+}
 void fake_delay_us(int us) {
   const std::lock_guard<std::mutex> lock(world);
   delay_us = us;

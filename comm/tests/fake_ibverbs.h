@@ -27,6 +27,7 @@ constexpr uint32_t kMaxInline = 220;
 std::mutex world;  // guards everything below and every queue
 uint32_t next_number = 100;
 bool port_down[kDevices];
+bool mute[kDevices];      // requests are taken, but neither sent nor completed
 bool ack_lost[kDevices];  // the data arrives, but the sender gets a failed completion
 int delay_us = 0;
 bool receivers_stopped = false;  // data arrives without receive completions
@@ -114,7 +115,7 @@ std::map<uint32_t, FakeMr*> regions;  // by rkey
 void FakeQp::run() {
   std::unique_lock<std::mutex> lock(world);
   while (true) {
-    changed.wait(lock, [this] { return stop || (connected && !sends.empty()); });
+    changed.wait(lock, [this] { return stop || (connected && !sends.empty() && !mute[index]); });
     if (stop) return;
     if (delay_us > 0) {
       const int pause = delay_us * static_cast<int>(1 + qp_num % 3);

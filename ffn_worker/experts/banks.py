@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from afd.models import MoeModel
-from ffn_worker.experts.loader import DTYPES, LayerWeights, Shard
+from ffn_worker.experts.shard import DTYPES, LayerWeights, Shard
+from ffn_worker.moe.activation import ExpertMath
 from ffn_worker.moe.base import MoeBackend
 from ffn_worker.moe.load_counts import SlotLoad
 from ffn_worker.moe.quantise import Weight, in_scheme
@@ -65,6 +66,7 @@ class ExpertBanks:
         self.joined: set[int] = set()
         self._device = device
         self._dtype = DTYPES[model.dtype]
+        self._activation = model.activation
         self._backends = tuple(backend_class(shard.slots, shard.total_slots) for _ in range(2))
         self._layers = {n: _Layer((), (0,) * model.num_experts) for n in model.moe_layers}
 
@@ -100,6 +102,7 @@ class ExpertBanks:
         assert layer not in self.joined, "dropping the old bank would drop the shared expert"
         w13, w2 = self.kept(weights.w13, self.scheme), self.kept(weights.w2, self.scheme)
         nbytes, backend = w13.nbytes + w2.nbytes, self._backends[bank]
+        backend.prepare_math(layer, ExpertMath(self._activation, weights.w13_bias, weights.w2_bias))
         backend.prepare(layer, w13, w2)
         load = SlotLoad(experts, self.shard.slots[0], self._device)
         known = self._layers[layer]

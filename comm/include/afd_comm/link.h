@@ -60,7 +60,8 @@ class Link {
   // Waits until the slot's last message has left the caller's registered memory, which may then be
   // reused. Returns Ok at once for backends that copy.
   virtual Status wait_sent(uint32_t /*slot*/, int64_t /*timeout_us*/) { return Status::Ok; }
-  // Deviations from what was requested, such as a port that is down; empty if there are none.
+  // Deviations from what was requested, such as a port that is down, then what failed since. Empty
+  // if there are none.
   virtual std::string notes() const { return {}; }
   // Like post(), but in stream order and without waiting: the parts are read when `stream` reaches
   // this point, or later. They must not change until the message is answered. May be captured.
