@@ -46,6 +46,7 @@ RDMA_CASES = [
     "gpu_proxy_cases:staged_tcp",
     "gpu_proxy_cases:direct_verbs",
     "gpu_proxy_cases:staged_verbs",
+    "gpu_proxy_cases:to_another_process",
     "gpu_proxy_cases:memory_that_comes_back",
     "gpu_proxy_cases:graphs",
 ]
