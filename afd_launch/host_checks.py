@@ -110,10 +110,10 @@ def _with(spec: RoleSpec, ports: tuple[RdmaPort, ...]) -> RoleSpec:
 def _physical(gpu: int, spec: RoleSpec, environment: Mapping[str, str]) -> int | None:
     """Number of a GPU among all of the machine; None if the environment names it otherwise."""
     pool = spec.deployment.attention if spec.role == "attention" else spec.deployment.ffn
-    allowed = environment.get(device_named(pool.device).visible_variable or "")
-    if allowed is None:
+    named = [n for n in device_named(pool.device).visible_variables if n in environment]
+    if not named:
         return gpu
-    names = allowed.split(",")
+    names = environment[named[0]].split(",")
     return int(names[gpu]) if gpu < len(names) and names[gpu].isdigit() else None
 
 

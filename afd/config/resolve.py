@@ -28,16 +28,20 @@ class RegionOptions(TypedDict):
 def region_options(deployment: Deployment, device: str) -> RegionOptions:
     """Returns the memory in which a role on ``device`` keeps its slots, and its TCP address.
 
-    device: a name in :data:`afd.devices.DEVICES`. TCP reaches host memory only.
+    device: a name in :data:`afd.devices.DEVICES`.
     """
-    kind = device_named(device)
-    tcp_host = deployment.transport.tcp_host if kind.host_memory else None
-    return {"device": kind.region_device, "tcp_host": tcp_host}
+    tcp_host = deployment.transport.tcp_host
+    return {"device": device_named(device).region_device, "tcp_host": tcp_host}
 
 
 def replays(deployment: Deployment, family: Family) -> bool:
-    """Whether decode steps are captured as graphs and replayed. Steps of a split model are not."""
-    captures = device_named(deployment.attention.device).captures_graphs
+    """Whether decode steps are captured as graphs and replayed.
+
+    Steps of a split model are not, nor those of a pool whose other side is on CPUs: a CPU cannot
+    wait for a doorbell with a deadline and compute at the same time.
+    """
+    sides = (deployment.attention.device, deployment.ffn.device)
+    captures = all(device_named(side).captures_graphs for side in sides)
     return deployment.pipeline.graphs and captures and not family.split
 
 
