@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 
 from afd.config.resolve import Resolved
-from afd.schedule import split_rows
 from afd.wire.codecs_torch import encode
 from afd.wire.layout import SlotLayout
 from afd.wire.message import Received
@@ -93,13 +92,14 @@ class RankSlots:
             return f"{header.nbytes} bytes where {header.rows} rows make {wanted}"
         return None
 
-    def problem_of_step(self, header: Received, max_depth: int) -> str | None:
+    def problem_of_step(self, rows: int, depth: int, max_depth: int) -> str | None:
         """Why an announced step cannot run, or None."""
-        if not 1 <= header.depth <= max_depth:
-            return f"a step of depth {header.depth} where 1 to {max_depth} were agreed"
-        parts = split_rows(header.rows, header.depth)
-        if min(parts) < 1 or max(parts) > self.request_layout.capacity:
-            return f"a step of {header.rows} rows in {header.depth} micro-batches"
+        if not 1 <= depth <= max_depth:
+            return f"a step of depth {depth} where 1 to {max_depth} were agreed"
+        # afd.schedule.split_rows: the last micro-batch is the largest.
+        each = rows // depth
+        if each < 1 or rows - (depth - 1) * each > self.request_layout.capacity:
+            return f"a step of {rows} rows in {depth} micro-batches"
         return None
 
     def read(

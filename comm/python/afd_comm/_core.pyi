@@ -310,6 +310,23 @@ class Region:
 
         Returns -1 at the deadline, on ``wake`` or ``close``, and as soon as all writers of the slots are gone.
         """
+    def wait_any_of(
+        self, slots: npt.NDArray[np.uint32], flags: npt.NDArray[np.uint64], timeout_us: int
+    ) -> int:
+        """``wait_any`` for many slots; the arrays have one entry per slot."""
+    def read_headers(
+        self,
+        slots: npt.NDArray[np.uint32],
+        flags: npt.NDArray[np.uint64],
+        ahead: int,
+        into: npt.NDArray[np.uint64],
+    ) -> int:
+        """Read the headers of the messages that have arrived, in one call; return their number.
+
+        A message of slot i counts if its flag is ``flags[i]`` or one of the ``ahead`` - 1 flags behind it. Fills row i
+        of ``into`` [slots, 6]: number of that flag, from 1; the three words of ``Message.user``; count; nbytes. Word 0
+        is 0 for a slot without such a message, and the rest of its row is not changed.
+        """
     def trace(self, slots: tuple[int, int], into: PeerTrace | None) -> None:
         """Record the messages of ``slots`` = (first, count), all of one peer, in ``into``; None ends it.
 
