@@ -85,6 +85,9 @@ class Link {
   virtual std::unique_ptr<Recording> record() { return std::make_unique<Recording>(); }
   // Ok, or why an enqueued message was not sent. Thread safe.
   virtual Status status() const { return Status::Ok; }
+  // Like begin(), for parts that do not change before the peer's next message: the outcome need not
+  // wait until they have been read.
+  virtual std::optional<Status> begin_kept(const Message& message) { return begin(message); }
   // Releases the claim: the peer sees the writer as gone. Idempotent.
   virtual void close() = 0;
 
