@@ -44,7 +44,8 @@ class _Recording:
 class StreamSteps:
     """Captures each shape of step when it first runs, and replays its graph from then on.
 
-    On device cpu, and with a backend that cannot be captured, every step is enqueued anew.
+    On device cpu, and with a backend that cannot be captured, every step is enqueued anew. So is a
+    step in which experts move.
     """
 
     def __init__(
@@ -61,8 +62,11 @@ class StreamSteps:
         self._warm: set[tuple[int, ...]] = set()
         self._graphs: dict[Shape, _Recording] = {}
 
-    def run(self, call: Call) -> list[tuple[Peer, Status]]:
+    def run(self, call: Call, *, replay: bool) -> list[tuple[Peer, Status]]:
         """Runs one announced step; returns the peers that did not keep up, and how.
+
+        replay: False: enqueue the step without a graph, because a graph computes only the expert
+        bank at home (ffn_worker/experts/banks.py) and the step may need the other one.
 
         The guard releases the waits for a peer that is gone at once, and for one that is late after
         ``late_us``. What these peers received in this step is garbage.
@@ -70,7 +74,7 @@ class StreamSteps:
         Raises:
             PeerLost, DeadlineExceeded: a rank of this instance did not keep up.
         """
-        step = self._launch(step_peers(call))
+        step = self._launch(step_peers(call), replay=replay)
         statuses = self._exchange.guard(step.waits).wait(self._late_us)
         self._pipeline.reduce.check()
         failed: dict[str, tuple[Peer, Status]] = {}
@@ -87,8 +91,8 @@ class StreamSteps:
         for shape in ended:
             del self._graphs[shape]
 
-    def _launch(self, peers: Sequence[StepPeer]) -> _Recording:
-        if not self._captures:
+    def _launch(self, peers: Sequence[StepPeer], *, replay: bool) -> _Recording:
+        if not (self._captures and replay):
             self._warm_up(peers)
             return self._record(peers)
         shape = tuple((p.attention, p.session, p.rows, p.depth) for p in peers)

@@ -57,7 +57,13 @@ class FfnLoop:
         )
         membership = Membership(rank, self._table, self.moves)
         self._source = make_source(
-            resolved, rank.pool, self._slots, self._table, self._late, membership.follow
+            resolved,
+            rank.pool,
+            self._slots,
+            self._table,
+            self._late,
+            membership.follow,
+            lambda: self.moves.settled,
         )
         trace_wire(resolved, rank.region, rank.metrics)
 
@@ -89,7 +95,8 @@ class FfnLoop:
                 continue
             self.rank.pool.tell(call.order)
             if call.order.kind == Kind.STEP:
-                self._late.drop_failed(self._steps.run(call))
+                replay = self.moves.can_replay(call.order)
+                self._late.drop_failed(self._steps.run(call, replay=replay))
                 self.rank.metrics.steps[call.order.depth] += 1
             else:
                 yield call

@@ -98,7 +98,6 @@ def resolve(deployment: Deployment) -> Resolved:
         shared_experts="rows" if by_rows else "slices",
         expert_slots=placement.bounds,
         expert_map=placement.tables,
-        movable=not replays(deployment),
     )
     slots = SlotMap(deployment.attention.instances, deployment.ffn.ranks, depth)
     return Resolved(
@@ -135,17 +134,18 @@ def _placement(deployment: Deployment, model: MoeModel) -> Placement:
 
 def _dispatch(deployment: Deployment, model: MoeModel) -> Dispatch:
     wanted = deployment.wire.dispatch
-    if wanted == "routed" and replays(deployment):
-        raise ConfigError(
-            "wire.dispatch routed sends a varying number of rows, but a captured graph has fixed"
-            " sizes; use broadcast, or set pipeline.graphs: false"
-        )
     if wanted != "auto":
         return wanted
-    if replays(deployment) or deployment.ffn.instances == 1:
+    if deployment.ffn.instances == 1 or _sends_whole_buffers(deployment):
         return "broadcast"
     ranges = expert_ranges(model.num_experts, deployment.ffn.instances)
     return cheaper_dispatch([end - start for start, end in ranges], model.top_k)
+
+
+def _sends_whole_buffers(deployment: Deployment) -> bool:
+    """Whether replayed steps copy whole buffers, so that routed dispatch saves no bytes: backend
+    ipc does, because nothing but a kernel could read the number of rows."""
+    return replays(deployment) and deployment.transport.backend in ("auto", "ipc")
 
 
 def _shared_by_rows(deployment: Deployment, dispatch: Dispatch) -> bool:
@@ -154,10 +154,5 @@ def _shared_by_rows(deployment: Deployment, dispatch: Dispatch) -> bool:
         raise ConfigError(
             "ffn.shared_experts slices needs every row on every FFN instance, but wire.dispatch is"
             " routed; use ffn.shared_experts rows or wire.dispatch broadcast"
-        )
-    if wanted == "rows" and replays(deployment):
-        raise ConfigError(
-            "ffn.shared_experts rows computes a varying number of rows, but a captured graph has"
-            " fixed sizes; use slices, or set pipeline.graphs: false"
         )
     return dispatch == "routed" if wanted == "auto" else wanted == "rows"

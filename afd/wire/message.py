@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from afd_comm import Header, Message
 
-_WORDS = struct.Struct("<ihhhhxxxxq")
+_WORDS = struct.Struct("<ihhhhIq")
 _pack, _unpack = _WORDS.pack, _WORDS.unpack
 _new = tuple.__new__
 
@@ -29,6 +29,7 @@ def message(
     kind: int,
     tag: int = 0,
     step: int = 0,
+    moves: int = 0,
 ) -> Message:
     """Return a message of ``rows`` rows for ``slot``.
 
@@ -40,8 +41,10 @@ def message(
         kind: :class:`afd.wire.layout.Kind`.
         tag: :class:`afd.wire.layout.Tag` of the payload.
         step: the attention instance's own number of the step; 0 in a replayed step.
+        moves: of an announced step, the last expert move in the placement that its sender uses; of
+            an order, the last move that is complete (afd/control/moves.py).
     """
-    return Message(slot, parts, _pack(layer, micro_batch, depth, kind, tag, step), rows)
+    return Message(slot, parts, _pack(layer, micro_batch, depth, kind, tag, moves, step), rows)
 
 
 class Received(NamedTuple):
@@ -52,6 +55,7 @@ class Received(NamedTuple):
     depth: int
     kind: int
     tag: int
+    moves: int
     step: int
     rows: int
     nbytes: int  # size of the payload

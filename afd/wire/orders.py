@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from afd.schedule import Position
 from afd.wire.layout import Kind
 
-_PART = struct.Struct("<4Iq")
+_PART = struct.Struct("<5Iq")
 _HELLO_BYTES = 256
 """Enough for the address of a rendezvous."""
 
@@ -20,24 +20,30 @@ class Part:
     """The rows of one attention instance in a call or step.
 
     attention, generation: index and generation of the instance. rows: in this call, or in the whole
-    step on streams. depth: micro-batches of its step. step: its own number of the step.
+    step on streams. depth: micro-batches of its step. moves: of a step on streams, the last expert
+    move in the placement that it uses. step: its own number of the step.
     """
 
     attention: int
     generation: int
     rows: int
     depth: int
+    moves: int
     step: int
 
 
 @dataclass(frozen=True)
 class Order:
     """One expert call (kind DATA) over the rows of all parts, concatenated; or a whole step whose
-    doorbells streams ring (kind STEP), with ``position`` the first one of the step."""
+    doorbells streams ring (kind STEP), with ``position`` the first one of the step.
+
+    settled: of a step on streams, the last expert move that is complete for the leader.
+    """
 
     kind: Kind
     position: Position
     parts: tuple[Part, ...]
+    settled: int = 0
 
     @property
     def depth(self) -> int:
@@ -45,14 +51,15 @@ class Order:
 
     def payload(self) -> bytes:
         return b"".join(
-            _PART.pack(p.attention, p.generation, p.rows, p.depth, p.step) for p in self.parts
+            _PART.pack(p.attention, p.generation, p.rows, p.depth, p.moves, p.step)
+            for p in self.parts
         )
 
 
-def read_order(kind: int, layer: int, micro_batch: int, payload: bytes) -> Order:
+def read_order(kind: int, layer: int, micro_batch: int, settled: int, payload: bytes) -> Order:
     """Decode the order of a message with this header and payload."""
     parts = tuple(Part(*fields) for fields in _PART.iter_unpack(payload))
-    return Order(Kind(kind), Position(layer, micro_batch), parts)
+    return Order(Kind(kind), Position(layer, micro_batch), parts, settled)
 
 
 def order_slot_bytes(attention_instances: int) -> int:

@@ -145,7 +145,6 @@ def load_ffn_model(
     placement: Placement | None = None,
     banks: Mapping[int, int] | None = None,
     shared_by_rows: bool = False,
-    movable: bool = False,
     backend: str = "auto",
     device: torch.device = _CPU,
     threads: int = 4,
@@ -157,7 +156,6 @@ def load_ffn_model(
 
     Args:
         placement, banks, shared_by_rows: see :func:`shard_of` and :func:`build_ffn_model`.
-        movable: experts may move while the model serves.
         weights: the format to keep the experts in, a name of ``Scheme``; "auto": as stored in the
             checkpoint.
         dummy: random weights instead of the checkpoint's.
@@ -196,5 +194,4 @@ def load_ffn_model(
         backend=backend,
         device=device,
         scheme=scheme,
-        join_shared=not movable,
     )

@@ -52,7 +52,9 @@ class Arrivals:
             self.read_control(peer)
             if peer.announced is not None:
                 step = peer.announced
-                arrivals.append(Arrival(peer, self.first, step.depth, step.rows, step.step))
+                arrivals.append(
+                    Arrival(peer, self.first, step.depth, step.rows, step.step, step.moves)
+                )
                 continue
             header = self.earliest(peer, range(self._max_depth))
             if header is not None:
@@ -94,7 +96,7 @@ class Arrivals:
                 if problem is not None:
                     self._late.drop_invalid(peer, problem)
                     return
-                peer.announced = Announced(header.rows, header.depth, header.step)
+                peer.announced = Announced(header.rows, header.depth, header.step, header.moves)
             return
 
     def await_messages(

@@ -1,5 +1,6 @@
 """One thing to run: an expert call or a step on streams, and whose rows are in it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from afd.schedule import Position
@@ -7,6 +8,9 @@ from afd.wire.layout import Kind
 from afd.wire.message import Received
 from afd.wire.orders import Order, Part
 from ffn_worker.pool.peers import Peer
+
+Settled = Callable[[], int]
+"""Returns the number of the last expert move that is complete for this process."""
 
 
 @dataclass(frozen=True)
@@ -49,5 +53,5 @@ class Call:
         return cls(Order(Kind.DATA, position, tuple(parts)), tuple(senders))
 
 
-def part_of(peer: Peer, rows: int, depth: int, step: int) -> Part:
-    return Part(peer.index, peer.generation, rows, depth, step)
+def part_of(peer: Peer, rows: int, depth: int, step: int, moves: int = 0) -> Part:
+    return Part(peer.index, peer.generation, rows, depth, moves, step)

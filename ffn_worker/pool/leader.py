@@ -21,7 +21,7 @@ from afd.wire.layout import Kind
 from afd.wire.orders import Order
 from afd_comm import Status
 from ffn_worker.pool.arrivals import SLICE_US, Arrivals, OnPause
-from ffn_worker.pool.calls import Call, Sender, part_of
+from ffn_worker.pool.calls import Call, Sender, Settled, part_of
 from ffn_worker.pool.late_peers import LatePeers
 from ffn_worker.pool.peers import Arrival, PeerTable
 
@@ -38,12 +38,14 @@ class Leader:
         arrivals: Arrivals,
         late: LatePeers,
         on_pause: OnPause,
+        settled: Settled,
     ) -> None:
         ffn = resolved.deployment.ffn
         self._table = table
         self._arrivals = arrivals
         self._late = late
         self._on_pause = on_pause
+        self._settled = settled
         self._layers = resolved.model.moe_layers
         self._step_wait_s = ffn.step_wait_ms / 1e3
         self._late_s = ffn.late_ms / 1e3
@@ -89,8 +91,8 @@ class Leader:
         for arrival in arrivals:
             arrival.peer.active = True
             arrival.peer.announced = None
-        parts = tuple(part_of(a.peer, a.rows, a.depth, a.step) for a in arrivals)
-        order = Order(Kind.STEP, self._arrivals.first, parts)
+        parts = tuple(part_of(a.peer, a.rows, a.depth, a.step, a.moves) for a in arrivals)
+        order = Order(Kind.STEP, self._arrivals.first, parts, self._settled())
         return Call(order, tuple(Sender(a.peer, None) for a in arrivals))
 
     def _host_step(self, arrivals: list[Arrival]) -> Iterator[Call]:

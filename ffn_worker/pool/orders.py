@@ -72,7 +72,7 @@ class OrderInbox:
         if header.kind == Kind.HELLO:
             self._set_connected(True)
             return payload.decode()
-        return read_order(header.kind, header.layer, header.micro_batch, payload)
+        return read_order(header.kind, header.layer, header.micro_batch, header.moves, payload)
 
     def close(self) -> None:
         self.region.close()
@@ -101,18 +101,27 @@ class _OrderLink:
         self._post(Kind.HELLO, Position(0, 0), hello.encode())
 
     def tell(self, order: Order) -> Status:
-        return self._post(order.kind, order.position, order.payload())
+        return self._post(order.kind, order.position, order.payload(), order.settled)
 
     def close(self) -> None:
         self._link.close()
 
-    def _post(self, kind: Kind, position: Position, payload: bytes) -> Status:
+    def _post(self, kind: Kind, position: Position, payload: bytes, settled: int = 0) -> Status:
         slot, flag = self._sent % self._slots, make_flag(self.session, self._sent + 1)
         self._sent += 1
         data = np.frombuffer(payload, np.uint8)
         parts = [(0, data.ctypes.data, data.nbytes)] if payload else []
         layer, micro_batch = position.layer, position.micro_batch
-        order = message(slot, parts, 0, layer=layer, micro_batch=micro_batch, depth=0, kind=kind)
+        order = message(
+            slot,
+            parts,
+            0,
+            layer=layer,
+            micro_batch=micro_batch,
+            depth=0,
+            kind=kind,
+            moves=settled,
+        )
         return self._link.post(order, flag)
 
 

@@ -42,12 +42,13 @@ class Peer:
 
 @dataclass(frozen=True)
 class Announced:
-    """A step that a peer runs on streams: its rows, its micro-batches, and the peer's number of
-    the step."""
+    """A step that a peer runs on streams: its rows, its micro-batches, the peer's number of the
+    step, and the last expert move in the placement that it uses."""
 
     rows: int
     depth: int
     step: int
+    moves: int
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ class Arrival:
     """A message that begins a peer's part of a step.
 
     start: where the peer begins. depth: micro-batches of its step. rows: of the whole step if it
-    was announced; 0 if each request carries its own. step: the peer's number of the step.
+    was announced; 0 if each request carries its own. step: the peer's number of the step. moves: as
+    in :class:`Announced`.
     """
 
     peer: Peer
@@ -63,6 +65,7 @@ class Arrival:
     depth: int
     rows: int = 0
     step: int = 0
+    moves: int = 0
 
 
 class PeerTable:

@@ -37,7 +37,6 @@ CONTRACT = Contract(
     shared_experts="slices",
     expert_slots=(0, 4, 8),
     expert_map=(tuple(range(8)),) * 3,
-    movable=True,
 )
 
 FAST = Timing(interval_s=0.05, timeout_s=1.0)
