@@ -124,12 +124,17 @@ class FfnModel:
     ) -> torch.Tensor:
         """Returns the sum of the experts of one bank; 0 for rows whose experts are in the other.
 
-        alone: the layer has no other bank.
+        alone: the layer has no other bank, so all rows name this one.
         """
-        if held.number == 1:
-            slots = slots - self.shard.total_slots  # slots of bank 0 become negative: not computed
-        elif not alone:
-            slots = torch.where(slots < self.shard.total_slots, slots, -1)
+        total = self.shard.total_slots
+        if alone:
+            # The same operation for both banks: a graph must not know which of them is at home.
+            # Rounds towards zero, so a masked slot stays negative.
+            slots = torch.fmod(slots, total) if self.shard.slots != (0, total) else slots
+        elif held.number == 1:
+            slots = slots - total  # slots of bank 0 become negative: not computed
+        else:
+            slots = torch.where(slots < total, slots, -1)
         return held.backend.forward_encoded(layer, rows, slots, weights, self.dtype, held.load)
 
     def _first_here(self, slots: torch.Tensor) -> torch.Tensor:
