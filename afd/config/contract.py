@@ -31,6 +31,7 @@ REMEDIES: dict[str, str] = {
     "dispatch": _SAME_FILE,
     "shared_experts": _SAME_FILE,
     "expert_slots": _SAME_FILE,
+    "graph_buckets": _SAME_FILE,
     "expert_map": "give every role the same file (ffn.placement)",
 }
 """What the user should do about a difference, per field of :class:`Contract`."""
@@ -46,6 +47,7 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dispatch, shared_experts: the deployment file's values, with ``auto`` resolved.
     expert_slots: FFN instance j holds the expert slots [expert_slots[j], expert_slots[j + 1]).
     expert_map: the expert in each slot, per MoE layer (afd/placement/tables.py).
+    graph_buckets: rows of the FFN graphs, by depth (afd/graph_sizes.py); () without graphs.
     """
 
     model_hash: str
@@ -66,6 +68,7 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shared_experts: str
     expert_slots: tuple[int, ...]
     expert_map: tuple[tuple[int, ...], ...]
+    graph_buckets: tuple[tuple[int, ...], ...]
 
 
 class Mismatch(msgspec.Struct, frozen=True):

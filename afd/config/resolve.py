@@ -7,6 +7,7 @@ from afd.config.contract import Contract
 from afd.config.deployment import Deployment
 from afd.devices import device_named
 from afd.errors import ConfigError
+from afd.graph_sizes import GraphSizes, captured_rows
 from afd.models import Family, MoeModel, read_model
 from afd.models.checkpoint import fingerprint
 from afd.placement.dispatch import Dispatch, cheaper_dispatch
@@ -98,11 +99,20 @@ def resolve(deployment: Deployment) -> Resolved:
         shared_experts="rows" if by_rows else "slices",
         expert_slots=placement.bounds,
         expert_map=placement.tables,
+        graph_buckets=_graph_buckets(deployment),
     )
     slots = SlotMap(deployment.attention.instances, deployment.ffn.ranks, depth)
     return Resolved(
         deployment, family, model, slots, a2f, f2a, dispatch, by_rows, placement, contract
     )
+
+
+def _graph_buckets(deployment: Deployment) -> tuple[tuple[int, ...], ...]:
+    pipeline = deployment.pipeline
+    if not pipeline.graphs:
+        return ()
+    rows = captured_rows(deployment.attention.max_num_seqs)
+    return GraphSizes.of(rows, pipeline.max_depth, pipeline.min_rows).buckets
 
 
 def check_model(deployment: Deployment) -> None:

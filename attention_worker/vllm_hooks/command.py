@@ -1,5 +1,6 @@
 """Command line and environment of the vLLM process of an attention instance. Imports no vLLM."""
 
+import json
 import os
 import sys
 from collections.abc import Mapping
@@ -8,6 +9,7 @@ from afd.config.resolve import replays
 from afd.config.roles import RoleSpec
 from afd.devices import device_named
 from afd.errors import ConfigError
+from afd.graph_sizes import captured_rows
 from afd.models import read_config, read_model
 from afd.models.checkpoint import only_experts_are_fp8
 
@@ -69,7 +71,13 @@ def attention_command(
     if replays(deployment):
         # Mode 0: our pipeline replaces the model's own loop, so torch.compile has nothing to do.
         # Decode steps are captured whole, transport included (graphs.py).
-        argv.append('--compilation-config={"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY"}')
+        # The sizes are vLLM's own, spelled out because the FFN side captures for them too.
+        graphs = {
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": captured_rows(attention.max_num_seqs),
+        }
+        argv.append(f"--compilation-config={json.dumps(graphs, separators=(',', ':'))}")
     else:
         argv.append("--enforce-eager")
     if read_config(deployment.model).get("quantization_config"):

@@ -90,6 +90,15 @@ class IpcLink final : public MappedLink {
     return Status::Ok;
   }
 
+  // The link's stream rings behind the copies, so the CPU does not wait for them.
+  std::optional<Status> begin_kept(const Message& m) override {
+    try {
+      return enqueue(stream_, m);
+    } catch (const CommError&) {
+      return Status::Closed;  // the driver refuses: the caller's next call to it says why
+    }
+  }
+
   // Like enqueue() on the link's own stream, but the CPU writes header and doorbell.
   Status post(const Message& m) override {
     const bool trace = traced();

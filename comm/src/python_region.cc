@@ -220,6 +220,13 @@ void bind_region(nb::module_& m) {
       .def(
           "pin", [](Region& r, const std::string& device) { r.pin(parse_device(device)); },
           "device"_a)
+      .def(
+          "reset",
+          [](Region& r, nb::list slots) {
+            for (const nb::handle slot : slots)
+              r.set_doorbell(checked_slot(r, nb::cast<int64_t>(slot)), 0);
+          },
+          "slots"_a)
       .def("enqueue_wait", &enqueue_wait, "stream"_a, "slots"_a, "flags"_a, "reset"_a = false)
       .def("guard", &guard, "stream"_a, "slots"_a, "flags"_a, nb::keep_alive<0, 1>())
       .def("trace", &trace, "slots"_a, "into"_a.none())

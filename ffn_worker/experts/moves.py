@@ -14,7 +14,6 @@ from afd.control.messages import Members
 from afd.control.moves import completed, to_hold
 from afd.errors import AfdError, PeerLost
 from afd.placement.tables import Table
-from afd.wire.orders import Order
 from afd.wire.streams_torch import synchronize
 from ffn_worker.experts.loader import load_layer
 from ffn_worker.experts.model import FfnModel
@@ -90,28 +89,21 @@ class ExpertMoves:
             if self._fault is not None:
                 raise self._fault
 
-    def can_replay(self, order: Order) -> bool:
-        """Whether a graph may run this step: all its rows use the placement that the leader has
-        settled on, and so does this rank. Otherwise rows of both banks may be in it.
-
-        All ranks answer alike, because the order decides. A rank that has not settled yet does so
-        first: the leader saw that the move is complete.
+    def settle(self, number: int) -> None:
+        """Returns once the move of this number is complete here, as it is for the leader.
 
         Raises:
-            PeerLost: this rank does not learn of the complete move in ``deadlines.ffn_s``.
+            PeerLost: this rank does not learn of it in ``deadlines.ffn_s``.
         """
-        if any(part.moves != order.settled for part in order.parts):
-            return False
         deadline = time.monotonic() + self._resolved.deployment.deadlines.ffn_s
-        while self.settled < order.settled:
+        while self.settled < number:
             if time.monotonic() > deadline:
                 raise PeerLost(
-                    f"expert move {order.settled} is complete for the leader and not for this rank;"
+                    f"expert move {number} is complete for the leader and not for this rank;"
                     " restarting with the experts that the control plane names"
                 )
             time.sleep(_PAUSE_S)
             self.follow(self._control.members)
-        return self.settled == order.settled
 
     def check_held(self, layer: int, ids: torch.Tensor) -> None:
         """Raises PeerLost if rows need experts that are not here: their results would be zero.

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from afd.graph_sizes import GraphSizes
 from afd.schedule import Position
 from afd.wire.layout import Kind
 from afd.wire.message import Received
@@ -51,6 +52,18 @@ class Call:
             assert request is not None
             parts.append(part_of(peer, request.rows, request.depth, request.step))
         return cls(Order(Kind.DATA, position, tuple(parts)), tuple(senders))
+
+
+def step_order(first: Position, parts: tuple[Part, ...], sizes: GraphSizes, settled: int) -> Order:
+    """Returns the order for an announced step.
+
+    The hosts run it if an attention instance uses another expert placement than ``settled``: a
+    graph computes only the banks at home (ffn_worker/experts/banks.py).
+    """
+    bucket = 0
+    if all(part.moves == settled for part in parts):
+        bucket = sizes.bucket_of((part.rows, part.depth) for part in parts)
+    return Order(Kind.STEP, first, parts, bucket, settled)
 
 
 def part_of(peer: Peer, rows: int, depth: int, step: int, moves: int = 0) -> Part:

@@ -19,13 +19,14 @@ from dataclasses import replace
 
 from afd.config.resolve import Resolved
 from afd.errors import PeerLost
+from afd.graph_sizes import GraphSizes
 from afd.schedule import Position
 from afd.wire.layout import Kind
 from afd.wire.message import Received
 from afd.wire.orders import Order, Part
 from afd_comm import Status
 from ffn_worker.pool.arrivals import SLICE_US, Arrivals, OnPause
-from ffn_worker.pool.calls import Call, Sender, Settled, part_of
+from ffn_worker.pool.calls import Call, Sender, Settled, part_of, step_order
 from ffn_worker.pool.late_peers import LatePeers
 from ffn_worker.pool.orders import OrderInbox
 from ffn_worker.pool.peers import Announced, Peer, PeerTable
@@ -58,6 +59,7 @@ class Head:
         self._settled = settled
         self._micro_batches = range(resolved.contract.max_depth)
         self._late_s = resolved.deployment.ffn.late_ms / 1e3
+        self._sizes = GraphSizes(resolved.contract.graph_buckets)
         self._next_look_s = 0.0  # for unordered requests, on the monotonic clock
 
     def calls(self) -> Iterator[Call | None]:
@@ -105,7 +107,7 @@ class Head:
     def _unordered_step(self, peer: Peer, step: Announced) -> Call:
         peer.announced = None
         part = part_of(peer, step.rows, step.depth, step.step, step.moves)
-        order = Order(Kind.STEP, self._arrivals.first, (part,), self._settled())
+        order = step_order(self._arrivals.first, (part,), self._sizes, self._settled())
         return Call(order, (Sender(peer, None),))
 
     def _unordered_call(self, peer: Peer, position: Position) -> Call | None:

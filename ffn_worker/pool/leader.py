@@ -16,12 +16,11 @@ import time
 from collections.abc import Iterator
 
 from afd.config.resolve import Resolved
+from afd.graph_sizes import GraphSizes
 from afd.schedule import Position, walk
-from afd.wire.layout import Kind
-from afd.wire.orders import Order
 from afd_comm import Status
 from ffn_worker.pool.arrivals import SLICE_US, Arrivals, OnPause
-from ffn_worker.pool.calls import Call, Sender, Settled, part_of
+from ffn_worker.pool.calls import Call, Sender, Settled, part_of, step_order
 from ffn_worker.pool.late_peers import LatePeers
 from ffn_worker.pool.peers import Arrival, PeerTable
 
@@ -49,6 +48,7 @@ class Leader:
         self._layers = resolved.model.moe_layers
         self._step_wait_s = ffn.step_wait_ms / 1e3
         self._late_s = ffn.late_ms / 1e3
+        self._sizes = GraphSizes(resolved.contract.graph_buckets)
 
     def calls(self) -> Iterator[Call | None]:
         """See :class:`ffn_worker.pool.source.CallSource`."""
@@ -92,7 +92,7 @@ class Leader:
             arrival.peer.active = True
             arrival.peer.announced = None
         parts = tuple(part_of(a.peer, a.rows, a.depth, a.step, a.moves) for a in arrivals)
-        order = Order(Kind.STEP, self._arrivals.first, parts, self._settled())
+        order = step_order(self._arrivals.first, parts, self._sizes, self._settled())
         return Call(order, tuple(Sender(a.peer, None) for a in arrivals))
 
     def _host_step(self, arrivals: list[Arrival]) -> Iterator[Call]:

@@ -160,7 +160,7 @@ def slot_builds(target: str) -> Iterator[Build]:
 
 
 def dispatch_builds(target: str) -> Iterator[Build]:
-    """Kernels that split a micro-batch by FFN instance, and add up answers to a part of the rows."""
+    """Kernels that split a micro-batch by FFN instance and add up the answers."""
     lists = dict.fromkeys(("rows_ptr", "of_rows_ptr", "counts_ptr"), "*i32")
     yield Build(
         "places",

@@ -218,8 +218,11 @@ class Deployed:
             loop = FfnLoop(FfnRank(r, region, control, model, ranks, RoleMetrics("ffn")))
             self.loops[number] = loop
             loop.moves.catch_up()
+            if self.streams:
+                loop.capture_graphs()
             self.join(msgspec.structs.replace(member, state="ready"))
-            loop.run()
+            with torch.inference_mode():  # as in ffn_worker.main
+                loop.run()
         except AfdError as error:
             self.ended[number] = error
         finally:
@@ -244,7 +247,7 @@ class Deployed:
         control = FakeControl(self.registry, member.generation, member.id, renew)
         self.controls[member.id] = control
         client = RemoteExperts(r, i, region, control, RoleMetrics("attention"))
-        client.connect(5.0)
+        client.connect(30.0)
         return client
 
     def move(self, tables, deadline_s=20.0):

@@ -57,6 +57,9 @@ class Link {
   // Like post(), but in stream order and without waiting: the parts are read when `stream` reaches
   // this point. Throws CommError for a backend without streams, and if the driver refuses.
   virtual Status enqueue(Stream stream, const Message& message);
+  // Like begin(), for parts that do not change before the peer's next message: the outcome need not
+  // wait until they have been read.
+  virtual std::optional<Status> begin_kept(const Message& message) { return begin(message); }
   // Releases the claim: the peer sees the writer as gone. Idempotent.
   virtual void close() = 0;
 

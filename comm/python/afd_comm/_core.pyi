@@ -265,6 +265,8 @@ class Region:
         For a region in host memory whose consumer is a GPU and whose peers are on CPUs. Regions on a device need no
         pin. Call it once. Raises CommError.
         """
+    def reset(self, slots: list[int]) -> None:
+        """Set doorbells to 0, so that the same flags can be awaited again. For the consumer of their messages."""
     def enqueue_wait(
         self, stream: int, slots: list[int], flags: list[int], reset: bool = False
     ) -> None:
@@ -347,6 +349,64 @@ class Guard:
         released, so a thread can wait while others work. Raises CommError if the stream is still busy 10 s after its
         waits were released.
         """
+
+class StepPlan:
+    """What a stream sends in a step of a ``StepGate``: the constants of a graph. Immutable."""
+
+    def __init__(self, positions: list[tuple[int, Message]], *, lanes: int, stride: int) -> None:
+        """Describe a step.
+
+        ``positions``: lane and answer of each, in the order in which peers send their requests. Each part of an answer
+        is an array of items: (offset in the slot, address of item 0, bytes of one item), and the items of peer i begin
+        at item i * ``stride``. The memory must not change until the lane's next position. Raises CommError for no
+        positions, or a lane outside of [0, ``lanes``).
+        """
+    def __len__(self) -> int: ...
+
+class StepGate:
+    """Lets a stream wait for one word per position of a step, while a thread waits for the peers' doorbells.
+
+    A step has positions, numbered from 1. Each belongs to a lane, which alternates: the requests of a position are
+    awaited, the stream works, the answers are sent. A peer that is absent, gone or late is not waited for and its
+    doorbell is not rung, so a captured graph holds nothing that changes from step to step. One thread at a time.
+    """
+
+    def __init__(self, region: Region, *, peers: int, lanes: int) -> None:
+        """Make the gate of the region in which requests arrive. Raises CommError."""
+    def set_peer(self, peer: int, link: Link, *, first_slot: int, first_flag: int) -> None:
+        """State where a peer's requests arrive and how it is answered.
+
+        Those of lane m arrive in slot ``first_slot`` + m. Their flags count up from ``first_flag``, in the order in
+        which the peer sends within a step; an answer has the flag of its request. Not within a step.
+        """
+    def clear_peer(self, peer: int) -> None:
+        """Forget a peer, and its link. Not within a step."""
+    def enqueue_wait(self, stream: int, lane: int, number: int) -> None:
+        """Make the stream wait until the requests of a position are here. May be captured. Raises CommError."""
+    def enqueue_ticket(self, stream: int, lane: int, number: int) -> None:
+        """State, in stream order, that a position's answers may be sent. May be captured. Raises CommError."""
+    def begin(
+        self,
+        plan: StepPlan,
+        depths: npt.NDArray[np.int32],
+        counts: npt.NDArray[np.int32],
+        late_us: int,
+    ) -> None:
+        """Begin a step; call it before the stream gets the step.
+
+        ``depths`` [peers]: number of lanes that each peer takes part in, the first ones; 0: absent. ``counts``
+        [peers, lanes]: items of each answer. ``late_us``: how long a peer may take for a request once all that it
+        depends on is answered. Raises CommError if a peer that takes part is not set.
+        """
+    def wait(self, stream: int) -> list[Status]:
+        """Wait until the stream has finished and all answers are sent; one status per peer.
+
+        OK. PEER_GONE: the peer ended. DEADLINE: it was late. CLOSED and others: its answer could not be sent. What
+        such a peer got is not an answer. The GIL is released. Raises CommError if the stream is busy with one position
+        for 10 s.
+        """
+    def cancel(self) -> None:
+        """End a step whose stream has failed; sends nothing more."""
 
 class Link:
     """A connection to one peer's region, open from construction to ``close``."""
