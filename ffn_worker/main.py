@@ -29,8 +29,8 @@ from ffn_worker.allreduce.base import Collective
 from ffn_worker.allreduce.selection import make_collective
 from ffn_worker.call_watchdog import HungCallWatch
 from ffn_worker.experts.build import load_ffn_model
-from ffn_worker.experts.loader import DTYPES
 from ffn_worker.experts.model import FfnModel
+from ffn_worker.experts.shard import DTYPES
 from ffn_worker.loop import FfnLoop
 from ffn_worker.pool.links import MakeCollective, PoolLinks
 from ffn_worker.rank import FfnRank
@@ -127,14 +127,17 @@ def run_ffn(role: RoleSpec) -> None:
 
 def _load(role: RoleSpec, resolved: Resolved, metrics: RoleMetrics, members: Members) -> FfnModel:
     """Loads the experts that this rank holds now. Logs progress about every two seconds."""
-    logged = time.monotonic()
+    began = logged = time.monotonic()
 
     def progress(done: int, total: int, nbytes: int) -> None:
         nonlocal logged
         metrics.weights_read_bytes[Weights.EXPERT] = nbytes
         if done == total or time.monotonic() - logged > 2.0:
             logged = time.monotonic()
-            logger.info("experts: %d of %d layers, %.1f MB read", done, total, nbytes / 1e6)
+            rate = nbytes / max(logged - began, 1e-9) / 1e9
+            logger.info(
+                "experts: %d of %d layers, %.3f GB read, %.2f GB/s", done, total, nbytes / 1e9, rate
+            )
 
     places = settled(members, resolved.placement, resolved.model.moe_layers)
     tables = tuple(table for _, table in places.values())

@@ -17,6 +17,7 @@ class RowTable:
 
     depths: int32 [attention instances], micro-batches of each; 0: absent.
     answers: int32 [attention instances, micro-batches], the rows that this rank returns.
+    firsts: likewise, the first of them.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class RowTable:
         self._rows = self._host.numpy()
         self.depths = np.zeros(instances, np.int32)
         self.answers = np.zeros((instances, max_depth), np.int32)
+        self.firsts = np.zeros_like(self.answers)
 
     def fill(self, parts: Sequence[Part], present: Sequence[bool]) -> None:
         """Takes the parts of an announced step. Those that are not present count as absent."""
@@ -47,6 +49,9 @@ class RowTable:
         # afd.schedule.row_shares: the first ranks have one row more.
         longer = self._rank < self._rows % self._tp
         self.answers[:] = (self._rows // self._tp + longer).T
+        self.firsts[:] = (
+            self._rank * (self._rows // self._tp) + np.minimum(self._rank, self._rows % self._tp)
+        ).T
 
     def rows_of_step(self) -> list[int]:
         """Returns the rows of each micro-batch, over all attention instances."""

@@ -33,9 +33,15 @@ def region_options(deployment: Deployment, device: str) -> RegionOptions:
     return {"device": kind.region_device, "tcp_host": tcp_host}
 
 
-def replays(deployment: Deployment) -> bool:
-    """Whether decode steps are captured as graphs and replayed."""
-    return deployment.pipeline.graphs and device_named(deployment.attention.device).captures_graphs
+def replays(deployment: Deployment, family: Family) -> bool:
+    """Whether decode steps are captured as graphs and replayed. Steps of a split model are not."""
+    captures = device_named(deployment.attention.device).captures_graphs
+    return deployment.pipeline.graphs and captures and not family.split
+
+
+def max_depth(deployment: Deployment, family: Family) -> int:
+    """Returns the largest number of micro-batches of a step. A split model has one."""
+    return 1 if family.split else deployment.pipeline.max_depth
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,12 @@ class Resolved:
     placement: Placement
     contract: Contract
 
+    @property
+    def requests_say_rows(self) -> bool:
+        """Whether the header of a request of a replayed step says how many rows it carries: routed
+        dispatch, and a transport that writes headers for streams."""
+        return self.dispatch == "routed" and not _sends_whole_buffers(self.deployment)
+
 
 def resolve(deployment: Deployment) -> Resolved:
     """Derives the facts of a deployment from the checkpoint's config.json and tensor headers.
@@ -74,10 +86,11 @@ def resolve(deployment: Deployment) -> Resolved:
     model = family.serve_as(model, deployment.attention.dtype)
     dtype = model.dtype
     placement = _placement(deployment, model)
-    dispatch = _dispatch(deployment, model)
+    graphs = replays(deployment, family)
+    dispatch = _dispatch(deployment, model, graphs)
     by_rows = _shared_by_rows(deployment, dispatch)
     capacity = deployment.attention.max_num_batched_tokens
-    depth = deployment.pipeline.max_depth
+    depth = max_depth(deployment, family)
     wire = deployment.wire
     a2f, f2a = layouts(wire.format, dtype, capacity, model.hidden, model.top_k, wire.fp8)
     contract = Contract(
@@ -99,7 +112,7 @@ def resolve(deployment: Deployment) -> Resolved:
         shared_experts="rows" if by_rows else "slices",
         expert_slots=placement.bounds,
         expert_map=placement.tables,
-        graph_buckets=_graph_buckets(deployment),
+        graph_buckets=() if family.split else _graph_buckets(deployment),
     )
     slots = SlotMap(deployment.attention.instances, deployment.ffn.ranks, depth)
     return Resolved(
@@ -123,14 +136,15 @@ def check_model(deployment: Deployment) -> None:
             f"model {deployment.model} {what}; give the path of a Hugging Face checkpoint folder"
             " (config.json and *.safetensors), relative to the deployment file"
         )
-    _, model = read_model(deployment.model)
+    family, model = read_model(deployment.model)
     if deployment.ffn.instances > model.num_experts:
         raise ConfigError(
             f"ffn.instances is {deployment.ffn.instances} but {deployment.model.name} has"
             f" {model.num_experts} experts per layer; use at most {model.num_experts} FFN instances"
         )
     _placement(deployment, model)
-    _shared_by_rows(deployment, _dispatch(deployment, model))
+    graphs = replays(deployment, family)
+    _shared_by_rows(deployment, _dispatch(deployment, model, graphs))
     width_slices(model.moe_intermediate, deployment.ffn.tp)
 
 
@@ -142,11 +156,11 @@ def _placement(deployment: Deployment, model: MoeModel) -> Placement:
     return load_placement(ffn.placement, model.num_experts, bounds, layers)
 
 
-def _dispatch(deployment: Deployment, model: MoeModel) -> Dispatch:
+def _dispatch(deployment: Deployment, model: MoeModel, graphs: bool) -> Dispatch:
     wanted = deployment.wire.dispatch
     if wanted != "auto":
         return wanted
-    if deployment.ffn.instances == 1 or _sends_whole_buffers(deployment):
+    if deployment.ffn.instances == 1 or (graphs and _sends_whole_buffers(deployment)):
         return "broadcast"
     ranges = expert_ranges(model.num_experts, deployment.ffn.instances)
     return cheaper_dispatch([end - start for start, end in ranges], model.top_k)
@@ -155,7 +169,7 @@ def _dispatch(deployment: Deployment, model: MoeModel) -> Dispatch:
 def _sends_whole_buffers(deployment: Deployment) -> bool:
     """Whether replayed steps copy whole buffers, so that routed dispatch saves no bytes: backend
     ipc does, because nothing but a kernel could read the number of rows."""
-    return replays(deployment) and deployment.transport.backend in ("auto", "ipc")
+    return deployment.transport.backend in ("auto", "ipc")
 
 
 def _shared_by_rows(deployment: Deployment, dispatch: Dispatch) -> bool:

@@ -30,6 +30,7 @@ def message(
     tag: int = 0,
     step: int = 0,
     moves: int = 0,
+    whole: int = 0,
 ) -> Message:
     """Return a message of ``rows`` rows for ``slot``.
 
@@ -43,8 +44,12 @@ def message(
         step: the attention instance's own number of the step; 0 in a replayed step.
         moves: of an announced step, the last expert move in the placement that its sender uses; of
             an order, the last move that is complete (afd/control/moves.py).
+        whole: so many of the last parts travel whole where the other parts are cut to a number of
+            rows (``afd_comm.Link.enqueue``).
     """
-    return Message(slot, parts, _pack(layer, micro_batch, depth, kind, tag, moves, step), rows)
+    return Message(
+        slot, parts, _pack(layer, micro_batch, depth, kind, tag, moves, step), rows, whole
+    )
 
 
 class Received(NamedTuple):

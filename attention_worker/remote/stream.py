@@ -128,16 +128,16 @@ class StreamExperts:
         Call it within :meth:`sending`.
         """
         slots = self._slots.of_replays(layer, ids)
-        batches = self._split(micro_batch, encode(self._layout, layer, hidden, slots, weights))
-        self._batches[micro_batch] = batches
+        batch = encode(self._layout, layer, hidden, slots, weights)
+        requests = self._requests(micro_batch, batch)
         self._position += 1
         sequence = stream_sequence(self._position)
         doorbells = [make_flag(peer.session, sequence) for peer in self._peers]
         self._awaited[micro_batch] = doorbells
-        requests = [self._request(micro_batch, batch) for batch in batches]
         for j, (peer, doorbell) in enumerate(zip(self._peers, doorbells, strict=True)):
+            request, count = requests[j // self._tp]
             # The status is ignored: it says that the peer is gone, and so does the wait in recv().
-            peer.link.enqueue(self.streams.copy, requests[j // self._tp], doorbell)
+            peer.link.enqueue(self.streams.copy, request, doorbell, count)
         self._timestamps.copied()
 
     def recv(self, micro_batch: int) -> torch.Tensor:
@@ -161,15 +161,21 @@ class StreamExperts:
         self._timestamps.end()
         self.streams.join()
 
-    def _split(self, micro_batch: int, batch: EncodedBatch) -> Sequence[EncodedBatch]:
-        """Returns what each FFN instance gets."""
+    def _requests(self, micro_batch: int, batch: EncodedBatch) -> list[tuple[Message, int]]:
+        """Returns the message to each FFN instance, and the address of its number of rows; 0: all.
+        Keeps its memory until the answer is awaited."""
         if self._splitter is None:
-            return (batch,) * self._resolved.contract.ffn_instances
+            self._batches[micro_batch] = (batch,)
+            request = self._request(micro_batch, batch)
+            return [(request, 0)] * self._resolved.contract.ffn_instances
         split = self._splitter.split(micro_batch, batch)
-        self._places[micro_batch] = split.places
-        return split.batches
+        self._batches[micro_batch], self._places[micro_batch] = split.batches, split.places
+        requests = [self._request(micro_batch, part) for part in split.batches]
+        return list(zip(requests, split.counts, strict=True))
 
     def _request(self, micro_batch: int, batch: EncodedBatch) -> Message:
+        """The ids travel whole, and -1 beyond the number of rows, so that the FFN instance need not
+        know the number to compute nothing there."""
         return message(
             self._resolved.slots.to_ffn(self._index, micro_batch),
             batch.parts(self._layout),
@@ -179,4 +185,5 @@ class StreamExperts:
             depth=self._depth,
             kind=Kind.DATA,
             tag=self._layout.tag,
+            whole=1,
         )

@@ -68,7 +68,7 @@ def attention_command(
         extra |= role.gpu_environment(environment)
         if attention.kernel == "mqa":
             argv.append("--attention-backend=CUSTOM")  # see mqa_backend.py
-    if replays(deployment):
+    if replays(deployment, family):
         # Mode 0: our pipeline replaces the model's own loop, so torch.compile has nothing to do.
         # Decode steps are captured whole, transport included (graphs.py).
         # The sizes are vLLM's own, spelled out because the FFN side captures for them too.

@@ -37,17 +37,18 @@ class AttentionWeightLoader(DefaultModelLoader):
         self.counter_before_loading_weights = (
             time.perf_counter()
         )  # vLLM logs the load time from here
-        family, _ = read_model(model_config.model)
-        by_file: dict[str, list[str]] = {}
+        family, described = read_model(model_config.model)
+        by_file: dict[str, list[tuple[str, str]]] = {}
         for name, info in tensor_table(model_config.model).items():
-            if not family.is_expert_weight(name):
-                by_file.setdefault(str(info.file), []).append(name)
+            wanted = family.attention_name(described.architecture, name)
+            if wanted is not None:
+                by_file.setdefault(str(info.file), []).append((name, wanted))
         for file, names in by_file.items():
             with safe_open(file, framework="pt") as shard:
-                for name in names:
+                for name, wanted in names:
                     tensor = shard.get_tensor(name)
                     self.bytes_read += tensor.nbytes
-                    yield name, tensor
+                    yield wanted, tensor
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
         super().load_weights(model, model_config)

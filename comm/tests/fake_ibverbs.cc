@@ -133,8 +133,8 @@ int ibv_dealloc_pd(ib::Pd* pd) {
 }
 ib::Mr* ibv_reg_mr(ib::Pd* pd, void* addr, std::size_t length, int access) {
   const std::lock_guard<std::mutex> lock(world);
-  if (register_errno != 0) {
-    errno = register_errno;
+  if (register_errno != 0 || refused_device.count(reinterpret_cast<uint64_t>(addr)) != 0) {
+    errno = register_errno != 0 ? register_errno : EFAULT;
     return nullptr;
   }
   auto* mr = new FakeMr{};
@@ -151,6 +151,12 @@ ib::Mr* ibv_reg_dmabuf_mr(ib::Pd* pd, uint64_t, std::size_t length, uint64_t iov
                           int access) {
   if (fd < 0) {
     errno = EBADF;
+    return nullptr;
+  }
+  if (devices_refused) {
+    const std::lock_guard<std::mutex> lock(world);
+    refused_device.insert(iova);
+    errno = EOPNOTSUPP;
     return nullptr;
   }
   ++dmabufs;
@@ -256,6 +262,11 @@ void fake_lose_acks(const char* device, int lose) {
   const std::lock_guard<std::mutex> lock(world);
   ack_lost[index_of(device)] = lose != 0;
 }
+// A NIC that neither acknowledges nor fails what it is given, until its queue pairs are failed.
+void fake_mute(const char* device, int on) {
+  const std::lock_guard<std::mutex> lock(world);
+  mute[index_of(device)] = on != 0;
+}
 void fake_delay_us(int us) {
   const std::lock_guard<std::mutex> lock(world);
   delay_us = us;
@@ -276,6 +287,8 @@ void fake_refuse_memory(int error) {
   const std::lock_guard<std::mutex> lock(world);
   register_errno = error;
 }
+// Makes every later registration of device memory fail, with and without a dma-buf.
+void fake_refuse_devices(int refuse) { devices_refused = refuse != 0; }
 // Number of dma-buf registrations so far.
 int fake_dmabufs() { return dmabufs; }
 void fake_devices(int count) { device_count = count; }

@@ -9,6 +9,7 @@
 #include <deque>
 #include <map>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -26,12 +27,15 @@ constexpr uint32_t kMaxInline = 220;
 std::mutex world;  // guards everything below and every queue
 uint32_t next_number = 100;
 bool port_down[kDevices];
+bool mute[kDevices];      // requests are taken, but neither sent nor completed
 bool ack_lost[kDevices];  // the data arrives, but the sender gets a failed completion
 int delay_us = 0;
 bool receivers_stopped = false;  // data arrives without receive completions
 int damage_at = -1;              // byte offset of `damage` in the next record; -1: no damage
 uint32_t damage = 0;
 int register_errno = 0;
+bool devices_refused = false;
+std::set<uint64_t> refused_device;  // addresses that were refused as a dma-buf
 int dmabufs = 0;
 int device_count = kDevices;
 
@@ -111,7 +115,7 @@ std::map<uint32_t, FakeMr*> regions;  // by rkey
 void FakeQp::run() {
   std::unique_lock<std::mutex> lock(world);
   while (true) {
-    changed.wait(lock, [this] { return stop || (connected && !sends.empty()); });
+    changed.wait(lock, [this] { return stop || (connected && !sends.empty() && !mute[index]); });
     if (stop) return;
     if (delay_us > 0) {
       const int pause = delay_us * static_cast<int>(1 + qp_num % 3);

@@ -6,7 +6,8 @@ import torch
 
 from afd.models import MoeModel
 from afd.wire.streams_torch import synchronize
-from ffn_worker.experts.loader import DTYPES, LayerWeights, Shard
+from ffn_worker.experts.shard import DTYPES, LayerWeights, Shard
+from ffn_worker.moe.activation import ExpertMath
 from ffn_worker.moe.base import MoeBackend
 from ffn_worker.moe.load_counts import SlotLoad
 from ffn_worker.moe.quantise import Weight, in_scheme
@@ -71,6 +72,7 @@ class ExpertBanks:
         self._device = device
         self._dtype = DTYPES[model.dtype]
         self._home, self._away = (backend_class(shard.slots, shard.total_slots) for _ in range(2))
+        self._activation = model.activation
         self._layers = {n: _Layer((), (0,) * model.num_experts) for n in model.moe_layers}
 
     @property
@@ -105,6 +107,7 @@ class ExpertBanks:
         """
         w13, w2 = self.kept(weights.w13, self.scheme), self.kept(weights.w2, self.scheme)
         nbytes, backend = w13.nbytes + w2.nbytes, self._away if self.of(layer) else self._home
+        backend.prepare_math(layer, ExpertMath(self._activation, weights.w13_bias, weights.w2_bias))
         backend.prepare(layer, w13, w2)
         load = SlotLoad(experts, self.shard.slots[0], self._device)
         known = self._layers[layer]

@@ -13,7 +13,7 @@ from afd.models import MoeModel
 from afd.wire.layout import Tag
 from afd.wire.rows_torch import EncodedRows
 from ffn_worker.experts.banks import ExpertBanks, HeldBank
-from ffn_worker.experts.loader import Shard
+from ffn_worker.experts.shard import Shard
 from ffn_worker.moe.device import launched_as
 from ffn_worker.moe.load_counts import SlotLoad
 
@@ -92,12 +92,15 @@ class FfnModel:
         shared = self.shared.of_layer.get(layer)
         if shared is not None and not held[0].backend.takes_encoded:
             rows = EncodedRows.of(rows.decode(self.dtype))  # once for routed and shared experts
-        scaling = self.model.routed_scaling
+        scaling, inputs = self.model.routed_scaling, rows
+        if self.model.weight_on_input:  # top_k is 1
+            inputs = EncodedRows.of(rows.decode(self.dtype) * weights.to(self.dtype))
+            weights = torch.ones_like(weights)
         if layer in self.banks.joined and scaling != 1.0:
             weights, scaling = weights * scaling, 1.0
-        out = self._routed(held[0], layer, rows, slots, weights, alone=len(held) == 1)
+        out = self._routed(held[0], layer, inputs, slots, weights, alone=len(held) == 1)
         for other in held[1:]:
-            out += self._routed(other, layer, rows, slots, weights, alone=False)
+            out += self._routed(other, layer, inputs, slots, weights, alone=False)
         if scaling != 1.0:
             out *= scaling
         if shared is not None:

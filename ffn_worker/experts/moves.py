@@ -15,7 +15,7 @@ from afd.control.moves import completed, to_hold
 from afd.errors import AfdError, PeerLost
 from afd.placement.tables import Table
 from afd.wire.streams_torch import synchronize
-from ffn_worker.experts.loader import load_layer
+from ffn_worker.experts.loader import Checkpoint, load_layer
 from ffn_worker.experts.model import FfnModel
 
 logger = logging.getLogger("afd.ffn")
@@ -152,9 +152,8 @@ class ExpertMoves:
         resolved, model = self._resolved, self._model
         shard = replace(model.shard, experts={layer: experts})
         try:
-            weights = load_layer(
-                resolved.deployment.model, resolved.family, resolved.model, shard, layer
-            )
+            checkpoint = Checkpoint(resolved.deployment.model, resolved.family, resolved.model)
+            weights = load_layer(checkpoint, shard, layer, model.banks.scheme, model.device)
             with torch.inference_mode():
                 model.banks.add(layer, bank, experts, weights)
             synchronize(model.device)

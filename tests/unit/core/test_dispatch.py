@@ -19,7 +19,7 @@ from afd.placement.tables import balance, copies
 from attention_worker.remote.dispatch import Splitter
 from attention_worker.remote.expert_slots import ExpertSlotMap
 from ffn_worker.experts.build import load_ffn_model
-from ffn_worker.experts.loader import DTYPES
+from ffn_worker.experts.shard import DTYPES
 from ffn_worker.moe.vllm_cpu import load_operators
 
 
