@@ -87,10 +87,6 @@ class PeerTable:
         """Sorted by index, so that the layout of a batch is always the same."""
         return sorted(self._peers.values(), key=lambda peer: peer.index)
 
-    @property
-    def sessions(self) -> set[int]:
-        return {peer.session for peer in self._peers.values()}
-
     def reconcile(self, members: Members, generation: int) -> None:
         """Updates the sessions to the membership and to our own generation."""
         if (members.version, generation) == self._seen:

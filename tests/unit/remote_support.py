@@ -165,17 +165,21 @@ class Deployed:
             self.controls[name].generation = self.generation
             self.registry.set(*self.members.values())
 
-    def region(self, role, slots, nbytes, index):
+    def of_ffn(self, resolved: Resolved) -> Resolved:
+        """Returns the facts as the FFN ranks see them."""
+        return resolved
+
+    def region(self, role, slots, nbytes, index, tcp_host=None):
         verbs = self.deployment.transport.verbs_keywords(role)
         options = VerbsOptions(**verbs) if verbs else None
-        region = Region(slots, nbytes, name=f"{role}-{index}", verbs=options)
+        region = Region(slots, nbytes, name=f"{role}-{index}", tcp_host=tcp_host, verbs=options)
         if self.streams:
             region.pin("cpu")
         return region
 
     def start_ffn(self, number):
         """Starts one rank; it serves once it has met the other ranks."""
-        r = self.resolved
+        r = self.of_ffn(self.resolved)
         index, rank = divmod(number, r.contract.ffn_tp)
         place = FfnPlace(index, rank, r.contract.ffn_instances, r.contract.ffn_tp)
         region = self.region("ffn", r.slots.ffn_region_slots, r.a2f.nbytes, number)
@@ -196,7 +200,7 @@ class Deployed:
         thread.start()
 
     def serve(self, number, member, region, control, ranks):
-        r, place = self.resolved, ranks.place
+        r, place = self.of_ffn(self.resolved), ranks.place
         try:
             places = settled(self.registry.members, r.placement, r.model.moe_layers)
             tables = tuple(table for _, table in places.values())
