@@ -19,6 +19,7 @@ BENCHES = {
     "moe": "afd_bench.moe.cli",
     "paper": "afd_bench.paper",
     "report": "afd_bench.report.command",
+    "scale": "afd_bench.scale.cli",
     "simulator": "afd_bench.simulator",
     "stages": "afd_bench.stages",
 }

@@ -119,8 +119,10 @@ def _experts(deployment: Deployment) -> Iterator[Finding]:
 
     from ffn_worker.experts.loader import Checkpoint
     from ffn_worker.experts.plan import plan_load
+    from ffn_worker.moe.batch_selection import mean_pairs
 
     resolved = resolve(deployment)
+    rows = deployment.attention.max_num_seqs * deployment.attention.instances
     kind = device_named(deployment.ffn.device).torch_type
     here = kind == "cpu" or torch.cuda.is_available()
     checkpoint = Checkpoint(deployment.model, resolved.family, resolved.model)
@@ -137,6 +139,7 @@ def _experts(deployment: Deployment) -> Iterator[Finding]:
             backend=deployment.ffn.backend if here else "torch",
             weights=deployment.ffn.weights,
             device=torch.device(kind),
+            pairs=mean_pairs(rows, resolved.model.top_k, resolved.model.num_experts),
         )
         for index in range(deployment.ffn.instances)
         for rank in range(deployment.ffn.tp)

@@ -17,6 +17,7 @@ from afd.control.local_keys import announced
 from afd.errors import ConfigError
 from afd.gateway.files import check_files
 from afd.host.logs import say
+from afd_launch.gpus import of_this_host
 from afd_launch.host_watch import HostWatch
 from afd_launch.installation import require_vllm
 from afd_launch.other_hosts import OtherHosts, first_report, roles_of
@@ -56,6 +57,7 @@ def serve(
             created, or this machine is not the host.
     """
     require_vllm()
+    deployment = of_this_host(deployment)
     name = this_host(deployment, host)
     with held_addresses(seen_from(deployment, name), name) as ports:
         if ports.gateway:

@@ -23,6 +23,7 @@ CODE_OF = {
     "moe": ("ffn_worker/moe", "ffn_worker/kernels"),
     "paper": ("afd_planner",),
     "rounding": ("training", "afd/wire"),
+    "scale": _SERVER,
     "simulator": (*_SERVER, "afd_planner/simulate"),
     "step3": (*_SERVER, "afd_bench/step3"),
     "training": ("training",),

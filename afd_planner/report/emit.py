@@ -58,7 +58,7 @@ def deployment_data(point: OperatingPoint, request: Request, model: str) -> dict
     cache = rows * per_sequence * CACHE_HEADROOM / 2**30
     attention: dict[str, Any] = {
         "instances": instances,
-        "device": "cuda",
+        "device": shape.attention.accelerator.device,
         "max_model_len": length,
         "max_num_seqs": rows,
         "max_num_batched_tokens": max(_round_up(rows), 8 * TOKENS_PER_BLOCK),
@@ -66,7 +66,12 @@ def deployment_data(point: OperatingPoint, request: Request, model: str) -> dict
     }
     if request.precision.kv == "fp8":
         attention["vllm_args"] = ["--kv-cache-dtype", "fp8"]
-    ffn: dict[str, Any] = {"instances": shape.ffn.groups, "device": "cuda"}
+    ffn: dict[str, Any] = {
+        "instances": shape.ffn.groups,
+        "device": shape.ffn.accelerator.device,
+    }
+    if shape.ffn.accelerator.architecture:
+        ffn["arch"] = shape.ffn.accelerator.architecture  # decides the FP8 type of the wire
     if shape.ffn.tp > 1:
         ffn["tp"] = shape.ffn.tp
     return {
@@ -162,6 +167,10 @@ def file_text(point: OperatingPoint, request: Request, model: str, advice: str) 
         advice,
         *_format_notes(request.precision),
     ]
+    if shape.attention.accelerator.device != shape.ffn.accelerator.device:
+        notes.append(
+            "planned with GPUs of two makers, which afd serve does not support in one deployment"
+        )
     if max(shape.attention.gpus, shape.ffn.gpus) > 1:
         groups, tp = shape.ffn.groups, shape.ffn.tp
         ranks = f"{groups} x {tp}" if tp > 1 else f"{groups}"

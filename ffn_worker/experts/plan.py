@@ -98,6 +98,7 @@ def plan_load(
     backend: str = "auto",
     weights: str = "auto",
     device: torch.device = _CPU,
+    pairs: float | None = None,
 ) -> LoadPlan:
     """Returns what rank ``rank`` of ``tp`` in FFN instance ``index`` of ``instances`` will hold.
 
@@ -131,6 +132,7 @@ def plan_load(
         model.hidden,
         width_of,
         device,
+        pairs,
         any_math=model.any_math,
     )
     return LoadPlan(checkpoint, model, cut_for(chosen.scheme), chosen)
