@@ -486,8 +486,10 @@ def _resolve_hub_name(data: dict[str, Any], base: Path) -> None:
     name is beside the file. The name stays the model's name in the API."""
     name = data.get("model")
     if isinstance(name, str) and is_hub_name(name) and not (base / name).exists():
-        data["model"] = str(cached_folder(name))
-        data.setdefault("served_model_name", name.partition("@")[0])
+        folder = cached_folder(name)
+        if folder is not None:
+            data["model"] = str(folder)
+            data.setdefault("served_model_name", name.partition("@")[0])
 
 
 def _resolve_path(data: dict[str, Any], place: tuple[str, ...], base: Path) -> None:

@@ -3,6 +3,7 @@
 import pytest
 
 from afd.config.deployment import load_config
+from afd.config.resolve import check_model
 from afd.errors import ConfigError
 from afd.models.hub import is_hub_name
 
@@ -46,12 +47,13 @@ def test_a_folder_comes_first(cache, tmp_path):
 
 @pytest.mark.parametrize("offline", [True, False])
 def test_what_is_not_in_the_cache(cache, tmp_path, monkeypatch, offline):
-    """Nothing is downloaded, offline or not: the message has the command."""
+    """Nothing is downloaded, offline or not: the message says how to."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
-    with pytest.raises(ConfigError, match=r"a/b is neither .* run: hf download a/b, or give"):
-        write(tmp_path, "model: a/b")
-    with pytest.raises(ConfigError, match=r"run: hf download a/b --revision v9, or give"):
-        write(tmp_path, "model: a/b@v9")
+    for name in ("a/b", f"{NAME}@v9"):
+        deployment = write(tmp_path, f"model: {name}")
+        assert deployment.model == tmp_path / name
+        with pytest.raises(ConfigError, match=r"is not a folder; .* after hf download NAME"):
+            check_model(deployment)
 
 
 def test_paths_are_not_names():
