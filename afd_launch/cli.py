@@ -235,11 +235,14 @@ def _serve(args: argparse.Namespace) -> int:
     from afd_launch.serve import serve, summary, weights_note
 
     if args.check or args.check_file:
+        from afd_launch.memory_check import check_memory
+
         check_files(deployment.gateway)
+        notes = check_memory(deployment)
         if args.check and not _report(args.config, deployment):
             return 1
-        note = weights_note(deployment) if args.check_file else ""
-        print(f"{args.config} is good: {summary(deployment)}{note}")
+        notes += weights_note(deployment) if args.check_file else ""
+        print(f"{args.config} is good: {summary(deployment)}{notes}")
         return 0
     return serve(deployment, host=args.host, log_dir=args.log_dir)
 
