@@ -78,6 +78,8 @@ def _devices(deployment: Deployment) -> Iterator[Finding]:
     gpus = find_gpus()
     processes = deployment.attention.instances + deployment.ffn.ranks
     needed = min(processes, deployment.gpus or processes)
+    if len(deployment.hosts) > 1:
+        needed = 1  # of this host; each host checks its own when it starts
     text = f"{gpus.count} of {gpus.kind} here, the deployment uses {needed}"
     if gpus.count == 0:
         text = f"device {device.name} but this host has no GPU; set attention.device and ffn.device"
