@@ -152,9 +152,8 @@ def _experts(deployment: Deployment) -> Iterator[Finding]:
         yield Finding("note", "experts", f"tensors are complete; kernels not checked: no {kind}")
         return
     largest = max(plans, key=lambda plan: plan.held_bytes)
-    text = largest.text(largest.stored_bytes, largest.held_bytes).removeprefix("experts: ")
     level = "ok" if largest.as_stored else "note"
-    yield Finding(level, "experts", f"{text} on the largest of {len(plans)} ranks")
+    yield Finding(level, "experts", f"{largest.text} on the largest of {len(plans)} ranks")
     yield from _memory(resolved, [plan.held_bytes for plan in plans])
 
 

@@ -153,12 +153,13 @@ def load_ffn_model(
         pairs=pairs,
     )  # raises before any weight is read
     shard, scheme = plan.shard, plan.chosen.scheme
-    loader = None
     layers: Iterable[tuple[int, LayerWeights]] = dummy_layers(model, shard, device)
     if plan.checkpoint is not None:
+        # Before the read: what does not fit is explained by it.
+        logger.info("experts: %s", plan.text)
         loader = ShardLoader(plan.checkpoint, shard, scheme=scheme, device=device, threads=threads)
         layers = loader.layers(progress)
-    ffn = build_ffn_model(
+    return build_ffn_model(
         model,
         shard,
         layers,
@@ -171,6 +172,3 @@ def load_ffn_model(
         pairs=pairs,
         gates={} if dummy else read_gates(path, family, model, device),
     )
-    if loader is not None:
-        logger.info("%s", plan.text(loader.bytes_read, ffn.weight_bytes))
-    return ffn

@@ -71,17 +71,18 @@ class LoadPlan:
             shared = len(model.moe_layers) * (shard.shared[1] - shard.shared[0])
         return round(3 * model.hidden * (routed * width * per_value + shared * size))
 
-    def text(self, read: int, held: int) -> str:
+    @property
+    def text(self) -> str:
         """Says whether the experts are held as stored, with the bytes before and after."""
         assert self.checkpoint is not None
         stored, chosen = self.checkpoint.format(), self.chosen
-        after = f"{held / 1e9:.3f} GB"
+        after = f"{self.held_bytes / 1e9:.3f} GB"
         if self.as_stored:
-            return f"experts: {stored} as stored, backend {chosen.backend}, {after}"
+            return f"{stored} as stored, backend {chosen.backend}, {after}"
         now = self.model.dtype if chosen.scheme is Scheme.PLAIN else chosen.scheme.value
         return (
-            f"experts: {stored} in the checkpoint, {read / 1e9:.3f} GB; converted at load to {now} "
-            f"for backend {chosen.backend}, {after}"
+            f"{stored} in the checkpoint, {self.stored_bytes / 1e9:.3f} GB; converted at load to "
+            f"{now} for backend {chosen.backend}, {after}"
         )
 
 
