@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,6 @@ from afd.demo.sizes import PRESETS, Sizes
 ROOT = Path(__file__).parents[2]
 SEED = int(os.environ.get("AFD_TEST_SEED") or time.time())
 """Sizes of families are drawn from it. Every failure prints it; AFD_TEST_SEED repeats a run."""
-
-Answers = Callable[[str, Model], dict[str, Any]]
-"""Side ("colocated" or "remote") and model -> the ``engines.Result``, as a dictionary."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -43,11 +40,19 @@ def described(model: Model) -> str:
 
 
 @pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def models(request: pytest.FixtureRequest) -> list[Model]:
+    """Returns the models of the tests that were selected."""
+    called = [i.callspec.params for i in request.session.items if hasattr(i, "callspec")]
+    named = {params["model"].name for params in called}
+    return [model for model in ALL if model.name in named]
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory, models: list[Model]) -> Path:
     """Returns a folder with a checkpoint per model, and in ``twin/`` those that vLLM alone reads:
     unquantised, and without image encoders."""
     root = tmp_path_factory.mktemp("identity")
-    for model in ALL:
+    for model in models:
         twin, sizes = root / "twin" / model.name, sizes_of(model)
         make_published(
             model.layout, root / model.name, sizes, stored_as=model.stored_as, twin=twin, seed=SEED
@@ -63,15 +68,16 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class _Engines:
     """Starts engines.py for a side when it is first asked for, and waits for it once."""
 
-    def __init__(self, checkpoints: Path) -> None:
+    def __init__(self, checkpoints: Path, models: Sequence[Model]) -> None:
         self._folder = checkpoints
+        self._models = models
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._found: dict[str, dict[str, dict[str, Any]]] = {}
 
     def start(self, side: str) -> None:
         if side in self._running:
             return
-        models = [m for m in ALL if side == "remote" or not m.colocated]
+        models = [m for m in self._models if side == "remote" or not m.colocated]
         where = self._folder if side == "remote" else self._folder / "twin"
         cases = [asdict(Case(m.name, str(where / m.name), m.dtype, m.instances)) for m in models]
         (self._folder / f"{side}.json").write_text(json.dumps(cases))
@@ -102,8 +108,8 @@ class _Engines:
 
 
 @pytest.fixture(scope="session")
-def engines(checkpoints: Path) -> Any:
-    engines = _Engines(checkpoints)
+def engines(checkpoints: Path, models: list[Model]) -> Iterator[_Engines]:
+    engines = _Engines(checkpoints, models)
     yield engines
     engines.close()
 

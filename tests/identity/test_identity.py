@@ -32,9 +32,9 @@ def test_same_tokens(model: Model, checkpoints: Path, remote: Answer, colocated:
         assert disagreements(twin, prompts(), found["tokens"]) == [], described(model)
 
 
-def test_decoded_weights_are_logged(remote: Answer) -> None:
-    by_name = {model.name: model for model in FORMATS}
-    log = remote(by_name["deepseek_v3-fp8_block"])["log"]
-    assert any("in fp8_block are decoded to float32 at load" in line for line in log)
-    log = remote(by_name["kimi_k2-int4"])["log"]  # its attention is not quantised
-    assert not any("attention weights" in line for line in log)
+@pytest.mark.parametrize("model", FORMATS, ids=lambda model: model.name)
+def test_decoded_attention_is_logged(model: Model, remote: Answer) -> None:
+    log = remote(model)["log"]
+    decoded = [line for line in log if "are decoded to float32 at load" in line]
+    experts_only = model.stored_as in ("int4", "mxfp4")
+    assert len(decoded) == (not experts_only), log
