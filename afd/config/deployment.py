@@ -402,7 +402,7 @@ class Deployment(Section):
         return cls.model_validate_json(json.dumps(data))
 
 
-_PATHS = (
+PATHS = (
     ("model",),
     ("control", "keys"),
     ("ffn", "placement"),
@@ -426,7 +426,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Deployment:
     data = read_sections(path, Deployment)
     for item in overrides:
         override(data, item, path.name)
-    for place in _PATHS:
+    for place in PATHS:
         _resolve_path(data, place, path.absolute().parent)
     try:
         return Deployment.model_validate_json(json.dumps(data, default=str))

@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from afd.config.deployment import Deployment
+from afd.config.deployment import PATHS, Deployment
 from afd.config.hosts import CONTROL_PORT, Host
 from afd.errors import ConfigError
 
 _OF_ONE_HOST = (
-    "model",
-    "control.keys",
-    "ffn.placement",
+    *(".".join(place) for place in PATHS),
     "attention.host",
     "transport.host",
     "transport.verbs.ports",
