@@ -234,6 +234,7 @@ def _serve(args: argparse.Namespace) -> int:
 
 def _role(args: argparse.Namespace) -> int:
     from afd.config.roles import load_role
+    from afd_launch.gpus import of_role
     from afd_launch.role import run_role, standalone_spec
 
     if args.role_file:
@@ -242,7 +243,7 @@ def _role(args: argparse.Namespace) -> int:
         raise ConfigError(f"afd {args.role} needs a deployment file; run afd {args.role} CONFIG")
     deployment = load_deployment(args)
     spec = standalone_spec(deployment, args.role, args.index, args.control, args.rank)
-    return run_role(spec, None)
+    return run_role(of_role(spec), None)
 
 
 def _keys(args: argparse.Namespace) -> int:

@@ -17,6 +17,7 @@ from afd.control.local_keys import announced
 from afd.errors import ConfigError
 from afd.gateway.files import check_files
 from afd.host.logs import say
+from afd_launch.gpus import of_this_host
 from afd_launch.host_checks import (
     HostFacts,
     check_gpus,
@@ -65,6 +66,9 @@ def serve(
     """
     require_vllm()
     name = this_host(deployment, host)
+    place = deployment.place_of(name)
+    if place.ffn or deployment.ffn.arch == "auto":
+        deployment = of_this_host(deployment)
     with held_addresses(seen_from(deployment, name), name) as ports:
         if ports.gateway:
             check_files(deployment.gateway)

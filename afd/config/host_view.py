@@ -18,9 +18,11 @@ _OF_ONE_HOST = (
     "attention.host",
     "transport.host",
     "transport.verbs.ports",
+    "ffn.arch",
 )
-"""Keys whose value may differ between hosts: paths, and what :func:`seen_from` sets. The contract
-compares what is in the model and in the placement, and the handshake compares the keys."""
+"""Keys whose value may differ between hosts: paths, what :func:`seen_from` sets, and what a host
+sees of its own GPUs. The contract compares what is in the model and in the placement and the FP8
+type that follows from the GPUs; the handshake compares the keys."""
 
 
 def find_host(deployment: Deployment, name: str) -> Host:

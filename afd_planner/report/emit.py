@@ -68,7 +68,7 @@ def deployment_data(point: OperatingPoint, request: Request, model: str) -> dict
     cache = min(wanted, free_for_cache(shape, request, tokens)) / 2**30
     attention: dict[str, Any] = {
         "instances": instances,
-        "device": "cuda",
+        "device": shape.attention.accelerator.device,
         "max_model_len": length,
         "max_num_seqs": rows,
         "max_num_batched_tokens": tokens,
@@ -77,7 +77,12 @@ def deployment_data(point: OperatingPoint, request: Request, model: str) -> dict
     }
     if request.precision.kv == "fp8":
         attention["vllm_args"] = ["--kv-cache-dtype", "fp8"]
-    ffn: dict[str, Any] = {"instances": shape.ffn.groups, "device": "cuda"}
+    ffn: dict[str, Any] = {
+        "instances": shape.ffn.groups,
+        "device": shape.ffn.accelerator.device,
+    }
+    if shape.ffn.accelerator.architecture:
+        ffn["arch"] = shape.ffn.accelerator.architecture  # decides the FP8 type of the wire
     if shape.ffn.tp > 1:
         ffn["tp"] = shape.ffn.tp
     if request.precision.ffn_weights in EXPERT_WEIGHTS:
@@ -230,6 +235,10 @@ def file_text(point: OperatingPoint, request: Request, model: str, advice: str) 
         notes.append(
             f"beside these weights, the KV cache holds {held} of the planned"
             f" {data['attention']['max_num_seqs']} sequences per instance; the rest waits"
+        )
+    if shape.attention.accelerator.device != shape.ffn.accelerator.device:
+        notes.append(
+            "planned with GPUs of two makers, which afd serve does not support in one deployment"
         )
     if max(shape.attention.gpus, shape.ffn.gpus) > 1:
         groups, tp = shape.ffn.groups, shape.ffn.tp

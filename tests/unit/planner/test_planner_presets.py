@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from afd.config.deployment import load_config
-from afd.config.resolve import check_model
+from afd.config.resolve import check_model, wire_fp8
 from afd_launch import cli
 from afd_launch.memory_check import check_memory
 from afd_planner.report.presets import (
@@ -39,7 +39,12 @@ def test_afd_serve_accepts_it(path):
     deployment = load_config(path)
     check_model(deployment)
     assert deployment.model == path.parent and deployment.served_model_name == path.parent.name
-    assert deployment.attention.device == deployment.ffn.device == "cuda"
+    arch = {"mi300x": "gfx942", "mi355x": "gfx950"}.get(path.stem.partition("-")[0])
+    device = "rocm" if arch else "cuda"
+    assert deployment.attention.device == deployment.ffn.device == device
+    assert deployment.ffn.arch == (arch or "auto")
+    other = arch == "gfx942" and deployment.wire.format != "exact"
+    assert wire_fp8(deployment) == ("e4m3fnuz" if other else "e4m3fn")
     assert check_memory(deployment).startswith("; memory per GPU: attention")
 
 
