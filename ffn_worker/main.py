@@ -10,7 +10,7 @@ from types import FrameType
 
 import torch
 
-from afd.config.resolve import Resolved, region_options, resolve
+from afd.config.resolve import Resolved, region_options, replays, resolve
 from afd.config.roles import RoleSpec
 from afd.control.connect import client_for
 from afd.control.ending import exit_if_refused, exit_now
@@ -100,6 +100,8 @@ def run_ffn(role: RoleSpec) -> None:
             loop.clock, limit_s=deadlines.stuck_s, first_limit_s=deadlines.start_s
         )
         watch.start(exit_now)
+        if replays(deployment, resolved.family):
+            loop.capture_graphs()
         control.set_state("ready")
         logger.info(
             "ready: generation %d, backend %s, %s weights",

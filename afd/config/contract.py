@@ -32,6 +32,7 @@ REMEDIES: dict[str, str] = {
     "shared_experts": _SAME_FILE,
     "expert_slots": _SAME_FILE,
     "movable": _SAME_FILE,
+    "graph_buckets": _SAME_FILE,
     "expert_map": "give every role the same file (ffn.placement)",
 }
 """What the user should do about a difference, per field of :class:`Contract`."""
@@ -48,6 +49,7 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     expert_slots: FFN instance j holds the expert slots [expert_slots[j], expert_slots[j + 1]).
     expert_map: the expert in each slot, per MoE layer (afd/placement/tables.py).
     movable: experts may move to other slots while the deployment serves.
+    graph_buckets: rows of the FFN graphs, by depth (afd/graph_sizes.py); () without graphs.
     """
 
     model_hash: str
@@ -69,6 +71,7 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     expert_slots: tuple[int, ...]
     expert_map: tuple[tuple[int, ...], ...]
     movable: bool
+    graph_buckets: tuple[tuple[int, ...], ...]
 
 
 class Mismatch(msgspec.Struct, frozen=True):

@@ -350,17 +350,17 @@ class Deployment(Section):
 
     @model_validator(mode="after")
     def _devices_reach_each_other(self) -> Deployment:
-        devices = {self.attention.device, self.ffn.device}
-        if len(devices) > 1:
+        sides, backend = (self.attention.device, self.ffn.device), self.transport.backend
+        for name in sides:
+            if backend == "shm" and not device_named(name).host_memory:
+                raise ValueError(
+                    f"transport.backend shm cannot reach the memory of a {name} device;"
+                    " use auto, ipc, verbs or tcp"
+                )
+        if backend == "ipc" and len(set(sides)) > 1:
             raise ValueError(
-                f"attention.device is {self.attention.device} but ffn.device is {self.ffn.device};"
-                " use the same device on both sides"
-            )
-        on_host = device_named(self.ffn.device).host_memory
-        if not on_host and self.transport.backend not in ("auto", "ipc"):
-            raise ValueError(
-                f"transport.backend {self.transport.backend} cannot reach the memory of a"
-                f" {self.ffn.device} device; use auto or ipc"
+                f"transport.backend ipc connects devices of one kind, but attention.device is"
+                f" {sides[0]} and ffn.device is {sides[1]}; use auto, verbs or tcp"
             )
         return self
 
@@ -386,17 +386,18 @@ class Deployment(Section):
     def _gpus_fit(self) -> Deployment:
         if self.gpus is None:
             return self
-        if not device_named(self.ffn.device).visible_variables:
+        on_gpus = _takes_gpus(self.attention.device), _takes_gpus(self.ffn.device)
+        if not any(on_gpus):
             raise ValueError(
                 f"gpus is the number of GPUs to share, but device is {self.ffn.device}; remove gpus"
             )
-        wanted = self.attention.instances + self.ffn.ranks
+        wanted = self.attention.instances * on_gpus[0] + self.ffn.ranks * on_gpus[1]
         if self.gpus > wanted:
             raise ValueError(
                 f"gpus is {self.gpus} but the deployment has only {wanted} GPU processes;"
                 " remove gpus"
             )
-        if self.gpus < self.ffn.tp:
+        if on_gpus[1] and self.gpus < self.ffn.tp:
             raise ValueError(
                 f"gpus is {self.gpus} but ffn.tp is {self.ffn.tp}, and the ranks of an FFN instance"
                 " need a GPU each; raise gpus or lower ffn.tp"

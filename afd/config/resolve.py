@@ -10,6 +10,7 @@ from afd.config.fp8 import fp8_of
 from afd.devices import device_named
 from afd.devices.rocm import FP8_OF_ARCH
 from afd.errors import ConfigError
+from afd.graph_sizes import GraphSizes, captured_rows
 from afd.models import Family, MoeModel, read_model
 from afd.models.checkpoint import fingerprint
 from afd.placement.dispatch import Dispatch, cheaper_dispatch
@@ -28,16 +29,20 @@ class RegionOptions(TypedDict):
 def region_options(deployment: Deployment, device: str) -> RegionOptions:
     """Returns the memory in which a role on ``device`` keeps its slots, and its TCP address.
 
-    device: a name in :data:`afd.devices.DEVICES`. TCP reaches host memory only.
+    device: a name in :data:`afd.devices.DEVICES`.
     """
-    kind = device_named(device)
-    tcp_host = deployment.transport.tcp_host if kind.host_memory else None
-    return {"device": kind.region_device, "tcp_host": tcp_host}
+    tcp_host = deployment.transport.tcp_host
+    return {"device": device_named(device).region_device, "tcp_host": tcp_host}
 
 
 def replays(deployment: Deployment, family: Family) -> bool:
-    """Whether decode steps are captured as graphs and replayed. Steps of a split model are not."""
-    captures = device_named(deployment.attention.device).captures_graphs
+    """Whether decode steps are captured as graphs and replayed.
+
+    Steps of a split model are not, nor those of a pool whose other side is on CPUs: a CPU cannot
+    wait for a doorbell with a deadline and compute at the same time.
+    """
+    sides = (deployment.attention.device, deployment.ffn.device)
+    captures = all(device_named(side).captures_graphs for side in sides)
     return deployment.pipeline.graphs and captures and not family.split
 
 
@@ -129,11 +134,20 @@ def resolve(deployment: Deployment) -> Resolved:
         expert_slots=placement.bounds,
         expert_map=placement.tables,
         movable=not graphs,
+        graph_buckets=_graph_buckets(deployment),
     )
     slots = SlotMap(deployment.attention.instances, deployment.ffn.ranks, depth)
     return Resolved(
         deployment, family, model, slots, a2f, f2a, dispatch, by_rows, placement, contract
     )
+
+
+def _graph_buckets(deployment: Deployment) -> tuple[tuple[int, ...], ...]:
+    pipeline = deployment.pipeline
+    if not pipeline.graphs:
+        return ()
+    rows = captured_rows(deployment.attention.max_num_seqs)
+    return GraphSizes.of(rows, pipeline.max_depth, pipeline.min_rows).buckets
 
 
 def check_model(deployment: Deployment) -> None:

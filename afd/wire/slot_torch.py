@@ -29,16 +29,47 @@ def take_rows(
         return
     begin = 0
     for i, (view, rows) in enumerate(zip(views, counts, strict=True)):
-        here, sent = into.cut(begin, begin + rows), RoutedRows.of(view, rows)
-        here.x.payload.copy_(sent.x.payload)
-        if here.x.scales is not None and sent.x.scales is not None:
-            here.x.scales.copy_(sent.x.scales)
-        here.weights.copy_(sent.weights)
+        here = into.cut(begin, begin + rows)
+        here.copy_(RoutedRows.of(view, rows))
         if i in masked:
             here.ids.fill_(-1)
-        else:
-            here.ids.copy_(sent.ids)
         begin += rows
+
+
+def take_bucket(
+    views: Sequence[SlotView], rows: torch.Tensor, bucket: int, tp: int, into: RoutedRows
+) -> None:
+    """Copy ``rows[i]`` rows of each message i into ``bucket`` rows, consecutive by message.
+
+    The sizes depend on no message, so that a graph can hold it. The rows of a message are placed
+    such that each rank's share of the bucket (:func:`afd.schedule.row_shares`) begins with that
+    rank's share of the message. All other rows are zero with ids -1: no expert computes them.
+
+    One kernel on a GPU (:mod:`afd.wire.slot_gpu_torch`).
+
+    Args:
+        views: slots of one region, all the same distance apart.
+        rows: int32 [messages], at most ``bucket`` each, on the device of the slots. 0: masked.
+        tp: ranks of the FFN instance.
+        into: contiguous, messages * bucket rows.
+    """
+    if views[0].payload.is_cuda:
+        from afd.wire import slot_gpu_torch as gpu
+
+        gpu.take_bucket(views, rows, bucket, tp, into)
+        return
+    payload = into.x.payload
+    (payload.view(torch.uint8) if payload.dtype.itemsize == 1 else payload).zero_()
+    if into.x.scales is not None:
+        into.x.scales.zero_()
+    into.weights.zero_()
+    into.ids.fill_(-1)
+    shares = row_shares(bucket, tp)
+    for i, (view, count) in enumerate(zip(views, rows.tolist(), strict=True)):
+        for (begin, end), (place, _) in zip(row_shares(count, tp), shares, strict=True):
+            first = i * bucket + place
+            sent = RoutedRows.of(view, count).cut(begin, end)
+            into.cut(first, first + end - begin).copy_(sent)
 
 
 def sum_of_shares(

@@ -54,6 +54,54 @@ def take_rows_kernel(
     tl.store(to_weights_ptr + to * TOP_K + kind, weights, mask=inside)
 
 
+@triton.jit(do_not_specialize=["apart", "bucket", "tp"])
+def take_bucket_kernel(
+    payload_ptr, scales_ptr, ids_ptr, weights_ptr, to_payload_ptr, to_scales_ptr, to_ids_ptr,
+    to_weights_ptr, rows_ptr, apart, bucket, tp, row_bytes, scale_bytes,
+    TOP_K: tl.constexpr, KINDS: tl.constexpr, BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copy rows_ptr[i] rows of each message i into ``bucket`` rows; the others: zeros, ids -1.
+
+    Message i begins i * ``apart`` * 16 bytes behind the first one. Within the bucket each of ``tp``
+    ranks has a share, which begins with its share of the message (afd.schedule.row_shares). Types
+    and sizes as in take_rows_kernel; rows int32 [messages]. Grid (messages * bucket).
+    """
+    to = tl.program_id(0).to(tl.int64)
+    message = to // bucket
+    place = to - message * bucket
+    # Which rank's share of the bucket the row is in, and where in the share.
+    base, longer = bucket // tp, bucket % tp
+    cut = longer * (base + 1)
+    beyond = longer + (place - cut) // tl.maximum(base, 1)
+    rank = tl.where(place < cut, place // (base + 1), beyond)
+    within = place - (rank * base + tl.minimum(rank, longer))
+    # The same rank's share of the message.
+    sent = tl.load(rows_ptr + message)
+    base, longer = sent // tp, sent % tp
+    inside = within < base + (rank < longer).to(tl.int32)
+    row = rank * base + tl.minimum(rank, longer) + within
+    away = message * apart
+    byte = tl.arange(0, BLOCK)
+    x = tl.load(
+        payload_ptr + away * 16 + row * row_bytes + byte,
+        mask=inside & (byte < row_bytes), other=0,
+    )  # fmt: skip
+    tl.store(to_payload_ptr + to * row_bytes + byte, x, mask=byte < row_bytes)
+    if SCALE_BLOCK > 0:
+        byte = tl.arange(0, SCALE_BLOCK)
+        x = tl.load(
+            scales_ptr + away * 16 + row * scale_bytes + byte,
+            mask=inside & (byte < scale_bytes), other=0,
+        )  # fmt: skip
+        tl.store(to_scales_ptr + to * scale_bytes + byte, x, mask=byte < scale_bytes)
+    kind = tl.arange(0, KINDS)
+    at = away * 4 + row * TOP_K + kind
+    ids = tl.load(ids_ptr + at, mask=inside & (kind < TOP_K), other=-1)
+    tl.store(to_ids_ptr + to * TOP_K + kind, ids, mask=kind < TOP_K)
+    weights = tl.load(weights_ptr + at, mask=inside & (kind < TOP_K), other=0.0)
+    tl.store(to_weights_ptr + to * TOP_K + kind, weights, mask=kind < TOP_K)
+
+
 @triton.jit
 def sum_of_messages(
     payload_ptr, scales_ptr, row, column, hidden, inside,

@@ -73,6 +73,14 @@ class RoutedRows:
         x = EncodedRows(view.tag, room(view.payload), scales)
         return cls(x, room(view.ids), room(view.weights))
 
+    def copy_(self, rows: "RoutedRows") -> None:
+        """Copy as many rows of the same format."""
+        self.x.payload.copy_(rows.x.payload)
+        if self.x.scales is not None and rows.x.scales is not None:
+            self.x.scales.copy_(rows.x.scales)
+        self.ids.copy_(rows.ids)
+        self.weights.copy_(rows.weights)
+
     def cut(self, begin: int, end: int) -> "RoutedRows":
         """Return rows [begin, end) as views."""
         x, scales = self.x, None if self.x.scales is None else self.x.scales[begin:end]

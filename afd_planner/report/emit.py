@@ -229,16 +229,14 @@ def file_text(point: OperatingPoint, request: Request, model: str, advice: str) 
         advice,
         *_format_notes(request.precision),
     ]
+    if shape.attention.accelerator.device != shape.ffn.accelerator.device:
+        notes.append("planned with GPUs of two makers; no such deployment has run yet")
     data = deployment_data(point, request, model)
     held = int(data["attention"]["kv_cache_gib"] * 2**30 / per_sequence(request))
     if held < data["attention"]["max_num_seqs"]:
         notes.append(
             f"beside these weights, the KV cache holds {held} of the planned"
             f" {data['attention']['max_num_seqs']} sequences per instance; the rest waits"
-        )
-    if shape.attention.accelerator.device != shape.ffn.accelerator.device:
-        notes.append(
-            "planned with GPUs of two makers, which afd serve does not support in one deployment"
         )
     if max(shape.attention.gpus, shape.ffn.gpus) > 1:
         groups, tp = shape.ffn.groups, shape.ffn.tp

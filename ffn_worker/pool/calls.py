@@ -1,6 +1,7 @@
 """One thing to run: an expert call or a step on streams, and whose rows are in it."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from afd.schedule import Position
 from afd.wire.layout import Kind
@@ -9,8 +10,7 @@ from afd.wire.orders import Order, Part
 from ffn_worker.pool.peers import Peer
 
 
-@dataclass(frozen=True)
-class Sender:
+class Sender(NamedTuple):
     """The sender of a part. request: the header of its request; None for an announced step."""
 
     peer: Peer

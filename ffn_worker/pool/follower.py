@@ -15,9 +15,11 @@ sender dies in between; then no expert computes its rows.
 import logging
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 from afd.config.resolve import Resolved
 from afd.errors import PeerLost
+from afd.graph_sizes import GraphSizes
 from afd.schedule import Position
 from afd.wire.layout import Kind
 from afd.wire.message import Received
@@ -55,6 +57,7 @@ class Head:
         self._on_pause = on_pause
         self._micro_batches = range(resolved.contract.max_depth)
         self._late_s = resolved.deployment.ffn.late_ms / 1e3
+        self._sizes = GraphSizes(resolved.contract.graph_buckets)
         self._next_look_s = 0.0  # for unordered requests, on the monotonic clock
 
     def calls(self) -> Iterator[Call | None]:
@@ -102,7 +105,8 @@ class Head:
     def _unordered_step(self, peer: Peer, step: Announced) -> Call:
         peer.announced = None
         part = part_of(peer, step.rows, step.depth, step.step)
-        order = Order(Kind.STEP, self._arrivals.first, (part,))
+        bucket = self._sizes.bucket_of([(step.rows, step.depth)])
+        order = Order(Kind.STEP, self._arrivals.first, (part,), bucket)
         return Call(order, (Sender(peer, None),))
 
     def _unordered_call(self, peer: Peer, position: Position) -> Call | None:
@@ -164,7 +168,7 @@ class Head:
                 )
         if not parts:
             return None
-        return Call(Order(order.kind, order.position, tuple(parts)), tuple(senders))
+        return Call(replace(order, parts=tuple(parts)), tuple(senders))
 
 
 class Follower:

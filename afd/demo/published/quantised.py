@@ -223,9 +223,11 @@ FORMATS: Mapping[str, Callable[[Tensors], Quantised]] = {
 """By name, what quantises the tensors of a checkpoint."""
 
 
-def _each(tensors: Tensors, quantise: Quantiser, config: Config, only: str = "") -> Quantised:
+def _each(
+    tensors: Tensors, quantise: Quantiser, config: Mapping[str, object], only: str = ""
+) -> Quantised:
     """Quantises every linear layer except routers and the head; ``only``: those of that name."""
-    result = Quantised(quantization=config)
+    result = Quantised(quantization=dict(config))
     for name, tensor in tensors.items():
         linear = name.endswith(_NAMES) and tensor.ndim >= 2 and only in name
         if not linear or any(part in name for part in _NEVER):

@@ -57,11 +57,16 @@ def test_a_new_device_needs_only_its_table_entry(new_device, tmp_path):
     file.write_text("model: m\nattention: {device: npu}\nffn: {device: npu}\n")
     deployment = load_config(file)
     assert replays(deployment, qwen3_moe.FAMILY)
-    assert region_options(deployment, "npu") == {"device": "npu:0", "tcp_host": None}
+    assert region_options(deployment, "npu") == {"device": "npu:0", "tcp_host": "127.0.0.1"}
     assert visible_gpus(new_device, (1, 0), {"NPUS": "4,6"}) == {"NPUS": "6,4"}
     assert isinstance(make_streams(torch_device("npu"), 3), HostStreams)
-    with pytest.raises(ConfigError, match=r"cannot reach the memory of a npu device"):
+    with pytest.raises(ConfigError, match=r"shm cannot reach the memory of a npu device"):
         load_config(file, ["transport.backend=shm"])
+    with pytest.raises(ConfigError, match=r"ipc connects devices of one kind, but .* is npu and"):
+        load_config(file, ["transport.backend=ipc", "ffn.device=cpu"])
+    mixed = load_config(file, ["ffn.device=cpu"])
+    assert not replays(mixed, qwen3_moe.FAMILY)
+    assert region_options(mixed, "cpu") == {"device": "cpu", "tcp_host": "127.0.0.1"}
     with pytest.raises(
         ConfigError, match=r"backend vllm_cuda runs on device cuda and rocm, not npu"
     ):
