@@ -130,7 +130,7 @@ class StreamSteps:
         peers = [sender.peer for sender in step.senders if sender is not None]
         self._greet(peers)
         table.fill(step.order.parts, [sender is not None for sender in step.senders])
-        exchange.gate.begin(graph.plan, table.depths, table.answers, self._late_us)
+        exchange.begin_answers(graph.plan, self._late_us)
         try:
             observer = graph.run()
         except BaseException:

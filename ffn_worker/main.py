@@ -151,7 +151,6 @@ def _load(role: RoleSpec, resolved: Resolved, metrics: RoleMetrics, members: Mem
         placement=replace(resolved.placement, tables=tables),
         banks={layer: bank for layer, (bank, _) in places.items()},
         shared_by_rows=resolved.shared_by_rows,
-        movable=resolved.contract.movable,
         backend=resolved.deployment.ffn.backend,
         device=torch_device(resolved.deployment.ffn.device),
         progress=progress,

@@ -93,7 +93,7 @@ class IpcLink final : public MappedLink {
   // The link's stream rings behind the copies, so the CPU does not wait for them.
   std::optional<Status> begin_kept(const Message& m) override {
     try {
-      return enqueue(stream_, m);
+      return enqueue(stream_, m, nullptr);
     } catch (const CommError&) {
       return Status::Closed;  // the driver refuses: the caller's next call to it says why
     }
