@@ -438,6 +438,10 @@ class Deployment(Section):
             shared=self.gpus is not None,
         )
 
+    def place_of(self, host: str) -> HostPlaces:
+        """What runs on one host. host: its name; "" if the file names no hosts."""
+        return next(place for place in self.places() if place.name == host)
+
     def plain(self) -> dict[str, Any]:
         """JSON-ready data; ``from_plain`` makes an equal deployment from it."""
         return self.model_dump(mode="json")
@@ -448,7 +452,7 @@ class Deployment(Section):
         return cls.model_validate_json(json.dumps(data))
 
 
-_PATHS = (
+PATHS = (
     ("model",),
     ("control", "keys"),
     ("ffn", "placement"),
@@ -474,7 +478,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Deployment:
         override(data, item, path.name)
     base = path.absolute().parent
     _resolve_hub_name(data, base)
-    for place in _PATHS:
+    for place in PATHS:
         _resolve_path(data, place, base)
     try:
         return Deployment.model_validate_json(json.dumps(data, default=str))

@@ -22,15 +22,6 @@ SEED = int(os.environ.get("AFD_TEST_SEED") or time.time())
 """Sizes of families are drawn from it. Every failure prints it; AFD_TEST_SEED repeats a run."""
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if "matrix" in config.option.markexpr:
-        return
-    skip = pytest.mark.skip(reason="minutes; ./run test -m matrix tests/identity runs it")
-    for item in items:
-        if item.get_closest_marker("matrix"):
-            item.add_marker(skip)
-
-
 def sizes_of(model: Model) -> Sizes:
     return PRESETS["tiny"] if model.stored_as != "plain" else drawn_sizes(model, SEED)
 

@@ -1,6 +1,6 @@
 """Every family and format through real servers: control plane, transport, FFN process, gateway.
 
-Only one runs by default; the others: ``./run test -m matrix tests/identity``.
+Only one runs by default; the others: ``./run test -m long tests/identity``.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,7 @@ pytestmark = pytest.mark.serve
 
 _BY_DEFAULT = "deepseek_v3-fp8_block"
 MODELS = [
-    pytest.param(m, id=m.name, marks=[] if m.name == _BY_DEFAULT else pytest.mark.matrix)
-    for m in ALL
+    pytest.param(m, id=m.name, marks=[] if m.name == _BY_DEFAULT else pytest.mark.long) for m in ALL
 ]
 
 
