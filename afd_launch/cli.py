@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from afd.errors import AfdError, ConfigError
-from afd_launch.arguments import add_doctor, add_config, add_overrides, load_deployment
+from afd_launch.arguments import add_config, add_doctor, add_overrides, load_deployment
 from afd_planner.arguments import add_arguments as add_plan_arguments
 
 _KEYS_HELP = (
