@@ -129,21 +129,20 @@ def session(attention_generation: int, ffn_generation: int) -> int:
     return (attention_generation + ffn_generation) % 2**32
 
 
-def gpu_order(
-    role: str, number: int, attention_instances: int, ffn_ranks: int, gpus: int | None = None
-) -> tuple[int, ...]:
-    """Returns the order in which a process should see the GPUs of the host: its own first.
+def gpu_order(own: int, processes: int, gpus: int | None = None) -> tuple[int, ...]:
+    """Returns the order in which a process should see the GPUs of its host: its own first.
 
-    Attention instances take the first GPUs, FFN ranks the following ones. If there are fewer
-    ``gpus`` than processes, the numbering starts again at the first GPU. Every process sees all
-    GPUs, because mapping a peer's memory needs the peer's GPU to be visible.
+    If there are fewer ``gpus`` than processes, the numbering starts again at the first GPU. Every
+    process sees all GPUs, because mapping a peer's memory needs the peer's GPU to be visible.
 
     Args:
-        number: the process's number within its role; for FFN ranks :func:`ffn_number`.
-        gpus: GPUs that the deployment shares; None: one per process.
+        own: number of the process among those with GPUs on its host, see
+            :meth:`afd.config.roles.RoleSpec.gpu_environment`.
+        processes: how many those are.
+        gpus: GPUs that they share; None: one per process.
     """
-    count = attention_instances + ffn_ranks if gpus is None else gpus
-    own = (number if role == "attention" else attention_instances + number) % count
+    count = processes if gpus is None else min(gpus, processes)
+    own %= count
     return (own, *(gpu for gpu in range(count) if gpu != own))
 
 

@@ -17,7 +17,7 @@ import psutil
 from afd.config.settle import BAD_GRAPHS
 from afd.devices.rocm import PRODUCTS
 from afd.host.amd_gpus import rocm_version
-from afd_launch import rdma
+from afd_launch import pcie, rdma
 from afd_launch.installation import Gpus, amd_remedy, find_gpus, vllm_build, vllm_remedy
 
 PROBE_S = 120
@@ -164,7 +164,11 @@ def _plugin() -> Finding:
 
 
 def _rdma() -> Iterator[Finding]:
-    return (Finding(*facts) for facts in rdma.look())
+    yield from (Finding(*facts) for facts in rdma.look())
+    gpus = pcie.read_gpus()
+    for number, near in enumerate(pcie.nearest_ports(gpus, rdma.read_ports())):
+        level = "ok" if near else "note"
+        yield Finding(level, f"gpu {number}", pcie.describe(number, gpus[number], near))
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (

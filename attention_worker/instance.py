@@ -33,7 +33,11 @@ logger = logging.getLogger("afd.attention")
 
 
 class AttentionModel(Protocol):
-    """The loaded model; see :func:`attention_worker.vllm_hooks.model.disaggregated`."""
+    """The loaded model.
+
+    See :func:`attention_worker.vllm_hooks.model.disaggregated` and
+    :func:`attention_worker.vllm_hooks.split.split`.
+    """
 
     weight_bytes_read: int
     weight_bytes_held: int
@@ -133,6 +137,12 @@ class AttentionInstance:
             model.weight_bytes_read / 1e6,
             model.weight_bytes_held / 1e6,
         )
+        if self._resolved.family.split:
+            logger.info(
+                "%s runs split, at depth 1, so attention waits for every expert call: %s",
+                self._resolved.model.architecture,
+                self._resolved.family.split,
+            )
         self.remote.connect(self._resolved.deployment.deadlines.start_s)
         model.attach(self.remote, self._resolved.model.moe_layers)
         self._control.set_state("ready")
@@ -152,7 +162,8 @@ class AttentionInstance:
                 self._metrics, deployment.metrics.stage_every, runtime_of(device).step_timer()
             ),
         )
-        return StreamExperts(self._resolved, self._role.index, self._region, streams), guard
+        index, slots = self._role.index, self.remote.expert_slots
+        return StreamExperts(self._resolved, index, self._region, streams, slots), guard
 
     @property
     def max_depth(self) -> int:

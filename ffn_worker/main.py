@@ -10,7 +10,7 @@ from types import FrameType
 
 import torch
 
-from afd.config.resolve import Resolved, region_options, resolve
+from afd.config.resolve import Resolved, region_options, replays, resolve
 from afd.config.roles import RoleSpec
 from afd.control.connect import client_for
 from afd.control.ending import exit_if_refused, exit_now
@@ -29,8 +29,8 @@ from ffn_worker.allreduce.base import Collective
 from ffn_worker.allreduce.selection import make_collective
 from ffn_worker.call_watchdog import HungCallWatch
 from ffn_worker.experts.build import load_ffn_model
-from ffn_worker.experts.loader import DTYPES
 from ffn_worker.experts.model import FfnModel
+from ffn_worker.experts.shard import DTYPES
 from ffn_worker.loop import FfnLoop
 from ffn_worker.pool.links import MakeCollective, PoolLinks
 from ffn_worker.rank import FfnRank
@@ -100,6 +100,8 @@ def run_ffn(role: RoleSpec) -> None:
             loop.clock, limit_s=deadlines.stuck_s, first_limit_s=deadlines.start_s
         )
         watch.start(exit_now)
+        if replays(deployment, resolved.family):
+            loop.capture_graphs()
         control.set_state("ready")
         logger.info(
             "ready: generation %d, backend %s, %s weights",
@@ -123,14 +125,17 @@ def run_ffn(role: RoleSpec) -> None:
 
 def _load(role: RoleSpec, resolved: Resolved, metrics: RoleMetrics, members: Members) -> FfnModel:
     """Loads the experts that this rank holds now. Logs progress about every two seconds."""
-    logged = time.monotonic()
+    began = logged = time.monotonic()
 
     def progress(done: int, total: int, nbytes: int) -> None:
         nonlocal logged
         metrics.weights_read_bytes[Weights.EXPERT] = nbytes
         if done == total or time.monotonic() - logged > 2.0:
             logged = time.monotonic()
-            logger.info("experts: %d of %d layers, %.1f MB read", done, total, nbytes / 1e6)
+            rate = nbytes / max(logged - began, 1e-9) / 1e9
+            logger.info(
+                "experts: %d of %d layers, %.3f GB read, %.2f GB/s", done, total, nbytes / 1e9, rate
+            )
 
     attention = resolved.deployment.attention
     places = settled(members, resolved.placement, resolved.model.moe_layers)
@@ -146,7 +151,6 @@ def _load(role: RoleSpec, resolved: Resolved, metrics: RoleMetrics, members: Mem
         placement=replace(resolved.placement, tables=tables),
         banks={layer: bank for layer, (bank, _) in places.items()},
         shared_by_rows=resolved.shared_by_rows,
-        movable=resolved.contract.movable,
         backend=resolved.deployment.ffn.backend,
         device=torch_device(resolved.deployment.ffn.device),
         progress=progress,

@@ -17,13 +17,15 @@ from pydantic import AfterValidator, Field, ValidationError, field_validator, mo
 
 from afd.config.choices import Choice, choices
 from afd.config.fp8 import fp8_of
+from afd.config.hosts import Host, check_hosts, places_of
 from afd.config.messages import sentence
 from afd.config.transport import Section, Transport
 from afd.config.values import check_device, device_value, moe_backend, reduce_format, reducer
-from afd.config.vllm_arguments import refusal
+from afd.config.vllm_arguments import checks_api_key, refusal
 from afd.config.yaml_file import override, read_sections
 from afd.devices import ROCM, device_named
 from afd.errors import ConfigError
+from afd.places import HostPlaces, Pool
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Cores = tuple[Annotated[int, Field(ge=0)], ...]
@@ -222,7 +224,13 @@ class Wire(Section):
 class Control(Section):
     """The control plane, where every role registers."""
 
-    address: str = "auto"  # tcp://HOST:PORT; auto: a free local port that `afd serve` chooses
+    # tcp://HOST:PORT; auto: a free local port, or with hosts port 5555 of the control host
+    address: str = "auto"
+    # Host that runs the control plane and the gateway; null: the first of hosts
+    host: str | None = None
+    # Largest difference between the clocks of two hosts, seconds. Generations of members start
+    # from the clock, so they would go back if the control plane moved to a host that is behind
+    clock_s: float = Field(default=2.0, gt=0)
     # Key file that encrypts and authenticates the control plane; null: a plain local socket
     keys: Path | None = Field(
         default=None, description="the path of a key file made by afd keys, or null"
@@ -249,17 +257,27 @@ class Control(Section):
         return self
 
 
+class Tls(Section):
+    """TLS of the gateway's port. Both files are PEM; the key has no password."""
+
+    certificate: Path  # the certificate, then the chain behind it
+    key: Path
+
+
 class Gateway(Section):
     """The OpenAI endpoint that users send requests to."""
 
     host: str = "127.0.0.1"  # address on which the gateway listens
     port: Port = 8000  # 0: any free port
+    api_keys: Path | None = None  # hashes of the API keys that clients need; null: none needed
+    tls: Tls | None = None  # null: plain HTTP
 
 
 class Deadlines(Section):
     """Time limits, in seconds."""
 
-    start_s: float = Field(default=180.0, gt=0)  # start-up, until every role is ready
+    hosts_s: float = Field(default=600.0, gt=0)  # start-up, until every host has come
+    start_s: float = Field(default=180.0, gt=0)  # then, until every role is ready
     ffn_s: float = Field(default=60.0, gt=0)  # attention's wait for an FFN, including its restart
     stuck_s: float = Field(default=20.0, gt=0)  # one expert call; a longer one is hung
     drain_s: float = Field(default=30.0, ge=0)  # shutdown, for running requests to finish
@@ -279,6 +297,10 @@ class Metrics(Section):
     stage_every: int = Field(default=0, ge=0)  # take stage timestamps every n-th step; 0: never
 
 
+def _takes_gpus(device: str) -> bool:
+    return bool(device_named(device).visible_variables)
+
+
 def _folder_name(data: dict[str, Any]) -> str:
     return data["model"].name if "model" in data else "model"  # absent if it was refused
 
@@ -289,8 +311,10 @@ class Deployment(Section):
     model: Path  # folder of a Hugging Face checkpoint
     # Model name in the OpenAI API; default: the name of the checkpoint's folder
     served_model_name: str = Field(default_factory=_folder_name, min_length=1)
-    # Number of GPUs that all processes share, to try a topology on fewer GPUs than it has
-    # processes; null: one GPU per process
+    # The machines of the deployment and what runs on each (docs/hosts.md); empty: one machine
+    hosts: tuple[Host, ...] = ()
+    # Number of GPUs that all processes of a host share, to try a topology on fewer GPUs than it
+    # has processes; null: one GPU per process
     gpus: Annotated[int, Field(ge=1)] | None = Field(
         default=None, description="a whole number of at least 1, or null"
     )
@@ -316,18 +340,27 @@ class Deployment(Section):
         return self
 
     @model_validator(mode="after")
-    def _devices_reach_each_other(self) -> Deployment:
-        devices = {self.attention.device, self.ffn.device}
-        if len(devices) > 1:
+    def _one_checks_keys(self) -> Deployment:
+        if self.gateway.api_keys is not None and checks_api_key(self.attention.vllm_args):
             raise ValueError(
-                f"attention.device is {self.attention.device} but ffn.device is {self.ffn.device};"
-                " use the same device on both sides"
+                "gateway.api_keys and vLLM's --api-key both check the client's key; remove"
+                " --api-key from attention.vllm_args"
             )
-        on_host = device_named(self.ffn.device).host_memory
-        if not on_host and self.transport.backend not in ("auto", "ipc"):
+        return self
+
+    @model_validator(mode="after")
+    def _devices_reach_each_other(self) -> Deployment:
+        sides, backend = (self.attention.device, self.ffn.device), self.transport.backend
+        for name in sides:
+            if backend == "shm" and not device_named(name).host_memory:
+                raise ValueError(
+                    f"transport.backend shm cannot reach the memory of a {name} device;"
+                    " use auto, ipc, verbs or tcp"
+                )
+        if backend == "ipc" and len(set(sides)) > 1:
             raise ValueError(
-                f"transport.backend {self.transport.backend} cannot reach the memory of a"
-                f" {self.ffn.device} device; use auto or ipc"
+                f"transport.backend ipc connects devices of one kind, but attention.device is"
+                f" {sides[0]} and ffn.device is {sides[1]}; use auto, verbs or tcp"
             )
         return self
 
@@ -353,22 +386,55 @@ class Deployment(Section):
     def _gpus_fit(self) -> Deployment:
         if self.gpus is None:
             return self
-        if not device_named(self.ffn.device).visible_variables:
+        on_gpus = _takes_gpus(self.attention.device), _takes_gpus(self.ffn.device)
+        if not any(on_gpus):
             raise ValueError(
                 f"gpus is the number of GPUs to share, but device is {self.ffn.device}; remove gpus"
             )
-        wanted = self.attention.instances + self.ffn.ranks
+        wanted = self.attention.instances * on_gpus[0] + self.ffn.ranks * on_gpus[1]
         if self.gpus > wanted:
             raise ValueError(
                 f"gpus is {self.gpus} but the deployment has only {wanted} GPU processes;"
                 " remove gpus"
             )
-        if self.gpus < self.ffn.tp:
+        if on_gpus[1] and self.gpus < self.ffn.tp:
             raise ValueError(
                 f"gpus is {self.gpus} but ffn.tp is {self.ffn.tp}, and the ranks of an FFN instance"
                 " need a GPU each; raise gpus or lower ffn.tp"
             )
         return self
+
+    @model_validator(mode="after")
+    def _hosts_fit(self) -> Deployment:
+        verbs = self.transport
+        if verbs.backend == "verbs" and not verbs.verbs.ports and not self.hosts:
+            raise ValueError(
+                "transport.backend verbs needs verbs.ports, the RDMA ports to use, such as"
+                " [mlx5_0:1]; `afd doctor` lists the ports of this host"
+            )
+        if self.hosts:
+            check_hosts(self.hosts, self.transport, self.attention.host)
+        self.places()
+        named = self.control.host
+        if named is not None and named not in [host.name for host in self.hosts]:
+            known = ", ".join(host.name for host in self.hosts) or "none"
+            raise ValueError(f"control.host is {named}, but hosts names {known}; use one of these")
+        if len(self.hosts) > 1 and self.control.keys is None:
+            raise ValueError(
+                f"control.keys is missing, but {len(self.hosts)} hosts need the same keys; make a"
+                " file with `afd keys FILE`, copy it to every host, and set control.keys to it"
+            )
+        return self
+
+    def places(self) -> tuple[HostPlaces, ...]:
+        """Which host runs which instances; one nameless host if the file names none."""
+        attention, ffn = self.attention, self.ffn
+        return places_of(
+            self.hosts,
+            Pool("attention", attention.instances, int(_takes_gpus(attention.device))),
+            Pool("ffn", ffn.instances, ffn.tp if _takes_gpus(ffn.device) else 0),
+            shared=self.gpus is not None,
+        )
 
     def plain(self) -> dict[str, Any]:
         """JSON-ready data; ``from_plain`` makes an equal deployment from it."""
@@ -378,6 +444,16 @@ class Deployment(Section):
     def from_plain(cls, data: Mapping[str, Any]) -> Deployment:
         # Via JSON, because strict mode then accepts a list as a tuple and text as a Path.
         return cls.model_validate_json(json.dumps(data))
+
+
+_PATHS = (
+    ("model",),
+    ("control", "keys"),
+    ("ffn", "placement"),
+    ("gateway", "api_keys"),
+    ("gateway", "tls", "certificate"),
+    ("gateway", "tls", "key"),
+)
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Deployment:
@@ -394,7 +470,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Deployment:
     data = read_sections(path, Deployment)
     for item in overrides:
         override(data, item, path.name)
-    for place in (("model",), ("control", "keys"), ("ffn", "placement")):
+    for place in _PATHS:
         _resolve_path(data, place, path.absolute().parent)
     try:
         return Deployment.model_validate_json(json.dumps(data, default=str))

@@ -70,7 +70,7 @@ class IpcLink final : public MappedLink {
   const char* backend() const override { return "ipc"; }
   bool may_block() const override { return true; }
 
-  Status enqueue(Stream stream, const Message& m) override {
+  Status enqueue(Stream stream, const Message& m, const uint32_t*) override {
     const Status checked = check(m);
     if (checked != Status::Ok) return checked;
     copy_parts(stream, m, on_host() ? CopyPath::Any : CopyPath::Devices);
@@ -88,6 +88,15 @@ class IpcLink final : public MappedLink {
     ops[count++] = {StreamOp::Kind::Write, pinned_.at(&control.doorbell), m.flag};
     accelerator_->run(stream, ops, count);
     return Status::Ok;
+  }
+
+  // The link's stream rings behind the copies, so the CPU does not wait for them.
+  std::optional<Status> begin_kept(const Message& m) override {
+    try {
+      return enqueue(stream_, m, nullptr);
+    } catch (const CommError&) {
+      return Status::Closed;  // the driver refuses: the caller's next call to it says why
+    }
   }
 
   // Like enqueue() on the link's own stream, but the CPU writes header and doorbell.

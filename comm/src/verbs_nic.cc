@@ -12,13 +12,8 @@
 namespace afd_comm {
 namespace {
 
-constexpr uint64_t kSpinNs = 50000;
-constexpr uint64_t kSpinNsFewCpus = 5000;
-constexpr int kFewCpus = 2;
-
 uint64_t spin_ns(const VerbsOptions& options) {
-  if (options.spin_us >= 0) return static_cast<uint64_t>(options.spin_us) * 1000;
-  return usable_cpus() > kFewCpus ? kSpinNs : kSpinNsFewCpus;
+  return options.spin_us >= 0 ? static_cast<uint64_t>(options.spin_us) * 1000 : default_spin_ns();
 }
 
 ib::Context* open_device(const Verbs& verbs, const std::string& name) {
@@ -128,6 +123,11 @@ Nic::~Nic() {
   verbs_.destroy_comp_channel(channel_);
   verbs_.dealloc_pd(pd_);
   verbs_.close_device(context_);
+}
+
+bool Nic::active(uint8_t number) const {
+  ib::PortAttr attr{};
+  return verbs_.query_port(context_, number, &attr) == 0 && attr.state == ib::kPortActive;
 }
 
 PortFacts Nic::port(uint8_t number, int gid_index) const {

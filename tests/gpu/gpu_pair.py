@@ -81,7 +81,7 @@ class Pair:
         self.host.connect(START_S)
         self.control.set_state("ready")
         self.streams = make_streams(self.device)
-        self.stream = StreamExperts(r, 0, self.region, self.streams)
+        self.stream = StreamExperts(r, 0, self.region, self.streams, self.host.expert_slots)
 
     def start(self, role: str) -> None:
         file = self._folder / f"{role}.json"
