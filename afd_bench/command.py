@@ -20,6 +20,7 @@ BENCHES = {
     "report": "afd_bench.report.command",
     "simulator": "afd_bench.simulator",
     "stages": "afd_bench.stages",
+    "wire_gpu": "afd_bench.wire_gpu",
 }
 
 
