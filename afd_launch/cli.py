@@ -223,14 +223,18 @@ def _serve(args: argparse.Namespace) -> int:
     from afd_launch.serve import serve, summary, weights_note
 
     if args.check:
+        from afd_launch.memory_check import check_memory
+
         check_files(deployment.gateway)
-        print(f"{args.config} is good: {summary(deployment)}{weights_note(deployment)}")
+        notes = check_memory(deployment) + weights_note(deployment)
+        print(f"{args.config} is good: {summary(deployment)}{notes}")
         return 0
     return serve(deployment, host=args.host, log_dir=args.log_dir)
 
 
 def _role(args: argparse.Namespace) -> int:
     from afd.config.roles import load_role
+    from afd_launch.gpus import of_role
     from afd_launch.role import run_role, standalone_spec
 
     if args.role_file:
@@ -239,7 +243,7 @@ def _role(args: argparse.Namespace) -> int:
         raise ConfigError(f"afd {args.role} needs a deployment file; run afd {args.role} CONFIG")
     deployment = load_deployment(args)
     spec = standalone_spec(deployment, args.role, args.index, args.control, args.rank)
-    return run_role(spec, None)
+    return run_role(of_role(spec), None)
 
 
 def _keys(args: argparse.Namespace) -> int:

@@ -9,9 +9,8 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from afd.devices import device_of_torch
+from afd.wire.streams_torch import runtime_of
 from afd_comm import Status
 from ffn_worker.observers import ReplayReports, StreamObserver
 from ffn_worker.pipeline import Pipeline
@@ -118,12 +117,9 @@ class StreamSteps:
 
     def _capture(self, peers: Sequence[StepPeer]) -> _Recording:
         self._warm_up(peers)
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: the metrics thread may copy the experts' load from the device meanwhile.
-        stream = torch.cuda.current_stream()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            step = self._record(peers)
-        return _Recording(step.waits, step.observer, graph.replay)
+        device = self._pipeline.model.device
+        step, replay = runtime_of(device).capture(device, lambda: self._record(peers))
+        return _Recording(step.waits, step.observer, replay)
 
     def _record(self, peers: Sequence[StepPeer]) -> _Recording:
         """Enqueues all expert calls of the step."""

@@ -16,13 +16,14 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 
 from afd.config.choices import Choice, choices
+from afd.config.fp8 import fp8_of
 from afd.config.hosts import Host, check_hosts, places_of
 from afd.config.messages import sentence
 from afd.config.transport import Section, Transport
-from afd.config.values import check_device, device_value, moe_backend, reduce_format
+from afd.config.values import check_device, device_value, moe_backend, reduce_format, reducer
 from afd.config.vllm_arguments import checks_api_key, refusal
 from afd.config.yaml_file import override, read_sections
-from afd.devices import device_named
+from afd.devices import ROCM, device_named
 from afd.errors import ConfigError
 from afd.places import HostPlaces, Pool
 
@@ -32,7 +33,15 @@ CoreLists = Literal["auto"] | tuple[Cores, ...]
 Device = Annotated[str, AfterValidator(device_value)]
 
 MAX_DEPTH = 3
-_MQA = Choice("mqa", ("cuda",))
+_KERNELS = {
+    choice.name: choice
+    for choice in (
+        Choice("vllm"),
+        Choice("mqa", ("cuda",)),
+        Choice("aiter", ("rocm",)),
+        Choice("triton", ("rocm",)),
+    )
+}
 CORE_LISTS = "auto or a list of core lists, one per process, such as [[0, 1], [2, 3]]"
 
 
@@ -51,7 +60,7 @@ class Attention(Section):
     """The attention instances: vLLM servers that hold all weights except the experts."""
 
     instances: int = Field(default=1, ge=1)  # number of attention instances
-    device: Device = "cpu"  # cpu or cuda; must equal ffn.device
+    device: Device = "cpu"  # cpu, cuda or rocm; must equal ffn.device
     # Serving dtype of both sides; auto: the checkpoint's dtype
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     max_model_len: int = Field(default=2048, ge=1)  # tokens per request: prompt plus output
@@ -64,8 +73,9 @@ class Attention(Section):
     # Cores of each instance; auto: `afd serve` distributes the cores of the host
     cpus: CoreLists = Field(default="auto", description=CORE_LISTS)
     # Decode attention kernel. vllm: vLLM's choice; mqa: this project's kernel for an FP8 KV cache
-    # with one key/value head, device cuda only (docs/gpu.md)
-    kernel: Literal["vllm", "mqa"] = "vllm"
+    # with one key/value head, device cuda only (docs/gpu.md); aiter, triton: vLLM's backends of
+    # these names, device rocm only (docs/amd.md)
+    kernel: Literal["vllm", "mqa", "aiter", "triton"] = "vllm"
     # Extra arguments for vLLM's server, passed unchanged; those that AFD sets itself or does not
     # support are refused
     vllm_args: tuple[str, ...] = ()
@@ -73,8 +83,7 @@ class Attention(Section):
     @model_validator(mode="after")
     def _consistent(self) -> Attention:
         _check_core_lists(self.cpus, self.instances)
-        if self.kernel == _MQA.name:
-            check_device("kernel", _MQA, self.device, "leave kernel at vllm")
+        check_device("kernel", _KERNELS[self.kernel], self.device, "leave kernel at vllm")
         if refused := refusal(self.vllm_args):
             raise ValueError(f"vllm_args has {refused}")
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -104,7 +113,13 @@ class Ffn(Section):
     # Format in which the ranks of an instance add up partial results: exact, or a block format
     # that sends fewer bytes and rounds (docs/allreduce.md)
     reduce: Annotated[str, AfterValidator(reduce_format)] = "exact"
-    device: Device = "cpu"  # cpu or cuda; must equal attention.device
+    # Library that adds them up (docs/allreduce.md); auto: this project's quickreduce for block
+    # formats, and for exact sums where it was measured. aiter_quickreduce: AITER's, device rocm
+    reduce_backend: Annotated[str, AfterValidator(reducer)] = "auto"
+    device: Device = "cpu"  # cpu, cuda or rocm; must equal attention.device
+    # Device rocm: architecture of the FFN instances' GPUs, gfx942 (MI300X, MI325X) or gfx950
+    # (MI350X, MI355X). It decides the FP8 type of the wire. auto: as found on their host
+    arch: Literal["auto", "gfx942", "gfx950"] = "auto"
     # Kernels that compute the experts (docs/experts.md); auto: the first backend that runs here.
     # On GPUs, vllm_cuda runs colocated vLLM's own kernel: set it to compare tokens with colocated
     # vLLM, because other backends round differently.
@@ -145,6 +160,19 @@ class Ffn(Section):
         if self.backend != "auto":
             chosen = choices("moe_backend")[self.backend]
             check_device("backend", chosen, self.device, "use backend auto")
+        if self.reduce_backend != "auto":
+            adder = choices("reduce_backend")[self.reduce_backend]
+            check_device("reduce_backend", adder, self.device, "use reduce_backend auto")
+            if self.tp == 1:
+                raise ValueError(
+                    f"reduce_backend {self.reduce_backend} needs several ranks to add up, but tp is"
+                    " 1; set tp to 2 or more, or leave reduce_backend at auto"
+                )
+        if self.arch != "auto" and self.device != ROCM.name:
+            raise ValueError(
+                f"arch {self.arch} is an AMD GPU, but device is {self.device}; set device: rocm on"
+                " both sides, or remove arch"
+            )
         if self.late_ms < self.step_wait_ms:
             raise ValueError(
                 f"late_ms {self.late_ms:g} is below step_wait_ms {self.step_wait_ms:g}, but an"
@@ -185,15 +213,12 @@ class Wire(Section):
     # Format of rows: exact (the serving dtype), or fp8 or mxfp4, which are smaller and round
     # (docs/formats.md)
     format: Literal["exact", "fp8", "mxfp4"] = "exact"
-    fp8: Literal["e4m3fn", "e4m3fnuz"] = "e4m3fn"  # FP8 type; e4m3fnuz for MI300 (gfx942)
+    # FP8 type of formats fp8 and mxfp4; auto: what the FFN instances' GPUs multiply, which is
+    # e4m3fnuz on gfx942 (MI300X) and e4m3fn elsewhere
+    fp8: Literal["auto", "e4m3fn", "e4m3fnuz"] = "auto"
     # broadcast: every row goes to all FFN instances. routed: a row goes to the instances that hold
     # one of its experts. auto: routed if it sends clearly fewer bytes
     dispatch: Literal["auto", "broadcast", "routed"] = "auto"
-
-    @property
-    def name(self) -> str:
-        """Format and FP8 type, as the contract states them: "fp8", "mxfp4 e4m3fnuz"."""
-        return self.format if self.fp8 == "e4m3fn" else f"{self.format} {self.fp8}"
 
 
 class Control(Section):
@@ -273,7 +298,7 @@ class Metrics(Section):
 
 
 def _takes_gpus(device: str) -> bool:
-    return device_named(device).visible_variable is not None
+    return bool(device_named(device).visible_variables)
 
 
 def _folder_name(data: dict[str, Any]) -> str:
@@ -340,13 +365,28 @@ class Deployment(Section):
         return self
 
     @model_validator(mode="after")
+    def _fp8_fits(self) -> Deployment:
+        if self.wire.format != "exact":
+            fp8_of(self.ffn.device, self.ffn.arch, self.wire.fp8)
+        return self
+
+    @model_validator(mode="after")
+    def _stamps_fit(self) -> Deployment:
+        device = device_named(self.attention.device)
+        replayed = self.pipeline.graphs and device.captures_graphs
+        if self.metrics.stage_every and replayed and not device.stamps_in_graphs:
+            raise ValueError(
+                f"metrics.stage_every {self.metrics.stage_every} takes timestamps inside captured"
+                f" graphs, which torch cannot do on device {device.name}; set"
+                " metrics.stage_every: 0, or pipeline.graphs: false"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _gpus_fit(self) -> Deployment:
         if self.gpus is None:
             return self
-        on_gpus = [
-            device_named(device).visible_variable is not None
-            for device in (self.attention.device, self.ffn.device)
-        ]
+        on_gpus = _takes_gpus(self.attention.device), _takes_gpus(self.ffn.device)
         if not any(on_gpus):
             raise ValueError(
                 f"gpus is the number of GPUs to share, but device is {self.ffn.device}; remove gpus"

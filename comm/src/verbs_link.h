@@ -132,8 +132,8 @@ class VerbsLink final : public DrivenLink, private CompletionSink {
   void send_stripe(uint32_t index, uint32_t stripe, uint32_t path);
   void lose(Outgoing& out, uint32_t stripe, uint32_t path);
   void fail_path(uint32_t path, int error);
-  // `reason`: a string literal, for notes().
-  void end(Status why, const char* reason);
+  // `reason`: a string literal for notes(), or null.
+  void end(Status why, const char* reason = nullptr);
   void wake_control() const;
   uint8_t* record_at(uint32_t index) const { return bounce_ + index * kRecordStride; }
   uint8_t* copy_at(uint32_t index) const { return bounce_ + copies_ + index * stride_; }

@@ -18,6 +18,7 @@ from ffn_worker.experts.gates import gated, read_gates
 from ffn_worker.experts.loader import Checkpoint, Progress, ShardLoader
 from ffn_worker.experts.model import FfnModel, SharedExpert, SharedExperts
 from ffn_worker.experts.shard import DTYPES, LayerWeights, Shard
+from ffn_worker.moe.batch_selection import mean_pairs
 from ffn_worker.moe.quantise import Weight
 from ffn_worker.moe.scheme import Scheme
 from ffn_worker.moe.selection import Selection, choose_backend, select
@@ -80,6 +81,7 @@ def build_ffn_model(
     scheme: Scheme = Scheme.PLAIN,
     join_shared: bool = True,
     gates: Mapping[int, torch.Tensor] | None = None,
+    pairs: float | None = None,
 ) -> FfnModel:
     """Prepares loaded weights to compute.
 
@@ -95,13 +97,14 @@ def build_ffn_model(
         scheme: the format to keep the experts in; other weights are converted.
         gates: by layer number, the gate of the shared expert (:mod:`ffn_worker.experts.gates`).
         join_shared: lets the backend compute the shared expert with the routed ones if it can.
+        pairs: see :func:`ffn_worker.moe.selection.choose_backend`.
 
     Raises:
         ConfigError: the backend is unknown or cannot run here, or a layer is missing.
     """
     dtype, width = DTYPES[model.dtype], shard.width[1] - shard.width[0]
     name = choose_backend(
-        backend, dtype, model.hidden, width, device, scheme, any_math=model.any_math
+        backend, dtype, model.hidden, width, device, scheme, pairs, any_math=model.any_math
     )
     held = ExpertBanks(model, shard, name, scheme, device)
     shared: dict[int, SharedExpert] = {}
@@ -158,6 +161,7 @@ def load_ffn_model(
     progress: Progress | None = None,
     weights: str = "auto",
     dummy: bool = False,
+    decode_rows: int | None = None,
 ) -> FfnModel:
     """Loads and prepares rank ``rank`` of ``tp`` in FFN instance ``index`` of ``instances``.
 
@@ -167,6 +171,7 @@ def load_ffn_model(
         weights: the format to keep the experts in, a name of ``Scheme``; "auto": see
             :func:`ffn_worker.moe.selection.select`.
         dummy: random weights instead of the checkpoint's.
+        decode_rows: rows of the largest decode step of all attention instances; None: unknown.
 
     Raises:
         ConfigError: see :func:`shard_of`, :class:`ffn_worker.experts.loader.ShardLoader` and
@@ -190,6 +195,9 @@ def load_ffn_model(
         start, end = cut_for(scheme).width
         return end - start
 
+    pairs = None
+    if decode_rows is not None:
+        pairs = mean_pairs(decode_rows, model.top_k, model.num_experts)
     # Raises before any weight is read.
     chosen = select(
         backend,
@@ -199,6 +207,7 @@ def load_ffn_model(
         model.hidden,
         width_of,
         device,
+        pairs,
         any_math=model.any_math,
     )
     shard = cut_for(chosen.scheme)
@@ -219,6 +228,7 @@ def load_ffn_model(
         device=device,
         scheme=chosen.scheme,
         join_shared=not movable,
+        pairs=pairs,
         gates={} if dummy else read_gates(path, family, model, device),
     )
     if checkpoint is not None and loader is not None:

@@ -7,12 +7,13 @@ import torch
 
 from afd.errors import ConfigError
 from afd.models import Quantization
+from afd.models.stored_torch import StoredParts, decode
 from afd.models.weight_format import PLAIN, Layout, Part, Range, WeightFormat, tensor_name
 from afd.wire.layout import Tag
 from ffn_worker.experts.tensor_files import Table, TensorFiles
 from ffn_worker.moe.quantise import Weight, in_scheme
 from ffn_worker.moe.scheme import Scheme
-from ffn_worker.moe.stored import StoredParts, as_weight, decode, held_as
+from ffn_worker.moe.stored import as_weight, held_as
 
 _PLAIN_DTYPES = ("F32", "BF16", "F16")
 

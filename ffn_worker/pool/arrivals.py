@@ -36,12 +36,11 @@ class Arrivals:
 
     def wait_for_any(self, peers: Sequence[Peer], timeout_us: int) -> bool:
         """Returns whether one of these peers has sent a message that was not taken yet."""
-        pairs = [(p, mb) for p in peers for mb in range(self._max_depth + 1)]
-        slots = [self._table.slot(p, mb) for p, mb in pairs]
-        flags = [self._table.next_flag(p, mb) for p, mb in pairs]
+        slots = [slot for p in peers for slot in p.slots]
+        flags = [p.first_flag + taken for p in peers for taken in p.seq]
         # The control slot may already show the message after the next: see read_control.
-        slots += [self._table.slot(p, self._max_depth) for p in peers]
-        flags += [self._table.next_flag(p, self._max_depth, ahead=2) for p in peers]
+        slots += [p.slots[-1] for p in peers]
+        flags += [p.first_flag + p.seq[-1] + 1 for p in peers]
         return self._region.wait_any(slots, flags, timeout_us) >= 0
 
     def pending(self, peers: Sequence[Peer]) -> list[Arrival]:
@@ -63,10 +62,11 @@ class Arrivals:
     def earliest(self, peer: Peer, micro_batches: Iterable[int]) -> Received | None:
         """Returns the peer's first request, in the order of the step, that has arrived in these
         micro-batches and was not taken yet."""
+        region, slots = self._region, peer.slots
         headers = [
-            received(self._region.header(self._table.slot(peer, mb)))
+            received(region.header(slots[mb]))
             for mb in micro_batches
-            if self._region.ready(self._table.slot(peer, mb), self._table.next_flag(peer, mb))
+            if region.ready(slots[mb], peer.first_flag + peer.seq[mb])
         ]
         return min(headers, key=lambda h: (h.layer, h.micro_batch), default=None)
 
@@ -79,9 +79,9 @@ class Arrivals:
         whose first request makes us read the first leave.
         """
         mb = self._max_depth
-        slot = self._table.slot(peer, mb)
+        slot = peer.slots[mb]
         for ahead in (1, 2):
-            flag = self._table.next_flag(peer, mb, ahead)
+            flag = peer.first_flag + peer.seq[mb] + ahead - 1
             if not self._region.ready(slot, flag):
                 continue
             header = received(self._region.header(slot))
@@ -105,8 +105,8 @@ class Arrivals:
         Ends when each request is here or is known not to come, at the latest at ``deadline`` (s,
         monotonic clock). Returns one status per peer.
         """
-        slots = [self._table.slot(p, micro_batch) for p in peers]
-        flags = [self._table.next_flag(p, micro_batch) for p in peers]
+        slots = [p.slots[micro_batch] for p in peers]
+        flags = [p.first_flag + p.seq[micro_batch] for p in peers]
         while True:
             left_us = int((deadline - time.monotonic()) * 1e6)
             statuses = self._region.wait_all(slots, flags, max(0, min(left_us, SLICE_US)))
@@ -137,7 +137,7 @@ class Arrivals:
             if peer.announced is not None and peer.announced.step == step:
                 return True
             left_us = int((deadline - time.monotonic()) * 1e6)
-            gone = self._region.gone(self._table.slot(peer, self._max_depth))
+            gone = self._region.gone(peer.slots[-1])
             if left_us <= 0 or gone or self._table.find(peer.index) is not peer:
                 return False
             self.wait_for_any([peer], min(left_us, SLICE_US))
@@ -145,12 +145,12 @@ class Arrivals:
 
     def is_later(self, peer: Peer, micro_batch: int, named: tuple[int, int]) -> bool:
         """Returns whether the request in the slot is of a later (step, layer) than the named."""
-        header = received(self._region.header(self._table.slot(peer, micro_batch)))
+        header = received(self._region.header(peer.slots[micro_batch]))
         return (header.step, header.layer) > named
 
     def take(self, peer: Peer, micro_batch: int) -> Received:
         """Returns the header of the request in the slot, and counts the request as taken."""
-        header = received(self._region.header(self._table.slot(peer, micro_batch)))
+        header = received(self._region.header(peer.slots[micro_batch]))
         peer.seq[micro_batch] += 1
         peer.taken[micro_batch] = (header.step, header.layer)
         if (header.layer, micro_batch) == (self.first.layer, self.first.micro_batch):

@@ -79,7 +79,10 @@ class Leader:
             left_us = int((deadline - time.monotonic()) * 1e6)
             if not awaited or left_us <= 0 or not self._arrivals.wait_for_any(awaited, left_us):
                 break
-            arrived = [a for a in self._arrivals.pending(peers) if a.start == first]
+            # Only those awaited: with many peers, each look at all of them would cost as much as
+            # the step.
+            arrived += [a for a in self._arrivals.pending(awaited) if a.start == first]
+            arrived.sort(key=lambda a: a.peer.index)
         # A graph cannot wait for messages that the host posts. So either all instances of a step
         # have announced it, or none has.
         return [a for a in arrived if a.rows] or arrived

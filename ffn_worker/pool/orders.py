@@ -100,8 +100,9 @@ class _OrderLink:
         )
         self._post(Kind.HELLO, Position(0, 0), hello.encode())
 
-    def tell(self, order: Order) -> Status:
-        return self._post(order.kind, order.position, order.payload())
+    def tell(self, order: Order, payload: bytes) -> Status:
+        """payload: of the order, made once for all links."""
+        return self._post(order.kind, order.position, payload)
 
     def close(self) -> None:
         self._link.close()
@@ -160,8 +161,9 @@ class OrderLinks:
         Raises:
             PeerLost: a rank of this instance is gone, or a process that is alive is cut off.
         """
+        payload = order.payload() if self._links else b""
         for link in self._links.values():
-            status = link.tell(order)
+            status = link.tell(order, payload)
             if status == Status.PEER_GONE and not self._same_instance:
                 logger.warning("%s is gone; continuing without it", link.id)
             elif status != Status.OK:

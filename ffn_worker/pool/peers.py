@@ -20,6 +20,9 @@ _POST_TIMEOUT_US = 5_000_000
 class Peer:
     """One attention instance, for one session (see :func:`afd.topology.session`).
 
+    slots: receive slot per micro-batch, then the control slot.
+    first_flag: doorbell of the first message in any of them; that of the next is
+        ``first_flag + seq``.
     seq: per slot, the sequence number of the last message taken from it. The answer to a request
         carries the request's number.
     taken: per micro-batch, step and layer of that request.
@@ -33,6 +36,8 @@ class Peer:
     generation: int
     session: int
     link: Link
+    slots: tuple[int, ...]
+    first_flag: int
     seq: list[int]
     taken: list[tuple[int, int]]
     unordered: set[int]
@@ -121,13 +126,6 @@ class PeerTable:
         known = self._newest.get(attention, 0) >= generation
         return known and self._generations.get(attention) != generation
 
-    def slot(self, peer: Peer, micro_batch: int) -> int:
-        return self._resolved.slots.to_ffn(peer.index, micro_batch)
-
-    def next_flag(self, peer: Peer, micro_batch: int, ahead: int = 1) -> int:
-        """Doorbell value of the next message in the peer's slot of this micro-batch."""
-        return make_flag(peer.session, peer.seq[micro_batch] + ahead)
-
     def _join(self, member: Member, number: int) -> None:
         """number: of the session."""
         transport = self._resolved.deployment.transport
@@ -154,6 +152,8 @@ class PeerTable:
             member.generation,
             number,
             link,
+            tuple(self._resolved.slots.to_ffn(member.index, mb) for mb in range(max_depth + 1)),
+            make_flag(number, 1),
             seq=[0] * (max_depth + 1),
             taken=[(-1, -1)] * max_depth,
             unordered=set(range(max_depth)),
