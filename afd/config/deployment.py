@@ -61,7 +61,7 @@ class Attention(Section):
     """The attention instances: vLLM servers that hold all weights except the experts."""
 
     instances: int = Field(default=1, ge=1)  # number of attention instances
-    device: Device = "cpu"  # cpu, cuda or rocm; must equal ffn.device
+    device: Device = "cpu"  # cpu, cuda or rocm; another than ffn.device needs verbs or tcp
     # Serving dtype of both sides; auto: the checkpoint's dtype
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     max_model_len: int = Field(default=2048, ge=1)  # tokens per request: prompt plus output
@@ -117,7 +117,7 @@ class Ffn(Section):
     # Library that adds them up (docs/allreduce.md); auto: this project's quickreduce for block
     # formats, and for exact sums where it was measured. aiter_quickreduce: AITER's, device rocm
     reduce_backend: Annotated[str, AfterValidator(reducer)] = "auto"
-    device: Device = "cpu"  # cpu, cuda or rocm; must equal attention.device
+    device: Device = "cpu"  # cpu, cuda or rocm; see attention.device
     # Device rocm: architecture of the FFN instances' GPUs, gfx942 (MI300X, MI325X) or gfx950
     # (MI350X, MI355X). It decides the FP8 type of the wire. auto: as found on their host
     arch: Literal["auto", "gfx942", "gfx950"] = "auto"
