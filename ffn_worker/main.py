@@ -61,6 +61,8 @@ def run_ffn(role: RoleSpec) -> None:
         metrics_url = serve_metrics(metrics, host, role.metrics_port).url
     device = torch_device(deployment.ffn.device)
     if device_named(deployment.ffn.device).has_streams:
+        # A stream that waits must not share a hardware queue with one that sends.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         torch.cuda.set_device(device)
         torch.cuda.set_stream(torch.cuda.Stream(device))  # the default one cannot be captured
     verbs = deployment.transport.verbs_keywords("ffn")
