@@ -9,10 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 from remote_support import Deployed, random_rows, reference_model
-from tape import Tape, Taped
+from tape import Tape, Taped, TapeRecorder, load_torch, take_bucket
 from test_expert_moves import tables_for
 from test_stream_steps import run_on_streams, stream_of
 
+from afd.metrics.role import Captured
 from afd.metrics.step_trace import NoTimestamps
 from afd.schedule import split_rows
 from afd.wire.streams_torch import HostStreams
@@ -61,6 +62,7 @@ class Recorded:
         self.stream = StreamExperts(
             self.resolved, i, region, HostStreams(), self.client.expert_slots
         )
+        load_torch()
         self.tape, self.out = Tape(), {}
         peers = tuple(replace(peer, link=Taped(peer.link)) for peer in self.client.peers)
         self.client.begin_step(depth)
@@ -129,11 +131,13 @@ class Recorded:
             torch.testing.assert_close(self.out[key], want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("dispatch,wire", [("routed", "fp8"), ("broadcast", "exact")])
-def test_one_recording_has_the_bits_of_the_host_form(deploy, dispatch, wire):
+@pytest.mark.parametrize(
+    "family,dispatch,wire", [("deepseek_v3", "routed", "fp8"), ("qwen3_moe", "broadcast", "exact")]
+)
+def test_one_recording_has_the_bits_of_the_host_form(deploy, family, dispatch, wire):
     """Row counts change between replays, down to no row for an instance, and experts move."""
     deployed = deploy(
-        "deepseek_v3", 1, 3, "torch",
+        family, 1, 3, "torch",
         wire={"dispatch": dispatch, "format": wire}, ffn={"redundant_experts": 1},
     )  # fmt: skip
     step = Recorded(deployed, 11, 2)
@@ -149,69 +153,71 @@ def test_one_recording_has_the_bits_of_the_host_form(deploy, dispatch, wire):
 
 
 @pytest.fixture
-def captures(monkeypatch):
-    """FFN instances capture steps on tapes. Returns the list of recordings and of launches."""
-    recorded, launched = [], []
+def replayed(monkeypatch):
+    """FFN instances capture steps on tapes. Returns whether each announced step was replayed."""
+    steps = []
     dense = registry.Backend("reference", "tape:DenseBackend", (), tuple(registry.Scheme))
     monkeypatch.setitem(registry.BACKENDS, "reference", dense)
 
-    def capture(self, peers):
-        for peer in peers:
-            if not isinstance(peer.peer.link, Taped):
-                peer.peer.link = Taped(peer.peer.link)
-        if not isinstance(self._exchange.slots.region, Taped):
-            self._exchange.slots.region = Taped(self._exchange.slots.region)
-        self._warm_up(peers)
-        tape = Tape()
-        recorded.append(tape)
-        with tape:
-            step = self._record(peers)
-        ran = iter([True])  # by the recording
-        return replace(step, replay=lambda: next(ran, None) or tape.replay())
+    def init(self, pipeline, exchange, *others):
+        exchange.gate = Taped(exchange.gate)
+        original_init(self, pipeline, exchange, *others)
+        self._recorder = TapeRecorder()
 
-    def launch(self, peers, *, replay):
-        self._captures = True
-        launched.append(replay)
-        return original(self, peers, replay=replay)
+    def run(self, step):
+        steps.append(step.order.bucket > 0)
+        return original_run(self, step)
 
-    original = graphs.StreamSteps._launch
-    monkeypatch.setattr(graphs.StreamSteps, "_capture", capture)
-    monkeypatch.setattr(graphs.StreamSteps, "_launch", launch)
-    return recorded, launched
+    original_init, original_run = graphs.StreamSteps.__init__, graphs.StreamSteps.run
+    monkeypatch.setattr("ffn_worker.slots.take_bucket", take_bucket)
+    monkeypatch.setattr(graphs.StreamSteps, "__init__", init)
+    monkeypatch.setattr(graphs.StreamSteps, "run", run)
+    return steps
 
 
 @pytest.mark.parametrize("dispatch", ["routed", "broadcast"])
-def test_moves_need_no_new_capture(deploy, tiny_models, captures, dispatch):
+def test_moves_need_no_new_capture(deploy, tiny_models, replayed, dispatch):
     """Steps go on while experts move. The shared expert is computed with the routed ones under
     broadcast, and by rows under routed dispatch."""
-    recorded, launched = captures
     reference = reference_model(tiny_models("deepseek_v3"))
-    deployed = deploy(
-        "deepseek_v3", 2, 2, dispatch=dispatch, ffn={"redundant_experts": 1, "step_wait_ms": 1000}
-    )
-    banks = [loop.rank.model.banks for loop in deployed.loops.values()]
+    deployed = deploy("deepseek_v3", 2, 2, dispatch=dispatch, **SMALL)
+    loops = deployed.loops.values()
+    banks = [loop.rank.model.banks for loop in loops]
     layers = deployed.resolved.model.moe_layers
     assert all(bank.joined == (set(layers) if dispatch == "broadcast" else set()) for bank in banks)
-    memory = [part.data_ptr() for bank in banks for n in layers for part in bank._home.tensors(n)]
+    memory = addresses(banks, layers)
     steps = Steps(deployed, reference)
+    steps.run(2)
+    assert replayed and all(replayed)
+    mover = threading.Thread(target=deployed.move, args=(tables_for(deployed, 1),))
+    mover.start()
+    steps.run(mover.is_alive)
+    mover.join(20)
+    assert not all(replayed)  # the hosts ran steps with rows of both banks
+    for loop in loops:
+        loop.wake()
     steps.run(3)
-    assert recorded and all(launched)
-    for seed in (1, 2, 3):
-        mover = threading.Thread(target=deployed.move, args=(tables_for(deployed, seed),))
-        mover.start()
-        steps.run(lambda mover=mover: mover.is_alive())
-        mover.join(20)
-        steps.run(3)
-        for loop in deployed.loops.values():
-            loop.moves.follow(deployed.registry.members)
-        assert launched[-1], "steps are replayed again after the move"
-    # Each step of the same instances was captured once, before or after a move.
-    assert len(recorded) == sum(len(loop._steps._graphs) for loop in deployed.loops.values())
-    assert not all(launched)  # while attention instances switched
-    assert memory == [
-        part.data_ptr() for bank in banks for n in layers for part in bank._home.tensors(n)
-    ]
-    assert all(len(bank.of(n)) == 1 for bank in banks for n in layers)
+    assert all(replayed[-2:])
+    assert all(len(bank.of(n)) == 1 and bank.of(n)[0].number == 1 for bank in banks for n in layers)
+    assert memory == addresses(banks, layers)
+    assert not any(loop.rank.metrics.graph_captures[Captured.AFTER] for loop in loops)
+
+
+SMALL = {
+    "attention": {
+        "instances": 2,
+        "dtype": "float32",
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 8,
+    },
+    "pipeline": {"depth": 2, "min_rows": 4},
+    "ffn": {"redundant_experts": 1, "step_wait_ms": 1000},
+}
+"""Few graphs."""
+
+
+def addresses(banks, layers):
+    return [part.data_ptr() for bank in banks for n in layers for part in bank._home.tensors(n)]
 
 
 class Steps:
@@ -223,7 +229,7 @@ class Steps:
         self._each(self._record)
 
     def _record(self, i):
-        return Recorded(self._deployed, 7 + i, 1 + i, i)
+        return Recorded(self._deployed, 3 + 5 * i, 1 + i, i)
 
     def _each(self, work):
         found, errors = {}, []
