@@ -15,8 +15,9 @@ from test_stream_steps import run_on_streams, stream_of
 
 from afd.metrics.role import Captured
 from afd.metrics.step_trace import NoTimestamps
-from afd.schedule import split_rows
+from afd.schedule import row_shares, split_rows
 from afd.wire.streams_torch import HostStreams
+from attention_worker.remote.dispatch import Splitter
 from attention_worker.remote.stream import StreamExperts
 from ffn_worker import graphs
 from ffn_worker.moe import registry
@@ -43,6 +44,59 @@ def test_routed_stream_steps_match_the_reference(deploy, tiny_models, tp):
     client, stream = deployed.clients[0], stream_of(deployed, 0)
     for rows, depth, real in [(8, 1, 5), (9, 2, 9), (3, 3, 3), (23, 3, 20)]:
         run_on_streams(client, stream, deployed.resolved, expected, rows, depth, rows, real=real)
+
+
+class OverTcp(Deployed):
+    """Streams send through the transport's proxy, which reads the number of rows when it sends."""
+
+    STREAMS = ("tcp",)
+
+    def region(self, role, slots, nbytes, index, tcp_host="127.0.0.1"):
+        return super().region(role, slots, nbytes, index, tcp_host)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_bytes_follow_the_rows_over_tcp(tiny_models, tp):
+    """Requests and answers carry the rows that an instance computes, and no more."""
+    path, rows, few = tiny_models("deepseek_v3"), 13, SMALL | {"pipeline": {"depth": 1}}
+    few["attention"] = SMALL["attention"] | {"instances": 1, "max_num_seqs": 16}
+    deployed = OverTcp(
+        path, 1, 3, "torch",
+        transport={"backend": "tcp"}, wire={"dispatch": "routed"}, ffn={"tp": tp},
+        attention=few["attention"], pipeline=few["pipeline"],
+    )  # fmt: skip
+    try:
+        expected, r = reference_model(path), deployed.resolved
+        client, stream = deployed.clients[0], stream_of(deployed, 0)
+        splitter = Splitter(r.placement.bounds, tp, "cpu")
+        for seed, experts in enumerate([None, [0, 1], [7]]):
+            client.begin_step(1)
+            stream.record(client.peers, NoTimestamps())
+            client.announce(rows)
+            stream.begin_step(1)
+            for layer in r.model.moe_layers:
+                x, ids, weights = random_rows(r, rows, 100 * seed + layer)
+                if experts is not None:
+                    ids = torch.tensor(experts, dtype=torch.int32)[ids % len(experts)]
+                with stream.sending(layer, 0, rows):
+                    stream.send(layer, 0, x, ids, weights)
+                want = expected.forward(layer, x, ids, weights)
+                torch.testing.assert_close(stream.recv(0), want, rtol=1e-4, atol=1e-4)
+                for j, count in enumerate(splitter.split(ids).of_ranks()):
+                    request = deployed.regions[j].header(r.slots.to_ffn(0, 0))
+                    assert request.count == count
+                    beyond = 4 * r.model.top_k * (rows - count)  # ids travel whole
+                    assert request.nbytes == r.a2f.message_bytes(count) + beyond
+                    answer = client._region.header(r.slots.to_attention(j, 0))
+                    start, end = row_shares(rows, tp)[j % tp]
+                    assert answer.count == max(0, min(count, end) - start)
+                    assert answer.nbytes == r.f2a.message_bytes(answer.count)
+            stream.end_step()
+            client.end_step()
+        for loop in deployed.loops.values():
+            assert not loop.rank.metrics.late_peers
+    finally:
+        deployed.close()
 
 
 class Recorded:
