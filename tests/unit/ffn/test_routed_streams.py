@@ -13,7 +13,7 @@ from tape import Tape, Taped, TapeRecorder, load_torch, take_bucket
 from test_expert_moves import tables_for
 from test_stream_steps import run_on_streams, stream_of
 
-from afd.metrics.role import Captured
+from afd.metrics.role import Captured, Direction
 from afd.metrics.step_trace import NoTimestamps
 from afd.schedule import row_shares, split_rows
 from afd.wire.streams_torch import HostStreams
@@ -70,6 +70,7 @@ def test_bytes_follow_the_rows_over_tcp(tiny_models, tp):
         client, stream = deployed.clients[0], stream_of(deployed, 0)
         splitter = Splitter(r.placement.bounds, tp, "cpu")
         for seed, experts in enumerate([None, [0, 1], [7]]):
+            before, sent = client._observer.metrics.wire_bytes[Direction.A2F], 0
             client.begin_step(1)
             stream.record(client.peers, NoTimestamps())
             client.announce(rows)
@@ -87,12 +88,14 @@ def test_bytes_follow_the_rows_over_tcp(tiny_models, tp):
                     assert request.count == count
                     beyond = 4 * r.model.top_k * (rows - count)  # ids travel whole
                     assert request.nbytes == r.a2f.message_bytes(count) + beyond
+                    sent += request.nbytes
                     answer = client._region.header(r.slots.to_attention(j, 0))
                     start, end = row_shares(rows, tp)[j % tp]
                     assert answer.count == max(0, min(count, end) - start)
                     assert answer.nbytes == r.f2a.message_bytes(answer.count)
             stream.end_step()
-            client.end_step()
+            client.end_replay(stream.rows_sent)
+            assert client._observer.metrics.wire_bytes[Direction.A2F] - before == sent
         for loop in deployed.loops.values():
             assert not loop.rank.metrics.late_peers
     finally:
@@ -159,7 +162,7 @@ class Recorded:
         self.client.announce(self.rows)
         with torch.inference_mode():
             self.tape.replay()
-        self.client.end_step()
+        self.client.end_replay(self.stream.rows_sent)
 
     def by_host(self):
         """The same step in host form."""
