@@ -102,7 +102,7 @@ def run_ffn(role: RoleSpec) -> None:
             loop.clock, limit_s=deadlines.stuck_s, first_limit_s=deadlines.start_s
         )
         watch.start(exit_now)
-        if replays(deployment):
+        if replays(deployment, resolved.family):
             loop.capture_graphs()
         control.set_state("ready")
         logger.info(
