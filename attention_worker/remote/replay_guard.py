@@ -34,8 +34,8 @@ class ReplaySettings:
 @dataclass(frozen=True)
 class CapturedStep:
     """A captured step. waits: the doorbells it waits for. timestamps: of its last replay.
-    kept_alive: what the graph reads, here vLLM's attention metadata. rows_sent: returns those of its
-    last replay; see :attr:`attention_worker.remote.stream.StreamExperts.rows_sent`."""
+    kept_alive: what the graph reads, here vLLM's attention metadata. rows_sent: of its last replay;
+    see :attr:`attention_worker.remote.stream.StreamExperts.rows_sent`."""
 
     depth: int
     waits: Waits

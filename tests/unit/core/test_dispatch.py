@@ -54,8 +54,8 @@ def test_auto_chooses_routed_if_it_sends_clearly_fewer_bytes(held, top_k, chosen
 
 
 def test_routed_bytes_to_24_instances():
-    """docs/placement.md: 29 % of broadcast's bytes for 8 of 256 experts, as DeepSeek-V3 has; counted
-    from the messages that arrive, and by the formula."""
+    """docs/placement.md: 29 % of broadcast's bytes for 8 of 256 experts, as DeepSeek-V3 has.
+    Counted from the messages that arrive, and by the formula."""
     instances, top_k, rows = 24, 8, 200
     bounds = slot_bounds(256, instances, 0)
     held = [high - low for low, high in itertools.pairwise(bounds)]
