@@ -94,6 +94,9 @@ def in_background(work, *args):
 class Deployed:
     """x attention clients and the FFN loops of y instances, each rank's loop on its own thread."""
 
+    STREAMS = ("ipc",)
+    """Backends whose steps may be announced."""
+
     def __init__(self, checkpoint, x, y, backend="reference", **sections):
         self.backend = backend
         self.deployment = self.parsed(
@@ -108,7 +111,7 @@ class Deployed:
         )
         self.resolved: Resolved = resolve(self.deployment)
         # The reference accelerator executes its streams on the calling thread.
-        self.streams = self.deployment.transport.backend == "ipc"
+        self.streams = self.deployment.transport.backend in self.STREAMS
         self.registry = Registry()
         self.controls: dict[str, FakeControl] = {}  # by member id
         self.generation = 100
