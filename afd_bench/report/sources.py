@@ -10,6 +10,7 @@ _SERVER = ("afd", "attention_worker", "ffn_worker", "comm/src", "comm/include")
 
 CODE_OF = {
     "allreduce": ("ffn_worker/allreduce",),
+    "amd": ("afd_bench/amd",),
     "attention": ("attention_worker/kernels",),
     "comm": ("comm/src", "comm/include"),
     "cpu": _SERVER,
@@ -19,6 +20,7 @@ CODE_OF = {
     "gpu": _SERVER,
     "hf": _SERVER,
     "identity": _SERVER,
+    "load": ("ffn_worker/experts", "ffn_worker/moe/stored.py"),
     "moe": ("ffn_worker/moe", "ffn_worker/kernels"),
     "paper": ("afd_planner",),
     "rounding": ("training", "afd/wire"),

@@ -155,4 +155,13 @@ std::thread start_thread(const std::string& name, std::function<void()> body) {
   return thread;
 }
 
+void prefer_cpus(std::thread& thread, const std::vector<int>& cpus) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  for (const int cpu : cpus)
+    if (cpu < CPU_SETSIZE) CPU_SET(static_cast<std::size_t>(cpu), &set);
+  // Only a preference: the thread also works if the kernel refuses.
+  if (CPU_COUNT(&set) != 0) pthread_setaffinity_np(thread.native_handle(), sizeof set, &set);
+}
+
 }  // namespace afd_comm

@@ -6,15 +6,11 @@
 
 #include "backends.h"
 #include "packed_times.h"
+#include "poller.h"
 
 namespace afd_comm {
 namespace {
 
-// With a spare core spinning is free; on two cores it takes CPU time from the peer. Measurements:
-// README.
-constexpr int kFewCpus = 2;
-constexpr int64_t kSpinNs = 50000;
-constexpr int64_t kSpinNsFewCpus = 5000;
 constexpr std::size_t kOps = 64;  // of one call to the driver
 
 }  // namespace
@@ -28,7 +24,7 @@ Region::Region(uint64_t slots, uint64_t slot_bytes, const RegionOptions& options
       device_(options.device),
       slot_traces_(new SlotTrace[geometry().slots]),
       creator_(getpid()),
-      spin_ns_(usable_cpus() > kFewCpus ? kSpinNs : kSpinNsFewCpus) {
+      spin_ns_(static_cast<int64_t>(default_spin_ns())) {
   ShmAddress shm;
   shm.machine = machine_identity();
   shm.pid = creator_;
@@ -36,9 +32,6 @@ Region::Region(uint64_t slots, uint64_t slot_bytes, const RegionOptions& options
   shm.bytes = geometry().total;
   shm.token = token_;
   if (!device_.is_cpu()) {
-    if (!options.tcp_host.empty())
-      throw CommError("region '" + name_ + "' has its slots on " + device_text(device_) +
-                      ", where TCP cannot write; leave tcp_host out, or use device='cpu'");
     addresses_.push_back(format(place_on_device(shm)));
   } else {
     addresses_.push_back(format(shm));

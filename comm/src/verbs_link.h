@@ -17,7 +17,7 @@
 #include <thread>
 #include <vector>
 
-#include "afd_comm/link.h"
+#include "driven_link.h"
 #include "event_count.h"
 #include "socket.h"
 #include "verbs_plan.h"
@@ -30,17 +30,21 @@ struct VerbsSource {
   const uint8_t* begin = nullptr;
   uint64_t nbytes = 0;
   bool host = true;  // the CPU can read it
+  uint64_t id = 0;   // of the device's allocation, 0: the caller takes care that it stays
   std::vector<Registration> keys;
   bool holds(const void* data, uint64_t n) const {
     const auto* at = static_cast<const uint8_t*>(data);
     return at >= begin && n <= nbytes && static_cast<uint64_t>(at - begin) <= nbytes - n;
+  }
+  bool overlaps(const VerbsSource& other) const {
+    return begin < other.begin + other.nbytes && other.begin < begin + nbytes;
   }
 };
 
 // Work request id of the test packet over path `path`.
 uint64_t verbs_test_id(uint32_t path);
 
-class VerbsLink final : public Link, private CompletionSink {
+class VerbsLink final : public DrivenLink, private CompletionSink {
  public:
   VerbsLink(const TcpAddress& address, const LinkOptions& options);
   ~VerbsLink() override;
@@ -50,6 +54,15 @@ class VerbsLink final : public Link, private CompletionSink {
   Status post(const Message& message) override;
   Status wait_sent(uint32_t slot, int64_t timeout_us) override;
   void register_memory(void* address, uint64_t nbytes, Device device) override;
+  Start start(const Message& message, const uint64_t* available, Status& outcome) override;
+  std::optional<Status> go_on(uint32_t slot) override;
+  Status give_up(uint32_t slot) override;
+  bool sent(uint32_t slot) const override;
+  Limits limits() const override { return {region_slots_, slot_bytes_, options_.slots}; }
+  Status health() const override;
+  bool reads_devices() const override { return !staged_; }
+  bool adopt(const void* data, uint64_t nbytes, Device device) override;
+  std::shared_ptr<Poller> poller() const override;
   // What was found at set-up, then the paths that failed and why the link ended.
   std::string notes() const override;
   void close() override;
@@ -90,6 +103,9 @@ class VerbsLink final : public Link, private CompletionSink {
     Part parts[kMaxParts];
     const VerbsSource* sources[kMaxParts] = {};
     std::size_t part_count = 0;
+    // A message whose bytes come by and by: see start().
+    const uint64_t* available = nullptr;
+    uint32_t next = 0;  // stripe to send
   };
 
   // verbs_connect.cc
@@ -99,13 +115,20 @@ class VerbsLink final : public Link, private CompletionSink {
   void exchange(const TcpAddress& address, uint64_t deadline);
   void make_bounce();
   void test_paths(uint64_t deadline);
-  std::shared_ptr<const VerbsSource> make_source(void* address, uint64_t nbytes, Device device);
+  void test_device();
+  std::shared_ptr<const VerbsSource> make_source(void* address, uint64_t nbytes, Device device,
+                                                 uint64_t id);
 
   // verbs_link.cc
   void on_completion(const ib::Wc& completion) override;
   Status outcome() const { return ended_.load(std::memory_order_acquire); }
   Status wait_acknowledged(const Outgoing& out, uint64_t deadline);
+  Status check(const Message& message) const;
+  // The oldest message without acknowledgement, if the receiver may have to remember too many.
+  const Outgoing* window_is_full();
   Status wait_window(uint64_t deadline);
+  Status prepare(uint32_t index, const Message& message, uint64_t posted);
+  void add_source(std::shared_ptr<const VerbsSource> source);
   const VerbsSource* source_of(const Part& part) const;
   void send_stripe(uint32_t index, uint32_t stripe, uint32_t path);
   void lose(Outgoing& out, uint32_t stripe, uint32_t path);
@@ -136,7 +159,8 @@ class VerbsLink final : public Link, private CompletionSink {
   uint64_t most_piece_ = 0;  // bytes of one work request
   uint64_t remote_payload_ = 0;
   uint64_t remote_records_ = 0;
-  uint32_t first_ = 0;  // slot of out_[0]
+  bool remote_staged_ = false;  // the receiver wants extents
+  uint32_t first_ = 0;          // slot of out_[0]
 
   // Destroyed in reverse order: paths before the queues they complete on.
   std::vector<std::shared_ptr<Nic>> nics_;
@@ -148,6 +172,7 @@ class VerbsLink final : public Link, private CompletionSink {
   uint8_t* bounce_ = nullptr;
   uint64_t bounce_bytes_ = 0;
   uint64_t copies_ = 0;
+  bool staged_ = false;  // the NICs cannot read the device's memory
   std::mutex registering_;
   std::vector<std::shared_ptr<const VerbsSource>> sources_;  // entry 0 is the bounce buffer
   // post() reads this without a lock; earlier lists are kept for threads that still read them.

@@ -12,13 +12,8 @@
 namespace afd_comm {
 namespace {
 
-constexpr uint64_t kSpinNs = 50000;
-constexpr uint64_t kSpinNsFewCpus = 5000;
-constexpr int kFewCpus = 2;
-
 uint64_t spin_ns(const VerbsOptions& options) {
-  if (options.spin_us >= 0) return static_cast<uint64_t>(options.spin_us) * 1000;
-  return usable_cpus() > kFewCpus ? kSpinNs : kSpinNsFewCpus;
+  return options.spin_us >= 0 ? static_cast<uint64_t>(options.spin_us) * 1000 : default_spin_ns();
 }
 
 ib::Context* open_device(const Verbs& verbs, const std::string& name) {

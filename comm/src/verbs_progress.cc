@@ -1,7 +1,6 @@
 #include "verbs_progress.h"
 
 #include <poll.h>
-#include <pthread.h>
 #include <sched.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -23,15 +22,6 @@ std::string first_line(const std::string& path) {
   std::string line;
   std::getline(file, line);
   return line;
-}
-
-void pin(pthread_t thread, const std::vector<int>& cpus) {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  for (const int cpu : cpus)
-    if (cpu < CPU_SETSIZE) CPU_SET(static_cast<std::size_t>(cpu), &set);
-  // Only a preference: the thread also works if the kernel refuses.
-  if (CPU_COUNT(&set) != 0) pthread_setaffinity_np(thread, sizeof set, &set);
 }
 
 }  // namespace
@@ -63,97 +53,91 @@ std::vector<int> cpus_near(const std::string& device) {
   return out;
 }
 
+class Progress::Events final : public Rest {
+ public:
+  Events(const Verbs& verbs, ib::CompChannel* channel)
+      : verbs_(verbs), channel_(channel), wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+    if (!wake_)
+      throw CommError("cannot open an eventfd: " + errno_text(errno) +
+                      "; raise the open-files limit");
+  }
+
+  // A queue is added before, and removed after, the poller polls it.
+  void set_queues(const std::vector<std::unique_ptr<Queue>>& queues) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    queues_.clear();
+    for (const auto& queue : queues) queues_.push_back(queue->cq);
+  }
+
+  void sleep(Look look, void* poller) override {
+    // Either wake() sees that the thread sleeps, or `look` sees what came before wake().
+    sleeping_.exchange(true, std::memory_order_seq_cst);
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      for (ib::Cq* const cq : queues_) verbs_.req_notify_cq(cq, 0);
+    }
+    // Completions from before events were requested raise no event.
+    if (!look(poller)) {
+      pollfd fds[2] = {{wake_.get(), POLLIN, 0}, {channel_->fd, POLLIN, 0}};
+      if (poll(fds, 2, kSleepMs) > 0) drain(fds[1].revents != 0);
+    }
+    sleeping_.store(false, std::memory_order_relaxed);
+  }
+
+  void wake() override {
+    if (!sleeping_.exchange(false, std::memory_order_seq_cst)) return;
+    const uint64_t one = 1;
+    static_cast<void>(!write(wake_.get(), &one, sizeof one));
+  }
+
+ private:
+  void drain(bool events) {
+    uint64_t count = 0;
+    static_cast<void>(!read(wake_.get(), &count, sizeof count));
+    ib::Cq* cq = nullptr;
+    void* context = nullptr;
+    while (events && verbs_.get_cq_event(channel_, &cq, &context) == 0) verbs_.ack_cq_events(cq, 1);
+  }
+
+  const Verbs& verbs_;
+  ib::CompChannel* channel_;
+  Fd wake_;
+  std::atomic<bool> sleeping_{false};
+  std::mutex mutex_;  // taken by the thread only before it sleeps
+  std::vector<ib::Cq*> queues_;
+};
+
+bool Progress::Queue::poll() {
+  ib::Wc completions[kBatch];
+  const int n = verbs.poll_cq(cq, kBatch, completions);
+  if (n > 0) sink->before(completions, n);
+  for (int i = 0; i < n; ++i) sink->on_completion(completions[i]);
+  return n > 0;
+}
+
 Progress::Progress(const Verbs& verbs, ib::CompChannel* channel, const std::string& name,
                    const std::vector<int>& cpus, uint64_t spin_ns)
     : verbs_(verbs),
-      channel_(channel),
-      spin_ns_(spin_ns),
-      wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
-  if (!wake_)
-    throw CommError("cannot open an eventfd: " + errno_text(errno) +
-                    "; raise the open-files limit");
-  thread_ = start_thread("afd-" + name, [this] { run(); });
-  pin(thread_.native_handle(), cpus);
-}
+      events_(new Events(verbs, channel)),
+      poller_(name, cpus, spin_ns, std::unique_ptr<Rest>(events_)) {}
 
-Progress::~Progress() {
-  stop_.store(true, std::memory_order_release);
-  changed(std::unique_lock<std::mutex>(mutex_), false);
-  thread_.join();
-}
+Progress::~Progress() = default;
 
 void Progress::add(ib::Cq* cq, CompletionSink* sink) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  entries_.push_back(Entry{cq, sink});
-  changed(std::move(lock), false);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  queues_.push_back(std::make_unique<Queue>(verbs_, cq, sink));
+  events_->set_queues(queues_);
+  poller_.add(*queues_.back());
 }
 
 void Progress::remove(ib::Cq* cq) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  entries_.erase(std::remove_if(entries_.begin(), entries_.end(),
-                                [cq](const Entry& entry) { return entry.cq == cq; }),
-                 entries_.end());
-  changed(std::move(lock), true);
-}
-
-void Progress::changed(std::unique_lock<std::mutex> lock, bool wait) {
-  const uint64_t mine = version_.fetch_add(1, std::memory_order_release) + 1;
-  const uint64_t one = 1;
-  static_cast<void>(!write(wake_.get(), &one, sizeof one));
-  if (wait) taken_.wait(lock, [this, mine] { return seen_ >= mine; });
-}
-
-void Progress::take_changes() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  polled_ = entries_;
-  seen_ = version_.load(std::memory_order_relaxed);
-  taken_.notify_all();
-}
-
-bool Progress::poll_all() {
-  bool any = false;
-  ib::Wc completions[kBatch];
-  for (const Entry& entry : polled_) {
-    const int n = verbs_.poll_cq(entry.cq, kBatch, completions);
-    for (int i = 0; i < n; ++i) entry.sink->on_completion(completions[i]);
-    any = any || n > 0;
-  }
-  return any;
-}
-
-void Progress::run() {
-  uint64_t busy_until = 0;
-  uint64_t version = 0;
-  while (!stop_.load(std::memory_order_acquire)) {
-    if (version_.load(std::memory_order_acquire) != version) {
-      take_changes();
-      version = seen_;
-    }
-    if (poll_all()) {
-      busy_until = now_ns() + spin_ns_;
-      continue;
-    }
-    if (!polled_.empty() && now_ns() < busy_until) {
-      relax();
-      continue;
-    }
-    sleep();
-    busy_until = now_ns() + spin_ns_;
-  }
-}
-
-void Progress::sleep() {
-  for (const Entry& entry : polled_) verbs_.req_notify_cq(entry.cq, 0);
-  // Completions from before events were requested raise no event.
-  if (poll_all()) return;
-  pollfd fds[2] = {{wake_.get(), POLLIN, 0}, {channel_->fd, POLLIN, 0}};
-  if (poll(fds, 2, kSleepMs) <= 0) return;
-  uint64_t count = 0;
-  static_cast<void>(!read(wake_.get(), &count, sizeof count));
-  ib::Cq* cq = nullptr;
-  void* context = nullptr;
-  while (fds[1].revents != 0 && verbs_.get_cq_event(channel_, &cq, &context) == 0)
-    verbs_.ack_cq_events(cq, 1);
+  const auto found = std::find_if(queues_.begin(), queues_.end(),
+                                  [cq](const auto& queue) { return queue->cq == cq; });
+  if (found == queues_.end()) return;
+  poller_.remove(**found);
+  queues_.erase(found);
+  events_->set_queues(queues_);
 }
 
 }  // namespace afd_comm

@@ -1,14 +1,13 @@
 // Backend verbs: the thread that polls one NIC's completion queues.
 #pragma once
 
-#include <atomic>
-#include <condition_variable>
+#include <memory>
 #include <mutex>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "afd_comm/process.h"
+#include "poller.h"
 #include "verbs_library.h"
 
 namespace afd_comm {
@@ -18,8 +17,11 @@ class CompletionSink {
  public:
   virtual ~CompletionSink() = default;
   virtual void on_completion(const ib::Wc& completion) = 0;
+  // Called once before the completions that were polled together.
+  virtual void before(const ib::Wc* /*completions*/, int /*count*/) {}
 };
 
+// The NIC's poller, and the completion queues that it polls.
 class Progress {
  public:
   // `cpus`: where the thread may run; empty: anywhere. `spin_ns`: how long it polls without a
@@ -33,30 +35,28 @@ class Progress {
   void add(ib::Cq* cq, CompletionSink* sink);
   // After it returns, the sink is not called. Must not be called from a sink.
   void remove(ib::Cq* cq);
+  // The thread, for items that belong to this NIC: so one core per NIC is enough.
+  Poller& poller() { return poller_; }
 
  private:
-  struct Entry {
+  // One completion queue.
+  struct Queue final : Polled {
+    Queue(const Verbs& v, ib::Cq* q, CompletionSink* s) : verbs(v), cq(q), sink(s) {}
+    bool poll() override;
+    // The NIC raises an event for every completion.
+    bool armed() const override { return false; }
+    const Verbs& verbs;
     ib::Cq* cq;
     CompletionSink* sink;
   };
-  void run();
-  bool poll_all();
-  void take_changes();
-  void sleep();
-  void changed(std::unique_lock<std::mutex> lock, bool wait);
+  // Sleeps until the NIC raises an event.
+  class Events;
 
   const Verbs& verbs_;
-  ib::CompChannel* channel_;
-  const uint64_t spin_ns_;
-  Fd wake_;
-  std::vector<Entry> polled_;  // the thread's own copy
   std::mutex mutex_;
-  std::condition_variable taken_;
-  std::vector<Entry> entries_;
-  std::atomic<uint64_t> version_{0};
-  uint64_t seen_ = 0;
-  std::atomic<bool> stop_{false};
-  std::thread thread_;
+  std::vector<std::unique_ptr<Queue>> queues_;  // guarded by mutex_
+  Events* events_;                              // owned by poller_
+  Poller poller_;
 };
 
 // Parses a sysfs list of CPUs such as "0-3,8,10-11", up to the first invalid character. Pure.

@@ -72,7 +72,7 @@ class OrderInbox:
         if header.kind == Kind.HELLO:
             self._set_connected(True)
             return payload.decode()
-        return read_order(header.kind, header.layer, header.micro_batch, payload)
+        return read_order(header.kind, header.layer, header.micro_batch, header.moves, payload)
 
     def close(self) -> None:
         self.region.close()
@@ -102,17 +102,27 @@ class _OrderLink:
 
     def tell(self, order: Order, payload: "_Payload") -> Status:
         """payload: of the order, made once for all links."""
-        return self._post(order.kind, order.position, payload)
+        return self._post(order.kind, order.position, payload, order.settled)
 
     def close(self) -> None:
         self._link.close()
 
-    def _post(self, kind: Kind, position: Position, payload: "_Payload") -> Status:
+    def _post(
+        self, kind: Kind, position: Position, payload: "_Payload", settled: int = 0
+    ) -> Status:
         slot, flag = self._sent % self._slots, make_flag(self.session, self._sent + 1)
         self._sent += 1
         layer, micro_batch = position.layer, position.micro_batch
-        parts = payload.parts
-        order = message(slot, parts, 0, layer=layer, micro_batch=micro_batch, depth=0, kind=kind)
+        order = message(
+            slot,
+            payload.parts,
+            0,
+            layer=layer,
+            micro_batch=micro_batch,
+            depth=0,
+            kind=kind,
+            moves=settled,
+        )
         return self._link.post(order, flag)
 
 

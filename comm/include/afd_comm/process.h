@@ -7,6 +7,7 @@
 #include <functional>
 #include <string>
 #include <thread>
+#include <vector>
 
 namespace afd_comm {
 
@@ -59,6 +60,9 @@ pid_t pid_of(ProcessIdentity identity);
 // Starts a thread with all signals blocked, since signals belong to the application's threads. The
 // system shows the first 15 characters of `name`. Throws CommError.
 std::thread start_thread(const std::string& name, std::function<void()> body);
+
+// Lets the thread run on these CPUs only, if the kernel agrees. Empty: no change.
+void prefer_cpus(std::thread& thread, const std::vector<int>& cpus);
 
 // Tells whether one process is alive. Polls a pidfd (0.3 us) if the kernel has them.
 class ProcessWatch {

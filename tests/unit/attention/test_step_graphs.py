@@ -18,7 +18,7 @@ from vllm.forward_context import BatchDescriptor
 
 from afd.errors import DeadlineExceeded, PeerLost
 from afd.metrics.role import RoleMetrics, Stage
-from afd.wire.streams_torch import HostStreams
+from afd.wire.streams_torch import CudaTimer, HostStreams
 from afd_comm import Status
 from attention_worker.remote.observer import ReplayObserver
 from attention_worker.remote.replay_guard import ReplayGuard, ReplaySettings, RunningStep
@@ -54,12 +54,14 @@ class Host:
                 Peer(p.id, p.session + 10) if j in lost else p for j, p in enumerate(self.peers)
             )
 
-    def end_step(self):
+    def end_replay(self, rows_sent):
+        assert rows_sent == 7
         self.log.append(("end",))
 
 
 class Stream:
     streams = HostStreams()
+    rows_sent = 7
 
     def record(self, peers, timestamps):
         timestamps.begin()
@@ -142,7 +144,7 @@ def make(monkeypatch, lookahead):
         host,
         region,
         Stream.streams,
-        ReplayObserver(metrics, stage_every=2),
+        ReplayObserver(metrics, 2, CudaTimer()),
     )
     step = graphs.StepGraphs(model, None, host, Stream(), guard)
     return SimpleNamespace(
