@@ -129,47 +129,61 @@ def session(attention_generation: int, ffn_generation: int) -> int:
     return (attention_generation + ffn_generation) % 2**32
 
 
-def gpu_order(
-    role: str, number: int, attention_instances: int, ffn_ranks: int, gpus: int | None = None
-) -> tuple[int, ...]:
-    """Returns the order in which a process should see the GPUs of the host: its own first.
+def gpu_order(own: int, processes: int, gpus: int | None = None) -> tuple[int, ...]:
+    """Returns the order in which a process should see the GPUs of its host: its own first.
 
-    Attention instances take the first GPUs, FFN ranks the following ones. If there are fewer
-    ``gpus`` than processes, the numbering starts again at the first GPU. Every process sees all
-    GPUs, because mapping a peer's memory needs the peer's GPU to be visible.
+    If there are fewer ``gpus`` than processes, the numbering starts again at the first GPU. Every
+    process sees all GPUs, because mapping a peer's memory needs the peer's GPU to be visible.
 
     Args:
-        number: the process's number within its role; for FFN ranks :func:`ffn_number`.
-        gpus: GPUs that the deployment shares; None: one per process.
+        own: number of the process among those with GPUs on its host, see
+            :meth:`afd.config.roles.RoleSpec.gpu_environment`.
+        processes: how many those are.
+        gpus: GPUs that they share; None: one per process.
     """
-    count = attention_instances + ffn_ranks if gpus is None else gpus
-    own = (number if role == "attention" else attention_instances + number) % count
+    count = processes if gpus is None else min(gpus, processes)
+    own %= count
     return (own, *(gpu for gpu in range(count) if gpu != own))
 
 
 def visible_gpus(
     device: Device, order: Sequence[int], environment: Mapping[str, str]
 ) -> dict[str, str]:
-    """Returns the environment variable that shows a process the GPUs in this order.
+    """Returns the environment variables that show a process the GPUs in this order.
+
+    The device's first variable is set, and any other name of it that ``environment`` has.
 
     Args:
         device: kind of the GPUs; for a host device the result is {}.
         order: indices into the GPUs that ``environment`` allows, or into all GPUs of the host.
 
     Raises:
-        ConfigError: fewer GPUs are allowed than the deployment needs.
+        ConfigError: fewer GPUs are allowed than the deployment needs, or two names of the variable
+            differ.
     """
-    variable = device.visible_variable
-    if variable is None:
+    if not device.visible_variables:
         return {}
-    allowed = environment.get(variable)
-    names = allowed.split(",") if allowed is not None else [str(gpu) for gpu in sorted(order)]
+    given = {name: environment[name] for name in device.visible_variables if name in environment}
+    if len(set(given.values())) > 1:
+        pairs = " but ".join(f"{name}={value}" for name, value in given.items())
+        raise ConfigError(f"{pairs}; set only {device.visible_variables[0]}")
+    hidden_by = device.hiding_variable
+    names = [str(gpu) for gpu in sorted(order)]
+    said = ""
+    if given:
+        name, allowed = next(iter(given.items()))
+        names, said = allowed.split(","), f"{name}={allowed}"
+    elif hidden_by is not None and hidden_by in environment:
+        # The variable above it numbers the GPUs that are left.
+        left = environment[hidden_by]
+        names, said = [str(n) for n in range(len(left.split(",")))], f"{hidden_by}={left}"
     if len(names) < len(order):
         raise ConfigError(
-            f"the deployment takes {len(order)} GPUs but {variable}={allowed}; allow one GPU per"
+            f"the deployment takes {len(order)} GPUs but {said}; allow one GPU per"
             " attention instance and FFN rank, use fewer of them, or set gpus to share GPUs"
         )
-    return {variable: ",".join(names[gpu] for gpu in order)}
+    value = ",".join(names[gpu] for gpu in order)
+    return {name: value for name in (device.visible_variables[0], *given)}
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,11 @@ BENCHES = {
     "gpu": "afd_bench.gpu",
     "hf": "afd_bench.hf",
     "identity": "afd_bench.identity",
+    "load": "afd_bench.load",
     "moe": "afd_bench.moe.cli",
     "paper": "afd_bench.paper",
     "report": "afd_bench.report.command",
+    "scale": "afd_bench.scale.cli",
     "simulator": "afd_bench.simulator",
     "stages": "afd_bench.stages",
 }

@@ -52,6 +52,11 @@ def _parser() -> argparse.ArgumentParser:
 
     serve = _add(commands, "serve", _serve, "start every role of a deployment on this host")
     add_config(serve)
+    serve.add_argument(
+        "--host",
+        metavar="NAME",
+        help="this host's name in the file's hosts (default: the one whose address is local)",
+    )
     serve.add_argument("--log-dir", type=Path, metavar="DIR", help="one log file per role in DIR")
     serve.add_argument(
         "--check", action="store_true", help="check the file and the model, then exit"
@@ -80,6 +85,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     keys.add_argument(
         "--of", type=Path, metavar="KEYS", help="with --member: the deployment's key file"
+    )
+
+    api_key = _add(commands, "api-key", _api_key, "make an API key for a client of the gateway")
+    api_key.add_argument("name", metavar="NAME", help="who gets the key; for logs and errors")
+    api_key.add_argument("file", type=Path, metavar="FILE", help="the file of gateway.api_keys")
+    api_key.add_argument(
+        "--running", type=int, metavar="N", help="requests that run at a time (default: no limit)"
     )
 
     ctl = _add(commands, "ctl", _ctl, "show or change a running deployment")
@@ -207,16 +219,22 @@ class _Version(argparse.Action):
 
 def _serve(args: argparse.Namespace) -> int:
     deployment = load_deployment(args)
+    from afd.gateway.files import check_files
     from afd_launch.serve import serve, summary, weights_note
 
     if args.check:
-        print(f"{args.config} is good: {summary(deployment)}{weights_note(deployment)}")
+        from afd_launch.memory_check import check_memory
+
+        check_files(deployment.gateway)
+        notes = check_memory(deployment) + weights_note(deployment)
+        print(f"{args.config} is good: {summary(deployment)}{notes}")
         return 0
-    return serve(deployment, log_dir=args.log_dir)
+    return serve(deployment, host=args.host, log_dir=args.log_dir)
 
 
 def _role(args: argparse.Namespace) -> int:
     from afd.config.roles import load_role
+    from afd_launch.gpus import of_role
     from afd_launch.role import run_role, standalone_spec
 
     if args.role_file:
@@ -225,7 +243,7 @@ def _role(args: argparse.Namespace) -> int:
         raise ConfigError(f"afd {args.role} needs a deployment file; run afd {args.role} CONFIG")
     deployment = load_deployment(args)
     spec = standalone_spec(deployment, args.role, args.index, args.control, args.rank)
-    return run_role(spec, None)
+    return run_role(of_role(spec), None)
 
 
 def _keys(args: argparse.Namespace) -> int:
@@ -239,6 +257,15 @@ def _keys(args: argparse.Namespace) -> int:
         return 0
     CurveKeys.generate().save(args.file)
     print(f"{args.file} written; copy it to every host and set control.keys to it")
+    return 0
+
+
+def _api_key(args: argparse.Namespace) -> int:
+    from afd.gateway.api_keys import add_api_key
+
+    key = add_api_key(args.file, args.name, args.running)
+    print(f"{args.file} holds the hash of this key, which is shown only now:", file=sys.stderr)
+    print(key)
     return 0
 
 

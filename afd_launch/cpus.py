@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from afd.config.deployment import CoreLists, Deployment
@@ -32,6 +32,8 @@ def cpu_plan(available: Sequence[int], attention: int, ffn: int) -> CpuPlan:
     cores, roles = tuple(available), attention + ffn
     if not cores:
         raise ValueError("no cores are available")
+    if not roles:
+        return CpuPlan((), ())
     if roles > len(cores):
         lists: list[Cores] = [(cores[i % len(cores)],) for i in range(roles)]
     else:
@@ -42,26 +44,45 @@ def cpu_plan(available: Sequence[int], attention: int, ffn: int) -> CpuPlan:
     return CpuPlan(tuple(lists[:attention]), tuple(lists[attention:]))
 
 
-def plan_for(deployment: Deployment, available: Sequence[int]) -> CpuPlan:
-    """The plan of a deployment. Core lists in the file replace the automatic ones.
+def plan_for(deployment: Deployment, available: Sequence[int], host: str = "") -> CpuPlan:
+    """The plan of one host. Core lists in the file replace the automatic ones.
+
+    Args:
+        available: cores of the host. host: its name; "" if the file names no hosts.
+
+    Returns:
+        cores for the host's own instances and ranks; () for those of other hosts.
 
     Raises:
         ConfigError: the file names a core that is not available.
     """
     attention, ffn = deployment.attention, deployment.ffn
-    auto = cpu_plan(available, attention.instances, ffn.ranks)
+    place = next(place for place in deployment.places() if place.name == host)
+    ranks = [j * ffn.tp + rank for j in place.ffn for rank in range(ffn.tp)]
+    auto = cpu_plan(available, len(place.attention), len(ranks))
     return CpuPlan(
-        _given("attention.cpus", attention.cpus, auto.attention, available),
-        _given("ffn.cpus", ffn.cpus, auto.ffn, available),
+        _given(
+            "attention.cpus",
+            attention.cpus,
+            dict(zip(place.attention, auto.attention, strict=True)),
+            attention.instances,
+            available,
+        ),
+        _given("ffn.cpus", ffn.cpus, dict(zip(ranks, auto.ffn, strict=True)), ffn.ranks, available),
     )
 
 
 def _given(
-    setting: str, wanted: CoreLists, auto: tuple[Cores, ...], available: Sequence[int]
+    setting: str,
+    wanted: CoreLists,
+    auto: Mapping[int, Cores],
+    processes: int,
+    available: Sequence[int],
 ) -> tuple[Cores, ...]:
+    """auto: automatic cores of the processes of this host, by number among all ``processes``."""
     if wanted == "auto":
-        return auto
-    missing = {core for cores in wanted for core in cores} - set(available)
+        return tuple(auto.get(number, ()) for number in range(processes))
+    missing = {core for number in auto for core in wanted[number]} - set(available)
     if missing:
         raise ConfigError(
             f"{setting} names cores that this process must not use"

@@ -6,17 +6,18 @@ import logging
 import os
 import signal
 import subprocess
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
 from afd.config.deployment import Attention, Deployment, Ffn
+from afd.config.host_view import control_address, home_of, seen_from, settings_of
 from afd.config.roles import ROLE_FILE_ENV, Role, RoleSpec
 from afd.control.connect import NO_KEYS
 from afd.errors import ConfigError
 from afd.host.logs import LOG_FORMAT
 from afd.host.ports import held_ports
+from afd.host.versions import installed_versions
 from afd.topology import ffn_number
 from afd_launch.serve import run_directory
 
@@ -25,7 +26,7 @@ def standalone_spec(
     deployment: Deployment, role: Role, index: int, control: str | None, rank: int = 0
 ) -> RoleSpec:
     """The spec of a role that a user starts by hand. Raises ConfigError."""
-    address = control or deployment.control.address
+    address = control or control_address(deployment)
     if address == "auto":
         raise ConfigError(
             "control.address is auto, which only afd serve can choose; set it to tcp://HOST:PORT in"
@@ -46,15 +47,17 @@ def standalone_spec(
         )
     if deployment.control.keys is None:
         raise ConfigError(NO_KEYS)
+    host = home_of(deployment, role, index)
     return RoleSpec(
         role,
         index,
-        deployment,
+        seen_from(deployment, host),
         address,
         deployment.control.keys,
         api_port=_api_port(deployment, role, index),
         cpus=pool.cpus[ffn_number(index, rank, ranks)] if pool and pool.cpus != "auto" else (),
         rank=rank,
+        host=host,
     )
 
 
@@ -121,6 +124,7 @@ def _control(spec: RoleSpec, *, anchored: bool) -> int:
     from afd.control.authority import member_ids
     from afd.control.connect import timing_of
     from afd.control.depths import DepthPolicy
+    from afd.control.host_table import HostRules
     from afd.control.keys import CurveKeys
     from afd.control.main import run_control
 
@@ -136,22 +140,30 @@ def _control(spec: RoleSpec, *, anchored: bool) -> int:
         timing=timing_of(spec),
         contract=resolve(spec.deployment).contract if anchored else None,
         depth=DepthPolicy(pipeline.depth == "auto", target_s),
+        hosts=HostRules(
+            spec.host,
+            tuple(host.name for host in spec.deployment.hosts),
+            settings_of(spec.deployment),
+            installed_versions(),
+        ),
     )
-
-
-def checks_api_key(vllm_args: Sequence[str]) -> bool:
-    """Whether attention instances check the Authorization header themselves."""
-    names = {argument.partition("=")[0].replace("_", "-") for argument in vllm_args}
-    return "--api-key" in names or "VLLM_API_KEY" in os.environ
 
 
 def _gateway(spec: RoleSpec, *, supervised: bool) -> int:
     """supervised: the same user runs the attention instances, on this host."""
+    from afd.config.vllm_arguments import checks_api_key
     from afd.control.connect import client_for
     from afd.gateway.main import run_gateway
     from afd.gateway.settings import GatewaySettings
+    from afd.gateway.tls import server_context
 
     deployment = spec.deployment
+    tls, from_environment = deployment.gateway.tls, "VLLM_API_KEY" in os.environ
+    if from_environment and deployment.gateway.api_keys is not None:
+        raise ConfigError(
+            "gateway.api_keys is set, and VLLM_API_KEY makes attention instances check keys too;"
+            " remove VLLM_API_KEY from the environment"
+        )
     settings = GatewaySettings(
         host=deployment.gateway.host,
         port=spec.api_port,
@@ -161,7 +173,9 @@ def _gateway(spec: RoleSpec, *, supervised: bool) -> int:
         drain_s=deployment.deadlines.drain_s,
         instance=spec.id,
         metrics=deployment.metrics.enabled,
-        pass_credentials=checks_api_key(deployment.attention.vllm_args),
+        pass_credentials=checks_api_key(deployment.attention.vllm_args) or from_environment,
+        api_keys=deployment.gateway.api_keys,
+        tls=None if tls is None else server_context(tls.certificate, tls.key),
         own_upstreams=supervised,
     )
 

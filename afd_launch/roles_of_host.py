@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from afd.config.deployment import Deployment
+from afd.config.host_view import control_address, home_of
 from afd.config.roles import RoleSpec
 from afd.control.address import to_connect
 from afd.control.keys import CurveKeys
@@ -24,7 +25,11 @@ STOP_S = {"control": 5.0, "ffn": 5.0, "attention": 15.0, "gateway": 5.0}
 
 @dataclass(frozen=True)
 class Ports:
-    """Every address that the deployment listens on, chosen before anything starts."""
+    """Every address that this host listens on, chosen before anything starts.
+
+    gateway: 0 on a host without the gateway. attention: by number of the instance; 0 for instances
+    of other hosts.
+    """
 
     gateway: int
     attention: tuple[int, ...]
@@ -32,45 +37,64 @@ class Ports:
 
 
 @contextlib.contextmanager
-def held_addresses(deployment: Deployment) -> Iterator[Ports]:
+def held_addresses(deployment: Deployment, host: str = "") -> Iterator[Ports]:
     """The ports of the file; free ports, which stay reserved meanwhile, for those that it omits.
 
-    Raises ConfigError if a port of the file is in use.
+    Args:
+        deployment: as seen from ``host``, the name of this host; "" if the file names none.
+
+    Raises:
+        ConfigError: a port of the file is in use.
     """
-    gateway, attention, control = deployment.gateway, deployment.attention, deployment.control
-    hosts = [gateway.host, "127.0.0.1", *[attention.host] * attention.instances]
-    with held_ports(hosts) as free:
-        port = gateway.port or free[0]
-        check_free(gateway.host, port, "gateway.port (or --port)")
-        api_ports = [p or free[2 + i] for i, p in enumerate(attention.api_ports())]
-        for index, api_port in enumerate(api_ports):
+    gateway, attention = deployment.gateway, deployment.attention
+    local = next(place for place in deployment.places() if place.name == host).attention
+    leads = home_of(deployment, "control", 0) == host
+    addresses = [gateway.host, "127.0.0.1"] if leads else []
+    with held_ports([*addresses, *[attention.host] * len(local)]) as free:
+        api_ports = [0] * attention.instances
+        for index, spare in zip(local, free[len(addresses) :], strict=True):
             setting = "attention.port" + (f" (instance {index})" if index else "")
-            check_free(attention.host, api_port, setting)
-        if control.address == "auto":
-            address = f"tcp://127.0.0.1:{free[1]}"
-        else:
-            address = control.address
-            endpoint = to_connect(address)
-            check_free(endpoint.host, endpoint.port, "control.address")
+            api_ports[index] = attention.api_ports()[index] or spare
+            check_free(attention.host, api_ports[index], setting)
+        address = control_address(deployment)
+        port = 0
+        if leads:
+            port = gateway.port or free[0]
+            check_free(gateway.host, port, "gateway.port (or --port)")
+            if address == "auto":
+                address = f"tcp://127.0.0.1:{free[1]}"
+            else:
+                endpoint = to_connect(address)
+                check_free(endpoint.host, endpoint.port, "control.address")
         yield Ports(port, tuple(api_ports), address)
 
 
-def role_specs(deployment: Deployment, ports: Ports, cores: Sequence[int]) -> list[RoleSpec]:
-    """Returns one spec per process, in start order, without keys. Pure."""
-    cpus = plan_for(deployment, cores)
+def role_specs(
+    deployment: Deployment, ports: Ports, cores: Sequence[int], host: str = ""
+) -> list[RoleSpec]:
+    """Returns one spec per process of this host, in start order, without keys. Pure.
+
+    deployment, host: as for :func:`held_addresses`.
+    """
+    cpus = plan_for(deployment, cores, host)
     tp = deployment.ffn.tp
-    base = RoleSpec("control", 0, deployment, ports.control_address)
+    place = next(place for place in deployment.places() if place.name == host)
+    base = RoleSpec("control", 0, deployment, ports.control_address, host=host)
+    leads = home_of(deployment, "control", 0) == host
     return [
-        base,
+        *([base] if leads else []),
         *(
-            replace(base, role="ffn", index=number // tp, rank=number % tp, cpus=own)
-            for number, own in enumerate(cpus.ffn)
+            replace(base, role="ffn", index=j, rank=rank, cpus=cpus.ffn[j * tp + rank])
+            for j in place.ffn
+            for rank in range(tp)
         ),
         *(
-            replace(base, role="attention", index=i, cpus=own, api_port=ports.attention[i])
-            for i, own in enumerate(cpus.attention)
+            replace(
+                base, role="attention", index=i, cpus=cpus.attention[i], api_port=ports.attention[i]
+            )
+            for i in place.attention
         ),
-        replace(base, role="gateway", api_port=ports.gateway),
+        *([replace(base, role="gateway", api_port=ports.gateway)] if leads else []),
     ]
 
 
@@ -104,7 +128,7 @@ def stages(specs: Sequence[RoleSpec], run_dir: Path) -> list[Stage]:
             stop_s += specs[0].deployment.deadlines.drain_s
         # Attention instances start without waiting for FFN instances: importing vLLM takes long,
         # and they wait for the FFN instances themselves before they serve.
-        found.append(Stage(commands, stop_s, awaited=role != "ffn"))
+        found.append(Stage(commands, stop_s, awaited=role != "ffn", first=role == "control"))
     return found
 
 

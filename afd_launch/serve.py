@@ -11,10 +11,24 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from afd.config.deployment import Deployment
+from afd.config.host_view import seen_from
+from afd.control.keys import load_client
 from afd.control.local_keys import announced
 from afd.errors import ConfigError
+from afd.gateway.files import check_files
 from afd.host.logs import say
+from afd_launch.gpus import of_this_host
+from afd_launch.host_checks import (
+    HostFacts,
+    check_gpus,
+    check_rdma,
+    look,
+    rails_of,
+    with_ports,
+)
+from afd_launch.host_watch import HostWatch
 from afd_launch.installation import require_vllm
+from afd_launch.other_hosts import OtherHosts, roles_of
 from afd_launch.readiness import Readiness
 from afd_launch.roles_of_host import (
     OPERATOR_KEYS,
@@ -27,44 +41,89 @@ from afd_launch.roles_of_host import (
 )
 from afd_launch.stall_monitor import RETURN_S, StallMonitor
 from afd_launch.supervisor import Supervisor
+from afd_launch.this_host import this_host
 
 
 def serve(
     deployment: Deployment,
     *,
+    host: str | None = None,
     log_dir: Path | None = None,
     on_ready: Callable[[str], None] = lambda url: None,
 ) -> int:
-    """Starts all roles and runs until a signal; calls ``on_ready`` with the gateway's URL.
+    """Starts all roles of this host and runs until a signal.
 
-    Returns the exit status (see ``Supervisor.run``). Raises ConfigError before the first start if a
-    port is in use or the log directory cannot be created.
+    Args:
+        host: name of this host in the file; None: the one whose address this machine has.
+        on_ready: called with the gateway's URL, on its host.
+
+    Returns:
+        the exit status (see ``Supervisor.run``).
+
+    Raises:
+        ConfigError: before the first start, if a port is in use, the log directory cannot be
+            created, or this machine is not the host.
     """
     require_vllm()
-    with held_addresses(deployment) as ports:
+    deployment = of_this_host(deployment)
+    name = this_host(deployment, host)
+    with held_addresses(seen_from(deployment, name), name) as ports:
+        if ports.gateway:
+            check_files(deployment.gateway)
         if log_dir:
             _make_log_dir(log_dir)
-        return _serve(deployment, ports, log_dir, on_ready)
+        return _serve(deployment, name, ports, log_dir, on_ready)
 
 
 def _serve(
-    deployment: Deployment, ports: Ports, log_dir: Path | None, on_ready: Callable[[str], None]
+    deployment: Deployment,
+    name: str,
+    ports: Ports,
+    log_dir: Path | None,
+    on_ready: Callable[[str], None],
 ) -> int:
     began = time.monotonic()
-    url = f"http://{_reachable(deployment.gateway.host)}:{ports.gateway}"
+    scheme = "http" if deployment.gateway.tls is None else "https"
+    url = f"{scheme}://{_reachable(deployment.gateway.host)}:{ports.gateway}"
 
     def ready() -> None:
-        say(f"ready after {time.monotonic() - began:.0f} s: {url}/v1 ({summary(deployment)})")
+        after = f"ready after {time.monotonic() - began:.0f} s"
+        if not ports.gateway:
+            say(f"{after}: {what}")
+            return
+        say(f"{after}: {url}/v1 ({what})")
         on_ready(url)
 
     with ExitStack() as stack:
         run_dir = stack.enter_context(run_directory())
-        specs = with_keys(role_specs(deployment, ports, available_cores()), run_dir)
+        specs = role_specs(seen_from(deployment, name), ports, available_cores(), name)
+        what = summary(deployment) + (
+            f"; host {name}: {roles_of(deployment)[name]}" if name else ""
+        )
+        specs = with_keys(specs, run_dir)
         operator = run_dir / OPERATOR_KEYS
-        say(f"starting {summary(deployment)}; control plane at {ports.control_address}")
+        keys = load_client(operator)
+        stamp = f", keys {keys.fingerprint}" if name else ""
+        say(f"starting {what}; control plane at {ports.control_address}{stamp}")
         found = stack.enter_context(announced(ports.control_address, operator))
         named = "" if found else f" --keys {operator}"
         say(f"operate it with: afd ctl --control {ports.control_address}{named} status")
+        hosts = None
+        if len(deployment.hosts) > 1:
+            others = OtherHosts(deployment, name, ports.control_address, keys)
+            stack.callback(others.close)
+            hosts = HostWatch(others, say)
+        facts = look() if name or deployment.transport.verbs.ports else HostFacts()
+        try:
+            check_gpus(deployment, name, facts)
+            specs = with_ports(specs, facts)
+            check_rdma(specs, facts)
+        except ConfigError as error:
+            if hosts is not None:
+                hosts.failed(str(error))
+            raise
+        if hosts is not None:
+            others.rails(rails_of(specs, facts))
         readiness = stack.enter_context(Readiness(specs, operator))
         supervisor = Supervisor(
             stages(specs, run_dir),
@@ -78,6 +137,7 @@ def _serve(
             leave_monitor=StallMonitor(
                 readiness.is_serving, max(RETURN_S, deployment.deadlines.drain_s)
             ),
+            hosts=hosts,
         )
         return supervisor.run()
 

@@ -19,7 +19,9 @@ from types import FrameType
 from typing import TextIO
 
 from afd.config.deployment import Restart
+from afd.errors import ConfigError
 from afd.host.logs import RoleLog, say, write_line
+from afd_launch.host_watch import HostWatch
 from afd_launch.process import Command, RoleProcess, describe_exit
 from afd_launch.restarts import backoff_s
 from afd_launch.root_cause import RootCause
@@ -42,12 +44,13 @@ class Stage:
     """Roles that start together. Stages start in order and stop in reverse order.
 
     stop_s: seconds between SIGTERM and SIGKILL. awaited: False if the next stage may start before
-    these roles are ready.
+    these roles are ready. first: starts before the other hosts have come.
     """
 
     commands: tuple[Command, ...]
     stop_s: float
     awaited: bool = True
+    first: bool = False
 
 
 class _Failed(Exception):
@@ -73,6 +76,7 @@ class Supervisor:
         on_ready: Callable[[], None] = lambda: None,
         stall_monitor: StallMonitor | None = None,
         leave_monitor: StallMonitor | None = None,
+        hosts: HostWatch | None = None,
         out: TextIO | None = None,
     ) -> None:
         """
@@ -80,7 +84,8 @@ class Supervisor:
             start_s: seconds until all roles must be ready. run_dir: the watchdog removes it if this
                 process is killed. stall_monitor: finds stalled stateless roles, which are then
                 killed and restarted; None: stalled roles are left alone. leave_monitor: the same
-                for roles that hold requests and have left the deployment.
+                for roles that hold requests and have left the deployment. hosts: the other hosts;
+                None: there are none.
         """
         self._stages = tuple(stages)
         self._awaited = awaited
@@ -91,6 +96,7 @@ class Supervisor:
         self._on_ready = on_ready
         self._stall_monitor = stall_monitor
         self._leave_monitor = leave_monitor
+        self._hosts = hosts
         self._out = out or sys.stdout
         self._running: dict[str, RoleProcess] = {}
         self._logs: dict[str, RoleLog] = {}
@@ -119,8 +125,10 @@ class Supervisor:
         except _Stop:
             status = 130 if self._signals[0] == signal.SIGINT else 0
             self._say(f"{signal.Signals(self._signals[0]).name}: stopping (again to hurry)")
-        except _Failed as err:
+        except (_Failed, ConfigError) as err:
             status = 1
+            if self._hosts is not None:
+                self._hosts.failed(str(err))
             self._stop_all()  # before the error, so that the error is the last line
             write_line(f"afd: error: {err}", sys.stderr)
         finally:
@@ -140,12 +148,33 @@ class Supervisor:
     def _start_all(self) -> None:
         began = time.monotonic()
         names: list[str] = []
+        come = self._hosts is None
         for stage in self._stages:
+            if not come and not stage.first:
+                self._await_hosts()
+                come, began = True, time.monotonic()
             for command in stage.commands:
                 self._start(command)
                 names.append(command.name)
             if stage.awaited:
                 self._await_stage(names, began)
+
+    def _await_hosts(self) -> None:
+        assert self._hosts is not None
+        began = shown = time.monotonic()
+        while True:
+            self._turn()
+            for name in self._running:  # the control plane
+                if (code := self._running[name].exit_code()) is not None:
+                    self._drain_output(self._running[name])
+                    raise _Failed(self._start_failure(name, code))
+            now = time.monotonic()
+            missing = self._hosts.check_start(now - began)
+            if missing is None:
+                return
+            if now - shown > PROGRESS_S:
+                shown = now
+                self._say(f"waiting for {missing}: {now - began:.0f} s")
 
     def _await_stage(self, names: list[str], began: float) -> None:
         shown = time.monotonic()
@@ -164,6 +193,8 @@ class Supervisor:
                 return
             now = time.monotonic()
             text = "; ".join(f"{name} {wait}" for name, wait in waits.items())
+            if self._hosts is not None and (away := self._hosts.check_start()):
+                text += f"; {away}"
             if now - began > self._start_s:
                 late = next(iter(waits))
                 raise _Failed(
@@ -230,11 +261,18 @@ class Supervisor:
                     self._check_return(process, now)
             self._end_stalled(now)
             self._end_departed(now)
+            if self._hosts is not None:
+                self._hosts.follow()
             for name, (moment, command) in [*self._due.items()]:
-                if now >= moment:
+                if now >= moment and not self._is_held(command):
                     del self._due[name]
                     self._start(command)
                     self._returning.add(name)
+
+    def _is_held(self, command: Command) -> bool:
+        """Whether the role needs a host that is away: it would only fail until it is given up."""
+        in_data_plane = command.stateless or command.holds_requests
+        return in_data_plane and self._hosts is not None and self._hosts.holds_restarts
 
     def _bury(self, process: RoleProcess, code: int, now: float) -> None:
         """A role died while serving: ends the rest of its process group and plans its restart."""
@@ -262,7 +300,7 @@ class Supervisor:
         if self._awaited(process.name, process.group) is None:
             self._returning.discard(process.name)
             self._say(f"{process.name} is back after {age_s:.1f} s")
-        elif age_s > self._start_s:
+        elif age_s > self._start_s and not self._is_held(process.command):
             self._say(f"{process.name} is not ready {age_s:.0f} s after its restart; ending it")
             process.signal(signal.SIGKILL)  # the next turn handles it as a death
 

@@ -21,7 +21,7 @@ from afd.metrics.role import RoleMetrics, Weights
 from afd.metrics.server import MetricsServer, serve_metrics
 from afd.metrics.work import work_of
 from afd.topology import PINNED_SPIN_US
-from afd.wire.streams_torch import make_streams, torch_device
+from afd.wire.streams_torch import make_streams, runtime_of, torch_device
 from afd_comm import Region, VerbsOptions
 from attention_worker.pipeline import Experts
 from attention_worker.remote.host import RemoteExperts
@@ -33,7 +33,11 @@ logger = logging.getLogger("afd.attention")
 
 
 class AttentionModel(Protocol):
-    """The loaded model; see :func:`attention_worker.vllm_hooks.model.disaggregated`."""
+    """The loaded model.
+
+    See :func:`attention_worker.vllm_hooks.model.disaggregated` and
+    :func:`attention_worker.vllm_hooks.split.split`.
+    """
 
     weight_bytes_read: int
     weight_bytes_held: int
@@ -133,6 +137,12 @@ class AttentionInstance:
             model.weight_bytes_read / 1e6,
             model.weight_bytes_held / 1e6,
         )
+        if self._resolved.family.split:
+            logger.info(
+                "%s runs split, at depth 1, so attention waits for every expert call: %s",
+                self._resolved.model.architecture,
+                self._resolved.family.split,
+            )
         self.remote.connect(self._resolved.deployment.deadlines.start_s)
         model.attach(self.remote, self._resolved.model.moe_layers)
         self._control.set_state("ready")
@@ -141,15 +151,19 @@ class AttentionInstance:
         """Returns the remote experts in stream form, and the guard of the steps replayed with
         them."""
         deployment = self._resolved.deployment
-        streams = make_streams(torch_device(deployment.attention.device))
+        device = torch_device(deployment.attention.device)
+        streams = make_streams(device)
         guard = ReplayGuard(
             ReplaySettings(deployment.deadlines.ffn_s, deployment.pipeline.lookahead),
             self.remote,
             self._region,
             streams,
-            ReplayObserver(self._metrics, deployment.metrics.stage_every),
+            ReplayObserver(
+                self._metrics, deployment.metrics.stage_every, runtime_of(device).step_timer()
+            ),
         )
-        return StreamExperts(self._resolved, self._role.index, self._region, streams), guard
+        index, slots = self._role.index, self.remote.expert_slots
+        return StreamExperts(self._resolved, index, self._region, streams, slots), guard
 
     @property
     def max_depth(self) -> int:

@@ -17,9 +17,9 @@ Router = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 class LayerHalves:
     """The attention half of a vLLM decoder layer, and its router or its dense FFN.
 
-    The attention half is the same in every supported family: norm, attention, residual, norm
-    (vllm/model_executor/models/{qwen3_moe,deepseek_v2,step3_text}.py, the DecoderLayer.forward of
-    each). Only the place of the router differs, and that is data of the family.
+    The attention half is the same in every pipelined family: norm, attention, residual, norm (the
+    DecoderLayer.forward of each file in vllm/model_executor/models that afd/models names). Only the
+    names of the modules differ, and they are data of the family.
     """
 
     def __init__(self, layer: Any, index: int, family: Family, router: Router | None) -> None:
@@ -28,10 +28,12 @@ class LayerHalves:
         self.is_remote = router is not None
         self._router = router
         self._input_norm: nn.Module = layer.input_layernorm
-        self._self_attn: nn.Module = layer.self_attn
-        self._attention_args = family.attention_args
+        self._attention: nn.Module = layer.get_submodule(family.attention)
+        self._attention_args = dict.fromkeys(family.attention_none)
         self._post_norm: nn.Module = layer.post_attention_layernorm
-        self._dense_ffn: nn.Module | None = None if router is not None else layer.mlp
+        self._dense_ffn: nn.Module | None = (
+            None if router is not None else layer.get_submodule(family.dense)
+        )
 
     def attention_half(
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
@@ -45,7 +47,7 @@ class LayerHalves:
             hidden = self._input_norm(hidden)
         else:
             hidden, residual = self._input_norm(hidden, residual)
-        hidden = self._self_attn(positions, hidden, *self._attention_args)
+        hidden = self._attention(positions=positions, hidden_states=hidden, **self._attention_args)
         ffn_input, new_residual = self._post_norm(hidden, residual)
         return ffn_input, new_residual
 

@@ -23,14 +23,14 @@ from afd.metrics.role import RoleMetrics, Weights
 from afd.metrics.server import serve_metrics
 from afd.metrics.work import work_of
 from afd.topology import PINNED_SPIN_US, FfnPlace
-from afd.wire.streams_torch import synchronize, torch_device
+from afd.wire.streams_torch import runtime_of, synchronize, torch_device
 from afd_comm import Region, VerbsOptions
 from ffn_worker.allreduce.base import Collective
 from ffn_worker.allreduce.selection import make_collective
 from ffn_worker.call_watchdog import HungCallWatch
 from ffn_worker.experts.build import load_ffn_model
-from ffn_worker.experts.loader import DTYPES
 from ffn_worker.experts.model import FfnModel
+from ffn_worker.experts.shard import DTYPES
 from ffn_worker.loop import FfnLoop
 from ffn_worker.pool.links import MakeCollective, PoolLinks
 from ffn_worker.rank import FfnRank
@@ -47,7 +47,10 @@ def run_ffn(role: RoleSpec) -> None:
     Raises:
         ConfigError, HandshakeRefused, DeadlineExceeded: the message names cause and remedy.
     """
-    os.environ |= role.gpu_environment(os.environ)  # before the first use of CUDA
+    os.environ |= role.gpu_environment(os.environ)  # before the first use of the GPU
+    # CUDA's most hardware queues: a stream that sends answers should not share one with a stream
+    # that waits for requests.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     bind_process(role.cpus, "ffn.cpus")
     torch.set_num_threads(role.threads)
     deployment = role.deployment
@@ -60,11 +63,7 @@ def run_ffn(role: RoleSpec) -> None:
         host = deployment.transport.host
         metrics_url = serve_metrics(metrics, host, role.metrics_port).url
     device = torch_device(deployment.ffn.device)
-    if device_named(deployment.ffn.device).has_streams:
-        # A stream that waits must not share a hardware queue with one that sends.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-        torch.cuda.set_device(device)
-        torch.cuda.set_stream(torch.cuda.Stream(device))  # the default one cannot be captured
+    runtime_of(device).enter(device)
     verbs = deployment.transport.verbs_keywords("ffn")
     region = Region(
         resolved.slots.ffn_region_slots,
@@ -104,7 +103,7 @@ def run_ffn(role: RoleSpec) -> None:
             loop.clock, limit_s=deadlines.stuck_s, first_limit_s=deadlines.start_s
         )
         watch.start(exit_now)
-        if replays(deployment):
+        if replays(deployment, resolved.family):
             loop.capture_graphs()
         control.set_state("ready")
         logger.info(
@@ -129,15 +128,19 @@ def run_ffn(role: RoleSpec) -> None:
 
 def _load(role: RoleSpec, resolved: Resolved, metrics: RoleMetrics, members: Members) -> FfnModel:
     """Loads the experts that this rank holds now. Logs progress about every two seconds."""
-    logged = time.monotonic()
+    began = logged = time.monotonic()
 
     def progress(done: int, total: int, nbytes: int) -> None:
         nonlocal logged
         metrics.weights_read_bytes[Weights.EXPERT] = nbytes
         if done == total or time.monotonic() - logged > 2.0:
             logged = time.monotonic()
-            logger.info("experts: %d of %d layers, %.1f MB read", done, total, nbytes / 1e6)
+            rate = nbytes / max(logged - began, 1e-9) / 1e9
+            logger.info(
+                "experts: %d of %d layers, %.3f GB read, %.2f GB/s", done, total, nbytes / 1e9, rate
+            )
 
+    attention = resolved.deployment.attention
     places = settled(members, resolved.placement, resolved.model.moe_layers)
     tables = tuple(table for _, table in places.values())
     model = load_ffn_model(
@@ -151,12 +154,12 @@ def _load(role: RoleSpec, resolved: Resolved, metrics: RoleMetrics, members: Mem
         placement=replace(resolved.placement, tables=tables),
         banks={layer: bank for layer, (bank, _) in places.items()},
         shared_by_rows=resolved.shared_by_rows,
-        movable=resolved.contract.movable,
         backend=resolved.deployment.ffn.backend,
         device=torch_device(resolved.deployment.ffn.device),
         progress=progress,
         weights=resolved.deployment.ffn.weights,
         dummy=resolved.deployment.ffn.load == "dummy",
+        decode_rows=attention.max_num_seqs * attention.instances,
     )
     metrics.weights_held_bytes[Weights.EXPERT] = model.weight_bytes
     if role.rank == 0:  # all ranks compute the same rows
@@ -189,7 +192,7 @@ def _collective(resolved: Resolved, place: FfnPlace) -> MakeCollective:
 
     def make(address: str) -> Collective:
         return make_collective(
-            "auto",
+            ffn.reduce_backend,
             ffn.reduce,
             place.rank,
             place.tp,

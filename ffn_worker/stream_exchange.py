@@ -81,6 +81,7 @@ class StreamExchange:
         self.gate = StepGate(slots.region, peers=instances, lanes=depth)
         self._place = place
         self._instances = instances
+        self._follows_rows = resolved.requests_say_rows
         self._hidden = resolved.model.hidden
         self._layers = resolved.model.moe_layers
         self._device = device
@@ -180,6 +181,12 @@ class StreamExchange:
     def end_step(self) -> None:
         self.streams.join()
         self._in_flight = {}
+
+    def begin_answers(self, plan: StepPlan, late_us: int) -> None:
+        """Starts the gate for the step in the table; call it before the stream gets the step."""
+        table = self.table
+        firsts = table.firsts if self._follows_rows else None
+        self.gate.begin(plan, table.depths, table.answers, late_us, firsts)
 
     def wait_for_step(self) -> list[Status]:
         """Waits until the step that was begun last has ended; one status per attention instance.

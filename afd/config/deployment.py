@@ -16,13 +16,16 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 
 from afd.config.choices import Choice, choices
+from afd.config.fp8 import fp8_of
+from afd.config.hosts import Host, check_hosts, places_of
 from afd.config.messages import sentence
 from afd.config.transport import Section, Transport
-from afd.config.values import check_device, device_value, moe_backend, reduce_format
-from afd.config.vllm_arguments import refusal
+from afd.config.values import check_device, device_value, moe_backend, reduce_format, reducer
+from afd.config.vllm_arguments import checks_api_key, refusal
 from afd.config.yaml_file import override, read_sections
-from afd.devices import device_named
+from afd.devices import ROCM, device_named
 from afd.errors import ConfigError
+from afd.places import HostPlaces, Pool
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Cores = tuple[Annotated[int, Field(ge=0)], ...]
@@ -30,7 +33,15 @@ CoreLists = Literal["auto"] | tuple[Cores, ...]
 Device = Annotated[str, AfterValidator(device_value)]
 
 MAX_DEPTH = 3
-_MQA = Choice("mqa", ("cuda",))
+_KERNELS = {
+    choice.name: choice
+    for choice in (
+        Choice("vllm"),
+        Choice("mqa", ("cuda",)),
+        Choice("aiter", ("rocm",)),
+        Choice("triton", ("rocm",)),
+    )
+}
 CORE_LISTS = "auto or a list of core lists, one per process, such as [[0, 1], [2, 3]]"
 
 
@@ -49,7 +60,7 @@ class Attention(Section):
     """The attention instances: vLLM servers that hold all weights except the experts."""
 
     instances: int = Field(default=1, ge=1)  # number of attention instances
-    device: Device = "cpu"  # cpu or cuda; must equal ffn.device
+    device: Device = "cpu"  # cpu, cuda or rocm; must equal ffn.device
     # Serving dtype of both sides; auto: the checkpoint's dtype
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     max_model_len: int = Field(default=2048, ge=1)  # tokens per request: prompt plus output
@@ -62,8 +73,9 @@ class Attention(Section):
     # Cores of each instance; auto: `afd serve` distributes the cores of the host
     cpus: CoreLists = Field(default="auto", description=CORE_LISTS)
     # Decode attention kernel. vllm: vLLM's choice; mqa: this project's kernel for an FP8 KV cache
-    # with one key/value head, device cuda only (docs/gpu.md)
-    kernel: Literal["vllm", "mqa"] = "vllm"
+    # with one key/value head, device cuda only (docs/gpu.md); aiter, triton: vLLM's backends of
+    # these names, device rocm only (docs/amd.md)
+    kernel: Literal["vllm", "mqa", "aiter", "triton"] = "vllm"
     # Extra arguments for vLLM's server, passed unchanged; those that AFD sets itself or does not
     # support are refused
     vllm_args: tuple[str, ...] = ()
@@ -71,8 +83,7 @@ class Attention(Section):
     @model_validator(mode="after")
     def _consistent(self) -> Attention:
         _check_core_lists(self.cpus, self.instances)
-        if self.kernel == _MQA.name:
-            check_device("kernel", _MQA, self.device, "leave kernel at vllm")
+        check_device("kernel", _KERNELS[self.kernel], self.device, "leave kernel at vllm")
         if refused := refusal(self.vllm_args):
             raise ValueError(f"vllm_args has {refused}")
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -102,7 +113,13 @@ class Ffn(Section):
     # Format in which the ranks of an instance add up partial results: exact, or a block format
     # that sends fewer bytes and rounds (docs/allreduce.md)
     reduce: Annotated[str, AfterValidator(reduce_format)] = "exact"
-    device: Device = "cpu"  # cpu or cuda; must equal attention.device
+    # Library that adds them up (docs/allreduce.md); auto: this project's quickreduce for block
+    # formats, and for exact sums where it was measured. aiter_quickreduce: AITER's, device rocm
+    reduce_backend: Annotated[str, AfterValidator(reducer)] = "auto"
+    device: Device = "cpu"  # cpu, cuda or rocm; must equal attention.device
+    # Device rocm: architecture of the FFN instances' GPUs, gfx942 (MI300X, MI325X) or gfx950
+    # (MI350X, MI355X). It decides the FP8 type of the wire. auto: as found on their host
+    arch: Literal["auto", "gfx942", "gfx950"] = "auto"
     # Kernels that compute the experts (docs/experts.md); auto: the first backend that runs here.
     # On GPUs, vllm_cuda runs colocated vLLM's own kernel: set it to compare tokens with colocated
     # vLLM, because other backends round differently.
@@ -143,6 +160,19 @@ class Ffn(Section):
         if self.backend != "auto":
             chosen = choices("moe_backend")[self.backend]
             check_device("backend", chosen, self.device, "use backend auto")
+        if self.reduce_backend != "auto":
+            adder = choices("reduce_backend")[self.reduce_backend]
+            check_device("reduce_backend", adder, self.device, "use reduce_backend auto")
+            if self.tp == 1:
+                raise ValueError(
+                    f"reduce_backend {self.reduce_backend} needs several ranks to add up, but tp is"
+                    " 1; set tp to 2 or more, or leave reduce_backend at auto"
+                )
+        if self.arch != "auto" and self.device != ROCM.name:
+            raise ValueError(
+                f"arch {self.arch} is an AMD GPU, but device is {self.device}; set device: rocm on"
+                " both sides, or remove arch"
+            )
         if self.late_ms < self.step_wait_ms:
             raise ValueError(
                 f"late_ms {self.late_ms:g} is below step_wait_ms {self.step_wait_ms:g}, but an"
@@ -183,21 +213,24 @@ class Wire(Section):
     # Format of rows: exact (the serving dtype), or fp8 or mxfp4, which are smaller and round
     # (docs/formats.md)
     format: Literal["exact", "fp8", "mxfp4"] = "exact"
-    fp8: Literal["e4m3fn", "e4m3fnuz"] = "e4m3fn"  # FP8 type; e4m3fnuz for MI300 (gfx942)
+    # FP8 type of formats fp8 and mxfp4; auto: what the FFN instances' GPUs multiply, which is
+    # e4m3fnuz on gfx942 (MI300X) and e4m3fn elsewhere
+    fp8: Literal["auto", "e4m3fn", "e4m3fnuz"] = "auto"
     # broadcast: every row goes to all FFN instances. routed: a row goes to the instances that hold
     # one of its experts. auto: routed if it sends clearly fewer bytes
     dispatch: Literal["auto", "broadcast", "routed"] = "auto"
-
-    @property
-    def name(self) -> str:
-        """Format and FP8 type, as the contract states them: "fp8", "mxfp4 e4m3fnuz"."""
-        return self.format if self.fp8 == "e4m3fn" else f"{self.format} {self.fp8}"
 
 
 class Control(Section):
     """The control plane, where every role registers."""
 
-    address: str = "auto"  # tcp://HOST:PORT; auto: a free local port that `afd serve` chooses
+    # tcp://HOST:PORT; auto: a free local port, or with hosts port 5555 of the control host
+    address: str = "auto"
+    # Host that runs the control plane and the gateway; null: the first of hosts
+    host: str | None = None
+    # Largest difference between the clocks of two hosts, seconds. Generations of members start
+    # from the clock, so they would go back if the control plane moved to a host that is behind
+    clock_s: float = Field(default=2.0, gt=0)
     # Key file that encrypts and authenticates the control plane; null: a plain local socket
     keys: Path | None = Field(
         default=None, description="the path of a key file made by afd keys, or null"
@@ -224,17 +257,27 @@ class Control(Section):
         return self
 
 
+class Tls(Section):
+    """TLS of the gateway's port. Both files are PEM; the key has no password."""
+
+    certificate: Path  # the certificate, then the chain behind it
+    key: Path
+
+
 class Gateway(Section):
     """The OpenAI endpoint that users send requests to."""
 
     host: str = "127.0.0.1"  # address on which the gateway listens
     port: Port = 8000  # 0: any free port
+    api_keys: Path | None = None  # hashes of the API keys that clients need; null: none needed
+    tls: Tls | None = None  # null: plain HTTP
 
 
 class Deadlines(Section):
     """Time limits, in seconds."""
 
-    start_s: float = Field(default=180.0, gt=0)  # start-up, until every role is ready
+    hosts_s: float = Field(default=600.0, gt=0)  # start-up, until every host has come
+    start_s: float = Field(default=180.0, gt=0)  # then, until every role is ready
     ffn_s: float = Field(default=60.0, gt=0)  # attention's wait for an FFN, including its restart
     stuck_s: float = Field(default=20.0, gt=0)  # one expert call; a longer one is hung
     drain_s: float = Field(default=30.0, ge=0)  # shutdown, for running requests to finish
@@ -254,6 +297,10 @@ class Metrics(Section):
     stage_every: int = Field(default=0, ge=0)  # take stage timestamps every n-th step; 0: never
 
 
+def _takes_gpus(device: str) -> bool:
+    return bool(device_named(device).visible_variables)
+
+
 def _folder_name(data: dict[str, Any]) -> str:
     return data["model"].name if "model" in data else "model"  # absent if it was refused
 
@@ -264,8 +311,10 @@ class Deployment(Section):
     model: Path  # folder of a Hugging Face checkpoint
     # Model name in the OpenAI API; default: the name of the checkpoint's folder
     served_model_name: str = Field(default_factory=_folder_name, min_length=1)
-    # Number of GPUs that all processes share, to try a topology on fewer GPUs than it has
-    # processes; null: one GPU per process
+    # The machines of the deployment and what runs on each (docs/hosts.md); empty: one machine
+    hosts: tuple[Host, ...] = ()
+    # Number of GPUs that all processes of a host share, to try a topology on fewer GPUs than it
+    # has processes; null: one GPU per process
     gpus: Annotated[int, Field(ge=1)] | None = Field(
         default=None, description="a whole number of at least 1, or null"
     )
@@ -291,18 +340,45 @@ class Deployment(Section):
         return self
 
     @model_validator(mode="after")
-    def _devices_reach_each_other(self) -> Deployment:
-        devices = {self.attention.device, self.ffn.device}
-        if len(devices) > 1:
+    def _one_checks_keys(self) -> Deployment:
+        if self.gateway.api_keys is not None and checks_api_key(self.attention.vllm_args):
             raise ValueError(
-                f"attention.device is {self.attention.device} but ffn.device is {self.ffn.device};"
-                " use the same device on both sides"
+                "gateway.api_keys and vLLM's --api-key both check the client's key; remove"
+                " --api-key from attention.vllm_args"
             )
-        on_host = device_named(self.ffn.device).host_memory
-        if not on_host and self.transport.backend not in ("auto", "ipc"):
+        return self
+
+    @model_validator(mode="after")
+    def _devices_reach_each_other(self) -> Deployment:
+        sides, backend = (self.attention.device, self.ffn.device), self.transport.backend
+        for name in sides:
+            if backend == "shm" and not device_named(name).host_memory:
+                raise ValueError(
+                    f"transport.backend shm cannot reach the memory of a {name} device;"
+                    " use auto, ipc, verbs or tcp"
+                )
+        if backend == "ipc" and len(set(sides)) > 1:
             raise ValueError(
-                f"transport.backend {self.transport.backend} cannot reach the memory of a"
-                f" {self.ffn.device} device; use auto or ipc"
+                f"transport.backend ipc connects devices of one kind, but attention.device is"
+                f" {sides[0]} and ffn.device is {sides[1]}; use auto, verbs or tcp"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _fp8_fits(self) -> Deployment:
+        if self.wire.format != "exact":
+            fp8_of(self.ffn.device, self.ffn.arch, self.wire.fp8)
+        return self
+
+    @model_validator(mode="after")
+    def _stamps_fit(self) -> Deployment:
+        device = device_named(self.attention.device)
+        replayed = self.pipeline.graphs and device.captures_graphs
+        if self.metrics.stage_every and replayed and not device.stamps_in_graphs:
+            raise ValueError(
+                f"metrics.stage_every {self.metrics.stage_every} takes timestamps inside captured"
+                f" graphs, which torch cannot do on device {device.name}; set"
+                " metrics.stage_every: 0, or pipeline.graphs: false"
             )
         return self
 
@@ -310,22 +386,55 @@ class Deployment(Section):
     def _gpus_fit(self) -> Deployment:
         if self.gpus is None:
             return self
-        if device_named(self.ffn.device).visible_variable is None:
+        on_gpus = _takes_gpus(self.attention.device), _takes_gpus(self.ffn.device)
+        if not any(on_gpus):
             raise ValueError(
                 f"gpus is the number of GPUs to share, but device is {self.ffn.device}; remove gpus"
             )
-        wanted = self.attention.instances + self.ffn.ranks
+        wanted = self.attention.instances * on_gpus[0] + self.ffn.ranks * on_gpus[1]
         if self.gpus > wanted:
             raise ValueError(
                 f"gpus is {self.gpus} but the deployment has only {wanted} GPU processes;"
                 " remove gpus"
             )
-        if self.gpus < self.ffn.tp:
+        if on_gpus[1] and self.gpus < self.ffn.tp:
             raise ValueError(
                 f"gpus is {self.gpus} but ffn.tp is {self.ffn.tp}, and the ranks of an FFN instance"
                 " need a GPU each; raise gpus or lower ffn.tp"
             )
         return self
+
+    @model_validator(mode="after")
+    def _hosts_fit(self) -> Deployment:
+        verbs = self.transport
+        if verbs.backend == "verbs" and not verbs.verbs.ports and not self.hosts:
+            raise ValueError(
+                "transport.backend verbs needs verbs.ports, the RDMA ports to use, such as"
+                " [mlx5_0:1]; `afd doctor` lists the ports of this host"
+            )
+        if self.hosts:
+            check_hosts(self.hosts, self.transport, self.attention.host)
+        self.places()
+        named = self.control.host
+        if named is not None and named not in [host.name for host in self.hosts]:
+            known = ", ".join(host.name for host in self.hosts) or "none"
+            raise ValueError(f"control.host is {named}, but hosts names {known}; use one of these")
+        if len(self.hosts) > 1 and self.control.keys is None:
+            raise ValueError(
+                f"control.keys is missing, but {len(self.hosts)} hosts need the same keys; make a"
+                " file with `afd keys FILE`, copy it to every host, and set control.keys to it"
+            )
+        return self
+
+    def places(self) -> tuple[HostPlaces, ...]:
+        """Which host runs which instances; one nameless host if the file names none."""
+        attention, ffn = self.attention, self.ffn
+        return places_of(
+            self.hosts,
+            Pool("attention", attention.instances, int(_takes_gpus(attention.device))),
+            Pool("ffn", ffn.instances, ffn.tp if _takes_gpus(ffn.device) else 0),
+            shared=self.gpus is not None,
+        )
 
     def plain(self) -> dict[str, Any]:
         """JSON-ready data; ``from_plain`` makes an equal deployment from it."""
@@ -335,6 +444,16 @@ class Deployment(Section):
     def from_plain(cls, data: Mapping[str, Any]) -> Deployment:
         # Via JSON, because strict mode then accepts a list as a tuple and text as a Path.
         return cls.model_validate_json(json.dumps(data))
+
+
+_PATHS = (
+    ("model",),
+    ("control", "keys"),
+    ("ffn", "placement"),
+    ("gateway", "api_keys"),
+    ("gateway", "tls", "certificate"),
+    ("gateway", "tls", "key"),
+)
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Deployment:
@@ -351,7 +470,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Deployment:
     data = read_sections(path, Deployment)
     for item in overrides:
         override(data, item, path.name)
-    for place in (("model",), ("control", "keys"), ("ffn", "placement")):
+    for place in _PATHS:
         _resolve_path(data, place, path.absolute().parent)
     try:
         return Deployment.model_validate_json(json.dumps(data, default=str))

@@ -6,7 +6,7 @@ import difflib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le
 from pydantic import BaseModel, ValidationError
@@ -49,7 +49,7 @@ def _describe(record: Mapping[str, Any], root: type[BaseModel], source: str) -> 
     loc, kind = record["loc"], record["type"]
     if kind == "extra_forbidden":
         return _unknown_key(root, loc, source)
-    place = ".".join(str(part) for part in _known_place(root, loc))
+    place = _path(_known_place(root, loc))
     if kind == "missing":
         return f"{place} is missing in {source}; add the line {place}: VALUE"
     if kind == "value_error" and not _field(root, loc):
@@ -62,13 +62,20 @@ def _describe(record: Mapping[str, Any], root: type[BaseModel], source: str) -> 
 def _unknown_key(root: type[BaseModel], loc: tuple[Any, ...], source: str) -> str:
     guess = _guess(root, loc)
     hint = f"did you mean {guess[-1]}?" if guess else _elsewhere(root, loc)
-    return f"unknown key {'.'.join(str(part) for part in loc)} in {source}; {hint}"
+    return f"unknown key {_path(loc)} in {source}; {hint}"
+
+
+def _path(loc: tuple[Any, ...]) -> str:
+    """("hosts", 0, "name") as hosts[0].name."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)
+    return text.removeprefix(".")
 
 
 def _section(root: type[BaseModel], names: tuple[Any, ...]) -> type[BaseModel]:
     model = root
     for name in names:
-        model = subsection(model.model_fields[name]) or model
+        if isinstance(name, str):  # a number is the place in a list of sections
+            model = subsection(model.model_fields[name]) or model
     return model
 
 
@@ -89,9 +96,16 @@ def _elsewhere(root: type[BaseModel], loc: tuple[Any, ...]) -> str:
 
 
 def subsection(field: FieldInfo | None) -> type[BaseModel] | None:
-    """The pydantic model of a field that is a section; None for a plain value."""
+    """The pydantic model of a field that is a section or a list of sections; None for a plain
+    value."""
     kind = field.annotation if field is not None else None
-    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+    kinds = (kind, *get_args(kind))
+    return next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
+
+
+def is_list(field: FieldInfo | None) -> bool:
+    """Whether the value of a field is a list."""
+    return field is not None and get_origin(field.annotation) is tuple
 
 
 def _walk(root: type[BaseModel], loc: tuple[Any, ...]) -> tuple[int, FieldInfo | None]:
@@ -102,6 +116,8 @@ def _walk(root: type[BaseModel], loc: tuple[Any, ...]) -> tuple[int, FieldInfo |
     """
     model = root
     for depth, part in enumerate(loc, start=1):
+        if isinstance(part, int):  # the place in a list of sections
+            continue
         field = model.model_fields.get(part) if isinstance(part, str) else None
         section = subsection(field)
         if section is None:
@@ -130,6 +146,8 @@ def _allowed(record: Mapping[str, Any], root: type[BaseModel]) -> str:
         return _KINDS[field.annotation] + _bounds(field)
     if record["type"].startswith("model"):
         return "a section with keys of its own"
+    if record["type"] == "tuple_type":
+        return "a list"
     return str(record["msg"])[:1].lower() + str(record["msg"])[1:]
 
 

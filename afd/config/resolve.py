@@ -5,7 +5,10 @@ from typing import TypedDict
 
 from afd.config.contract import Contract
 from afd.config.deployment import Deployment
+from afd.config.fp8 import DEFAULT as FP8_DEFAULT
+from afd.config.fp8 import fp8_of
 from afd.devices import device_named
+from afd.devices.rocm import FP8_OF_ARCH
 from afd.errors import ConfigError
 from afd.graph_sizes import GraphSizes, captured_rows
 from afd.models import Family, MoeModel, read_model
@@ -26,16 +29,45 @@ class RegionOptions(TypedDict):
 def region_options(deployment: Deployment, device: str) -> RegionOptions:
     """Returns the memory in which a role on ``device`` keeps its slots, and its TCP address.
 
-    device: a name in :data:`afd.devices.DEVICES`. TCP reaches host memory only.
+    device: a name in :data:`afd.devices.DEVICES`.
     """
-    kind = device_named(device)
-    tcp_host = deployment.transport.tcp_host if kind.host_memory else None
-    return {"device": kind.region_device, "tcp_host": tcp_host}
+    tcp_host = deployment.transport.tcp_host
+    return {"device": device_named(device).region_device, "tcp_host": tcp_host}
 
 
-def replays(deployment: Deployment) -> bool:
-    """Whether decode steps are captured as graphs and replayed."""
-    return deployment.pipeline.graphs and device_named(deployment.attention.device).captures_graphs
+def replays(deployment: Deployment, family: Family) -> bool:
+    """Whether decode steps are captured as graphs and replayed.
+
+    Steps of a split model are not, nor those of a pool whose other side is on CPUs: a CPU cannot
+    wait for a doorbell with a deadline and compute at the same time.
+    """
+    sides = (deployment.attention.device, deployment.ffn.device)
+    captures = all(device_named(side).captures_graphs for side in sides)
+    return deployment.pipeline.graphs and captures and not family.split
+
+
+def max_depth(deployment: Deployment, family: Family) -> int:
+    """Returns the largest number of micro-batches of a step. A split model has one."""
+    return 1 if family.split else deployment.pipeline.max_depth
+
+
+def wire_fp8(deployment: Deployment) -> str:
+    """Returns the FP8 type of the wire. Raises ConfigError if only the FFN instances know it."""
+    wire, ffn = deployment.wire, deployment.ffn
+    if wire.format == "exact":
+        return FP8_DEFAULT
+    fp8 = fp8_of(ffn.device, ffn.arch, wire.fp8)
+    if fp8 is None:
+        raise ConfigError(
+            f"wire.format {wire.format} on device {ffn.device} depends on the GPUs of the FFN"
+            f" instances, and this host has none; set ffn.arch to {' or '.join(FP8_OF_ARCH)}"
+        )
+    return fp8
+
+
+def wire_name(wire: str, fp8: str) -> str:
+    """Format and FP8 type, as the contract states them: "exact", "fp8", "mxfp4 e4m3fnuz"."""
+    return wire if wire == "exact" or fp8 == FP8_DEFAULT else f"{wire} {fp8}"
 
 
 @dataclass(frozen=True)
@@ -61,6 +93,12 @@ class Resolved:
     placement: Placement
     contract: Contract
 
+    @property
+    def requests_say_rows(self) -> bool:
+        """Whether the header of a request of a replayed step says how many rows it carries: routed
+        dispatch, and a transport that writes headers for streams."""
+        return self.dispatch == "routed" and not _sends_whole_buffers(self.deployment)
+
 
 def resolve(deployment: Deployment) -> Resolved:
     """Derives the facts of a deployment from the checkpoint's config.json and tensor headers.
@@ -74,16 +112,18 @@ def resolve(deployment: Deployment) -> Resolved:
     model = family.serve_as(model, deployment.attention.dtype)
     dtype = model.dtype
     placement = _placement(deployment, model)
-    dispatch = _dispatch(deployment, model)
+    graphs = replays(deployment, family)
+    dispatch = _dispatch(deployment, model, graphs)
     by_rows = _shared_by_rows(deployment, dispatch)
     capacity = deployment.attention.max_num_batched_tokens
-    depth = deployment.pipeline.max_depth
+    depth = max_depth(deployment, family)
     wire = deployment.wire
-    a2f, f2a = layouts(wire.format, dtype, capacity, model.hidden, model.top_k, wire.fp8)
+    fp8 = wire_fp8(deployment)
+    a2f, f2a = layouts(wire.format, dtype, capacity, model.hidden, model.top_k, fp8)
     contract = Contract(
         model_hash=fingerprint(deployment.model),
         dtype=dtype,
-        wire=wire.name,
+        wire=wire_name(wire.format, fp8),
         hidden=model.hidden,
         num_layers=model.num_layers,
         moe_layers=model.moe_layers,
@@ -99,8 +139,7 @@ def resolve(deployment: Deployment) -> Resolved:
         shared_experts="rows" if by_rows else "slices",
         expert_slots=placement.bounds,
         expert_map=placement.tables,
-        movable=not replays(deployment),
-        graph_buckets=_graph_buckets(deployment),
+        graph_buckets=() if family.split else _graph_buckets(deployment),
     )
     slots = SlotMap(deployment.attention.instances, deployment.ffn.ranks, depth)
     return Resolved(
@@ -124,14 +163,15 @@ def check_model(deployment: Deployment) -> None:
             f"model {deployment.model} {what}; give the path of a Hugging Face checkpoint folder"
             " (config.json and *.safetensors), relative to the deployment file"
         )
-    _, model = read_model(deployment.model)
+    family, model = read_model(deployment.model)
     if deployment.ffn.instances > model.num_experts:
         raise ConfigError(
             f"ffn.instances is {deployment.ffn.instances} but {deployment.model.name} has"
             f" {model.num_experts} experts per layer; use at most {model.num_experts} FFN instances"
         )
     _placement(deployment, model)
-    _shared_by_rows(deployment, _dispatch(deployment, model))
+    graphs = replays(deployment, family)
+    _shared_by_rows(deployment, _dispatch(deployment, model, graphs))
     width_slices(model.moe_intermediate, deployment.ffn.tp)
 
 
@@ -143,19 +183,20 @@ def _placement(deployment: Deployment, model: MoeModel) -> Placement:
     return load_placement(ffn.placement, model.num_experts, bounds, layers)
 
 
-def _dispatch(deployment: Deployment, model: MoeModel) -> Dispatch:
+def _dispatch(deployment: Deployment, model: MoeModel, graphs: bool) -> Dispatch:
     wanted = deployment.wire.dispatch
-    if wanted == "routed" and replays(deployment):
-        raise ConfigError(
-            "wire.dispatch routed sends a varying number of rows, but a captured graph has fixed"
-            " sizes; use broadcast, or set pipeline.graphs: false"
-        )
     if wanted != "auto":
         return wanted
-    if replays(deployment) or deployment.ffn.instances == 1:
+    if deployment.ffn.instances == 1 or (graphs and _sends_whole_buffers(deployment)):
         return "broadcast"
     ranges = expert_ranges(model.num_experts, deployment.ffn.instances)
     return cheaper_dispatch([end - start for start, end in ranges], model.top_k)
+
+
+def _sends_whole_buffers(deployment: Deployment) -> bool:
+    """Whether replayed steps copy whole buffers, so that routed dispatch saves no bytes: backend
+    ipc does, because nothing but a kernel could read the number of rows."""
+    return deployment.transport.backend in ("auto", "ipc")
 
 
 def _shared_by_rows(deployment: Deployment, dispatch: Dispatch) -> bool:
@@ -164,10 +205,5 @@ def _shared_by_rows(deployment: Deployment, dispatch: Dispatch) -> bool:
         raise ConfigError(
             "ffn.shared_experts slices needs every row on every FFN instance, but wire.dispatch is"
             " routed; use ffn.shared_experts rows or wire.dispatch broadcast"
-        )
-    if wanted == "rows" and replays(deployment):
-        raise ConfigError(
-            "ffn.shared_experts rows computes a varying number of rows, but a captured graph has"
-            " fixed sizes; use slices, or set pipeline.graphs: false"
         )
     return dispatch == "routed" if wanted == "auto" else wanted == "rows"

@@ -36,6 +36,8 @@ class RoleSpec:
     api_port: HTTP port of an attention instance or of the gateway; 0 for other roles.
     metrics_port: port of /metrics; 0: any free port.
     cpus: cores to run on; (): not pinned.
+    host: name of the host that it runs on; "" if the deployment file names none.
+    deployment: as seen from this host, see afd.config.host_view.
     """
 
     role: Role
@@ -47,6 +49,7 @@ class RoleSpec:
     metrics_port: int = 0
     cpus: tuple[int, ...] = ()
     rank: int = 0
+    host: str = ""
 
     @property
     def id(self) -> str:
@@ -74,16 +77,11 @@ class RoleSpec:
         deployment = self.deployment
         pool = deployment.attention if self.role == "attention" else deployment.ffn
         device = device_named(pool.device)
-        if device.visible_variable is None:
+        if not device.visible_variables:
             return {}
-        order = gpu_order(
-            self.role,
-            self.number,
-            deployment.attention.instances,
-            deployment.ffn.ranks,
-            deployment.gpus,
-        )
-        return visible_gpus(device, order, environment)
+        processes = gpu_processes(deployment, self.host)
+        own = processes.index((self.role, self.index, self.rank))
+        return visible_gpus(device, gpu_order(own, len(processes), deployment.gpus), environment)
 
     def save(self, path: Path) -> None:
         """Write the role file with mode 0600: vLLM arguments may contain an API key."""
@@ -93,6 +91,20 @@ class RoleSpec:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             json.dump(data, file)
+
+
+def gpu_processes(deployment: Deployment, host: str) -> list[tuple[str, int, int]]:
+    """Returns (role, index, rank) of the processes with a GPU on one host, by number of the GPU.
+
+    Attention instances take the first GPUs, FFN ranks the following ones.
+    """
+    place = next(place for place in deployment.places() if place.name == host)
+    found: list[tuple[str, int, int]] = []
+    if device_named(deployment.attention.device).visible_variables:
+        found += [("attention", i, 0) for i in place.attention]
+    if device_named(deployment.ffn.device).visible_variables:
+        found += [("ffn", j, rank) for j in place.ffn for rank in range(deployment.ffn.tp)]
+    return found
 
 
 def load_role(path: str | Path | None = None) -> RoleSpec:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal, TypedDict
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 from afd.config.values import one_of
 from afd_comm import backends
 
 PORT_LIST = "a list of at most 8 RDMA ports, such as [mlx5_0:1, mlx5_1:1]"
+_PORT = r"[^:/\s]+(:[1-9]\d{0,2})?"
 
 
 def transport_backends() -> tuple[str, ...]:
@@ -26,6 +27,13 @@ class Section(BaseModel):
     """Base of all sections. Strict: refuses ``depth: "2"`` and ``instances: true``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+def are_ports(ports: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns ``ports`` if each is device:port. Raises ValueError otherwise."""
+    if len(ports) > 8 or any(not re.fullmatch(_PORT, port) for port in ports):
+        raise ValueError("must be " + PORT_LIST)
+    return ports
 
 
 class VerbsKeywords(TypedDict):
@@ -64,29 +72,18 @@ class Verbs(Section):
     @field_validator("ports", "ffn_ports")
     @classmethod
     def _are_ports(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if any(not re.fullmatch(r"[^:/\s]+(:[1-9]\d{0,2})?", port) for port in value):
-            raise ValueError("must be " + PORT_LIST)
-        return value
+        return are_ports(value)
 
 
 class Transport(Section):
     """How attention and FFN members exchange messages."""
 
-    # auto: the fastest backend that connects a pair. shm: one host; tcp: any hosts; ipc: GPUs of
-    # one host; verbs: RDMA
+    # auto: the fastest backend that connects a pair. shm: CPUs of one host; ipc: GPUs of one host;
+    # verbs: RDMA; tcp: any hosts. verbs and tcp connect CPUs and GPUs of any kind
     backend: Annotated[str, AfterValidator(_backend)] = "auto"
     host: str = "127.0.0.1"  # address at which peers reach this host
     trace: bool = True  # messages carry timestamps, for afd_wire_seconds and `afd trace`
     verbs: Verbs = Verbs()
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Transport:
-        if self.backend == "verbs" and not self.verbs.ports:
-            raise ValueError(
-                "backend verbs needs verbs.ports, the RDMA ports to use, such as [mlx5_0:1];"
-                " `afd doctor` lists the ports of this host"
-            )
-        return self
 
     @property
     def tcp_host(self) -> str | None:

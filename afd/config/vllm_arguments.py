@@ -112,3 +112,8 @@ def _long_name(argument: str) -> str:
 def _joined(name: str, short: str) -> bool:
     """True for a short name with its number attached, such as -tp2."""
     return name.startswith(short) and name.removeprefix(short).isdigit()
+
+
+def checks_api_key(arguments: Iterable[str]) -> bool:
+    """Whether these arguments make attention instances check the client's key themselves."""
+    return "--api-key" in {item.partition("=")[0].replace("_", "-") for item in arguments}

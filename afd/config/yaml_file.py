@@ -7,8 +7,9 @@ from typing import Any
 
 import yaml
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
-from afd.config.messages import subsection
+from afd.config.messages import is_list, subsection
 from afd.errors import ConfigError
 
 
@@ -73,9 +74,16 @@ def read_sections(path: Path, root: type[BaseModel]) -> dict[str, Any]:
             f"{path.name} is not a deployment file; it must have keys such as model: PATH"
         )
     return {
-        key: {} if value is None and subsection(root.model_fields.get(key)) else value
+        key: _empty(root.model_fields.get(key)) if value is None else value
         for key, value in data.items()
     }
+
+
+def _empty(field: FieldInfo | None) -> Any:
+    """The value of a key without one: an empty section or list of sections, else None."""
+    if subsection(field) is None:
+        return None
+    return [] if is_list(field) else {}
 
 
 def override(data: dict[str, Any], item: str, source: str) -> None:

@@ -40,6 +40,11 @@ class ClientKeys:
     client_public: str
     client_secret: str = field(repr=False)
 
+    @property
+    def fingerprint(self) -> str:
+        """Eight hex digits by which people compare the key files of two hosts."""
+        return hashlib.sha256(self.server_public.encode("ascii")).hexdigest()[:8]
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a new file with mode 0600; ConfigError if it exists or cannot be written."""
         _write_new(path, json.dumps(asdict(self), indent=1))

@@ -10,6 +10,7 @@ from types import FrameType
 
 from afd.config.contract import Contract
 from afd.control.depths import FIXED_DEPTH, DepthPolicy
+from afd.control.host_table import NO_HOSTS, HostRules
 from afd.control.keys import CurveKeys
 from afd.control.messages import Timing
 from afd.control.server import ControlServer
@@ -25,6 +26,7 @@ def run_control(
     timing: Timing | None = None,
     contract: Contract | None = None,
     depth: DepthPolicy = FIXED_DEPTH,
+    hosts: HostRules = NO_HOSTS,
     ready: Callable[[str], None] | None = None,
 ) -> int:
     """Serves until SIGTERM, SIGINT or an operator's shutdown; returns exit code 0.
@@ -34,7 +36,13 @@ def run_control(
     main thread (signals).
     """
     server = ControlServer(
-        address, keys, members=members, contract=contract, timing=timing, depth=depth
+        address,
+        keys,
+        members=members,
+        contract=contract,
+        timing=timing,
+        depth=depth,
+        hosts=hosts,
     )
     stop = threading.Event()
 

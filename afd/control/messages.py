@@ -1,8 +1,9 @@
 """All messages of the control plane: frozen structs in one tagged union, encoded as msgpack.
 
 A member sends ``Hello``, ``Heartbeat``, ``Bye``; an operator sends ``Status``, ``SetDepth``,
-``Drain``, ``MoveExperts``, ``AskContract``, ``Shutdown``; the server replies with ``Welcome``,
-``Wait``, ``Refused``, ``Unknown``, ``Beat``, ``Members``, ``Agreement`` and ``Closing``. Every
+``Drain``, ``MoveExperts``, ``AskContract``, ``Shutdown``; the supervisor of a host has the
+operator's keys and also sends ``HostReport``. The server replies with ``Welcome``, ``Wait``,
+``Refused``, ``Unknown``, ``Beat``, ``Members``, ``Agreement``, ``Hosts`` and ``Closing``. Every
 message is one ZeroMQ frame. Decoding checks types, ranges and lengths.
 """
 
@@ -228,6 +229,34 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Ends the deployment: members are told to stop, then the server stops."""
 
 
+class Rail(msgspec.Struct, frozen=True):
+    """One RDMA port of a host. link: "InfiniBand" or "Ethernet". gid: kind of its address, such as
+    "RoCE v2". mtu: bytes, of its network interface; 0 if it has none."""
+
+    port: Text
+    link: Text
+    gid: Text
+    mtu: Small
+
+
+class HostReport(msgspec.Struct, frozen=True, tag="host_report"):
+    """What the supervisor of a host says of it, once a second. The reply is Hosts.
+
+    process: a random id of the supervisor. machine, pid: where it runs. settings: JSON, see
+    :func:`afd.config.host_view.settings_of`. rails: its RDMA ports, in rail order. fault: why it
+    cannot take part.
+    """
+
+    name: Text
+    process: Text
+    machine: Text
+    pid: Small
+    versions: Annotated[dict[Text, Text], Meta(max_length=16)]
+    settings: Annotated[str, Meta(max_length=1 << 18)]
+    rails: Annotated[tuple[Rail, ...], Meta(max_length=64)] = ()
+    fault: Text = ""
+
+
 # --- server -> member or operator -------------------------------------------------------------
 
 
@@ -266,6 +295,23 @@ class Agreement(msgspec.Struct, frozen=True, tag="agreement"):
     contract: Contract | None
 
 
+class HostState(msgspec.Struct, frozen=True):
+    """Whether a host takes part now; fault: why it does not, if that is known."""
+
+    name: Text
+    present: bool = False
+    fault: Text = ""
+
+
+class Hosts(msgspec.Struct, frozen=True, tag="hosts"):
+    """All hosts of the deployment file. clock: of the control plane, seconds since 1970.
+    objection: why the host that asks must not take part; "" if it may."""
+
+    clock: float
+    hosts: tuple[HostState, ...]
+    objection: str = ""
+
+
 class Closing(msgspec.Struct, frozen=True, tag="closing"):
     """The server stops; ``stop_members``: the operator ended the whole deployment."""
 
@@ -273,9 +319,13 @@ class Closing(msgspec.Struct, frozen=True, tag="closing"):
 
 
 FromMember: TypeAlias = Hello | Heartbeat | Bye
-FromOperator: TypeAlias = Status | AskContract | SetDepth | Drain | MoveExperts | Shutdown
+FromOperator: TypeAlias = (
+    Status | AskContract | SetDepth | Drain | MoveExperts | Shutdown | HostReport
+)
 ToServer: TypeAlias = FromMember | FromOperator
-FromServer: TypeAlias = Welcome | Wait | Refused | Unknown | Beat | Members | Agreement | Closing
+FromServer: TypeAlias = (
+    Welcome | Wait | Refused | Unknown | Beat | Members | Agreement | Hosts | Closing
+)
 
 _T = TypeVar("_T")
 _encoder = msgspec.msgpack.Encoder()

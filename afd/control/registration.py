@@ -126,7 +126,7 @@ class Registration:
                     else "the control plane stops; continuing with the last known members",
                 )
                 return True
-            case m.Beat() | m.Agreement():
+            case m.Beat() | m.Agreement() | m.Hosts():
                 return False
 
     def check_silence(self) -> None:

@@ -20,6 +20,7 @@ from afd.control import messages as m
 from afd.control.depths import FIXED_DEPTH, DepthPolicy, DepthTuner
 from afd.control.entries import Entry, reference_of
 from afd.control.generations import MAX_GENERATION, Generations
+from afd.control.host_table import NO_HOSTS, HostRules, HostTable
 from afd.control.hosts import pid_space, process_alive
 from afd.control.moves import Moves, objection
 from afd.control.recovery import generation_in, proven, resumed
@@ -47,6 +48,7 @@ class Registry:
 
     Args:
         expected: the deployment's contract, if the server knows it; members must have this one.
+        hosts: what the hosts of the deployment must share.
         seal: key of the seals of snapshots, the same for all runs of one deployment's server.
         clock: monotonic seconds. wall_clock: seconds since 1970.
     """
@@ -58,6 +60,7 @@ class Registry:
         seal: bytes,
         expected: Contract | None = None,
         depth: DepthPolicy = FIXED_DEPTH,
+        hosts: HostRules = NO_HOSTS,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
         local_pid_space: str | None = None,
@@ -67,6 +70,7 @@ class Registry:
         self.expected = expected
         self._seal = Seal(seal)
         self._tuner = DepthTuner(depth)
+        self._hosts = HostTable(hosts, timing.timeout_s, clock=clock, wall_clock=wall_clock)
         self.stopping = False
         self.members = m.Members()  # complete, for attention and FFN members
         self._public = m.Members()  # without addresses, for all others
@@ -96,6 +100,8 @@ class Registry:
                 return [*gone, Outgoing(peer, m.Beat())]
             case m.Status():
                 return [Outgoing(peer, self._public)]
+            case m.HostReport():
+                return [Outgoing(peer, self._hosts.report(message))]
             case m.AskContract():
                 return [Outgoing(peer, m.Agreement(self._contract()))]
             case m.SetDepth():

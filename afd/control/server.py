@@ -25,6 +25,7 @@ from afd.control import messages as m
 from afd.control.address import Endpoint, to_listen
 from afd.control.authority import denial, known_keys
 from afd.control.depths import FIXED_DEPTH, DepthPolicy
+from afd.control.host_table import NO_HOSTS, HostRules
 from afd.control.keys import CurveKeys
 from afd.control.refusals import Refusals
 from afd.control.registry import Outgoing, Registry
@@ -62,6 +63,7 @@ class ControlServer:
     Args:
         keys: of the deployment. members: ids of those that may register.
         contract: what attention and FFN members must have; None: what the first one has.
+        hosts: what the hosts of the deployment must share.
 
     Raises:
         ConfigError: the address is malformed, in use, or not of this host.
@@ -76,10 +78,15 @@ class ControlServer:
         contract: Contract | None = None,
         timing: m.Timing | None = None,
         depth: DepthPolicy = FIXED_DEPTH,
+        hosts: HostRules = NO_HOSTS,
     ) -> None:
         endpoint = to_listen(address)
         self.registry = Registry(
-            timing=timing or m.Timing(), expected=contract, depth=depth, seal=keys.seal
+            timing=timing or m.Timing(),
+            expected=contract,
+            depth=depth,
+            hosts=hosts,
+            seal=keys.seal,
         )
         self.refusals = Refusals()
         self._holders = known_keys(keys, members)

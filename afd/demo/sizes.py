@@ -18,6 +18,7 @@ class Sizes:
     groups, top_groups: DeepSeek-V3: groups of experts, and groups chosen per token.
     mla: DeepSeek: no-position, rotary and value width of a head, rank of keys and values, rank of
         queries.
+    dense_first: DeepSeek, GLM, ERNIE: dense layers before the first with experts.
     share_q_dim: Step-3: rank of queries; None: half of `hidden`.
     dense_last: Step-3: the last layer is dense too.
     """
@@ -37,6 +38,7 @@ class Sizes:
     groups: int = 2
     top_groups: int = 1
     mla: tuple[int, int, int, int, int] = (32, 16, 32, 64, 96)
+    dense_first: int = 1
     share_q_dim: int | None = None
     dense_last: bool = False
 
@@ -61,7 +63,7 @@ def resolve(family: str, preset: str, **overrides: int | bool | None) -> Sizes:
     given: dict[str, Any] = {key: value for key, value in overrides.items() if value is not None}
     sizes = replace(PRESETS[preset], **given)
     for key, value in vars(sizes).items():
-        if isinstance(value, int) and key != "dense_last" and value < 1:
+        if isinstance(value, int) and key not in ("dense_first", "dense_last") and value < 1:
             raise ConfigError(f"{key} is {value}; use at least 1")
     if sizes.top_k > sizes.experts:
         raise ConfigError(

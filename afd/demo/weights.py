@@ -36,7 +36,9 @@ class Sink(Protocol):
 
     def norm(self, name: str, size: int) -> None: ...
 
-    def router_bias(self, name: str, size: int) -> None:
+    def bias(self, name: str, *shape: int) -> None: ...
+
+    def router_bias(self, name: str, *shape: int) -> None:
         """float32 in every checkpoint."""
 
 
@@ -49,6 +51,7 @@ def deviations(hidden: int) -> dict[str, float]:
         "router": _ROUTER_STD * scale,
         "embedding": _EMBEDDING_STD,
         "norm": _NORM_STD,
+        "bias": _NORM_STD,
         "router_bias": _NORM_STD,
     }
 
@@ -79,27 +82,48 @@ class Drawn:
     def norm(self, name: str, size: int) -> None:
         self.tensors[name] = (1 + self._draw((size,), "norm")).astype(self._dtype)
 
-    def router_bias(self, name: str, size: int) -> None:
-        self.tensors[name] = self._draw((size,), "router_bias")
+    def bias(self, name: str, *shape: int) -> None:
+        self.tensors[name] = self._draw(shape, "bias").astype(self._dtype)
+
+    def router_bias(self, name: str, *shape: int) -> None:
+        self.tensors[name] = self._draw(shape, "router_bias")
 
 
-def _mlp(w: Sink, prefix: str, hidden: int, width: int) -> None:
+def mlp(w: Sink, prefix: str, hidden: int, width: int) -> None:
+    """A gated MLP."""
     w.projection(f"{prefix}gate_proj.weight", width, hidden)
     w.projection(f"{prefix}up_proj.weight", width, hidden)
     w.projection(f"{prefix}down_proj.weight", hidden, width)
 
 
-def _frame(w: Sink, s: Sizes) -> None:
-    """The tensors outside attention and FFN, which every family has."""
-    w.embedding("model.embed_tokens.weight", s.vocab, s.hidden)
-    w.norm("model.norm.weight", s.hidden)
-    w.projection("lm_head.weight", s.vocab, s.hidden)
+def frame(w: Sink, s: Sizes, prefix: str = "", *, tied: bool = False) -> None:
+    """The tensors outside attention and FFN, which every family has.
+
+    prefix: of all names. tied: there is no lm_head; the embedding is used.
+    """
+    w.embedding(f"{prefix}model.embed_tokens.weight", s.vocab, s.hidden)
+    w.norm(f"{prefix}model.norm.weight", s.hidden)
+    if not tied:
+        w.projection(f"{prefix}lm_head.weight", s.vocab, s.hidden)
     for i in range(s.layers):
-        w.norm(f"model.layers.{i}.input_layernorm.weight", s.hidden)
-        w.norm(f"model.layers.{i}.post_attention_layernorm.weight", s.hidden)
+        w.norm(f"{prefix}model.layers.{i}.input_layernorm.weight", s.hidden)
+        w.norm(f"{prefix}model.layers.{i}.post_attention_layernorm.weight", s.hidden)
 
 
-def _common_config(s: Sizes, dtype: str) -> dict[str, object]:
+def attention(w: Sink, s: Sizes, prefix: str, *, bias: str = "") -> None:
+    """Grouped-query attention. bias: the letters of the projections that have one, of "qkvo"."""
+    rows = {"q": s.heads * s.head_dim, "k": s.kv_heads * s.head_dim, "v": s.kv_heads * s.head_dim}
+    for letter, size in rows.items():
+        w.projection(f"{prefix}{letter}_proj.weight", size, s.hidden)
+        if letter in bias:
+            w.bias(f"{prefix}{letter}_proj.bias", size)
+    w.projection(f"{prefix}o_proj.weight", s.hidden, s.heads * s.head_dim)
+    if "o" in bias:
+        w.bias(f"{prefix}o_proj.bias", s.hidden)
+
+
+def common_config(s: Sizes, dtype: str) -> dict[str, object]:
+    """The keys of config.json that most families have."""
     return {
         "hidden_size": s.hidden,
         "num_hidden_layers": s.layers,
@@ -119,7 +143,7 @@ def _common_config(s: Sizes, dtype: str) -> dict[str, object]:
 
 
 def qwen3_moe(w: Sink, s: Sizes, dtype: str) -> Config:
-    _frame(w, s)
+    frame(w, s)
     for i in range(s.layers):
         layer = f"model.layers.{i}."
         attention = f"{layer}self_attn."
@@ -131,8 +155,8 @@ def qwen3_moe(w: Sink, s: Sizes, dtype: str) -> Config:
         w.norm(f"{attention}k_norm.weight", s.head_dim)
         w.router(f"{layer}mlp.gate.weight", s.experts, s.hidden)
         for e in range(s.experts):
-            _mlp(w, f"{layer}mlp.experts.{e}.", s.hidden, s.intermediate)
-    return _common_config(s, dtype) | {
+            mlp(w, f"{layer}mlp.experts.{e}.", s.hidden, s.intermediate)
+    return common_config(s, dtype) | {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
         "num_key_value_heads": s.kv_heads,
@@ -149,7 +173,7 @@ def qwen3_moe(w: Sink, s: Sizes, dtype: str) -> Config:
 
 def _deepseek(w: Sink, s: Sizes, dtype: str, *, v3: bool) -> Config:
     nope, rope, value, kv_rank, q_rank = s.mla
-    _frame(w, s)
+    frame(w, s)
     for i in range(s.layers):
         layer = f"model.layers.{i}."
         attention = f"{layer}self_attn."
@@ -163,23 +187,23 @@ def _deepseek(w: Sink, s: Sizes, dtype: str, *, v3: bool) -> Config:
         w.norm(f"{attention}kv_a_layernorm.weight", kv_rank)
         w.projection(f"{attention}kv_b_proj.weight", s.heads * (nope + value), kv_rank)
         w.projection(f"{attention}o_proj.weight", s.hidden, s.heads * value)
-        if i == 0:
-            _mlp(w, f"{layer}mlp.", s.hidden, s.dense_intermediate)
+        if i < s.dense_first:
+            mlp(w, f"{layer}mlp.", s.hidden, s.dense_intermediate)
             continue
         w.router(f"{layer}mlp.gate.weight", s.experts, s.hidden)
         if v3:
             w.router_bias(f"{layer}mlp.gate.e_score_correction_bias", s.experts)
         for e in range(s.experts):
-            _mlp(w, f"{layer}mlp.experts.{e}.", s.hidden, s.intermediate)
-        _mlp(w, f"{layer}mlp.shared_experts.", s.hidden, s.shared_experts * s.intermediate)
-    return _common_config(s, dtype) | {
+            mlp(w, f"{layer}mlp.experts.{e}.", s.hidden, s.intermediate)
+        mlp(w, f"{layer}mlp.shared_experts.", s.hidden, s.shared_experts * s.intermediate)
+    return common_config(s, dtype) | {
         "architectures": ["DeepseekV3ForCausalLM" if v3 else "DeepseekV2ForCausalLM"],
         "model_type": "deepseek_v3" if v3 else "deepseek_v2",
         "num_key_value_heads": s.heads,
         "n_routed_experts": s.experts,
         "n_shared_experts": s.shared_experts,
         "num_experts_per_tok": s.top_k,
-        "first_k_dense_replace": 1,
+        "first_k_dense_replace": s.dense_first,
         "moe_layer_freq": 1,
         "norm_topk_prob": v3,
         "routed_scaling_factor": 2.5 if v3 else 1.0,
@@ -207,7 +231,7 @@ def deepseek_v3(w: Sink, s: Sizes, dtype: str) -> Config:
 def step3(w: Sink, s: Sizes, dtype: str) -> Config:
     q_dim = s.share_q_dim or s.hidden // 2
     moe_layers = range(1, s.layers - s.dense_last)
-    _frame(w, s)
+    frame(w, s)
     for i in range(s.layers):
         layer = f"model.layers.{i}."
         attention = f"{layer}self_attn."
@@ -218,14 +242,14 @@ def step3(w: Sink, s: Sizes, dtype: str) -> Config:
         w.projection(f"{attention}wq.weight", s.heads * s.head_dim, q_dim)
         w.projection(f"{attention}o_proj.weight", s.hidden, s.heads * s.head_dim)
         if i not in moe_layers:
-            _mlp(w, f"{layer}mlp.", s.hidden, s.dense_intermediate)
+            mlp(w, f"{layer}mlp.", s.hidden, s.dense_intermediate)
             continue
         w.router(f"{layer}moe.gate.weight", s.experts, s.hidden)
         w.projection(f"{layer}moe.gate_proj.weight", s.experts, s.intermediate, s.hidden)
         w.projection(f"{layer}moe.up_proj.weight", s.experts, s.intermediate, s.hidden)
         w.projection(f"{layer}moe.down_proj.weight", s.experts, s.hidden, s.intermediate)
-        _mlp(w, f"{layer}share_expert.", s.hidden, s.intermediate)
-    return _common_config(s, dtype) | {
+        mlp(w, f"{layer}share_expert.", s.hidden, s.intermediate)
+    return common_config(s, dtype) | {
         "architectures": ["Step3TextForCausalLM"],
         "model_type": "step3_text",
         "num_attention_groups": 1,

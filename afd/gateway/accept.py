@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import ssl
 from collections.abc import Callable, Coroutine
 
 from afd.control.refusals import Refusals
@@ -20,6 +21,7 @@ log = logging.getLogger("afd.gateway")
 
 _BATCH = 64  # connections accepted in one turn of the event loop
 _RETRY_S = 0.1  # pause after an accept that failed
+_HANDSHAKE_S = 10.0
 _LINGER_S = 1.0  # for a refused client to send its request and read the error
 
 
@@ -29,6 +31,8 @@ class Acceptor:
     Args:
         make: makes the protocol of a connection; it calls its argument when the connection ends.
         limit: open connections at most.
+        tls: for HTTPS; None: plain HTTP. A refused client then gets no 503, only the end of its
+            connection.
         refused: called with the reason for each refusal: "connections" or "descriptors".
     """
 
@@ -40,12 +44,14 @@ class Acceptor:
         limit: int,
         retry_after_s: int,
         refused: Callable[[str], None],
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._listener = listener
         self._make = make
         self._limit = limit
         self._refused = refused
+        self._tls = tls
         self._refusals = Refusals(log)
         self._tasks: set[asyncio.Task[None]] = set()
         self._lingering = 0
@@ -101,6 +107,9 @@ class Acceptor:
         self._refusals.note(
             f"refused a connection: {self._limit} are open; raise the limit of open files"
         )
+        if self._tls is not None:
+            client.close()
+            return
         with contextlib.suppress(OSError):
             client.send(self._reply)
             client.shutdown(socket.SHUT_WR)
@@ -132,7 +141,12 @@ class Acceptor:
             released = True
 
         try:
-            await self._loop.connect_accepted_socket(lambda: self._make(release), client)
+            await self._loop.connect_accepted_socket(
+                lambda: self._make(release),
+                client,
+                ssl=self._tls,
+                ssl_handshake_timeout=None if self._tls is None else _HANDSHAKE_S,
+            )
         except OSError as error:
             client.close()
             release()

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import aiohttp
 from aiohttp import hdrs, web
 
+from afd.gateway.api_keys import ApiKeys
 from afd.gateway.bodies import Bodies
 from afd.gateway.errors import GatewayError, error_response
 from afd.gateway.owner import make_connector
@@ -23,6 +24,8 @@ from afd.gateway.upstreams import Provider, View, fleet_problem
 log = logging.getLogger("afd.gateway")
 
 FORWARDED = ("/v1/{tail:.*}", "/tokenize", "/detokenize", "/version", "/ping", "/openapi.json")
+OPEN_PATHS = frozenset({"/health", "/ping"})
+"""Answered without an API key: probes of an orchestrator or a load balancer have none."""
 _REQUEST_ID = "X-Request-Id"
 _CLIENT_GONE = 499  # appears in metrics only
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -36,6 +39,9 @@ class Gateway:
         self.pool = Pool(settings, provider)
         self.telemetry = Telemetry(settings.instance)
         self.bodies = Bodies(settings, self.telemetry.refused)
+        self.keys = None
+        if settings.api_keys is not None:
+            self.keys = ApiKeys(settings.api_keys, settings.retry_after_s, self.telemetry.refused)
         self.draining = False
         self._running = 0
         self._idle = asyncio.Event()
@@ -67,7 +73,7 @@ GATEWAY = web.AppKey("gateway", Gateway)
 def make_app(settings: GatewaySettings, provider: Provider) -> web.Application:
     """Returns the application. It needs ``handler_cancellation``, as in afd.gateway.server."""
     gateway = Gateway(settings, provider)
-    app = web.Application(middlewares=[_count, _shape_errors])
+    app = web.Application(middlewares=[_count, _shape_errors, _admit])
     app[GATEWAY] = gateway
     app.cleanup_ctx.append(_run_background)
     app.router.add_get("/health", _health)
@@ -149,6 +155,15 @@ async def _shape_errors(request: web.Request, handler: _Handler) -> web.StreamRe
     if request.app[GATEWAY].draining:
         response.force_close()
     return response
+
+
+@web.middleware
+async def _admit(request: web.Request, handler: _Handler) -> web.StreamResponse:
+    keys = request.app[GATEWAY].keys
+    if keys is None or request.path in OPEN_PATHS:
+        return await handler(request)
+    with keys.admit(request.headers):
+        return await handler(request)
 
 
 async def _forward(request: web.Request) -> web.StreamResponse:

@@ -14,10 +14,12 @@ from aiohttp import web
 
 _TYPES: dict[int, str] = {
     400: "BadRequestError",
+    401: "AuthenticationError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
     408: "RequestTimeoutError",
     413: "RequestTooLargeError",
+    429: "RateLimitError",
     431: "RequestTooLargeError",
     500: "InternalServerError",
     501: "NotImplementedError",

@@ -180,8 +180,10 @@ async def start_gateway(
         limit=settings.max_connections or connections_allowed_now(),
         retry_after_s=settings.retry_after_s,
         refused=gateway.telemetry.refused,
+        tls=settings.tls,
     )
     acceptor.start()
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    return GatewayServer(gateway, runner, acceptor, f"http://{shown}:{port}")
+    scheme = "http" if settings.tls is None else "https"
+    return GatewayServer(gateway, runner, acceptor, f"{scheme}://{shown}:{port}")

@@ -1,6 +1,8 @@
 """Settings of the gateway."""
 
+import ssl
 from dataclasses import dataclass
+from pathlib import Path
 
 from afd.topology import member_id
 
@@ -24,6 +26,8 @@ class GatewaySettings:
     abandon_after_s: requests of an instance without a good /health for this long are given up.
     max_deliveries: instances that may fail with a request before it is given up.
     pass_credentials: forward the Authorization header (see SECURITY.md).
+    api_keys: file of the API keys that clients need (afd.gateway.api_keys); None: none needed.
+    tls: for HTTPS; None: plain HTTP.
     own_upstreams: the same user runs the attention instances, on this host: refuse to connect to
         loopback ports at which another user listens.
     """
@@ -53,6 +57,8 @@ class GatewaySettings:
     access_log: bool = False
     metrics: bool = True
     pass_credentials: bool = False
+    api_keys: Path | None = None
+    tls: ssl.SSLContext | None = None
     own_upstreams: bool = False
 
     def expected_ids(self) -> tuple[str, ...]:

@@ -41,8 +41,12 @@ _PATHS = frozenset(
     }
 )
 # connections: too many are open. descriptors: an accept failed. malformed: not valid HTTP.
-# body_timeout: a body came too slowly. bodies: all bodies together are too large.
-REFUSALS = ("connections", "descriptors", "malformed", "body_timeout", "bodies")
+# body_timeout: a body came too slowly. bodies: all bodies together are too large. unauthorized: no
+# valid API key. key_limit: the API key runs as many requests as it may.
+REFUSALS = (
+    "connections", "descriptors", "malformed", "body_timeout", "bodies",
+    "unauthorized", "key_limit",
+)  # fmt: skip
 _PREFIXES = {"/v1/models/": "/v1/models/{model}", "/v1/responses/": "/v1/responses/{id}"}
 
 

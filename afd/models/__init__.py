@@ -6,21 +6,50 @@ from os import PathLike
 from pathlib import Path
 
 from afd.errors import ConfigError
-from afd.models import deepseek, qwen3_moe, step3
+from afd.models import (
+    deepseek,
+    ernie45_moe,
+    glm4_moe,
+    gpt_oss,
+    llama4,
+    minimax_m2,
+    mixtral,
+    qwen2_moe,
+    qwen3_moe,
+    step3,
+)
 from afd.models.family import Family, MlpNames, MoeModel
 from afd.models.fields import architecture
+from afd.models.quantization import Quantization, quantization_of
 
 __all__ = [
     "FAMILIES",
     "Family",
     "MlpNames",
     "MoeModel",
+    "Quantization",
     "family_of",
     "read_config",
     "read_model",
+    "read_quantization",
 ]
 
-FAMILIES: tuple[Family, ...] = (qwen3_moe.FAMILY, deepseek.FAMILY, step3.FAMILY)
+MODELOPT_FILE = "hf_quant_config.json"
+"""Older ModelOpt checkpoints describe their quantisation here and not in config.json."""
+
+FAMILIES: tuple[Family, ...] = (
+    qwen3_moe.FAMILY,
+    qwen2_moe.FAMILY,
+    qwen2_moe.NEXT,
+    mixtral.FAMILY,
+    deepseek.FAMILY,
+    glm4_moe.FAMILY,
+    ernie45_moe.FAMILY,
+    minimax_m2.FAMILY,
+    gpt_oss.FAMILY,
+    llama4.FAMILY,
+    step3.FAMILY,
+)
 
 
 def family_of(config: Mapping[str, object]) -> Family:
@@ -52,6 +81,10 @@ def read_config(path: str | PathLike[str]) -> dict[str, object]:
         raise ConfigError(
             f"model {directory} has no config.json; give the folder of a Hugging Face checkpoint"
         )
+    return _json_object(file)
+
+
+def _json_object(file: Path) -> dict[str, object]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -59,6 +92,20 @@ def read_config(path: str | PathLike[str]) -> dict[str, object]:
     if not isinstance(config, dict):
         raise ConfigError(f"{file} is not a JSON object; download it again")
     return config
+
+
+def read_quantization(path: str | PathLike[str]) -> Quantization:
+    """Returns the formats in which a local checkpoint folder stores its linear layers.
+
+    Raises:
+        ConfigError: as :func:`read_config` and :func:`afd.models.quantization.quantization_of` do.
+    """
+    config = read_config(path)
+    beside = Path(path) / MODELOPT_FILE
+    try:
+        return quantization_of(config, _json_object(beside) if beside.is_file() else None)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def read_model(path: str | PathLike[str]) -> tuple[Family, MoeModel]:
@@ -72,8 +119,7 @@ def read_model(path: str | PathLike[str]) -> tuple[Family, MoeModel]:
     """
     config = read_config(path)
     family = family_of(config)
-    if config.get("quantization_config"):
-        _require_fp8_blocks(config["quantization_config"], path)
+    read_quantization(path)  # raises if the format is not supported
     model = family.parse(config)
     if model.top_k > model.num_experts:
         raise ConfigError(
@@ -81,15 +127,3 @@ def read_model(path: str | PathLike[str]) -> tuple[Family, MoeModel]:
             f"but has {model.num_experts}; download it again"
         )
     return family, model
-
-
-def _require_fp8_blocks(quantization: object, path: str | PathLike[str]) -> None:
-    """Raises ConfigError unless the format is DeepSeek-V3's: FP8 in blocks of 128 x 128."""
-    facts = quantization if isinstance(quantization, dict) else {}
-    method, blocks = facts.get("quant_method"), facts.get("weight_block_size")
-    if method != "fp8" or blocks != [128, 128] or facts.get("fmt", "e4m3") != "e4m3":
-        raise ConfigError(
-            f"{path} is quantized in a format that is not supported (quant_method {method}, "
-            f"weight_block_size {blocks} in config.json); use a checkpoint in FP8 with blocks of "
-            "[128, 128], or the bfloat16 checkpoint"
-        )

@@ -42,6 +42,21 @@ def parse(config: fields.Config) -> MoeModel:
 _MLP = "model.layers.{layer}.mlp."
 _MODULE = "vllm.model_executor.models.deepseek_v2"
 
+ROUTED_NAMES = (
+    MlpNames(
+        (_MLP + "experts.{expert}.gate_proj.weight", _MLP + "experts.{expert}.up_proj.weight"),
+        _MLP + "experts.{expert}.down_proj.weight",
+    ),
+    # Transformers 5 keeps all experts of a layer in two stacked parameters.
+    MlpNames((_MLP + "experts.gate_up_proj",), _MLP + "experts.down_proj"),
+)
+SHARED_NAMES = MlpNames(
+    (_MLP + "shared_experts.gate_proj.weight", _MLP + "shared_experts.up_proj.weight"),
+    _MLP + "shared_experts.down_proj.weight",
+)
+# vLLM's MoE runner holds a second reference, which would keep the module's memory.
+SHARED_MODULES = ("mlp.shared_experts", "mlp.experts._shared_experts")
+
 FAMILY = Family(
     name="deepseek",
     vllm_class={
@@ -49,26 +64,14 @@ FAMILY = Family(
         "DeepseekV3ForCausalLM": f"{_MODULE}:DeepseekV3ForCausalLM",
     },
     parse=parse,
-    gate="mlp.gate",
-    experts="mlp.experts",
-    # vLLM's MoE runner holds a second reference, which would keep the module's memory.
-    shared=("mlp.shared_experts", "mlp.experts._shared_experts"),
-    routed_names=(
-        MlpNames(
-            (_MLP + "experts.{expert}.gate_proj.weight", _MLP + "experts.{expert}.up_proj.weight"),
-            _MLP + "experts.{expert}.down_proj.weight",
-        ),
-        MlpNames((_MLP + "experts.gate_up_proj",), _MLP + "experts.down_proj"),
-    ),
-    shared_names=MlpNames(
-        (_MLP + "shared_experts.gate_proj.weight", _MLP + "shared_experts.up_proj.weight"),
-        _MLP + "shared_experts.down_proj.weight",
-    ),
+    shared=SHARED_MODULES,
+    routed_names=ROUTED_NAMES,
+    shared_names=SHARED_NAMES,
     refused_dtypes={
         "float16": "vLLM rescales DeepSeek's hidden states in float16, so the experts' output "
         "would be wrong; set attention.dtype to bfloat16 or float32"
     },
-    attention_args=(None,),  # llama_4_scaling; parse refuses it
+    attention_none=("llama_4_scaling",),  # parse refuses it
     # vLLM 0.26 on CPU: no MLA attention backend, and its rotary operator is wrong for DeepSeek.
     cpu_env={"VLLM_MLA_DISABLE": "1"},
     cpu_args=('-cc.custom_ops=["all","-rotary_embedding"]',),

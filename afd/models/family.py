@@ -10,10 +10,12 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 from afd.errors import ConfigError
+from afd.models.weight_format import weight_names
 
 DTYPES = ("bfloat16", "float16", "float32")
-SCALE_SUFFIX = "_scale_inv"
-"""Added to the name of an FP8 tensor, gives the name of its block scales (DeepSeek-V3)."""
+ACTIVATIONS = ("silu", "swiglu_oai")
+"""silu: silu(gate) * up. swiglu_oai (gpt-oss): gate is clamped to at most 7 and up to [-7, 7], then
+gate * sigmoid(1.702 * gate) * (up + 1)."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,10 @@ class MoeModel:
     shared_intermediate: total width of all shared experts; 0: none.
     routed_scaling: factor on the weighted sum of routed experts, applied before the shared output
         is added; 1.0: none.
+    activation: of the routed experts, an element of ACTIVATIONS.
+    expert_bias: gate, up and down of the routed experts have biases.
+    weight_on_input: the router weight multiplies a routed expert's input, not its output (Llama 4);
+        top_k is 1.
     """
 
     family: str
@@ -37,6 +43,14 @@ class MoeModel:
     shared_intermediate: int
     routed_scaling: float
     dtype: str
+    activation: str = "silu"
+    expert_bias: bool = False
+    weight_on_input: bool = False
+
+    @property
+    def any_math(self) -> bool:
+        """Whether experts are more than silu(gate) * up: only some backends compute them."""
+        return self.expert_bias or self.activation != "silu"
 
 
 @dataclass(frozen=True)
@@ -47,10 +61,17 @@ class MlpNames:
 
     Templates without {expert} name a shared expert (2-D tensors) or all routed experts, stacked
     along a leading expert dimension (3-D tensors); the family says which.
+
+    interleaved: the one gate_up tensor has gate and up rows in turns (gpt-oss).
+    transposed: unquantised stacked tensors are [experts, in, out].
+
+    Names are those of an unquantised checkpoint; ``weight_format.tensor_name`` gives the others.
     """
 
     gate_up: tuple[str, ...]
     down: str
+    interleaved: bool = False
+    transposed: bool = False
 
     @property
     def templates(self) -> tuple[str, ...]:
@@ -63,7 +84,8 @@ class MlpNames:
     def for_layer(self, layer: int, expert: int | None = None) -> "MlpNames":
         """Returns the names with {layer} and, if used, {expert} filled in."""
         gate_up = tuple(t.format(layer=layer, expert=expert) for t in self.gate_up)
-        return MlpNames(gate_up, self.down.format(layer=layer, expert=expert))
+        down = self.down.format(layer=layer, expert=expert)
+        return replace(self, gate_up=gate_up, down=down)
 
     def matches(self, name: str) -> bool:
         return any(_pattern(template).fullmatch(name) for template in self.templates)
@@ -86,27 +108,41 @@ class Family:
         vllm_class: architecture string of config.json -> "module:Class" inside vLLM.
         parse: config.json -> MoeModel; raises ConfigError if the model is not supported.
         gate, experts: dotted paths of the router and of vLLM's FusedMoE, below a decoder layer.
+        float32_gate: the router takes its input in float32.
+        attention, dense: dotted paths of attention and of a dense FFN, below a decoder layer.
         shared: dotted paths of shared-expert modules below a decoder layer.
+        text_prefix: architecture with an image encoder -> what precedes the names of the text
+            model's tensors. Only the text model is loaded; `vllm_class` names its class.
         routed_names: layouts that a checkpoint may use for routed experts, most common first.
         shared_names: tensor names of the shared expert; None: there is none.
+        shared_gate: name of the weight [1, hidden] of a sigmoid gate on the shared expert's output,
+            a template over {layer}; "": there is no gate.
         refused_dtypes: dtype -> reason why it cannot be served, and the remedy.
-        attention_args: positional arguments of the attention module's forward after positions and
-            hidden states.
+        attention_none: further arguments of the attention module's forward; all are None.
         cpu_env, cpu_args: environment and vLLM arguments that vLLM's CPU platform needs.
+        split: why the layers cannot be pipelined; "": they can. A split model keeps vLLM's own
+            ``forward``, shared experts included, and only its routed experts are remote. `gate`,
+            `experts`, `shared`, `shared_names` and so on are not used then.
     """
 
     name: str
     vllm_class: Mapping[str, str]
     parse: Callable[[Mapping[str, object]], MoeModel]
-    gate: str
-    experts: str
     routed_names: tuple[MlpNames, ...]
+    gate: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    float32_gate: bool = False
+    attention: str = "self_attn"
+    dense: str = "mlp"
     shared: tuple[str, ...] = ()
     shared_names: MlpNames | None = None
+    shared_gate: str = ""
     refused_dtypes: Mapping[str, str] = field(default_factory=dict)
-    attention_args: tuple[None, ...] = ()
+    attention_none: tuple[str, ...] = ()
+    text_prefix: Mapping[str, str] = field(default_factory=dict)
     cpu_env: Mapping[str, str] = field(default_factory=dict)
     cpu_args: tuple[str, ...] = ()
+    split: str = ""
 
     @property
     def architectures(self) -> tuple[str, ...]:
@@ -115,8 +151,21 @@ class Family:
     def is_expert_weight(self, name: str) -> bool:
         """Whether FFN instances read this tensor. Attention instances must not read it."""
         shared = (self.shared_names,) if self.shared_names else ()
-        name = name.removesuffix(SCALE_SUFFIX)
-        return any(names.matches(name) for names in (*self.routed_names, *shared))
+        layouts = (*self.routed_names, *shared)
+        if self.shared_gate and _pattern(self.shared_gate).fullmatch(name):
+            return True
+        return any(names.matches(weight) for weight in weight_names(name) for names in layouts)
+
+    def attention_name(self, architecture: str, name: str) -> str | None:
+        """Returns the name under which attention instances load a tensor; None: they do not."""
+        if self.is_expert_weight(name):
+            return None
+        prefix = self.text_prefix.get(architecture)
+        if prefix is None:
+            return name
+        inner = name.removeprefix(prefix)
+        in_text = name.startswith(prefix) and inner.startswith(("model.", "lm_head."))
+        return inner if in_text else None
 
     def serve_as(self, model: MoeModel, dtype: str) -> MoeModel:
         """Returns `model` with its serving dtype; "auto" keeps the checkpoint's dtype.

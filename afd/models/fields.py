@@ -18,6 +18,15 @@ def architecture(config: Config) -> str:
     return names[0]
 
 
+def text_config(config: Config) -> Config:
+    """Returns the keys of the text model, of a config.json that may nest them in `text_config`."""
+    nested = config.get("text_config")
+    if not isinstance(nested, Mapping):
+        return config
+    outer = {key: config[key] for key in ("dtype", "torch_dtype") if config.get(key)}
+    return {**outer, **nested, "architectures": config.get("architectures")}
+
+
 def integer(config: Config, key: str, *, minimum: int = 1) -> int:
     """Returns `config[key]` as an int of at least `minimum`. Raises ConfigError."""
     if key not in config:

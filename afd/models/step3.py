@@ -1,6 +1,8 @@
 """Step-3 (text): stacked routed experts, one shared expert, MoE layers given by a list.
 
-Source: vLLM 0.26 models/step3_text.py and transformers_utils/configs/step3_vl.py.
+Source: vLLM 0.26 models/step3_text.py, models/step3_vl.py and
+transformers_utils/configs/step3_vl.py. The published checkpoint has an image encoder, which is not
+loaded.
 """
 
 from afd.models import fields
@@ -8,7 +10,8 @@ from afd.models.family import Family, MlpNames, MoeModel
 
 
 def parse(config: fields.Config) -> MoeModel:
-    """Returns the MoeModel of a step3_text config.json. Raises ConfigError if it is unsupported."""
+    """Returns the MoeModel of a Step-3 config.json. Raises ConfigError if it is unsupported."""
+    config = fields.text_config(config)
     num_layers = fields.integer(config, "num_hidden_layers")
     # As in vLLM: a null list means all layers except the first.
     listed = fields.layer_list(config, "moe_layers_enum") or tuple(range(1, num_layers))
@@ -28,13 +31,16 @@ def parse(config: fields.Config) -> MoeModel:
 
 
 _LAYER = "model.layers.{layer}."
+_CLASS = "vllm.model_executor.models.step3_text:Step3TextForCausalLM"
 
 FAMILY = Family(
     name="step3",
     vllm_class={
-        "Step3TextForCausalLM": "vllm.model_executor.models.step3_text:Step3TextForCausalLM",
+        "Step3TextForCausalLM": _CLASS,
+        "Step3VLForConditionalGeneration": _CLASS,
     },
     parse=parse,
+    text_prefix={"Step3VLForConditionalGeneration": ""},
     gate="moe.gate",
     experts="moe.experts",
     shared=("share_expert",),

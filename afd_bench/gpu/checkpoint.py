@@ -62,8 +62,11 @@ class Listing:
     def norm(self, name: str, size: int) -> None:
         self.tensors.append(Tensor(name, "norm", (size,)))
 
-    def router_bias(self, name: str, size: int) -> None:
-        self.tensors.append(Tensor(name, "router_bias", (size,)))
+    def bias(self, name: str, *shape: int) -> None:
+        self.tensors.append(Tensor(name, "bias", shape))
+
+    def router_bias(self, name: str, *shape: int) -> None:
+        self.tensors.append(Tensor(name, "router_bias", shape))
 
 
 def listing(model_slice: Slice) -> tuple[dict[str, object], list[Tensor]]:

@@ -12,9 +12,9 @@ from afd.wire.layout import Tag
 from afd.wire.rows_torch import EncodedRows
 from afd_bench.moe.shapes import Cost, layer_cost
 from ffn_worker.experts.build import build_ffn_model
-from ffn_worker.experts.dummy import dummy_shard, whole_shard
-from ffn_worker.experts.loader import LayerWeights, Shard
+from ffn_worker.experts.dummy import dummy_layers, whole_shard
 from ffn_worker.experts.model import FfnModel
+from ffn_worker.experts.shard import LayerWeights, Shard
 from ffn_worker.moe.device import native_fp8
 from ffn_worker.moe.quantise import in_scheme
 from ffn_worker.moe.scheme import Scheme
@@ -47,7 +47,7 @@ class Problem:
         return build_ffn_model(
             self.model,
             self.shard,
-            dict(self.layers),
+            self.layers.items(),
             backend=backend,
             device=self.device,
             scheme=self.scheme,
@@ -89,7 +89,7 @@ def problem(
     torch.manual_seed(0)
     scheme, fp8 = Scheme(shape.scheme), native_fp8()
     layers = {}
-    for layer, plain in dummy_shard(model, shard, device).items():
+    for layer, plain in dummy_layers(model, shard, device):
         w13, w2 = (in_scheme(w, scheme, fp8, torch.bfloat16) for w in (plain.w13, plain.w2))
         layers[layer] = LayerWeights(w13, w2, plain.shared_gate_up, plain.shared_down)
     try:

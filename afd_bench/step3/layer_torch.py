@@ -246,7 +246,7 @@ class Experts:
 
     def __init__(self, load: Load, distinct: int, device: torch.device) -> None:
         from ffn_worker.experts.build import build_ffn_model
-        from ffn_worker.experts.dummy import dummy_shard, whole_shard
+        from ffn_worker.experts.dummy import dummy_layers, whole_shard
         from ffn_worker.moe.scheme import Scheme
 
         self._load, self._distinct = load, distinct
@@ -258,7 +258,7 @@ class Experts:
         self._model = build_ffn_model(
             model,
             shard,
-            dummy_shard(model, shard, device),
+            dummy_layers(model, shard, device),
             backend="auto",
             device=device,
             scheme=Scheme.FP8_BLOCK if on_gpu else Scheme.PLAIN,

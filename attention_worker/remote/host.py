@@ -20,6 +20,7 @@ from afd.wire.streams_torch import slot_bytes
 from afd_comm import PeerTrace, Region
 from attention_worker.remote.dispatcher import Dispatcher
 from attention_worker.remote.encoded_batch import encode
+from attention_worker.remote.expert_slots import ExpertSlotMap
 from attention_worker.remote.observer import StepObserver
 from attention_worker.remote.outbox import Outbox
 from attention_worker.remote.recovery import WAIT_SLICE_US, Recovery
@@ -172,7 +173,7 @@ class RemoteExperts:
         """
         layers = len(self._resolved.model.moe_layers)
         self._observer.posted(len(self._sessions.ranks) * layers * self._layout.message_bytes(rows))
-        self._outbox.tell(Kind.STEP, rows)
+        self._outbox.tell(Kind.STEP, rows, moves=self._dispatcher.moves)
 
     def leave(self) -> None:
         """Tells the FFN ranks that no step follows for now, so that no other instance waits for
@@ -181,6 +182,11 @@ class RemoteExperts:
         if self._active:
             self._active = False
             self._outbox.tell(Kind.LEAVE, 0)
+
+    @property
+    def expert_slots(self) -> ExpertSlotMap:
+        """The expert placement in use; it changes between two steps only."""
+        return self._dispatcher.slots
 
     @property
     def peers(self) -> tuple[FfnSession, ...]:

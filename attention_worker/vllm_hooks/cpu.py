@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
@@ -22,13 +24,23 @@ from attention_worker.vllm_hooks.store import file_store
 
 
 class AfdCpuModelRunner(DisaggregatedRunner, CPUModelRunner):
-    """CPU runner of an attention instance. Fixes requests with a seed and a chunked prompt.
+    """CPU runner of an attention instance. Fixes attention sinks in float32, and requests with a
+    seed and a chunked prompt.
 
     A request with a seed draws random numbers in every step, also in the steps that prefill a chunk
     of its prompt. vLLM then rewinds the generator by its offset, but CPU generators have none: vLLM
     raises, and the engine ends (gpu_model_runner.py: _bookkeeping_sync). This class restores the
     state of the generator instead, so a seed gives the same tokens however the prompt is chunked.
     """
+
+    def load_model(self, load_dummy_weights: bool = False) -> None:
+        super().load_model(load_dummy_weights)
+        # vLLM's CPU kernel reads attention sinks as bfloat16, whatever the model's dtype
+        # (csrc/cpu/cpu_attn.cpp: s_aux), and fails on others. Published sinks are bfloat16.
+        for module in self.get_model().modules():
+            if isinstance(module, Attention) and isinstance(module.impl, CPUAttentionBackendImpl):
+                sinks = module.impl.sinks
+                module.impl.sinks = None if sinks is None else sinks.bfloat16()
 
     def _sample(
         self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None

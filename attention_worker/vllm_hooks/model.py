@@ -22,7 +22,6 @@ def disaggregated(base: type[nn.Module], family: Family) -> type[nn.Module]:
             super().__init__(vllm_config=vllm_config, prefix=prefix)
             self.remote: Experts | None = None
             self._halves: list[LayerHalves] = []
-            self.weight_bytes_read = self.weight_bytes_held = 0  # set by the loader
             for layer in self.model.layers:
                 drop_shared_experts(layer, family)
 
@@ -54,6 +53,21 @@ def disaggregated(base: type[nn.Module], family: Family) -> type[nn.Module]:
 
     Disaggregated.__name__ = Disaggregated.__qualname__ = f"Afd{base.__name__}"
     return Disaggregated
+
+
+def text_only(base: type[nn.Module]) -> type[nn.Module]:
+    """Returns the vLLM text model ``base`` for a config.json that has it in ``text_config``.
+
+    vLLM then takes the checkpoint for a text model, and never builds the image encoder.
+    """
+
+    class TextOnly(base):  # type: ignore[valid-type,misc]  # known at run time only
+        def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+            text = vllm_config.model_config.hf_config.text_config
+            super().__init__(vllm_config=vllm_config.with_hf_config(text), prefix=prefix)
+
+    TextOnly.__name__ = TextOnly.__qualname__ = f"TextOnly{base.__name__}"
+    return TextOnly
 
 
 def drop_shared_experts(layer: nn.Module, family: Family) -> None:

@@ -9,12 +9,13 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from afd.config.roles import RoleSpec
 from afd.models import read_model
 from attention_worker.vllm_hooks.loader import LOAD_FORMAT, AttentionWeightLoader
-from attention_worker.vllm_hooks.model import disaggregated
+from attention_worker.vllm_hooks.model import disaggregated, text_only
 from attention_worker.vllm_hooks.routing import register_remote_experts
+from attention_worker.vllm_hooks.split import split
 
 
 def register_model(role: RoleSpec) -> None:
-    """Registers the disaggregated model class for the architecture of the role's checkpoint.
+    """Registers the model class with remote experts for the architecture of the role's checkpoint.
 
     It passes a class object, not a "module:class" string: vLLM inspects a string in a subprocess,
     which costs seconds at every start (vllm/model_executor/models/registry.py).
@@ -22,10 +23,13 @@ def register_model(role: RoleSpec) -> None:
     family, model = read_model(role.deployment.model)
     module, _, name = family.vllm_class[model.architecture].partition(":")
     base = getattr(importlib.import_module(module), name)
+    if model.architecture in family.text_prefix:
+        base = text_only(base)
     register_remote_experts()
     register_model_loader(LOAD_FORMAT)(AttentionWeightLoader)
     if role.deployment.attention.kernel == "mqa":
         register_backend(
             AttentionBackendEnum.CUSTOM, "attention_worker.vllm_hooks.mqa_backend.MqaBackend"
         )
-    ModelRegistry.register_model(model.architecture, disaggregated(base, family))
+    remote = split(base) if family.split else disaggregated(base, family)
+    ModelRegistry.register_model(model.architecture, remote)

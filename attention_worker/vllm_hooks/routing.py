@@ -1,6 +1,8 @@
 """The router stays on the attention instance, the experts do not.
 
-Registers a RoutedExperts without weights, and runs vLLM's own top-k.
+Registers a RoutedExperts without weights. In a pipelined model our loop runs vLLM's gate and top-k
+(:func:`make_router`). In a split model vLLM's own MoE layer runs them and then calls the remote
+experts (:meth:`RemoteRoutedExperts.compute`).
 """
 
 import torch
@@ -10,15 +12,59 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoE
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExperts
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 
 from afd.models import Family
 from attention_worker.model import Router
+from attention_worker.pipeline import Experts
+from attention_worker.top_k import biased_top_k
+
+
+class RemoteRoutedExperts(RoutedExperts):
+    """vLLM's RoutedExperts with its routing parameters and without its weights.
+
+    remote: the remote experts; set in a split model only.
+    """
+
+    remote: Experts | None = None
+
+    def _get_quant_method(
+        self, prefix: str, quant_config: QuantizationConfig | None, moe_config: FusedMoEConfig
+    ) -> FusedMoEMethodBase:
+        return RemoteExpertsMethod(moe_config)
+
+    def compute(
+        self, hidden: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns the weighted sum of the routed experts, model dtype [rows, hidden].
+
+        Args:
+            hidden: model dtype [rows, hidden]. weights, ids: [rows, top_k].
+        """
+        assert self.remote is not None, "attach() has to come before the first forward"
+        if self.apply_router_weight_on_input:  # top_k is 1
+            hidden = hidden * weights.to(hidden.dtype)
+            weights = torch.ones_like(weights)
+        layer = extract_layer_index(self.layer_name)
+        weights, ids = weights.float().contiguous(), ids.int().contiguous()
+        self.remote.send(layer, 0, hidden.contiguous(), ids, weights)
+        # A copy: the answer is in a receive slot, and a model may keep what a layer returns.
+        return self.remote.recv(0).clone()
 
 
 class RemoteExpertsMethod(FusedMoEMethodBase):
-    """Creates no weights. vLLM never reaches its ``apply``: the pipeline calls the FFN instead."""
+    """Creates no weights and calls the remote experts.
+
+    A pipelined model never reaches its ``apply``: the loop calls the FFN instead.
+    """
+
+    @property
+    def is_monolithic(self) -> bool:
+        """Whether vLLM leaves the top-k to :meth:`apply_monolithic`: on CPUs, as in vLLM's own."""
+        return bool(current_platform.is_cpu())
 
     def create_weights(
         self,
@@ -37,14 +83,25 @@ class RemoteExpertsMethod(FusedMoEMethodBase):
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Does nothing: there are no weights to pack."""
 
+    def apply(
+        self,
+        layer: RemoteRoutedExperts,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: SharedExperts | None,
+        shared_experts_input: torch.Tensor | None,
+    ) -> torch.Tensor:
+        return layer.compute(x, topk_weights, topk_ids)
 
-class RemoteRoutedExperts(RoutedExperts):
-    """vLLM's RoutedExperts with its routing parameters and without its weights."""
-
-    def _get_quant_method(
-        self, prefix: str, quant_config: QuantizationConfig | None, moe_config: FusedMoEConfig
-    ) -> FusedMoEMethodBase:
-        return RemoteExpertsMethod(moe_config)
+    def apply_monolithic(
+        self,
+        layer: RemoteRoutedExperts,
+        x: torch.Tensor,
+        router_logits: torch.Tensor,
+        input_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return layer.compute(x, *_top_k_cpu(layer, x, router_logits))
 
 
 def register_remote_experts() -> None:
@@ -58,31 +115,40 @@ def register_remote_experts() -> None:
 def make_router(layer: nn.Module, family: Family) -> Router:
     """Returns the router of a decoder layer: vLLM's gate, then vLLM's top-k for this platform."""
     gate, runner = layer.get_submodule(family.gate), layer.get_submodule(family.experts)
-    top_k = _top_k_cpu if current_platform.is_cpu() else _top_k
+    assert isinstance(runner, MoERunner)
+    on_cpu = current_platform.is_cpu()
 
     def route(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits, _ = gate(hidden)
-        weights, ids = top_k(runner, hidden, logits)
+        # Some gates compute in float32, and some also return a bias that is always None.
+        logits = gate(hidden.float() if family.float32_gate else hidden)
+        logits = logits[0] if isinstance(logits, tuple) else logits
+        if on_cpu:
+            weights, ids = _top_k_cpu(runner.routed_experts, hidden, logits)
+        else:
+            weights, ids = runner.router.select_experts(hidden_states=hidden, router_logits=logits)
         return weights.float().contiguous(), ids.int().contiguous()
 
     return route
 
 
-def _top_k(
-    runner: MoERunner, hidden: torch.Tensor, logits: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    weights, ids = runner.router.select_experts(hidden_states=hidden, router_logits=logits)
-    return weights, ids
-
-
 def _top_k_cpu(
-    runner: MoERunner, hidden: torch.Tensor, logits: torch.Tensor
+    experts: RoutedExperts, hidden: torch.Tensor, logits: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     # On CPU, vLLM 0.26 routes inside the wrapper of the expert kernel, not in the router object
     # (vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py: apply_monolithic).
     from vllm.model_executor.layers.fused_moe.cpu_fused_moe import select_experts
 
-    experts = runner.routed_experts
+    plain = experts.scoring_func == "softmax" and experts.e_score_correction_bias is None
+    if not (experts.use_grouped_topk or experts.custom_routing_function or plain):
+        # Here vLLM's function asserts, or leaves out the bias without a word.
+        return biased_top_k(
+            logits,
+            experts.e_score_correction_bias,
+            experts.top_k,
+            scoring=experts.scoring_func,
+            renormalise=experts.renormalize,
+            scaling=experts.routed_scaling_factor,
+        )
     weights, ids = select_experts(
         hidden_states=hidden,
         router_logits=logits,

@@ -57,8 +57,13 @@ class Cpu final : public Accelerator {
   void drop(void*) noexcept override {}
   void reach(int) override {}
   DmaBuf dmabuf(void*, std::size_t) override { not_here(); }
+  MemoryRange range_of(const void*) override { not_here(); }
+  RemoteWrites remote_writes() override { return RemoteWrites::Ordered; }
+  void flush_remote_writes() override {}
 
   Stream make_stream() override { return nullptr; }
+  Stream make_copy_stream() override { return nullptr; }
+  bool capturing(Stream) override { return false; }
   void destroy_stream(Stream) noexcept override {}
   void copy(Stream, void* to, const void* from, std::size_t bytes, CopyPath) override {
     std::memcpy(to, from, bytes);

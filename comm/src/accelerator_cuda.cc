@@ -194,6 +194,53 @@ class Cuda final : public Accelerator {
     return {Fd(fd), address(memory) - first};
   }
 
+  MemoryRange range_of(const void* memory) override {
+    const Scope scope(context_);
+    constexpr const char* remedy = "check that the memory is this device's and still allocated";
+    CUdeviceptr begin = 0;
+    MemoryRange range;
+    check(api().cuMemGetAddressRange_v2(&begin, &range.bytes, address(memory)),
+          "find an allocation", remedy);
+    check(api().cuPointerGetAttribute(&range.id, abi::kBufferId, begin), "find an allocation",
+          remedy);
+    range.begin = pointer(begin);
+    return range;
+  }
+
+  RemoteWrites remote_writes() override {
+    int ordering = 0, options = 0;
+    check(api().cuDeviceGetAttribute(&ordering, abi::kWritesOrdering, device_),
+          "ask how it orders RDMA writes", kRemedy);
+    if (ordering >= abi::kOrderedForOwner) return RemoteWrites::Ordered;
+    check(api().cuDeviceGetAttribute(&options, abi::kFlushOptions, device_),
+          "ask how it flushes RDMA writes", kRemedy);
+    return options & abi::kFlushByHost ? RemoteWrites::Flushed : RemoteWrites::Unordered;
+  }
+
+  void flush_remote_writes() override {
+    const Scope scope(context_);
+    check(api().cuFlushGPUDirectRDMAWrites(abi::kFlushContext, abi::kFlushToOwner),
+          "flush RDMA writes", "look for the first error before this one");
+  }
+
+  Stream make_copy_stream() override {
+    const Scope scope(context_);
+    int least = 0, greatest = 0;
+    check(api().cuCtxGetStreamPriorityRange(&least, &greatest), "ask for priorities", kRemedy);
+    CUstream stream = nullptr;
+    check(api().cuStreamCreateWithPriority(&stream, abi::kStreamNonBlocking, greatest),
+          "make a stream", "free memory of the GPU");
+    return stream;
+  }
+
+  bool capturing(Stream stream) override {
+    const Scope scope(context_);
+    int status = abi::kNotCapturing;
+    check(api().cuStreamIsCapturing(static_cast<CUstream>(stream), &status), "look at the stream",
+          "check that the stream belongs to this device");
+    return status != abi::kNotCapturing;
+  }
+
   Stream make_stream() override {
     const Scope scope(context_);
     CUstream stream = nullptr;

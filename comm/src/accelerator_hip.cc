@@ -11,6 +11,7 @@
 //  - hipMemcpyDeviceToDeviceNoCU keeps a copy on SDMA.
 #include <algorithm>
 #include <cstring>
+#include <mutex>
 
 #include "accelerator.h"
 #include "afd_comm/types.h"
@@ -181,6 +182,51 @@ class Hip final : public Accelerator {
     return {Fd(fd), offset};
   }
 
+  MemoryRange range_of(const void* memory) override {
+    const Scope scope(index_);
+    constexpr const char* remedy = "check that the memory is this device's and still allocated";
+    MemoryRange range;
+    check(api().hipMemGetAddressRange(&range.begin, &range.bytes, const_cast<void*>(memory)),
+          "find an allocation", remedy);
+    check(api().hipPointerGetAttribute(&range.id, abi::kBufferId, range.begin),
+          "find an allocation", remedy);
+    return range;
+  }
+
+  // ROCm has no attribute for the order. Writes over PCIe go through the HDP, whose flush register
+  // RCCL (src/transport/net.cc, curr_hdp_reg) and rocSHMEM write for this purpose. Without such a
+  // register there is nothing to flush.
+  RemoteWrites remote_writes() override {
+    return hdp_register() != nullptr ? RemoteWrites::Flushed : RemoteWrites::Ordered;
+  }
+
+  void flush_remote_writes() override {
+    if (volatile uint32_t* const flush = hdp_register()) *flush = 1;
+  }
+
+  Stream make_copy_stream() override {
+    const Scope scope(index_);
+    int least = 0, greatest = 0;
+    check(api().hipDeviceGetStreamPriorityRange(&least, &greatest), "ask for priorities", kRemedy);
+    abi::hipStream_t stream = nullptr;
+    check(api().hipStreamCreateWithPriority(&stream, abi::kStreamNonBlocking, greatest),
+          "make a stream", "free memory of the GPU");
+    return stream;
+  }
+
+  bool capturing(Stream stream) override {
+    const Scope scope(index_);
+    int status = 0;
+    unsigned long long id = 0;
+    abi::hipGraph_t graph = nullptr;
+    const abi::hipGraphNode_t* before = nullptr;
+    std::size_t before_count = 0;
+    check(api().hipStreamGetCaptureInfo_v2(handle(stream), &status, &id, &graph, &before,
+                                           &before_count),
+          "look at the stream", "check that the stream belongs to this device");
+    return status == abi::kCaptureActive;
+  }
+
   Stream make_stream() override {
     const Scope scope(index_);
     abi::hipStream_t stream = nullptr;
@@ -287,7 +333,20 @@ class Hip final : public Accelerator {
     }
   }
 
+  uint32_t* hdp_register() {
+    std::call_once(hdp_asked_, [this] {
+      // The attribute is an address: it fills two ints.
+      uint32_t* found = nullptr;
+      if (api().hipDeviceGetAttribute(reinterpret_cast<int*>(&found), abi::kHdpFlushRegister,
+                                      index_) == 0)
+        hdp_register_ = found;
+    });
+    return hdp_register_;
+  }
+
   int index_;
+  std::once_flag hdp_asked_;
+  uint32_t* hdp_register_ = nullptr;
 };
 
 }  // namespace

@@ -22,6 +22,14 @@ constexpr CUresult kNotReady = 600;
 constexpr CUresult kPeerAccessAlreadyEnabled = 704;
 // CUdevice_attribute
 constexpr int kWideMemOps = 122;
+constexpr int kFlushOptions = 117;
+constexpr int kWritesOrdering = 118;
+constexpr int kFlushByHost = 1;        // CUflushGPUDirectRDMAWritesOptions
+constexpr int kOrderedForOwner = 100;  // CUGPUDirectRDMAWritesOrdering
+constexpr int kFlushContext = 0;       // CUflushGPUDirectRDMAWritesTarget
+constexpr int kFlushToOwner = 100;     // CUflushGPUDirectRDMAWritesScope
+constexpr int kBufferId = 7;           // CUpointer_attribute
+constexpr int kNotCapturing = 0;       // CUstreamCaptureStatus
 // CU_MEMHOSTREGISTER_*
 constexpr unsigned kRegisterPortable = 1;
 constexpr unsigned kRegisterMapped = 2;
@@ -74,6 +82,12 @@ CUresult cuMemGetHandleForAddressRange(void*, CUdeviceptr, std::size_t, int, uns
 CUresult cuIpcGetMemHandle(IpcHandle*, CUdeviceptr);
 CUresult cuIpcOpenMemHandle_v2(CUdeviceptr*, IpcHandle, unsigned);
 CUresult cuIpcCloseMemHandle(CUdeviceptr);
+CUresult cuMemGetAddressRange_v2(CUdeviceptr*, std::size_t*, CUdeviceptr);
+CUresult cuPointerGetAttribute(void*, int, CUdeviceptr);
+CUresult cuFlushGPUDirectRDMAWrites(int, int);
+CUresult cuCtxGetStreamPriorityRange(int*, int*);
+CUresult cuStreamCreateWithPriority(CUstream*, unsigned, int);
+CUresult cuStreamIsCapturing(CUstream, int*);
 CUresult cuMemcpyAsync(CUdeviceptr, CUdeviceptr, std::size_t, CUstream);
 CUresult cuStreamCreate(CUstream*, unsigned);
 CUresult cuStreamDestroy_v2(CUstream);

@@ -22,6 +22,8 @@ constexpr unsigned kRegisterMapped = 2;
 constexpr unsigned kIpcLazyPeerAccess = 1;
 constexpr unsigned kStreamNonBlocking = 1;
 constexpr unsigned kEventNoTiming = 2;
+constexpr int kHdpFlushRegister = 10005;  // hipDeviceAttribute_t
+constexpr int kBufferId = 7;              // hipPointer_attribute
 // hipMemcpyKind
 constexpr int kCopyDefault = 4;
 constexpr int kCopyDevicesNoCu = 1024;
@@ -76,6 +78,11 @@ hipError_t hipHostGetDevicePointer(void**, void*, unsigned);
 hipError_t hipIpcGetMemHandle(IpcHandle*, void*);
 hipError_t hipIpcOpenMemHandle(void**, IpcHandle, unsigned);
 hipError_t hipIpcCloseMemHandle(void*);
+hipError_t hipDeviceGetAttribute(int*, int, int);
+hipError_t hipMemGetAddressRange(void**, std::size_t*, void*);
+hipError_t hipPointerGetAttribute(void*, int, void*);
+hipError_t hipDeviceGetStreamPriorityRange(int*, int*);
+hipError_t hipStreamCreateWithPriority(hipStream_t*, unsigned, int);
 hipError_t hipMemcpyAsync(void*, const void*, std::size_t, int, hipStream_t);
 hipError_t hipStreamCreateWithFlags(hipStream_t*, unsigned);
 hipError_t hipStreamDestroy(hipStream_t);

@@ -72,7 +72,7 @@ class IpcLink final : public MappedLink {
   const char* backend() const override { return "ipc"; }
   bool may_block() const override { return true; }
 
-  Status enqueue(Stream stream, const Message& m) override {
+  Status enqueue(Stream stream, const Message& m, const uint32_t*) override {
     const Status checked = check(m);
     if (checked != Status::Ok) return checked;
     copy_parts(stream, m, on_host() ? CopyPath::Any : CopyPath::Devices);

@@ -64,7 +64,7 @@ std::unique_ptr<Link> open_link(const std::vector<std::string>& addresses,
   throw CommError("cannot reach the peer's region: " + reasons);
 }
 
-Status Link::enqueue(Stream, const Message&) {
+Status Link::enqueue(Stream, const Message&, const uint32_t*) {
   throw CommError("backend " + std::string(backend()) +
                   " has no streams; open the link with device='cuda:N' or 'hip:N', or use post()");
 }

@@ -18,12 +18,16 @@ namespace afd_comm {
 
 namespace {
 
-Status enqueue(Link& link, uint64_t stream, const Message& unflagged, uint64_t flag) {
+Status enqueue(Link& link, uint64_t stream, const Message& unflagged, uint64_t flag,
+               uintptr_t count) {
   Message message = unflagged;
   message.flag = flag;
+  if (count % alignof(uint32_t) != 0)
+    throw nb::value_error("count is the address of an aligned 32-bit word");
   // If the driver's launch queue is full, this call waits for the stream, and so for a peer.
   const nb::gil_scoped_release release;
-  return link.enqueue(reinterpret_cast<Stream>(static_cast<uintptr_t>(stream)), message);
+  return link.enqueue(reinterpret_cast<Stream>(static_cast<uintptr_t>(stream)), message,
+                      reinterpret_cast<const uint32_t*>(count));
 }
 
 Status post(Link& link, const Message& unflagged, uint64_t flag, const Received* answer_to) {
@@ -75,6 +79,16 @@ void register_memory(Link& link, uintptr_t ptr, uint64_t nbytes, const std::stri
   link.register_memory(reinterpret_cast<void*>(ptr), nbytes, parse_device(device));
 }
 
+// The Python type Recording.
+class PyRecording {
+ public:
+  explicit PyRecording(std::unique_ptr<Recording> recording) : recording_(std::move(recording)) {}
+  void release() { recording_.reset(); }
+
+ private:
+  std::unique_ptr<Recording> recording_;
+};
+
 Status wait_sent(Link& link, uint32_t slot, int64_t timeout_us) {
   Status status;
   {
@@ -93,6 +107,7 @@ void bind_link(nb::module_& m) {
     for (const std::string& name : backend_names()) names.append(name);
     return nb::tuple(names);
   });
+  nb::class_<PyRecording>(m, "Recording").def("release", &PyRecording::release);
   nb::class_<Link>(m, "Link")
       .def(nb::new_(&connect), "addresses"_a, nb::kw_only(), "backend"_a = "auto",
            "slots"_a = nb::none(), "timeout_us"_a, "device"_a = "cpu", "trace"_a = false,
@@ -103,7 +118,9 @@ void bind_link(nb::module_& m) {
       .def("register_memory", &register_memory, "ptr"_a, "nbytes"_a, "device"_a = "cpu")
       .def("wait_sent", &wait_sent, "slot"_a, "timeout_us"_a)
       .def("post", &post, "message"_a, "flag"_a, "answer_to"_a = nb::none())
-      .def("enqueue", &enqueue, "stream"_a, "message"_a, "flag"_a)
+      .def("enqueue", &enqueue, "stream"_a, "message"_a, "flag"_a, "count"_a = 0)
+      .def("record", [](Link& link) { return std::make_unique<PyRecording>(link.record()); })
+      .def_prop_ro("status", &Link::status)
       .def("close", &Link::close, nb::call_guard<nb::gil_scoped_release>());
 }
 

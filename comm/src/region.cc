@@ -32,9 +32,6 @@ Region::Region(uint64_t slots, uint64_t slot_bytes, const RegionOptions& options
   shm.bytes = geometry().total;
   shm.token = token_;
   if (!device_.is_cpu()) {
-    if (!options.tcp_host.empty())
-      throw CommError("region '" + name_ + "' has its slots on " + device_text(device_) +
-                      ", where TCP cannot write; leave tcp_host out, or use device='cpu'");
     addresses_.push_back(format(place_on_device(shm)));
   } else {
     addresses_.push_back(format(shm));

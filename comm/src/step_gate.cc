@@ -76,6 +76,7 @@ struct Peer {
   // Of the step.
   uint32_t depth = 0;
   std::vector<int32_t> counts;    // by lane
+  std::vector<int32_t> firsts;    // likewise
   Status status = Status::Ok;     // else the peer is left out from then on
   std::vector<uint32_t> waiting;  // lanes whose answer is to be sent, in order
   bool sending = false;           // the first of them has begun
@@ -118,6 +119,7 @@ class StepGate::Step final : public Polled {
     }
     for (Peer& peer : peers_) {
       peer.counts.resize(lanes);
+      peer.firsts.resize(lanes);
       peer.waiting.reserve(lanes);
     }
     event_ = accelerator_->make_event(false);
@@ -142,7 +144,7 @@ class StepGate::Step final : public Polled {
   }
 
   void begin(std::shared_ptr<const StepPlan> plan, const int32_t* depths, const int32_t* counts,
-             int64_t late_us) {
+             int64_t late_us, const int32_t* firsts) {
     if (running()) throw CommError("the last step of this gate has not ended; wait for it first");
     if (plan->lanes() > lanes_.size())
       throw CommError("a step of " + std::to_string(plan->lanes()) + " lanes for a gate of " +
@@ -151,11 +153,14 @@ class StepGate::Step final : public Polled {
       if (depths[i] > 0 && peers_[i].link == nullptr)
         throw CommError("peer " + std::to_string(i) + " takes part in a step but is not set");
     plan_ = std::move(plan);
+    follow_counts_ = firsts != nullptr;
     late_ns_ = static_cast<uint64_t>(std::max<int64_t>(late_us, 0)) * 1000;
     for (std::size_t i = 0; i < peers_.size(); ++i) {
       Peer& peer = peers_[i];
       peer.depth = static_cast<uint32_t>(std::max(depths[i], 0));
       std::copy_n(counts + i * lanes_.size(), lanes_.size(), peer.counts.begin());
+      if (firsts != nullptr)
+        std::copy_n(firsts + i * lanes_.size(), lanes_.size(), peer.firsts.begin());
       peer.status = Status::Ok;
       peer.waiting.clear();
       peer.sending = false;
@@ -331,7 +336,10 @@ class StepGate::Step final : public Polled {
 
   void fill(Peer& peer, uint32_t m) const {
     const auto index = static_cast<uint64_t>(&peer - peers_.data());
-    const auto count = static_cast<uint64_t>(std::max(peer.counts[m], 0));
+    int64_t items = peer.counts[m];
+    if (follow_counts_)
+      items = std::min(items, int64_t{region_.header(peer.slot + m).count} - peer.firsts[m]);
+    const auto count = static_cast<uint64_t>(std::max<int64_t>(items, 0));
     Message& message = peer.message;
     message = plan_->position(lanes_[m].number() - 1).answer;
     message.flag = flag(peer, m);
@@ -393,6 +401,7 @@ class StepGate::Step final : public Polled {
   std::vector<Status> statuses_;
   Event event_ = nullptr;
   std::shared_ptr<const StepPlan> plan_;
+  bool follow_counts_ = false;
   uint64_t late_ns_ = 0;
   uint64_t moved_ = 0;  // when the step came on
   uint64_t next_writer_ = 0;
@@ -428,8 +437,8 @@ void StepGate::enqueue_ticket(Stream stream, uint32_t lane, uint32_t number) {
 }
 
 void StepGate::begin(std::shared_ptr<const StepPlan> plan, const int32_t* depths,
-                     const int32_t* counts, int64_t late_us) {
-  step_->begin(std::move(plan), depths, counts, late_us);
+                     const int32_t* counts, int64_t late_us, const int32_t* firsts) {
+  step_->begin(std::move(plan), depths, counts, late_us, firsts);
 }
 
 bool StepGate::wait(Stream stream, Interrupt interrupt) { return step_->wait(stream, interrupt); }

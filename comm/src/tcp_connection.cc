@@ -2,6 +2,7 @@
 
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 
@@ -16,11 +17,13 @@ constexpr int64_t kClaimLockUs = 100000;
 
 }  // namespace
 
-TcpConnection::TcpConnection(Fd fd, const Memory& memory, const Token& token, int claim_lock_fd)
+TcpConnection::TcpConnection(Fd fd, const Memory& memory, const Token& token, int claim_lock_fd,
+                             std::shared_ptr<Accelerator> accelerator)
     : fd_(std::move(fd)),
       memory_(memory),
       token_(token),
       claim_lock_fd_(claim_lock_fd),
+      accelerator_(std::move(accelerator)),
       accepted_ns_(now_ns()) {}
 
 TcpConnection::~TcpConnection() {
@@ -109,7 +112,37 @@ bool TcpConnection::accept_head() {
   return true;
 }
 
+// The CPU cannot write the device's memory: the bytes land on the host, and are copied from there
+// while more arrive. Returns false if the connection must be dropped.
+bool TcpConnection::read_into_device() {
+  try {
+    if (landing_ == nullptr) landing_ = std::make_unique<Landing>(accelerator_);
+    if (next_piece_ != piece_count_) {
+      iovec& piece = pieces_[next_piece_];
+      const Landing::Room room = landing_->room();
+      const ssize_t n =
+          recv(fd_.get(), room.data, std::min<uint64_t>(room.nbytes, piece.iov_len), MSG_DONTWAIT);
+      if (n < 0) {
+        drained_ = errno == EAGAIN;
+        return errno == EAGAIN || errno == EINTR;
+      }
+      if (n == 0) return false;
+      landing_->arrived(piece.iov_base, static_cast<uint64_t>(n));
+      piece.iov_base = static_cast<char*>(piece.iov_base) + n;
+      piece.iov_len -= static_cast<std::size_t>(n);
+      if (piece.iov_len != 0) return true;
+      landing_->flush();
+      if (++next_piece_ != piece_count_) return true;
+    }
+    landing_->finish();
+  } catch (const CommError&) {
+    return false;
+  }
+  return deliver();
+}
+
 bool TcpConnection::read_body() {
+  if (accelerator_ != nullptr) return read_into_device();
   if (next_piece_ != piece_count_) {
     const ssize_t n =
         readv(fd_.get(), pieces_ + next_piece_, static_cast<int>(piece_count_ - next_piece_));

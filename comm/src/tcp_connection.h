@@ -4,14 +4,17 @@
 #include <sys/uio.h>
 
 #include "afd_comm/claims.h"
+#include "landing.h"
 #include "tcp_wire.h"
 
 namespace afd_comm {
 
 class TcpConnection {
  public:
-  // `claim_lock_fd`: see take_claim. All references must outlive the connection.
-  TcpConnection(Fd fd, const Memory& memory, const Token& token, int claim_lock_fd);
+  // `claim_lock_fd`: see take_claim. `accelerator`: of the slots' device, null: host memory. All
+  // references must outlive the connection.
+  TcpConnection(Fd fd, const Memory& memory, const Token& token, int claim_lock_fd,
+                std::shared_ptr<Accelerator> accelerator);
   ~TcpConnection();  // marks the writer of its slots as gone
   TcpConnection(const TcpConnection&) = delete;
 
@@ -38,12 +41,15 @@ class TcpConnection {
   bool accept_hello();
   bool accept_head();
   bool read_body();
+  bool read_into_device();
   bool deliver();
 
   Fd fd_;
   const Memory& memory_;
   const Token& token_;
   int claim_lock_fd_;
+  std::shared_ptr<Accelerator> accelerator_;
+  std::unique_ptr<Landing> landing_;  // made with the first frame
   uint64_t accepted_ns_;
   Phase phase_ = Phase::Hello;
   SlotRange slots_;

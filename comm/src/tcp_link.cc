@@ -10,7 +10,9 @@
 #include <thread>
 
 #include "backends.h"
+#include "driven_link.h"
 #include "packed_times.h"
+#include "proxy_link.h"
 #include "socket.h"
 #include "tcp_receiver.h"
 #include "tcp_wire.h"
@@ -54,10 +56,10 @@ bool ends_on_one_host(int fd) {
          getpeername(fd, far.get(), &far.length) == 0 && host_of(near) == host_of(far);
 }
 
-class TcpLink final : public Link {
+class TcpLink final : public DrivenLink {
  public:
   TcpLink(Fd fd, const Welcome& region, const LinkOptions& options)
-      : Link(options.trace),
+      : DrivenLink(options.trace),
         fd_(std::move(fd)),
         slots_(region.slots),
         slot_bytes_(region.slot_bytes),
@@ -86,20 +88,30 @@ class TcpLink final : public Link {
   }
 
   std::optional<Status> begin(const Message& m) override {
-    if (closed_.load(std::memory_order_acquire)) return Status::Closed;
-    const Status checked = check_message(m, slots_, slot_bytes_, options_.slots);
-    if (checked != Status::Ok) return checked;
-    const bool trace = traced();
-    const uint64_t posted = trace ? trace_now_ns() : 0;
+    const Status refused = check(m);
+    if (refused != Status::Ok) return refused;
+    const uint64_t posted = traced() ? trace_now_ns() : 0;
     if (!take_turn()) return Status::Deadline;
-    if (ended_ == Status::Ok) ended_ = farewell(Status::Ok);
-    if (ended_ != Status::Ok) return finish(ended_);
-    load(m, trace);
-    if (trace) {
-      head_.times = times_of(m, posted);
-      head_.times.sent = static_cast<int64_t>(trace_now_ns());
-    }
-    return advance();
+    return begin_frame(m, posted, nullptr);
+  }
+
+  Start start(const Message& m, const uint64_t* available, Status& outcome) override {
+    outcome = check(m);
+    if (outcome != Status::Ok) return Start::Done;
+    const uint64_t posted = traced() ? trace_now_ns() : 0;
+    if (busy_.exchange(true, std::memory_order_acquire)) return Start::Refused;
+    const std::optional<Status> status = begin_frame(m, posted, available);
+    if (!status) return Start::Begun;
+    outcome = *status;
+    return Start::Done;
+  }
+  std::optional<Status> go_on(uint32_t) override { return advance(); }
+  Status give_up(uint32_t) override { return abandon(); }
+  Limits limits() const override { return {slots_, slot_bytes_, options_.slots}; }
+
+  Status health() const override {
+    if (closed_.load(std::memory_order_acquire)) return Status::Closed;
+    return farewell(Status::Ok, MSG_PEEK);
   }
 
   std::optional<Status> advance() override {
@@ -113,8 +125,11 @@ class TcpLink final : public Link {
       while (run.msg_iovlen < unsent_.msg_iovlen &&
              (refused || in_place_[run.msg_iov + run.msg_iovlen - pieces_] == in_place))
         ++run.msg_iovlen;
-      const int flags = MSG_NOSIGNAL | MSG_DONTWAIT | (in_place ? MSG_ZEROCOPY : 0) |
-                        (run.msg_iovlen < unsent_.msg_iovlen ? MSG_MORE : 0);
+      const bool more = run.msg_iovlen < unsent_.msg_iovlen;
+      iovec ready[1 + kMaxParts];
+      if (available_ != nullptr && !cut_to_available(run, ready)) return std::nullopt;
+      const int flags =
+          MSG_NOSIGNAL | MSG_DONTWAIT | (in_place ? MSG_ZEROCOPY : 0) | (more ? MSG_MORE : 0);
       const ssize_t n = sendmsg(fd_.get(), &run, flags);
       if (n < 0) {
         if (errno == EINTR) continue;
@@ -128,6 +143,7 @@ class TcpLink final : public Link {
       begun_ = begun_ || n > 0;
       if (in_place) marks_[head_.slot] = zero_copy_.sent();
       skip(static_cast<std::size_t>(n));
+      sent_ += static_cast<std::size_t>(n);
     }
     return finish(Status::Ok);
   }
@@ -177,13 +193,47 @@ class TcpLink final : public Link {
 
  private:
   // Returns the receiver's reason if it hung up, else `otherwise`.
-  Status farewell(Status otherwise) const {
+  Status farewell(Status otherwise, int flags = 0) const {
     uint8_t reason = 0;
-    const ssize_t n = recv(fd_.get(), &reason, 1, MSG_DONTWAIT);
+    const ssize_t n = recv(fd_.get(), &reason, 1, MSG_DONTWAIT | flags);
     if (n == 1)
       return reason == static_cast<uint8_t>(Status::Closed) ? Status::Closed : Status::PeerGone;
     if (n < 0 && (errno == EAGAIN || errno == EINTR)) return otherwise;
     return Status::PeerGone;
+  }
+
+  Status check(const Message& m) const {
+    if (closed_.load(std::memory_order_acquire)) return Status::Closed;
+    return check_message(m, slots_, slot_bytes_, options_.slots);
+  }
+
+  // Needs the turn. `posted`: 0 without tracing.
+  std::optional<Status> begin_frame(const Message& m, uint64_t posted, const uint64_t* available) {
+    if (ended_ == Status::Ok) ended_ = farewell(Status::Ok);
+    if (ended_ != Status::Ok) return finish(ended_);
+    load(m, posted != 0);
+    available_ = available;
+    if (posted != 0) {
+      head_.times = times_of(m, posted);
+      head_.times.sent = static_cast<int64_t>(trace_now_ns());
+    }
+    return advance();
+  }
+
+  // Limits the run to the bytes that may be read by now, in `ready`. Returns false if there are
+  // none.
+  bool cut_to_available(msghdr& run, iovec* ready) const {
+    uint64_t left = sizeof head_ + *available_ - sent_;
+    if (left == 0) return false;
+    std::size_t count = 0;
+    for (; count < run.msg_iovlen && left != 0; ++count) {
+      ready[count] = run.msg_iov[count];
+      ready[count].iov_len = std::min<uint64_t>(ready[count].iov_len, left);
+      left -= ready[count].iov_len;
+    }
+    run.msg_iov = ready;
+    run.msg_iovlen = count;
+    return true;
   }
 
   void load(const Message& m, bool trace) {
@@ -205,6 +255,7 @@ class TcpLink final : public Link {
     unsent_.msg_iov = pieces_;
     unsent_.msg_iovlen = 1 + m.part_count;
     begun_ = false;
+    sent_ = 0;
   }
 
   void skip(std::size_t sent) {
@@ -249,8 +300,10 @@ class TcpLink final : public Link {
   FrameHead head_{};
   bool in_place_[1 + kMaxParts] = {};  // which pieces are sent without a copy
   iovec pieces_[1 + kMaxParts] = {};
-  msghdr unsent_{};     // what the kernel has not taken yet
-  bool begun_ = false;  // whether it has taken any
+  msghdr unsent_{};                      // what the kernel has not taken yet
+  bool begun_ = false;                   // whether it has taken any
+  uint64_t sent_ = 0;                    // how many bytes it has taken
+  const uint64_t* available_ = nullptr;  // see start()
 };
 
 std::unique_ptr<Link> open_link_tcp(const std::string& address, const LinkOptions& options) {
@@ -258,11 +311,12 @@ std::unique_ptr<Link> open_link_tcp(const std::string& address, const LinkOption
   const uint64_t deadline = deadline_after_us(options.timeout_us);
   Fd fd = connect_until(to, deadline, options.interrupt);
   const Welcome welcome = greet(fd, to, options.slots, deadline, options.interrupt);
-  return std::make_unique<TcpLink>(std::move(fd), welcome, options);
+  return std::make_unique<ProxyLink>(std::make_unique<TcpLink>(std::move(fd), welcome, options),
+                                     options);
 }
 
 }  // namespace
 
-const Backend tcp_backend{"tcp", false, open_link_tcp, open_tcp_receiver};
+const Backend tcp_backend{"tcp", true, open_link_tcp, open_tcp_receiver};
 
 }  // namespace afd_comm

@@ -33,15 +33,16 @@ constexpr uint64_t kPatienceNs = 50000;
 
 class TcpReceiver final : public Receiver {
  public:
-  TcpReceiver(const Memory& memory, const Token& token, const std::string& host, uint16_t port)
+  TcpReceiver(const Memory& memory, const Token& token, const RegionOptions& options)
       : memory_(memory),
         token_(token),
+        accelerator_(options.device.is_cpu() ? nullptr : open_accelerator(options.device)),
         epoll_(epoll_create1(EPOLL_CLOEXEC)),
         peers_(epoll_create1(EPOLL_CLOEXEC)),
         stop_(eventfd(0, EFD_CLOEXEC)),
         kick_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
     SocketAddress bound;
-    listener_ = listen_on(host, port, bound, "tcp_host");
+    listener_ = listen_on(options.tcp_host, options.tcp_port, bound, "tcp_host");
     address_.host = host_of(bound);
     address_.port = port_of(bound);
     address_.token = token;
@@ -165,8 +166,8 @@ class TcpReceiver final : public Receiver {
       if (connections_.size() >= kMaxConnections) continue;
       tune(fd.get());
       const int number = fd.get();
-      connections_[number] =
-          std::make_unique<TcpConnection>(std::move(fd), memory_, token_, claim_lock_.get());
+      connections_[number] = std::make_unique<TcpConnection>(std::move(fd), memory_, token_,
+                                                             claim_lock_.get(), accelerator_);
       ++ungreeted_;
       watch(epoll_, number);
       if (ungreeted_ > kMaxUngreeted) drop_ungreeted(0);
@@ -239,6 +240,7 @@ class TcpReceiver final : public Receiver {
 
   const Memory& memory_;
   Token token_;
+  std::shared_ptr<Accelerator> accelerator_;  // of the slots' device
   Fd epoll_;  // of the thread: new connections, and peers_ while no waiter serves
   Fd peers_;  // an epoll of its own: connections that have been greeted
   Fd stop_;
@@ -259,7 +261,7 @@ class TcpReceiver final : public Receiver {
 std::unique_ptr<Receiver> open_tcp_receiver(const Memory& memory, const Token& token,
                                             const RegionOptions& options) {
   if (options.tcp_host.empty()) return nullptr;
-  return std::make_unique<TcpReceiver>(memory, token, options.tcp_host, options.tcp_port);
+  return std::make_unique<TcpReceiver>(memory, token, options);
 }
 
 }  // namespace afd_comm

@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "backends.h"
+#include "proxy_link.h"
 #include "verbs_link.h"
 #include "verbs_receiver.h"
 
@@ -58,7 +59,7 @@ void send_frame(const Fd& fd, const Frame& frame, const TcpAddress& to) {
 }  // namespace
 
 VerbsLink::VerbsLink(const TcpAddress& address, const LinkOptions& options)
-    : Link(options.trace),
+    : DrivenLink(options.trace),
       options_(options),
       creator_(getpid()),
       least_stripe_(options.verbs->stripe_bytes),
@@ -74,6 +75,7 @@ VerbsLink::VerbsLink(const TcpAddress& address, const LinkOptions& options)
     make_paths(*options_.verbs, welcome);
     exchange(address, deadline);
     make_bounce();
+    test_device();
     test_paths(deadline);
     control_ = std::thread([this] { run_control(); });
   } catch (...) {
@@ -199,6 +201,7 @@ void VerbsLink::exchange(const TcpAddress& to, uint64_t deadline) {
                     " could not connect: " + get_reason(accept.reason));
   remote_payload_ = accept.payload;
   remote_records_ = accept.records;
+  remote_staged_ = accept.staged != 0;
   for (std::size_t i = 0; i < paths_.size(); ++i) {
     Path& path = *paths_[i];
     path.payload_rkey = accept.qps[i].payload_rkey;
@@ -219,8 +222,9 @@ void VerbsLink::exchange(const TcpAddress& to, uint64_t deadline) {
 }
 
 std::shared_ptr<const VerbsSource> VerbsLink::make_source(void* address, uint64_t nbytes,
-                                                          Device device) {
+                                                          Device device, uint64_t id) {
   auto source = std::make_shared<VerbsSource>();
+  source->id = id;
   source->begin = static_cast<const uint8_t*>(address);
   source->nbytes = nbytes;
   source->host = device.is_cpu();
@@ -239,9 +243,21 @@ void VerbsLink::make_bounce() {
                     " bytes of a link's send buffer: " + errno_text(errno) +
                     "; free memory or claim fewer slots");
   bounce_ = static_cast<uint8_t*>(memory);
-  sources_.push_back(make_source(bounce_, bounce_bytes_, Device{}));
+  sources_.push_back(make_source(bounce_, bounce_bytes_, Device{}, 0));
   source_lists_.push_back(std::make_unique<const SourceList>());
   current_sources_.store(source_lists_.back().get(), std::memory_order_release);
+}
+
+// Whether the NICs can read the device's memory is a matter of drivers, not of this memory.
+void VerbsLink::test_device() {
+  if (options_.device.is_cpu()) return;
+  const DeviceMemory sample(open_accelerator(options_.device), 1);
+  try {
+    make_source(sample.get(), 1, options_.device, 0);
+  } catch (const CommError& error) {
+    staged_ = true;
+    add_note(notes_, std::string(error.what()) + "; messages are copied through host memory");
+  }
 }
 
 // Sends one packet of the path's MTU over every path, so that a broken path fails here, with a
@@ -302,7 +318,8 @@ std::unique_ptr<Link> open_link_verbs(const std::string& address, const LinkOpti
     throw CommError(
         "the link was given no verbs options; name this host's ports (transport.verbs.ports)");
   check_options(*options.verbs);
-  return std::make_unique<VerbsLink>(parse_tcp(address, "verbs"), options);
+  return std::make_unique<ProxyLink>(
+      std::make_unique<VerbsLink>(parse_tcp(address, "verbs"), options), options);
 }
 
 }  // namespace

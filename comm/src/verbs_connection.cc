@@ -192,7 +192,10 @@ void VerbsConnection::connect(VerbsAccept& accept) {
       set_reason(accept.reason, error.what());
     }
   }
-  accept.payload = reinterpret_cast<uintptr_t>(host_.memory.payload(0));
+  const StageBuffer* const staged = host_.staged.get();
+  if (staged != nullptr) landing_ = std::make_unique<Landing>(host_.accelerator);
+  accept.staged = staged != nullptr;
+  accept.payload = reinterpret_cast<uintptr_t>(staged ? staged->host() : host_.memory.payload(0));
   accept.records = reinterpret_cast<uintptr_t>(records_);
 }
 
@@ -244,6 +247,37 @@ void VerbsConnection::complain() {
   broken_.store(true, std::memory_order_release);
   const uint64_t one = 1;
   static_cast<void>(!write(host_.wake_fd, &one, sizeof one));
+}
+
+// One flush covers all messages that were polled together: their bytes came before them.
+void VerbsConnection::before(const ib::Wc* completions, int count) {
+  if (!host_.flush) return;
+  const bool any = std::any_of(completions, completions + count, [](const ib::Wc& wc) {
+    return wc.status == ib::kWcSuccess && wc.opcode == ib::kWcRecvWithImm;
+  });
+  if (any) try {
+      host_.accelerator->flush_remote_writes();
+    } catch (const CommError&) {
+      complain();
+    }
+}
+
+// Copies a message from the host memory that the NIC wrote to the device.
+bool VerbsConnection::land(const Record& record) {
+  const Geometry& g = host_.memory.geometry();
+  const uint64_t at = g.payload_offset(record.slot);
+  try {
+    for (const Extent& extent : record.extents) {
+      if (extent.offset > g.slot_bytes || extent.nbytes > g.slot_bytes - extent.offset)
+        return false;
+      landing_->copy(host_.memory.payload(record.slot) + extent.offset, *host_.staged,
+                     at + extent.offset, extent.nbytes);
+    }
+    landing_->finish();
+  } catch (const CommError&) {
+    return false;
+  }
+  return true;
 }
 
 // On a progress thread.
@@ -326,6 +360,9 @@ void VerbsConnection::deliver_in_turn(const Record& record) {
 void VerbsConnection::deliver(const Record& record) {
   // A newer writer may have claimed the slot.
   if (ticket_ != 0 && !holds_claim(host_.memory, record.slot, ticket_)) return complain();
+  // Bytes that could not be flushed must not be announced.
+  if (broken_.load(std::memory_order_relaxed)) return;
+  if (landing_ != nullptr && !land(record)) return complain();
   SlotControl& control = host_.memory.control(record.slot);
   control.header = record.header;
   control.header.traced = record.header.traced != kNotTraced ? kTimesInLine : kNotTraced;

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "afd_comm/claims.h"
+#include "landing.h"
 #include "verbs_plan.h"
 #include "verbs_qp.h"
 
@@ -21,7 +22,12 @@ struct VerbsHost {
   std::vector<std::size_t> port_nic;  // per port of the options, index into nics
   std::vector<PortName> ports;
   std::vector<Registration> payload;  // per NIC, all slots
-  int wake_fd;                        // an eventfd that signals needs_drop()
+  // Of slots on a device. `staged`: host memory that NICs write in place of the device's, if they
+  // cannot write that. Else `flush`: whether their writes need a flush before a doorbell.
+  std::shared_ptr<Accelerator> accelerator;
+  std::unique_ptr<StageBuffer> staged;
+  bool flush = false;
+  int wake_fd;  // an eventfd that signals needs_drop()
 };
 
 class VerbsConnection final : private CompletionSink {
@@ -71,6 +77,8 @@ class VerbsConnection final : private CompletionSink {
   bool answer_fence();
   bool close_half(std::size_t index);
   void on_completion(const ib::Wc& completion) override;
+  void before(const ib::Wc* completions, int count) override;
+  bool land(const Record& record);
   void arrived(Immediate immediate);
   void complete(Immediate immediate, uint32_t stripes);
   void deliver_in_turn(const Record& record);
@@ -100,7 +108,8 @@ class VerbsConnection final : private CompletionSink {
   // Turns: doorbells ring in the order of the posts, whichever paths the messages took.
   std::atomic_flag turning_ = ATOMIC_FLAG_INIT;  // guards the next two and Incoming::newest
   uint32_t next_ = 1;
-  std::vector<Arrived> window_;  // by order modulo its size
+  std::vector<Arrived> window_;       // by order modulo its size
+  std::unique_ptr<Landing> landing_;  // if the host is staged
   std::atomic<bool> broken_{false};
   bool stopped_ = false;
 };

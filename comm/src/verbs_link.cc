@@ -42,9 +42,13 @@ uint64_t verbs_test_id(uint32_t path) {
   return encode_id({0, 0, kProbeStripe, static_cast<uint8_t>(path)});
 }
 
-Status VerbsLink::post(const Message& m) {
+Status VerbsLink::check(const Message& m) const {
   if (closed_.load(std::memory_order_acquire)) return Status::Closed;
-  const Status checked = check_message(m, region_slots_, slot_bytes_, options_.slots);
+  return check_message(m, region_slots_, slot_bytes_, options_.slots);
+}
+
+Status VerbsLink::post(const Message& m) {
+  const Status checked = check(m);
   if (checked != Status::Ok) return checked;
   const uint64_t posted = traced() ? trace_now_ns() : 0;
   const uint32_t index = m.slot - first_;
@@ -53,8 +57,68 @@ Status VerbsLink::post(const Message& m) {
   const uint64_t deadline = deadline_after_us(options_.timeout_us);
   Status ready = wait_acknowledged(out, deadline);
   if (ready == Status::Ok) ready = wait_window(deadline);
+  if (ready == Status::Ok) ready = prepare(index, m, posted);
   if (ready != Status::Ok) return ready;
+  // Post the leading stripe last, so that it arrives when the others have.
+  for (uint32_t i = out.plan.count; i-- > 0;) send_stripe(index, i, out.plan.stripes[i].qp);
+  return Status::Ok;
+}
 
+DrivenLink::Start VerbsLink::start(const Message& m, const uint64_t* available, Status& status) {
+  status = check(m);
+  if (status == Status::Ok) status = outcome();
+  if (status != Status::Ok) return Start::Done;
+  const uint64_t posted = traced() ? trace_now_ns() : 0;
+  const uint32_t index = m.slot - first_;
+  Outgoing& out = out_[index];
+  if (out.open.load(std::memory_order_acquire) != 0 || window_is_full() != nullptr)
+    return Start::Refused;
+  status = prepare(index, m, posted);
+  if (status != Status::Ok) return Start::Done;
+  if (available == nullptr) {
+    for (uint32_t i = out.plan.count; i-- > 0;) send_stripe(index, i, out.plan.stripes[i].qp);
+    return Start::Done;
+  }
+  out.available = available;
+  out.next = 0;
+  return Start::Begun;
+}
+
+std::optional<Status> VerbsLink::go_on(uint32_t slot) {
+  Outgoing& out = out_[slot - first_];
+  for (; out.next < out.plan.count; ++out.next) {
+    const Stripe& stripe = out.plan.stripes[out.next];
+    if (outcome() != Status::Ok) return outcome();
+    if (*out.available < stripe.end) return std::nullopt;
+    if (alive_.load(std::memory_order_acquire) >> stripe.qp & 1)
+      send_stripe(slot - first_, out.next, stripe.qp);
+    else
+      lose(out, out.next, stripe.qp);
+  }
+  return Status::Ok;
+}
+
+Status VerbsLink::give_up(uint32_t) {
+  // A number that never comes would block all later messages at the receiver.
+  end(Status::Closed, "a device did not copy a message in time");
+  return Status::Deadline;
+}
+
+bool VerbsLink::sent(uint32_t slot) const {
+  return out_[slot - first_].open.load(std::memory_order_acquire) == 0;
+}
+
+Status VerbsLink::health() const {
+  return closed_.load(std::memory_order_acquire) ? Status::Closed : outcome();
+}
+
+std::shared_ptr<Poller> VerbsLink::poller() const {
+  return {nics_[0], &nics_[0]->progress().poller()};
+}
+
+// Gives the message its number in slot and link, its stripes and its record.
+Status VerbsLink::prepare(uint32_t index, const Message& m, uint64_t posted) {
+  Outgoing& out = out_[index];
   uint64_t total = 0;
   out.part_count = m.part_count;
   for (std::size_t i = 0; i < m.part_count; ++i) {
@@ -73,7 +137,7 @@ Status VerbsLink::post(const Message& m) {
   if (alive == 0) return outcome() == Status::Ok ? Status::PeerGone : outcome();
   out.plan = plan_stripes(total, alive, m.slot, least_stripe_);
   ++out.number;
-  out.traced = traced();
+  out.traced = posted != 0;
   Record record{};
   record.head = record.tail = out.number;
   record.slot = m.slot;
@@ -85,6 +149,8 @@ Status VerbsLink::post(const Message& m) {
   record.order = order_.fetch_add(1, std::memory_order_relaxed) + 1;
   out.order.store(record.order, std::memory_order_relaxed);
   record.stripes = out.plan.count;
+  for (std::size_t i = 0; remote_staged_ && i < m.part_count; ++i)
+    record.extents[i] = {m.parts[i].offset, m.parts[i].nbytes};
   if (out.traced) {
     record.times = times_of(m, posted);
     record.times.sent = static_cast<int64_t>(trace_now_ns());
@@ -93,8 +159,6 @@ Status VerbsLink::post(const Message& m) {
   for (uint32_t i = 0; i < out.plan.count; ++i)
     out.path[i].store(static_cast<uint8_t>(out.plan.stripes[i].qp), std::memory_order_relaxed);
   out.open.store(all_stripes(out.plan.count), std::memory_order_release);
-  // Post the leading stripe last, so that it arrives when the others have.
-  for (uint32_t i = out.plan.count; i-- > 0;) send_stripe(index, i, out.plan.stripes[i].qp);
   return Status::Ok;
 }
 
@@ -119,27 +183,29 @@ Status VerbsLink::wait_acknowledged(const Outgoing& out, uint64_t deadline) {
   }
 }
 
-// Bounds the number of messages that the receiver has to remember.
+const VerbsLink::Outgoing* VerbsLink::window_is_full() {
+  const uint32_t last = order_.load(std::memory_order_relaxed);
+  if (last - floor_.load(std::memory_order_relaxed) < kOrderWindow / 2 - kMaxThreads)
+    return nullptr;
+  uint32_t oldest = last + 1;
+  const Outgoing* waits = nullptr;
+  for (const Outgoing& out : out_) {
+    const uint32_t order = out.order.load(std::memory_order_relaxed);
+    if (out.open.load(std::memory_order_acquire) == 0 || static_cast<int32_t>(order - oldest) >= 0)
+      continue;
+    oldest = order;
+    waits = &out;
+  }
+  floor_.store(oldest - 1, std::memory_order_relaxed);
+  return last - (oldest - 1) < kOrderWindow / 2 - kMaxThreads ? nullptr : waits;
+}
+
 Status VerbsLink::wait_window(uint64_t deadline) {
-  while (true) {
-    const uint32_t last = order_.load(std::memory_order_relaxed);
-    if (last - floor_.load(std::memory_order_relaxed) < kOrderWindow / 2 - kMaxThreads)
-      return Status::Ok;
-    uint32_t oldest = last + 1;
-    const Outgoing* waits = nullptr;
-    for (const Outgoing& out : out_) {
-      const uint32_t order = out.order.load(std::memory_order_relaxed);
-      if (out.open.load(std::memory_order_acquire) == 0 ||
-          static_cast<int32_t>(order - oldest) >= 0)
-        continue;
-      oldest = order;
-      waits = &out;
-    }
-    floor_.store(oldest - 1, std::memory_order_relaxed);
-    if (last - (oldest - 1) < kOrderWindow / 2 - kMaxThreads) return Status::Ok;
-    const Status done = wait_acknowledged(*waits, deadline);
+  while (const Outgoing* const oldest = window_is_full()) {
+    const Status done = wait_acknowledged(*oldest, deadline);
     if (done != Status::Ok) return done;
   }
+  return Status::Ok;
 }
 
 const VerbsSource* VerbsLink::source_of(const Part& part) const {
@@ -181,8 +247,9 @@ void VerbsLink::send_stripe(uint32_t index, uint32_t stripe, uint32_t to) {
     add(static_cast<const uint8_t*>(out.parts[piece.part].data) + piece.from, piece.nbytes,
         *out.sources[piece.part], payload + piece.offset, path.payload_rkey);
   }
+  const std::size_t plain = out.traced ? kTracedRecordBytes : kPlainRecordBytes;
   if (stripe == 0)
-    add(record_at(index), out.traced ? sizeof(Record) : kPlainRecordBytes, *sources_[0],
+    add(record_at(index), remote_staged_ ? sizeof(Record) : plain, *sources_[0],
         remote_records_ + index * kRecordStride, path.records_rkey);
   ib::SendWr& last = requests[count - 1];
   last.opcode = ib::kWriteWithImm;
@@ -243,15 +310,32 @@ void VerbsLink::fail_path(uint32_t path, int error) {
   wake_control();
 }
 
-void VerbsLink::end(Status why) {
+void VerbsLink::end(Status why, const char* reason) {
   Status open = Status::Ok;
   if (!ended_.compare_exchange_strong(open, why, std::memory_order_acq_rel)) return;
+  reason_.store(reason, std::memory_order_release);
   alive_.store(0, std::memory_order_release);
   // From here on no NIC reads the caller's memory.
   for (const auto& path : paths_) path->qp->fail();
   // Tell the receiver too: otherwise its waits would end only at their deadlines.
   shutdown(fd_.get(), SHUT_RDWR);
   progress_.notify();
+}
+
+std::string VerbsLink::notes() const {
+  std::string notes = notes_;
+  const auto add = [&notes](const std::string& note) {
+    notes += (notes.empty() ? "" : "; ") + note;
+  };
+  for (const auto& path : paths_) {
+    const int error = path->error.load(std::memory_order_acquire);
+    if (error == 0 || !path->tested.load(std::memory_order_acquire)) continue;
+    add("path " + path->qp->port().name + " to " + path->peer_port + " failed (" +
+        nics_[path->nic]->verbs().wc_status_str(error) + ")");
+  }
+  const char* reason = reason_.load(std::memory_order_acquire);
+  if (reason != nullptr) add(std::string("the link ended: ") + reason);
+  return notes;
 }
 
 void VerbsLink::wake_control() const {
@@ -261,9 +345,29 @@ void VerbsLink::wake_control() const {
 
 void VerbsLink::register_memory(void* address, uint64_t nbytes, Device device) {
   if (closed_.load(std::memory_order_acquire) || nbytes == 0) return;
-  auto source = make_source(address, nbytes, device);
+  if (!device.is_cpu() && staged_) return;
+  auto source = make_source(address, nbytes, device, 0);
   const std::lock_guard<std::mutex> lock(registering_);
-  auto list = std::make_unique<SourceList>(*current_sources_.load(std::memory_order_acquire));
+  add_source(std::move(source));
+}
+
+bool VerbsLink::adopt(const void* data, uint64_t nbytes, Device device) {
+  if (staged_) return false;
+  const VerbsSource* const known = source_of(Part{0, data, nbytes});
+  if (known != nullptr && known->id == 0) return true;
+  const MemoryRange range = open_accelerator(device)->range_of(data);
+  // Memory that was freed since, and allocated again, is other memory at the same address.
+  if (known != nullptr && known->id == range.id) return true;
+  const std::lock_guard<std::mutex> lock(registering_);
+  add_source(make_source(range.begin, range.bytes, device, range.id));
+  return true;
+}
+
+// Under registering_.
+void VerbsLink::add_source(std::shared_ptr<const VerbsSource> source) {
+  auto list = std::make_unique<SourceList>();
+  for (const VerbsSource* const other : *current_sources_.load(std::memory_order_acquire))
+    if (!other->overlaps(*source) || other->id == 0) list->push_back(other);
   list->push_back(source.get());
   current_sources_.store(list.get(), std::memory_order_release);
   sources_.push_back(std::move(source));
@@ -277,7 +381,7 @@ void VerbsLink::close() {
   for (const Outgoing& out : out_)
     if (!closed_ && wait_acknowledged(out, deadline) != Status::Ok) break;
   if (closed_.exchange(true, std::memory_order_acq_rel)) return;
-  end(Status::Closed);
+  end(Status::Closed, "it was closed here");
   wake_control();
 }
 

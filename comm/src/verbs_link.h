@@ -17,7 +17,7 @@
 #include <thread>
 #include <vector>
 
-#include "afd_comm/link.h"
+#include "driven_link.h"
 #include "event_count.h"
 #include "socket.h"
 #include "verbs_plan.h"
@@ -30,17 +30,21 @@ struct VerbsSource {
   const uint8_t* begin = nullptr;
   uint64_t nbytes = 0;
   bool host = true;  // the CPU can read it
+  uint64_t id = 0;   // of the device's allocation, 0: the caller takes care that it stays
   std::vector<Registration> keys;
   bool holds(const void* data, uint64_t n) const {
     const auto* at = static_cast<const uint8_t*>(data);
     return at >= begin && n <= nbytes && static_cast<uint64_t>(at - begin) <= nbytes - n;
+  }
+  bool overlaps(const VerbsSource& other) const {
+    return begin < other.begin + other.nbytes && other.begin < begin + nbytes;
   }
 };
 
 // Work request id of the test packet over path `path`.
 uint64_t verbs_test_id(uint32_t path);
 
-class VerbsLink final : public Link, private CompletionSink {
+class VerbsLink final : public DrivenLink, private CompletionSink {
  public:
   VerbsLink(const TcpAddress& address, const LinkOptions& options);
   ~VerbsLink() override;
@@ -50,7 +54,16 @@ class VerbsLink final : public Link, private CompletionSink {
   Status post(const Message& message) override;
   Status wait_sent(uint32_t slot, int64_t timeout_us) override;
   void register_memory(void* address, uint64_t nbytes, Device device) override;
-  std::string notes() const override { return notes_; }
+  Start start(const Message& message, const uint64_t* available, Status& outcome) override;
+  std::optional<Status> go_on(uint32_t slot) override;
+  Status give_up(uint32_t slot) override;
+  bool sent(uint32_t slot) const override;
+  Limits limits() const override { return {region_slots_, slot_bytes_, options_.slots}; }
+  Status health() const override;
+  bool adopt(const void* data, uint64_t nbytes, Device device) override;
+  std::shared_ptr<Poller> poller() const override;
+  // What was found at set-up, then the paths that failed and why the link ended.
+  std::string notes() const override;
   void close() override;
 
  private:
@@ -84,10 +97,14 @@ class VerbsLink final : public Link, private CompletionSink {
     std::atomic<uint32_t> order{0};  // of its last message, in the link
     uint32_t number = 0;             // of its last message, in the slot
     bool traced = false;
+    uint32_t seen = 0;  // control thread: order at the last look, 0 if all was acknowledged then
     StripePlan plan;
     Part parts[kMaxParts];
     const VerbsSource* sources[kMaxParts] = {};
     std::size_t part_count = 0;
+    // A message whose bytes come by and by: see start().
+    const uint64_t* available = nullptr;
+    uint32_t next = 0;  // stripe to send
   };
 
   // verbs_connect.cc
@@ -97,18 +114,26 @@ class VerbsLink final : public Link, private CompletionSink {
   void exchange(const TcpAddress& address, uint64_t deadline);
   void make_bounce();
   void test_paths(uint64_t deadline);
-  std::shared_ptr<const VerbsSource> make_source(void* address, uint64_t nbytes, Device device);
+  void test_device();
+  std::shared_ptr<const VerbsSource> make_source(void* address, uint64_t nbytes, Device device,
+                                                 uint64_t id);
 
   // verbs_link.cc
   void on_completion(const ib::Wc& completion) override;
   Status outcome() const { return ended_.load(std::memory_order_acquire); }
   Status wait_acknowledged(const Outgoing& out, uint64_t deadline);
+  Status check(const Message& message) const;
+  // The oldest message without acknowledgement, if the receiver may have to remember too many.
+  const Outgoing* window_is_full();
   Status wait_window(uint64_t deadline);
+  Status prepare(uint32_t index, const Message& message, uint64_t posted);
+  void add_source(std::shared_ptr<const VerbsSource> source);
   const VerbsSource* source_of(const Part& part) const;
   void send_stripe(uint32_t index, uint32_t stripe, uint32_t path);
   void lose(Outgoing& out, uint32_t stripe, uint32_t path);
   void fail_path(uint32_t path, int error);
-  void end(Status why);
+  // `reason`: a string literal for notes(), or null.
+  void end(Status why, const char* reason = nullptr);
   void wake_control() const;
   uint8_t* record_at(uint32_t index) const { return bounce_ + index * kRecordStride; }
   uint8_t* copy_at(uint32_t index) const { return bounce_ + copies_ + index * stride_; }
@@ -118,6 +143,7 @@ class VerbsLink final : public Link, private CompletionSink {
   bool read_reply();
   void take_reply(const VerbsReply& reply, const std::vector<uint64_t>& arrived);
   void ask_for_fences();
+  void give_up_dead_ports();
   bool resend_lost();
   void resend(uint32_t index, uint32_t stripe, uint32_t from);
 
@@ -132,7 +158,8 @@ class VerbsLink final : public Link, private CompletionSink {
   uint64_t most_piece_ = 0;  // bytes of one work request
   uint64_t remote_payload_ = 0;
   uint64_t remote_records_ = 0;
-  uint32_t first_ = 0;  // slot of out_[0]
+  bool remote_staged_ = false;  // the receiver wants extents
+  uint32_t first_ = 0;          // slot of out_[0]
 
   // Destroyed in reverse order: paths before the queues they complete on.
   std::vector<std::shared_ptr<Nic>> nics_;
@@ -144,6 +171,7 @@ class VerbsLink final : public Link, private CompletionSink {
   uint8_t* bounce_ = nullptr;
   uint64_t bounce_bytes_ = 0;
   uint64_t copies_ = 0;
+  bool staged_ = false;  // the NICs cannot read the device's memory
   std::mutex registering_;
   std::vector<std::shared_ptr<const VerbsSource>> sources_;  // entry 0 is the bounce buffer
   // post() reads this without a lock; earlier lists are kept for threads that still read them.
@@ -155,11 +183,14 @@ class VerbsLink final : public Link, private CompletionSink {
   std::atomic<uint32_t> floor_{0};  // all up to this one were acknowledged at the last check
   std::atomic<uint32_t> alive_{0};  // bit per path
   std::atomic<Status> ended_{Status::Ok};
+  std::atomic<const char*> reason_{nullptr};  // of the end
   std::atomic<bool> closed_{false};
   EventCount progress_;  // signals an acknowledgement or the end
   Fd fd_;
   Fd wake_;
   std::vector<uint8_t> inbox_;  // control thread: bytes of a reply so far
+  uint64_t patience_ns_ = 0;    // longer than a NIC may take to acknowledge or fail a request
+  uint64_t next_look_ns_ = 0;   // control thread: see give_up_dead_ports()
   std::thread control_;
 };
 

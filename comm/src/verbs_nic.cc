@@ -125,6 +125,11 @@ Nic::~Nic() {
   verbs_.close_device(context_);
 }
 
+bool Nic::active(uint8_t number) const {
+  ib::PortAttr attr{};
+  return verbs_.query_port(context_, number, &attr) == 0 && attr.state == ib::kPortActive;
+}
+
 PortFacts Nic::port(uint8_t number, int gid_index) const {
   PortFacts facts;
   facts.number = number;

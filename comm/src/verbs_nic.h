@@ -38,6 +38,8 @@ class Nic {
   Progress& progress() const { return *progress_; }
   int max_qp_wr() const { return limits_.max_qp_wr; }
   int max_cqe() const { return limits_.max_cqe; }
+  // Whether the port is up now.
+  bool active(uint8_t number) const;
   // `gid_index` -1: the first RoCE v2 address. Throws CommError if the port or index does not
   // exist.
   PortFacts port(uint8_t number, int gid_index) const;

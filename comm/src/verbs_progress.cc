@@ -71,8 +71,7 @@ class Progress::Events final : public Rest {
 
   void sleep(Look look, void* poller) override {
     // Either wake() sees that the thread sleeps, or `look` sees what came before wake().
-    sleeping_.store(true, std::memory_order_relaxed);
-    std::atomic_thread_fence(std::memory_order_seq_cst);
+    sleeping_.exchange(true, std::memory_order_seq_cst);
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       for (ib::Cq* const cq : queues_) verbs_.req_notify_cq(cq, 0);
@@ -86,8 +85,7 @@ class Progress::Events final : public Rest {
   }
 
   void wake() override {
-    std::atomic_thread_fence(std::memory_order_seq_cst);
-    if (!sleeping_.load(std::memory_order_relaxed)) return;
+    if (!sleeping_.exchange(false, std::memory_order_seq_cst)) return;
     const uint64_t one = 1;
     static_cast<void>(!write(wake_.get(), &one, sizeof one));
   }
@@ -112,6 +110,7 @@ class Progress::Events final : public Rest {
 bool Progress::Queue::poll() {
   ib::Wc completions[kBatch];
   const int n = verbs.poll_cq(cq, kBatch, completions);
+  if (n > 0) sink->before(completions, n);
   for (int i = 0; i < n; ++i) sink->on_completion(completions[i]);
   return n > 0;
 }

@@ -17,6 +17,8 @@ class CompletionSink {
  public:
   virtual ~CompletionSink() = default;
   virtual void on_completion(const ib::Wc& completion) = 0;
+  // Called once before the completions that were polled together.
+  virtual void before(const ib::Wc* /*completions*/, int /*count*/) {}
 };
 
 // The NIC's poller, and the completion queues that it polls.

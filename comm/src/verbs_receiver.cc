@@ -29,7 +29,7 @@ class VerbsReceiver final : public Receiver {
                 const VerbsOptions& options)
       : token_(token),
         wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
-        host_{memory, token_, -1, options, {}, {}, {}, {}, wake_.get()} {
+        host_{memory, token_, -1, options, {}, {}, {}, {}, {}, {}, false, wake_.get()} {
     open_ports(device);
     SocketAddress bound;
     listener_ = listen_on(options.host, options.port, bound, "verbs host");
@@ -74,9 +74,32 @@ class VerbsReceiver final : public Receiver {
       // Report the error now, not to the first sender.
       host_.nics[host_.port_nic.back()]->port(name.number, host_.options.gid_index);
     }
+    if (!device.is_cpu()) host_.accelerator = open_accelerator(device);
+    if (!device.is_cpu() && !write_into_device(device))
+      host_.staged =
+          std::make_unique<StageBuffer>(host_.accelerator, host_.memory.geometry().payload_bytes());
+    if (host_.payload.empty())
+      open_payload(host_.staged ? host_.staged->host() : host_.memory.payload(0), Device{});
+  }
+
+  // Lets the NICs write into the device's memory. Returns false if they cannot.
+  bool write_into_device(Device device) {
+    const RemoteWrites order = host_.accelerator->remote_writes();
+    if (order == RemoteWrites::Unordered) return false;
+    host_.flush = order == RemoteWrites::Flushed;
+    try {
+      open_payload(host_.memory.payload(0), device);
+      return true;
+    } catch (const CommError&) {
+      host_.payload.clear();
+      host_.flush = false;
+      return false;
+    }
+  }
+
+  void open_payload(void* payload, Device device) {
     for (const auto& nic : host_.nics)
-      host_.payload.emplace_back(nic, host_.memory.payload(0),
-                                 host_.memory.geometry().payload_bytes(),
+      host_.payload.emplace_back(nic, payload, host_.memory.geometry().payload_bytes(),
                                  ib::kLocalWrite | ib::kRemoteWrite, device);
   }
 

@@ -14,10 +14,17 @@ namespace {
 constexpr uint64_t kTickNs = 1000000;     // while a stripe waits for room in a queue
 constexpr uint64_t kIdleNs = 1000000000;  // longest sleep while there is nothing to wait for
 
+// How long a NIC may take to acknowledge or fail a request: a second more than all of its tries.
+uint64_t patience_of(const VerbsOptions& options) {
+  const uint64_t each = uint64_t{4096} << options.timeout;
+  return kIdleNs + each * static_cast<uint64_t>(options.retry + 1);
+}
+
 }  // namespace
 
 void VerbsLink::run_control() {
   bool waiting = false;
+  patience_ns_ = patience_of(*options_.verbs);
   while (!closed_.load(std::memory_order_acquire) && outcome() == Status::Ok) {
     uint64_t deadline = now_ns() + (waiting ? kTickNs : kIdleNs);
     for (const auto& path : paths_)
@@ -30,9 +37,10 @@ void VerbsLink::run_control() {
     uint64_t count = 0;
     if (n > 0 && fds[1].revents != 0) static_cast<void>(!read(wake_.get(), &count, sizeof count));
     if (n > 0 && fds[0].revents != 0 && !read_reply()) {
-      end(Status::PeerGone);
+      end(Status::PeerGone, "the receiver hung up");
       return;
     }
+    give_up_dead_ports();
     ask_for_fences();
     waiting = resend_lost();
   }
@@ -63,7 +71,8 @@ bool VerbsLink::read_reply() {
 
 void VerbsLink::take_reply(const VerbsReply& reply, const std::vector<uint64_t>& arrived) {
   if (reply.magic == kVerbsFarewellMagic) {
-    end(reply.status == static_cast<int32_t>(Status::Closed) ? Status::Closed : Status::PeerGone);
+    end(reply.status == static_cast<int32_t>(Status::Closed) ? Status::Closed : Status::PeerGone,
+        "the receiver said farewell");
     return;
   }
   paths_[reply.qp]->arrived = arrived;
@@ -76,14 +85,38 @@ void VerbsLink::ask_for_fences() {
     Path& path = *paths_[i];
     if (alive >> i & 1 || path.fenced) continue;
     if (path.fence_deadline != 0) {
-      if (now_ns() >= path.fence_deadline) end(Status::PeerGone);
+      if (now_ns() >= path.fence_deadline)
+        end(Status::PeerGone, "the receiver did not confirm that it closed a failed path");
       continue;
     }
     path.fence_deadline = deadline_after_us(options_.timeout_us);
     const VerbsFence fence{kVerbsFenceMagic, i};
     // A few bytes on an otherwise silent connection: they fit, or the connection has ended.
     if (send(fd_.get(), &fence, sizeof fence, MSG_NOSIGNAL | MSG_DONTWAIT) != sizeof fence)
-      end(Status::PeerGone);
+      end(Status::PeerGone, "the receiver could not be asked to close a failed path");
+  }
+}
+
+// Fails the paths of a port that is down, if they have had a stripe for longer than the NIC may
+// take. A NIC should report such a stripe itself. The soft-RoCE of Linux 6.1 does not always: if it
+// cannot send a request behind one that waits for its acknowledgement, neither ever completes
+// (drivers/infiniband/sw/rxe/rxe_req.c: `err` sets req.state, after which a retry is not served).
+// With the port up, a stripe may wait for a stopped receiver; the caller's deadline decides.
+void VerbsLink::give_up_dead_ports() {
+  const uint64_t now = now_ns();
+  if (now < next_look_ns_) return;
+  next_look_ns_ = now + patience_ns_;
+  for (Outgoing& out : out_) {
+    const uint32_t open = out.open.load(std::memory_order_acquire);
+    const uint32_t order = out.order.load(std::memory_order_relaxed);
+    const bool overdue = open != 0 && out.seen == order;
+    out.seen = open != 0 ? order : 0;
+    for (uint32_t stripe = 0; overdue && stripe < kMaxStripes; ++stripe) {
+      const uint8_t path = out.path[stripe].load(std::memory_order_acquire);
+      if (!(open >> stripe & 1) || path & kLost) continue;
+      if (nics_[paths_[path]->nic]->active(paths_[path]->qp->port().number)) continue;
+      fail_path(path, ib::kWcRetryExceeded);
+    }
   }
 }
 
@@ -118,7 +151,7 @@ void VerbsLink::resend(uint32_t index, uint32_t stripe, uint32_t from) {
   }
   const uint32_t alive = alive_.load(std::memory_order_acquire);
   if (alive == 0) {
-    end(Status::PeerGone);
+    end(Status::PeerGone, "no path is left");
     return;
   }
   uint32_t to = (from + 1) % kMaxStripes;

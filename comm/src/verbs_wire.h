@@ -22,7 +22,7 @@
 
 namespace afd_comm {
 
-constexpr uint32_t kVerbsVersion = 2;
+constexpr uint32_t kVerbsVersion = 3;
 constexpr uint32_t kVerbsHelloMagic = 0x31564641;    // "AFV1"
 constexpr uint32_t kVerbsWelcomeMagic = 0x32564641;  // "AFV2"
 constexpr uint32_t kVerbsConnectMagic = 0x33564641;
@@ -93,6 +93,8 @@ struct VerbsAccept {
   uint64_t payload;  // address of the first payload
   uint64_t records;  // address of the first claimed slot's record; behind the last one there is
                      // room for the test packet
+  uint32_t staged;   // 1: records need extents
+  uint32_t reserved;
   WireQp qps[kMaxVerbsQps];
   char reason[kReasonBytes];  // of `status`, or of the last half that was refused
 };
@@ -111,6 +113,11 @@ struct VerbsReply {  // head of the receiver's later messages
 
 constexpr std::size_t kTestBytes = 4096;  // the largest path MTU
 
+struct Extent {
+  uint64_t offset;
+  uint64_t nbytes;
+};
+
 // Follows a message's payload on the leading queue pair. The peer's NIC writes it at any time: read
 // only a copy, and use it only if head, tail and immediate agree.
 struct Record {
@@ -123,10 +130,14 @@ struct Record {
   uint32_t stripes;
   uint32_t tail;  // as head
   Times times;    // sent only if header.traced
+  // Where the parts are in the slot: sent only to a receiver that copies them to a device itself.
+  Extent extents[kMaxParts];
 };
-static_assert(sizeof(Record) == 32 + sizeof(Header) + sizeof(Times), "no padding on the wire");
-constexpr std::size_t kPlainRecordBytes = sizeof(Record) - sizeof(Times);
-constexpr std::size_t kRecordStride = 192;
+static_assert(sizeof(Record) == 32 + sizeof(Header) + sizeof(Times) + kMaxParts * sizeof(Extent),
+              "no padding on the wire");
+constexpr std::size_t kPlainRecordBytes = 32 + sizeof(Header);
+constexpr std::size_t kTracedRecordBytes = kPlainRecordBytes + sizeof(Times);
+constexpr std::size_t kRecordStride = 320;
 static_assert(sizeof(Record) <= kRecordStride, "one record per stride");
 
 inline void set_reason(char (&out)[kReasonBytes], const std::string& text) {

@@ -47,7 +47,7 @@ void tcp(Target& target, bool greet, const uint8_t* data, std::size_t size) {
   require(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends) == 0, "socketpair succeeds");
   const Fd peer(ends[1]);
   {
-    TcpConnection connection(Fd(ends[0]), target.memory, target.token, target.lock.get());
+    TcpConnection connection(Fd(ends[0]), target.memory, target.token, target.lock.get(), nullptr);
     bool open = true;
     if (greet) {
       Hello hello{kHelloMagic, kTcpVersion, {}, kClaimed, 1};

@@ -25,6 +25,14 @@ namespace abi = afd_comm::abi;
 static_assert(abi::kNotReady == CUDA_ERROR_NOT_READY, "");
 static_assert(abi::kPeerAccessAlreadyEnabled == CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED, "");
 static_assert(abi::kWideMemOps == CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS, "");
+static_assert(abi::kFlushOptions == CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS, "");
+static_assert(abi::kWritesOrdering == CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING, "");
+static_assert(abi::kFlushByHost == CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST, "");
+static_assert(abi::kOrderedForOwner == CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER, "");
+static_assert(abi::kFlushContext == CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX, "");
+static_assert(abi::kFlushToOwner == CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER, "");
+static_assert(abi::kBufferId == CU_POINTER_ATTRIBUTE_BUFFER_ID, "");
+static_assert(abi::kNotCapturing == CU_STREAM_CAPTURE_STATUS_NONE, "");
 static_assert(abi::kRegisterPortable == CU_MEMHOSTREGISTER_PORTABLE, "");
 static_assert(abi::kRegisterMapped == CU_MEMHOSTREGISTER_DEVICEMAP, "");
 static_assert(abi::kIpcLazyPeerAccess == CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, "");
@@ -84,6 +92,8 @@ struct Same<R(A...), S(B...)> {
 
 static_assert(ours::kNotReady == hipErrorNotReady, "");
 static_assert(ours::kPeerAccessAlreadyEnabled == hipErrorPeerAccessAlreadyEnabled, "");
+static_assert(ours::kHdpFlushRegister == hipDeviceAttributeHdpMemFlushCntl, "");
+static_assert(ours::kBufferId == HIP_POINTER_ATTRIBUTE_BUFFER_ID, "");
 static_assert(ours::kRegisterPortable == hipHostRegisterPortable, "");
 static_assert(ours::kRegisterMapped == hipHostRegisterMapped, "");
 static_assert(ours::kIpcLazyPeerAccess == hipIpcMemLazyEnablePeerAccess, "");

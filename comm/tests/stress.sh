@@ -14,8 +14,9 @@ for name in $builds; do
   dir=$build_dir/$name
   cmake -S "$source_dir" -B "$dir" -DAFD_PYTHON=OFF -DAFD_STRESS=ON \
     -DAFD_SANITIZE="$sanitizer" -DCMAKE_BUILD_TYPE=RelWithDebInfo >/dev/null
-  cmake --build "$dir" --target stress stress_verbs fake_ibverbs -j 2 >/dev/null
+  cmake --build "$dir" --target stress stress_verbs stress_proxy fake_ibverbs -j 2 >/dev/null
   echo "== $name"
   "$dir/stress" "$kills"
   "$dir/stress_verbs" "$dir/libfake_ibverbs.so"
+  "$dir/stress_proxy" "$dir/libfake_ibverbs.so"
 done

@@ -61,6 +61,11 @@ void sizes(const std::string& rx, const std::string& tx) {
   printf("sizes: %zu sizes ok\n", list.size());
 }
 
+void report(const char* what, const Link& link, uint32_t slot, uint32_t seq, Status status) {
+  fprintf(stderr, "sender: %s, message %u of slot %u: %s; link: %s\n", what, seq, slot,
+          name_of(status), link.notes().c_str());
+}
+
 // Returns whether every payload was right.
 bool soak(const std::string& rx, const std::string& tx, double seconds,
           const std::function<void()>& in_sender) {
@@ -80,12 +85,15 @@ bool soak(const std::string& rx, const std::string& tx, double seconds,
         if (shared->wanted[slot].load(std::memory_order_acquire) <= seq[slot]) continue;
         const uint64_t n = size_of(slot, ++seq[slot]);
         uint8_t* data = registered.data() + slot * kMaxBytes;
-        check(link->wait_sent(slot, kTimeoutUs) == Status::Ok, "wait_sent");
-        fill(data, n, slot, seq[slot]);
-        const Status status = post(*link, slot, make_flag(1, seq[slot]), data, n, 2);
+        Status status = link->wait_sent(slot, kTimeoutUs);
         if (status != Status::Ok) {
-          fprintf(stderr, "post %u of slot %u: status %d\n", seq[slot], slot,
-                  static_cast<int>(status));
+          report("wait_sent", *link, slot, seq[slot], status);
+          broke("wait_sent");
+        }
+        fill(data, n, slot, seq[slot]);
+        status = post(*link, slot, make_flag(1, seq[slot]), data, n, 2);
+        if (status != Status::Ok) {
+          report("post", *link, slot, seq[slot], status);
           broke("post");
         }
         any = true;
@@ -93,7 +101,10 @@ bool soak(const std::string& rx, const std::string& tx, double seconds,
       }
       if (!any) usleep(100);
     }
-    printf("soak: %llu messages posted\n", static_cast<unsigned long long>(posted));
+    for (uint32_t slot = 0; slot < kSlots && shared->stop.load() == kReport; ++slot)
+      report("wait_sent", *link, slot, seq[slot], link->wait_sent(slot, 0));
+    printf("soak: %llu messages posted; link: %s\n", static_cast<unsigned long long>(posted),
+           link->notes().c_str());
   });
   const auto region = make_region(rx);
   std::vector<uint8_t> scratch(kMaxBytes);
@@ -115,7 +126,14 @@ bool soak(const std::string& rx, const std::string& tx, double seconds,
     }
     for (uint32_t slot = 0; slot < kSlots; ++slot) {
       const uint64_t since = now_ns();
-      check(await(*region, slot, make_flag(1, seq[slot]), kTimeoutUs) == Status::Ok, "arrival");
+      const Status status = await(*region, slot, make_flag(1, seq[slot]), kTimeoutUs);
+      if (status != Status::Ok) {
+        fprintf(stderr, "arrival of message %u in slot %u: %s after %.0f ms\n", seq[slot], slot,
+                name_of(status), ms_since(since));
+        shared->stop.store(kReport, std::memory_order_release);
+        reap(child);  // its report is part of this failure
+        broke("arrival");
+      }
       worst = std::max(worst, now_ns() - since);
       const uint64_t n = size_of(slot, seq[slot]);
       check(region->header(slot).nbytes == static_cast<int64_t>(n), "header");

@@ -34,6 +34,7 @@ constexpr int64_t kTimeoutUs = 20000000;
 constexpr uint32_t kSlots = 3;
 constexpr uint64_t kMaxBytes = 15 << 20;
 constexpr int kCaught = 7;  // exit status of a payload check that failed
+constexpr uint32_t kReport = 2;
 
 [[noreturn]] void broke(const char* what) {
   fprintf(stderr, "verbs_stress: failed: %s\n", what);
@@ -42,6 +43,11 @@ constexpr int kCaught = 7;  // exit status of a payload check that failed
 }
 void check(bool ok, const char* what) {
   if (!ok) broke(what);
+}
+const char* name_of(Status status) {
+  constexpr const char* kNames[] = {"OK",         "DEADLINE", "PEER_GONE",
+                                    "BAD_HEADER", "CAPACITY", "CLOSED"};
+  return kNames[static_cast<int>(status)];
 }
 
 double ms_since(uint64_t since) { return static_cast<double>(now_ns() - since) / 1e6; }
@@ -67,8 +73,8 @@ VerbsOptions verbs(const std::string& ports) {
 // Memory that both processes share.
 struct Shared {
   std::atomic<uint32_t> wanted[kSlots];  // sequence number the receiver is ready for
-  std::atomic<uint32_t> stop;
-  std::atomic<uint32_t> claimed;  // links that have connected
+  std::atomic<uint32_t> stop;            // kReport: say what the link knows, then end
+  std::atomic<uint32_t> claimed;         // links that have connected
   char addresses[4][512];
 };
 

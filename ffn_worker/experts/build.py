@@ -1,6 +1,7 @@
 """Builds the experts of an FFN rank: its shard, its weights, its backend."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Mapping
 from os import PathLike
 
 import torch
@@ -12,19 +13,17 @@ from afd.placement.tables import Placement, contiguous, slot_bounds
 from afd.topology import ffn_number, shared_slice, width_slices
 from afd.wire.layout import MX_BLOCK, SCALE_BLOCK
 from ffn_worker.experts.banks import ExpertBanks
-from ffn_worker.experts.dummy import dummy_shard
-from ffn_worker.experts.loader import (
-    DTYPES,
-    LayerWeights,
-    Progress,
-    Shard,
-    load_shard,
-    stored_scheme,
-)
+from ffn_worker.experts.dummy import dummy_layers
+from ffn_worker.experts.gates import gated, read_gates
+from ffn_worker.experts.loader import Checkpoint, Progress, ShardLoader
 from ffn_worker.experts.model import FfnModel, SharedExpert, SharedExperts
+from ffn_worker.experts.shard import DTYPES, LayerWeights, Shard
+from ffn_worker.moe.batch_selection import mean_pairs
 from ffn_worker.moe.quantise import Weight
 from ffn_worker.moe.scheme import Scheme
-from ffn_worker.moe.selection import choose_backend
+from ffn_worker.moe.selection import Selection, choose_backend, select
+
+logger = logging.getLogger("afd.ffn")
 
 _CPU = torch.device("cpu")
 
@@ -73,7 +72,7 @@ def shard_of(
 def build_ffn_model(
     model: MoeModel,
     shard: Shard,
-    layers: dict[int, LayerWeights],
+    layers: Iterable[tuple[int, LayerWeights]],
     *,
     banks: Mapping[int, int] | None = None,
     shared_by_rows: bool = False,
@@ -81,45 +80,55 @@ def build_ffn_model(
     device: torch.device = _CPU,
     scheme: Scheme = Scheme.PLAIN,
     join_shared: bool = True,
+    gates: Mapping[int, torch.Tensor] | None = None,
+    pairs: float | None = None,
 ) -> FfnModel:
     """Prepares loaded weights to compute.
 
     Args:
         model: shape and serving dtype.
         shard: the part of every layer that this rank holds.
-        layers: weights by global layer number. The dict is emptied layer by layer, so that
-            repacking does not hold two copies of all weights.
+        layers: global layer numbers and weights. Taken one by one, so that repacking does not
+            hold two copies of all weights.
         banks: by layer number, the bank to begin with; default 0.
         shared_by_rows: see :class:`ffn_worker.experts.model.SharedExperts`.
         backend: a name of ``ffn_worker.moe.registry.BACKENDS``, or "auto".
         device: holds the weights and computes.
         scheme: the format to keep the experts in; other weights are converted.
+        gates: by layer number, the gate of the shared expert (:mod:`ffn_worker.experts.gates`).
         join_shared: lets the backend compute the shared expert with the routed ones if it can.
+        pairs: see :func:`ffn_worker.moe.selection.choose_backend`.
 
     Raises:
         ConfigError: the backend is unknown or cannot run here, or a layer is missing.
     """
     dtype, width = DTYPES[model.dtype], shard.width[1] - shard.width[0]
-    name = choose_backend(backend, dtype, model.hidden, width, device, scheme)
+    name = choose_backend(
+        backend, dtype, model.hidden, width, device, scheme, pairs, any_math=model.any_math
+    )
     held = ExpertBanks(model, shard, name, scheme, device)
     shared: dict[int, SharedExpert] = {}
     shared_nbytes = 0
-    for layer in model.moe_layers:
-        if layer not in layers:
-            raise ConfigError(f"no weights were loaded for layer {layer}")
-        weights = layers.pop(layer)
+    for layer, weights in layers:
         held.add(layer, (banks or {}).get(layer, 0), shard.experts[layer], weights)
         if weights.shared_gate_up is None or weights.shared_down is None:
             continue
         gate_up, down = weights.shared_gate_up.to(device), weights.shared_down.to(device)
         shared_nbytes += gate_up.nbytes + down.nbytes
-        if not join_shared or shared_by_rows or not held.join_shared(layer, gate_up, down):
-            shared[layer] = _shared_expert(held, layer, gate_up, down)
+        gate = (gates or {}).get(layer)
+        joins = join_shared and not shared_by_rows and gate is None
+        if not joins or not held.join_shared(layer, gate_up, down):
+            shared[layer] = _shared_expert(held, layer, gate_up, down, gate)
+    for layer in model.moe_layers:
+        if not held.of(layer):
+            raise ConfigError(f"no weights were loaded for layer {layer}")
     experts = SharedExperts(shared, shared_by_rows, shared_nbytes)
     return FfnModel(model, dtype, device, name, held, experts)
 
 
-def _shared_expert(banks: ExpertBanks, layer: int, gate_up: Weight, down: Weight) -> SharedExpert:
+def _shared_expert(
+    banks: ExpertBanks, layer: int, gate_up: Weight, down: Weight, own_gate: torch.Tensor | None
+) -> SharedExpert:
     """Returns a SiLU-gated MLP, every step in the serving dtype (vLLM 0.26 ``DeepseekV2MLP``)."""
     (held,) = banks.of(layer)
     first, second = (
@@ -128,7 +137,7 @@ def _shared_expert(banks: ExpertBanks, layer: int, gate_up: Weight, down: Weight
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         gate, up = first(x).chunk(2, dim=-1)
-        return second(F.silu(gate) * up)
+        return gated(second(F.silu(gate) * up), x, own_gate)
 
     return forward
 
@@ -145,56 +154,93 @@ def load_ffn_model(
     placement: Placement | None = None,
     banks: Mapping[int, int] | None = None,
     shared_by_rows: bool = False,
-    movable: bool = False,
     backend: str = "auto",
     device: torch.device = _CPU,
     threads: int = 4,
     progress: Progress | None = None,
     weights: str = "auto",
     dummy: bool = False,
+    decode_rows: int | None = None,
 ) -> FfnModel:
     """Loads and prepares rank ``rank`` of ``tp`` in FFN instance ``index`` of ``instances``.
 
     Args:
         placement, banks, shared_by_rows: see :func:`shard_of` and :func:`build_ffn_model`.
-        movable: experts may move while the model serves.
-        weights: the format to keep the experts in, a name of ``Scheme``; "auto": as stored in the
-            checkpoint.
+        weights: the format to keep the experts in, a name of ``Scheme``; "auto": see
+            :func:`ffn_worker.moe.selection.select`.
         dummy: random weights instead of the checkpoint's.
+        decode_rows: rows of the largest decode step of all attention instances; None: unknown.
 
     Raises:
-        ConfigError: see :func:`shard_of`, :func:`ffn_worker.experts.loader.load_shard` and
+        ConfigError: see :func:`shard_of`, :class:`ffn_worker.experts.loader.ShardLoader` and
             :func:`build_ffn_model`.
     """
-    if weights != "auto":
-        scheme = Scheme(weights)
-    else:
-        scheme = Scheme.PLAIN if dummy else stored_scheme(path, family, model)
-    shard = shard_of(
-        model,
-        instances,
-        index,
-        tp,
-        rank,
-        placement,
-        shared_by_rows=shared_by_rows,
-        multiple=_MULTIPLE[scheme],
-    )
+    checkpoint = None if dummy else Checkpoint(path, family, model)
+
+    def cut_for(scheme: Scheme) -> Shard:
+        return shard_of(
+            model,
+            instances,
+            index,
+            tp,
+            rank,
+            placement,
+            shared_by_rows=shared_by_rows,
+            multiple=_MULTIPLE[scheme],
+        )
+
+    def width_of(scheme: Scheme) -> int:
+        start, end = cut_for(scheme).width
+        return end - start
+
+    pairs = None
+    if decode_rows is not None:
+        pairs = mean_pairs(decode_rows, model.top_k, model.num_experts)
     # Raises before any weight is read.
-    dtype, width = DTYPES[model.dtype], shard.width[1] - shard.width[0]
-    choose_backend(backend, dtype, model.hidden, width, device, scheme)
-    if dummy:
-        layers = dummy_shard(model, shard, device)
-    else:
-        layers = load_shard(path, family, model, shard, threads=threads, progress=progress).layers
-    return build_ffn_model(
+    chosen = select(
+        backend,
+        weights,
+        Scheme.PLAIN if checkpoint is None else checkpoint.scheme(),
+        DTYPES[model.dtype],
+        model.hidden,
+        width_of,
+        device,
+        pairs,
+        any_math=model.any_math,
+    )
+    shard = cut_for(chosen.scheme)
+    layers: Iterable[tuple[int, LayerWeights]] = dummy_layers(model, shard, device)
+    loader = None
+    if checkpoint is not None:
+        loader = ShardLoader(
+            checkpoint, shard, scheme=chosen.scheme, device=device, threads=threads
+        )
+        layers = loader.layers(progress)
+    ffn = build_ffn_model(
         model,
         shard,
         layers,
         banks=banks,
         shared_by_rows=shared_by_rows,
-        backend=backend,
+        backend=chosen.backend,
         device=device,
-        scheme=scheme,
-        join_shared=not movable,
+        scheme=chosen.scheme,
+        pairs=pairs,
+        gates={} if dummy else read_gates(path, family, model, device),
+    )
+    if checkpoint is not None and loader is not None:
+        logger.info("%s", _what_is_held(checkpoint, chosen, loader.bytes_read, ffn))
+    return ffn
+
+
+def _what_is_held(checkpoint: Checkpoint, chosen: Selection, read: int, ffn: FfnModel) -> str:
+    """Says whether the experts are held as stored, with the bytes before and after."""
+    stored, as_stored = checkpoint.format(), checkpoint.scheme()
+    before, after = f"{read / 1e9:.3f} GB", f"{ffn.weight_bytes / 1e9:.3f} GB"
+    if as_stored is chosen.scheme and (as_stored is not Scheme.PLAIN or not stored.is_quantised):
+        return f"experts: {stored} as stored, backend {chosen.backend}, {after}"
+    now = ffn.model.dtype if chosen.scheme is Scheme.PLAIN else chosen.scheme.value
+    return (
+        f"experts: {stored} in the checkpoint, {before}; converted at load to {now} for backend "
+        f"{chosen.backend}, {after}"
     )

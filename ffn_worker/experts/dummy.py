@@ -1,9 +1,11 @@
 """Random expert weights, for benchmarks of models without their checkpoint."""
 
+from collections.abc import Iterator
+
 import torch
 
 from afd.models import MoeModel
-from ffn_worker.experts.loader import DTYPES, LayerWeights, Shard
+from ffn_worker.experts.shard import DTYPES, LayerWeights, Shard
 from ffn_worker.moe.quantise import Weight
 
 _CPU = torch.device("cpu")
@@ -29,12 +31,12 @@ def whole_shard(model: MoeModel, held: int) -> Shard:
     )
 
 
-def dummy_shard(
+def dummy_layers(
     model: MoeModel, shard: Shard, device: torch.device = _CPU
-) -> dict[int, LayerWeights]:
-    """Returns random weights by layer, as :func:`ffn_worker.experts.loader.load_shard` does.
+) -> Iterator[tuple[int, LayerWeights]]:
+    """Yields random weights, as :meth:`ffn_worker.experts.loader.ShardLoader.layers` does.
 
-    Values differ between layers and between processes; all layers are in memory at once.
+    Values differ between layers and between processes.
     """
     dtype, hidden = DTYPES[model.dtype], model.hidden
     width = shard.width[1] - shard.width[0]
@@ -43,12 +45,16 @@ def dummy_shard(
     def weight(*shape: int) -> Weight:
         return Weight.of(dummy_weight(shape, dtype, device))
 
-    layers = {}
     for layer in model.moe_layers:
         routed = weight(held, 2 * width, hidden), weight(held, hidden, width)
         shared: tuple[Weight | None, Weight | None] = None, None
         if shard.shared is not None:
             narrow = shard.shared[1] - shard.shared[0]
             shared = weight(2 * narrow, hidden), weight(hidden, narrow)
-        layers[layer] = LayerWeights(*routed, *shared)
-    return layers
+        biases: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
+        if model.expert_bias:
+            biases = (
+                dummy_weight((held, 2 * width), dtype, device),
+                dummy_weight((held, hidden), dtype, device),
+            )
+        yield layer, LayerWeights(*routed, *shared, *biases)

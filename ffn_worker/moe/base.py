@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from afd.errors import ConfigError
 from afd.wire.layout import Tag
 from afd.wire.rows_torch import EncodedRows
+from ffn_worker.moe.activation import ExpertMath
 from ffn_worker.moe.load_counts import SlotLoad
 from ffn_worker.moe.quantise import Weight
 
@@ -56,6 +57,13 @@ class MoeBackend(ABC):
             w2: [E_local, H, I] in the same scheme.
         """
 
+    def prepare_math(self, layer: int, math: ExpertMath) -> None:
+        """Sets a layer's activation and biases, before ``prepare``. Default: silu, no biases.
+
+        Only backends whose registry entry says so take another; the caller checks that.
+        """
+        assert math.is_default, f"{type(self).__name__} computes silu without biases only"
+
     def prepare_shared(self, layer: int, gate_up: Weight, down: Weight) -> bool:
         """Takes over the layer's shared expert, if it can be computed with the routed ones.
 
@@ -71,6 +79,17 @@ class MoeBackend(ABC):
         return False
 
     @abstractmethod
+    def tensors(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """Returns all tensors that hold the layer's routed experts. The first dimension of each
+        goes through the experts; a shared expert may follow them."""
+
+    def take(self, layer: int, other: "MoeBackend") -> None:
+        """Copies the layer's routed experts of another backend of the same class over those held
+        here. Their addresses stay, so graphs that were captured compute the new experts."""
+        for mine, theirs in zip(self.tensors(layer), other.tensors(layer), strict=True):
+            _raw(mine[: len(theirs)]).copy_(_raw(theirs))
+
+    @abstractmethod
     def release(self, layer: int) -> None:
         """Frees the weights of one layer. No call may be using them."""
 
@@ -84,7 +103,8 @@ class MoeBackend(ABC):
     ) -> torch.Tensor:
         """Returns the sum over k of topk_weights[r, k] * expert(topk_ids[r, k])(x[r]).
 
-        expert(x) = (silu(x @ gate.T) * (x @ up.T)) @ down.T. Only local experts are computed: ids
+        expert(x) = (silu(x @ gate.T) * (x @ up.T)) @ down.T, unless ``prepare_math`` set another
+        activation and biases. Only local experts are computed: ids
         outside of [start, end) belong to other instances, and a negative id masks the pair. A row
         without a local pair is zero.
 
@@ -125,3 +145,8 @@ class MoeBackend(ABC):
         weight: [out, in]. Backends override it to use vLLM's kernel on the same machine.
         """
         return lambda x: F.linear(x, weight)
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, as bytes if a value is one: not every device copies every small dtype."""
+    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from afd.wire.rows_torch import EncodedRows
+from ffn_worker.moe.activation import SILU, ExpertMath
 from ffn_worker.moe.base import Linear, MoeBackend
 from ffn_worker.moe.quantise import Weight, dequantise_weight
 from ffn_worker.moe.sorting import PlacedPairs
@@ -15,12 +16,21 @@ class ReferenceBackend(MoeBackend):
     def __init__(self, experts: tuple[int, int], num_experts: int | None = None) -> None:
         super().__init__(experts, num_experts)
         self._weights: dict[int, tuple[Weight, Weight]] = {}
+        self._math: dict[int, ExpertMath] = {}
+
+    def prepare_math(self, layer: int, math: ExpertMath) -> None:
+        self._math[layer] = math
 
     def prepare(self, layer: int, w13: Weight, w2: Weight) -> None:
         self._weights[layer] = (w13, w2)
 
+    def tensors(self, layer: int) -> tuple[torch.Tensor, ...]:
+        w13, w2 = self._weights[layer]
+        return (*w13.tensors, *w2.tensors, *self._math.get(layer, SILU).tensors)
+
     def release(self, layer: int) -> None:
         del self._weights[layer]
+        self._math.pop(layer, None)
 
     def forward(
         self,
@@ -30,6 +40,7 @@ class ReferenceBackend(MoeBackend):
         topk_weights: torch.Tensor,
     ) -> torch.Tensor:
         w13, w2 = self._weights[layer]
+        math = self._math.get(layer, SILU)
         x32 = x.float()
         total = torch.zeros_like(x32)
         for expert in range(self.start, self.end):
@@ -39,8 +50,9 @@ class ReferenceBackend(MoeBackend):
                 continue
             weight = torch.where(chosen, topk_weights, 0.0).sum(dim=1, keepdim=True)  # [rows, 1]
             first = dequantise_weight(w13[expert - self.start])
-            gate, up = F.linear(x32[rows], first).chunk(2, dim=-1)
-            y = F.linear(F.silu(gate) * up, dequantise_weight(w2[expert - self.start]))
+            held = expert - self.start
+            hidden = math.first(F.linear(x32[rows], first), held)
+            y = math.second(F.linear(hidden, dequantise_weight(w2[held])), held)
             total[rows] += weight[rows] * y
         return total.to(x.dtype)
 

@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 
+from ffn_worker.moe.activation import SILU, ExpertMath
 from ffn_worker.moe.base import MoeBackend
 from ffn_worker.moe.pairs import LocalPairs, local_pairs, sum_pairs
 from ffn_worker.moe.quantise import Weight, dequantise_weight
@@ -19,12 +20,21 @@ class TorchBackend(MoeBackend):
     def __init__(self, experts: tuple[int, int], num_experts: int | None = None) -> None:
         super().__init__(experts, num_experts)
         self._weights: dict[int, tuple[Weight, Weight]] = {}
+        self._math: dict[int, ExpertMath] = {}
+
+    def prepare_math(self, layer: int, math: ExpertMath) -> None:
+        self._math[layer] = math
 
     def prepare(self, layer: int, w13: Weight, w2: Weight) -> None:
         self._weights[layer] = (w13, w2)
 
+    def tensors(self, layer: int) -> tuple[torch.Tensor, ...]:
+        w13, w2 = self._weights[layer]
+        return (*w13.tensors, *w2.tensors, *self._math.get(layer, SILU).tensors)
+
     def release(self, layer: int) -> None:
         del self._weights[layer]
+        self._math.pop(layer, None)
 
     def forward(
         self,
@@ -34,6 +44,7 @@ class TorchBackend(MoeBackend):
         topk_weights: torch.Tensor,
     ) -> torch.Tensor:
         w13, w2 = self._weights[layer]
+        math = self._math.get(layer, SILU)
         pairs = local_pairs(topk_ids, topk_weights, self.start, self.end)
         order = torch.argsort(pairs.experts, stable=True)
         pairs = LocalPairs(*(column[order] for column in pairs))
@@ -45,8 +56,9 @@ class TorchBackend(MoeBackend):
             if count == 0:
                 continue
             group = slice(first, first + count)
-            gate, up = F.linear(inputs[group], _plain(w13[expert], x.dtype)).chunk(2, dim=-1)
-            outputs[group] = F.linear(F.silu(gate) * up, _plain(w2[expert], x.dtype))
+            hidden = math.first(F.linear(inputs[group], _plain(w13[expert], x.dtype)), expert)
+            product = F.linear(hidden, _plain(w2[expert], x.dtype))
+            outputs[group] = math.second(product, expert)
             first += count
         return sum_pairs(pairs, outputs, x)
 

@@ -49,8 +49,8 @@ class Arrivals:
         arrivals, first = [], self.first
         for peer in peers:
             if peer.announced is not None:
-                rows, depth, step = peer.announced
-                arrivals.append(Arrival(peer, first, depth, rows, step))
+                rows, depth, step, moves = peer.announced
+                arrivals.append(Arrival(peer, first, depth, rows, step, moves))
                 continue
             header = self.earliest(peer, range(self._max_depth))
             if header is not None:
@@ -61,10 +61,11 @@ class Arrivals:
     def earliest(self, peer: Peer, micro_batches: Iterable[int]) -> Received | None:
         """Returns the peer's first request, in the order of the step, that has arrived in these
         micro-batches and was not taken yet."""
+        region, slots = self._region, peer.slots
         headers = [
-            received(self._region.header(self._table.slot(peer, mb)))
+            received(region.header(slots[mb]))
             for mb in micro_batches
-            if self._region.ready(self._table.slot(peer, mb), self._table.next_flag(peer, mb))
+            if region.ready(slots[mb], peer.first_flag + peer.seq[mb])
         ]
         return min(headers, key=lambda h: (h.layer, h.micro_batch), default=None)
 
@@ -84,13 +85,13 @@ class Arrivals:
         whose first request makes us read the first leave.
         """
         announces = int(Kind.STEP)  # comparing with an IntEnum takes longer
-        for peer, seen, kind, depth, step, rows in doorbells.read_controls(self._region):
+        for peer, seen, kind, depth, moves, step, rows in doorbells.read_controls(self._region):
             peer.seq[-1] += seen
             peer.active = kind == announces
             if peer.active:
                 problem = self._slots.problem_of_step(rows, depth, self._max_depth)
                 if problem is None:
-                    peer.announced = Announced(rows, depth, step)
+                    peer.announced = Announced(rows, depth, step, moves)
                 else:
                     self._late.drop_invalid(peer, problem)
 
@@ -101,7 +102,7 @@ class Arrivals:
         return self._known
 
     def _make_doorbells(self, peers: Sequence[Peer]) -> Doorbells:
-        return Doorbells(peers, [self._table.slot(peer, 0) for peer in peers], self._max_depth)
+        return Doorbells(peers, [peer.slots[0] for peer in peers], self._max_depth)
 
     def await_messages(
         self, peers: Sequence[Peer], micro_batch: int, deadline: float, on_pause: OnPause
@@ -111,8 +112,8 @@ class Arrivals:
         Ends when each request is here or is known not to come, at the latest at ``deadline`` (s,
         monotonic clock). Returns one status per peer.
         """
-        slots = [self._table.slot(p, micro_batch) for p in peers]
-        flags = [self._table.next_flag(p, micro_batch) for p in peers]
+        slots = [p.slots[micro_batch] for p in peers]
+        flags = [p.first_flag + p.seq[micro_batch] for p in peers]
         while True:
             left_us = int((deadline - time.monotonic()) * 1e6)
             statuses = self._region.wait_all(slots, flags, max(0, min(left_us, SLICE_US)))
@@ -143,7 +144,7 @@ class Arrivals:
             if peer.announced is not None and peer.announced.step == step:
                 return True
             left_us = int((deadline - time.monotonic()) * 1e6)
-            gone = self._region.gone(self._table.slot(peer, self._max_depth))
+            gone = self._region.gone(peer.slots[-1])
             if left_us <= 0 or gone or self._table.find(peer.index) is not peer:
                 return False
             self.wait_for_any([peer], min(left_us, SLICE_US))
@@ -151,12 +152,12 @@ class Arrivals:
 
     def is_later(self, peer: Peer, micro_batch: int, named: tuple[int, int]) -> bool:
         """Returns whether the request in the slot is of a later (step, layer) than the named."""
-        header = received(self._region.header(self._table.slot(peer, micro_batch)))
+        header = received(self._region.header(peer.slots[micro_batch]))
         return (header.step, header.layer) > named
 
     def take(self, peer: Peer, micro_batch: int) -> Received:
         """Returns the header of the request in the slot, and counts the request as taken."""
-        header = received(self._region.header(self._table.slot(peer, micro_batch)))
+        header = received(self._region.header(peer.slots[micro_batch]))
         peer.seq[micro_batch] += 1
         peer.taken[micro_batch] = (header.step, header.layer)
         if (header.layer, micro_batch) == (self.first.layer, self.first.micro_batch):

@@ -72,7 +72,7 @@ class OrderInbox:
         if header.kind == Kind.HELLO:
             self._set_connected(True)
             return payload.decode()
-        return read_order(header.kind, header.layer, header.micro_batch, payload)
+        return read_order(header.kind, header.layer, header.micro_batch, header.moves, payload)
 
     def close(self) -> None:
         self.region.close()
@@ -100,19 +100,29 @@ class _OrderLink:
         )
         self._post(Kind.HELLO, Position(0, 0), hello.encode())
 
-    def tell(self, order: Order) -> Status:
-        return self._post(order.kind, order.position, order.payload())
+    def tell(self, order: Order, payload: bytes) -> Status:
+        """payload: of the order, made once for all links."""
+        return self._post(order.kind, order.position, payload, order.settled)
 
     def close(self) -> None:
         self._link.close()
 
-    def _post(self, kind: Kind, position: Position, payload: bytes) -> Status:
+    def _post(self, kind: Kind, position: Position, payload: bytes, settled: int = 0) -> Status:
         slot, flag = self._sent % self._slots, make_flag(self.session, self._sent + 1)
         self._sent += 1
         data = np.frombuffer(payload, np.uint8)
         parts = [(0, data.ctypes.data, data.nbytes)] if payload else []
         layer, micro_batch = position.layer, position.micro_batch
-        order = message(slot, parts, 0, layer=layer, micro_batch=micro_batch, depth=0, kind=kind)
+        order = message(
+            slot,
+            parts,
+            0,
+            layer=layer,
+            micro_batch=micro_batch,
+            depth=0,
+            kind=kind,
+            moves=settled,
+        )
         return self._link.post(order, flag)
 
 
@@ -160,8 +170,9 @@ class OrderLinks:
         Raises:
             PeerLost: a rank of this instance is gone, or a process that is alive is cut off.
         """
+        payload = order.payload() if self._links else b""
         for link in self._links.values():
-            status = link.tell(order)
+            status = link.tell(order, payload)
             if status == Status.PEER_GONE and not self._same_instance:
                 logger.warning("%s is gone; continuing without it", link.id)
             elif status != Status.OK:

@@ -21,6 +21,9 @@ _POST_TIMEOUT_US = 5_000_000
 class Peer:
     """One attention instance, for one session (see :func:`afd.topology.session`).
 
+    slots: receive slot per micro-batch, then the control slot.
+    first_flag: doorbell of the first message in any of them; that of the next is
+        ``first_flag + seq``.
     seq: per slot, the sequence number of the last message taken from it. The answer to a request
         carries the request's number.
     taken: per micro-batch, step and layer of that request.
@@ -34,6 +37,8 @@ class Peer:
     generation: int
     session: int
     link: Link
+    slots: tuple[int, ...]
+    first_flag: int
     seq: list[int]
     taken: list[tuple[int, int]]
     unordered: set[int]
@@ -42,19 +47,21 @@ class Peer:
 
 
 class Announced(NamedTuple):
-    """A step that a peer runs on streams: its rows, its micro-batches, and the peer's number of
-    the step."""
+    """A step that a peer runs on streams: its rows, its micro-batches, the peer's number of the
+    step, and the last expert move in the placement that it uses."""
 
     rows: int
     depth: int
     step: int
+    moves: int
 
 
 class Arrival(NamedTuple):
     """A message that begins a peer's part of a step.
 
     start: where the peer begins. depth: micro-batches of its step. rows: of the whole step if it
-    was announced; 0 if each request carries its own. step: the peer's number of the step.
+    was announced; 0 if each request carries its own. step: the peer's number of the step. moves: as
+    in :class:`Announced`.
     """
 
     peer: Peer
@@ -62,6 +69,7 @@ class Arrival(NamedTuple):
     depth: int
     rows: int = 0
     step: int = 0
+    moves: int = 0
 
 
 class PeerTable:
@@ -121,13 +129,6 @@ class PeerTable:
         known = self._newest.get(attention, 0) >= generation
         return known and self._generations.get(attention) != generation
 
-    def slot(self, peer: Peer, micro_batch: int) -> int:
-        return self._resolved.slots.to_ffn(peer.index, micro_batch)
-
-    def next_flag(self, peer: Peer, micro_batch: int, ahead: int = 1) -> int:
-        """Doorbell value of the next message in the peer's slot of this micro-batch."""
-        return make_flag(peer.session, peer.seq[micro_batch] + ahead)
-
     def _join(self, member: Member, number: int) -> None:
         """number: of the session."""
         transport = self._resolved.deployment.transport
@@ -154,6 +155,8 @@ class PeerTable:
             member.generation,
             number,
             link,
+            tuple(self._resolved.slots.to_ffn(member.index, mb) for mb in range(max_depth + 1)),
+            make_flag(number, 1),
             seq=[0] * (max_depth + 1),
             taken=[(-1, -1)] * max_depth,
             unordered=set(range(max_depth)),

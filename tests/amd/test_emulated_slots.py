@@ -9,8 +9,8 @@ pytest.importorskip("tinygrad", reason="tinygrad is not installed here; ./run te
 
 from kernel_run import Runner
 
-from afd.wire import codecs
 from afd.schedule import row_shares
+from afd.wire import codecs
 from afd.wire.layout import Tag, layouts
 
 FP8 = {"gfx942": Tag.E4M3FNUZ, "gfx950": Tag.E4M3FN}

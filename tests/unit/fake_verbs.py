@@ -35,6 +35,10 @@ class FakeVerbs:
         """Data arrives, but the sender gets an error instead of an acknowledgement."""
         self._lib.fake_lose_acks(device.encode(), int(lose))
 
+    def mute(self, device: str, on: bool = True) -> None:
+        """The NIC neither acknowledges nor fails what it is given."""
+        self._lib.fake_mute(device.encode(), int(on))
+
     def delay_us(self, us: int) -> None:
         self._lib.fake_delay_us(us)
 
@@ -60,6 +64,7 @@ class FakeVerbs:
         for device in ("fake0", "fake1"):
             self.port(device, up=True)
             self.lose_acks(device, False)
+            self.mute(device, False)
         self.delay_us(0)
         self.stop_receivers(False)
         self.damage_record(-1, 0)

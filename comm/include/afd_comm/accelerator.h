@@ -53,6 +53,20 @@ struct StreamOp {
   bool narrow = false;  // a word of 4 bytes instead of 8
 };
 
+// The allocation that holds an address.
+struct MemoryRange {
+  void* begin = nullptr;
+  std::size_t bytes = 0;
+  uint64_t id = 0;  // of the allocation: a later one at the same address has another
+};
+
+// How a NIC's writes into device memory become visible to the device's streams.
+enum class RemoteWrites {
+  Ordered,    // before a completion that the CPU has seen
+  Flushed,    // after flush_remote_writes()
+  Unordered,  // the device cannot tell: do not let a NIC write there
+};
+
 enum class CopyPath {
   Devices,  // both ends are device memory
   Any,      // the driver looks at the addresses
@@ -82,8 +96,17 @@ class Accelerator {
   virtual void reach(int peer) = 0;
   // Exports memory for the RDMA driver. It may begin anywhere in an allocation.
   virtual DmaBuf dmabuf(void* memory, std::size_t bytes) = 0;
+  virtual MemoryRange range_of(const void* memory) = 0;
+  virtual RemoteWrites remote_writes() = 0;
+  // After it returns, streams see what NICs had written into device memory before. Any thread.
+  virtual void flush_remote_writes() = 0;
 
   virtual Stream make_stream() = 0;
+  // A stream of the highest priority, for copies that the work of other streams waits for. Streams
+  // of one priority may share a hardware queue, where a copy would be stuck behind such a wait.
+  virtual Stream make_copy_stream() = 0;
+  // Whether work given to the stream is recorded into a graph.
+  virtual bool capturing(Stream stream) = 0;
   virtual void destroy_stream(Stream stream) noexcept = 0;
   virtual void copy(Stream stream, void* to, const void* from, std::size_t bytes,
                     CopyPath path) = 0;

@@ -26,6 +26,14 @@ struct LinkOptions {
   std::optional<VerbsOptions> verbs;  // backend verbs needs them
 };
 
+// What captures enqueued on a link, see Link::record.
+class Recording {
+ public:
+  Recording() = default;
+  Recording(const Recording&) = delete;
+  virtual ~Recording() = default;
+};
+
 class Link {
  public:
   explicit Link(bool trace) : trace_(trace) {}
@@ -52,11 +60,31 @@ class Link {
   // Waits until the slot's last message has left the caller's registered memory, which may then be
   // reused. Returns Ok at once for backends that copy.
   virtual Status wait_sent(uint32_t /*slot*/, int64_t /*timeout_us*/) { return Status::Ok; }
-  // Deviations from what was requested, such as a port that is down; empty if there are none.
+  // Deviations from what was requested, such as a port that is down, then what failed since. Empty
+  // if there are none.
   virtual std::string notes() const { return {}; }
   // Like post(), but in stream order and without waiting: the parts are read when `stream` reaches
-  // this point. Throws CommError for a backend without streams, and if the driver refuses.
-  virtual Status enqueue(Stream stream, const Message& message);
+  // this point, or later. They must not change until the message is answered. May be captured.
+  //
+  // `count`: null, or a word of host memory that earlier work of the stream writes. When the
+  // message is sent, the word says how many of its header.count items go out: every part but the
+  // last `message.whole` ones is an array of header.count items and is cut behind them, and the
+  // receiver's header holds the word's count and the bytes sent. A larger word than header.count
+  // ends the link with BadHeader. Backend ipc sends all items and header.count, because only a kernel could read the
+  // word.
+  //
+  // tcp and verbs: a thread sends the message when the stream has come by. If that fails, nothing
+  // rings, so the peer's Guard acts; status() and later calls return why. Messages that different
+  // slots are sent at the same time may arrive in either order.
+  //
+  // Throws CommError for a backend without streams, and if the driver refuses.
+  virtual Status enqueue(Stream stream, const Message& message, const uint32_t* count);
+  // Messages that captures enqueue from now on belong to the returned recording, until the next
+  // call. Destroy it when no graph that holds them will run again: this frees what they need.
+  // Without a recording that lives as long as the link.
+  virtual std::unique_ptr<Recording> record() { return std::make_unique<Recording>(); }
+  // Ok, or why an enqueued message was not sent. Thread safe.
+  virtual Status status() const { return Status::Ok; }
   // Like begin(), for parts that do not change before the peer's next message: the outcome need not
   // wait until they have been read.
   virtual std::optional<Status> begin_kept(const Message& message) { return begin(message); }
@@ -64,7 +92,7 @@ class Link {
   virtual void close() = 0;
 
   bool traced() const { return trace_.load(std::memory_order_relaxed); }
-  void set_trace(bool on) { trace_.store(on, std::memory_order_relaxed); }
+  virtual void set_trace(bool on) { trace_.store(on, std::memory_order_relaxed); }
 
  private:
   std::atomic<bool> trace_;

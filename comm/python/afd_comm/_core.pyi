@@ -56,13 +56,15 @@ class Message:
         parts: list[tuple[int, int, int]],
         user: bytes = b"",
         count: int = 0,
+        whole: int = 0,
     ) -> None:
         """Describe a message for ``slot``.
 
         ``parts``: at most ``MAX_PARTS`` of (offset in the slot, address, nbytes). Each is contiguous memory. The
         message only refers to it, so it must stay valid until the message is sent. ``user``: at most
         ``USER_BYTES`` bytes that travel in the header, padded with zeros. afd_comm never interprets them.
-        ``count``: number of items in the message, in [0, 2**32). Raises ValueError and TypeError for arguments of
+        ``count``: number of items in the message, in [0, 2**32). ``whole``: so many of the last parts are sent whole
+        where ``Link.enqueue`` gets a count. Raises ValueError and TypeError for arguments of
         the wrong form, and never looks at the region: posting checks slot and offsets.
         """
     @property
@@ -367,6 +369,16 @@ class Guard:
         waits were released.
         """
 
+class Recording:
+    """The messages that one capture enqueued on a link; from ``Link.record``.
+
+    It keeps what their tickets name. Release it when no graph that holds them will run again, so that memory does not
+    grow with every capture. What is captured without a recording lives as long as the link.
+    """
+
+    def release(self) -> None:
+        """Free the messages. Idempotent; the end of the object does it too."""
+
 class StepPlan:
     """What a stream sends in a step of a ``StepGate``: the constants of a graph. Immutable."""
 
@@ -408,12 +420,15 @@ class StepGate:
         depths: npt.NDArray[np.int32],
         counts: npt.NDArray[np.int32],
         late_us: int,
+        firsts: npt.NDArray[np.int32] | None = None,
     ) -> None:
         """Begin a step; call it before the stream gets the step.
 
         ``depths`` [peers]: number of lanes that each peer takes part in, the first ones; 0: absent. ``counts``
         [peers, lanes]: items of each answer. ``late_us``: how long a peer may take for a request once all that it
-        depends on is answered. Raises CommError if a peer that takes part is not set.
+        depends on is answered. ``firsts`` [peers, lanes]: the item of the request that is the answer's first one; then
+        an answer has no item beyond those that the request's header counts, so the requests must come by a backend that
+        writes headers (not ipc). Raises CommError if a peer that takes part is not set.
         """
     def wait(self, stream: int) -> list[Status]:
         """Wait until the stream has finished and all answers are sent; one status per peer.
@@ -443,7 +458,7 @@ class Link:
         """Connect to the region with these ``addresses``.
 
         ``device``: where the caller's parts and streams are. With "cuda:N" or "hip:N", "auto" means ipc for a region
-        on this host, on a device or in host memory, else verbs.
+        on this host, in host memory or on a device of the same kind, else verbs, else tcp.
 
         ``backend``: one of ``backends()``, or "auto": shm if both processes share a machine and a PID namespace; else
         verbs if both ends have ``verbs`` options and a path between their ports works; else tcp. ``slots`` = (first,
@@ -491,20 +506,39 @@ class Link:
           slot's previous message is still on its way. ipc: not copied yet, so the parts must stay unchanged.
         - BAD_HEADER, CAPACITY, CLOSED: see ``Status``.
         """
-    def enqueue(self, stream: int, message: Message, flag: int) -> Status:
-        """Like ``post``, but in stream order and without waiting (backend ipc).
+    def enqueue(self, stream: int, message: Message, flag: int, count: int = 0) -> Status:
+        """Like ``post``, but in stream order and without waiting (backends ipc, verbs and tcp).
 
-        The parts are in memory of the link's device. They are read when the stream reaches this point and must
-        not change before. A copy engine copies them, and a stream write behind the copies rings the doorbell; no
-        kernel is launched. May be captured in a graph, under the rules of ``Region.enqueue_wait``. Link and region
-        must outlive the stream's work and every graph that captured them. A graph holds addresses of the peer's
-        region and is void once that region is replaced. For a region on a device no header is written, since its
-        streams cannot read one: ``Region.header`` keeps showing the last ``post``. For a region in host memory the
-        header is written, without times.
+        The parts are in memory of the link's device. They are read when the stream reaches this point, or later: they
+        must not change before the message is answered. No kernel is launched. May be captured in a graph, under the
+        rules of ``Region.enqueue_wait``. Link and region must outlive the stream's work and every graph that captured
+        them. A graph is void once the link or the peer's region is replaced.
 
-        Returns OK if enqueued. After PEER_GONE, BAD_HEADER, CAPACITY and CLOSED nothing was enqueued. Raises
-        CommError for other backends, and if the driver refuses.
+        ipc: a copy engine copies the parts, and a stream write behind the copies rings the doorbell. For a region on a
+        device no header is written, since its streams cannot read one: ``Region.header`` keeps showing the last
+        ``post``. For a region in host memory the header is written, without times.
+
+        verbs, tcp: the stream writes a ticket into page-locked memory, and a thread of this process sends the message,
+        header included. Parts that the NIC cannot read in place, and all parts of a device over tcp, are copied through
+        host memory by that thread (``notes`` says so). If sending fails, nothing rings: the peer's guard acts, and
+        ``status`` and the next ``enqueue`` return why. Messages enqueued at the same time for different slots may
+        arrive in either order.
+
+        ``count``: 0, or the address of a 32-bit word of page-locked host memory that earlier work of the stream
+        writes. Then every part but the last ``message.whole`` ones is an array of ``message.count`` items, of which only
+        the first ``word`` are sent when the stream has come by; the receiver's header holds their number and the bytes
+        sent. A word above ``message.count`` ends the link with BAD_HEADER. ipc sends all items whatever the word says,
+        because only a kernel could read it.
+
+        Returns OK if enqueued. After PEER_GONE, BAD_HEADER (also for parts that are no arrays of ``message.count``
+        items), CAPACITY and CLOSED nothing was enqueued. Raises CommError for backend shm, and if the driver refuses;
+        ValueError for a word that is not aligned.
         """
+    @property
+    def status(self) -> Status:
+        """OK, or why an enqueued message was not sent or none can be sent (verbs and tcp; ipc: always OK)."""
+    def record(self) -> Recording:
+        """Make what captures enqueue from now on belong to the returned recording, until the next call."""
     def close(self) -> None:
         """Release the claim; the receiver sees PEER_GONE. Idempotent."""
 

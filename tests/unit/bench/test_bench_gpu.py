@@ -10,7 +10,7 @@ import torch
 from afd.config.deployment import Deployment
 from afd.config.resolve import replays
 from afd.errors import AfdError, ConfigError
-from afd.models import read_model
+from afd.models import qwen3_moe, read_model
 from afd.models.checkpoint import tensor_table
 from afd.records import read_records
 from afd_bench.gpu import (
@@ -135,7 +135,7 @@ def test_targets_by_name():
 def test_what_is_deployed_is_a_valid_deployment(graphs):
     target = Afd(2, 1, "fp8", graphs, stage_every=4)
     config = Deployment.from_plain(deployment(target, Path("m"), SIZES, "cuda", ["--x=1"]))
-    assert replays(config) is graphs and config.wire.format == "fp8"
+    assert replays(config, qwen3_moe.FAMILY) is graphs and config.wire.format == "fp8"
     assert config.attention.instances == 2 and config.attention.max_num_seqs == 40
     assert config.metrics.stage_every == 4 and config.attention.vllm_args == ("--x=1",)
     assert settings_of(Colocated(2, 2), SIZES)["max_num_seqs"] == 40

@@ -7,6 +7,7 @@ from afd.config.resolve import region_options, replays
 from afd.config.roles import RoleSpec
 from afd.devices import CUDA
 from afd.errors import ConfigError
+from afd.models import qwen3_moe
 from afd.schedule import padded_depth, split_rows, stream_sequence, walk
 from afd.topology import gpu_order, visible_gpus
 from ffn_worker.main import sizes_up_to
@@ -19,8 +20,7 @@ def deployed(checkpoint="m", **sections) -> Deployment:
 
 
 def test_every_instance_sees_its_own_gpu_first_and_all_others():
-    orders = [gpu_order("attention", i, 2, 2) for i in range(2)]
-    orders += [gpu_order("ffn", j, 2, 2) for j in range(2)]
+    orders = [gpu_order(own, 4) for own in range(4)]
     assert [order[0] for order in orders] == [0, 1, 2, 3]
     assert all(sorted(order) == [0, 1, 2, 3] for order in orders)
 
@@ -73,17 +73,27 @@ def test_the_environment_of_a_role():
     assert on_cpu.gpu_environment({"CUDA_VISIBLE_DEVICES": "0"}) == {}
 
 
-def test_slots_of_a_gpu_role_are_on_its_gpu_without_tcp():
-    assert region_options(deployed(), "cuda") == {"device": "cuda:0", "tcp_host": None}
+def test_slots_of_a_gpu_role_are_on_its_gpu():
+    assert region_options(deployed(), "cuda") == {"device": "cuda:0", "tcp_host": "127.0.0.1"}
+    only_ipc = deployed(transport={"backend": "ipc"})
+    assert region_options(only_ipc, "cuda") == {"device": "cuda:0", "tcp_host": None}
     cpu = Deployment.from_plain({"model": "m"})
     assert region_options(cpu, "cpu") == {"device": "cpu", "tcp_host": "127.0.0.1"}
 
 
 def test_devices_and_transport_must_fit():
-    with pytest.raises(ValueError, match="use the same device on both sides"):
-        Deployment.from_plain({"model": "m", "ffn": {"device": "cuda"}})
-    with pytest.raises(ValueError, match="use auto or ipc"):
-        deployed(transport={"backend": "tcp"})
+    for device in ("cpu", "cuda"):
+        for backend in ("auto", "tcp"):
+            sides = {"attention": {"device": device}, "ffn": {"device": "cuda"}}
+            Deployment.from_plain({"model": "m", "transport": {"backend": backend}, **sides})
+    with pytest.raises(ValueError, match="use auto, ipc, verbs or tcp"):
+        deployed(transport={"backend": "shm"})
+    mixed = {"model": "m", "ffn": {"device": "cuda", "instances": 2}}
+    with pytest.raises(ValueError, match="ipc connects devices of one kind"):
+        Deployment.from_plain({**mixed, "transport": {"backend": "ipc"}})
+    assert Deployment.from_plain({**mixed, "gpus": 2}).gpus == 2
+    with pytest.raises(ValueError, match="has only 2 GPU processes"):
+        Deployment.from_plain({**mixed, "gpus": 3})
     with pytest.raises(ValueError, match="backend vllm_cuda runs on device cuda"):
         Deployment.from_plain({"model": "m", "ffn": {"backend": "vllm_cuda"}})
 
@@ -99,9 +109,9 @@ def test_devices_and_transport_must_fit():
 )
 def test_which_deployments_replay_graphs(x, y, wire, wanted):
     deployment = deployed(attention={"instances": x}, ffn={"instances": y}, wire={"format": wire})
-    assert replays(deployment) is wanted
-    assert not replays(deployed(pipeline={"graphs": False}))
-    assert not replays(Deployment.from_plain({"model": "m"}))
+    assert replays(deployment, qwen3_moe.FAMILY) is wanted
+    assert not replays(deployed(pipeline={"graphs": False}), qwen3_moe.FAMILY)
+    assert not replays(Deployment.from_plain({"model": "m"}), qwen3_moe.FAMILY)
 
 
 def test_command_line_of_a_gpu_attention_instance(tiny_models):

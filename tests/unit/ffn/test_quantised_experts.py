@@ -8,19 +8,16 @@ torch = pytest.importorskip("torch")
 
 import fake_kernels  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
+from shards import load_shard  # noqa: E402
 
-from afd.config.deployment import Deployment  # noqa: E402
-from afd.config.roles import RoleSpec  # noqa: E402
 from afd.demo.make_model import make_model  # noqa: E402
 from afd.demo.sizes import resolve  # noqa: E402
 from afd.errors import ConfigError  # noqa: E402
 from afd.models import read_model  # noqa: E402
-from afd.models.checkpoint import only_experts_are_fp8, tensor_table  # noqa: E402
+from afd.models.checkpoint import tensor_table  # noqa: E402
 from afd.wire.layout import Tag  # noqa: E402
 from afd.wire.rows_torch import EncodedRows  # noqa: E402
-from attention_worker.vllm_hooks.command import attention_command  # noqa: E402
 from ffn_worker.experts.build import load_ffn_model, shard_of  # noqa: E402
-from ffn_worker.experts.loader import load_shard  # noqa: E402
 from ffn_worker.moe.quantise import (  # noqa: E402
     Weight,
     dequantise_weight,
@@ -246,10 +243,9 @@ def test_fp8_checkpoints_stay_fp8(checkpoints, name, instances):
     path = checkpoints / f"{name}-fp8"
     family, model = read_model(path)
     table = tensor_table(path)
-    assert only_experts_are_fp8(path, family)
-    assert not only_experts_are_fp8(checkpoints / name, family)
     loaded = [
-        load_shard(path, family, model, shard_of(model, instances, j)) for j in range(instances)
+        load_shard(path, family, model, shard_of(model, instances, j), scheme=Scheme.FP8_BLOCK)
+        for j in range(instances)
     ]
     for layer in model.moe_layers:
         parts = [shard.layers[layer] for shard in loaded]
@@ -286,22 +282,6 @@ def test_fp8_checkpoints_stay_fp8(checkpoints, name, instances):
     assert first.banks.scheme is Scheme.FP8_BLOCK and random.isfinite().all()
 
 
-def test_attention_serves_unquantised_weights(checkpoints, tmp_path):
-    def argv(model):
-        plain = Deployment.from_plain({"model": str(model)})
-        return attention_command(RoleSpec("attention", 0, plain, "tcp://127.0.0.1:1"), {})[0]
-
-    override = '--hf-overrides={"quantization_config": null}'
-    source = checkpoints / "step3-fp8"
-    assert override in argv(source) and override not in argv(checkpoints / "step3")
-    stored = load_file(source / "model.safetensors")
-    name = next(name for name in stored if "self_attn" in name)
-    stored[name] = stored[name].to(torch.float8_e4m3fn)
-    rewrite(source, tmp_path, stored, FP8_CONFIG)
-    with pytest.raises(ConfigError, match=r"attention weights .* use the bfloat16 checkpoint"):
-        argv(tmp_path)
-
-
 def test_errors_name_the_tensors_of_broken_fp8_checkpoints(checkpoints, tmp_path):
     source = checkpoints / "deepseek_v3-fp8"
     family, model = read_model(source)
@@ -320,9 +300,12 @@ def test_errors_name_the_tensors_of_broken_fp8_checkpoints(checkpoints, tmp_path
     def one_plain(stored):
         stored[name] = stored[name].bfloat16()
 
-    with pytest.raises(ConfigError, match=f"{name} needs float32 scales .* has none"):
+    with pytest.raises(ConfigError, match=f"has no tensor {name}_scale_inv; finish or repeat"):
         load(lose_scale)
-    with pytest.raises(ConfigError, match=f"{name} is stored as BF16 .* all FP8 or none"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"{name} of .* is stored as plain and .*fp8_block; .* must be stored alike",
+    ):
         load(one_plain)
-    with pytest.raises(ConfigError, match="is quantized in a format that is not supported"):
-        load(lambda stored: None, {"quant_method": "awq"})
+    with pytest.raises(ConfigError, match="is quantised in a format that is not supported"):
+        load(lambda stored: None, {"quant_method": "bitsandbytes"})

@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import gpu_cases
@@ -41,6 +41,17 @@ CASES = [
     gpu_fault_cases.refused_page_locking,
     gpu_fault_cases.three_peers,
 ]
+
+RDMA_CASES = [
+    "gpu_cases:over_rdma",
+    "gpu_proxy_cases:staged_tcp",
+    "gpu_proxy_cases:direct_verbs",
+    "gpu_proxy_cases:staged_verbs",
+    "gpu_proxy_cases:to_another_process",
+    "gpu_proxy_cases:memory_that_comes_back",
+    "gpu_proxy_cases:graphs",
+]
+"""Cases with the libibverbs without hardware, as file:function."""
 
 
 @pytest.fixture(scope="session")
@@ -76,17 +87,27 @@ def test_on_fake_driver(
     assert done.returncode == 0, done.stderr
 
 
+@pytest.fixture(scope="session")
+def ibverbs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with built_fake(tmp_path_factory.mktemp("ibverbs")) as fake:
+        yield fake.library
+
+
 @pytest.mark.parametrize("kind", ["cuda", "hip"])
-def test_rdma_on_fake_driver(kind: str, drivers: dict[str, Path], tmp_path: Path) -> None:
-    with built_fake(tmp_path) as fake:
-        environment = dict(
-            os.environ,
-            LD_LIBRARY_PATH=str(drivers[kind]),
-            FAKE_GPU_LOG=str(tmp_path / "log"),
-            FAKE_IBVERBS=fake.library,
-        )
-        command = [sys.executable, str(HERE / "gpu_cases.py"), "over_rdma", kind]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+@pytest.mark.parametrize("case", RDMA_CASES)
+def test_rdma_on_fake_driver(
+    case: str, kind: str, drivers: dict[str, Path], ibverbs: str, tmp_path: Path
+) -> None:
+    environment = dict(
+        os.environ,
+        LD_LIBRARY_PATH=str(drivers[kind]),
+        FAKE_GPU_LOG=str(tmp_path / "log"),
+        FAKE_IBVERBS=ibverbs,
+    )
+    (tmp_path / "log").touch()
+    file, _, function = case.partition(":")
+    command = [sys.executable, str(HERE / f"{file}.py"), function, kind]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
 

@@ -281,6 +281,23 @@ def test_lost_acknowledgements_deliver_once(region: Region, fake: FakeVerbs) -> 
         assert (region.buffer(0)[: mark.size] == 0xEE).all()
 
 
+def test_a_nic_that_reports_nothing(region: Region, fake: FakeVerbs) -> None:
+    """The link gives up its paths once the port is down, and sends again. Before, it waits."""
+    link = connect(region, fake, timeout=1)
+    Sender(region, link).exchange(1 << 20)
+    fake.mute("fake1")
+    data = np.arange(1 << 20, dtype=np.uint8)
+    assert link.post(Message(0, [(0, data.ctypes.data, data.nbytes)]), make_flag(1, 2)) == Status.OK
+    assert region.wait_all([0], [make_flag(1, 2)], 2_500_000) == [Status.DEADLINE]
+    assert link.notes == ""
+    fake.port("fake1", up=False)
+    assert region.wait_all([0], [make_flag(1, 2)], TIMEOUT_US) == [Status.OK]
+    assert np.array_equal(region.buffer(0)[: data.nbytes], data)
+    assert link.notes.count("path fake1:1 to fake1:1 failed") == 2
+    link.close()
+    assert link.notes.endswith("the link ended: it was closed here")
+
+
 def test_no_path_left(region: Region, fake: FakeVerbs) -> None:
     link = connect(region, fake)
     fake.port("fake0", up=False)

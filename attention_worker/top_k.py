@@ -1,0 +1,31 @@
+"""Top-k with a selection bias, for the host: vLLM 0.26 has it for GPUs only."""
+
+import torch
+
+
+def biased_top_k(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    top_k: int,
+    *,
+    scoring: str,
+    renormalise: bool,
+    scaling: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns weights float32 and expert ids int32, both [rows, top_k].
+
+    The bias decides which experts are chosen; their weights come from the scores without it
+    (vllm/model_executor/layers/fused_moe/router/fused_topk_bias_router.py).
+
+    Args:
+        logits: [rows, experts]. bias: float32 [experts], or any shape of that size; None: 0.
+        scoring: "softmax" or "sigmoid". renormalise: the weights of a row add up to 1.
+        scaling: factor on the weights.
+    """
+    scores = logits.float().sigmoid() if scoring == "sigmoid" else logits.float().softmax(dim=-1)
+    choice = scores if bias is None else scores + bias.float().view(1, -1)
+    ids = choice.topk(top_k, dim=-1).indices
+    weights = scores.gather(1, ids)
+    if renormalise:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return weights * scaling, ids.int()

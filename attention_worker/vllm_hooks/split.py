@@ -1,0 +1,43 @@
+"""A vLLM model class with remote experts and vLLM's own ``forward``: the split form.
+
+It serves every model whose MoE layer is vLLM's (``FusedMoE``), whatever its decoder layer looks
+like. Each step is one micro-batch, so attention waits for every answer. Shared experts, output
+scaling and transforms stay on the attention instance, in vLLM's own MoE layer.
+"""
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+
+from attention_worker.pipeline import Experts
+from attention_worker.vllm_hooks.routing import RemoteRoutedExperts
+
+
+def split(base: type[nn.Module]) -> type[nn.Module]:
+    """Returns a subclass of the vLLM model class ``base`` whose routed experts are remote."""
+
+    class Split(base):  # type: ignore[valid-type,misc]  # known at run time only
+        """The model without expert weights. Its MoE layers call the FFN over the transport."""
+
+        def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
+            self.remote: Experts | None = None
+
+        def attach(self, remote: Experts, moe_layers: tuple[int, ...]) -> None:
+            """Connects the model to the FFN instances. Called once, after the weights are in."""
+            self.remote = remote
+            experts = [m for m in self.modules() if isinstance(m, RemoteRoutedExperts)]
+            assert len(experts) == len(moe_layers), f"{len(experts)} MoE layers, not {moe_layers}"
+            for module in experts:
+                module.remote = remote
+
+        def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
+            """Returns what vLLM's forward returns: the final hidden states."""
+            assert self.remote is not None, "attach() has to come before the first forward"
+            self.remote.begin_step(depth=1)
+            output: torch.Tensor = super().forward(*args, **kwargs)
+            self.remote.end_step()
+            return output
+
+    Split.__name__ = Split.__qualname__ = f"AfdSplit{base.__name__}"
+    return Split

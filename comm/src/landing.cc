@@ -1,0 +1,81 @@
+#include "landing.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "afd_comm/process.h"
+#include "afd_comm/types.h"
+
+namespace afd_comm {
+namespace {
+
+constexpr uint64_t kChunk = 256 << 10;
+constexpr int64_t kStuckUs = 10000000;
+
+}  // namespace
+
+Landing::Landing(std::shared_ptr<Accelerator> accelerator)
+    : accelerator_(std::move(accelerator)),
+      buffer_(accelerator_, kWindow * kChunk),
+      stream_(accelerator_->make_copy_stream()) {
+  for (Event& event : copied_) event = accelerator_->make_event(false);
+}
+
+Landing::~Landing() {
+  try {
+    finish();
+  } catch (const CommError&) {
+  }
+  for (const Event event : copied_) accelerator_->destroy_event(event);
+  accelerator_->destroy_stream(stream_);
+}
+
+Landing::Room Landing::room() {
+  if (filled_ == 0) wait(copied_[now_]);
+  return {buffer_.host() + now_ * kChunk + filled_, kChunk - filled_};
+}
+
+void Landing::arrived(void* to, uint64_t n) {
+  if (filled_ == 0) to_ = static_cast<uint8_t*>(to);
+  filled_ += n;
+  if (filled_ == kChunk) flush();
+}
+
+void Landing::flush() {
+  if (filled_ == 0) return;
+  accelerator_->copy(stream_, to_, buffer_.for_device(buffer_.host() + now_ * kChunk), filled_,
+                     CopyPath::Any);
+  accelerator_->record(copied_[now_], stream_);
+  now_ = (now_ + 1) % kWindow;
+  filled_ = 0;
+  dirty_ = true;
+}
+
+void Landing::finish() {
+  if (!dirty_) return;
+  // The copies of one stream end in order.
+  wait(copied_[(now_ + kWindow - 1) % kWindow]);
+  dirty_ = false;
+}
+
+void Landing::copy(void* to, const StageBuffer& from, uint64_t offset, uint64_t n) {
+  if (n == 0) return;
+  accelerator_->copy(stream_, to, from.for_device(from.host() + offset), n, CopyPath::Any);
+  accelerator_->record(copied_[now_], stream_);
+  now_ = (now_ + 1) % kWindow;
+  dirty_ = true;
+}
+
+void Landing::wait(Event event) {
+  if (accelerator_->done(event)) return;
+  const uint64_t deadline = deadline_after_us(kStuckUs);
+  while (!accelerator_->done(event)) {
+    if (now_ns() >= deadline)
+      throw CommError(device_text(accelerator_->device()) +
+                      " did not copy a received message in 10 s; look for the first error of the "
+                      "device, and restart the process");
+    relax();
+  }
+}
+
+}  // namespace afd_comm

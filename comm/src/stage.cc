@@ -1,0 +1,89 @@
+#include "stage.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <utility>
+
+#include "afd_comm/process.h"
+
+namespace afd_comm {
+namespace {
+
+// Small enough that the first bytes leave early, large enough that a copy costs more than its call.
+constexpr uint64_t kChunk = 256 << 10;
+
+}  // namespace
+
+StageBuffer::StageBuffer(std::shared_ptr<Accelerator> accelerator, uint64_t nbytes)
+    : nbytes_(std::max<uint64_t>(nbytes, 1)) {
+  void* memory = mmap(nullptr, nbytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED)
+    throw CommError("cannot allocate " + std::to_string(nbytes_) +
+                    " bytes to stage messages of a device: " + errno_text(errno) +
+                    "; free memory or lower the slot capacity");
+  host_ = static_cast<uint8_t*>(memory);
+  try {
+    pinned_ = std::make_unique<Pinned>(std::move(accelerator), host_, nbytes_);
+  } catch (...) {
+    munmap(host_, nbytes_);
+    throw;
+  }
+}
+
+StageBuffer::~StageBuffer() {
+  pinned_.reset();
+  munmap(host_, nbytes_);
+}
+
+Stage::Stage(std::shared_ptr<Accelerator> accelerator)
+    : accelerator_(std::move(accelerator)), stream_(accelerator_->make_copy_stream()) {
+  for (Chunk& chunk : ring_) chunk.copied = accelerator_->make_event(false);
+}
+
+Stage::~Stage() {
+  for (const Chunk& chunk : ring_) accelerator_->destroy_event(chunk.copied);
+  accelerator_->destroy_stream(stream_);
+}
+
+void Stage::begin(Message& message, const StageBuffer& buffer) {
+  buffer_ = &buffer;
+  part_count_ = message.part_count;
+  part_ = 0;
+  in_part_ = issued_ = total_ = available_ = 0;
+  first_ = flying_ = 0;
+  for (std::size_t i = 0; i < part_count_; ++i) {
+    parts_[i] = message.parts[i];
+    message.parts[i].data = buffer.host() + total_;
+    total_ += parts_[i].nbytes;
+  }
+  while (flying_ < kWindow && issued_ < total_) issue();
+}
+
+void Stage::issue() {
+  while (in_part_ == parts_[part_].nbytes) {
+    ++part_;
+    in_part_ = 0;
+  }
+  const uint64_t n = std::min(parts_[part_].nbytes - in_part_, kChunk);
+  accelerator_->copy(stream_, buffer_->for_device(buffer_->host() + issued_),
+                     static_cast<const uint8_t*>(parts_[part_].data) + in_part_, n, CopyPath::Any);
+  in_part_ += n;
+  issued_ += n;
+  Chunk& chunk = ring_[(first_ + flying_) % kWindow];
+  chunk.end = issued_;
+  accelerator_->record(chunk.copied, stream_);
+  ++flying_;
+}
+
+void Stage::advance() {
+  while (flying_ != 0 && accelerator_->done(ring_[first_].copied)) {
+    available_ = ring_[first_].end;
+    first_ = (first_ + 1) % kWindow;
+    --flying_;
+    if (issued_ < total_) issue();
+  }
+}
+
+}  // namespace afd_comm

@@ -1,0 +1,70 @@
+// Stage: copies a message from device memory into page-locked host memory, in chunks, so that its
+// first bytes can be sent while the others are still copied.
+#pragma once
+
+#include <array>
+#include <memory>
+
+#include "afd_comm/accelerator.h"
+#include "afd_comm/types.h"
+
+namespace afd_comm {
+
+// Host memory that a device's copy engine can reach.
+class StageBuffer {
+ public:
+  // Throws CommError.
+  StageBuffer(std::shared_ptr<Accelerator> accelerator, uint64_t nbytes);
+  ~StageBuffer();
+  StageBuffer(const StageBuffer&) = delete;
+  uint8_t* host() const { return host_; }
+  void* for_device(const uint8_t* at) const { return pinned_->at(at); }
+  uint64_t nbytes() const { return nbytes_; }
+
+ private:
+  uint8_t* host_;
+  uint64_t nbytes_;
+  std::unique_ptr<Pinned> pinned_;
+};
+
+// For one thread at a time. Nothing waits or allocates after construction.
+class Stage {
+ public:
+  explicit Stage(std::shared_ptr<Accelerator> accelerator);
+  ~Stage();
+  Stage(const Stage&) = delete;
+
+  // Starts to copy the parts into the buffer, end to end, and makes `message` refer to the copies.
+  // The data must be complete: no stream is waited for. Throws CommError.
+  void begin(Message& message, const StageBuffer& buffer);
+  // Looks at the copies, and gives the device more of them. Throws CommError.
+  void advance();
+  // Bytes that are on the host.
+  const uint64_t* available() const { return &available_; }
+  bool complete() const { return available_ == total_; }
+
+ private:
+  static constexpr std::size_t kWindow = 8;  // chunks that the device has at a time
+  struct Chunk {
+    Event copied = nullptr;
+    uint64_t end = 0;
+  };
+  void issue();
+
+  std::shared_ptr<Accelerator> accelerator_;
+  Stream stream_;
+  std::array<Chunk, kWindow> ring_;
+  std::size_t first_ = 0;  // the oldest chunk on its way
+  std::size_t flying_ = 0;
+  // What is left to copy: the rest of parts_[part_] and the parts behind it.
+  Part parts_[kMaxParts];
+  std::size_t part_count_ = 0;
+  std::size_t part_ = 0;
+  uint64_t in_part_ = 0;
+  const StageBuffer* buffer_ = nullptr;
+  uint64_t issued_ = 0;
+  uint64_t total_ = 0;
+  uint64_t available_ = 0;
+};
+
+}  // namespace afd_comm

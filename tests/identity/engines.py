@@ -1,0 +1,286 @@
+"""Runs many tiny models in one process, with vLLM alone or with remote experts.
+
+``python engines.py colocated|remote CASES RESULTS``: CASES is a JSON file with a list of
+:class:`Case`, RESULTS gets a list of :class:`Result`. One process for all models, because importing
+vLLM takes longer than a tiny model. ``remote`` has the attention side of the product, except that
+the FFN side is called directly instead of through the transport: the transport knows no model, and
+tests/integration checks it.
+"""
+
+import contextlib
+import importlib
+import json
+import logging
+import os
+import random
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT = {
+    "VLLM_PLUGINS": "",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "HF_HUB_OFFLINE": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "TORCHDYNAMO_DISABLE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+TOKENS = 12
+DEPTH = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model. dtype: that it is served in. instances: FFN instances."""
+
+    name: str
+    path: str
+    dtype: str = "float32"
+    instances: int = 2
+
+
+@dataclass
+class Result:
+    """Greedy tokens by prompt, and the depths of the steps. error: why the engine could not run.
+    log: our log lines."""
+
+    name: str
+    tokens: list[list[int]] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
+    error: str = ""
+    log: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def prompts() -> list[list[int]]:
+    draw = random.Random(1)
+    return [[draw.randrange(16, 500) for _ in range(n)] for n in (3, 11, 40)]
+
+
+def greedy(argv: list[str]) -> list[list[int]]:
+    """Returns the tokens of an engine with these vLLM arguments."""
+    from vllm import SamplingParams, TokensPrompt
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    engine = LLMEngine.from_engine_args(EngineArgs.from_cli_args(parser.parse_args(argv)))
+    try:
+        found: dict[str, list[int]] = {}
+        sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+        for index, tokens in enumerate(prompts()):
+            engine.add_request(str(index), TokensPrompt(prompt_token_ids=tokens), sampling)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                found[output.request_id] = list(output.outputs[0].token_ids)
+        return [found[str(index)] for index in range(len(prompts()))]
+    finally:
+        _close(engine)
+
+
+def _close(engine: Any) -> None:
+    from vllm.distributed.parallel_state import (
+        destroy_distributed_environment,
+        destroy_model_parallel,
+    )
+
+    engine.engine_core.shutdown()
+    destroy_model_parallel()
+    destroy_distributed_environment()
+
+
+def settings(case: Case) -> dict[str, Any]:
+    """Returns the deployment under test."""
+    return {
+        "model": case.path,
+        "attention": {
+            "dtype": case.dtype,
+            "max_model_len": 128,
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 128,
+            "kv_cache_gib": 0.02,
+            "vllm_args": ["--block-size=32", "--disable-log-stats"],
+        },
+        "ffn": {"instances": case.instances},
+        "pipeline": {"depth": DEPTH, "min_rows": 1},
+    }
+
+
+def arguments(case: Case, role_file: Path) -> tuple[list[str], dict[str, str]]:
+    """Returns the product's own arguments and environment for an attention instance."""
+    from afd.config.deployment import Deployment
+    from afd.config.roles import RoleSpec
+    from attention_worker.vllm_hooks.command import attention_command
+
+    role = RoleSpec("attention", 0, Deployment.from_plain(settings(case)), "tcp://127.0.0.1:1")
+    role.save(role_file)
+    argv, environment = attention_command(role, {})
+    skipped = ("--host", "--port", "--served-model-name", "--disable-uvicorn-access-log")
+    return [a for a in argv[3:] if not a.startswith(skipped)], environment
+
+
+class LocalExperts:
+    """Remote experts that are computed here, by the FFN side's own code."""
+
+    def __init__(self, resolved: Any) -> None:
+        from ffn_worker.experts.build import load_ffn_model
+
+        deployment = resolved.deployment
+        self._models = [
+            load_ffn_model(
+                deployment.model,
+                resolved.family,
+                resolved.model,
+                instances=deployment.ffn.instances,
+                index=index,
+                threads=1,
+            )
+            for index in range(deployment.ffn.instances)
+        ]
+        self._outputs: dict[int, Any] = {}
+        self.depths: set[int] = set()
+
+    def begin_step(self, depth: int) -> None:
+        self.depths.add(depth)
+
+    def sending(self, layer: int, micro_batch: int, rows: int) -> Any:
+        return contextlib.nullcontext()
+
+    def send(self, layer: int, micro_batch: int, hidden: Any, ids: Any, weights: Any) -> None:
+        assert micro_batch not in self._outputs, "sent twice"
+        parts = [model.forward(layer, hidden, ids, weights) for model in self._models]
+        self._outputs[micro_batch] = sum(parts)
+
+    def recv(self, micro_batch: int) -> Any:
+        return self._outputs.pop(micro_batch)
+
+    def end_step(self) -> None:
+        pass
+
+    def leave(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class LocalInstance:
+    """Stands in for AttentionInstance: no control plane, no transport."""
+
+    joined: "LocalInstance"
+
+    def __init__(self) -> None:
+        from afd.config.resolve import resolve
+        from afd.config.roles import load_role
+        from afd.metrics.decode_steps import DecodeSteps
+
+        self.resolved = resolve(load_role().deployment)
+        self.remote = LocalExperts(self.resolved)
+        self.steps = DecodeSteps()
+        self.max_depth = self.resolved.contract.max_depth
+        self.min_rows = 1
+
+    @classmethod
+    def join(cls) -> "LocalInstance":
+        cls.joined = cls()
+        return cls.joined
+
+    def depth(self, rows: int, *, decode: bool) -> int:
+        return self.max_depth
+
+    def serve(self, model: Any) -> None:
+        model.attach(self.remote, self.resolved.model.moe_layers)
+
+    def close(self) -> None:
+        pass
+
+
+def run_colocated(case: Case, role_file: Path) -> Result:
+    argv, environment = arguments(case, role_file)
+    ours = ("--worker-cls", "--load-format")
+    with _environment(environment):
+        _register_class(case.path)
+        return Result(case.name, greedy([a for a in argv if not a.startswith(ours)]))
+
+
+def run_remote(case: Case, role_file: Path) -> Result:
+    argv, environment = arguments(case, role_file)
+    from vllm.model_executor.custom_op import op_registry_oot
+
+    from afd.config.roles import ROLE_FILE_ENV, load_role
+    from attention_worker.vllm_hooks import runner
+    from attention_worker.vllm_hooks.register import register_model
+
+    runner.AttentionInstance = LocalInstance  # type: ignore[misc,assignment]  # stands in for it
+    op_registry_oot.pop("RoutedExperts", None)  # registered by the case before; vLLM refuses twice
+    with _environment({**environment, ROLE_FILE_ENV: str(role_file)}):
+        register_model(load_role())
+        tokens = greedy(argv)
+    return Result(case.name, tokens, sorted(LocalInstance.joined.remote.depths))
+
+
+def _register_class(path: str) -> None:
+    """Gives vLLM the class instead of its name: it would look at it in a process of its own."""
+    from vllm import ModelRegistry
+
+    from afd.models import read_model
+
+    family, model = read_model(path)
+    module, _, name = family.vllm_class[model.architecture].partition(":")
+    kind = getattr(importlib.import_module(module), name)
+    ModelRegistry.register_model(model.architecture, kind)
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def main() -> None:
+    os.environ.update(ENVIRONMENT)
+    side, cases_file, results_file = sys.argv[1:]
+    run = {"colocated": run_colocated, "remote": run_remote}[side]
+    handler = _Lines()
+    logging.getLogger("afd").addHandler(handler)
+    logging.getLogger("afd").setLevel(logging.INFO)
+    results: list[dict[str, object]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for entry in json.loads(Path(cases_file).read_text()):
+            case, began = Case(**entry), time.monotonic()
+            handler.lines = []
+            try:
+                result = run(case, Path(folder) / "role.json")
+            except Exception:
+                result = Result(case.name, error=traceback.format_exc())
+            result.log, result.seconds = handler.lines, time.monotonic() - began
+            results.append(asdict(result))
+            Path(results_file).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
