@@ -201,7 +201,7 @@ def test_a_step_larger_than_every_graph_runs_on_the_host(deploy, tiny_models):
     assert deployed.late == [0] * 4
 
 
-@pytest.mark.parametrize(("rows", "late_ms"), [(12, 400.0), (60, 400.0)])
+@pytest.mark.parametrize(("rows", "late_ms"), [(12, 1200.0), (60, 1200.0)])
 @pytest.mark.parametrize("dies", [False, True])
 def test_an_instance_that_stops_within_a_step_costs_the_others_one_deadline(
     deploy, tiny_models, rows, late_ms, dies
