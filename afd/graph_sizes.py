@@ -60,8 +60,11 @@ class GraphSizes:
         most = deepest = 0
         for rows, depth in steps:
             # afd.schedule.split_rows: the last micro-batch is the largest.
-            most = max(most, rows - (depth - 1) * (rows // depth))
-            deepest = max(deepest, depth)
+            largest = rows - (depth - 1) * (rows // depth)
+            if largest > most:
+                most = largest
+            if depth > deepest:
+                deepest = depth
         buckets = self.buckets[deepest - 1] if self.buckets else ()
         at = bisect_left(buckets, most)
         return buckets[at] if at < len(buckets) else 0

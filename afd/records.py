@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from afd.errors import AfdError
+from afd.host.amd_gpus import architectures
 
 UNKNOWN = "unknown"
 """The commit of a record whose code was not read from a git checkout."""
@@ -199,9 +200,10 @@ def describe(cores: int, cpu_info: str, memory_bytes: int, gpus: Sequence[str]) 
 
 
 def gpu_names() -> list[str]:
-    """Returns the product names of this host's NVIDIA GPUs; empty without the NVIDIA driver."""
+    """Returns the product names of this host's NVIDIA GPUs, or LLVM's names of its AMD GPUs; empty
+    without a driver of either."""
     if shutil.which("nvidia-smi") is None:
-        return []
+        return [f"AMD {arch}" for arch in architectures()]
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)

@@ -149,26 +149,41 @@ def gpu_order(own: int, processes: int, gpus: int | None = None) -> tuple[int, .
 def visible_gpus(
     device: Device, order: Sequence[int], environment: Mapping[str, str]
 ) -> dict[str, str]:
-    """Returns the environment variable that shows a process the GPUs in this order.
+    """Returns the environment variables that show a process the GPUs in this order.
+
+    The device's first variable is set, and any other name of it that ``environment`` has.
 
     Args:
         device: kind of the GPUs; for a host device the result is {}.
         order: indices into the GPUs that ``environment`` allows, or into all GPUs of the host.
 
     Raises:
-        ConfigError: fewer GPUs are allowed than the deployment needs.
+        ConfigError: fewer GPUs are allowed than the deployment needs, or two names of the variable
+            differ.
     """
-    variable = device.visible_variable
-    if variable is None:
+    if not device.visible_variables:
         return {}
-    allowed = environment.get(variable)
-    names = allowed.split(",") if allowed is not None else [str(gpu) for gpu in sorted(order)]
+    given = {name: environment[name] for name in device.visible_variables if name in environment}
+    if len(set(given.values())) > 1:
+        pairs = " but ".join(f"{name}={value}" for name, value in given.items())
+        raise ConfigError(f"{pairs}; set only {device.visible_variables[0]}")
+    hidden_by = device.hiding_variable
+    names = [str(gpu) for gpu in sorted(order)]
+    said = ""
+    if given:
+        name, allowed = next(iter(given.items()))
+        names, said = allowed.split(","), f"{name}={allowed}"
+    elif hidden_by is not None and hidden_by in environment:
+        # The variable above it numbers the GPUs that are left.
+        left = environment[hidden_by]
+        names, said = [str(n) for n in range(len(left.split(",")))], f"{hidden_by}={left}"
     if len(names) < len(order):
         raise ConfigError(
-            f"the deployment takes {len(order)} GPUs but {variable}={allowed}; allow one GPU per"
+            f"the deployment takes {len(order)} GPUs but {said}; allow one GPU per"
             " attention instance and FFN rank, use fewer of them, or set gpus to share GPUs"
         )
-    return {variable: ",".join(names[gpu] for gpu in order)}
+    value = ",".join(names[gpu] for gpu in order)
+    return {name: value for name in (device.visible_variables[0], *given)}
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,21 @@ from afd.errors import ConfigError
 
 BENCHES = {
     "allreduce": "afd_bench.allreduce",
+    "amd": "afd_bench.amd.command",
     "comm": "afd_bench.comm",
     "comm_gpu": "afd_bench.comm_gpu",
     "cpu": "afd_bench.cpu",
     "gpu": "afd_bench.gpu",
     "hf": "afd_bench.hf",
     "identity": "afd_bench.identity",
+    "load": "afd_bench.load",
     "moe": "afd_bench.moe.cli",
     "paper": "afd_bench.paper",
     "report": "afd_bench.report.command",
+    "scale": "afd_bench.scale.cli",
     "simulator": "afd_bench.simulator",
     "stages": "afd_bench.stages",
+    "wire_gpu": "afd_bench.wire_gpu",
 }
 
 

@@ -12,6 +12,7 @@ from afd.config.deployment import Deployment, load_config
 from afd.config.resolve import check_model
 from afd.demo.make_model import make_model
 from afd.demo.sizes import resolve
+from afd.devices import device_named
 from afd.errors import ConfigError
 from afd.host.logs import say
 from afd.host.package_data import data_folder
@@ -56,7 +57,7 @@ def _load(settings: Sequence[str]) -> Deployment:
     gpus, build = find_gpus(), vllm_build()
     device = demo_settings(gpus, build)
     deployment = load_config(CONFIG, [*device, *settings])
-    if not device or deployment.attention.device != "cuda":
+    if not device or not device_named(deployment.attention.device).visible_variables:
         return deployment
     wanted = deployment.attention.instances + deployment.ffn.instances * deployment.ffn.tp
     if deployment.gpus is None and gpus.count < wanted:

@@ -14,8 +14,11 @@ from dataclasses import dataclass
 
 import psutil
 
-from afd_launch import rdma
-from afd_launch.installation import amd_remedy, find_gpus, vllm_build, vllm_remedy
+from afd.config.settle import BAD_GRAPHS
+from afd.devices.rocm import PRODUCTS
+from afd.host.amd_gpus import rocm_version
+from afd_launch import pcie, rdma
+from afd_launch.installation import Gpus, amd_remedy, find_gpus, vllm_build, vllm_remedy
 
 PROBE_S = 120
 
@@ -91,8 +94,7 @@ def _gpus() -> Finding:
     gpus, build = find_gpus(), vllm_build()
     names = ", ".join(f"{gpus.names.count(name)} x {name}" for name in dict.fromkeys(gpus.names))
     if gpus.kind == "amd":
-        remedy = "" if build == "rocm" else f"; {amd_remedy()}"
-        return Finding("note", "gpus", f"AMD {names}; nothing was run on AMD GPUs so far{remedy}")
+        return _amd_gpus(gpus, build)
     if gpus.kind == "none":
         return Finding("note", "gpus", "none; serving uses the CPU")
     text = f"{gpus.count} usable: {names or 'nvidia-smi is missing'}"
@@ -102,11 +104,29 @@ def _gpus() -> Finding:
     return Finding("ok", "gpus", text)
 
 
+def _amd_gpus(gpus: Gpus, build: str | None) -> Finding:
+    """AMD GPUs are at best a note: this project has not been run on any."""
+    kinds = [
+        f"{gpus.names.count(arch)} x {arch} ({PRODUCTS.get(arch, 'not supported')})"
+        for arch in dict.fromkeys(gpus.names)
+    ]
+    text = f"AMD, {gpus.count} usable: {', '.join(kinds) or 'the driver lists none'}"
+    release = rocm_version()
+    if build != "rocm":
+        text += f"; {amd_remedy()}"
+    elif release and any(release in BAD_GRAPHS.get(arch, ()) for arch in gpus.names):
+        text += f"; set pipeline.graphs: false with ROCm {release} (ROCm/clr issue 279)"
+    else:
+        text += f"; use device: rocm (ROCm {release or 'of unknown version'})"
+    return Finding("note", "gpus", text + "; not verified on hardware, see docs/amd.md")
+
+
 def _torch() -> Finding:
     code = (
-        "import torch; cuda = torch.version.cuda;"
-        "gpus = torch.cuda.device_count() if cuda else 0;"
-        "print(torch.__version__, f'(CUDA {cuda}, {gpus} GPUs)' if cuda else '(CPU build)')"
+        "import torch; build = torch.version;"
+        "kind = f'ROCm {build.hip}' if build.hip else f'CUDA {build.cuda}' if build.cuda else '';"
+        "gpus = torch.cuda.device_count() if kind else 0;"
+        "print(torch.__version__, f'({kind}, {gpus} GPUs)' if kind else '(CPU build)')"
     )
     return _import("torch", code)
 
@@ -144,7 +164,11 @@ def _plugin() -> Finding:
 
 
 def _rdma() -> Iterator[Finding]:
-    return (Finding(*facts) for facts in rdma.look())
+    yield from (Finding(*facts) for facts in rdma.look())
+    gpus = pcie.read_gpus()
+    for number, near in enumerate(pcie.nearest_ports(gpus, rdma.read_ports())):
+        level = "ok" if near else "note"
+        yield Finding(level, f"gpu {number}", pcie.describe(number, gpus[number], near))
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (

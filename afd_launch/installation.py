@@ -13,7 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from afd.devices import CUDA, ROCM, Device
 from afd.errors import ConfigError
+from afd.host.amd_gpus import architectures
 
 PROBE_S = 30
 PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -31,24 +33,31 @@ class Gpus:
 def find_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> Gpus:
     """The host's GPUs, as ``nvidia-smi`` and ``rocminfo`` list them.
 
-    A container may have the device files without the tools; then the files are counted.
+    A container may lack the tools. Then the device files of NVIDIA are counted, and the GPUs that
+    AMD's kernel driver lists.
 
     Args:
-        environment: CUDA_VISIBLE_DEVICES limits the count of NVIDIA GPUs.
+        environment: the devices' variables (:mod:`afd.devices`) limit the count.
         devices: folder of the device files.
     """
     names = tuple(re.findall(r"^GPU \d+: (.+?) \(UUID", _output("nvidia-smi", "-L"), re.MULTILINE))
     count = len(names) or len(list(devices.glob("nvidia[0-9]*")))
     if count:
-        allowed = environment.get("CUDA_VISIBLE_DEVICES")
-        if allowed is not None:
-            listed = [gpu for gpu in allowed.split(",") if gpu.strip() not in ("", "-1")]
-            count = min(count, len(listed))
-        return Gpus("nvidia", count, names)
+        return Gpus("nvidia", _allowed(count, CUDA, environment), names)
     names = tuple(re.findall(r"^\s*Name:\s+(gfx\w+)\s*$", _output("rocminfo"), re.MULTILINE))
     if names or (devices / "kfd").exists():
-        return Gpus("amd", len(names), names)
+        names = names or architectures()
+        return Gpus("amd", _allowed(len(names), ROCM, environment), names)
     return Gpus("none", 0)
+
+
+def _allowed(count: int, device: Device, environment: Mapping[str, str]) -> int:
+    """How many of ``count`` GPUs the device's variables allow."""
+    for name in (*device.visible_variables, device.hiding_variable):
+        if name is not None and name in environment:
+            listed = environment[name].split(",")
+            count = min(count, sum(gpu.strip() not in ("", "-1") for gpu in listed))
+    return count
 
 
 def _output(*command: str) -> str:
@@ -81,7 +90,8 @@ def vllm_build(version_of: Callable[[str], str | None] = installed_version) -> s
     for build in ("cpu", "rocm"):
         if build in local:
             return build
-    return "cuda"
+    # vLLM's ROCm images may name no build in vLLM's version, but torch's has one.
+    return "rocm" if "rocm" in (version_of("torch") or "") else "cuda"
 
 
 def vllm_requirement(extra: str) -> str:
@@ -116,14 +126,18 @@ def require_vllm() -> None:
 def amd_remedy() -> str:
     """What an AMD GPU needs; PyPI has neither torch nor vLLM for ROCm."""
     version = vllm_requirement("cuda").partition("==")[2] or "the same version"
-    return f"for an AMD GPU install afd into a container image with vLLM {version} for ROCm"
+    return (
+        f"for an AMD GPU run ./run --device rocm setup in a container image with vLLM {version} for"
+        " ROCm (docs/amd.md)"
+    )
 
 
 def demo_settings(gpus: Gpus, build: str | None) -> tuple[str, ...]:
     """Settings that put the demo on this host's GPUs; empty for the CPU.
 
-    The demo runs on GPUs where vLLM is built for CUDA and an NVIDIA GPU is visible.
+    The demo runs on GPUs where vLLM is built for the maker of the GPUs that are visible.
     """
-    if build != "cuda" or gpus.kind != "nvidia" or not gpus.count:
+    device = {("cuda", "nvidia"): CUDA, ("rocm", "amd"): ROCM}.get((build or "", gpus.kind))
+    if device is None or not gpus.count:
         return ()
-    return ("attention.device=cuda", "ffn.device=cuda")
+    return (f"attention.device={device.name}", f"ffn.device={device.name}")

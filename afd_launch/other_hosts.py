@@ -29,22 +29,6 @@ REPORT_S = 1.0
 _CONNECT_S = 2.0
 
 
-def first_report(
-    deployment: Deployment, name: str, rails: tuple[Rail, ...] = (), fault: str = ""
-) -> HostReport:
-    """What host ``name`` says of itself."""
-    return HostReport(
-        name,
-        uuid.uuid4().hex,
-        host_name(),
-        os.getpid(),
-        installed_versions(),
-        json.dumps(settings_of(deployment)),
-        rails,
-        fault,
-    )
-
-
 def roles_of(deployment: Deployment) -> dict[str, str]:
     """Returns host -> its roles for messages: "attention-1, ffn-1"."""
     leads = control_host(deployment).name
@@ -89,17 +73,24 @@ class OtherHosts:
     def __init__(
         self,
         deployment: Deployment,
-        report: HostReport,
+        name: str,
         address: str,
         keys: ClientKeys,
         *,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """deployment: as read from the file. address: of the control plane."""
+        """deployment: as read from the file. name: of this host. address: of the control plane."""
         self._deployment = deployment
-        self._report = report
-        self._name = report.name
+        self._name = name
+        self._report = HostReport(
+            name,
+            uuid.uuid4().hex,
+            host_name(),
+            os.getpid(),
+            installed_versions(),
+            json.dumps(settings_of(deployment)),
+        )
         self._home = control_host(deployment)
         self._address = address
         self._keys = keys
@@ -113,6 +104,10 @@ class OtherHosts:
 
     def close(self) -> None:
         self._channel.close()
+
+    def rails(self, rails: tuple[Rail, ...]) -> None:
+        """Names the RDMA ports that this host uses, before the first report."""
+        self._report = msgspec.structs.replace(self._report, rails=rails)
 
     def turn(self) -> None:
         """Reports when it is time and reads what came; does not block.
@@ -138,6 +133,8 @@ class OtherHosts:
 
     def tell(self, fault: str) -> None:
         """Lets the other hosts know why this one cannot take part; waits a moment at most."""
+        if self._table is None and self._name == self._home.name:
+            return  # its control plane does not run
         self._report = msgspec.structs.replace(self._report, fault=fault[:4000])
         end = time.monotonic() + _CONNECT_S
         while time.monotonic() < end and not self._channel.send(self._report):

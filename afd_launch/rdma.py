@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes.util
 import os
+import re
 import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,10 +26,32 @@ class Gid:
 
 
 @dataclass(frozen=True)
+class PciPlace:
+    """Where a device is on PCIe. address: such as "0000:1b:00.0".
+
+    path: the host bridge, the bridges below it, and the device: ("pci0000:15", "0000:15:01.0", ...)
+    numa_node: -1 if it has none.
+    """
+
+    address: str = ""
+    path: tuple[str, ...] = ("",)
+    numa_node: int = -1
+
+
+def pci_place(device: Path) -> PciPlace:
+    """The place of a PCI device, from its folder in sysfs."""
+    real = device.resolve()
+    first = next((i for i, part in enumerate(real.parts) if part.startswith("pci")), None)
+    path = real.parts[first:] if first is not None else (real.name,)
+    return PciPlace(real.name, tuple(path), int(_read(real / "numa_node") or -1))
+
+
+@dataclass(frozen=True)
 class RdmaPort:
     """One port. state: the kernel's word, such as ACTIVE or DOWN. link: "InfiniBand" or "Ethernet".
 
     numa_node: -1 if the device has none. interface: the network interface of a RoCE port, or "".
+    mtu: bytes, of that interface; 0 without one. pci: place of the device.
     """
 
     name: str
@@ -38,6 +61,20 @@ class RdmaPort:
     numa_node: int
     interface: str
     gids: tuple[Gid, ...]
+    mtu: int = 0
+    pci: PciPlace = PciPlace()
+
+    @property
+    def gbits(self) -> float:
+        """Gb/s, from a rate such as "400 Gb/sec (4X NDR)"."""
+        number = self.rate.partition(" ")[0]
+        return float(number) if number.replace(".", "", 1).isdigit() else 0.0
+
+    def gid(self, index: int | None) -> Gid | None:
+        """The address that a role uses. index: ``gid_index``; None: auto."""
+        if index is None:
+            return self.chosen
+        return next((gid for gid in self.gids if gid.index == index), None)
 
     @property
     def chosen(self) -> Gid | None:
@@ -96,17 +133,44 @@ def findings(
 
 def look() -> list[tuple[str, str, str]]:
     """The findings of this host."""
-    nodes = sorted(DEVICES.glob("uverbs*"))
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    unlimited = soft == resource.RLIM_INFINITY or os.geteuid() == 0
     return list(
         findings(
             read_ports(),
             library=ctypes.util.find_library("ibverbs"),
-            openable=bool(nodes) and all(os.access(n, os.R_OK | os.W_OK) for n in nodes),
-            locked_bytes=-1 if unlimited else soft,
-            peermem=(SYSFS / "module" / "nvidia_peermem").is_dir(),
+            openable=devices_openable(),
+            locked_bytes=locked_bytes(),
+            peermem=has_peermem(),
         )
+    )
+
+
+def devices_openable() -> bool:
+    """Whether this user may use the RDMA devices."""
+    nodes = sorted(DEVICES.glob("uverbs*"))
+    return bool(nodes) and all(os.access(n, os.R_OK | os.W_OK) for n in nodes)
+
+
+def locked_bytes() -> int:
+    """How much memory a process may lock; -1 for no limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return -1 if soft == resource.RLIM_INFINITY or os.geteuid() == 0 else soft
+
+
+def has_peermem(sysfs: Path = SYSFS) -> bool:
+    """Whether nvidia-peermem is loaded."""
+    return (sysfs / "module" / "nvidia_peermem").is_dir()
+
+
+def has_dma_buf(release: str | None = None, proc: Path = Path("/proc")) -> bool:
+    """Whether NVIDIA's driver can export GPU memory as dma-buf: its open kernel modules, on Linux
+    5.12 or later (docs.nvidia.com/cuda/gpudirect-rdma).
+
+    release: of the kernel; None: of the running one.
+    """
+    release = os.uname().release if release is None else release
+    numbers = tuple(int(part) for part in re.findall(r"\d+", release)[:2])
+    return numbers >= (5, 12) and "Open Kernel Module" in _read(
+        proc / "driver" / "nvidia" / "version"
     )
 
 
@@ -129,14 +193,18 @@ def _ports_of(device: Path) -> Iterator[RdmaPort]:
     for number in numbers:
         folder = device / "ports" / str(number)
         gids = tuple(_gids_of(folder))
+        interface = _read(folder / "gid_attrs" / "ndevs" / "0")
+        mtu = _read(device.parents[1] / "net" / interface / "mtu") if interface else ""
         yield RdmaPort(
             name=f"{device.name}:{number}",
             state=_read(folder / "state").partition(": ")[2],
             link=_read(folder / "link_layer"),
             rate=_read(folder / "rate"),
             numa_node=int(_read(device / "device" / "numa_node") or -1),
-            interface=_read(folder / "gid_attrs" / "ndevs" / "0"),
+            interface=interface,
             gids=gids,
+            mtu=int(mtu or 0),
+            pci=pci_place(device / "device"),
         )
 
 

@@ -17,9 +17,18 @@ from afd.control.local_keys import announced
 from afd.errors import ConfigError
 from afd.gateway.files import check_files
 from afd.host.logs import say
+from afd_launch.gpus import of_this_host
+from afd_launch.host_checks import (
+    HostFacts,
+    check_gpus,
+    check_rdma,
+    look,
+    rails_of,
+    with_ports,
+)
 from afd_launch.host_watch import HostWatch
 from afd_launch.installation import require_vllm
-from afd_launch.other_hosts import OtherHosts, first_report, roles_of
+from afd_launch.other_hosts import OtherHosts, roles_of
 from afd_launch.readiness import Readiness
 from afd_launch.roles_of_host import (
     OPERATOR_KEYS,
@@ -57,6 +66,9 @@ def serve(
     """
     require_vllm()
     name = this_host(deployment, host)
+    place = deployment.place_of(name)
+    if place.ffn or deployment.ffn.arch == "auto":
+        deployment = of_this_host(deployment)
     with held_addresses(seen_from(deployment, name), name) as ports:
         if ports.gateway:
             check_files(deployment.gateway)
@@ -98,13 +110,23 @@ def _serve(
         found = stack.enter_context(announced(ports.control_address, operator))
         named = "" if found else f" --keys {operator}"
         say(f"operate it with: afd ctl --control {ports.control_address}{named} status")
-        readiness = stack.enter_context(Readiness(specs, operator))
         hosts = None
         if len(deployment.hosts) > 1:
-            report = first_report(deployment, name)
-            others = OtherHosts(deployment, report, ports.control_address, keys)
+            others = OtherHosts(deployment, name, ports.control_address, keys)
             stack.callback(others.close)
             hosts = HostWatch(others, say)
+        facts = look() if name or deployment.transport.verbs.ports else HostFacts()
+        try:
+            check_gpus(deployment, name, facts)
+            specs = with_ports(specs, facts)
+            check_rdma(specs, facts)
+        except ConfigError as error:
+            if hosts is not None:
+                hosts.failed(str(error))
+            raise
+        if hosts is not None:
+            others.rails(rails_of(specs, facts))
+        readiness = stack.enter_context(Readiness(specs, operator))
         supervisor = Supervisor(
             stages(specs, run_dir),
             readiness.awaited,

@@ -21,7 +21,7 @@ from afd.metrics.role import RoleMetrics, Weights
 from afd.metrics.server import MetricsServer, serve_metrics
 from afd.metrics.work import work_of
 from afd.topology import PINNED_SPIN_US
-from afd.wire.streams_torch import make_streams, torch_device
+from afd.wire.streams_torch import make_streams, runtime_of, torch_device
 from afd_comm import Region, VerbsOptions
 from attention_worker.pipeline import Experts
 from attention_worker.remote.host import RemoteExperts
@@ -151,13 +151,16 @@ class AttentionInstance:
         """Returns the remote experts in stream form, and the guard of the steps replayed with
         them."""
         deployment = self._resolved.deployment
-        streams = make_streams(torch_device(deployment.attention.device))
+        device = torch_device(deployment.attention.device)
+        streams = make_streams(device)
         guard = ReplayGuard(
             ReplaySettings(deployment.deadlines.ffn_s, deployment.pipeline.lookahead),
             self.remote,
             self._region,
             streams,
-            ReplayObserver(self._metrics, deployment.metrics.stage_every),
+            ReplayObserver(
+                self._metrics, deployment.metrics.stage_every, runtime_of(device).step_timer()
+            ),
         )
         index, slots = self._role.index, self.remote.expert_slots
         return StreamExperts(self._resolved, index, self._region, streams, slots), guard

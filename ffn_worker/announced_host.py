@@ -7,7 +7,6 @@ is larger than every graph.
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from afd.schedule import resets_doorbells, split_rows, stream_sequence, walk
 from afd.wire.layout import Kind
@@ -116,7 +115,7 @@ class AnnouncedHost:
                     lost.add(sender.peer.id)
                     failed.append((sender.peer, status))
             parts = tuple(
-                replace(part, rows=split_rows(part.rows, part.depth)[mb]) for part, _ in present
+                part._replace(rows=split_rows(part.rows, part.depth)[mb]) for part, _ in present
             )
             self._exchange.flags = flags
             yield Call(Order(Kind.DATA, position, parts), tuple(senders))

@@ -18,7 +18,7 @@ import torch
 from afd.devices import device_of_torch
 from afd.graph_sizes import GraphSizes
 from afd.metrics.role import Captured, RoleMetrics
-from afd.wire.streams_torch import synchronize
+from afd.wire.streams_torch import runtime_of, synchronize
 from afd_comm import Status, StepPlan
 from ffn_worker.announced_host import AnnouncedHost
 from ffn_worker.observers import ReplayReports, StreamObserver
@@ -46,26 +46,20 @@ class EachTime:
         return step
 
 
-class CudaGraphs:
-    """Captures steps as CUDA graphs. They share their memory, since one runs at a time."""
+class DeviceGraphs:
+    """Captures steps as graphs of a device. They share their memory, since one runs at a time."""
 
-    def __init__(self) -> None:
-        self._memory = torch.cuda.graph_pool_handle()
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._runtime = runtime_of(device)
+        self._memory = self._runtime.graph_memory()
 
     def capture(self, step: Step) -> Step:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(
-            graph,
-            pool=self._memory,
-            stream=torch.cuda.current_stream(),
-            # The metrics thread may copy the experts' load from the device meanwhile.
-            capture_error_mode="thread_local",
-        ):
-            observer = step()
+        observer, launch = self._runtime.capture(self._device, step, self._memory)
 
         def replay() -> StreamObserver:
             observer.launched()
-            graph.replay()
+            launch()
             return observer
 
         return replay
@@ -100,10 +94,9 @@ class StreamSteps:
         self._metrics = metrics
         self._sizes = sizes
         self._late_us = late_us
-        captures = (
-            pipeline.capturable and device_of_torch(pipeline.model.device.type).captures_graphs
-        )
-        self._recorder: Recorder = CudaGraphs() if captures else EachTime()
+        device = pipeline.model.device
+        captures = pipeline.capturable and device_of_torch(device.type).captures_graphs
+        self._recorder: Recorder = DeviceGraphs(device) if captures else EachTime()
         self._graphs: dict[StepShape, Graph] = {}
         self._greeted: dict[int, Peer] = {}
         self._phase = Captured.START
@@ -180,7 +173,7 @@ class StreamSteps:
         slots.read_bucket(0, shape.bucket, exchange.table.of(0))
         out = self._pipeline.model.warm_up(sum(rows), slots.request_layout.tag)
         sums, _ = self._pipeline.reduce.reduce_scatter(out, rows)
-        slots.encode(sums)
+        slots.encode(sums).copy_to(exchange.send_memory[0])
         synchronize(out.device)
         self._pipeline.reduce.check()
 

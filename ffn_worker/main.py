@@ -23,7 +23,7 @@ from afd.metrics.role import RoleMetrics, Weights
 from afd.metrics.server import serve_metrics
 from afd.metrics.work import work_of
 from afd.topology import PINNED_SPIN_US, FfnPlace
-from afd.wire.streams_torch import synchronize, torch_device
+from afd.wire.streams_torch import runtime_of, synchronize, torch_device
 from afd_comm import Region, VerbsOptions
 from ffn_worker.allreduce.base import Collective
 from ffn_worker.allreduce.selection import make_collective
@@ -47,7 +47,7 @@ def run_ffn(role: RoleSpec) -> None:
     Raises:
         ConfigError, HandshakeRefused, DeadlineExceeded: the message names cause and remedy.
     """
-    os.environ |= role.gpu_environment(os.environ)  # before the first use of CUDA
+    os.environ |= role.gpu_environment(os.environ)  # before the first use of the GPU
     bind_process(role.cpus, "ffn.cpus")
     torch.set_num_threads(role.threads)
     deployment = role.deployment
@@ -61,8 +61,9 @@ def run_ffn(role: RoleSpec) -> None:
         metrics_url = serve_metrics(metrics, host, role.metrics_port).url
     device = torch_device(deployment.ffn.device)
     if device_named(deployment.ffn.device).has_streams:
-        torch.cuda.set_device(device)
-        torch.cuda.set_stream(torch.cuda.Stream(device))  # the default one cannot be captured
+        # A stream that waits must not share a hardware queue with one that sends.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    runtime_of(device).enter(device)
     verbs = deployment.transport.verbs_keywords("ffn")
     region = Region(
         resolved.slots.ffn_region_slots,
@@ -139,6 +140,7 @@ def _load(role: RoleSpec, resolved: Resolved, metrics: RoleMetrics, members: Mem
                 "experts: %d of %d layers, %.3f GB read, %.2f GB/s", done, total, nbytes / 1e9, rate
             )
 
+    attention = resolved.deployment.attention
     places = settled(members, resolved.placement, resolved.model.moe_layers)
     tables = tuple(table for _, table in places.values())
     model = load_ffn_model(
@@ -157,6 +159,7 @@ def _load(role: RoleSpec, resolved: Resolved, metrics: RoleMetrics, members: Mem
         progress=progress,
         weights=resolved.deployment.ffn.weights,
         dummy=resolved.deployment.ffn.load == "dummy",
+        decode_rows=attention.max_num_seqs * attention.instances,
     )
     metrics.weights_held_bytes[Weights.EXPERT] = model.weight_bytes
     if role.rank == 0:  # all ranks compute the same rows
@@ -189,7 +192,7 @@ def _collective(resolved: Resolved, place: FfnPlace) -> MakeCollective:
 
     def make(address: str) -> Collective:
         return make_collective(
-            "auto",
+            ffn.reduce_backend,
             ffn.reduce,
             place.rank,
             place.tp,

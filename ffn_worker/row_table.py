@@ -30,28 +30,32 @@ class RowTable:
         self._host = torch.zeros(shape, dtype=torch.int32, pin_memory=pinned)
         self._device = torch.zeros(shape, dtype=torch.int32, device=device)
         self._rows = self._host.numpy()
+        self._micro_batches = np.arange(max_depth).reshape(-1, 1)
         self.depths = np.zeros(instances, np.int32)
         self.answers = np.zeros((instances, max_depth), np.int32)
         self.firsts = np.zeros_like(self.answers)
 
     def fill(self, parts: Sequence[Part], present: Sequence[bool]) -> None:
         """Takes the parts of an announced step. Those that are not present count as absent."""
-        fields = np.array([(p.attention, p.rows, p.depth) for p in parts], np.int32)
-        attention, rows, depth = fields[np.asarray(present, bool)].T
+        fields = np.array(parts)
+        if not all(present):
+            fields = fields[np.asarray(present, bool)]
+        attention, _, rows, depth, _, _ = fields.T
         self.depths[:] = 0
         self.depths[attention] = depth
+        # afd.schedule.split_rows: the last micro-batch has the remainder.
         each = rows // depth
+        sent = (self._micro_batches < depth) * each
+        sent[depth - 1, np.arange(len(depth))] = rows - each * (depth - 1)
         self._rows[:] = 0
-        for micro_batch in range(len(self._rows)):
-            # afd.schedule.split_rows: the last micro-batch has the remainder.
-            here = np.where(micro_batch == depth - 1, rows - each * (depth - 1), each)
-            self._rows[micro_batch, attention] = np.where(micro_batch < depth, here, 0)
+        self._rows[:, attention] = sent
         # afd.schedule.row_shares: the first ranks have one row more.
-        longer = self._rank < self._rows % self._tp
-        self.answers[:] = (self._rows // self._tp + longer).T
-        self.firsts[:] = (
-            self._rank * (self._rows // self._tp) + np.minimum(self._rank, self._rows % self._tp)
-        ).T
+        if self._tp == 1:
+            self.answers[:] = self._rows.T
+        else:
+            each, longer = self._rows // self._tp, self._rows % self._tp
+            self.answers[:] = (each + (self._rank < longer)).T
+            self.firsts[:] = (self._rank * each + np.minimum(self._rank, longer)).T
 
     def rows_of_step(self) -> list[int]:
         """Returns the rows of each micro-batch, over all attention instances."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 
 from afd.config.resolve import Resolved
-from afd.schedule import split_rows
 from afd.wire.codecs_torch import encode
 from afd.wire.layout import SlotLayout
 from afd.wire.message import Received
@@ -46,11 +45,18 @@ class EncodedAnswers:
         return parts
 
     def copy_to(self, memory: "EncodedAnswers") -> None:
-        """Copies the answers to the beginning of ``memory``."""
+        """Copies the answers to the beginning of ``memory``.
+
+        On a GPU by a kernel: a copy engine that waits for these rows would hold up the copies that
+        send other answers.
+        """
         rows = len(self.payload)
-        memory.payload[:rows].copy_(self.payload)
+        pairs = [(self.payload, memory.payload)]
         if self.scales is not None and memory.scales is not None:
-            memory.scales[:rows].copy_(self.scales)
+            pairs.append((self.scales, memory.scales))
+        for there, to in pairs:
+            words = to[:rows].view(torch.int32)
+            torch.bitwise_or(there.view(torch.int32), 0, out=words)
 
 
 class RankSlots:
@@ -93,13 +99,14 @@ class RankSlots:
             return f"{header.nbytes} bytes where {header.rows} rows make {wanted}"
         return None
 
-    def problem_of_step(self, header: Received, max_depth: int) -> str | None:
+    def problem_of_step(self, rows: int, depth: int, max_depth: int) -> str | None:
         """Why an announced step cannot run, or None."""
-        if not 1 <= header.depth <= max_depth:
-            return f"a step of depth {header.depth} where 1 to {max_depth} were agreed"
-        parts = split_rows(header.rows, header.depth)
-        if min(parts) < 1 or max(parts) > self.request_layout.capacity:
-            return f"a step of {header.rows} rows in {header.depth} micro-batches"
+        if not 1 <= depth <= max_depth:
+            return f"a step of depth {depth} where 1 to {max_depth} were agreed"
+        # afd.schedule.split_rows: the last micro-batch is the largest.
+        each = rows // depth
+        if each < 1 or rows - (depth - 1) * each > self.request_layout.capacity:
+            return f"a step of {rows} rows in {depth} micro-batches"
         return None
 
     def read(

@@ -16,14 +16,16 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 
 from afd.config.choices import Choice, choices
+from afd.config.fp8 import fp8_of
 from afd.config.hosts import Host, check_hosts, places_of
 from afd.config.messages import sentence
 from afd.config.transport import Section, Transport
-from afd.config.values import check_device, device_value, moe_backend, reduce_format
+from afd.config.values import check_device, device_value, moe_backend, reduce_format, reducer
 from afd.config.vllm_arguments import checks_api_key, refusal
 from afd.config.yaml_file import override, read_sections
-from afd.devices import device_named
+from afd.devices import ROCM, device_named
 from afd.errors import ConfigError
+from afd.models.hub import cached_folder, is_hub_name
 from afd.places import HostPlaces, Pool
 
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -32,7 +34,15 @@ CoreLists = Literal["auto"] | tuple[Cores, ...]
 Device = Annotated[str, AfterValidator(device_value)]
 
 MAX_DEPTH = 3
-_MQA = Choice("mqa", ("cuda",))
+_KERNELS = {
+    choice.name: choice
+    for choice in (
+        Choice("vllm"),
+        Choice("mqa", ("cuda",)),
+        Choice("aiter", ("rocm",)),
+        Choice("triton", ("rocm",)),
+    )
+}
 CORE_LISTS = "auto or a list of core lists, one per process, such as [[0, 1], [2, 3]]"
 
 
@@ -51,7 +61,7 @@ class Attention(Section):
     """The attention instances: vLLM servers that hold all weights except the experts."""
 
     instances: int = Field(default=1, ge=1)  # number of attention instances
-    device: Device = "cpu"  # cpu or cuda; must equal ffn.device
+    device: Device = "cpu"  # cpu, cuda or rocm; another than ffn.device needs verbs or tcp
     # Serving dtype of both sides; auto: the checkpoint's dtype
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     max_model_len: int = Field(default=2048, ge=1)  # tokens per request: prompt plus output
@@ -64,8 +74,9 @@ class Attention(Section):
     # Cores of each instance; auto: `afd serve` distributes the cores of the host
     cpus: CoreLists = Field(default="auto", description=CORE_LISTS)
     # Decode attention kernel. vllm: vLLM's choice; mqa: this project's kernel for an FP8 KV cache
-    # with one key/value head, device cuda only (docs/gpu.md)
-    kernel: Literal["vllm", "mqa"] = "vllm"
+    # with one key/value head, device cuda only (docs/gpu.md); aiter, triton: vLLM's backends of
+    # these names, device rocm only (docs/amd.md)
+    kernel: Literal["vllm", "mqa", "aiter", "triton"] = "vllm"
     # Extra arguments for vLLM's server, passed unchanged; those that AFD sets itself or does not
     # support are refused
     vllm_args: tuple[str, ...] = ()
@@ -73,8 +84,7 @@ class Attention(Section):
     @model_validator(mode="after")
     def _consistent(self) -> Attention:
         _check_core_lists(self.cpus, self.instances)
-        if self.kernel == _MQA.name:
-            check_device("kernel", _MQA, self.device, "leave kernel at vllm")
+        check_device("kernel", _KERNELS[self.kernel], self.device, "leave kernel at vllm")
         if refused := refusal(self.vllm_args):
             raise ValueError(f"vllm_args has {refused}")
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -104,7 +114,13 @@ class Ffn(Section):
     # Format in which the ranks of an instance add up partial results: exact, or a block format
     # that sends fewer bytes and rounds (docs/allreduce.md)
     reduce: Annotated[str, AfterValidator(reduce_format)] = "exact"
-    device: Device = "cpu"  # cpu or cuda; must equal attention.device
+    # Library that adds them up (docs/allreduce.md); auto: this project's quickreduce for block
+    # formats, and for exact sums where it was measured. aiter_quickreduce: AITER's, device rocm
+    reduce_backend: Annotated[str, AfterValidator(reducer)] = "auto"
+    device: Device = "cpu"  # cpu, cuda or rocm; see attention.device
+    # Device rocm: architecture of the FFN instances' GPUs, gfx942 (MI300X, MI325X) or gfx950
+    # (MI350X, MI355X). It decides the FP8 type of the wire. auto: as found on their host
+    arch: Literal["auto", "gfx942", "gfx950"] = "auto"
     # Kernels that compute the experts (docs/experts.md); auto: the first backend that runs here.
     # On GPUs, vllm_cuda runs colocated vLLM's own kernel: set it to compare tokens with colocated
     # vLLM, because other backends round differently.
@@ -145,6 +161,19 @@ class Ffn(Section):
         if self.backend != "auto":
             chosen = choices("moe_backend")[self.backend]
             check_device("backend", chosen, self.device, "use backend auto")
+        if self.reduce_backend != "auto":
+            adder = choices("reduce_backend")[self.reduce_backend]
+            check_device("reduce_backend", adder, self.device, "use reduce_backend auto")
+            if self.tp == 1:
+                raise ValueError(
+                    f"reduce_backend {self.reduce_backend} needs several ranks to add up, but tp is"
+                    " 1; set tp to 2 or more, or leave reduce_backend at auto"
+                )
+        if self.arch != "auto" and self.device != ROCM.name:
+            raise ValueError(
+                f"arch {self.arch} is an AMD GPU, but device is {self.device}; set device: rocm on"
+                " both sides, or remove arch"
+            )
         if self.late_ms < self.step_wait_ms:
             raise ValueError(
                 f"late_ms {self.late_ms:g} is below step_wait_ms {self.step_wait_ms:g}, but an"
@@ -185,15 +214,12 @@ class Wire(Section):
     # Format of rows: exact (the serving dtype), or fp8 or mxfp4, which are smaller and round
     # (docs/formats.md)
     format: Literal["exact", "fp8", "mxfp4"] = "exact"
-    fp8: Literal["e4m3fn", "e4m3fnuz"] = "e4m3fn"  # FP8 type; e4m3fnuz for MI300 (gfx942)
+    # FP8 type of formats fp8 and mxfp4; auto: what the FFN instances' GPUs multiply, which is
+    # e4m3fnuz on gfx942 (MI300X) and e4m3fn elsewhere
+    fp8: Literal["auto", "e4m3fn", "e4m3fnuz"] = "auto"
     # broadcast: every row goes to all FFN instances. routed: a row goes to the instances that hold
     # one of its experts. auto: routed if it sends clearly fewer bytes
     dispatch: Literal["auto", "broadcast", "routed"] = "auto"
-
-    @property
-    def name(self) -> str:
-        """Format and FP8 type, as the contract states them: "fp8", "mxfp4 e4m3fnuz"."""
-        return self.format if self.fp8 == "e4m3fn" else f"{self.format} {self.fp8}"
 
 
 class Control(Section):
@@ -273,7 +299,7 @@ class Metrics(Section):
 
 
 def _takes_gpus(device: str) -> bool:
-    return device_named(device).visible_variable is not None
+    return bool(device_named(device).visible_variables)
 
 
 def _folder_name(data: dict[str, Any]) -> str:
@@ -283,7 +309,8 @@ def _folder_name(data: dict[str, Any]) -> str:
 class Deployment(Section):
     """One deployment file. ``load_config`` makes its paths absolute."""
 
-    model: Path  # folder of a Hugging Face checkpoint
+    # Folder of a Hugging Face checkpoint, or its name on the Hub if it is in the Hub's cache
+    model: Path
     # Model name in the OpenAI API; default: the name of the checkpoint's folder
     served_model_name: str = Field(default_factory=_folder_name, min_length=1)
     # The machines of the deployment and what runs on each (docs/hosts.md); empty: one machine
@@ -325,17 +352,35 @@ class Deployment(Section):
 
     @model_validator(mode="after")
     def _devices_reach_each_other(self) -> Deployment:
-        devices = {self.attention.device, self.ffn.device}
-        if len(devices) > 1:
+        sides, backend = (self.attention.device, self.ffn.device), self.transport.backend
+        for name in sides:
+            if backend == "shm" and not device_named(name).host_memory:
+                raise ValueError(
+                    f"transport.backend shm cannot reach the memory of a {name} device;"
+                    " use auto, ipc, verbs or tcp"
+                )
+        if backend == "ipc" and len(set(sides)) > 1:
             raise ValueError(
-                f"attention.device is {self.attention.device} but ffn.device is {self.ffn.device};"
-                " use the same device on both sides"
+                f"transport.backend ipc connects devices of one kind, but attention.device is"
+                f" {sides[0]} and ffn.device is {sides[1]}; use auto, verbs or tcp"
             )
-        on_host = device_named(self.ffn.device).host_memory
-        if not on_host and self.transport.backend not in ("auto", "ipc"):
+        return self
+
+    @model_validator(mode="after")
+    def _fp8_fits(self) -> Deployment:
+        if self.wire.format != "exact":
+            fp8_of(self.ffn.device, self.ffn.arch, self.wire.fp8)
+        return self
+
+    @model_validator(mode="after")
+    def _stamps_fit(self) -> Deployment:
+        device = device_named(self.attention.device)
+        replayed = self.pipeline.graphs and device.captures_graphs
+        if self.metrics.stage_every and replayed and not device.stamps_in_graphs:
             raise ValueError(
-                f"transport.backend {self.transport.backend} cannot reach the memory of a"
-                f" {self.ffn.device} device; use auto or ipc"
+                f"metrics.stage_every {self.metrics.stage_every} takes timestamps inside captured"
+                f" graphs, which torch cannot do on device {device.name}; set"
+                " metrics.stage_every: 0, or pipeline.graphs: false"
             )
         return self
 
@@ -343,17 +388,18 @@ class Deployment(Section):
     def _gpus_fit(self) -> Deployment:
         if self.gpus is None:
             return self
-        if device_named(self.ffn.device).visible_variable is None:
+        on_gpus = _takes_gpus(self.attention.device), _takes_gpus(self.ffn.device)
+        if not any(on_gpus):
             raise ValueError(
                 f"gpus is the number of GPUs to share, but device is {self.ffn.device}; remove gpus"
             )
-        wanted = self.attention.instances + self.ffn.ranks
+        wanted = self.attention.instances * on_gpus[0] + self.ffn.ranks * on_gpus[1]
         if self.gpus > wanted:
             raise ValueError(
                 f"gpus is {self.gpus} but the deployment has only {wanted} GPU processes;"
                 " remove gpus"
             )
-        if self.gpus < self.ffn.tp:
+        if on_gpus[1] and self.gpus < self.ffn.tp:
             raise ValueError(
                 f"gpus is {self.gpus} but ffn.tp is {self.ffn.tp}, and the ranks of an FFN instance"
                 " need a GPU each; raise gpus or lower ffn.tp"
@@ -392,6 +438,10 @@ class Deployment(Section):
             shared=self.gpus is not None,
         )
 
+    def place_of(self, host: str) -> HostPlaces:
+        """What runs on one host. host: its name; "" if the file names no hosts."""
+        return next(place for place in self.places() if place.name == host)
+
     def plain(self) -> dict[str, Any]:
         """JSON-ready data; ``from_plain`` makes an equal deployment from it."""
         return self.model_dump(mode="json")
@@ -402,7 +452,7 @@ class Deployment(Section):
         return cls.model_validate_json(json.dumps(data))
 
 
-_PATHS = (
+PATHS = (
     ("model",),
     ("control", "keys"),
     ("ffn", "placement"),
@@ -426,12 +476,25 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Deployment:
     data = read_sections(path, Deployment)
     for item in overrides:
         override(data, item, path.name)
-    for place in _PATHS:
-        _resolve_path(data, place, path.absolute().parent)
+    base = path.absolute().parent
+    _resolve_hub_name(data, base)
+    for place in PATHS:
+        _resolve_path(data, place, base)
     try:
         return Deployment.model_validate_json(json.dumps(data, default=str))
     except ValidationError as err:
         raise ConfigError(sentence(err, Deployment, path.name)) from None
+
+
+def _resolve_hub_name(data: dict[str, Any], base: Path) -> None:
+    """Replaces ORGANISATION/NAME by its folder in the Hugging Face cache, unless a folder of that
+    name is beside the file. The name stays the model's name in the API."""
+    name = data.get("model")
+    if isinstance(name, str) and is_hub_name(name) and not (base / name).exists():
+        folder = cached_folder(name)
+        if folder is not None:
+            data["model"] = str(folder)
+            data.setdefault("served_model_name", name.partition("@")[0])
 
 
 def _resolve_path(data: dict[str, Any], place: tuple[str, ...], base: Path) -> None:

@@ -5,7 +5,10 @@ from typing import TypedDict
 
 from afd.config.contract import Contract
 from afd.config.deployment import Deployment
+from afd.config.fp8 import DEFAULT as FP8_DEFAULT
+from afd.config.fp8 import fp8_of
 from afd.devices import device_named
+from afd.devices.rocm import FP8_OF_ARCH
 from afd.errors import ConfigError
 from afd.graph_sizes import GraphSizes, captured_rows
 from afd.models import Family, MoeModel, read_model
@@ -26,22 +29,45 @@ class RegionOptions(TypedDict):
 def region_options(deployment: Deployment, device: str) -> RegionOptions:
     """Returns the memory in which a role on ``device`` keeps its slots, and its TCP address.
 
-    device: a name in :data:`afd.devices.DEVICES`. TCP reaches host memory only.
+    device: a name in :data:`afd.devices.DEVICES`.
     """
-    kind = device_named(device)
-    tcp_host = deployment.transport.tcp_host if kind.host_memory else None
-    return {"device": kind.region_device, "tcp_host": tcp_host}
+    tcp_host = deployment.transport.tcp_host
+    return {"device": device_named(device).region_device, "tcp_host": tcp_host}
 
 
 def replays(deployment: Deployment, family: Family) -> bool:
-    """Whether decode steps are captured as graphs and replayed. Steps of a split model are not."""
-    captures = device_named(deployment.attention.device).captures_graphs
+    """Whether decode steps are captured as graphs and replayed.
+
+    Steps of a split model are not, nor those of a pool whose other side is on CPUs: a CPU cannot
+    wait for a doorbell with a deadline and compute at the same time.
+    """
+    sides = (deployment.attention.device, deployment.ffn.device)
+    captures = all(device_named(side).captures_graphs for side in sides)
     return deployment.pipeline.graphs and captures and not family.split
 
 
 def max_depth(deployment: Deployment, family: Family) -> int:
     """Returns the largest number of micro-batches of a step. A split model has one."""
     return 1 if family.split else deployment.pipeline.max_depth
+
+
+def wire_fp8(deployment: Deployment) -> str:
+    """Returns the FP8 type of the wire. Raises ConfigError if only the FFN instances know it."""
+    wire, ffn = deployment.wire, deployment.ffn
+    if wire.format == "exact":
+        return FP8_DEFAULT
+    fp8 = fp8_of(ffn.device, ffn.arch, wire.fp8)
+    if fp8 is None:
+        raise ConfigError(
+            f"wire.format {wire.format} on device {ffn.device} depends on the GPUs of the FFN"
+            f" instances, and this host has none; set ffn.arch to {' or '.join(FP8_OF_ARCH)}"
+        )
+    return fp8
+
+
+def wire_name(wire: str, fp8: str) -> str:
+    """Format and FP8 type, as the contract states them: "exact", "fp8", "mxfp4 e4m3fnuz"."""
+    return wire if wire == "exact" or fp8 == FP8_DEFAULT else f"{wire} {fp8}"
 
 
 @dataclass(frozen=True)
@@ -92,11 +118,12 @@ def resolve(deployment: Deployment) -> Resolved:
     capacity = deployment.attention.max_num_batched_tokens
     depth = max_depth(deployment, family)
     wire = deployment.wire
-    a2f, f2a = layouts(wire.format, dtype, capacity, model.hidden, model.top_k, wire.fp8)
+    fp8 = wire_fp8(deployment)
+    a2f, f2a = layouts(wire.format, dtype, capacity, model.hidden, model.top_k, fp8)
     contract = Contract(
         model_hash=fingerprint(deployment.model),
         dtype=dtype,
-        wire=wire.name,
+        wire=wire_name(wire.format, fp8),
         hidden=model.hidden,
         num_layers=model.num_layers,
         moe_layers=model.moe_layers,
@@ -134,7 +161,8 @@ def check_model(deployment: Deployment) -> None:
         what = "has no config.json" if deployment.model.is_dir() else "is not a folder"
         raise ConfigError(
             f"model {deployment.model} {what}; give the path of a Hugging Face checkpoint folder"
-            " (config.json and *.safetensors), relative to the deployment file"
+            " (config.json and *.safetensors), relative to the deployment file, or a name on the"
+            " Hub after hf download NAME"
         )
     family, model = read_model(deployment.model)
     if deployment.ffn.instances > model.num_experts:

@@ -77,7 +77,7 @@ class RoleSpec:
         deployment = self.deployment
         pool = deployment.attention if self.role == "attention" else deployment.ffn
         device = device_named(pool.device)
-        if device.visible_variable is None:
+        if not device.visible_variables:
             return {}
         processes = gpu_processes(deployment, self.host)
         own = processes.index((self.role, self.index, self.rank))
@@ -98,11 +98,11 @@ def gpu_processes(deployment: Deployment, host: str) -> list[tuple[str, int, int
 
     Attention instances take the first GPUs, FFN ranks the following ones.
     """
-    place = next(place for place in deployment.places() if place.name == host)
+    place = deployment.place_of(host)
     found: list[tuple[str, int, int]] = []
-    if device_named(deployment.attention.device).visible_variable is not None:
+    if device_named(deployment.attention.device).visible_variables:
         found += [("attention", i, 0) for i in place.attention]
-    if device_named(deployment.ffn.device).visible_variable is not None:
+    if device_named(deployment.ffn.device).visible_variables:
         found += [("ffn", j, rank) for j in place.ffn for rank in range(deployment.ffn.tp)]
     return found
 

@@ -78,8 +78,8 @@ class Verbs(Section):
 class Transport(Section):
     """How attention and FFN members exchange messages."""
 
-    # auto: the fastest backend that connects a pair. shm: one host; tcp: any hosts; ipc: GPUs of
-    # one host; verbs: RDMA
+    # auto: the fastest backend that connects a pair. shm: CPUs of one host; ipc: GPUs of one host;
+    # verbs: RDMA; tcp: any hosts. verbs and tcp connect CPUs and GPUs of any kind
     backend: Annotated[str, AfterValidator(_backend)] = "auto"
     host: str = "127.0.0.1"  # address at which peers reach this host
     trace: bool = True  # messages carry timestamps, for afd_wire_seconds and `afd trace`

@@ -22,6 +22,11 @@ def reduce_format(name: str) -> str:
     return one_of(name, choices("reduce_format"))
 
 
+def reducer(name: str) -> str:
+    """Returns ``name`` if ``ffn.reduce_backend`` may name it. Raises ValueError otherwise."""
+    return one_of(name, choices("reduce_backend"))
+
+
 def one_of(name: str, valid: Iterable[str]) -> str:
     """Returns ``name`` if it is valid. Raises ValueError with the list and the nearest name."""
     names = tuple(dict.fromkeys(valid))

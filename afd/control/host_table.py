@@ -60,14 +60,22 @@ class HostTable:
         self._clock = clock
         self._wall_clock = wall_clock
         self._rows: dict[str, _Row] = {}
+        self._successors: dict[str, tuple[str, float]] = {}  # name -> its second process, since
 
     def report(self, report: m.HostReport) -> m.Hosts:
-        """Notes what a host says of itself; returns the table, and why it must not take part."""
+        """Notes what a host says of itself; returns the table, and why it must not take part.
+
+        A host that was killed looks alive until its timeout. Its next process waits that long: in
+        its own table the host is not there yet.
+        """
+        waits = self._held_by_another(report)
         objection = self._objection(report)
-        if report.name in self._rules.names and not self._held_by_another(report):
+        if report.name in self._rules.names and not waits:
             self._rows[report.name] = _Row(report, self._clock(), objection or report.fault)
-        hosts = tuple(self._state(name) for name in self._rules.names)
-        return m.Hosts(self._wall_clock(), hosts, objection)
+        hosts = [self._state(name) for name in self._rules.names]
+        if waits:
+            hosts = [m.HostState(h.name) if h.name == report.name else h for h in hosts]
+        return m.Hosts(self._wall_clock(), tuple(hosts), objection)
 
     def _state(self, name: str) -> m.HostState:
         row = self._rows.get(name)
@@ -82,13 +90,23 @@ class HostTable:
             return False
         return self._clock() - row.heard <= self._timeout_s
 
+    def _is_second(self, report: m.HostReport) -> bool:
+        """Whether another process has reported for the host since this one first did."""
+        if not self._held_by_another(report):
+            return False
+        process, since = self._successors.get(report.name, ("", 0.0))
+        if process != report.process:
+            self._successors[report.name] = (report.process, self._clock())
+            return False
+        return self._rows[report.name].heard > since
+
     def _objection(self, report: m.HostReport) -> str:
         """Returns one sentence with cause and remedy; "" if the host may take part."""
         rules, name = self._rules, report.name
         if name not in rules.names:
             known = ", ".join(rules.names) or "no hosts"
             return f"host {name} is unknown on host {rules.home}, whose file has {known}; {_SAME}"
-        if self._held_by_another(report):
+        if self._is_second(report):
             holder = self._rows[name].report
             return (
                 f"host {name} is already run by afd serve on {holder.machine} (pid {holder.pid});"

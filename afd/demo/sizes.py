@@ -18,7 +18,7 @@ class Sizes:
     groups, top_groups: DeepSeek-V3: groups of experts, and groups chosen per token.
     mla: DeepSeek: no-position, rotary and value width of a head, rank of keys and values, rank of
         queries.
-    dense_first: published layouts: dense layers before the first with experts.
+    dense_first: DeepSeek, GLM, ERNIE: dense layers before the first with experts.
     share_q_dim: Step-3: rank of queries; None: half of `hidden`.
     dense_last: Step-3: the last layer is dense too.
     """

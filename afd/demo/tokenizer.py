@@ -6,6 +6,7 @@ model, and is stored next to the weights.
 """
 
 import json
+from functools import cache
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -66,6 +67,7 @@ if function['arguments'] is string else function['arguments'] | tojson }}}
 """
 
 
+@cache  # trained once for all models of a process
 def train(vocab: int) -> Tokenizer:
     """Returns a byte-level BPE tokenizer of at most `vocab` tokens. BOS: 0, EOS (TURN_END): 2."""
     tokenizer = Tokenizer(models.BPE())

@@ -187,7 +187,7 @@ def _deepseek(w: Sink, s: Sizes, dtype: str, *, v3: bool) -> Config:
         w.norm(f"{attention}kv_a_layernorm.weight", kv_rank)
         w.projection(f"{attention}kv_b_proj.weight", s.heads * (nope + value), kv_rank)
         w.projection(f"{attention}o_proj.weight", s.hidden, s.heads * value)
-        if i == 0:
+        if i < s.dense_first:
             mlp(w, f"{layer}mlp.", s.hidden, s.dense_intermediate)
             continue
         w.router(f"{layer}mlp.gate.weight", s.experts, s.hidden)
@@ -203,7 +203,7 @@ def _deepseek(w: Sink, s: Sizes, dtype: str, *, v3: bool) -> Config:
         "n_routed_experts": s.experts,
         "n_shared_experts": s.shared_experts,
         "num_experts_per_tok": s.top_k,
-        "first_k_dense_replace": 1,
+        "first_k_dense_replace": s.dense_first,
         "moe_layer_freq": 1,
         "norm_topk_prob": v3,
         "routed_scaling_factor": 2.5 if v3 else 1.0,

@@ -6,9 +6,10 @@ CPU = Device(
     name="cpu",
     torch_device="cpu",
     region_device="cpu",
-    streams="afd.wire.streams_torch:host_streams",
+    runtime="afd.wire.streams_torch:HostRuntime",
     has_streams=False,
     captures_graphs=False,
+    stamps_in_graphs=False,
     host_memory=True,
-    visible_variable=None,
+    visible_variables=(),
 )

@@ -6,9 +6,10 @@ CUDA = Device(
     name="cuda",
     torch_device="cuda:0",
     region_device="cuda:0",
-    streams="afd.wire.streams_torch:CudaStreams",
+    runtime="afd.wire.streams_torch:CudaRuntime",
     has_streams=True,
     captures_graphs=True,
+    stamps_in_graphs=True,
     host_memory=False,
-    visible_variable="CUDA_VISIBLE_DEVICES",
+    visible_variables=("CUDA_VISIBLE_DEVICES",),
 )

@@ -11,7 +11,7 @@ from os import PathLike
 from pathlib import Path
 
 from afd.errors import ConfigError
-from afd.models import Family, read_config
+from afd.models import read_config
 
 INDEX_FILE = "model.safetensors.index.json"
 FINGERPRINT_TENSORS = 256
@@ -113,12 +113,6 @@ def tensor_table(path: str | PathLike[str]) -> dict[str, TensorInfo]:
                 )
             table[name] = info
     return table
-
-
-def only_experts_are_fp8(path: str | PathLike[str], family: Family) -> bool:
-    """Whether there are FP8 tensors and all of them are experts' weights. Raises ConfigError."""
-    fp8 = [name for name, info in tensor_table(path).items() if info.dtype.startswith("F8")]
-    return bool(fp8) and all(family.is_expert_weight(name) for name in fp8)
 
 
 def fingerprint(path: str | PathLike[str]) -> str:

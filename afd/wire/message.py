@@ -8,11 +8,22 @@ change of it needs a new protocol version in the transport's handshakes.
 import struct
 from typing import NamedTuple
 
+import numpy as np
+
 from afd_comm import Header, Message
 
 _WORDS = struct.Struct("<ihhhhIq")
 _pack, _unpack = _WORDS.pack, _WORDS.unpack
 _new = tuple.__new__
+
+HEADERS = np.dtype(
+    [
+        ("seen", "<u8"), ("layer", "<i4"), ("micro_batch", "<i2"), ("depth", "<i2"),
+        ("kind", "<i2"), ("tag", "<i2"), ("moves", "<u4"), ("step", "<i8"), ("rows", "<u8"),
+        ("nbytes", "<u8"),
+    ]
+)  # fmt: skip
+"""A row of ``afd_comm.Region.read_headers``, for messages that :func:`message` made."""
 
 TraceEvent = tuple[int, int, int, int, int, int, int, int]
 """(posted, sent, arrived, consumed, layer, micro_batch, rows, nbytes); times in ns."""

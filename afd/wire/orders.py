@@ -6,6 +6,7 @@ knows what to run before it runs or replays it.
 
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from afd.schedule import Position
 from afd.wire.layout import Kind
@@ -16,8 +17,7 @@ _HELLO_BYTES = 256
 """Enough for the address of a rendezvous."""
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """The rows of one attention instance in a call or step.
 
     attention, generation: index and generation of the instance. rows: in this call, or in the whole
@@ -50,13 +50,10 @@ class Order:
 
     @property
     def depth(self) -> int:
-        return max(part.depth for part in self.parts)
+        return max([part.depth for part in self.parts])
 
     def payload(self) -> bytes:
-        parts = [
-            _PART.pack(p.attention, p.generation, p.rows, p.depth, p.moves, p.step)
-            for p in self.parts
-        ]
+        parts = [_PART.pack(*part) for part in self.parts]
         return b"".join([_BUCKET.pack(self.bucket), *parts])
 
 

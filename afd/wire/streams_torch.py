@@ -1,18 +1,27 @@
-"""What both workers need from a device: slots as tensors, and the streams of a step."""
+"""What both workers need from a device: slots as tensors, streams, and graphs of a step.
+
+This is the only module that touches torch's device API for work of a step. A device names its
+:class:`Runtime` in the table of devices (:mod:`afd.devices`).
+"""
 
 import pkgutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
-from afd.devices import device_named, device_of_torch
+from afd.devices import Device, device_named, device_of_region, device_of_torch
+
+_Recorded = TypeVar("_Recorded")
 
 
 class Payloads(Protocol):
     """The part of ``afd_comm.Region`` that this module uses."""
+
+    @property
+    def device(self) -> str: ...
 
     @property
     def slot_bytes(self) -> int: ...
@@ -21,20 +30,40 @@ class Payloads(Protocol):
         """Return the slot's payload as uint8 [1, slot stride], for DLPack."""
 
 
+class StepTimer(Protocol):
+    """Measures the time between two points of a device, on the host's queue and in no graph."""
+
+    def begin(self) -> None: ...
+
+    def end(self) -> None: ...
+
+    def seconds(self) -> float:
+        """The time between the last two points, once both have been reached."""
+
+
 def torch_device(name: str) -> torch.device:
     """Return this process's device of the kind ``name`` (:data:`afd.devices.DEVICES`)."""
     return torch.device(device_named(name).torch_device)
 
 
+def runtime_of(device: torch.device) -> "Runtime":
+    """Return the runtime of the kind of device that ``device`` is."""
+    return _runtime(device_of_torch(device.type))
+
+
+def _runtime(kind: Device) -> "Runtime":
+    runtime: Runtime = pkgutil.resolve_name(kind.runtime)()
+    return runtime
+
+
 def slot_bytes(region: Payloads, slot: int) -> torch.Tensor:
     """Return the slot's payload as uint8 [slot_bytes], on host or device; no copy."""
-    return torch.from_dlpack(region.view(slot))[0, : region.slot_bytes]
+    return _runtime(device_of_region(region.device)).payload(region, slot)[: region.slot_bytes]
 
 
 def synchronize(device: torch.device) -> None:
     """Wait until all queued work of the current stream is done, so that the host can post it."""
-    if device_of_torch(device.type).has_streams:
-        torch.cuda.current_stream(device).synchronize()
+    runtime_of(device).synchronize(device)
 
 
 class Streams(Protocol):
@@ -78,7 +107,9 @@ class Streams(Protocol):
         """Inside the context ``compute`` can be captured, unlike the default stream."""
 
     def stamp(self, *, copying: bool = False) -> object:
-        """Record when ``compute`` (or ``copy``) reaches this point; in a graph: at each replay."""
+        """Record when ``compute`` (or ``copy``) reaches this point; in a graph: at each replay.
+
+        torch for ROCm cannot record it in a graph: see ``Device.stamps_in_graphs``."""
 
     def elapsed_ns(self, first: object, then: object) -> int:
         """Return the time between two stamps of one device, ns; both must have been reached."""
@@ -111,11 +142,6 @@ class HostStreams:
     def elapsed_ns(self, first: object, then: object) -> int:
         assert isinstance(first, int) and isinstance(then, int)
         return then - first
-
-
-def host_streams(_device: torch.device, _depth: int) -> HostStreams:
-    """Factory for the table of devices, which passes the same arguments to every kind."""
-    return HostStreams()
 
 
 class CudaStreams:
@@ -165,8 +191,10 @@ class CudaStreams:
         return torch.cuda.stream(self._captured)
 
     def stamp(self, *, copying: bool = False) -> object:
-        # external: a graph node that records at each replay, instead of an edge
-        event = torch.cuda.Event(enable_timing=True, external=True)
+        # external: a graph node that records at each replay, instead of an edge. Outside of a graph
+        # it changes nothing, and torch for ROCm refuses it.
+        external = torch.version.hip is None
+        event = torch.cuda.Event(enable_timing=True, external=external)
         event.record(self._copy if copying else torch.cuda.current_stream(self._device))
         return event
 
@@ -175,8 +203,134 @@ class CudaStreams:
         return int(first.elapsed_time(then) * 1e6)
 
 
+class Runtime(Protocol):
+    """The device's API, as far as a step uses it. Stateless: made anew for each use."""
+
+    def enter(self, device: torch.device) -> None:
+        """Make ``device`` the process's own and a stream that can be captured the current one."""
+
+    def streams(self, device: torch.device, depth: int) -> Streams:
+        """See :func:`make_streams`."""
+
+    def synchronize(self, device: torch.device) -> None:
+        """See :func:`synchronize`."""
+
+    def payload(self, region: Payloads, slot: int) -> torch.Tensor:
+        """Return the slot as uint8 [slot stride]; no copy."""
+
+    def graph_memory(self) -> object:
+        """Return memory that graphs of which one runs at a time can share; None: unknown here."""
+
+    def capture(
+        self, device: torch.device, record: Callable[[], _Recorded], memory: object = None
+    ) -> tuple[_Recorded, Callable[[], None]]:
+        """Capture what ``record`` queues on the current stream as a graph.
+
+        Args:
+            memory: from :meth:`graph_memory`, for the graph's tensors; None: memory of its own.
+
+        Returns:
+            What ``record`` returned, and the function that replays the graph on the current stream.
+        """
+
+    def step_timer(self) -> StepTimer: ...
+
+
+class HostTimer:
+    """The host's clock."""
+
+    def __init__(self) -> None:
+        self._began = self._ended = 0.0
+
+    def begin(self) -> None:
+        self._began = time.monotonic()
+
+    def end(self) -> None:
+        self._ended = time.monotonic()
+
+    def seconds(self) -> float:
+        return self._ended - self._began
+
+
+class HostRuntime:
+    """Device cpu."""
+
+    def enter(self, device: torch.device) -> None: ...
+
+    def streams(self, device: torch.device, depth: int) -> Streams:
+        return HostStreams()
+
+    def synchronize(self, device: torch.device) -> None: ...
+
+    def payload(self, region: Payloads, slot: int) -> torch.Tensor:
+        return torch.from_dlpack(region.view(slot))[0]
+
+    def graph_memory(self) -> object:
+        return None
+
+    def capture(
+        self, device: torch.device, record: Callable[[], _Recorded], memory: object = None
+    ) -> tuple[_Recorded, Callable[[], None]]:
+        raise NotImplementedError("device cpu captures no graphs: afd.devices.CPU says so")
+
+    def step_timer(self) -> StepTimer:
+        return HostTimer()
+
+
+class CudaTimer:
+    """Events of the current stream."""
+
+    def __init__(self) -> None:
+        self._began = torch.cuda.Event(enable_timing=True)
+        self._ended = torch.cuda.Event(enable_timing=True)
+
+    def begin(self) -> None:
+        self._began.record()
+
+    def end(self) -> None:
+        self._ended.record()
+
+    def seconds(self) -> float:
+        return float(self._began.elapsed_time(self._ended)) / 1e3
+
+
+class CudaRuntime:
+    """CUDA, and ROCm: its builds of torch have the same API."""
+
+    def enter(self, device: torch.device) -> None:
+        torch.cuda.set_device(device)
+        torch.cuda.set_stream(torch.cuda.Stream(device))  # the default one cannot be captured
+
+    def streams(self, device: torch.device, depth: int) -> Streams:
+        return CudaStreams(device, depth)
+
+    def synchronize(self, device: torch.device) -> None:
+        torch.cuda.current_stream(device).synchronize()
+
+    def payload(self, region: Payloads, slot: int) -> torch.Tensor:
+        return torch.from_dlpack(region.view(slot))[0]
+
+    def graph_memory(self) -> object:
+        return torch.cuda.graph_pool_handle()
+
+    def capture(
+        self, device: torch.device, record: Callable[[], _Recorded], memory: object = None
+    ) -> tuple[_Recorded, Callable[[], None]]:
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
+        # thread_local: the metrics thread may copy the experts' load from the device meanwhile.
+        with torch.cuda.graph(
+            graph,
+            pool=memory,  # type: ignore[arg-type]  # torch's own handle, from graph_memory()
+            stream=stream,
+            capture_error_mode="thread_local",
+        ):
+            recorded = record()
+        return recorded, graph.replay
+
+    def step_timer(self) -> StepTimer:
+        return CudaTimer()
+
+
 def make_streams(device: torch.device, depth: int = 0) -> Streams:
     """Return the streams of a device; depth: number of micro-batches for :meth:`Streams.apart`."""
-    kind = device_of_torch(device.type)
-    streams: Streams = pkgutil.resolve_name(kind.streams)(device, depth)
-    return streams
+    return runtime_of(device).streams(device, depth)

@@ -10,6 +10,7 @@ _SERVER = ("afd", "attention_worker", "ffn_worker", "comm/src", "comm/include")
 
 CODE_OF = {
     "allreduce": ("ffn_worker/allreduce",),
+    "amd": ("afd_bench/amd",),
     "attention": ("attention_worker/kernels",),
     "comm": ("comm/src", "comm/include"),
     "cpu": _SERVER,
@@ -19,9 +20,11 @@ CODE_OF = {
     "gpu": _SERVER,
     "hf": _SERVER,
     "identity": _SERVER,
+    "load": ("ffn_worker/experts", "ffn_worker/moe/stored.py"),
     "moe": ("ffn_worker/moe", "ffn_worker/kernels"),
     "paper": ("afd_planner",),
     "rounding": ("training", "afd/wire"),
+    "scale": _SERVER,
     "simulator": (*_SERVER, "afd_planner/simulate"),
     "step3": (*_SERVER, "afd_bench/step3"),
     "training": ("training",),

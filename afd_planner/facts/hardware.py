@@ -7,6 +7,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from afd.devices import CUDA, ROCM
 from afd.errors import ConfigError
 from afd_planner.facts.files import DATA, read_yaml
 
@@ -44,6 +45,7 @@ class Accelerator:
         owned_price_per_hour: USD per GPU for an owner; None if no source states it. Never mix
             rented and owned prices in one comparison.
         sources: Field name to the source of its value.
+        architecture: LLVM's name of an AMD GPU, such as gfx942; None for other makers.
     """
 
     name: str
@@ -59,6 +61,12 @@ class Accelerator:
     partitions: tuple[Partition, ...]
     sources: Mapping[str, str]
     owned_price_per_hour: float | None = None
+    architecture: str | None = None
+
+    @property
+    def device(self) -> str:
+        """The device of a deployment on it. Of other makers than AMD only NVIDIA can be served."""
+        return ROCM.name if self.vendor == "amd" else CUDA.name
 
     def math_flops(self, dtype: str) -> float:
         """Returns the FLOP/s of matrix products whose inputs are stored as ``dtype``.
@@ -105,6 +113,7 @@ class _PartitionFile(_Section):
 class _File(_Section):
     title: str
     vendor: str
+    architecture: str | None = None
     flops: dict[str, Positive]
     memory_bytes: Positive
     memory_bandwidth: Positive
@@ -147,6 +156,7 @@ def read_accelerator(path: Path) -> Accelerator:
         name=path.stem,
         title=file.title,
         vendor=file.vendor,
+        architecture=file.architecture,
         flops=file.flops,
         memory_bytes=file.memory_bytes,
         memory_bandwidth=file.memory_bandwidth,
@@ -168,6 +178,7 @@ def _part(whole: Accelerator, name: str) -> Accelerator:
                 name=f"{whole.name}/{name}",
                 title=f"{whole.title}, {name.upper()} partition",
                 vendor=whole.vendor,
+                architecture=whole.architecture,
                 flops={dtype: value / n for dtype, value in whole.flops.items()},
                 memory_bytes=whole.memory_bytes / n,
                 memory_bandwidth=whole.memory_bandwidth / n,

@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import yaml
 
 from afd.errors import ConfigError
+from afd.topology import SlotMap
+from afd.wire.layout import layouts
+from afd_planner.cost.served import USABLE, Buffers, attention_weights
 from afd_planner.cost.shape import AfdShape
 from afd_planner.cost.stages import step_seconds
-from afd_planner.facts.precision import Precision
+from afd_planner.facts.precision import Precision, dtype_bytes
 from afd_planner.report.text import headline, parallelism_text, unit_text
 from afd_planner.sizing.plan import OperatingPoint, Plan
 from afd_planner.sizing.request import Request
@@ -31,6 +35,13 @@ TOKENS_PER_BLOCK = 1024
 
 EXPERT_WEIGHTS = {"fp8": "fp8_block", "mxfp4": "mxfp4"}
 """Planned format of FFN weights to the value of ``ffn.weights`` that keeps experts in it."""
+
+STEP_TOKENS = 2 * TOKENS_PER_BLOCK
+"""Smallest limit of tokens per step. It is also the size of every slot, of which an FFN rank has
+one per attention instance and micro-batch."""
+
+SERVED_ATTENTION = "bfloat16"
+"""Format in which `afd serve` holds attention weights."""
 
 PLAIN = ("bfloat16", "float16", "float32")
 """Formats of weights that are not quantised."""
@@ -52,30 +63,91 @@ def deployment_data(point: OperatingPoint, request: Request, model: str) -> dict
     instances = shape.attention.groups
     rows = math.ceil(shape.batch / instances)
     length = _model_len(request)
-    per_sequence = request.context.average(
-        lambda tokens: request.model.kv_stored_bytes(tokens, request.precision.kv)
-    )
-    cache = rows * per_sequence * CACHE_HEADROOM / 2**30
+    tokens = max(_round_up(rows), STEP_TOKENS)
+    wanted = rows * per_sequence(request) * CACHE_HEADROOM
+    cache = min(wanted, free_for_cache(shape, request, tokens)) / 2**30
     attention: dict[str, Any] = {
         "instances": instances,
-        "device": "cuda",
+        "device": shape.attention.accelerator.device,
         "max_model_len": length,
         "max_num_seqs": rows,
-        "max_num_batched_tokens": max(_round_up(rows), 8 * TOKENS_PER_BLOCK),
-        "kv_cache_gib": round(max(cache, 0.5), 1),
+        "max_num_batched_tokens": tokens,
+        # Rounded down: it may be all that is left.
+        "kv_cache_gib": max(math.floor(cache * 10) / 10, 0.5),
     }
     if request.precision.kv == "fp8":
         attention["vllm_args"] = ["--kv-cache-dtype", "fp8"]
-    ffn: dict[str, Any] = {"instances": shape.ffn.groups, "device": "cuda"}
+    ffn: dict[str, Any] = {
+        "instances": shape.ffn.groups,
+        "device": shape.ffn.accelerator.device,
+    }
+    if shape.ffn.accelerator.architecture:
+        ffn["arch"] = shape.ffn.accelerator.architecture  # decides the FP8 type of the wire
     if shape.ffn.tp > 1:
         ffn["tp"] = shape.ffn.tp
-    return {
+    if request.precision.ffn_weights in EXPERT_WEIGHTS:
+        ffn["weights"] = EXPERT_WEIGHTS[request.precision.ffn_weights]
+    data: dict[str, Any] = {
         "model": model,
         "attention": attention,
         "ffn": ffn,
         "pipeline": {"depth": shape.depth, "min_rows": split_from_rows(point, request)},
         "wire": {"format": shape.precision.wire},
     }
+    hosts = hosts_of(shape)
+    if len(hosts) > 1:
+        data["control"] = {"keys": "control.keys"}
+    return {**data, "hosts": hosts}
+
+
+def per_sequence(request: Request) -> float:
+    """Returns the planned bytes of KV cache of one sequence."""
+    return request.context.average(
+        lambda tokens: request.model.kv_stored_bytes(tokens, request.precision.kv)
+    )
+
+
+def free_for_cache(shape: AfdShape, request: Request, tokens: int) -> float:
+    """Returns the bytes that a GPU of an attention instance has for its KV cache under `afd serve`.
+
+    Args:
+        tokens: ``max_num_batched_tokens``, the rows of a slot.
+    """
+    model, precision = request.model, shape.precision
+    pools = shape.attention, shape.ffn
+    slots = SlotMap(pools[0].groups, pools[1].groups * pools[1].tp, shape.depth)
+    top_k = max(group.ffn.top_k for group in model.groups)
+    a2f, f2a = layouts(precision.wire, SERVED_ATTENTION, tokens, model.hidden, top_k)
+    buffers = Buffers(slots, a2f.nbytes, f2a.nbytes, copied=not shape.one_server)
+    weights = attention_weights(model, dtype_bytes(SERVED_ATTENTION))
+    return USABLE * shape.attention.accelerator.memory_bytes - weights - buffers.attention
+
+
+def hosts_of(shape: AfdShape) -> list[dict[str, Any]]:
+    """Returns the key ``hosts``: one server per attention and per FFN instance of the plan.
+
+    One server for both if they fit into it. The addresses are examples.
+    """
+    if shape.one_server:
+        kind = {"count": shape.total_gpus, "kind": shape.attention.accelerator.name}
+        return [{"name": "a1", "address": "127.0.0.1", "accelerators": kind}]
+    hosts: list[dict[str, Any]] = []
+    for letter, pool, role in (("a", shape.attention, "attention"), ("f", shape.ffn, "ffn")):
+        kind = {"count": pool.accelerator.gpus_per_server, "kind": pool.accelerator.name}
+        for number, chunk in enumerate(_chunks(pool.groups, pool.instances), start=1):
+            instances: dict[str, list[int]] = {"attention": [], "ffn": [], role: chunk}
+            place: dict[str, Any] = {
+                "name": f"{letter}{number}",
+                "address": f"10.0.0.{len(hosts) + 1}",
+            }
+            hosts.append({**place, "accelerators": dict(kind), **instances})
+    return hosts
+
+
+def _chunks(groups: int, servers: int) -> list[list[int]]:
+    """Divides 0..groups-1 into consecutive lists, as equal as possible."""
+    bounds = [groups * number // servers for number in range(servers + 1)]
+    return [list(range(*pair)) for pair in pairwise(bounds)]
 
 
 def split_from_rows(point: OperatingPoint, request: Request) -> int:
@@ -124,12 +196,7 @@ def _round_up(tokens: float) -> int:
 def _format_notes(precision: Precision) -> list[str]:
     """Returns how the planned weight formats differ from what the file serves."""
     notes = []
-    experts, attention = precision.ffn_weights, precision.attention_weights
-    if experts in EXPERT_WEIGHTS:
-        notes.append(
-            f"planned with {experts} experts: set ffn.weights to {EXPERT_WEIGHTS[experts]}, or"
-            " expect fewer rows"
-        )
+    attention = precision.attention_weights
     if attention not in PLAIN:
         notes.append(
             f"planned with {attention} attention weights, which afd serve does not support;"
@@ -162,6 +229,15 @@ def file_text(point: OperatingPoint, request: Request, model: str, advice: str) 
         advice,
         *_format_notes(request.precision),
     ]
+    if shape.attention.accelerator.device != shape.ffn.accelerator.device:
+        notes.append("planned with GPUs of two makers; no such deployment has run yet")
+    data = deployment_data(point, request, model)
+    held = int(data["attention"]["kv_cache_gib"] * 2**30 / per_sequence(request))
+    if held < data["attention"]["max_num_seqs"]:
+        notes.append(
+            f"beside these weights, the KV cache holds {held} of the planned"
+            f" {data['attention']['max_num_seqs']} sequences per instance; the rest waits"
+        )
     if max(shape.attention.gpus, shape.ffn.gpus) > 1:
         groups, tp = shape.ffn.groups, shape.ffn.tp
         ranks = f"{groups} x {tp}" if tp > 1 else f"{groups}"
@@ -174,7 +250,11 @@ def file_text(point: OperatingPoint, request: Request, model: str, advice: str) 
             f"planned with TP over {shape.attention.tp} GPUs in attention, which afd serve does not"
             " support"
         )
+    if len(data["hosts"]) > 1:
+        notes.append(
+            f"{len(data['hosts'])} hosts: set their addresses, then run"
+            " `afd serve FILE --host NAME` on each (docs/hosts.md)"
+        )
     comment = "".join(f"# {note}\n" for note in notes)
-    data = deployment_data(point, request, model)
     text: str = yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=96)
     return comment + text

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import time
 
-import torch
-
 from afd.metrics.role import Direction, RoleMetrics, Stage
 from afd.metrics.step_trace import NoTimestamps, StageTimestamps, new_timestamps
-from afd.wire.streams_torch import HostStreams, Streams
+from afd.wire.streams_torch import HostStreams, StepTimer, Streams
 
 
 class StepObserver:
@@ -82,13 +80,12 @@ class StepObserver:
 class ReplayObserver:
     """Observes the steps that a GPU replays as a graph."""
 
-    def __init__(self, metrics: RoleMetrics, stage_every: int) -> None:
+    def __init__(self, metrics: RoleMetrics, stage_every: int, timer: StepTimer) -> None:
         self._metrics = metrics
         self._stage_every = stage_every
         self._replays = 0
         self._began_ns = 0
-        self._first = torch.cuda.Event(enable_timing=True)
-        self._last = torch.cuda.Event(enable_timing=True)
+        self._timer = timer
 
     def new_timestamps(self, streams: Streams) -> StageTimestamps:
         """Stage timestamps for a step about to be captured; each replay records them again."""
@@ -97,10 +94,10 @@ class ReplayObserver:
     def begin(self) -> None:
         """A replay is about to be queued."""
         self._began_ns = time.monotonic_ns()
-        self._first.record()
+        self._timer.begin()
 
     def queued(self) -> None:
-        self._last.record()
+        self._timer.end()
 
     def finished(self, timestamps: StageTimestamps, depth: int) -> None:
         """The last replay is complete.
@@ -109,7 +106,7 @@ class ReplayObserver:
         microseconds.
         """
         self._metrics.graph_steps[depth] += 1
-        self._metrics.graph_seconds[depth] += self._first.elapsed_time(self._last) / 1e3
+        self._metrics.graph_seconds[depth] += self._timer.seconds()
         self._replays += 1
         if self._stage_every and self._replays % self._stage_every == 0:
             trace = timestamps.read(self._began_ns, replayed=True)

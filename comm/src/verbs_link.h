@@ -60,6 +60,7 @@ class VerbsLink final : public DrivenLink, private CompletionSink {
   bool sent(uint32_t slot) const override;
   Limits limits() const override { return {region_slots_, slot_bytes_, options_.slots}; }
   Status health() const override;
+  bool reads_devices() const override { return !staged_; }
   bool adopt(const void* data, uint64_t nbytes, Device device) override;
   std::shared_ptr<Poller> poller() const override;
   // What was found at set-up, then the paths that failed and why the link ended.
@@ -132,8 +133,8 @@ class VerbsLink final : public DrivenLink, private CompletionSink {
   void send_stripe(uint32_t index, uint32_t stripe, uint32_t path);
   void lose(Outgoing& out, uint32_t stripe, uint32_t path);
   void fail_path(uint32_t path, int error);
-  // `reason`: a string literal, for notes().
-  void end(Status why, const char* reason);
+  // `reason`: a string literal for notes(), or null.
+  void end(Status why, const char* reason = nullptr);
   void wake_control() const;
   uint8_t* record_at(uint32_t index) const { return bounce_ + index * kRecordStride; }
   uint8_t* copy_at(uint32_t index) const { return bounce_ + copies_ + index * stride_; }

@@ -1,6 +1,9 @@
 // A fake libibverbs for tests without RDMA hardware. It has two RoCE devices, fake0 and fake1,
-// whose packets are copies within the process. Build it as a shared library and pass its path as
-// VerbsOptions::library.
+// whose packets are copies within the process, or to another process of this host (fake_remote.h).
+// Memory registered as a dma-buf is copied by the GPU's driver (fake_gpu_memory.h). Build it as a
+// shared library and pass its path as VerbsOptions::library.
+//
+// AFD_FAKE_NIC_GBPS: how fast each device sends, Gb/s; not set: as fast as it can.
 //
 // One thread per queue pair simulates the wire, so messages of different queue pairs can overtake
 // each other. The fake_* functions at the end inject faults.
@@ -85,6 +88,8 @@ const char* ibv_get_device_name(ib::Device* device) {
   return reinterpret_cast<FakeDevice*>(device)->name.c_str();
 }
 ib::Context* ibv_open_device(ib::Device* device) {
+  static std::once_flag listening;
+  std::call_once(listening, [] { fake_remote::listen_for_peers(serve_peer); });
   auto* context = new FakeContext{};
   context->device = device;
   context->index = reinterpret_cast<FakeDevice*>(device)->index;
@@ -118,11 +123,12 @@ int ibv_query_port(ib::Context* context, uint8_t port, ib::PortAttr* attr) {
 }
 int ibv_query_gid(ib::Context* context, uint8_t, int index, ib::Gid* gid) {
   if (index != 0) return EINVAL;
-  const ib::Gid address = {
-      0,    0,    0,  0, 0,
-      0,    0,    0,  0, 0,
-      0xff, 0xff, 10, 0, static_cast<uint8_t>(static_cast<FakeContext*>(context)->index),
-      1};
+  // The address names the process, because that is where packets go.
+  const int pid = getpid();
+  ib::Gid address = {0xfd};
+  std::memcpy(address + 4, &pid, sizeof pid);
+  address[14] = static_cast<uint8_t>(static_cast<FakeContext*>(context)->index);
+  address[15] = 1;
   std::memcpy(gid, address, sizeof address);
   return 0;
 }
@@ -146,7 +152,6 @@ ib::Mr* ibv_reg_mr(ib::Pd* pd, void* addr, std::size_t length, int access) {
   regions[mr->rkey] = mr;
   return mr;
 }
-// The fake GPU drivers keep device memory in host memory, so its address can be used directly.
 ib::Mr* ibv_reg_dmabuf_mr(ib::Pd* pd, uint64_t, std::size_t length, uint64_t iova, int fd,
                           int access) {
   if (fd < 0) {
@@ -160,12 +165,20 @@ ib::Mr* ibv_reg_dmabuf_mr(ib::Pd* pd, uint64_t, std::size_t length, uint64_t iov
     return nullptr;
   }
   ++dmabufs;
-  return ibv_reg_mr(pd, reinterpret_cast<void*>(iova), length, access);
+  ib::Mr* const mr = ibv_reg_mr(pd, reinterpret_cast<void*>(iova), length, access);
+  if (mr != nullptr) static_cast<FakeMr*>(mr)->device = true;
+  return mr;
 }
 int ibv_dereg_mr(ib::Mr* mr) {
-  const std::lock_guard<std::mutex> lock(world);
+  std::unique_lock<std::mutex> lock(world);
   regions.erase(mr->rkey);
-  delete static_cast<FakeMr*>(mr);
+  auto* const ours = static_cast<FakeMr*>(mr);
+  while (ours->busy != 0) {
+    lock.unlock();
+    usleep(10);
+    lock.lock();
+  }
+  delete ours;
   return 0;
 }
 ib::CompChannel* ibv_create_comp_channel(ib::Context* context) {
@@ -230,7 +243,11 @@ ib::Qp* ibv_create_qp(ib::Pd* pd, ib::QpInitAttr* attr) {
 int ibv_modify_qp(ib::Qp* base, ib::QpAttr* attr, int) {
   const std::lock_guard<std::mutex> lock(world);
   auto* qp = static_cast<FakeQp*>(base);
-  if (attr->qp_state == ib::kQpRtr) qp->peer = attr->dest_qp_num;
+  if (attr->qp_state == ib::kQpRtr) {
+    qp->peer = attr->dest_qp_num;
+    std::memcpy(&qp->peer_pid, attr->ah_attr.grh.dgid + 4, sizeof qp->peer_pid);
+    if (qp->peer_pid == getpid()) qp->peer_pid = 0;
+  }
   if (attr->qp_state == ib::kQpRts) qp->connected = true;
   if (attr->qp_state == ib::kQpError && !qp->failed) qp->fail();
   qp->changed.notify_one();
@@ -242,9 +259,11 @@ int ibv_destroy_qp(ib::Qp* base) {
     const std::lock_guard<std::mutex> lock(world);
     qps.erase(qp->qp_num);
     qp->stop = true;
+    if (qp->away >= 0) shutdown(qp->away, SHUT_RDWR);
     qp->changed.notify_one();
   }
   qp->wire.join();
+  if (qp->away >= 0) close(qp->away);
   delete qp;
   return 0;
 }

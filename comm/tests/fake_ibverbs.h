@@ -4,7 +4,11 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <condition_variable>
+#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <map>
@@ -15,6 +19,7 @@
 #include <vector>
 
 #include "../src/verbs_abi.h"
+#include "fake_remote.h"
 
 namespace ib = afd_comm::ib;
 
@@ -38,6 +43,8 @@ bool devices_refused = false;
 std::set<uint64_t> refused_device;  // addresses that were refused as a dma-buf
 int dmabufs = 0;
 int device_count = kDevices;
+
+using Clock = std::chrono::steady_clock;
 
 struct FakeDevice {
   std::string name;
@@ -74,6 +81,14 @@ struct Request {
 struct FakeQp : ib::Qp {
   int index = 0;  // device
   uint32_t peer = 0;
+  int peer_pid = 0;   // 0: this process
+  int away = -1;      // connection to it
+  uint64_t near = 0;  // an address of the device that sends
+  struct Mapping {
+    uint64_t base, length, here;
+  };
+  std::map<uint32_t, Mapping> places;  // by rkey of the other process
+  std::vector<uint8_t> scratch;
   uint32_t recv_limit = 0;
   uint32_t send_limit = 0;
   bool connected = false;
@@ -97,20 +112,187 @@ struct FakeQp : ib::Qp {
   }
   void fail() {
     failed = true;
+    if (away >= 0) shutdown(away, SHUT_RDWR);  // its thread may wait for an answer
     for (const Request& r : sends) complete(send_queue(), r.wr.wr_id, ib::kWcFlushed, 0);
     sends.clear();
     for (const uint64_t id : receives) complete(recv_queue(), id, ib::kWcFlushed, 0);
     receives.clear();
   }
   void run();
+  int send_away(const Request& request, Clock::time_point line);
+  uint64_t mapped(const fake_remote::Frame& frame);
+  bool is_device(const ib::Sge& sge);
 };
 
 struct FakeMr : ib::Mr {
   unsigned access;
+  bool device;
+  int busy;  // copies that use it
 };
 
 std::map<uint32_t, FakeQp*> qps;
 std::map<uint32_t, FakeMr*> regions;  // by rkey
+
+// Writes into memory of this process that is registered under `rkey`. `bytes`: null if they are
+// there already. `lock` of `world` is open while the device copies. Returns a status.
+int write_here(uint32_t rkey, uint64_t at, const void* bytes, uint32_t length,
+               std::unique_lock<std::mutex>& lock) {
+  const auto region = regions.find(rkey);
+  if (region == regions.end()) return ib::kWcRemoteAccess;
+  FakeMr& mr = *region->second;
+  const auto base = reinterpret_cast<uint64_t>(mr.addr);
+  if (!(mr.access & ib::kRemoteWrite) || at < base || at + length > base + mr.length)
+    return ib::kWcRemoteAccess;
+  if (bytes == nullptr) return ib::kWcSuccess;
+  if (!mr.device || !fake_gpu::driver().loaded) {
+    std::memcpy(reinterpret_cast<void*>(at), bytes, length);
+    return ib::kWcSuccess;
+  }
+  ++mr.busy;  // keeps the registration
+  lock.unlock();
+  fake_gpu::copy(at, reinterpret_cast<void*>(at), bytes, length);
+  lock.lock();
+  --mr.busy;
+  return ib::kWcSuccess;
+}
+
+bool takes(const FakeQp* qp) {
+  return qp != nullptr && !qp->failed && qp->connected && !port_down[qp->index];
+}
+
+FakeQp* find_qp(uint32_t number) {
+  const auto found = qps.find(number);
+  return found != qps.end() ? found->second : nullptr;
+}
+
+// Gives the receiver its immediate. Under `world`.
+void give(FakeQp& to, uint32_t imm) {
+  to.complete(to.recv_queue(), to.receives.front(), ib::kWcSuccess, ib::kWcRecvWithImm, imm);
+  to.receives.pop_front();
+}
+
+// When the device's line (AFD_FAKE_NIC_GBPS) will have carried these bytes. Under `world`.
+Clock::time_point take_line(int index, uint64_t bytes) {
+  static const char* const text = std::getenv("AFD_FAKE_NIC_GBPS");
+  static const double gbps = text != nullptr ? std::atof(text) : 0;
+  static Clock::time_point free_at[kDevices];
+  if (gbps <= 0 || bytes == 0) return {};
+  const auto ns = static_cast<int64_t>(static_cast<double>(bytes) * 8 / gbps);
+  return free_at[index] = std::max(Clock::now(), free_at[index]) + std::chrono::nanoseconds(ns);
+}
+
+void wait_until(Clock::time_point done) {
+  while (Clock::now() < done)
+    if (done - Clock::now() > std::chrono::microseconds(200)) usleep(100);
+}
+
+// Serves one queue pair of another process.
+void serve_peer(int fd) {
+  using namespace fake_remote;
+  Frame frame{};
+  std::vector<uint8_t> bytes;
+  int status = ib::kWcSuccess;  // the first failure since the last answer
+  while (receive(fd, &frame, sizeof frame)) {
+    bytes.resize(frame.bytes);
+    if (!receive(fd, bytes.data(), bytes.size())) return;
+    if (frame.kind == Kind::Describe) {
+      Place place;
+      {
+        const std::lock_guard<std::mutex> lock(world);
+        const auto region = regions.find(frame.rkey);
+        if (region != regions.end()) {
+          place.base = reinterpret_cast<uint64_t>(region->second->addr);
+          place.length = region->second->length;
+          place.device = region->second->device && fake_gpu::driver().loaded;
+        }
+      }
+      if (place.device) place.shared = fake_gpu::share(place.base);
+      if (!send_all(fd, &place, sizeof place)) return;
+      continue;
+    }
+    {
+      std::unique_lock<std::mutex> lock(world);
+      FakeQp* to = find_qp(frame.qpn);
+      if (!takes(to)) {
+        status = ib::kWcRetryExceeded;
+      } else if (frame.kind == Kind::Last && to->receives.empty()) {
+        status = kNotReady;
+      } else if (status == ib::kWcSuccess) {
+        if (frame.length != 0)
+          status = write_here(frame.rkey, frame.addr, bytes.empty() ? nullptr : bytes.data(),
+                              frame.length, lock);
+        to = find_qp(frame.qpn);
+        if (!takes(to)) status = ib::kWcRetryExceeded;
+        if (status == ib::kWcSuccess && frame.kind == Kind::Last) give(*to, frame.imm);
+      }
+    }
+    if (frame.kind != Kind::Last) continue;
+    if (!send_all(fd, &status, sizeof status)) return;
+    status = ib::kWcSuccess;
+  }
+}
+
+// Sends one request to another process. Without `world`. Returns a status.
+int FakeQp::send_away(const Request& request, Clock::time_point line) {
+  using namespace fake_remote;
+  if (away < 0) away = connect_to(peer_pid);
+  const bool last = request.wr.opcode == ib::kWriteWithImm;
+  const uint32_t length = request.wr.num_sge != 0 ? request.sge.length : 0;
+  const bool here_on_device = request.copied.empty() && length != 0 && is_device(request.sge);
+  Frame frame{last ? Kind::Last : Kind::Write, peer,   request.wr.rkey, request.wr.imm_data,
+              request.wr.remote_addr,          length, length};
+  const void* from = request.copied.empty() ? reinterpret_cast<void*>(request.sge.addr)
+                                            : static_cast<const void*>(request.copied.data());
+  if (here_on_device) {
+    if (const uint64_t to = mapped(frame)) {
+      fake_gpu::copy(request.sge.addr, reinterpret_cast<void*>(to), from, length);
+      frame.bytes = 0;
+    } else {
+      scratch.resize(length);
+      fake_gpu::copy(request.sge.addr, scratch.data(), from, length);
+      from = scratch.data();
+    }
+  }
+  wait_until(line);
+  while (true) {
+    int status = ib::kWcSuccess;
+    if (!send_all(away, &frame, sizeof frame) || !send_all(away, from, frame.bytes) ||
+        (last && !receive(away, &status, sizeof status)))
+      return ib::kWcRetryExceeded;
+    if (status != kNotReady) return status;
+    {
+      const std::lock_guard<std::mutex> lock(world);
+      if (stop || failed) return ib::kWcFlushed;
+    }
+    usleep(100);
+  }
+}
+
+// Where this process can write the frame's target itself; 0: nowhere.
+uint64_t FakeQp::mapped(const fake_remote::Frame& frame) {
+  using namespace fake_remote;
+  auto known = places.find(frame.rkey);
+  if (known == places.end()) {
+    Frame ask{Kind::Describe, peer, frame.rkey, 0, 0, 0, 0};
+    Place place;
+    if (!send_all(away, &ask, sizeof ask) || !receive(away, &place, sizeof place)) return 0;
+    Mapping made{place.base, place.length, 0};
+    if (place.device && place.shared.usable) made.here = fake_gpu::map(place.shared, near);
+    known = places.emplace(frame.rkey, made).first;
+  }
+  const Mapping& m = known->second;
+  const bool inside = frame.addr >= m.base && frame.addr + frame.length <= m.base + m.length;
+  return m.here != 0 && inside ? m.here + (frame.addr - m.base) : 0;
+}
+
+bool FakeQp::is_device(const ib::Sge& sge) {
+  const std::lock_guard<std::mutex> lock(world);
+  const auto region = regions.find(sge.lkey);
+  if (region == regions.end() || !region->second->device || !fake_gpu::driver().loaded)
+    return false;
+  near = sge.addr;
+  return true;
+}
 
 void FakeQp::run() {
   std::unique_lock<std::mutex> lock(world);
@@ -125,10 +307,8 @@ void FakeQp::run() {
       if (stop) return;
       if (sends.empty()) continue;
     }
-    const auto other = qps.find(peer);
-    FakeQp* to = other != qps.end() ? other->second : nullptr;
-    const bool reachable =
-        to != nullptr && !to->failed && to->connected && !port_down[index] && !port_down[to->index];
+    FakeQp* to = peer_pid == 0 ? find_qp(peer) : nullptr;
+    const bool reachable = (peer_pid != 0 || takes(to)) && !port_down[index];
     Request request = std::move(sends.front());
     sends.pop_front();
     if (!reachable) {
@@ -137,37 +317,49 @@ void FakeQp::run() {
       continue;
     }
     const bool immediate = request.wr.opcode == ib::kWriteWithImm;
-    if (immediate && to->receives.empty()) {
+    if (peer_pid == 0 && immediate && to->receives.empty()) {
       sends.push_front(std::move(request));  // receiver not ready: retry later
       lock.unlock();
       usleep(100);
       lock.lock();
       continue;
     }
-    if (request.wr.num_sge != 0) {
-      const auto region = regions.find(request.wr.rkey);
-      const FakeMr* mr = region != regions.end() ? region->second : nullptr;
-      const uint64_t at = request.wr.remote_addr,
-                     base = mr ? reinterpret_cast<uint64_t>(mr->addr) : 0;
-      if (mr == nullptr || !(mr->access & ib::kRemoteWrite) || at < base ||
-          at + request.sge.length > base + mr->length) {
-        complete(send_queue(), request.wr.wr_id, ib::kWcRemoteAccess, 0);
-        fail();
-        continue;
-      }
-      const void* from = request.copied.empty() ? reinterpret_cast<void*>(request.sge.addr)
-                                                : request.copied.data();
-      std::memcpy(reinterpret_cast<void*>(at), from, request.sge.length);
-      if (immediate && damage_at >= 0) {
-        std::memcpy(reinterpret_cast<uint8_t*>(at) + damage_at, &damage, sizeof damage);
+    const uint32_t length = request.wr.num_sge != 0 ? request.sge.length : 0;
+    const void* from =
+        request.copied.empty() ? reinterpret_cast<void*>(request.sge.addr) : request.copied.data();
+    // The bytes may be there early: nobody looks before the immediate.
+    const auto line = take_line(index, length);
+    int status = ib::kWcSuccess;
+    if (peer_pid != 0) {
+      lock.unlock();
+      status = send_away(request, line);
+      lock.lock();
+    } else {
+      if (length != 0)
+        status = write_here(request.wr.rkey, request.wr.remote_addr, from, length, lock);
+      if (status == ib::kWcSuccess && immediate && damage_at >= 0) {
+        std::memcpy(reinterpret_cast<uint8_t*>(request.wr.remote_addr) + damage_at, &damage,
+                    sizeof damage);
         damage_at = -1;
       }
+      if (line > Clock::now()) {
+        lock.unlock();
+        wait_until(line);
+        lock.lock();
+      }
+      to = find_qp(peer);
+      if (!takes(to)) status = ib::kWcRetryExceeded;
     }
-    if (immediate) {
-      to->complete(to->recv_queue(), to->receives.front(), ib::kWcSuccess, ib::kWcRecvWithImm,
-                   request.wr.imm_data);
-      to->receives.pop_front();
+    if (failed) {
+      complete(send_queue(), request.wr.wr_id, ib::kWcFlushed, 0);
+      continue;
     }
+    if (status != ib::kWcSuccess) {
+      complete(send_queue(), request.wr.wr_id, status, 0);
+      fail();
+      continue;
+    }
+    if (immediate && peer_pid == 0) give(*to, request.wr.imm_data);
     if (ack_lost[index]) {
       complete(send_queue(), request.wr.wr_id, ib::kWcRetryExceeded, 0);
       fail();

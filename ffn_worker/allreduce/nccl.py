@@ -44,6 +44,7 @@ class NcclCollective(Collective):
         torch.cuda.set_device(device)
         # All ranks are on this host, and its host name may not resolve.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         with named_errors("connecting to the other ranks", rank, world, start_s):
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl",

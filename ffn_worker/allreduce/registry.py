@@ -5,6 +5,8 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Protocol
 
+from afd.config.choices import Choice
+from afd.devices import device_named
 from afd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,18 +30,18 @@ class Backend:
     """One all-reduce backend.
 
     target: ``module:function`` of its :class:`Make`, imported when the backend is used.
-    device: device type that it runs on. instead: what to use on another device.
+    devices: names of the devices that it runs on. instead: what to use on another device.
     """
 
     name: str
     target: str
-    device: str
+    devices: tuple[str, ...]
     instead: str
 
     def make(self, setup: "Setup", table: Path | None = None) -> "Collective":
         """See :class:`Make`."""
-        if setup.device.type != self.device:
-            where = "CPUs" if self.device == "cpu" else "GPUs"
+        if setup.device.type not in {device_named(name).torch_type for name in self.devices}:
+            where = "CPUs" if "cpu" in self.devices else "GPUs"
             raise ConfigError(
                 f"the all-reduce {self.name} runs on {where}, not on {setup.device};"
                 f" use {self.instead}"
@@ -48,11 +50,14 @@ class Backend:
         return make(setup, table)
 
 
-_ROOM = "ffn_worker.allreduce"
+_ROOM, _GPU = "ffn_worker.allreduce", ("cuda", "rocm")
 _ALL = (
-    Backend("gloo", f"{_ROOM}.gloo:make", "cpu", instead="nccl or quickreduce"),
-    Backend("nccl", f"{_ROOM}.nccl:make", "cuda", instead="gloo"),
-    Backend("quickreduce", f"{_ROOM}.quickreduce:make", "cuda", instead="gloo"),
-    Backend("aiter_quickreduce", f"{_ROOM}.aiter_quickreduce:make", "cuda", instead="gloo"),
+    Backend("gloo", f"{_ROOM}.gloo:make", ("cpu",), instead="nccl or quickreduce"),
+    Backend("nccl", f"{_ROOM}.nccl:make", _GPU, instead="gloo"),
+    Backend("quickreduce", f"{_ROOM}.quickreduce:make", _GPU, instead="gloo"),
+    Backend("aiter_quickreduce", f"{_ROOM}.aiter_quickreduce:make", ("rocm",), instead="gloo"),
 )
 BACKENDS = {backend.name: backend for backend in _ALL}
+
+CHOICES = (Choice("auto"), *(Choice(backend.name, backend.devices) for backend in _ALL))
+"""Values of ``ffn.reduce_backend``."""

@@ -7,12 +7,13 @@ import torch
 
 from afd.errors import ConfigError
 from afd.models import Quantization
+from afd.models.stored_torch import StoredParts, decode
 from afd.models.weight_format import PLAIN, Layout, Part, Range, WeightFormat, tensor_name
 from afd.wire.layout import Tag
 from ffn_worker.experts.tensor_files import Table, TensorFiles
 from ffn_worker.moe.quantise import Weight, in_scheme
 from ffn_worker.moe.scheme import Scheme
-from ffn_worker.moe.stored import StoredParts, as_weight, decode, held_as
+from ffn_worker.moe.stored import as_weight, held_as
 
 _PLAIN_DTYPES = ("F32", "BF16", "F16")
 
@@ -62,6 +63,11 @@ class StoredWeight:
                     f"tensor {name} in {info.file} has shape {list(info.shape)}, config.json asks "
                     f"for {list(allowed[0])}; use the config.json that belongs to these weights"
                 )
+
+    def nbytes(self, table: Table) -> int:
+        """Returns the size of the tensors in the files; missing ones count nothing."""
+        names = (tensor_name(self.name, suffix) for suffix in self._parts)
+        return sum(table[name].nbytes for name in names if name in table)
 
     def held_as(self, rows: Range, columns: Range) -> Scheme:
         """Returns the scheme that holds W[rows, columns] with the numbers of the checkpoint."""

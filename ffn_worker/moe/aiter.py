@@ -15,7 +15,7 @@ from afd.errors import ConfigError
 from afd.wire.layout import Tag
 from afd.wire.rows_torch import EncodedRows
 from ffn_worker.moe.base import MoeBackend
-from ffn_worker.moe.device import FP8_OF_ARCH, architecture
+from ffn_worker.moe.device import FP8_OF_ARCH, architecture, launch_mode
 from ffn_worker.moe.load_counts import SlotLoad
 from ffn_worker.moe.quantise import Weight
 from ffn_worker.moe.scheme import Scheme
@@ -48,6 +48,9 @@ class AiterBackend(MoeBackend):
     """
 
     takes_encoded = True
+    capturable = True
+    """Until MXFP4 weights come: captured graphs of AITER's MXFP4 kernels gave wrong tokens
+    (https://github.com/ROCm/aiter/issues/3632)."""
 
     def __init__(
         self,
@@ -87,6 +90,7 @@ class AiterBackend(MoeBackend):
             raise ConfigError(
                 "gfx942 has no FP4 matrix instructions; use ffn.weights: fp8_block there"
             )
+        self.capturable = self.capturable and w13.scheme is not Scheme.MXFP4
         self._layers[layer] = _Layer(
             w13.scheme,
             shuffle_weight(_aiter_codes(w13), layout=(16, 16)),
@@ -136,7 +140,9 @@ class AiterBackend(MoeBackend):
 
         Args:
             real: int32 [1] on the device, the number of real rows; the results of further rows are
-                undefined. None: all rows are real. A replayed graph reads the current value.
+                undefined. A replayed graph reads the current value. None: in a graph, rows after
+                the last unmasked pair are padding, which AITER skips, and their results are zero;
+                otherwise all rows are real.
         """
         from aiter import ActivationType
         from aiter.fused_moe import fused_moe
@@ -147,6 +153,9 @@ class AiterBackend(MoeBackend):
         x, scales = self._operands(rows, weights.scheme, dtype)
         if len(rows) == 0:
             return torch.zeros((0, weights.w2.shape[1]), dtype=dtype, device=x.device)
+        padding = None
+        if real is None and launch_mode() == "graph":
+            padding, real = _padding(topk_ids)
         ids = torch.where(topk_ids < 0, self.num_experts, topk_ids).to(torch.int32)
         out: torch.Tensor = fused_moe(
             x,
@@ -163,7 +172,7 @@ class AiterBackend(MoeBackend):
             num_local_tokens=real,
             dtype=dtype,
         )
-        return out
+        return out if padding is None else out.masked_fill_(padding, 0)
 
     def _operands(
         self, rows: EncodedRows, weights: Scheme, dtype: torch.dtype
@@ -177,6 +186,16 @@ class AiterBackend(MoeBackend):
                 rows.scales.view(torch.float8_e8m0fnu),
             )
         return rows.decode(dtype), None
+
+
+def _padding(topk_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(bool [rows, 1], True after the last row with an unmasked pair; int32 [1], the rows before).
+
+    Computed on the device, so a replayed graph looks at the masks of its own step.
+    """
+    numbers = torch.arange(1, len(topk_ids) + 1, dtype=torch.int32, device=topk_ids.device)
+    real = ((topk_ids >= 0).any(dim=1) * numbers).amax().to(torch.int32).view(1)
+    return (numbers > real).unsqueeze(1), real
 
 
 def _quant_type(scheme: Scheme) -> object:

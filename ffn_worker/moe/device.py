@@ -7,9 +7,10 @@ from functools import cache
 
 import torch
 
-from afd.wire.layout import Tag
+from afd.devices import rocm
+from afd.wire.layout import FP8_TAGS, Tag
 
-FP8_OF_ARCH = {"gfx942": Tag.E4M3FNUZ, "gfx950": Tag.E4M3FN}
+FP8_OF_ARCH = {arch: FP8_TAGS[kind] for arch, kind in rocm.FP8_OF_ARCH.items()}
 """FP8 type of the matrix instructions of each AMD architecture."""
 _launched_as: ContextVar[str | None] = ContextVar("launched_as", default=None)
 
@@ -19,6 +20,14 @@ def architecture() -> str | None:
     if torch.version.hip is None or not torch.cuda.is_available():
         return None
     return torch.cuda.get_device_properties(0).gcnArchName.partition(":")[0]
+
+
+def device_kind(device: torch.device) -> str:
+    """Name of the kind of device (:data:`afd.devices.DEVICES`): builds of torch for ROCm call their
+    devices "cuda" too."""
+    if device.type == rocm.ROCM.torch_type and torch.version.hip is not None:
+        return rocm.ROCM.name
+    return device.type
 
 
 def native_fp8() -> Tag:

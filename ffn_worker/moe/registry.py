@@ -18,8 +18,9 @@ class Backend:
     """What is known of a MoE backend before its module is imported.
 
     target: ``module:class`` of the :class:`~ffn_worker.moe.base.MoeBackend`, imported when it is
-    used. devices: device types that it runs on; empty: any. schemes: weight formats that it takes.
-    any_math: takes every activation and biases (:class:`~ffn_worker.moe.activation.ExpertMath`).
+    used. devices: names of the devices that it runs on; empty: any. schemes: weight formats that it
+    takes. any_math: takes every activation and biases
+    (:class:`~ffn_worker.moe.activation.ExpertMath`).
     """
 
     name: str
@@ -34,26 +35,28 @@ class Backend:
         return kind
 
 
-_ROOM, _CPU, _CUDA, _ANY = "ffn_worker.moe", ("cpu",), ("cuda",), ()
+_ROOM, _CPU, _CUDA, _ROCM, _ANY = "ffn_worker.moe", ("cpu",), ("cuda",), ("rocm",), ()
+_GPU = _CUDA + _ROCM
 _EVERY = (PLAIN, FP8_BLOCK, MXFP4)
 _ALL = (
     Backend("torch", f"{_ROOM}.torch_grouped:TorchBackend", _ANY, _EVERY, any_math=True),
     Backend("reference", f"{_ROOM}.reference:ReferenceBackend", _ANY, _EVERY, any_math=True),
     Backend("vllm_cpu", f"{_ROOM}.vllm_cpu:VllmCpuBackend", _CPU, (PLAIN,)),
-    Backend("vllm_cuda", f"{_ROOM}.vllm_cuda:VllmCudaBackend", _CUDA, (PLAIN, FP8_BLOCK)),
-    Backend("aiter", f"{_ROOM}.aiter:AiterBackend", _CUDA, (PLAIN, FP8_BLOCK, MXFP4)),
-    Backend("triton", f"{_ROOM}.triton:TritonBackend", _CUDA, (PLAIN, FP8_BLOCK, MXFP4)),
+    Backend("vllm_cuda", f"{_ROOM}.vllm_cuda:VllmCudaBackend", _GPU, (PLAIN, FP8_BLOCK)),
+    Backend("aiter", f"{_ROOM}.aiter:AiterBackend", _ROCM, (PLAIN, FP8_BLOCK, MXFP4)),
+    Backend("triton", f"{_ROOM}.triton:TritonBackend", _GPU, (PLAIN, FP8_BLOCK, MXFP4)),
     Backend("deep_gemm", f"{_ROOM}.deep_gemm:DeepGemmBackend", _CUDA, (PLAIN, FP8_BLOCK)),
     Backend("grouped", f"{_ROOM}.grouped:GroupedBackend", _CUDA, (PLAIN, FP8_BLOCK)),
     Backend("hopper", f"{_ROOM}.hopper:HopperBackend", _CUDA, (PLAIN, FP8_BLOCK)),
 )
 BACKENDS = {backend.name: backend for backend in _ALL}
 
-AUTO_ORDER = ("vllm_cpu", "hopper", "vllm_cuda", "aiter", "triton", "torch")
-"""What "auto" tries for plain weights. vLLM's kernels come first, so that both sides of a
+AUTO_ORDER = ("vllm_cpu", "hopper", "vllm_cuda", "triton", "torch")
+"""What "auto" tries for plain weights on CPUs and NVIDIA GPUs; for AMD see
+:mod:`ffn_worker.moe.instinct`. vLLM's kernels come first, so that both sides of a
 deployment round the same way; ``hopper`` uses them unless another backend measured faster."""
-AUTO_QUANTISED = ("aiter", "hopper", "triton", "torch")
-"""What "auto" tries for quantised weights: backends that multiply rows in the wire's format.
+AUTO_QUANTISED = ("hopper", "triton", "torch")
+"""What "auto" tries for quantised weights there: backends that multiply rows in the wire's format.
 ``torch`` decodes each expert at each call, so it is taken only if ``ffn.weights`` asks for the
 format; otherwise the experts are decoded once, at load."""
 

@@ -5,7 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
+from afd.devices import ROCM
 from afd.errors import ConfigError
+from ffn_worker.moe.device import architecture, device_kind
+from ffn_worker.moe.instinct import order_of
 from ffn_worker.moe.registry import AUTO_ORDER, AUTO_QUANTISED, BACKENDS
 from ffn_worker.moe.scheme import Scheme
 
@@ -19,18 +22,21 @@ def choose_backend(
     intermediate: int,
     device: torch.device = _CPU,
     scheme: Scheme = Scheme.PLAIN,
+    pairs: float | None = None,
     *,
     any_math: bool = False,
 ) -> str:
     """Returns the name of the backend to use.
 
-    "auto" selects the first backend that can run, in AUTO_ORDER for plain weights and in
-    AUTO_QUANTISED for quantised ones.
+    "auto" selects the first backend that can run: on AMD GPUs in the order of the architecture
+    (:mod:`ffn_worker.moe.instinct`), else in AUTO_ORDER for plain weights and in AUTO_QUANTISED for
+    quantised ones.
 
     Args:
         dtype: serving dtype. hidden, intermediate: H and I of the routed experts.
         device: where the experts are computed. scheme: format of the weights.
         any_math: the experts have biases, or another activation than silu.
+        pairs: mean pairs (row, expert) per expert of the largest decode step; None: unknown.
 
     Raises:
         ConfigError: the name is unknown, or the named backend cannot run here.
@@ -40,8 +46,7 @@ def choose_backend(
         return problem(name, dtype, hidden, intermediate, device, scheme, any_math=any_math)
 
     if name == "auto":
-        order = AUTO_ORDER if scheme is Scheme.PLAIN else AUTO_QUANTISED
-        return next(n for n in order if reason_against(n) is None)
+        return next(n for n in _order(device, scheme, pairs) if reason_against(n) is None)
     if name not in BACKENDS:
         known = ", ".join(("auto", *BACKENDS))
         raise ConfigError(f"MoE backend {name!r} is not known; use one of {known}")
@@ -49,6 +54,13 @@ def choose_backend(
     if reason is not None:
         raise ConfigError(f"MoE backend {name} cannot run: {reason}; use the backend torch")
     return name
+
+
+def _order(device: torch.device, scheme: Scheme, pairs: float | None) -> tuple[str, ...]:
+    """The backends that "auto" tries here, in order."""
+    if device_kind(device) == ROCM.name:
+        return order_of(architecture() or "").of(scheme.value, pairs)
+    return AUTO_ORDER if scheme is Scheme.PLAIN else AUTO_QUANTISED
 
 
 def problem(
@@ -71,8 +83,9 @@ def problem(
 def _never(name: str, device: torch.device, scheme: Scheme, any_math: bool) -> str | None:
     """Why a backend cannot hold such weights on such a device, whatever the sizes."""
     backend = BACKENDS[name]
-    if backend.devices and device.type not in backend.devices:
-        return f"it runs on {' and '.join(backend.devices)}, not on {device.type}"
+    kind = device_kind(device)
+    if backend.devices and kind not in backend.devices:
+        return f"it runs on {' and '.join(backend.devices)}, not on {kind}"
     if scheme not in backend.schemes:
         known = " and ".join(s.value for s in backend.schemes)
         return f"it takes {known} weights, not {scheme.value} (ffn.weights)"
@@ -97,6 +110,7 @@ def select(
     hidden: int,
     width_of: Callable[[Scheme], int],
     device: torch.device = _CPU,
+    pairs: float | None = None,
     *,
     any_math: bool = False,
 ) -> Selection:
@@ -109,6 +123,7 @@ def select(
         backend, weights: ``ffn.backend`` and ``ffn.weights``.
         stored: the scheme that holds the experts as stored.
         width_of: the width of a rank's experts, if they are cut for a scheme.
+        pairs: see :func:`choose_backend`.
 
     Raises:
         ConfigError: the backend is unknown or cannot run here, or the width cannot be cut.
@@ -116,13 +131,13 @@ def select(
 
     def chosen(scheme: Scheme) -> Selection:
         sizes = dtype, hidden, width_of(scheme)
-        name = choose_backend(backend, *sizes, device, scheme, any_math=any_math)
+        name = choose_backend(backend, *sizes, device, scheme, pairs, any_math=any_math)
         return Selection(name, scheme)
 
     if weights != "auto":
         return chosen(Scheme(weights))
     if stored is not Scheme.PLAIN:
-        kernels = [name for name in AUTO_QUANTISED if name != "torch"]
+        kernels = [name for name in _order(device, stored, pairs) if name != "torch"]
         wanted = kernels if backend == "auto" else [backend] if backend in BACKENDS else []
         taking = [name for name in wanted if _never(name, device, stored, any_math) is None]
         for name in taking:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from afd.graph_sizes import GraphSizes
 from afd.schedule import Position
@@ -14,8 +15,7 @@ Settled = Callable[[], int]
 """Returns the number of the last expert move that is complete for this process."""
 
 
-@dataclass(frozen=True)
-class Sender:
+class Sender(NamedTuple):
     """The sender of a part. request: the header of its request; None for an announced step."""
 
     peer: Peer

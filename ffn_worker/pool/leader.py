@@ -18,9 +18,10 @@ from collections.abc import Iterator
 from afd.config.resolve import Resolved
 from afd.graph_sizes import GraphSizes
 from afd.schedule import Position, walk
+from afd.wire.orders import Part
 from afd_comm import Status
 from ffn_worker.pool.arrivals import SLICE_US, Arrivals, OnPause
-from ffn_worker.pool.calls import Call, Sender, Settled, part_of, step_order
+from ffn_worker.pool.calls import Call, Sender, Settled, step_order
 from ffn_worker.pool.late_peers import LatePeers
 from ffn_worker.pool.peers import Arrival, PeerTable
 
@@ -71,29 +72,34 @@ class Leader:
             return []
         arrived = self._arrivals.pending(peers)
         first = self._arrivals.first
-        resumed = [a for a in arrived if a.start != first]
+        resumed = [a for a in arrived if a.start is not first and a.start != first]
         if resumed:  # it begins in the middle of a step, so no other instance can join it
             return resumed[:1]
         deadline = time.monotonic() + self._step_wait_s
         while arrived:
-            here = {a.peer.id for a in arrived}
-            awaited = [p for p in peers if p.active and p.id not in here]
+            here = {a.peer.index for a in arrived}
+            awaited = [p for p in peers if p.active and p.index not in here]
             left_us = int((deadline - time.monotonic()) * 1e6)
             if not awaited or left_us <= 0 or not self._arrivals.wait_for_any(awaited, left_us):
                 break
-            arrived = [a for a in self._arrivals.pending(peers) if a.start == first]
+            # Only those awaited: with many peers, each look at all of them would cost as much as
+            # the step.
+            arrived += [a for a in self._arrivals.pending(awaited) if a.start == first]
+            arrived.sort(key=lambda a: a.peer.index)
         # A graph cannot wait for messages that the host posts. So either all instances of a step
         # have announced it, or none has.
         return [a for a in arrived if a.rows] or arrived
 
     def _stream_step(self, arrivals: list[Arrival]) -> Call:
         """Returns the call for an announced step."""
-        for arrival in arrivals:
-            arrival.peer.active = True
-            arrival.peer.announced = None
-        parts = tuple(part_of(a.peer, a.rows, a.depth, a.step, a.moves) for a in arrivals)
-        order = step_order(self._arrivals.first, parts, self._sizes, self._settled())
-        return Call(order, tuple(Sender(a.peer, None) for a in arrivals))
+        parts, senders = [], []
+        for peer, _, depth, rows, step, moves in arrivals:
+            peer.active = True
+            peer.announced = None
+            parts.append(Part(peer.index, peer.generation, rows, depth, moves, step))
+            senders.append(Sender(peer, None))
+        order = step_order(self._arrivals.first, tuple(parts), self._sizes, self._settled())
+        return Call(order, tuple(senders))
 
     def _host_step(self, arrivals: list[Arrival]) -> Iterator[Call]:
         """Yields all expert calls of one step, in the order in which attention posts them. A call

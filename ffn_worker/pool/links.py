@@ -1,6 +1,7 @@
 """The links of one FFN rank to the rest of the pool: whose orders it executes, and who its own."""
 
 import logging
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -41,7 +42,12 @@ class PoolLinks:
         self.inbox = None if sender is None else OrderInbox(resolved, name, sender)
         self._held = ExitStack()
         self._meeting = ""
-        if place.followers:
+        self._folders = ExitStack()
+        if place.followers and resolved.deployment.hosts:
+            # All ranks are on this host, so they need no port, which every host could reach.
+            folder = tempfile.TemporaryDirectory(prefix="afd-ranks-")
+            self._meeting = f"file://{self._folders.enter_context(folder)}/store"
+        elif place.followers:
             # Held until the ranks have met: they read their weights first.
             host = resolved.deployment.transport.host
             (port,) = self._held.enter_context(held_ports([host]))
@@ -105,6 +111,7 @@ class PoolLinks:
     def close(self) -> None:
         self._held.close()
         self.collective.close()
+        self._folders.close()
         self._followers.close()
         self._heads.close()
         if self.inbox is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from afd.config.resolve import Resolved
 from afd.control.messages import Member, Members
@@ -20,6 +21,9 @@ _POST_TIMEOUT_US = 5_000_000
 class Peer:
     """One attention instance, for one session (see :func:`afd.topology.session`).
 
+    slots: receive slot per micro-batch, then the control slot.
+    first_flag: doorbell of the first message in any of them; that of the next is
+        ``first_flag + seq``.
     seq: per slot, the sequence number of the last message taken from it. The answer to a request
         carries the request's number.
     taken: per micro-batch, step and layer of that request.
@@ -33,6 +37,8 @@ class Peer:
     generation: int
     session: int
     link: Link
+    slots: tuple[int, ...]
+    first_flag: int
     seq: list[int]
     taken: list[tuple[int, int]]
     unordered: set[int]
@@ -40,8 +46,7 @@ class Peer:
     announced: Announced | None = None
 
 
-@dataclass(frozen=True)
-class Announced:
+class Announced(NamedTuple):
     """A step that a peer runs on streams: its rows, its micro-batches, the peer's number of the
     step, and the last expert move in the placement that it uses."""
 
@@ -51,8 +56,7 @@ class Announced:
     moves: int
 
 
-@dataclass(frozen=True)
-class Arrival:
+class Arrival(NamedTuple):
     """A message that begins a peer's part of a step.
 
     start: where the peer begins. depth: micro-batches of its step. rows: of the whole step if it
@@ -79,13 +83,17 @@ class PeerTable:
         self._device = device
         self._seen = (-1, -1)
         self._peers: dict[str, Peer] = {}
+        self._sorted: list[Peer] | None = None
         self._generations: dict[int, int] = {}  # of current attention instances, by index
         self._newest: dict[int, int] = {}  # generation that was seen last, by index
 
     @property
     def peers(self) -> list[Peer]:
-        """Sorted by index, so that the layout of a batch is always the same."""
-        return sorted(self._peers.values(), key=lambda peer: peer.index)
+        """Sorted by index, so that the layout of a batch is always the same. A new list whenever
+        they have changed."""
+        if self._sorted is None:
+            self._sorted = sorted(self._peers.values(), key=lambda peer: peer.index)
+        return self._sorted
 
     def reconcile(self, members: Members, generation: int) -> None:
         """Updates the sessions to the membership and to our own generation."""
@@ -109,6 +117,7 @@ class PeerTable:
         peer.link.close()
         if self._peers.get(peer.id) is peer:  # otherwise the instance already has a new session
             del self._peers[peer.id]
+            self._sorted = None
 
     def find(self, attention: int) -> Peer | None:
         """Returns the peer with this index; None while there is no session with it."""
@@ -119,13 +128,6 @@ class PeerTable:
         and no longer is."""
         known = self._newest.get(attention, 0) >= generation
         return known and self._generations.get(attention) != generation
-
-    def slot(self, peer: Peer, micro_batch: int) -> int:
-        return self._resolved.slots.to_ffn(peer.index, micro_batch)
-
-    def next_flag(self, peer: Peer, micro_batch: int, ahead: int = 1) -> int:
-        """Doorbell value of the next message in the peer's slot of this micro-batch."""
-        return make_flag(peer.session, peer.seq[micro_batch] + ahead)
 
     def _join(self, member: Member, number: int) -> None:
         """number: of the session."""
@@ -153,11 +155,14 @@ class PeerTable:
             member.generation,
             number,
             link,
+            tuple(self._resolved.slots.to_ffn(member.index, mb) for mb in range(max_depth + 1)),
+            make_flag(number, 1),
             seq=[0] * (max_depth + 1),
             taken=[(-1, -1)] * max_depth,
             unordered=set(range(max_depth)),
         )
         self._peers[member.id] = peer
+        self._sorted = None
         logger.info("%s joined (session %d, %s)", peer.id, number, link.backend)
         if link.notes:
             logger.warning("link to %s: %s", peer.id, link.notes)

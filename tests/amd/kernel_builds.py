@@ -143,6 +143,18 @@ def slot_builds(target: str) -> Iterator[Build]:
             {"MESSAGES": 3, "TOP_K": 3, "KINDS": 4, "BLOCK": 1024, "SCALE_BLOCK": block * 8},
             aligned=("row_bytes",),
         )
+        yield Build(
+            f"take_bucket{suffix}",
+            slot.take_bucket_kernel,
+            {
+                **dict.fromkeys(bytes_, "*u8"),
+                **kinds,
+                "rows_ptr": "*i32",
+                **dict.fromkeys(("apart", "bucket", "tp", "row_bytes", "scale_bytes"), "i32"),
+            },
+            {"TOP_K": 3, "KINDS": 4, "BLOCK": 1024, "SCALE_BLOCK": block * 8},
+            aligned=("row_bytes",),
+        )
     for name, kind, scaled in (("bf16", "bf16", False), ("fp8", fp8, True)):
         yield Build(
             f"sum_messages[{name}]",

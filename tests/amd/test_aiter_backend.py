@@ -15,6 +15,7 @@ from afd.wire.layout import Tag  # noqa: E402
 from afd.wire.rows_torch import EncodedRows  # noqa: E402
 from ffn_worker.allreduce.aiter_quickreduce import FORMATS, Provider, QuickAllReduceBackend  # noqa: E402
 from ffn_worker.moe.aiter import FP8_OF_ARCH, AiterBackend  # noqa: E402
+from ffn_worker.moe.device import launched_as  # noqa: E402
 from ffn_worker.moe.quantise import Weight, in_scheme  # noqa: E402
 from ffn_worker.moe.reference import ReferenceBackend  # noqa: E402
 from ffn_worker.moe.scheme import Scheme  # noqa: E402
@@ -100,6 +101,28 @@ def test_rows_stay_quantised_and_padding_is_not_computed(monkeypatch, arch, sche
     want = expected(w13, w2, scheme, arch, (0, EXPERTS), back, ids, scale)
     close(got[:5], want[:5])
     assert got[5:].isnan().all()
+
+
+@pytest.mark.parametrize(("arch", "scheme"), CASES)
+def test_a_graph_finds_its_padding_on_the_device(monkeypatch, arch, scheme):
+    """Rows after the last unmasked pair are not computed, and their results are zero."""
+    fake = fake_aiter.install(monkeypatch, DTYPE_OF_TAG[FP8_OF_ARCH[arch]])
+    w13, w2 = weights()
+    x, ids, scale = batch(8)
+    ids[5:] = -1  # padding behind the last attention instance
+    ids[2] = -1  # padding behind the first one
+    backend = AiterBackend((0, EXPERTS), EXPERTS, arch=arch)
+    backend.prepare(0, *quantised(w13, w2, scheme, arch))
+    assert backend.capturable is (scheme is not Scheme.MXFP4)
+    with launched_as("graph"):
+        got = backend.forward(0, x, ids, scale)
+        real = fake.calls[-1][1]["num_local_tokens"]
+        assert real.dtype == torch.int32 and real.tolist() == [5]
+        assert (backend.forward(0, x, torch.full_like(ids, -1), scale) == 0).all()
+        assert fake.calls[-1][1]["num_local_tokens"].tolist() == [0]
+    close(got, expected(w13, w2, scheme, arch, (0, EXPERTS), x, ids, scale))
+    backend.forward(0, x, ids, scale)
+    assert fake.calls[-1][1].get("num_local_tokens") is None  # the host launches all rows
 
 
 def test_rows_of_another_format_are_decoded(monkeypatch):

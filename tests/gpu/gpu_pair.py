@@ -21,7 +21,7 @@ from afd.host.ports import held_ports
 from afd.metrics.role import RoleMetrics
 from afd.metrics.step_trace import NoTimestamps, StageTimestamps
 from afd.schedule import split_rows
-from afd.wire.streams_torch import make_streams
+from afd.wire.streams_torch import make_streams, runtime_of, torch_device
 from afd_comm import Region, Status
 from attention_worker.remote.host import RemoteExperts
 from attention_worker.remote.stream import StreamExperts, Waits
@@ -29,22 +29,26 @@ from attention_worker.vllm_hooks.padding import padding_of
 from ffn_worker.experts.build import load_ffn_model
 from ffn_worker.experts.model import FfnModel
 
-DEVICE = torch.device("cuda", 0)
 START_S = 120.0
+KIND = "rocm" if torch.version.hip else "cuda"
+"""The device whose tensors torch calls cuda here."""
 
 
 class Pair:
     """Control plane and FFN instance as processes; the attention side is the calling thread."""
 
-    def __init__(self, checkpoint: Path, folder: Path, **sections: dict[str, object]) -> None:
+    def __init__(
+        self, checkpoint: Path, folder: Path, kind: str = KIND, **sections: dict[str, object]
+    ) -> None:
+        """kind: a name of afd.devices.DEVICES."""
         self._held = ExitStack()
         (port,) = self._held.enter_context(held_ports(["127.0.0.1"]))
         deployment = Deployment.from_plain(
             {
                 "model": str(checkpoint),
                 "served_model_name": "m",
-                "attention": {"device": "cuda", "dtype": "bfloat16", "max_num_batched_tokens": 512},
-                "ffn": {"device": "cuda", **sections.pop("ffn", {})},
+                "attention": {"device": kind, "dtype": "bfloat16", "max_num_batched_tokens": 512},
+                "ffn": {"device": kind, **sections.pop("ffn", {})},
                 "deadlines": {"ffn_s": 60.0, **sections.pop("deadlines", {})},
                 **sections,
             }
@@ -61,14 +65,14 @@ class Pair:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         for role in ("control", "ffn"):
             self.start(role)
-        torch.cuda.set_device(DEVICE)
-        torch.cuda.set_stream(torch.cuda.Stream(DEVICE))
+        self.device = torch_device(kind)
+        runtime_of(self.device).enter(self.device)
         r = self.resolved
         self.region = Region(
             r.slots.attention_region_slots,
             r.f2a.nbytes,
             name="attention-0",
-            **region_options(deployment, "cuda"),
+            **region_options(deployment, kind),
         )
         self.control = client_for(self._specs["attention"], r.contract)
         self.control.join(addresses=tuple(self.region.addresses), deadline_s=START_S)
@@ -76,7 +80,7 @@ class Pair:
         self.host = RemoteExperts(r, 0, self.region, self.control, metrics)
         self.host.connect(START_S)
         self.control.set_state("ready")
-        self.streams = make_streams(DEVICE)
+        self.streams = make_streams(self.device)
         self.stream = StreamExperts(r, 0, self.region, self.streams, self.host.expert_slots)
 
     def start(self, role: str) -> None:
@@ -114,7 +118,7 @@ class Pair:
             instances=1,
             index=0,
             backend="torch",
-            device=DEVICE,
+            device=self.device,
         )
 
 
@@ -123,24 +127,26 @@ class Step:
 
     def __init__(self, pair: Pair, rows: int, depth: int, seed: int = 0) -> None:
         model = pair.resolved.model
-        generator = torch.Generator(DEVICE).manual_seed(seed)
+        device = pair.device
+        generator = torch.Generator(device).manual_seed(seed)
         self.pair, self.rows, self.depth = pair, rows, depth
         self.layers = model.moe_layers
-        self.x = torch.empty(rows, model.hidden, dtype=torch.bfloat16, device=DEVICE)
+        self.x = torch.empty(rows, model.hidden, dtype=torch.bfloat16, device=device)
         self.out = torch.zeros_like(self.x)
         scores = torch.rand(
-            len(self.layers), rows, model.num_experts, device=DEVICE, generator=generator
+            len(self.layers), rows, model.num_experts, device=device, generator=generator
         )
         weights, ids = (scores / scores.sum(-1, keepdim=True)).topk(model.top_k, dim=-1)
         self.ids, self.weights = ids.int().contiguous(), weights.contiguous()
         # KV cache slots; as in vLLM, -1 marks padding.
-        self.slots = torch.arange(rows, device=DEVICE)
+        self.slots = torch.arange(rows, device=device)
         self.real = rows
         self.fill(seed)
 
     def fill(self, seed: int) -> None:
-        generator = torch.Generator(DEVICE).manual_seed(seed)
-        self.x.copy_(torch.randn(self.x.shape, device=DEVICE, generator=generator))
+        device = self.pair.device
+        generator = torch.Generator(device).manual_seed(seed)
+        self.x.copy_(torch.randn(self.x.shape, device=device, generator=generator))
 
     def pad(self, real: int) -> None:
         """Marks all rows but the first ``real`` as padding, also for captured steps."""
@@ -192,9 +198,9 @@ class Graph:
     def capture(self) -> None:
         pair = self.step.pair
         self.waits = pair.stream.record(pair.host.peers, self.timestamps)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, stream=torch.cuda.current_stream()):
-            self.step.run(pair.stream)
+        _, self.launch = runtime_of(pair.device).capture(
+            pair.device, lambda: self.step.run(pair.stream)
+        )
 
     def replay(self, timeout_s: float = 30.0) -> list[Status]:
         """Announces and replays the step, waits for it, and returns the statuses of its waits."""
@@ -202,6 +208,6 @@ class Graph:
         assert self.waits is not None
         pair.host.begin_step(self.step.depth)
         pair.host.announce(self.step.rows)
-        self._graph.replay()
+        self.launch()
         guard = pair.region.guard(pair.streams.compute, self.waits.slots, self.waits.flags)
         return guard.wait(int(timeout_s * 1e6))

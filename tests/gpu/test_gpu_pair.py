@@ -89,7 +89,7 @@ def test_a_killed_ffn_releases_the_stream_and_the_step_can_be_repeated(make_pair
     pair.signal("ffn", signal.SIGSTOP)
     pair.host.begin_step(3)
     pair.host.announce(24)
-    graph._graph.replay()
+    graph.launch()
     guard = pair.region.guard(pair.streams.compute, graph.waits.slots, graph.waits.flags)
     time.sleep(0.2)
     assert not guard.done

@@ -9,7 +9,12 @@ if not torch.cuda.is_available():
 
 from afd.wire import slot_view_torch  # noqa: E402
 from afd.wire.layout import layouts  # noqa: E402
-from afd.wire.slot_torch import PlacedAnswers, sum_of_parts, take_rows  # noqa: E402
+from afd.wire.slot_torch import (  # noqa: E402
+    PlacedAnswers,
+    sum_of_parts,
+    take_bucket,
+    take_rows,
+)
 from afd.wire.slot_view_torch import RoutedRows, SlotView  # noqa: E402
 from afd.wire.streams_torch import make_streams  # noqa: E402
 from afd_bench.step3 import fused_kernels as fused  # noqa: E402
@@ -40,6 +45,23 @@ def test_rows_of_several_messages(wire, counts):
     want, got = (RoutedRows.empty_like(views[0], sum(counts)) for views in (here, there))
     take_rows(here, counts, want, {1, len(counts) - 1})
     take_rows(there, counts, got, {1, len(counts) - 1})
+    pairs = [(want.x.payload, got.x.payload), (want.ids, got.ids), (want.weights, got.weights)]
+    if want.x.scales is not None:
+        pairs.append((want.x.scales, got.x.scales))
+    for mine, theirs in pairs:
+        assert torch.equal(raw(mine), raw(theirs))
+
+
+@pytest.mark.parametrize("wire", ["exact", "fp8", "mxfp4"])
+@pytest.mark.parametrize("counts", [[128], [5, 0, 7], [3, 1, 2, 4, 1, 2, 3, 4, 5, 6]])
+@pytest.mark.parametrize("tp", [1, 3])
+def test_rows_of_a_bucket(wire, counts, tp):
+    layout, _ = layouts(wire, "bfloat16", 128, 7168, 3)
+    here, there = views_of(layout, [2 * i + 1 for i in range(len(counts))])
+    bucket, table = max(counts) + 1, torch.tensor(counts, dtype=torch.int32)
+    want, got = (RoutedRows.empty_like(v[0], len(counts) * bucket) for v in (here, there))
+    take_bucket(here, table, bucket, tp, want)
+    take_bucket(there, table.cuda(), bucket, tp, got)
     pairs = [(want.x.payload, got.x.payload), (want.ids, got.ids), (want.weights, got.weights)]
     if want.x.scales is not None:
         pairs.append((want.x.scales, got.x.scales))

@@ -64,10 +64,24 @@ def _ranks(model: Path) -> dict[str, object]:
     }
 
 
+def _rocm(model: Path) -> dict[str, object]:
+    """2A2F on device rocm, for the stand-in node (tests/rocm_node). vLLM's CPU worker captures no
+    graphs; tests/rocm_node/test_rocm_node.py replays some without vLLM."""
+    attention = {**SETTINGS, "instances": 2, "max_num_batched_tokens": 128, "vllm_args": [BLOCK]}
+    return {
+        "model": str(model),
+        "attention": {**attention, "device": "rocm"},
+        "ffn": {"instances": 2, "device": "rocm"},
+        "pipeline": {"depth": 3, "min_rows": 1, "graphs": False},
+        "deadlines": {"ffn_s": 150},
+    }
+
+
 DEPLOYMENTS: dict[str, tuple[str, Callable[[Path], dict[str, object]]]] = {
     "openai": ("qwen3_moe", _openai),
     "pair": ("qwen3_moe", _pair),
     "ranks": ("qwen3_moe", _ranks),
+    "rocm": ("qwen3_moe", _rocm),
     "step3": ("step3", _step3),
 }
 

@@ -49,6 +49,8 @@ def test_amd_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     agents = "Agent 1\n  Name:    AMD EPYC\nAgent 2\n  Name:    gfx942\nAgent 3\n  Name:    gfx942"
     stand_ins(monkeypatch, tmp_path, rocminfo=agents)
     assert find_gpus({}, tmp_path) == Gpus("amd", 2, ("gfx942", "gfx942"))
+    for name in ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
+        assert find_gpus({name: "1"}, tmp_path).count == 1
 
 
 @pytest.mark.parametrize(
@@ -59,6 +61,7 @@ def test_amd_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ({"vllm": "0.26.0"}, "cuda"),
         ({"vllm": "0.26.0+cpu"}, "cpu"),
         ({"vllm": "0.26.0+rocm700"}, "rocm"),
+        ({"vllm": "0.26.0", "torch": "2.11.0+rocm7.0"}, "rocm"),
     ],
 )
 def test_build_of_vllm(installed: dict[str, str], build: str | None) -> None:
@@ -77,7 +80,7 @@ def on_host(monkeypatch: pytest.MonkeyPatch, gpus: Gpus, build: str | None) -> N
 
 
 @pytest.mark.parametrize(
-    ("gpus", "build"), [(NONE, "cpu"), (ONE, "cpu"), (INSTINCT, "rocm"), (NONE, "cuda")]
+    ("gpus", "build"), [(NONE, "cpu"), (ONE, "cpu"), (INSTINCT, "cuda"), (NONE, "cuda")]
 )
 def test_the_demo_on_the_cpu(
     monkeypatch: pytest.MonkeyPatch, gpus: Gpus, build: str | None
@@ -103,6 +106,13 @@ def test_both_sides_share_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "hermes" in deployment.attention.vllm_args
     on_cpu = demo._load(["attention.device=cpu", "ffn.device=cpu"])
     assert on_cpu.attention.device == "cpu" and on_cpu.gpus is None
+
+
+def test_the_demo_on_an_amd_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_host(monkeypatch, INSTINCT, "rocm")
+    deployment = demo._load([])
+    assert (deployment.attention.device, deployment.ffn.device) == ("rocm", "rocm")
+    assert deployment.gpus == 1
 
 
 def test_serving_needs_vllm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,6 +120,15 @@ def test_an_amd_gpu_is_reported_and_the_cpu_is_used(checkout: Checkout) -> None:
     assert "AMD GPU found" in line and "container image" in line
 
 
+def test_an_amd_gpu_in_vllms_image_is_used(checkout: Checkout) -> None:
+    checkout.gpu_tool("rocminfo", AMD)
+    checkout.program("python-of-the-image", "exit 0")  # its vLLM is built for ROCm
+    python = str(checkout.folder / "python-of-the-image")
+    assert checkout.device(PYTHON=python) == "rocm"
+    done = checkout.run("--device", "rocm", "setup", PYTHON="/bin/false")
+    assert done.returncode == 2 and "has no vLLM for ROCm" in done.stderr
+
+
 def test_the_amd_driver_without_rocminfo(checkout: Checkout) -> None:
     checkout.device_file("kfd")
     done = checkout.run("device")
@@ -181,7 +190,7 @@ def test_a_second_setup_runs_only_after_a_change(checkout: Checkout) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("--device", "tpu", "demo"), "--device tpu is unknown; use auto, cpu or cuda"),
+        (("--device", "tpu", "demo"), "--device tpu is unknown; use auto, cpu, cuda or rocm"),
         (("--device",), "--device needs a value: auto, cpu or cuda"),
         (("dmeo",), "unknown command dmeo; try ./run help"),
     ],

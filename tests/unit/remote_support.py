@@ -105,7 +105,7 @@ class Deployed:
                 "attention": {"instances": x, "dtype": "float32", "max_num_batched_tokens": 64},
                 "ffn": {"instances": y, **sections.pop("ffn", {})},
                 "pipeline": {"depth": DEPTH, "min_rows": 1},
-                "deadlines": {"ffn_s": 10.0},
+                "deadlines": {"ffn_s": 10.0, "start_s": 5.0},
                 **sections,
             },
         )
@@ -254,7 +254,7 @@ class Deployed:
         control = FakeControl(self.registry, member.generation, member.id, renew)
         self.controls[member.id] = control
         client = RemoteExperts(r, i, region, control, RoleMetrics("attention"))
-        client.connect(30.0)
+        client.connect(self.deployment.deadlines.start_s)
         return client
 
     def move(self, tables, deadline_s=20.0):

@@ -4,12 +4,13 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from safetensors.numpy import save_file
+import numpy as np
 
 from afd.demo import tokenizer, weights
 from afd.demo.published import grouped, multimodal
 from afd.demo.published.deepseek import kimi_k2
 from afd.demo.published.gpt_oss import gpt_oss
+from afd.demo.published.quantised import FORMATS
 from afd.demo.published.qwen3_next import qwen3_next
 from afd.demo.sizes import Sizes
 from afd.demo.weights import Config, Drawn, Sink, Tensors
@@ -29,29 +30,49 @@ LAYOUTS: dict[str, Callable[[Sink, Sizes, str], Config]] = {
     "gpt_oss": gpt_oss,
     "llama4": multimodal.llama4,
     "qwen3_next": qwen3_next,
+    "step3_text": weights.step3,
     "step3_vl": multimodal.step3_vl,
 }
 """By name, what draws the tensors and returns config.json."""
 
 
 def make_published(
-    layout: str, directory: Path, sizes: Sizes, *, seed: int = 0, dtype: str = "bfloat16"
+    layout: str,
+    directory: Path,
+    sizes: Sizes,
+    *,
+    stored_as: str = "plain",
+    twin: Path | None = None,
+    seed: int = 0,
+    dtype: str = "bfloat16",
 ) -> None:
     """Writes config, index, two weight files and tokenizer to ``directory``; creates it.
 
+    Args:
+        layout: a key of LAYOUTS. stored_as: "plain" or a key of ``quantised.FORMATS``.
+        twin: gets the unquantised checkpoint with the values of the quantised one.
+
     Raises:
-        ConfigError: the layout is unknown.
+        ConfigError: the layout or the format is unknown.
     """
     if layout not in LAYOUTS:
         raise ConfigError(f"layout {layout!r} is unknown; use one of {', '.join(LAYOUTS)}")
+    if stored_as not in (known := ("plain", *FORMATS)):
+        raise ConfigError(f"format {stored_as!r} is unknown; use one of {', '.join(known)}")
     drawn = Drawn(seed, sizes.hidden, dtype)
     config = LAYOUTS[layout](drawn, sizes, dtype)
-    write(directory, config, drawn.tensors)
-    tokenizer.write(directory, sizes.vocab)
+    if stored_as == "plain":
+        write(directory, config, drawn.tensors, sizes.vocab)
+        return
+    result = FORMATS[stored_as](drawn.tensors)
+    quantised = config | {"quantization_config": result.quantization}
+    write(directory, quantised, result.stored, sizes.vocab)
+    if twin is not None:
+        write(twin, config, result.twin, sizes.vocab)
 
 
-def write(directory: Path, config: Config, tensors: Tensors) -> None:
-    """Writes config.json, two weight files and their index."""
+def write(directory: Path, config: Config, tensors: Tensors, vocab: int) -> None:
+    """Writes config.json, two weight files, their index and a tokenizer."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     names = list(tensors)
@@ -59,10 +80,38 @@ def write(directory: Path, config: Config, tensors: Tensors) -> None:
     weight_map: dict[str, str] = {}
     for number, part in enumerate((names[:half], names[half:]), 1):
         file = f"model-{number:05}-of-00002.safetensors"
-        save_file({name: tensors[name] for name in part}, directory / file, {"format": "pt"})
+        _save(directory / file, {name: tensors[name] for name in part})
         weight_map |= dict.fromkeys(part, file)
     index = {
         "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
         "weight_map": dict(sorted(weight_map.items())),
     }
     (directory / INDEX_FILE).write_text(json.dumps(index, indent=1) + "\n")
+    tokenizer.write(directory, vocab)
+
+
+def _save(file: Path, tensors: Tensors) -> None:
+    """Writes a safetensors file. safetensors.numpy knows no FP8."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for name, tensor in tensors.items():
+        offsets = [begin, begin + tensor.nbytes]
+        dtype = _DTYPES[tensor.dtype.name]
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": offsets}
+        begin += tensor.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # aligned, as the format asks for
+    with file.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            out.write(np.ascontiguousarray(tensor).tobytes())
+
+
+_DTYPES = {
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "int32": "I32",
+    "uint8": "U8",
+}

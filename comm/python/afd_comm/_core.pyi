@@ -312,6 +312,23 @@ class Region:
 
         Returns -1 at the deadline, on ``wake`` or ``close``, and as soon as all writers of the slots are gone.
         """
+    def wait_any_of(
+        self, slots: npt.NDArray[np.uint32], flags: npt.NDArray[np.uint64], timeout_us: int
+    ) -> int:
+        """``wait_any`` for many slots; the arrays have one entry per slot."""
+    def read_headers(
+        self,
+        slots: npt.NDArray[np.uint32],
+        flags: npt.NDArray[np.uint64],
+        ahead: int,
+        into: npt.NDArray[np.uint64],
+    ) -> int:
+        """Read the headers of the messages that have arrived, in one call; return their number.
+
+        A message of slot i counts if its flag is ``flags[i]`` or one of the ``ahead`` - 1 flags behind it. Fills row i
+        of ``into`` [slots, 6]: number of that flag, from 1; the three words of ``Message.user``; count; nbytes. Word 0
+        is 0 for a slot without such a message, and the rest of its row is not changed.
+        """
     def trace(self, slots: tuple[int, int], into: PeerTrace | None) -> None:
         """Record the messages of ``slots`` = (first, count), all of one peer, in ``into``; None ends it.
 
@@ -351,6 +368,16 @@ class Guard:
         released, so a thread can wait while others work. Raises CommError if the stream is still busy 10 s after its
         waits were released.
         """
+
+class Recording:
+    """The messages that one capture enqueued on a link; from ``Link.record``.
+
+    It keeps what their tickets name. Release it when no graph that holds them will run again, so that memory does not
+    grow with every capture. What is captured without a recording lives as long as the link.
+    """
+
+    def release(self) -> None:
+        """Free the messages. Idempotent; the end of the object does it too."""
 
 class StepPlan:
     """What a stream sends in a step of a ``StepGate``: the constants of a graph. Immutable."""
@@ -412,16 +439,6 @@ class StepGate:
         """
     def cancel(self) -> None:
         """End a step whose stream has failed; sends nothing more."""
-
-class Recording:
-    """The messages that one capture enqueued on a link; from ``Link.record``.
-
-    It keeps what their tickets name. Release it when no graph that holds them will run again, so that memory does not
-    grow with every capture. What is captured without a recording lives as long as the link.
-    """
-
-    def release(self) -> None:
-        """Free the messages. Idempotent; the end of the object does it too."""
 
 class Link:
     """A connection to one peer's region, open from construction to ``close``."""

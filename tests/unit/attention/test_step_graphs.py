@@ -18,7 +18,7 @@ from vllm.forward_context import BatchDescriptor
 
 from afd.errors import DeadlineExceeded, PeerLost
 from afd.metrics.role import RoleMetrics, Stage
-from afd.wire.streams_torch import HostStreams
+from afd.wire.streams_torch import CudaTimer, HostStreams
 from afd_comm import Status
 from attention_worker.remote.observer import ReplayObserver
 from attention_worker.remote.replay_guard import ReplayGuard, ReplaySettings, RunningStep
@@ -144,7 +144,7 @@ def make(monkeypatch, lookahead):
         host,
         region,
         Stream.streams,
-        ReplayObserver(metrics, stage_every=2),
+        ReplayObserver(metrics, 2, CudaTimer()),
     )
     step = graphs.StepGraphs(model, None, host, Stream(), guard)
     return SimpleNamespace(

@@ -33,7 +33,7 @@ def test_defaults_equal_the_documented_ones(write, tmp_path):
     assert deployment.ffn.step_wait_ms == 10.0 and deployment.ffn.late_ms == 1000.0
     assert (deployment.pipeline.depth, deployment.pipeline.min_rows) == (3, 4)
     assert deployment.wire.format == "exact" and deployment.transport.backend == "auto"
-    assert deployment.wire.name == "exact"
+    assert deployment.wire.format == "exact" and deployment.wire.fp8 == "auto"
     assert deployment.control.address == "auto" and deployment.control.keys is None
     assert (deployment.gateway.host, deployment.gateway.port) == ("127.0.0.1", 8000)
     assert deployment.deadlines.ffn_s == 60.0 and deployment.deadlines.stuck_s == 20.0
@@ -160,7 +160,7 @@ def test_deployment_cannot_be_changed(write):
         ),
         (
             "model: m\nattention: {device: gpu}",
-            'attention.device in demo.yaml is "gpu"; it must be cpu or cuda',
+            'attention.device in demo.yaml is "gpu"; it must be cpu, cuda or rocm',
         ),
         (
             "model: m\nattention: {kernel: mqa}",

@@ -27,8 +27,8 @@ def new_device(monkeypatch) -> Device:
     """Adds another accelerator to the table. Its torch type is ``meta``, which needs no
     hardware."""
     made = dataclasses.replace(
-        CUDA, name="npu", torch_device="meta", region_device="npu:0", visible_variable="NPUS",
-        streams="afd.wire.streams_torch:host_streams",
+        CUDA, name="npu", torch_device="meta", region_device="npu:0", visible_variables=("NPUS",),
+        runtime="afd.wire.streams_torch:HostRuntime",
     )  # fmt: skip
     monkeypatch.setitem(DEVICES, made.name, made)
     monkeypatch.setitem(devices._OF_TORCH, made.torch_type, made)
@@ -42,7 +42,7 @@ def test_devices_are_found_by_name_and_by_torch_type():
         assert torch_device(name).type == device.torch_type
     assert device_of_torch("cpu").host_memory
     assert not device_of_torch("cuda").host_memory and device_of_torch("cuda").captures_graphs
-    with pytest.raises(ConfigError, match="device 'tpu' is unknown; use one of cpu, cuda"):
+    with pytest.raises(ConfigError, match="device 'tpu' is unknown; use one of cpu, cuda, rocm"):
         device_named("tpu")
     with pytest.raises(ConfigError, match="no device has torch type 'xpu'"):
         device_of_torch("xpu")
@@ -57,12 +57,19 @@ def test_a_new_device_needs_only_its_table_entry(new_device, tmp_path):
     file.write_text("model: m\nattention: {device: npu}\nffn: {device: npu}\n")
     deployment = load_config(file)
     assert replays(deployment, qwen3_moe.FAMILY)
-    assert region_options(deployment, "npu") == {"device": "npu:0", "tcp_host": None}
+    assert region_options(deployment, "npu") == {"device": "npu:0", "tcp_host": "127.0.0.1"}
     assert visible_gpus(new_device, (1, 0), {"NPUS": "4,6"}) == {"NPUS": "6,4"}
     assert isinstance(make_streams(torch_device("npu"), 3), HostStreams)
-    with pytest.raises(ConfigError, match=r"cannot reach the memory of a npu device"):
+    with pytest.raises(ConfigError, match=r"shm cannot reach the memory of a npu device"):
         load_config(file, ["transport.backend=shm"])
-    with pytest.raises(ConfigError, match=r"backend vllm_cuda runs on device cuda, not npu"):
+    with pytest.raises(ConfigError, match=r"ipc connects devices of one kind, but .* is npu and"):
+        load_config(file, ["transport.backend=ipc", "ffn.device=cpu"])
+    mixed = load_config(file, ["ffn.device=cpu"])
+    assert not replays(mixed, qwen3_moe.FAMILY)
+    assert region_options(mixed, "cpu") == {"device": "cpu", "tcp_host": "127.0.0.1"}
+    with pytest.raises(
+        ConfigError, match=r"backend vllm_cuda runs on device cuda and rocm, not npu"
+    ):
         load_config(file, ["ffn.backend=vllm_cuda"])
 
 
@@ -73,7 +80,7 @@ def test_a_host_device_lists_no_devices():
 def test_choices_equal_what_the_ffn_worker_registers():
     backends = choices("moe_backend")
     assert {"torch", "reference", "vllm_cpu", "vllm_cuda", "triton"} <= backends.keys()
-    assert backends["vllm_cuda"] == Choice("vllm_cuda", ("cuda",))
+    assert backends["vllm_cuda"] == Choice("vllm_cuda", ("cuda", "rocm"))
     assert not backends["torch"].devices
     assert {"exact", "int4", "fp4"} <= choices("reduce_format").keys()
     for backend in backends.values():

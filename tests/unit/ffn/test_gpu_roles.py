@@ -73,17 +73,27 @@ def test_the_environment_of_a_role():
     assert on_cpu.gpu_environment({"CUDA_VISIBLE_DEVICES": "0"}) == {}
 
 
-def test_slots_of_a_gpu_role_are_on_its_gpu_without_tcp():
-    assert region_options(deployed(), "cuda") == {"device": "cuda:0", "tcp_host": None}
+def test_slots_of_a_gpu_role_are_on_its_gpu():
+    assert region_options(deployed(), "cuda") == {"device": "cuda:0", "tcp_host": "127.0.0.1"}
+    only_ipc = deployed(transport={"backend": "ipc"})
+    assert region_options(only_ipc, "cuda") == {"device": "cuda:0", "tcp_host": None}
     cpu = Deployment.from_plain({"model": "m"})
     assert region_options(cpu, "cpu") == {"device": "cpu", "tcp_host": "127.0.0.1"}
 
 
 def test_devices_and_transport_must_fit():
-    with pytest.raises(ValueError, match="use the same device on both sides"):
-        Deployment.from_plain({"model": "m", "ffn": {"device": "cuda"}})
-    with pytest.raises(ValueError, match="use auto or ipc"):
-        deployed(transport={"backend": "tcp"})
+    for device in ("cpu", "cuda"):
+        for backend in ("auto", "tcp"):
+            sides = {"attention": {"device": device}, "ffn": {"device": "cuda"}}
+            Deployment.from_plain({"model": "m", "transport": {"backend": backend}, **sides})
+    with pytest.raises(ValueError, match="use auto, ipc, verbs or tcp"):
+        deployed(transport={"backend": "shm"})
+    mixed = {"model": "m", "ffn": {"device": "cuda", "instances": 2}}
+    with pytest.raises(ValueError, match="ipc connects devices of one kind"):
+        Deployment.from_plain({**mixed, "transport": {"backend": "ipc"}})
+    assert Deployment.from_plain({**mixed, "gpus": 2}).gpus == 2
+    with pytest.raises(ValueError, match="has only 2 GPU processes"):
+        Deployment.from_plain({**mixed, "gpus": 3})
     with pytest.raises(ValueError, match="backend vllm_cuda runs on device cuda"):
         Deployment.from_plain({"model": "m", "ffn": {"backend": "vllm_cuda"}})
 

@@ -24,7 +24,10 @@ def test_config_choices_load_without_numpy_or_torch():
 def test_choices_are_the_registered_names():
     backends = choices("moe_backend")
     assert list(backends) == ["auto", *moe.BACKENDS]
-    assert backends["vllm_cpu"].devices == ("cpu",) and backends["triton"].devices == ("cuda",)
+    assert backends["vllm_cpu"].devices == ("cpu",) and backends["triton"].devices == (
+        "cuda",
+        "rocm",
+    )
     assert backends["auto"].devices == backends["torch"].devices == ()
     assert list(choices("reduce_format")) == ["exact", "int8", "int6", "int4", "fp4"]
     assert set(choices("reduce_format")) - {"exact"} <= set(FORMATS)

@@ -10,17 +10,15 @@ import fake_kernels  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from shards import load_shard  # noqa: E402
 
-from afd.config.deployment import Deployment  # noqa: E402
-from afd.config.roles import RoleSpec  # noqa: E402
 from afd.demo.make_model import make_model  # noqa: E402
 from afd.demo.sizes import resolve  # noqa: E402
 from afd.errors import ConfigError  # noqa: E402
 from afd.models import read_model  # noqa: E402
-from afd.models.checkpoint import only_experts_are_fp8, tensor_table  # noqa: E402
+from afd.models.checkpoint import tensor_table  # noqa: E402
 from afd.wire.layout import Tag  # noqa: E402
 from afd.wire.rows_torch import EncodedRows  # noqa: E402
-from attention_worker.vllm_hooks.command import attention_command  # noqa: E402
-from ffn_worker.experts.build import load_ffn_model, shard_of  # noqa: E402
+from ffn_worker.experts.build import load_ffn_model  # noqa: E402
+from ffn_worker.experts.plan import shard_of  # noqa: E402
 from ffn_worker.moe.quantise import (  # noqa: E402
     Weight,
     dequantise_weight,
@@ -246,8 +244,6 @@ def test_fp8_checkpoints_stay_fp8(checkpoints, name, instances):
     path = checkpoints / f"{name}-fp8"
     family, model = read_model(path)
     table = tensor_table(path)
-    assert only_experts_are_fp8(path, family)
-    assert not only_experts_are_fp8(checkpoints / name, family)
     loaded = [
         load_shard(path, family, model, shard_of(model, instances, j), scheme=Scheme.FP8_BLOCK)
         for j in range(instances)
@@ -285,22 +281,6 @@ def test_fp8_checkpoints_stay_fp8(checkpoints, name, instances):
     assert first.banks.scheme is Scheme.MXFP4 and (four - plain).abs().max() <= 0.5 * bound
     (first, *_), random = run(checkpoints / name, dummy=True, weights="fp8_block")
     assert first.banks.scheme is Scheme.FP8_BLOCK and random.isfinite().all()
-
-
-def test_attention_serves_unquantised_weights(checkpoints, tmp_path):
-    def argv(model):
-        plain = Deployment.from_plain({"model": str(model)})
-        return attention_command(RoleSpec("attention", 0, plain, "tcp://127.0.0.1:1"), {})[0]
-
-    override = '--hf-overrides={"quantization_config": null}'
-    source = checkpoints / "step3-fp8"
-    assert override in argv(source) and override not in argv(checkpoints / "step3")
-    stored = load_file(source / "model.safetensors")
-    name = next(name for name in stored if "self_attn" in name)
-    stored[name] = stored[name].to(torch.float8_e4m3fn)
-    rewrite(source, tmp_path, stored, FP8_CONFIG)
-    with pytest.raises(ConfigError, match=r"attention weights .* use the bfloat16 checkpoint"):
-        argv(tmp_path)
 
 
 def test_errors_name_the_tensors_of_broken_fp8_checkpoints(checkpoints, tmp_path):

@@ -12,13 +12,14 @@ from safetensors.torch import save_file  # noqa: E402
 from afd.errors import ConfigError  # noqa: E402
 from afd.models.checkpoint import tensor_table  # noqa: E402
 from afd.models.quantization import quantization_of  # noqa: E402
+from afd.models.stored_torch import StoredParts, decode  # noqa: E402
 from afd.models.weight_format import Layout, WeightFormat, tensor_name  # noqa: E402
 from afd.wire.layout import Tag  # noqa: E402
 from ffn_worker.experts.stored_weight import StoredWeight, stored_format  # noqa: E402
 from ffn_worker.experts.tensor_files import TensorFiles  # noqa: E402
 from ffn_worker.moe.quantise import Weight, dequantise_weight, in_scheme  # noqa: E402
 from ffn_worker.moe.scheme import Scheme  # noqa: E402
-from ffn_worker.moe.stored import StoredParts, as_weight, decode, held_as  # noqa: E402
+from ffn_worker.moe.stored import as_weight, held_as  # noqa: E402
 
 N, K, GROUP = 384, 256, 32
 

@@ -1,6 +1,7 @@
 """The deployment file of a plan: `afd serve` accepts it, and it matches the plan."""
 
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 import yaml
@@ -10,7 +11,13 @@ from afd.config.deployment import load_config
 from afd.config.resolve import check_model
 from afd.errors import ConfigError
 from afd_planner.cost.stages import step_seconds
-from afd_planner.report.emit import deployment_data, deployment_yaml, split_from_rows
+from afd_planner.report.emit import (
+    CACHE_HEADROOM,
+    deployment_data,
+    deployment_yaml,
+    free_for_cache,
+    split_from_rows,
+)
 from afd_planner.report.presets import FOLDER
 from afd_planner.sizing.decide import make_plan
 from afd_planner.sizing.unit_cost import afd_point
@@ -37,12 +44,24 @@ def test_afd_serve_accepts_the_file(plan, tmp_path):
     assert attention.max_model_len >= 2 * 8192
 
 
-def test_the_cache_holds_the_planned_rows(plan):
+def test_the_cache_holds_the_planned_rows_or_fills_the_gpu(plan):
     data = deployment_data(plan.afd, plan.request, "m")
-    needed = data["attention"]["max_num_seqs"] * plan.request.model.kv_stored_bytes(8192, "fp8")
+    rows = data["attention"]["max_num_seqs"]
+    needed = rows * plan.request.model.kv_stored_bytes(8192, "fp8") * CACHE_HEADROOM
+    free = free_for_cache(plan.afd.shape, plan.request, data["attention"]["max_num_batched_tokens"])
     cache = data["attention"]["kv_cache_gib"] * 2**30
-    assert needed <= cache <= plan.afd.shape.attention.accelerator.memory_bytes
+    assert min(needed, free) - 2**30 / 10 <= cache <= min(needed, free)
     assert data["attention"]["vllm_args"] == ["--kv-cache-dtype", "fp8"]
+
+
+def test_hosts_are_the_servers_of_the_plan(plan):
+    shape, data = plan.afd.shape, deployment_data(plan.afd, plan.request, "m")
+    attention = [host["attention"] for host in data["hosts"] if host["attention"]]
+    ffn = [host["ffn"] for host in data["hosts"] if host["ffn"]]
+    assert (len(attention), len(ffn)) == (shape.attention.instances, shape.ffn.instances)
+    assert list(chain(*attention)) == list(range(shape.attention.groups))
+    assert list(chain(*ffn)) == list(range(shape.ffn.groups))
+    assert data["ffn"]["weights"] == "fp8_block" and data["control"]["keys"] == "control.keys"
 
 
 def test_the_comment_has_the_plan_and_what_no_key_can_express(plan):
@@ -52,7 +71,7 @@ def test_the_comment_has_the_plan_and_what_no_key_can_express(plan):
     assert f"plan: {shape.attention.instances}A{shape.ffn.instances}F" in text
     assert f"recommended: {plan.verdict.ratio:.2f} times" in text
     assert f"{shape.attention.groups} + {shape.ffn.groups}" in text
-    assert "planned with fp8 experts: set ffn.weights to fp8_block" in text
+    assert "hosts: set their addresses, then run `afd serve FILE --host NAME`" in text
     assert "planned with fp8 attention weights, which afd serve does not support" in text
 
 

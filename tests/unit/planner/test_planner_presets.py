@@ -6,8 +6,9 @@ from itertools import pairwise
 import pytest
 
 from afd.config.deployment import load_config
-from afd.config.resolve import check_model
+from afd.config.resolve import check_model, wire_fp8
 from afd_launch import cli
+from afd_launch.memory_check import check_memory
 from afd_planner.report.presets import (
     CONTEXTS_K,
     FOLDER,
@@ -38,11 +39,30 @@ def test_afd_serve_accepts_it(path):
     deployment = load_config(path)
     check_model(deployment)
     assert deployment.model == path.parent and deployment.served_model_name == path.parent.name
-    assert deployment.attention.device == deployment.ffn.device == "cuda"
+    arch = {"mi300x": "gfx942", "mi355x": "gfx950"}.get(path.stem.partition("-")[0])
+    device = "rocm" if arch else "cuda"
+    assert deployment.attention.device == deployment.ffn.device == device
+    assert deployment.ffn.arch == (arch or "auto")
+    other = arch == "gfx942" and deployment.wire.format != "exact"
+    assert wire_fp8(deployment) == ("e4m3fnuz" if other else "e4m3fn")
+    assert check_memory(deployment).startswith("; memory per GPU: attention")
+
+
+def test_presets_name_every_host_and_fill_it():
+    several = 0
+    for path in ON_DISK:
+        deployment = load_config(path)
+        several += len(deployment.hosts) > 1
+        for place in deployment.places():
+            (host,) = [host for host in deployment.hosts if host.name == place.name]
+            taken = len(place.attention) + len(place.ffn) * deployment.ffn.tp
+            assert taken == host.accelerators.count, f"{path}: {host.name}"
+            assert host.accelerators.kind == path.stem.rpartition("-")[0]
+    assert several == 69
 
 
 def test_check_says_that_weights_are_missing(capsys):
-    assert cli.main(["serve", "--check", str(FOLDER / "step-3" / "h800-4k.yaml")]) == 0
+    assert cli.main(["serve", "--check-file", str(FOLDER / "step-3" / "h800-4k.yaml")]) == 0
     told = capsys.readouterr().out
     assert "is good: model step-3" in told and "holds no weights" in told
     assert "--set model=" in told

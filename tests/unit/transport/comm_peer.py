@@ -3,6 +3,9 @@
 It exchanges JSON lines over stdin and stdout and exits at the end of stdin. Modes:
 own   {slots, slot_bytes, tcp[, device]}
       create a Region, print its addresses
+show  {slots, slot_bytes, tcp[, device, verbs]}
+      the same; then for each [slot, flag, n] wait and print the SHA-256 of the payload's first n
+      bytes. verbs: a libibverbs without hardware
 send  {addresses, backend, slots, flag, value[, device]}
       claim slots, post ``value`` bytes to each, print "posted"
 echo  {slots, slot_bytes, tcp, backend, count}
@@ -12,6 +15,7 @@ echo  {slots, slot_bytes, tcp, backend, count}
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -22,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from afd_comm import Link, Message, Region, Status, make_flag
+from afd_comm import Link, Message, Region, Status, VerbsOptions, make_flag
 
 TIMEOUT_US = 5_000_000
 
@@ -74,13 +78,30 @@ def say(value: object) -> None:
 
 def region_of(arguments: dict[str, Any]) -> Region:
     host = "127.0.0.1" if arguments["tcp"] else None
+    library = arguments.get("verbs")
+    ports = ["fake0", "fake1:1"]
     return Region(
         arguments["slots"],
         arguments["slot_bytes"],
         name="peer",
         tcp_host=host,
         device=arguments.get("device", "cpu"),
+        verbs=VerbsOptions(ports=ports, host="127.0.0.1", library=library) if library else None,
     )
+
+
+def show(arguments: dict[str, Any]) -> None:
+    from gpu_cases import memory_of
+
+    region = region_of(arguments)
+    say(region.addresses)
+    for line in sys.stdin:
+        slot, flag, n = json.loads(line)
+        if region.wait_all([slot], [flag], TIMEOUT_US) != [Status.OK]:
+            sys.exit("nothing came")
+        on_host = region.device == "cpu"
+        payload = region.buffer(slot) if on_host else memory_of(region, slot)[0]
+        say(hashlib.sha256(payload[:n]).hexdigest())
 
 
 def own(arguments: dict[str, Any]) -> None:
@@ -120,4 +141,4 @@ def echo(arguments: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    {"own": own, "send": send, "echo": echo}[sys.argv[1]](json.loads(sys.argv[2]))
+    {"own": own, "show": show, "send": send, "echo": echo}[sys.argv[1]](json.loads(sys.argv[2]))

@@ -3,6 +3,7 @@ calling thread. test_comm_gpu_fake.py repeats it on fake GPU drivers, with graph
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Iterator
 
@@ -210,6 +211,29 @@ def test_a_dead_receiver_is_noticed_by_the_next_enqueue() -> None:
         receiver.kill()
         assert await_status(link) == Status.PEER_GONE
         assert link.enqueue(0, message, 2) == Status.PEER_GONE
+
+
+def test_verbs_between_two_processes(fake: FakeVerbs) -> None:
+    rng = np.random.default_rng(15)
+    arguments = {"slots": 2, "slot_bytes": SLOT_BYTES, "tcp": False, "verbs": fake.library}
+    with peer("show", **arguments) as receiver:
+        link = Link(
+            receiver.read(),
+            backend="verbs",
+            slots=(0, 2),
+            timeout_us=TIMEOUT_US,
+            verbs=fake.options(stripe_bytes=4096),
+        )
+        for flag in range(1, 20):
+            data = rng.integers(0, 256, int(rng.integers(1, SLOT_BYTES)), dtype=np.uint8)
+            message = Message(flag % 2, [(0, data.ctypes.data, data.nbytes)])
+            assert link.enqueue(0, message, flag) == Status.OK
+            if flag == 10:
+                fake.lose_acks("fake0")
+            receiver.write([flag % 2, flag, data.nbytes])
+            assert receiver.read() == hashlib.sha256(data).hexdigest()
+        receiver.kill()
+        assert await_status(link) == Status.PEER_GONE
 
 
 def test_a_stopped_receiver_is_a_deadline(fake: FakeVerbs) -> None:

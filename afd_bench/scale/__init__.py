@@ -1,0 +1,1 @@
+"""`afd bench scale`: large deployments on the CPU, with every process but without vLLM."""

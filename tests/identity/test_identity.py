@@ -1,0 +1,40 @@
+"""Every family and format answers like vLLM alone and like Transformers, token for token."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import ALL, FORMATS, Model
+from conftest import described
+from engines import prompts
+from hf import disagreements
+
+pytest.importorskip("vllm", reason="the package vllm is not installed; ./run test installs it")
+pytestmark = pytest.mark.serve
+
+Answer = Callable[[Model], dict[str, Any]]
+
+
+@pytest.mark.parametrize("model", ALL, ids=lambda model: model.name)
+def test_same_tokens(model: Model, checkpoints: Path, remote: Answer, colocated: Answer) -> None:
+    """The same greedy tokens as colocated vLLM and as Transformers, in micro-batches.
+
+    Quantised checkpoints are compared with their unquantised twins.
+    """
+    found = remote(model)
+    assert len(found["tokens"]) == len(prompts())
+    assert max(found["depths"]) == model.depth, described(model)
+    if not model.colocated:
+        assert found["tokens"] == colocated(model)["tokens"], described(model)
+    if model.transformers:
+        twin = checkpoints / "twin" / model.name
+        assert disagreements(twin, prompts(), found["tokens"]) == [], described(model)
+
+
+@pytest.mark.parametrize("model", FORMATS, ids=lambda model: model.name)
+def test_decoded_attention_is_logged(model: Model, remote: Answer) -> None:
+    log = remote(model)["log"]
+    decoded = [line for line in log if "are decoded to float32 at load" in line]
+    experts_only = model.stored_as in ("int4", "mxfp4")
+    assert len(decoded) == (not experts_only), log

@@ -1,0 +1,20 @@
+"""Makes device rocm the stand-in node in every Python process that has this folder in PYTHONPATH.
+
+Only data is replaced: the entries of the tables of devices and of MoE backends. Tensors are host
+memory, because torch for ROCm cannot be installed beside torch for CPUs; slots, streams, graphs and
+links are those of the stand-in libamdhip64 (hip.cc), through the product's own HIP code in comm/.
+"""
+
+import dataclasses
+
+from afd import devices
+from ffn_worker.moe import registry
+
+_ROCM = dataclasses.replace(
+    devices.ROCM, torch_device="cpu", runtime="stand_in_rocm:StandInRuntime"
+)
+devices.DEVICES["rocm"] = _ROCM
+devices._OF_TORCH["cpu"] = _ROCM
+registry.BACKENDS["reference"] = dataclasses.replace(
+    registry.BACKENDS["reference"], target="stand_in_rocm:CapturedReference"
+)

@@ -1,0 +1,250 @@
+"""torch's device API for the stand-in node: streams and graphs of hip.cc, tensors in host memory.
+
+An operation of torch runs on the host when it is called. While a stream is captured, it becomes a
+host function of the graph too, which runs it again on the same tensors. So a replay computes with
+what its own step has received.
+"""
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from afd.wire.streams_torch import HostTimer, Payloads, StepTimer, Streams
+from ffn_worker.moe.reference import ReferenceBackend
+
+_Recorded = TypeVar("_Recorded")
+_HostFunction = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+THREAD_LOCAL = 1
+NON_BLOCKING = 1
+
+
+class HipError(RuntimeError):
+    def __init__(self, call: str, code: int) -> None:
+        super().__init__(f"{call} failed with error {code}")
+        self.code = code
+
+
+class Hip:
+    """The stand-in's API: ``hip.hipStreamQuery(...)`` raises HipError unless it succeeds."""
+
+    def __init__(self) -> None:
+        self.library = ctypes.CDLL("libamdhip64.so")
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        function = getattr(self.library, name)
+
+        def call(*args: object) -> None:
+            if code := function(*args):
+                raise HipError(name, code)
+
+        return call
+
+    def stream(self) -> ctypes.c_void_p:
+        out = ctypes.c_void_p()
+        self.hipStreamCreateWithFlags(ctypes.byref(out), NON_BLOCKING)
+        return out
+
+    def event(self) -> ctypes.c_void_p:
+        out = ctypes.c_void_p()
+        self.hipEventCreateWithFlags(ctypes.byref(out), 0)
+        return out
+
+
+@cache
+def hip() -> Hip:
+    return Hip()
+
+
+# The current streams, innermost last, as torch has them per thread. Steps run in one thread.
+_current: list[ctypes.c_void_p] = []
+
+
+def current() -> ctypes.c_void_p:
+    if not _current:
+        _current.append(hip().stream())
+    return _current[-1]
+
+
+@contextmanager
+def on(stream: ctypes.c_void_p) -> Iterator[None]:
+    current()
+    _current.append(stream)
+    try:
+        yield
+    finally:
+        _current.pop()
+
+
+class StandInStreams:
+    """See :class:`afd.wire.streams_torch.Streams`; the edges are those of ``CudaStreams``."""
+
+    def __init__(self, depth: int) -> None:
+        self._copy = hip().stream()
+        self._own = [hip().stream() for _ in range(depth)]
+        self._captured = hip().stream()
+        self._before: list[ctypes.c_void_p] = []
+
+    @property
+    def compute(self) -> int:
+        return current().value or 0
+
+    @property
+    def copy(self) -> int:
+        return self._copy.value or 0
+
+    def _order(self, first: ctypes.c_void_p, then: ctypes.c_void_p) -> None:
+        event = hip().event()
+        hip().hipEventRecord(event, first)
+        hip().hipStreamWaitEvent(then, event, 0)
+
+    def fork(self) -> None:
+        self._order(current(), self._copy)
+
+    def join(self) -> None:
+        self._order(self._copy, current())
+
+    def copying(self) -> Any:
+        return on(self._copy)
+
+    def begin_step(self) -> None:
+        event = hip().event()
+        hip().hipEventRecord(event, current())
+        self._before = [event] * len(self._own)
+
+    @contextmanager
+    def apart(self, micro_batch: int) -> Iterator[None]:
+        own = self._own[micro_batch]
+        hip().hipStreamWaitEvent(own, self._before[micro_batch], 0)
+        with on(own):
+            yield
+        self._before[micro_batch] = hip().event()
+        hip().hipEventRecord(self._before[micro_batch], self._copy)
+
+    def capturable(self) -> Any:
+        return on(self._captured)
+
+    def stamp(self, *, copying: bool = False) -> object:
+        raise AssertionError("ROCm takes no stamps in graphs: Device.stamps_in_graphs")
+
+    def elapsed_ns(self, first: object, then: object) -> int:
+        raise AssertionError("ROCm takes no stamps in graphs: Device.stamps_in_graphs")
+
+
+class Recorder(TorchDispatchMode):
+    """Adds every operation of torch to the graph that is captured, as a host function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[object] = []  # what the graph refers to
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        given = {t.untyped_storage().data_ptr() for t in _tensors((args, kwargs))}
+        results = _tensors(out)
+        fresh = [t.untyped_storage().data_ptr() not in given for t in results]
+        if results and not any(fresh) and not func._schema.is_mutable:
+            return out  # a view: nothing to compute
+
+        def again(_data: int) -> None:
+            with torch.inference_mode():
+                now = _tensors(func(*args, **kwargs))
+                for old, new, is_fresh in zip(results, now, fresh, strict=True):
+                    if is_fresh:
+                        old.copy_(new)
+
+        function = _HostFunction(again)
+        self.kept += [function, args, kwargs, out]
+        hip().hipLaunchHostFunc(current(), function, None)
+        return out
+
+
+def _tensors(tree: object) -> list[torch.Tensor]:
+    leaves, _ = torch.utils._pytree.tree_flatten(tree)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+class Replay:
+    """A captured graph."""
+
+    def __init__(self, graph: ctypes.c_void_p, kept: list[object]) -> None:
+        self._executable, self._kept = ctypes.c_void_p(), kept
+        hip().hipGraphInstantiate(ctypes.byref(self._executable), graph, None, None, 0)
+
+    def __call__(self) -> None:
+        hip().hipGraphLaunch(self._executable, current())
+
+
+class StandInRuntime:
+    """See :class:`afd.wire.streams_torch.Runtime`."""
+
+    def enter(self, device: torch.device) -> None:
+        current()
+
+    def streams(self, device: torch.device, depth: int) -> Streams:
+        return StandInStreams(depth)
+
+    def synchronize(self, device: torch.device) -> None:
+        hip().hipStreamSynchronize(current())
+
+    def payload(self, region: Payloads, slot: int) -> torch.Tensor:
+        """torch for CPUs takes no DLPack tensor of a ROCm device, so its pointer is read."""
+        view: Any = region.view(slot)
+        assert view.__dlpack_device__()[0] == 10, "kDLROCM: the slot is memory of hip:N"
+        content = ctypes.pythonapi.PyCapsule_GetPointer
+        content.restype, content.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        capsule = view.__dlpack__()
+        address = ctypes.cast(content(capsule, b"dltensor"), ctypes.POINTER(ctypes.c_void_p))[0]
+        stride = int(region.slot_stride)  # type: ignore[attr-defined]
+        raw = (ctypes.c_uint8 * stride).from_address(address)
+        return torch.frombuffer(raw, dtype=torch.uint8)
+
+    def graph_memory(self) -> object:
+        return None
+
+    def capture(
+        self, device: torch.device, record: Callable[[], _Recorded], memory: object = None
+    ) -> tuple[_Recorded, Callable[[], None]]:
+        stream, graph = current(), ctypes.c_void_p()
+        hip().hipStreamBeginCapture(stream, THREAD_LOCAL)
+        with Recorder() as recorder:
+            recorded = record()
+        hip().hipStreamEndCapture(stream, ctypes.byref(graph))
+        return recorded, Replay(graph, recorder.kept)
+
+    def step_timer(self) -> StepTimer:
+        return HostTimer()
+
+
+_backends: list["CapturedReference"] = []
+
+
+@torch.library.custom_op("stand_in::experts", mutates_args=())
+def _experts(
+    number: int, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    return ReferenceBackend.forward(_backends[number], layer, x, ids, weights)
+
+
+class CapturedReference(ReferenceBackend):
+    """The reference as one operation, because its own depend on the routing of a step."""
+
+    capturable = True
+
+    def __init__(self, experts: tuple[int, int], num_experts: int | None = None) -> None:
+        super().__init__(experts, num_experts)
+        self._number = len(_backends)
+        _backends.append(self)
+
+    def forward(
+        self, layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+    ) -> torch.Tensor:
+        out: torch.Tensor = _experts(self._number, layer, x, topk_ids, topk_weights)
+        return out

@@ -1,0 +1,67 @@
+"""Device rocm on the stand-in node: slots in hip:N, ipc links, captured and replayed steps.
+
+Every case runs in processes whose libamdhip64 is hip.cc. The FFN instance is the product's process;
+the attention side is a stub without vLLM (tests/gpu/gpu_pair.py), the same that runs on real GPUs.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import node
+import pytest
+
+pytest.importorskip("torch")
+
+HERE = Path(__file__).parent
+REFUSALS = json.loads((HERE / "refusals.json").read_text())["refusals"]
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory):
+    built = node.build(tmp_path_factory.mktemp("hip"))
+    if built is None:
+        pytest.skip("g++, which compiles the stand-in node, is not installed")
+    return built
+
+
+def run(library, script, *words, torch=True):
+    environment = {**os.environ, **node.variables(library, torch=torch)}
+    command = [sys.executable, str(HERE / script), *map(str, words)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+
+
+@pytest.mark.parametrize("case", ["steps", "formats"])
+def test_a_pair_on_the_node(case, library, tiny_models, tmp_path):
+    done = run(library, "pair_cases.py", case, tiny_models("qwen3_moe"), tmp_path)
+    log = tmp_path / "ffn.log"
+    print(log.read_text(errors="replace")[-3000:] if log.exists() else "the FFN wrote no log")
+    assert done.returncode == 0, done.stderr
+
+
+def test_doctor_moves_bytes_through_gpu_memory_of_another_process(library):
+    environment = {**os.environ, **node.variables(library)}
+    command = [sys.executable, "-m", "afd_launch.cli", "doctor", "--active", "--device", "rocm"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("ok    slots on rocm    ipc: 1 MiB there and back, bytes equal")
+
+
+@pytest.fixture(scope="session")
+def refused(library):
+    done = run(library, "refusal_cases.py", torch=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("entry", REFUSALS, ids=lambda entry: entry["case"])
+def test_what_hip_refuses_is_refused_here_too(entry, refused):
+    """Negative controls: each call and error is recorded with its place in HIP's source."""
+    assert entry["source"].partition(":")[0] in ("clr", "systems")
+    assert refused[entry["case"]] == entry["error"]
+
+
+def test_every_refusal_is_recorded(refused):
+    assert set(refused) == {entry["case"] for entry in REFUSALS}
