@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from afd.errors import AfdError, ConfigError
-from afd_launch.arguments import add_config, add_overrides, load_deployment
+from afd_launch.arguments import add_config, add_doctor, add_overrides, load_deployment
 from afd_planner.arguments import add_arguments as add_plan_arguments
 
 if TYPE_CHECKING:
@@ -181,7 +181,8 @@ def _parser() -> argparse.ArgumentParser:
     simulate.add_argument("--trace", type=Path, metavar="FILE", help="timeline for Perfetto, JSON")
     simulate.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON")
 
-    _add(commands, "doctor", _doctor, "check whether this host can run afd")
+    check = _add(commands, "doctor", _doctor, "check whether this host can run afd")
+    add_doctor(check)
     return parser
 
 
@@ -357,10 +358,14 @@ def _simulate(args: argparse.Namespace) -> int:
     return simulate_command(args)
 
 
-def _doctor(_: argparse.Namespace) -> int:
+def _doctor(args: argparse.Namespace) -> int:
     from afd_launch.doctor import doctor
 
-    return doctor()
+    if not (args.active or args.listen or args.peer):
+        return doctor()
+    from afd_launch.active import active
+
+    return active(args.device, args.listen, args.peer, args.ports, args.verbs_host)
 
 
 if __name__ == "__main__":

@@ -61,7 +61,8 @@ def check_memory(deployment: Deployment) -> str:
     Raises:
         ConfigError: a GPU is too small; it names the host, the parts and what to change.
     """
-    if device_named(deployment.attention.device).host_memory:
+    devices = deployment.attention.device, deployment.ffn.device
+    if all(device_named(device).host_memory for device in devices):
         return ""
     kinds = [host for host in deployment.hosts if host.accelerators and host.accelerators.kind]
     if not kinds or deployment.gpus is not None:

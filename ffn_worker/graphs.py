@@ -130,7 +130,7 @@ class StreamSteps:
         peers = [sender.peer for sender in step.senders if sender is not None]
         self._greet(peers)
         table.fill(step.order.parts, [sender is not None for sender in step.senders])
-        exchange.gate.begin(graph.plan, table.depths, table.answers, self._late_us)
+        exchange.begin_answers(graph.plan, self._late_us)
         try:
             observer = graph.run()
         except BaseException:
@@ -173,7 +173,7 @@ class StreamSteps:
         slots.read_bucket(0, shape.bucket, exchange.table.of(0))
         out = self._pipeline.model.warm_up(sum(rows), slots.request_layout.tag)
         sums, _ = self._pipeline.reduce.reduce_scatter(out, rows)
-        slots.encode(sums)
+        slots.encode(sums).copy_to(exchange.send_memory[0])
         synchronize(out.device)
         self._pipeline.reduce.check()
 

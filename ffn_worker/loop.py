@@ -54,7 +54,13 @@ class FfnLoop:
         self._steps = self._stream_steps(reduce)
         membership = Membership(rank, self._table, self.moves)
         self._source = make_source(
-            resolved, rank.pool, self._slots, self._table, self._late, membership.follow
+            resolved,
+            rank.pool,
+            self._slots,
+            self._table,
+            self._late,
+            membership.follow,
+            lambda: self.moves.settled,
         )
         trace_wire(resolved, rank.region, rank.metrics)
 
@@ -121,6 +127,8 @@ class FfnLoop:
                 continue
             self.rank.pool.tell(call.order)
             if call.order.kind == Kind.STEP:
+                if call.order.bucket:
+                    self.moves.settle(call.order.settled)
                 self._late.drop_failed(self._steps.run(call))
             else:
                 yield call

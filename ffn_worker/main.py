@@ -60,6 +60,9 @@ def run_ffn(role: RoleSpec) -> None:
         host = deployment.transport.host
         metrics_url = serve_metrics(metrics, host, role.metrics_port).url
     device = torch_device(deployment.ffn.device)
+    if device_named(deployment.ffn.device).has_streams:
+        # A stream that waits must not share a hardware queue with one that sends.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     runtime_of(device).enter(device)
     verbs = deployment.transport.verbs_keywords("ffn")
     region = Region(
@@ -151,7 +154,6 @@ def _load(role: RoleSpec, resolved: Resolved, metrics: RoleMetrics, members: Mem
         placement=replace(resolved.placement, tables=tables),
         banks={layer: bank for layer, (bank, _) in places.items()},
         shared_by_rows=resolved.shared_by_rows,
-        movable=resolved.contract.movable,
         backend=resolved.deployment.ffn.backend,
         device=torch_device(resolved.deployment.ffn.device),
         progress=progress,

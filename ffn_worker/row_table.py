@@ -17,6 +17,7 @@ class RowTable:
 
     depths: int32 [attention instances], micro-batches of each; 0: absent.
     answers: int32 [attention instances, micro-batches], the rows that this rank returns.
+    firsts: likewise, the first of them.
     """
 
     def __init__(
@@ -32,13 +33,14 @@ class RowTable:
         self._micro_batches = np.arange(max_depth).reshape(-1, 1)
         self.depths = np.zeros(instances, np.int32)
         self.answers = np.zeros((instances, max_depth), np.int32)
+        self.firsts = np.zeros_like(self.answers)
 
     def fill(self, parts: Sequence[Part], present: Sequence[bool]) -> None:
         """Takes the parts of an announced step. Those that are not present count as absent."""
         fields = np.array(parts)
         if not all(present):
             fields = fields[np.asarray(present, bool)]
-        attention, _, rows, depth, _ = fields.T
+        attention, _, rows, depth, _, _ = fields.T
         self.depths[:] = 0
         self.depths[attention] = depth
         # afd.schedule.split_rows: the last micro-batch has the remainder.
@@ -51,8 +53,9 @@ class RowTable:
         if self._tp == 1:
             self.answers[:] = self._rows.T
         else:
-            longer = self._rank < self._rows % self._tp
-            self.answers[:] = (self._rows // self._tp + longer).T
+            each, longer = self._rows // self._tp, self._rows % self._tp
+            self.answers[:] = (each + (self._rank < longer)).T
+            self.firsts[:] = (self._rank * each + np.minimum(self._rank, longer)).T
 
     def rows_of_step(self) -> list[int]:
         """Returns the rows of each micro-batch, over all attention instances."""

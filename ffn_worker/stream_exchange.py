@@ -60,6 +60,7 @@ class StreamExchange:
 
     Attributes:
         gate: of this rank's region. table: the rows of the step.
+        send_memory: by micro-batch, where answers are sent from.
     """
 
     def __init__(
@@ -80,11 +81,12 @@ class StreamExchange:
         self.gate = StepGate(slots.region, peers=instances, lanes=depth)
         self._place = place
         self._instances = instances
+        self._follows_rows = resolved.requests_say_rows
         self._hidden = resolved.model.hidden
         self._layers = resolved.model.moe_layers
         self._device = device
         self._in_order = in_order
-        self._send_memory: list[EncodedAnswers] = []  # by micro-batch
+        self.send_memory: list[EncodedAnswers] = []
         self._in_flight: dict[int, EncodedAnswers] = {}  # by micro-batch
 
     # Before a step.
@@ -97,7 +99,7 @@ class StreamExchange:
         for bucket in largest:
             rows = self._instances * self._share(bucket)
             zeros = torch.zeros((rows, self._hidden), device=self._device)
-            self._send_memory.append(self.slots.encode(zeros))
+            self.send_memory.append(self.slots.encode(zeros))
 
     def greet(self, peer: Peer) -> None:
         """Takes a peer's session into use.
@@ -105,7 +107,7 @@ class StreamExchange:
         Raises:
             CommError: memory cannot be registered for its link.
         """
-        for memory in self._send_memory:
+        for memory in self.send_memory:
             for part in (memory.payload, memory.scales):
                 if part is not None and part.nbytes:
                     device = self.slots.region.device
@@ -123,7 +125,7 @@ class StreamExchange:
         for position in walk(self._layers, shape.depth):
             answer = message(
                 self.slots.answer_slot(position.micro_batch),
-                self._send_memory[position.micro_batch].parts(0, 1),  # of one row
+                self.send_memory[position.micro_batch].parts(0, 1),  # of one row
                 0,
                 layer=position.layer,
                 micro_batch=position.micro_batch,
@@ -173,12 +175,18 @@ class StreamExchange:
         lane = call.position.micro_batch
         self.streams.fork()
         with self.streams.copying():
-            answers.copy_to(self._send_memory[lane])
+            answers.copy_to(self.send_memory[lane])
         self.gate.enqueue_ticket(self.streams.copy, lane, call.number)
 
     def end_step(self) -> None:
         self.streams.join()
         self._in_flight = {}
+
+    def begin_answers(self, plan: StepPlan, late_us: int) -> None:
+        """Starts the gate for the step in the table; call it before the stream gets the step."""
+        table = self.table
+        firsts = table.firsts if self._follows_rows else None
+        self.gate.begin(plan, table.depths, table.answers, late_us, firsts)
 
     def wait_for_step(self) -> list[Status]:
         """Waits until the step that was begun last has ended; one status per attention instance.

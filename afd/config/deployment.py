@@ -61,7 +61,7 @@ class Attention(Section):
     """The attention instances: vLLM servers that hold all weights except the experts."""
 
     instances: int = Field(default=1, ge=1)  # number of attention instances
-    device: Device = "cpu"  # cpu, cuda or rocm; must equal ffn.device
+    device: Device = "cpu"  # cpu, cuda or rocm; another than ffn.device needs verbs or tcp
     # Serving dtype of both sides; auto: the checkpoint's dtype
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     max_model_len: int = Field(default=2048, ge=1)  # tokens per request: prompt plus output
@@ -117,7 +117,7 @@ class Ffn(Section):
     # Library that adds them up (docs/allreduce.md); auto: this project's quickreduce for block
     # formats, and for exact sums where it was measured. aiter_quickreduce: AITER's, device rocm
     reduce_backend: Annotated[str, AfterValidator(reducer)] = "auto"
-    device: Device = "cpu"  # cpu, cuda or rocm; must equal attention.device
+    device: Device = "cpu"  # cpu, cuda or rocm; see attention.device
     # Device rocm: architecture of the FFN instances' GPUs, gfx942 (MI300X, MI325X) or gfx950
     # (MI350X, MI355X). It decides the FP8 type of the wire. auto: as found on their host
     arch: Literal["auto", "gfx942", "gfx950"] = "auto"
@@ -438,6 +438,10 @@ class Deployment(Section):
             shared=self.gpus is not None,
         )
 
+    def place_of(self, host: str) -> HostPlaces:
+        """What runs on one host. host: its name; "" if the file names no hosts."""
+        return next(place for place in self.places() if place.name == host)
+
     def plain(self) -> dict[str, Any]:
         """JSON-ready data; ``from_plain`` makes an equal deployment from it."""
         return self.model_dump(mode="json")
@@ -448,7 +452,7 @@ class Deployment(Section):
         return cls.model_validate_json(json.dumps(data))
 
 
-_PATHS = (
+PATHS = (
     ("model",),
     ("control", "keys"),
     ("ffn", "placement"),
@@ -474,7 +478,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Deployment:
         override(data, item, path.name)
     base = path.absolute().parent
     _resolve_hub_name(data, base)
-    for place in _PATHS:
+    for place in PATHS:
         _resolve_path(data, place, base)
     try:
         return Deployment.model_validate_json(json.dumps(data, default=str))

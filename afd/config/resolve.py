@@ -93,6 +93,12 @@ class Resolved:
     placement: Placement
     contract: Contract
 
+    @property
+    def requests_say_rows(self) -> bool:
+        """Whether the header of a request of a replayed step says how many rows it carries: routed
+        dispatch, and a transport that writes headers for streams."""
+        return self.dispatch == "routed" and not _sends_whole_buffers(self.deployment)
+
 
 def resolve(deployment: Deployment) -> Resolved:
     """Derives the facts of a deployment from the checkpoint's config.json and tensor headers.
@@ -108,7 +114,7 @@ def resolve(deployment: Deployment) -> Resolved:
     placement = _placement(deployment, model)
     graphs = replays(deployment, family)
     dispatch = _dispatch(deployment, model, graphs)
-    by_rows = _shared_by_rows(deployment, dispatch, graphs)
+    by_rows = _shared_by_rows(deployment, dispatch)
     capacity = deployment.attention.max_num_batched_tokens
     depth = max_depth(deployment, family)
     wire = deployment.wire
@@ -133,8 +139,7 @@ def resolve(deployment: Deployment) -> Resolved:
         shared_experts="rows" if by_rows else "slices",
         expert_slots=placement.bounds,
         expert_map=placement.tables,
-        movable=not graphs,
-        graph_buckets=_graph_buckets(deployment),
+        graph_buckets=() if family.split else _graph_buckets(deployment),
     )
     slots = SlotMap(deployment.attention.instances, deployment.ffn.ranks, depth)
     return Resolved(
@@ -167,7 +172,7 @@ def check_model(deployment: Deployment) -> None:
         )
     _placement(deployment, model)
     graphs = replays(deployment, family)
-    _shared_by_rows(deployment, _dispatch(deployment, model, graphs), graphs)
+    _shared_by_rows(deployment, _dispatch(deployment, model, graphs))
     width_slices(model.moe_intermediate, deployment.ffn.tp)
 
 
@@ -181,29 +186,25 @@ def _placement(deployment: Deployment, model: MoeModel) -> Placement:
 
 def _dispatch(deployment: Deployment, model: MoeModel, graphs: bool) -> Dispatch:
     wanted = deployment.wire.dispatch
-    if wanted == "routed" and graphs:
-        raise ConfigError(
-            "wire.dispatch routed sends a varying number of rows, but a captured graph has fixed"
-            " sizes; use broadcast, or set pipeline.graphs: false"
-        )
     if wanted != "auto":
         return wanted
-    if graphs or deployment.ffn.instances == 1:
+    if deployment.ffn.instances == 1 or (graphs and _sends_whole_buffers(deployment)):
         return "broadcast"
     ranges = expert_ranges(model.num_experts, deployment.ffn.instances)
     return cheaper_dispatch([end - start for start, end in ranges], model.top_k)
 
 
-def _shared_by_rows(deployment: Deployment, dispatch: Dispatch, graphs: bool) -> bool:
+def _sends_whole_buffers(deployment: Deployment) -> bool:
+    """Whether replayed steps copy whole buffers, so that routed dispatch saves no bytes: backend
+    ipc does, because nothing but a kernel could read the number of rows."""
+    return deployment.transport.backend in ("auto", "ipc")
+
+
+def _shared_by_rows(deployment: Deployment, dispatch: Dispatch) -> bool:
     wanted = deployment.ffn.shared_experts
     if wanted == "slices" and dispatch == "routed":
         raise ConfigError(
             "ffn.shared_experts slices needs every row on every FFN instance, but wire.dispatch is"
             " routed; use ffn.shared_experts rows or wire.dispatch broadcast"
-        )
-    if wanted == "rows" and graphs:
-        raise ConfigError(
-            "ffn.shared_experts rows computes a varying number of rows, but a captured graph has"
-            " fixed sizes; use slices, or set pipeline.graphs: false"
         )
     return dispatch == "routed" if wanted == "auto" else wanted == "rows"

@@ -12,7 +12,7 @@ from afd.schedule import Position
 from afd.wire.layout import Kind
 
 _BUCKET = struct.Struct("<Q")
-_PART = struct.Struct("<4Iq")
+_PART = struct.Struct("<5Iq")
 _HELLO_BYTES = 256
 """Enough for the address of a rendezvous."""
 
@@ -21,13 +21,15 @@ class Part(NamedTuple):
     """The rows of one attention instance in a call or step.
 
     attention, generation: index and generation of the instance. rows: in this call, or in the whole
-    step on streams. depth: micro-batches of its step. step: its own number of the step.
+    step on streams. depth: micro-batches of its step. moves: of a step on streams, the last expert
+    move in the placement that it uses. step: its own number of the step.
     """
 
     attention: int
     generation: int
     rows: int
     depth: int
+    moves: int
     step: int
 
 
@@ -37,12 +39,14 @@ class Order:
     step (kind STEP), with ``position`` the first one of the step.
 
     bucket: of the graph that runs the step (:mod:`afd.graph_sizes`); 0: the hosts run it.
+    settled: of an announced step, the last expert move that is complete for the leader.
     """
 
     kind: Kind
     position: Position
     parts: tuple[Part, ...]
     bucket: int = 0
+    settled: int = 0
 
     @property
     def depth(self) -> int:
@@ -53,11 +57,11 @@ class Order:
         return b"".join([_BUCKET.pack(self.bucket), *parts])
 
 
-def read_order(kind: int, layer: int, micro_batch: int, payload: bytes) -> Order:
+def read_order(kind: int, layer: int, micro_batch: int, settled: int, payload: bytes) -> Order:
     """Decode the order of a message with this header and payload."""
     (bucket,) = _BUCKET.unpack_from(payload)
     parts = tuple(Part(*fields) for fields in _PART.iter_unpack(payload[_BUCKET.size :]))
-    return Order(Kind(kind), Position(layer, micro_batch), parts, bucket)
+    return Order(Kind(kind), Position(layer, micro_batch), parts, bucket, settled)
 
 
 def order_slot_bytes(attention_instances: int) -> int:

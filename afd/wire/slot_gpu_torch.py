@@ -123,5 +123,39 @@ def sum_of_parts(views: Sequence[SlotView], out: torch.Tensor) -> None:
         )
 
 
+def table_of_distances(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """:func:`distances` of any number of tensors, int64 [tensors] on their device. Waits for it."""
+    first = parts[0].data_ptr()
+    assert not any((part.data_ptr() - first) % 16 for part in parts)
+    far = [(part.data_ptr() - first) // 16 for part in parts]
+    return torch.tensor(far, dtype=torch.int64, device=parts[0].device)
+
+
+def sum_of_places(
+    first: SlotView, far: torch.Tensor, tp: int, of_rows: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """See :class:`afd.wire.slot_torch.PlacedAnswers`. Not for E2M1.
+
+    Args:
+        first: answer of the first rank. far: :func:`table_of_distances` of all answers.
+    """
+    (instances, rows), block = of_rows.shape, 1024
+    out = torch.empty((rows, first.hidden), dtype=dtype, device=of_rows.device)
+    if rows:
+        kernels.sum_places_kernel[(rows, triton.cdiv(first.hidden, block))](
+            first.payload,
+            first.payload if first.scales is None else first.scales,
+            of_rows,
+            far,
+            out,
+            first.hidden,
+            instances,
+            tp,
+            SCALED=first.scales is not None,
+            BLOCK=block,
+        )
+    return out
+
+
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8)

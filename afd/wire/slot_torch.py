@@ -133,3 +133,43 @@ def sum_of_parts(views: Sequence[SlotView], rows: int, dtype: torch.dtype) -> to
     for view in views[1:]:
         total += view.decode(rows, torch.float32)
     return total.to(dtype)
+
+
+class PlacedAnswers:
+    """The slots that all FFN ranks answer one micro-batch into. Adds up answers to a part of the
+    rows each, with shapes that do not depend on the data."""
+
+    def __init__(self, views: Sequence[SlotView], tp: int) -> None:
+        """views: by rank number; ``tp`` ranks per FFN instance. Waits for the device."""
+        self._views = views
+        self._tp = tp
+        self._far: torch.Tensor | None = None
+        if views[0].payload.is_cuda and views[0].tag != Tag.E2M1:
+            from afd.wire import slot_gpu_torch as gpu
+
+            self._far = gpu.table_of_distances([view.payload for view in views])
+
+    def sum(self, of_rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Returns :func:`sum_of_shares` of these rows, bit for bit: [rows, hidden].
+
+        One kernel on a GPU (:mod:`afd.wire.slot_gpu_torch`), except for E2M1.
+
+        Args:
+            of_rows: int32 [instances, rows]. FFN instance j's answer has row r at of_rows[j, r];
+                -1: it has no answer for the row. The ranks of an instance answer shares of all
+                rows, as if it had received every row.
+        """
+        rows = of_rows.shape[1]
+        if self._far is not None:
+            from afd.wire import slot_gpu_torch as gpu
+
+            return gpu.sum_of_places(self._views[0], self._far, self._tp, of_rows, dtype)
+        total = torch.zeros((rows, self._views[0].hidden), device=of_rows.device)
+        for j, place in enumerate(of_rows):
+            parts = [
+                self._views[j * self._tp + rank].decode(end - start, torch.float32)
+                for rank, (start, end) in enumerate(row_shares(rows, self._tp))
+            ]
+            answer = torch.cat(parts)[place.clamp(min=0).long()]
+            total += torch.where(place.unsqueeze(1) >= 0, answer, 0.0)
+        return total.to(dtype)

@@ -141,3 +141,43 @@ def sum_messages_kernel(
         far1, far2, far3, far4, far5, far6, far7, MESSAGES, SCALED,
     )  # fmt: skip
     tl.store(out_ptr + row * hidden + column, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["instances", "tp"])
+def sum_places_kernel(
+    payload_ptr, scales_ptr, of_rows_ptr, far_ptr, out_ptr, hidden, instances, tp,
+    SCALED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out[row] = sum of the answers to a row by the instances that got it, in float32 and in their
+    order, rounded once.
+
+    of_rows: int32 [instances, rows], the place of the row in an instance's answer; -1: none. The
+    ``tp`` ranks of an instance answer a share of the places each (afd.schedule.row_shares). far:
+    int64 [instances * tp], distance of each rank's answer from the first, in units of 16 bytes.
+    payload [.., hidden] of any float type; scales float32 [.., hidden / 128] with SCALED. Grid
+    (rows, ceil(hidden / BLOCK)).
+    """
+    row, rows = tl.program_id(0), tl.num_programs(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < hidden
+    each: tl.constexpr = 128 // payload_ptr.dtype.element_ty.primitive_bitwidth
+    base, longer = rows // tp, rows % tp
+    total = tl.zeros((BLOCK,), tl.float32)
+    for j in range(0, instances):
+        place = tl.load(of_rows_ptr + j * rows + row)
+        if place >= 0:
+            rank = place // (base + 1)
+            start = rank * (base + 1)
+            if place >= longer * (base + 1):
+                rank = longer + (place - longer * (base + 1)) // base
+                start = rank * base + longer
+            away = tl.load(far_ptr + j * tp + rank)
+            at = (place - start).to(tl.int64)
+            x = tl.load(payload_ptr + away * each + at * hidden + column, mask=inside, other=0.0)
+            x = x.to(tl.float32)
+            if SCALED:
+                scale = scales_ptr + away * 4 + at * (hidden // 128) + column // 128
+                x *= tl.load(scale, mask=inside, other=0.0)
+            total += x
+    tl.store(out_ptr + row.to(tl.int64) * hidden + column, total.to(out_ptr.dtype.element_ty),
+             mask=inside)  # fmt: skip

@@ -25,6 +25,7 @@ class SlotView:
             return memory[offset : offset + nbytes].view(dtype).view(layout.capacity, -1)
 
         self.tag = layout.tag
+        self.hidden = layout.hidden
         self.payload = part(0, DTYPE_OF_TAG[layout.tag], layout.row_bytes)
         self.scales = None
         if layout.scale_columns:

@@ -46,7 +46,7 @@ class TicketRecording final : public Recording {
 }  // namespace
 
 bool has_rows(const Message& m) {
-  for (std::size_t i = 0; i < m.part_count; ++i)
+  for (std::size_t i = 0; i + m.whole < m.part_count; ++i)
     if (m.header.count == 0 || m.parts[i].nbytes % m.header.count != 0) return false;
   return true;
 }
@@ -55,7 +55,8 @@ void keep_rows(Message& m, uint32_t rows) {
   if (rows == m.header.count) return;
   m.header.nbytes = 0;
   for (std::size_t i = 0; i < m.part_count; ++i) {
-    m.parts[i].nbytes = m.parts[i].nbytes / m.header.count * rows;
+    if (i + m.whole < m.part_count)
+      m.parts[i].nbytes = m.parts[i].nbytes / m.header.count * rows;
     m.header.nbytes += static_cast<int64_t>(m.parts[i].nbytes);
   }
   m.header.count = rows;
@@ -89,7 +90,8 @@ ProxyLink::~ProxyLink() {
 
 std::string ProxyLink::notes() const {
   std::string notes = link_->notes();
-  if (staged_.load() && notes.empty())
+  const bool stages = staged_.load() || !link_->reads_devices();
+  if (!options_.device.is_cpu() && stages && notes.empty())
     notes = std::string(backend()) + " copies messages of " + device_text(options_.device) +
             " through host memory";
   return notes;

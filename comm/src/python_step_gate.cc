@@ -1,10 +1,12 @@
 // Python binding of StepGate and StepPlan.
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -63,11 +65,16 @@ class PyGate {
     gate_.enqueue_ticket(as_stream(stream), lane, number);
   }
 
-  void begin(std::shared_ptr<StepPlan> plan, PerPeer depths, PerLane counts, int64_t late_us) {
+  void begin(std::shared_ptr<StepPlan> plan, PerPeer depths, PerLane counts, int64_t late_us,
+             std::optional<PerLane> firsts) {
     if (depths.shape(0) != gate_.peers() || counts.shape(0) != gate_.peers() ||
         counts.shape(1) != gate_.lanes())
       throw nb::value_error("depths must be int32 [peers] and counts int32 [peers, lanes]");
-    gate_.begin(std::move(plan), depths.data(), counts.data(), late_us);
+    if (firsts &&
+        (firsts->shape(0) != counts.shape(0) || firsts->shape(1) != counts.shape(1)))
+      throw nb::value_error("firsts must have the shape of counts");
+    gate_.begin(std::move(plan), depths.data(), counts.data(), late_us,
+                firsts ? firsts->data() : nullptr);
   }
 
   nb::list wait(uint64_t stream) {
@@ -111,7 +118,8 @@ void bind_step_gate(nb::module_& m) {
       .def("clear_peer", &PyGate::clear_peer, "peer"_a)
       .def("enqueue_wait", &PyGate::enqueue_wait, "stream"_a, "lane"_a, "number"_a)
       .def("enqueue_ticket", &PyGate::enqueue_ticket, "stream"_a, "lane"_a, "number"_a)
-      .def("begin", &PyGate::begin, "plan"_a, "depths"_a, "counts"_a, "late_us"_a)
+      .def("begin", &PyGate::begin, "plan"_a, "depths"_a, "counts"_a, "late_us"_a,
+           "firsts"_a = nb::none())
       .def("wait", &PyGate::wait, "stream"_a)
       .def("cancel", &PyGate::cancel, nb::call_guard<nb::gil_scoped_release>());
 }

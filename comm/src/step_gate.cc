@@ -3,6 +3,8 @@
 #include <time.h>
 
 #include <algorithm>
+#include <memory>
+#include <new>
 #include <optional>
 #include <string>
 #include <utility>
@@ -30,6 +32,24 @@ struct alignas(kLine) Word {
   std::atomic<uint64_t> value{0};
 };
 
+// In pages of their own: a driver refuses to page-lock a page twice.
+constexpr std::align_val_t kPage{4096};
+struct FreeWords {
+  void operator()(Word* words) const { ::operator delete(words, kPage); }
+};
+using Words = std::unique_ptr<Word[], FreeWords>;
+
+std::size_t bytes_of_words(std::size_t count) {
+  const auto page = static_cast<std::size_t>(kPage);
+  return (count * sizeof(Word) + page - 1) / page * page;
+}
+
+Words make_words(std::size_t count) {
+  auto* const memory = static_cast<Word*>(::operator new(bytes_of_words(count), kPage));
+  std::uninitialized_default_construct_n(memory, count);
+  return Words(memory);
+}
+
 const std::vector<uint32_t> kNone;
 
 struct Lane {
@@ -56,6 +76,7 @@ struct Peer {
   // Of the step.
   uint32_t depth = 0;
   std::vector<int32_t> counts;    // by lane
+  std::vector<int32_t> firsts;    // likewise
   Status status = Status::Ok;     // else the peer is left out from then on
   std::vector<uint32_t> waiting;  // lanes whose answer is to be sent, in order
   bool sending = false;           // the first of them has begun
@@ -85,9 +106,9 @@ class StepGate::Step final : public Polled {
   Step(Region& region, uint32_t peers, uint32_t lanes)
       : peers_(peers),
         region_(region),
-        words_(new Word[2 * std::size_t{lanes}]),
+        words_(make_words(2 * std::size_t{lanes})),
         accelerator_(open_accelerator(region.device())),
-        pinned_(accelerator_, words_.get(), 2 * std::size_t{lanes} * sizeof(Word)),
+        pinned_(accelerator_, words_.get(), bytes_of_words(2 * std::size_t{lanes})),
         lanes_(lanes),
         statuses_(peers, Status::Ok),
         poller_(Poller::shared()) {
@@ -98,6 +119,7 @@ class StepGate::Step final : public Polled {
     }
     for (Peer& peer : peers_) {
       peer.counts.resize(lanes);
+      peer.firsts.resize(lanes);
       peer.waiting.reserve(lanes);
     }
     event_ = accelerator_->make_event(false);
@@ -122,7 +144,7 @@ class StepGate::Step final : public Polled {
   }
 
   void begin(std::shared_ptr<const StepPlan> plan, const int32_t* depths, const int32_t* counts,
-             int64_t late_us) {
+             int64_t late_us, const int32_t* firsts) {
     if (running()) throw CommError("the last step of this gate has not ended; wait for it first");
     if (plan->lanes() > lanes_.size())
       throw CommError("a step of " + std::to_string(plan->lanes()) + " lanes for a gate of " +
@@ -131,11 +153,14 @@ class StepGate::Step final : public Polled {
       if (depths[i] > 0 && peers_[i].link == nullptr)
         throw CommError("peer " + std::to_string(i) + " takes part in a step but is not set");
     plan_ = std::move(plan);
+    follow_counts_ = firsts != nullptr;
     late_ns_ = static_cast<uint64_t>(std::max<int64_t>(late_us, 0)) * 1000;
     for (std::size_t i = 0; i < peers_.size(); ++i) {
       Peer& peer = peers_[i];
       peer.depth = static_cast<uint32_t>(std::max(depths[i], 0));
       std::copy_n(counts + i * lanes_.size(), lanes_.size(), peer.counts.begin());
+      if (firsts != nullptr)
+        std::copy_n(firsts + i * lanes_.size(), lanes_.size(), peer.firsts.begin());
       peer.status = Status::Ok;
       peer.waiting.clear();
       peer.sending = false;
@@ -311,7 +336,10 @@ class StepGate::Step final : public Polled {
 
   void fill(Peer& peer, uint32_t m) const {
     const auto index = static_cast<uint64_t>(&peer - peers_.data());
-    const auto count = static_cast<uint64_t>(std::max(peer.counts[m], 0));
+    int64_t items = peer.counts[m];
+    if (follow_counts_)
+      items = std::min(items, int64_t{region_.header(peer.slot + m).count} - peer.firsts[m]);
+    const auto count = static_cast<uint64_t>(std::max<int64_t>(items, 0));
     Message& message = peer.message;
     message = plan_->position(lanes_[m].number() - 1).answer;
     message.flag = flag(peer, m);
@@ -366,13 +394,14 @@ class StepGate::Step final : public Polled {
   }
 
   Region& region_;
-  const std::unique_ptr<Word[]> words_;
+  const Words words_;
   std::shared_ptr<Accelerator> accelerator_;
   Pinned pinned_;
   std::vector<Lane> lanes_;
   std::vector<Status> statuses_;
   Event event_ = nullptr;
   std::shared_ptr<const StepPlan> plan_;
+  bool follow_counts_ = false;
   uint64_t late_ns_ = 0;
   uint64_t moved_ = 0;  // when the step came on
   uint64_t next_writer_ = 0;
@@ -408,8 +437,8 @@ void StepGate::enqueue_ticket(Stream stream, uint32_t lane, uint32_t number) {
 }
 
 void StepGate::begin(std::shared_ptr<const StepPlan> plan, const int32_t* depths,
-                     const int32_t* counts, int64_t late_us) {
-  step_->begin(std::move(plan), depths, counts, late_us);
+                     const int32_t* counts, int64_t late_us, const int32_t* firsts) {
+  step_->begin(std::move(plan), depths, counts, late_us, firsts);
 }
 
 bool StepGate::wait(Stream stream, Interrupt interrupt) { return step_->wait(stream, interrupt); }

@@ -112,7 +112,6 @@ def load_ffn_model(
     placement: Placement | None = None,
     banks: Mapping[int, int] | None = None,
     shared_by_rows: bool = False,
-    movable: bool = False,
     backend: str = "auto",
     device: torch.device = _CPU,
     threads: int = 4,
@@ -125,7 +124,6 @@ def load_ffn_model(
 
     Args:
         placement, banks, shared_by_rows: see :func:`shard_of` and :func:`build_ffn_model`.
-        movable: experts may move while the model serves.
         weights: the format to keep the experts in, a name of ``Scheme``; "auto": see
             :func:`ffn_worker.moe.selection.select`.
         dummy: random weights instead of the checkpoint's.
@@ -168,7 +166,6 @@ def load_ffn_model(
         backend=plan.chosen.backend,
         device=device,
         scheme=scheme,
-        join_shared=not movable,
         pairs=pairs,
         gates={} if dummy else read_gates(path, family, model, device),
     )

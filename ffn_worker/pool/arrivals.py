@@ -49,8 +49,8 @@ class Arrivals:
         arrivals, first = [], self.first
         for peer in peers:
             if peer.announced is not None:
-                rows, depth, step = peer.announced
-                arrivals.append(Arrival(peer, first, depth, rows, step))
+                rows, depth, step, moves = peer.announced
+                arrivals.append(Arrival(peer, first, depth, rows, step, moves))
                 continue
             header = self.earliest(peer, range(self._max_depth))
             if header is not None:
@@ -67,7 +67,9 @@ class Arrivals:
             for mb in micro_batches
             if region.ready(slots[mb], peer.first_flag + peer.seq[mb])
         ]
-        return min(headers, key=lambda h: (h.layer, h.micro_batch), default=None)
+        if len(headers) < 2:
+            return headers[0] if headers else None
+        return min(headers, key=lambda h: (h.layer, h.micro_batch))
 
     def read_control(self, peer: Peer) -> None:
         """Takes the message on the peer's control slot, if there is one."""
@@ -85,13 +87,13 @@ class Arrivals:
         whose first request makes us read the first leave.
         """
         announces = int(Kind.STEP)  # comparing with an IntEnum takes longer
-        for peer, seen, kind, depth, step, rows in doorbells.read_controls(self._region):
+        for peer, seen, kind, depth, moves, step, rows in doorbells.read_controls(self._region):
             peer.seq[-1] += seen
             peer.active = kind == announces
             if peer.active:
                 problem = self._slots.problem_of_step(rows, depth, self._max_depth)
                 if problem is None:
-                    peer.announced = Announced(rows, depth, step)
+                    peer.announced = Announced(rows, depth, step, moves)
                 else:
                     self._late.drop_invalid(peer, problem)
 

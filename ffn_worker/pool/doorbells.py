@@ -9,11 +9,12 @@ from afd.wire.message import HEADERS
 from afd_comm import Region
 from ffn_worker.pool.peers import Peer
 
-_FIELDS = ("seen", "kind", "depth", "step", "rows")
+_FIELDS = ("seen", "kind", "depth", "moves", "step", "rows")
 
 
-Control = tuple[Peer, int, int, int, int, int]
-"""Sender, number of the message (1: the next one; 2: the one after it), kind, depth, step, rows."""
+Control = tuple[Peer, int, int, int, int, int, int]
+"""Sender, number of the message (1: the next one; 2: the one after it), and of its header kind,
+depth, moves, step and rows."""
 
 
 class Doorbells:

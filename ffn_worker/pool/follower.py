@@ -26,7 +26,7 @@ from afd.wire.message import Received
 from afd.wire.orders import Order, Part
 from afd_comm import Status
 from ffn_worker.pool.arrivals import SLICE_US, Arrivals, OnPause
-from ffn_worker.pool.calls import Call, Sender, part_of
+from ffn_worker.pool.calls import Call, Sender, Settled, part_of, step_order
 from ffn_worker.pool.late_peers import LatePeers
 from ffn_worker.pool.orders import OrderInbox
 from ffn_worker.pool.peers import Announced, Peer, PeerTable
@@ -49,12 +49,14 @@ class Head:
         inbox: OrderInbox,
         late: LatePeers,
         on_pause: OnPause,
+        settled: Settled,
     ) -> None:
         self._table = table
         self._arrivals = arrivals
         self._inbox = inbox
         self._late = late
         self._on_pause = on_pause
+        self._settled = settled
         self._micro_batches = range(resolved.contract.max_depth)
         self._late_s = resolved.deployment.ffn.late_ms / 1e3
         self._sizes = GraphSizes(resolved.contract.graph_buckets)
@@ -104,9 +106,8 @@ class Head:
 
     def _unordered_step(self, peer: Peer, step: Announced) -> Call:
         peer.announced = None
-        part = part_of(peer, step.rows, step.depth, step.step)
-        bucket = self._sizes.bucket_of([(step.rows, step.depth)])
-        order = Order(Kind.STEP, self._arrivals.first, (part,), bucket)
+        part = part_of(peer, step.rows, step.depth, step.step, step.moves)
+        order = step_order(self._arrivals.first, (part,), self._sizes, self._settled())
         return Call(order, (Sender(peer, None),))
 
     def _unordered_call(self, peer: Peer, position: Position) -> Call | None:

@@ -18,11 +18,10 @@ from collections.abc import Iterator
 from afd.config.resolve import Resolved
 from afd.graph_sizes import GraphSizes
 from afd.schedule import Position, walk
-from afd.wire.layout import Kind
-from afd.wire.orders import Order, Part
+from afd.wire.orders import Part
 from afd_comm import Status
 from ffn_worker.pool.arrivals import SLICE_US, Arrivals, OnPause
-from ffn_worker.pool.calls import Call, Sender
+from ffn_worker.pool.calls import Call, Sender, Settled, step_order
 from ffn_worker.pool.late_peers import LatePeers
 from ffn_worker.pool.peers import Arrival, PeerTable
 
@@ -39,12 +38,14 @@ class Leader:
         arrivals: Arrivals,
         late: LatePeers,
         on_pause: OnPause,
+        settled: Settled,
     ) -> None:
         ffn = resolved.deployment.ffn
         self._table = table
         self._arrivals = arrivals
         self._late = late
         self._on_pause = on_pause
+        self._settled = settled
         self._layers = resolved.model.moe_layers
         self._step_wait_s = ffn.step_wait_ms / 1e3
         self._late_s = ffn.late_ms / 1e3
@@ -92,13 +93,12 @@ class Leader:
     def _stream_step(self, arrivals: list[Arrival]) -> Call:
         """Returns the call for an announced step."""
         parts, senders = [], []
-        for peer, _, depth, rows, step in arrivals:
+        for peer, _, depth, rows, step, moves in arrivals:
             peer.active = True
             peer.announced = None
-            parts.append(Part(peer.index, peer.generation, rows, depth, step))
+            parts.append(Part(peer.index, peer.generation, rows, depth, moves, step))
             senders.append(Sender(peer, None))
-        bucket = self._sizes.bucket_of([(rows, depth) for _, _, depth, rows, _ in arrivals])
-        order = Order(Kind.STEP, self._arrivals.first, tuple(parts), bucket)
+        order = step_order(self._arrivals.first, tuple(parts), self._sizes, self._settled())
         return Call(order, tuple(senders))
 
     def _host_step(self, arrivals: list[Arrival]) -> Iterator[Call]:

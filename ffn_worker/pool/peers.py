@@ -47,19 +47,21 @@ class Peer:
 
 
 class Announced(NamedTuple):
-    """A step that a peer runs on streams: its rows, its micro-batches, and the peer's number of
-    the step."""
+    """A step that a peer runs on streams: its rows, its micro-batches, the peer's number of the
+    step, and the last expert move in the placement that it uses."""
 
     rows: int
     depth: int
     step: int
+    moves: int
 
 
 class Arrival(NamedTuple):
     """A message that begins a peer's part of a step.
 
     start: where the peer begins. depth: micro-batches of its step. rows: of the whole step if it
-    was announced; 0 if each request carries its own. step: the peer's number of the step.
+    was announced; 0 if each request carries its own. step: the peer's number of the step. moves: as
+    in :class:`Announced`.
     """
 
     peer: Peer
@@ -67,6 +69,7 @@ class Arrival(NamedTuple):
     depth: int
     rows: int = 0
     step: int = 0
+    moves: int = 0
 
 
 class PeerTable:

@@ -81,9 +81,11 @@ class StepGate {
   // Call it before the stream gets the step. Arrays by peer: `depths`, the number of lanes that the
   // peer takes part in, the first ones; 0: absent. `counts`, [peers][lanes], the items of its
   // answers. `late_us`: how long a peer may take for its next request after all that it depends on
-  // has been answered. Throws CommError if a peer that takes part is not set.
+  // has been answered. `firsts`: null, or [peers][lanes], the item of the request that is the
+  // answer's first one; then an answer has no item beyond those that the request's header counts.
+  // Throws CommError if a peer that takes part is not set.
   void begin(std::shared_ptr<const StepPlan> plan, const int32_t* depths, const int32_t* counts,
-             int64_t late_us);
+             int64_t late_us, const int32_t* firsts = nullptr);
   // Waits until the stream has finished and every answer is sent. Returns true if `interrupt` ended
   // the wait. Throws CommError if the stream does not finish although its requests are here.
   bool wait(Stream stream, Interrupt interrupt);

@@ -56,13 +56,15 @@ class Message:
         parts: list[tuple[int, int, int]],
         user: bytes = b"",
         count: int = 0,
+        whole: int = 0,
     ) -> None:
         """Describe a message for ``slot``.
 
         ``parts``: at most ``MAX_PARTS`` of (offset in the slot, address, nbytes). Each is contiguous memory. The
         message only refers to it, so it must stay valid until the message is sent. ``user``: at most
         ``USER_BYTES`` bytes that travel in the header, padded with zeros. afd_comm never interprets them.
-        ``count``: number of items in the message, in [0, 2**32). Raises ValueError and TypeError for arguments of
+        ``count``: number of items in the message, in [0, 2**32). ``whole``: so many of the last parts are sent whole
+        where ``Link.enqueue`` gets a count. Raises ValueError and TypeError for arguments of
         the wrong form, and never looks at the region: posting checks slot and offsets.
         """
     @property
@@ -418,12 +420,15 @@ class StepGate:
         depths: npt.NDArray[np.int32],
         counts: npt.NDArray[np.int32],
         late_us: int,
+        firsts: npt.NDArray[np.int32] | None = None,
     ) -> None:
         """Begin a step; call it before the stream gets the step.
 
         ``depths`` [peers]: number of lanes that each peer takes part in, the first ones; 0: absent. ``counts``
         [peers, lanes]: items of each answer. ``late_us``: how long a peer may take for a request once all that it
-        depends on is answered. Raises CommError if a peer that takes part is not set.
+        depends on is answered. ``firsts`` [peers, lanes]: the item of the request that is the answer's first one; then
+        an answer has no item beyond those that the request's header counts, so the requests must come by a backend that
+        writes headers (not ipc). Raises CommError if a peer that takes part is not set.
         """
     def wait(self, stream: int) -> list[Status]:
         """Wait until the stream has finished and all answers are sent; one status per peer.
@@ -520,9 +525,9 @@ class Link:
         arrive in either order.
 
         ``count``: 0, or the address of a 32-bit word of page-locked host memory that earlier work of the stream
-        writes. Then every part is an array of ``message.count`` items, of which only the first ``word`` are sent when
-        the stream has come by; the receiver's header holds their number and bytes. Word 0 sends the header alone; a
-        word above ``message.count`` ends the link with BAD_HEADER. ipc sends all items whatever the word says,
+        writes. Then every part but the last ``message.whole`` ones is an array of ``message.count`` items, of which only
+        the first ``word`` are sent when the stream has come by; the receiver's header holds their number and the bytes
+        sent. A word above ``message.count`` ends the link with BAD_HEADER. ipc sends all items whatever the word says,
         because only a kernel could read it.
 
         Returns OK if enqueued. After PEER_GONE, BAD_HEADER (also for parts that are no arrays of ``message.count``
