@@ -24,6 +24,7 @@ _BY_DEFAULT = "deepseek_v3-fp8_block"
 MODELS = [
     pytest.param(m, id=m.name, marks=[] if m.name == _BY_DEFAULT else pytest.mark.matrix)
     for m in ALL
+    if not m.split
 ]
 
 
