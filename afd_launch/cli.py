@@ -59,7 +59,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     serve.add_argument("--log-dir", type=Path, metavar="DIR", help="one log file per role in DIR")
     serve.add_argument(
-        "--check", action="store_true", help="check the file and the model, then exit"
+        "--check",
+        action="store_true",
+        help="check the file and the model, with --host also this machine, then exit",
     )
 
     for role, text in (
@@ -220,12 +222,14 @@ class _Version(argparse.Action):
 def _serve(args: argparse.Namespace) -> int:
     deployment = load_deployment(args)
     from afd.gateway.files import check_files
-    from afd_launch.serve import serve, summary, weights_note
+    from afd_launch.serve import check_machine, serve, summary, weights_note
 
     if args.check:
         from afd_launch.memory_check import check_memory
 
         check_files(deployment.gateway)
+        if args.host is not None:
+            check_machine(deployment, args.host)
         notes = check_memory(deployment) + weights_note(deployment)
         print(f"{args.config} is good: {summary(deployment)}{notes}")
         return 0
