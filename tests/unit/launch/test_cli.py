@@ -26,7 +26,7 @@ from afd_launch.roles_of_host import (
     stages,
     with_keys,
 )
-from afd_launch.serve import run_directory
+from afd_launch.serve import check_machine, run_directory
 
 REPO = Path(__file__).parents[3]
 
@@ -299,7 +299,7 @@ EXAMPLES = sorted((data_folder("afd_launch") / "examples").glob("*.yaml"))
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_every_example_is_good(path, capsys):
-    assert cli.main(["serve", "--check", str(path)]) == 0
+    assert cli.main(["serve", "--check-file", str(path)]) == 0
     told = capsys.readouterr().out
     assert f"{path} is good: model afd-tiny-chat" in told
     assert ("memory per GPU: attention" in told) == (path.stem == "two-hosts-gpu")
@@ -309,5 +309,4 @@ def test_check_with_a_host_looks_at_this_machine(capsys):
     (path,) = [path for path in EXAMPLES if path.stem == "two-hosts"]
     assert cli.main(["serve", "--check", str(path), "--host", "b"]) == 2
     assert "host b has the address 10.0.0.2, which is not one of" in capsys.readouterr().err
-    local = "hosts=[{name: a, address: 127.0.0.1}]"
-    assert cli.main(["serve", "--check", str(path), "--host", "a", "--set", local]) == 0
+    check_machine(load_config(path, ["hosts=[{name: a, address: 127.0.0.1}]"]), "a")

@@ -62,7 +62,7 @@ def test_presets_name_every_host_and_fill_it():
 
 
 def test_check_says_that_weights_are_missing(capsys):
-    assert cli.main(["serve", "--check", str(FOLDER / "step-3" / "h800-4k.yaml")]) == 0
+    assert cli.main(["serve", "--check-file", str(FOLDER / "step-3" / "h800-4k.yaml")]) == 0
     told = capsys.readouterr().out
     assert "is good: model step-3" in told and "holds no weights" in told
     assert "--set model=" in told
