@@ -38,7 +38,7 @@ using afd_comm::hip_abi::MemOp;
 // hipError_t, from hip_runtime_api.h
 constexpr hipError_t kInvalidValue = 1, kOutOfMemory = 2, kInvalidDevicePointer = 17,
                      kInvalidDevice = 101, kInvalidContext = 201, kInvalidHandle = 400,
-                     kIllegalState = 401, kAlreadyPeer = 704,
+                     kIllegalState = 401, kNotFound = 500, kAlreadyPeer = 704,
                      kNotRegistered = 713, kInvalidConfiguration = 9, kCaptureUnsupported = 900,
                      kCaptureInvalidated = 901, kCaptureUnmatched = 903, kCaptureUnjoined = 904,
                      kCaptureIsolation = 905, kCapturedEvent = 907;
@@ -278,6 +278,7 @@ hipError_t hipSetDevice(int device) {
   if (device < 0 || device >= devices()) return kInvalidDevice;
   return current = device, 0;
 }
+hipError_t hipDeviceGetAttribute(int*, int, int) { return kInvalidValue; }  // no HDP: ordered
 hipError_t hipDeviceEnablePeerAccess(int peer, unsigned flags) {
   if (flags != 0) return kInvalidValue;
   if (peer < 0 || peer >= devices() || peer == current) return kInvalidDevice;
@@ -326,6 +327,24 @@ hipError_t hipHostUnregister(void* host) {
 hipError_t hipHostGetDevicePointer(void** out, void* host, unsigned) {
   return is_known(host) ? (*out = host, 0) : kInvalidValue;
 }
+hipError_t hipMemGetAddressRange(void** base, std::size_t* bytes, void* pointer) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  auto after = allocations.upper_bound(static_cast<char*>(pointer));
+  if (after == allocations.begin()) return kNotFound;
+  --after;
+  if (static_cast<char*>(pointer) >= after->first + after->second.bytes) return kNotFound;
+  *base = after->first;
+  *bytes = after->second.bytes;
+  return 0;
+}
+hipError_t hipPointerGetAttribute(void* out, int attribute, void* pointer) {
+  if (out == nullptr || attribute != kBufferId) return kInvalidValue;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = allocations.find(static_cast<char*>(pointer));
+  if (found == allocations.end()) return kInvalidValue;
+  *static_cast<uint64_t*>(out) = static_cast<uint64_t>(found->second.fd) + 1;
+  return 0;
+}
 hipError_t hipIpcGetMemHandle(IpcHandle* handle, void* memory) {
   if (handle == nullptr || memory == nullptr) return kInvalidValue;
   const std::lock_guard<std::mutex> lock(mutex);
@@ -368,6 +387,13 @@ hipError_t hipStreamCreateWithFlags(hipStream_t* out, unsigned) {
   const std::lock_guard<std::mutex> lock(mutex);
   streams.insert(stream);
   return *out = reinterpret_cast<hipStream_t>(stream), 0;
+}
+hipError_t hipDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  *least = 0;
+  return *greatest = -1, 0;
+}
+hipError_t hipStreamCreateWithPriority(hipStream_t* out, unsigned flags, int) {
+  return ::hipStreamCreateWithFlags(out, flags);
 }
 hipError_t hipStreamDestroy(hipStream_t stream) { return of(stream)->drain(), 0; }
 hipError_t hipStreamSynchronize(hipStream_t stream) {
