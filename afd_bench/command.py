@@ -23,6 +23,7 @@ BENCHES = {
     "scale": "afd_bench.scale.cli",
     "simulator": "afd_bench.simulator",
     "stages": "afd_bench.stages",
+    "wire_gpu": "afd_bench.wire_gpu",
 }
 
 

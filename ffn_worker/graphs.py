@@ -173,7 +173,7 @@ class StreamSteps:
         slots.read_bucket(0, shape.bucket, exchange.table.of(0))
         out = self._pipeline.model.warm_up(sum(rows), slots.request_layout.tag)
         sums, _ = self._pipeline.reduce.reduce_scatter(out, rows)
-        slots.encode(sums)
+        slots.encode(sums).copy_to(exchange.send_memory[0])
         synchronize(out.device)
         self._pipeline.reduce.check()
 

@@ -60,6 +60,9 @@ def run_ffn(role: RoleSpec) -> None:
         host = deployment.transport.host
         metrics_url = serve_metrics(metrics, host, role.metrics_port).url
     device = torch_device(deployment.ffn.device)
+    if device_named(deployment.ffn.device).has_streams:
+        # A stream that waits must not share a hardware queue with one that sends.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     runtime_of(device).enter(device)
     verbs = deployment.transport.verbs_keywords("ffn")
     region = Region(

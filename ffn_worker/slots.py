@@ -45,11 +45,18 @@ class EncodedAnswers:
         return parts
 
     def copy_to(self, memory: "EncodedAnswers") -> None:
-        """Copies the answers to the beginning of ``memory``."""
+        """Copies the answers to the beginning of ``memory``.
+
+        On a GPU by a kernel: a copy engine that waits for these rows would hold up the copies that
+        send other answers.
+        """
         rows = len(self.payload)
-        memory.payload[:rows].copy_(self.payload)
+        pairs = [(self.payload, memory.payload)]
         if self.scales is not None and memory.scales is not None:
-            memory.scales[:rows].copy_(self.scales)
+            pairs.append((self.scales, memory.scales))
+        for there, to in pairs:
+            words = to[:rows].view(torch.int32)
+            torch.bitwise_or(there.view(torch.int32), 0, out=words)
 
 
 class RankSlots:

@@ -60,6 +60,7 @@ class StreamExchange:
 
     Attributes:
         gate: of this rank's region. table: the rows of the step.
+        send_memory: by micro-batch, where answers are sent from.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class StreamExchange:
         self._layers = resolved.model.moe_layers
         self._device = device
         self._in_order = in_order
-        self._send_memory: list[EncodedAnswers] = []  # by micro-batch
+        self.send_memory: list[EncodedAnswers] = []
         self._in_flight: dict[int, EncodedAnswers] = {}  # by micro-batch
 
     # Before a step.
@@ -98,7 +99,7 @@ class StreamExchange:
         for bucket in largest:
             rows = self._instances * self._share(bucket)
             zeros = torch.zeros((rows, self._hidden), device=self._device)
-            self._send_memory.append(self.slots.encode(zeros))
+            self.send_memory.append(self.slots.encode(zeros))
 
     def greet(self, peer: Peer) -> None:
         """Takes a peer's session into use.
@@ -106,7 +107,7 @@ class StreamExchange:
         Raises:
             CommError: memory cannot be registered for its link.
         """
-        for memory in self._send_memory:
+        for memory in self.send_memory:
             for part in (memory.payload, memory.scales):
                 if part is not None and part.nbytes:
                     device = self.slots.region.device
@@ -124,7 +125,7 @@ class StreamExchange:
         for position in walk(self._layers, shape.depth):
             answer = message(
                 self.slots.answer_slot(position.micro_batch),
-                self._send_memory[position.micro_batch].parts(0, 1),  # of one row
+                self.send_memory[position.micro_batch].parts(0, 1),  # of one row
                 0,
                 layer=position.layer,
                 micro_batch=position.micro_batch,
@@ -174,7 +175,7 @@ class StreamExchange:
         lane = call.position.micro_batch
         self.streams.fork()
         with self.streams.copying():
-            answers.copy_to(self._send_memory[lane])
+            answers.copy_to(self.send_memory[lane])
         self.gate.enqueue_ticket(self.streams.copy, lane, call.number)
 
     def end_step(self) -> None:

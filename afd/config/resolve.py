@@ -161,7 +161,8 @@ def check_model(deployment: Deployment) -> None:
         what = "has no config.json" if deployment.model.is_dir() else "is not a folder"
         raise ConfigError(
             f"model {deployment.model} {what}; give the path of a Hugging Face checkpoint folder"
-            " (config.json and *.safetensors), relative to the deployment file"
+            " (config.json and *.safetensors), relative to the deployment file, or a name on the"
+            " Hub after hf download NAME"
         )
     family, model = read_model(deployment.model)
     if deployment.ffn.instances > model.num_experts:

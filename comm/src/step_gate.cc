@@ -3,6 +3,8 @@
 #include <time.h>
 
 #include <algorithm>
+#include <memory>
+#include <new>
 #include <optional>
 #include <string>
 #include <utility>
@@ -29,6 +31,24 @@ void nap(uint64_t ns) {
 struct alignas(kLine) Word {
   std::atomic<uint64_t> value{0};
 };
+
+// In pages of their own: a driver refuses to page-lock a page twice.
+constexpr std::align_val_t kPage{4096};
+struct FreeWords {
+  void operator()(Word* words) const { ::operator delete(words, kPage); }
+};
+using Words = std::unique_ptr<Word[], FreeWords>;
+
+std::size_t bytes_of_words(std::size_t count) {
+  const auto page = static_cast<std::size_t>(kPage);
+  return (count * sizeof(Word) + page - 1) / page * page;
+}
+
+Words make_words(std::size_t count) {
+  auto* const memory = static_cast<Word*>(::operator new(bytes_of_words(count), kPage));
+  std::uninitialized_default_construct_n(memory, count);
+  return Words(memory);
+}
 
 const std::vector<uint32_t> kNone;
 
@@ -86,9 +106,9 @@ class StepGate::Step final : public Polled {
   Step(Region& region, uint32_t peers, uint32_t lanes)
       : peers_(peers),
         region_(region),
-        words_(new Word[2 * std::size_t{lanes}]),
+        words_(make_words(2 * std::size_t{lanes})),
         accelerator_(open_accelerator(region.device())),
-        pinned_(accelerator_, words_.get(), 2 * std::size_t{lanes} * sizeof(Word)),
+        pinned_(accelerator_, words_.get(), bytes_of_words(2 * std::size_t{lanes})),
         lanes_(lanes),
         statuses_(peers, Status::Ok),
         poller_(Poller::shared()) {
@@ -374,7 +394,7 @@ class StepGate::Step final : public Polled {
   }
 
   Region& region_;
-  const std::unique_ptr<Word[]> words_;
+  const Words words_;
   std::shared_ptr<Accelerator> accelerator_;
   Pinned pinned_;
   std::vector<Lane> lanes_;

@@ -143,6 +143,18 @@ def slot_builds(target: str) -> Iterator[Build]:
             {"MESSAGES": 3, "TOP_K": 3, "KINDS": 4, "BLOCK": 1024, "SCALE_BLOCK": block * 8},
             aligned=("row_bytes",),
         )
+        yield Build(
+            f"take_bucket{suffix}",
+            slot.take_bucket_kernel,
+            {
+                **dict.fromkeys(bytes_, "*u8"),
+                **kinds,
+                "rows_ptr": "*i32",
+                **dict.fromkeys(("apart", "bucket", "tp", "row_bytes", "scale_bytes"), "i32"),
+            },
+            {"TOP_K": 3, "KINDS": 4, "BLOCK": 1024, "SCALE_BLOCK": block * 8},
+            aligned=("row_bytes",),
+        )
     for name, kind, scaled in (("bf16", "bf16", False), ("fp8", fp8, True)):
         yield Build(
             f"sum_messages[{name}]",
@@ -161,7 +173,7 @@ def slot_builds(target: str) -> Iterator[Build]:
 
 def dispatch_builds(target: str) -> Iterator[Build]:
     """Kernels that split a micro-batch by FFN instance and add up the answers."""
-    lists = dict.fromkeys(("rows_ptr", "of_rows_ptr", "counts_ptr"), "*i32")
+    lists = dict.fromkeys(("rows_ptr", "of_rows_ptr", "counts_ptr", "sent_ptr"), "*i32")
     yield Build(
         "places",
         dispatch.places_kernel,

@@ -59,6 +59,7 @@ FORMATS = (
     Model("gpt_oss", "mxfp4", colocated=_SINKS),
 )
 """Compared with their unquantised twins, in the sizes of the preset "tiny"."""
+ALL = (*FAMILIES, *FORMATS)
 
 
 def drawn_sizes(model: Model, seed: int) -> Sizes:

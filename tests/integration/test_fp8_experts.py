@@ -17,7 +17,7 @@ from afd_bench.workload import mixed, run
 
 pytestmark = pytest.mark.serve
 
-REQUESTS = mixed(11, vocab=VOCAB, count=12)
+REQUESTS = mixed(11, vocab=VOCAB, count=16)
 
 
 def write(source: Path, target: Path, tensors: dict, quantization: dict | None) -> None:

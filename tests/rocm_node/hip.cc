@@ -147,6 +147,7 @@ struct Event {
 struct Allocation {
   int fd;
   std::size_t bytes;
+  uint64_t id;
 };
 
 std::mutex mutex;  // of everything below
@@ -278,7 +279,13 @@ hipError_t hipSetDevice(int device) {
   if (device < 0 || device >= devices()) return kInvalidDevice;
   return current = device, 0;
 }
-hipError_t hipDeviceGetAttribute(int*, int, int) { return kInvalidValue; }  // no HDP: ordered
+// The only attribute that is asked for: the address of the HDP's flush register.
+hipError_t hipDeviceGetAttribute(int* out, int attribute, int) {
+  static uint32_t flush = 0;
+  if (attribute != kHdpFlushRegister) return kInvalidValue;
+  uint32_t* const at = &flush;
+  return std::memcpy(out, &at, sizeof at), 0;
+}
 hipError_t hipDeviceEnablePeerAccess(int peer, unsigned flags) {
   if (flags != 0) return kInvalidValue;
   if (peer < 0 || peer >= devices() || peer == current) return kInvalidDevice;
@@ -300,8 +307,26 @@ hipError_t hipMalloc(void** out, std::size_t bytes) {
   if (fd < 0 || ftruncate(fd, static_cast<off_t>(bytes)) != 0) return kOutOfMemory;
   *out = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   const std::lock_guard<std::mutex> lock(mutex);
-  allocations[static_cast<char*>(*out)] = {fd, bytes};
+  static uint64_t last_id = 0;
+  allocations[static_cast<char*>(*out)] = {fd, bytes, ++last_id};
   return 0;
+}
+hipError_t hipMemGetAddressRange(void** base, std::size_t* bytes, void* pointer) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  auto after = allocations.upper_bound(static_cast<char*>(pointer));
+  if (after == allocations.begin()) return kNotFound;
+  --after;
+  if (static_cast<char*>(pointer) >= after->first + after->second.bytes) return kNotFound;
+  *base = after->first;
+  *bytes = after->second.bytes;
+  return 0;
+}
+hipError_t hipPointerGetAttribute(void* out, int attribute, void* memory) {
+  if (attribute != kBufferId) return kInvalidValue;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = allocations.find(static_cast<char*>(memory));
+  if (found == allocations.end()) return kInvalidValue;
+  return std::memcpy(out, &found->second.id, sizeof found->second.id), 0;
 }
 hipError_t hipFree(void* memory) {
   if (memory == nullptr) return 0;
@@ -326,24 +351,6 @@ hipError_t hipHostUnregister(void* host) {
 }
 hipError_t hipHostGetDevicePointer(void** out, void* host, unsigned) {
   return is_known(host) ? (*out = host, 0) : kInvalidValue;
-}
-hipError_t hipMemGetAddressRange(void** base, std::size_t* bytes, void* pointer) {
-  const std::lock_guard<std::mutex> lock(mutex);
-  auto after = allocations.upper_bound(static_cast<char*>(pointer));
-  if (after == allocations.begin()) return kNotFound;
-  --after;
-  if (static_cast<char*>(pointer) >= after->first + after->second.bytes) return kNotFound;
-  *base = after->first;
-  *bytes = after->second.bytes;
-  return 0;
-}
-hipError_t hipPointerGetAttribute(void* out, int attribute, void* pointer) {
-  if (out == nullptr || attribute != kBufferId) return kInvalidValue;
-  const std::lock_guard<std::mutex> lock(mutex);
-  const auto found = allocations.find(static_cast<char*>(pointer));
-  if (found == allocations.end()) return kInvalidValue;
-  *static_cast<uint64_t*>(out) = static_cast<uint64_t>(found->second.fd) + 1;
-  return 0;
 }
 hipError_t hipIpcGetMemHandle(IpcHandle* handle, void* memory) {
   if (handle == nullptr || memory == nullptr) return kInvalidValue;
@@ -389,11 +396,13 @@ hipError_t hipStreamCreateWithFlags(hipStream_t* out, unsigned) {
   return *out = reinterpret_cast<hipStream_t>(stream), 0;
 }
 hipError_t hipDeviceGetStreamPriorityRange(int* least, int* greatest) {
-  *least = 0;
-  return *greatest = -1, 0;
+  return *least = 1, *greatest = -1, 0;
 }
-hipError_t hipStreamCreateWithPriority(hipStream_t* out, unsigned flags, int) {
-  return ::hipStreamCreateWithFlags(out, flags);
+hipError_t hipStreamCreateWithPriority(hipStream_t* out, unsigned, int) {
+  auto* stream = new Stream;
+  const std::lock_guard<std::mutex> lock(mutex);
+  streams.insert(stream);
+  return *out = reinterpret_cast<hipStream_t>(stream), 0;
 }
 hipError_t hipStreamDestroy(hipStream_t stream) { return of(stream)->drain(), 0; }
 hipError_t hipStreamSynchronize(hipStream_t stream) {

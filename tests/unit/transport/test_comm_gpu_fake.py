@@ -33,6 +33,7 @@ CASES = [
     gpu_cases.replay_with_reset,
     gpu_cases.many_waits_in_one_call,
     gpu_cases.capture,
+    gpu_cases.gate,
     gpu_cases.bad_input,
     gpu_fault_cases.stopped_sender,
     gpu_fault_cases.stopped_and_killed_owner,
@@ -44,6 +45,8 @@ CASES = [
 RDMA_CASES = [
     "gpu_cases:over_rdma",
     "gpu_proxy_cases:staged_tcp",
+    "gpu_proxy_cases:auto_backend",
+    "gpu_proxy_cases:line_rate",
     "gpu_proxy_cases:direct_verbs",
     "gpu_proxy_cases:staged_verbs",
     "gpu_proxy_cases:to_another_process",
