@@ -9,6 +9,7 @@ from afd.errors import ConfigError
 
 BENCHES = {
     "allreduce": "afd_bench.allreduce",
+    "amd": "afd_bench.amd.command",
     "comm": "afd_bench.comm",
     "comm_gpu": "afd_bench.comm_gpu",
     "cpu": "afd_bench.cpu",

@@ -162,7 +162,8 @@ class AttentionInstance:
                 self._metrics, deployment.metrics.stage_every, runtime_of(device).step_timer()
             ),
         )
-        return StreamExperts(self._resolved, self._role.index, self._region, streams), guard
+        index, slots = self._role.index, self.remote.expert_slots
+        return StreamExperts(self._resolved, index, self._region, streams, slots), guard
 
     @property
     def max_depth(self) -> int:

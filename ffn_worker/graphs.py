@@ -1,132 +1,188 @@
-"""Decides when a step on GPU streams is recorded as a graph, and when its graph is replayed.
+"""Announced steps: their graphs, and how they run.
 
-The attention side announces such a step and the leader orders it. All its waits, expert calls, sums
-over ranks and answers are then on streams (:mod:`ffn_worker.stream_exchange`), and the host only
-watches that the step ends (afd_comm's guard).
+A graph does not depend on who takes part in a step (:mod:`ffn_worker.stream_exchange`), so there is
+one per bucket of rows and depth (:mod:`afd.graph_sizes`). All are captured before the rank is
+ready, and none is captured again. A step that is larger than every graph runs on the host
+(:mod:`ffn_worker.announced_host`).
 """
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
 
 from afd.devices import device_of_torch
-from afd.wire.streams_torch import runtime_of
-from afd_comm import Status
+from afd.graph_sizes import GraphSizes
+from afd.metrics.role import Captured, RoleMetrics
+from afd.wire.streams_torch import runtime_of, synchronize
+from afd_comm import Status, StepPlan
+from ffn_worker.announced_host import AnnouncedHost
 from ffn_worker.observers import ReplayReports, StreamObserver
 from ffn_worker.pipeline import Pipeline
 from ffn_worker.pool.calls import Call
 from ffn_worker.pool.peers import Peer
-from ffn_worker.stream_exchange import (
-    StepPeer,
-    StreamExchange,
-    Waits,
-    step_depth,
-    step_peers,
-    taking_part,
-)
+from ffn_worker.stream_exchange import StepShape, StreamExchange
 
 logger = logging.getLogger("afd.ffn")
 
-Shape = tuple[tuple[int, int, int, int], ...]
-"""Per attention instance of a step: its index, session, rows and depth."""
+Step = Callable[[], StreamObserver]
+"""Gives a step to the streams; returns its observer."""
+
+
+class Recorder(Protocol):
+    """Turns a step into something that can run again."""
+
+    def capture(self, step: Step) -> Step: ...
+
+
+class EachTime:
+    """Enqueues the step anew each time: on device cpu, and for backends without graphs."""
+
+    def capture(self, step: Step) -> Step:
+        return step
+
+
+class DeviceGraphs:
+    """Captures steps as graphs of a device. They share their memory, since one runs at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._runtime = runtime_of(device)
+        self._memory = self._runtime.graph_memory()
+
+    def capture(self, step: Step) -> Step:
+        observer, launch = self._runtime.capture(self._device, step, self._memory)
+
+        def replay() -> StreamObserver:
+            observer.launched()
+            launch()
+            return observer
+
+        return replay
 
 
 @dataclass(frozen=True)
-class _Recording:
-    """A step as the streams know it. replay: None if it was enqueued and not captured."""
+class Graph:
+    """A step of one shape. plan: what it sends. run: gives it to the streams."""
 
-    waits: Waits
-    observer: StreamObserver
-    replay: Callable[[], None] | None = None
+    plan: StepPlan
+    run: Step
 
 
 class StreamSteps:
-    """Captures each shape of step when it first runs, and replays its graph from then on.
-
-    On device cpu, and with a backend that cannot be captured, every step is enqueued anew.
-    """
+    """Captures the graphs of this rank and runs announced steps."""
 
     def __init__(
-        self, pipeline: Pipeline, exchange: StreamExchange, reports: ReplayReports, late_us: int
+        self,
+        pipeline: Pipeline,
+        exchange: StreamExchange,
+        on_host: AnnouncedHost,
+        reports: ReplayReports,
+        metrics: RoleMetrics,
+        sizes: GraphSizes,
+        late_us: int,
     ) -> None:
-        """late_us: how long a step may wait for an attention instance, microseconds."""
+        """late_us: how long a step may wait for a request, microseconds."""
         self._pipeline = pipeline
         self._exchange = exchange
+        self._on_host = on_host
         self._reports = reports
+        self._metrics = metrics
+        self._sizes = sizes
         self._late_us = late_us
-        self._captures = (
-            pipeline.capturable and device_of_torch(pipeline.model.device.type).captures_graphs
-        )
-        self._warm: set[tuple[int, ...]] = set()
-        self._graphs: dict[Shape, _Recording] = {}
+        device = pipeline.model.device
+        captures = pipeline.capturable and device_of_torch(device.type).captures_graphs
+        self._recorder: Recorder = DeviceGraphs(device) if captures else EachTime()
+        self._graphs: dict[StepShape, Graph] = {}
+        self._greeted: dict[int, Peer] = {}
+        self._phase = Captured.START
 
-    def run(self, call: Call) -> list[tuple[Peer, Status]]:
-        """Runs one announced step; returns the peers that did not keep up, and how.
-
-        The guard releases the waits for a peer that is gone at once, and for one that is late after
-        ``late_us``. What these peers received in this step is garbage.
+    def capture_all(self) -> None:
+        """Captures every graph. All ranks of an FFN instance do so in the same order, because they
+        add up in the call before each capture.
 
         Raises:
             PeerLost, DeadlineExceeded: a rank of this instance did not keep up.
         """
-        step = self._launch(step_peers(call))
-        statuses = self._exchange.guard(step.waits).wait(self._late_us)
+        began = time.monotonic()
+        self._exchange.allocate(self._sizes.largest)
+        for bucket, depth in self._sizes.all():
+            self._capture(StepShape(bucket, depth))
+        self._phase = Captured.AFTER
+        logger.info("%d graphs captured in %.1f s", len(self._graphs), time.monotonic() - began)
+
+    def run(self, step: Call) -> list[tuple[Peer, Status]]:
+        """Runs one announced step; returns the peers that did not keep up, and how.
+
+        What these peers received in this step is garbage.
+
+        Raises:
+            PeerLost, DeadlineExceeded: a rank of this instance did not keep up.
+        """
+        graph = self._graphs.get(StepShape(step.order.bucket, step.order.depth))
+        if graph is None:
+            return self._on_host.run(step)
+        exchange, table = self._exchange, self._exchange.table
+        peers = [sender.peer for sender in step.senders if sender is not None]
+        self._greet(peers)
+        table.fill(step.order.parts, [sender is not None for sender in step.senders])
+        exchange.begin_answers(graph.plan, self._late_us)
+        try:
+            observer = graph.run()
+        except BaseException:
+            exchange.gate.cancel()
+            raise
+        statuses = exchange.wait_for_step()
         self._pipeline.reduce.check()
-        failed: dict[str, tuple[Peer, Status]] = {}
-        for peer, status in zip(step.waits.peers, statuses, strict=True):
-            if status != Status.OK and peer is not None:
-                failed[peer.id] = (peer, status)
+        self._metrics.steps[step.order.depth] += 1
+        failed = [(p, statuses[p.index]) for p in peers if statuses[p.index] != Status.OK]
         if not failed:
-            self._reports.report(step.observer)
-        return list(failed.values())
+            self._reports.report(observer, table.rows_of_step)
+        return failed
 
-    def drop_graphs_except(self, sessions: set[int]) -> None:
-        """Drops the graphs of other sessions: a graph holds the doorbells of its sessions."""
-        ended = [shape for shape in self._graphs if not {s for _, s, _, _ in shape} <= sessions]
-        for shape in ended:
-            del self._graphs[shape]
+    def forget_all_but(self, peers: Sequence[Peer]) -> None:
+        """Frees the links of ended sessions."""
+        staying = {id(peer) for peer in peers}
+        for index, peer in list(self._greeted.items()):
+            if id(peer) not in staying:
+                self._exchange.gate.clear_peer(index)
+                del self._greeted[index]
 
-    def _launch(self, peers: Sequence[StepPeer]) -> _Recording:
-        if not self._captures:
-            self._warm_up(peers)
-            return self._record(peers)
-        shape = tuple((p.attention, p.session, p.rows, p.depth) for p in peers)
-        step = self._graphs.get(shape)
-        if step is None:
-            step = self._graphs[shape] = self._capture(peers)
-            who = [(f"attention-{p.attention}", p.rows, p.depth) for p in peers]
-            logger.info("captured a step of %s", who)
-        assert step.replay is not None
-        step.observer.launched()
-        step.replay()
-        return step
+    def _greet(self, peers: Sequence[Peer]) -> None:
+        for peer in peers:
+            if self._greeted.get(peer.index) is not peer:
+                self._exchange.greet(peer)
+                self._greeted[peer.index] = peer
 
-    def _warm_up(self, peers: Sequence[StepPeer]) -> None:
-        """Compiles and loads the kernels of these shapes before the step is enqueued: inside a
-        capture, or behind a wait, the driver would wait for an idle device (comm/README.md)."""
-        slots = self._exchange.slots
-        for micro_batch in range(step_depth(peers)):
-            present, counts = taking_part(peers, micro_batch)
-            rows = tuple(counts)
-            if rows not in self._warm:
-                slots.read(self._exchange.request_slots(present, micro_batch), rows)
-                out = self._pipeline.model.warm_up(sum(rows), slots.request_layout.tag)
-                sums, _ = self._pipeline.reduce.reduce_scatter(out, rows)
-                slots.encode(sums)
-                self._warm.add(rows)
+    def _capture(self, shape: StepShape) -> None:
+        self._warm_up(shape)
+        run = self._recorder.capture(partial(self._record, shape))
+        self._graphs[shape] = Graph(self._exchange.plan(shape), run)
+        self._metrics.graph_captures[self._phase] += 1
 
-    def _capture(self, peers: Sequence[StepPeer]) -> _Recording:
-        self._warm_up(peers)
-        device = self._pipeline.model.device
-        step, replay = runtime_of(device).capture(device, lambda: self._record(peers))
-        return _Recording(step.waits, step.observer, replay)
+    def _warm_up(self, shape: StepShape) -> None:
+        """Compiles and loads the kernels of this shape before it is captured: inside a capture, or
+        behind a wait, the driver would wait for an idle device (comm/README.md)."""
+        exchange, slots = self._exchange, self._exchange.slots
+        rows = next(exchange.calls(shape)).rows
+        exchange.table.load()
+        slots.read_bucket(0, shape.bucket, exchange.table.of(0))
+        out = self._pipeline.model.warm_up(sum(rows), slots.request_layout.tag)
+        sums, _ = self._pipeline.reduce.reduce_scatter(out, rows)
+        slots.encode(sums).copy_to(exchange.send_memory[0])
+        synchronize(out.device)
+        self._pipeline.reduce.check()
 
-    def _record(self, peers: Sequence[StepPeer]) -> _Recording:
-        """Enqueues all expert calls of the step."""
+    def _record(self, shape: StepShape) -> StreamObserver:
+        """Enqueues all expert calls of a step."""
         exchange, observer = self._exchange, self._reports.observer(self._exchange.streams)
         observer.begin()
-        waits = exchange.begin_step()
-        self._pipeline.run(exchange.calls(peers), exchange, observer)
+        exchange.begin_step()
+        self._pipeline.run(exchange.calls(shape), exchange, observer)
         exchange.end_step()
         observer.end()
-        return _Recording(waits, observer)
+        return observer

@@ -10,10 +10,11 @@ from afd.wire.layout import Kind
 from afd.wire.message import message
 from afd.wire.slot_view_torch import RoutedRows
 from afd.wire.streams_torch import synchronize
-from afd_comm import Status, make_flag
+from afd_comm import Header, Message, Status, make_flag
 from ffn_worker.call_watchdog import CallClock
 from ffn_worker.experts.moves import ExpertMoves
 from ffn_worker.pool.calls import Call, Sender
+from ffn_worker.pool.peers import Peer
 from ffn_worker.rank_reduce import RankReduce
 from ffn_worker.slots import EncodedAnswers, RankSlots
 
@@ -88,6 +89,11 @@ class HostExchange:
         )
         doorbell = make_flag(peer.session, peer.seq[mb])  # that of the request
         # answer_to returns the request's time stamps to its sender.
-        status = peer.link.post(answer, doorbell, request.answer_to)
+        self._deliver(peer, answer, doorbell, request.answer_to)
+
+    def _deliver(
+        self, peer: Peer, answer: Message, doorbell: int, answer_to: Header | None = None
+    ) -> None:
+        status = peer.link.post(answer, doorbell, answer_to)
         if status != Status.OK:
             logger.warning("answer to %s was not delivered: %s", peer.id, status.name)

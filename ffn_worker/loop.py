@@ -11,9 +11,13 @@ and its graph is *replayed* once it has been captured (:mod:`ffn_worker.graphs`)
 
 from collections.abc import Iterator
 
+import torch
+
 from afd.errors import PeerLost
+from afd.graph_sizes import GraphSizes
 from afd.wire.layout import Kind
 from afd.wire.streams_torch import make_streams
+from ffn_worker.announced_host import AnnouncedExchange, AnnouncedHost
 from ffn_worker.call_watchdog import CallClock
 from ffn_worker.experts.moves import ExpertMoves
 from ffn_worker.graphs import StreamSteps
@@ -36,7 +40,6 @@ class FfnLoop:
 
     def __init__(self, rank: FfnRank) -> None:
         resolved, model, number = rank.resolved, rank.model, rank.pool.place.number
-        ffn, layers = resolved.deployment.ffn, resolved.model.moe_layers
         self.rank = rank
         self.stopping = False
         self.clock = CallClock()
@@ -48,18 +51,53 @@ class FfnLoop:
         self._pipeline = Pipeline(model, reduce)
         self._exchange = HostExchange(self._slots, reduce, self.clock, self.moves)
         self._observer = HostObserver(resolved, rank.metrics)
-        streams = make_streams(model.device, resolved.contract.max_depth)
-        self._steps = StreamSteps(
-            self._pipeline,
-            StreamExchange(self._slots, streams, layers, in_order=reduce.in_order),
-            ReplayReports(resolved, rank.metrics),
-            int(ffn.late_ms * 1e3),
-        )
+        self._steps = self._stream_steps(reduce)
         membership = Membership(rank, self._table, self.moves)
         self._source = make_source(
-            resolved, rank.pool, self._slots, self._table, self._late, membership.follow
+            resolved,
+            rank.pool,
+            self._slots,
+            self._table,
+            self._late,
+            membership.follow,
+            lambda: self.moves.settled,
         )
         trace_wire(resolved, rank.region, rank.metrics)
+
+    def _stream_steps(self, reduce: RankReduce) -> StreamSteps:
+        rank, resolved = self.rank, self.rank.resolved
+        device, layers = rank.model.device, resolved.model.moe_layers
+        late_us = int(resolved.deployment.ffn.late_ms * 1e3)
+        exchange = StreamExchange(
+            resolved,
+            rank.pool.place,
+            self._slots,
+            make_streams(device, resolved.contract.max_depth),
+            device,
+            in_order=reduce.in_order,
+        )
+        on_host = AnnouncedHost(
+            self._pipeline,
+            self._slots,
+            AnnouncedExchange(self._slots, reduce, self.clock, self.moves),
+            self._observer,
+            layers,
+            late_us,
+        )
+        return StreamSteps(
+            self._pipeline,
+            exchange,
+            on_host,
+            ReplayReports(resolved, rank.metrics),
+            rank.metrics,
+            GraphSizes(resolved.contract.graph_buckets),
+            late_us,
+        )
+
+    @torch.inference_mode()
+    def capture_graphs(self) -> None:
+        """Captures all graphs before this rank is ready, so that no user waits for a capture."""
+        self._steps.capture_all()
 
     def run(self) -> None:
         """Serves until ``stopping`` is set.
@@ -85,11 +123,12 @@ class FfnLoop:
             if self.stopping:
                 return
             if call is None:  # no message came for a while
-                self._steps.drop_graphs_except(self._table.sessions)
+                self._steps.forget_all_but(self._table.peers)
                 continue
             self.rank.pool.tell(call.order)
             if call.order.kind == Kind.STEP:
+                if call.order.bucket:
+                    self.moves.settle(call.order.settled)
                 self._late.drop_failed(self._steps.run(call))
-                self.rank.metrics.steps[call.order.depth] += 1
             else:
                 yield call

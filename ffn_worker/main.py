@@ -10,7 +10,7 @@ from types import FrameType
 
 import torch
 
-from afd.config.resolve import Resolved, region_options, resolve
+from afd.config.resolve import Resolved, region_options, replays, resolve
 from afd.config.roles import RoleSpec
 from afd.control.connect import client_for
 from afd.control.ending import exit_if_refused, exit_now
@@ -48,6 +48,9 @@ def run_ffn(role: RoleSpec) -> None:
         ConfigError, HandshakeRefused, DeadlineExceeded: the message names cause and remedy.
     """
     os.environ |= role.gpu_environment(os.environ)  # before the first use of the GPU
+    # CUDA's most hardware queues: a stream that sends answers should not share one with a stream
+    # that waits for requests.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     bind_process(role.cpus, "ffn.cpus")
     torch.set_num_threads(role.threads)
     deployment = role.deployment
@@ -100,6 +103,8 @@ def run_ffn(role: RoleSpec) -> None:
             loop.clock, limit_s=deadlines.stuck_s, first_limit_s=deadlines.start_s
         )
         watch.start(exit_now)
+        if replays(deployment, resolved.family):
+            loop.capture_graphs()
         control.set_state("ready")
         logger.info(
             "ready: generation %d, backend %s, %s weights",
@@ -149,7 +154,6 @@ def _load(role: RoleSpec, resolved: Resolved, metrics: RoleMetrics, members: Mem
         placement=replace(resolved.placement, tables=tables),
         banks={layer: bank for layer, (bank, _) in places.items()},
         shared_by_rows=resolved.shared_by_rows,
-        movable=resolved.contract.movable,
         backend=resolved.deployment.ffn.backend,
         device=torch_device(resolved.deployment.ffn.device),
         progress=progress,

@@ -1,7 +1,8 @@
 """Metrics and stage timestamps of expert calls (:class:`ffn_worker.pipeline.Observer`)."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from afd.config.resolve import Resolved
 from afd.metrics.role import Direction, RoleMetrics, Stage
@@ -109,14 +110,19 @@ class ReplayReports:
     def observer(self, streams: Streams) -> StreamObserver:
         return StreamObserver(streams, self._stage_every)
 
-    def report(self, observer: StreamObserver) -> None:
+    def report(self, observer: StreamObserver, rows: Callable[[], Sequence[int]]) -> None:
         """Adds a step that has ended; reads the timestamps of every ``stage_every``-th, because
-        that takes microseconds for each of them."""
+        that takes microseconds for each of them.
+
+        rows: returns the rows of each micro-batch; a graph only knows its bucket.
+        """
         self._count += 1
         if self._stage_every and self._count % self._stage_every == 0:
             trace = observer.trace()
             if trace is not None:
-                self._metrics.note_replay(trace)
+                sent = rows()
+                spans = [replace(span, rows=sent[span.micro_batch]) for span in trace.spans]
+                self._metrics.note_replay(replace(trace, spans=tuple(spans)))
 
 
 def trace_wire(resolved: Resolved, region: Region, metrics: RoleMetrics) -> None:

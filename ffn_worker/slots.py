@@ -6,11 +6,10 @@ from dataclasses import dataclass
 import torch
 
 from afd.config.resolve import Resolved
-from afd.schedule import split_rows
 from afd.wire.codecs_torch import encode
 from afd.wire.layout import SlotLayout
 from afd.wire.message import Received
-from afd.wire.slot_torch import take_rows
+from afd.wire.slot_torch import take_bucket, take_rows
 from afd.wire.slot_view_torch import RoutedRows, SlotView
 from afd.wire.streams_torch import slot_bytes
 from afd_comm import Region
@@ -45,6 +44,20 @@ class EncodedAnswers:
             parts.append((self.layout.scales_offset, scales.data_ptr(), scales.nbytes))
         return parts
 
+    def copy_to(self, memory: "EncodedAnswers") -> None:
+        """Copies the answers to the beginning of ``memory``.
+
+        On a GPU by a kernel: a copy engine that waits for these rows would hold up the copies that
+        send other answers.
+        """
+        rows = len(self.payload)
+        pairs = [(self.payload, memory.payload)]
+        if self.scales is not None and memory.scales is not None:
+            pairs.append((self.scales, memory.scales))
+        for there, to in pairs:
+            words = to[:rows].view(torch.int32)
+            torch.bitwise_or(there.view(torch.int32), 0, out=words)
+
 
 class RankSlots:
     """The receive slots of one FFN rank, as tensors, and the slots that it answers into.
@@ -59,6 +72,7 @@ class RankSlots:
         self.answer_layout = resolved.f2a
         self._map = resolved.slots
         self._number = number
+        self._tp = resolved.contract.ffn_tp
         self._fewest_rows = 0 if resolved.dispatch == "routed" else 1
         self._views = [
             SlotView(slot_bytes(region, slot), resolved.a2f)
@@ -85,13 +99,14 @@ class RankSlots:
             return f"{header.nbytes} bytes where {header.rows} rows make {wanted}"
         return None
 
-    def problem_of_step(self, header: Received, max_depth: int) -> str | None:
+    def problem_of_step(self, rows: int, depth: int, max_depth: int) -> str | None:
         """Why an announced step cannot run, or None."""
-        if not 1 <= header.depth <= max_depth:
-            return f"a step of depth {header.depth} where 1 to {max_depth} were agreed"
-        parts = split_rows(header.rows, header.depth)
-        if min(parts) < 1 or max(parts) > self.request_layout.capacity:
-            return f"a step of {header.rows} rows in {header.depth} micro-batches"
+        if not 1 <= depth <= max_depth:
+            return f"a step of depth {depth} where 1 to {max_depth} were agreed"
+        # afd.schedule.split_rows: the last micro-batch is the largest.
+        each = rows // depth
+        if each < 1 or rows - (depth - 1) * each > self.request_layout.capacity:
+            return f"a step of {rows} rows in {depth} micro-batches"
         return None
 
     def read(
@@ -108,6 +123,19 @@ class RankSlots:
             return RoutedRows.of(views[0], rows[0])
         taken = RoutedRows.empty_like(views[0], sum(rows))
         take_rows(views, rows, taken, [i for i, slot in enumerate(slots) if slot in lost])
+        return taken
+
+    def read_bucket(self, micro_batch: int, bucket: int, rows: torch.Tensor) -> RoutedRows:
+        """Returns ``bucket`` rows of each attention instance, concatenated. No expert computes the
+        rows that were not sent; see :func:`afd.wire.slot_torch.take_bucket`.
+
+        Args:
+            rows: int32 [attention instances] on the device, the rows that each has sent.
+        """
+        instances = self._map.attention_instances
+        views = [self._views[self._map.to_ffn(i, micro_batch)] for i in range(instances)]
+        taken = RoutedRows.empty_like(views[0], instances * bucket)
+        take_bucket(views, rows, bucket, self._tp, taken)
         return taken
 
     def encode(self, out: torch.Tensor) -> EncodedAnswers:

@@ -1,23 +1,28 @@
-"""Stream form of the exchange: GPU streams wait for requests and send answers.
+"""Stream form of the exchange: a stream waits for requests and writes answers.
 
-Nothing here waits on the host, so a graph can hold a whole step. Doorbells number the positions of
-the step, so every replay waits for and rings the same ones (afd/schedule.py: stream_sequence).
+Nothing here waits on the host, so a graph can hold a whole step. The stream waits for one word per
+position and writes one ticket behind its answers. A thread of the transport, the gate, waits for
+the requests of those who take part and sends them the answers (afd_comm.StepGate). So a graph holds
+no address of a peer and does not depend on who takes part: it has room for the same number of rows,
+the bucket, from every attention instance, and masks those that were not sent.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from afd.schedule import Position, resets_doorbells, split_rows, stream_sequence, walk
+from afd.config.resolve import Resolved
+from afd.schedule import Position, row_shares, stream_sequence, walk
+from afd.topology import FfnPlace
 from afd.wire.layout import Kind
 from afd.wire.message import message
 from afd.wire.slot_view_torch import RoutedRows
 from afd.wire.streams_torch import Streams
-from afd_comm import Guard, make_flag
-from ffn_worker.pool.calls import Call
+from afd_comm import Status, StepGate, StepPlan, make_flag
 from ffn_worker.pool.peers import Peer
+from ffn_worker.row_table import RowTable
 from ffn_worker.slots import EncodedAnswers, RankSlots
 
 OWN_STREAM_DEPTH = 3
@@ -27,105 +32,122 @@ two streams and 6.8 ms with one. At depth 3, separate streams gained 6 % (docs/r
 
 
 @dataclass(frozen=True)
-class StepPeer:
-    """An attention instance in a step on streams.
+class StepShape:
+    """All that the graph of a step depends on.
 
-    session: the one whose doorbells it rings. rows: of the whole step. peer: None once it is gone;
-    the guard then releases its waits at once, and nothing is sent to it.
+    bucket: rows of each attention instance in each micro-batch. depth: micro-batches.
     """
 
-    attention: int
-    session: int
-    rows: int
+    bucket: int
     depth: int
-    peer: Peer | None
-
-
-def step_peers(call: Call) -> list[StepPeer]:
-    """The attention instances of an announced step, in the order of their rows."""
-    return [
-        StepPeer(
-            part.attention,
-            0 if sender is None else sender.peer.session,
-            part.rows,
-            part.depth,
-            None if sender is None else sender.peer,
-        )
-        for part, sender in zip(call.order.parts, call.senders, strict=True)
-    ]
-
-
-def step_depth(peers: Sequence[StepPeer]) -> int:
-    """Micro-batches of the step."""
-    return max(peer.depth for peer in peers)
-
-
-def taking_part(peers: Sequence[StepPeer], micro_batch: int) -> tuple[list[StepPeer], list[int]]:
-    """The attention instances that send rows in this micro-batch, and how many rows each sends."""
-    present = [peer for peer in peers if micro_batch < peer.depth]
-    return present, [split_rows(peer.rows, peer.depth)[micro_batch] for peer in present]
 
 
 @dataclass(frozen=True)
 class StreamCall:
-    """One expert call of a step on streams. Lists: by attention instance that takes part."""
+    """One expert call of a step on streams.
+
+    number: of the position in the step, from 1. rows: the bucket, for each attention instance.
+    """
 
     position: Position
     depth: int
-    peers: list[Peer | None]
-    rows: list[int]
-    slots: list[int]
-    flags: list[int]
-
-
-@dataclass
-class Waits:
-    """Doorbells that a step's streams wait for, in order, and whose they are: what the guard rings
-    in place of a peer that is late or gone."""
-
-    slots: list[int] = field(default_factory=list)
-    flags: list[int] = field(default_factory=list)
-    peers: list[Peer | None] = field(default_factory=list)
+    number: int
+    rows: Sequence[int]
 
 
 class StreamExchange:
-    """Enqueues one step at a time; see :class:`ffn_worker.pipeline.Exchange`."""
+    """Enqueues one step at a time; see :class:`ffn_worker.pipeline.Exchange`.
+
+    Attributes:
+        gate: of this rank's region. table: the rows of the step.
+        send_memory: by micro-batch, where answers are sent from.
+    """
 
     def __init__(
-        self, slots: RankSlots, streams: Streams, layers: Sequence[int], *, in_order: bool
+        self,
+        resolved: Resolved,
+        place: FfnPlace,
+        slots: RankSlots,
+        streams: Streams,
+        device: torch.device,
+        *,
+        in_order: bool,
     ) -> None:
-        """layers: numbers of the MoE layers. in_order: all micro-batches share one stream."""
+        """in_order: all micro-batches share one stream."""
+        instances, depth = resolved.contract.attention_instances, resolved.contract.max_depth
         self.slots = slots
         self.streams = streams
-        self._layers = layers
+        self.table = RowTable(instances, depth, device, rank=place.rank, tp=place.tp)
+        self.gate = StepGate(slots.region, peers=instances, lanes=depth)
+        self._place = place
+        self._instances = instances
+        self._follows_rows = resolved.requests_say_rows
+        self._hidden = resolved.model.hidden
+        self._layers = resolved.model.moe_layers
+        self._device = device
         self._in_order = in_order
-        self._reset = resets_doorbells(layers)
-        self._waits = Waits()
+        self.send_memory: list[EncodedAnswers] = []
         self._in_flight: dict[int, EncodedAnswers] = {}  # by micro-batch
 
-    def begin_step(self) -> Waits:
-        """Returns the wait list of the step, filled in as the step is enqueued."""
-        self._waits = Waits()
+    # Before a step.
+
+    def allocate(self, largest: Sequence[int]) -> None:
+        """Allocates the memory from which answers are sent; call it before the first step.
+
+        largest: by micro-batch, the largest bucket.
+        """
+        for bucket in largest:
+            rows = self._instances * self._share(bucket)
+            zeros = torch.zeros((rows, self._hidden), device=self._device)
+            self.send_memory.append(self.slots.encode(zeros))
+
+    def greet(self, peer: Peer) -> None:
+        """Takes a peer's session into use.
+
+        Raises:
+            CommError: memory cannot be registered for its link.
+        """
+        for memory in self.send_memory:
+            for part in (memory.payload, memory.scales):
+                if part is not None and part.nbytes:
+                    device = self.slots.region.device
+                    peer.link.register_memory(part.data_ptr(), part.nbytes, device)
+        self.gate.set_peer(
+            peer.index,
+            peer.link,
+            first_slot=self.slots.request_slot(peer.index, 0),
+            first_flag=make_flag(peer.session, stream_sequence(1)),
+        )
+
+    def plan(self, shape: StepShape) -> StepPlan:
+        """Returns what the step sends, for the gate."""
+        positions = []
+        for position in walk(self._layers, shape.depth):
+            answer = message(
+                self.slots.answer_slot(position.micro_batch),
+                self.send_memory[position.micro_batch].parts(0, 1),  # of one row
+                0,
+                layer=position.layer,
+                micro_batch=position.micro_batch,
+                depth=shape.depth,
+                kind=Kind.DATA,
+                tag=self.slots.answer_layout.tag,
+            )
+            positions.append((position.micro_batch, answer))
+        return StepPlan(positions, lanes=shape.depth, stride=self._share(shape.bucket))
+
+    # The step.
+
+    def begin_step(self) -> None:
         self._in_flight = {}
+        self.table.load()
         self.streams.begin_step()
-        return self._waits
 
-    def calls(self, peers: Sequence[StepPeer]) -> Iterator[StreamCall]:
+    def calls(self, shape: StepShape) -> Iterator[StreamCall]:
         """The expert calls of a step in the order of :func:`afd.schedule.walk`."""
-        positions_of, depth = {peer.attention: 0 for peer in peers}, step_depth(peers)
-        for position in walk(self._layers, depth):
-            present, rows = taking_part(peers, position.micro_batch)
-            flags = []
-            for peer in present:
-                positions_of[peer.attention] += 1
-                sequence = stream_sequence(positions_of[peer.attention])
-                flags.append(make_flag(peer.session, sequence))
-            slots = self.request_slots(present, position.micro_batch)
-            yield StreamCall(position, depth, [p.peer for p in present], rows, slots, flags)
-
-    def request_slots(self, present: Sequence[StepPeer], micro_batch: int) -> list[int]:
-        """The slots that these attention instances write this micro-batch into."""
-        return [self.slots.request_slot(peer.attention, micro_batch) for peer in present]
+        rows = [shape.bucket] * self._instances
+        for number, position in enumerate(walk(self._layers, shape.depth), start=1):
+            yield StreamCall(position, shape.depth, number, rows)
 
     def running(self, call: StreamCall) -> AbstractContextManager[object]:
         if call.depth < OWN_STREAM_DEPTH or self._in_order:
@@ -133,17 +155,14 @@ class StreamExchange:
         return self.streams.apart(call.position.micro_batch)
 
     def wait(self, call: StreamCall) -> None:
-        self.slots.region.enqueue_wait(
-            self.streams.compute, call.slots, call.flags, reset=self._reset
-        )
-        self._waits.slots += call.slots
-        self._waits.flags += call.flags
-        self._waits.peers += call.peers
-        # The peers have taken the previous answers, so their memory is free from here on.
-        self._in_flight.pop(call.position.micro_batch, None)
+        lane = call.position.micro_batch
+        self.gate.enqueue_wait(self.streams.compute, lane, call.number)
+        # The last answers of this micro-batch were sent, so their memory is free from here on.
+        self._in_flight.pop(lane, None)
 
     def read(self, call: StreamCall) -> RoutedRows:
-        return self.slots.read(call.slots, call.rows)
+        micro_batch = call.position.micro_batch
+        return self.slots.read_bucket(micro_batch, call.rows[0], self.table.of(micro_batch))
 
     def encode(self, call: StreamCall, out: torch.Tensor) -> EncodedAnswers:
         answers = self._in_flight[call.position.micro_batch] = self.slots.encode(out)
@@ -153,28 +172,30 @@ class StreamExchange:
         self, call: StreamCall, counts: Sequence[int], answers: EncodedAnswers | None
     ) -> None:
         assert answers is not None, "an announced step has rows in every micro-batch"
+        lane = call.position.micro_batch
         self.streams.fork()
-        offset, layer, micro_batch = 0, call.position.layer, call.position.micro_batch
-        slot = self.slots.answer_slot(micro_batch)
-        for peer, rows, flag in zip(call.peers, counts, call.flags, strict=True):
-            if peer is not None:
-                answer = message(
-                    slot,
-                    answers.parts(offset, rows),
-                    rows,
-                    layer=layer,
-                    micro_batch=micro_batch,
-                    depth=call.depth,
-                    kind=Kind.DATA,
-                    tag=self.slots.answer_layout.tag,
-                )
-                peer.link.enqueue(self.streams.copy, answer, flag)
-            offset += rows
+        with self.streams.copying():
+            answers.copy_to(self.send_memory[lane])
+        self.gate.enqueue_ticket(self.streams.copy, lane, call.number)
 
     def end_step(self) -> None:
         self.streams.join()
         self._in_flight = {}
 
-    def guard(self, waits: Waits) -> Guard:
-        """Watches the step that was enqueued last, or replayed, until it ends."""
-        return self.slots.region.guard(self.streams.compute, waits.slots, waits.flags)
+    def begin_answers(self, plan: StepPlan, late_us: int) -> None:
+        """Starts the gate for the step in the table; call it before the stream gets the step."""
+        table = self.table
+        firsts = table.firsts if self._follows_rows else None
+        self.gate.begin(plan, table.depths, table.answers, late_us, firsts)
+
+    def wait_for_step(self) -> list[Status]:
+        """Waits until the step that was begun last has ended; one status per attention instance.
+
+        Raises:
+            CommError: the stream hangs.
+        """
+        return self.gate.wait(self.streams.compute)
+
+    def _share(self, bucket: int) -> int:
+        start, end = row_shares(bucket, self._place.tp)[self._place.rank]
+        return end - start

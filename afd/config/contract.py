@@ -31,7 +31,7 @@ REMEDIES: dict[str, str] = {
     "dispatch": _SAME_FILE,
     "shared_experts": _SAME_FILE,
     "expert_slots": _SAME_FILE,
-    "movable": _SAME_FILE,
+    "graph_buckets": _SAME_FILE,
     "expert_map": "give every role the same file (ffn.placement)",
 }
 """What the user should do about a difference, per field of :class:`Contract`."""
@@ -47,7 +47,7 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dispatch, shared_experts: the deployment file's values, with ``auto`` resolved.
     expert_slots: FFN instance j holds the expert slots [expert_slots[j], expert_slots[j + 1]).
     expert_map: the expert in each slot, per MoE layer (afd/placement/tables.py).
-    movable: experts may move to other slots while the deployment serves.
+    graph_buckets: rows of the FFN graphs, by depth (afd/graph_sizes.py); () without graphs.
     """
 
     model_hash: str
@@ -68,7 +68,7 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shared_experts: str
     expert_slots: tuple[int, ...]
     expert_map: tuple[tuple[int, ...], ...]
-    movable: bool
+    graph_buckets: tuple[tuple[int, ...], ...]
 
 
 class Mismatch(msgspec.Struct, frozen=True):

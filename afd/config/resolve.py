@@ -10,6 +10,7 @@ from afd.config.fp8 import fp8_of
 from afd.devices import device_named
 from afd.devices.rocm import FP8_OF_ARCH
 from afd.errors import ConfigError
+from afd.graph_sizes import GraphSizes, captured_rows
 from afd.models import Family, MoeModel, read_model
 from afd.models.checkpoint import fingerprint
 from afd.placement.dispatch import Dispatch, cheaper_dispatch
@@ -92,6 +93,12 @@ class Resolved:
     placement: Placement
     contract: Contract
 
+    @property
+    def requests_say_rows(self) -> bool:
+        """Whether the header of a request of a replayed step says how many rows it carries: routed
+        dispatch, and a transport that writes headers for streams."""
+        return self.dispatch == "routed" and not _sends_whole_buffers(self.deployment)
+
 
 def resolve(deployment: Deployment) -> Resolved:
     """Derives the facts of a deployment from the checkpoint's config.json and tensor headers.
@@ -102,12 +109,13 @@ def resolve(deployment: Deployment) -> Resolved:
         ConfigError: the checkpoint cannot be served, or not with this deployment's topology.
     """
     family, model = read_model(deployment.model)
+    _check_device(deployment, family, model)
     model = family.serve_as(model, deployment.attention.dtype)
     dtype = model.dtype
     placement = _placement(deployment, model)
     graphs = replays(deployment, family)
     dispatch = _dispatch(deployment, model, graphs)
-    by_rows = _shared_by_rows(deployment, dispatch, graphs)
+    by_rows = _shared_by_rows(deployment, dispatch)
     capacity = deployment.attention.max_num_batched_tokens
     depth = max_depth(deployment, family)
     wire = deployment.wire
@@ -132,12 +140,20 @@ def resolve(deployment: Deployment) -> Resolved:
         shared_experts="rows" if by_rows else "slices",
         expert_slots=placement.bounds,
         expert_map=placement.tables,
-        movable=not graphs,
+        graph_buckets=() if family.split else _graph_buckets(deployment),
     )
     slots = SlotMap(deployment.attention.instances, deployment.ffn.ranks, depth)
     return Resolved(
         deployment, family, model, slots, a2f, f2a, dispatch, by_rows, placement, contract
     )
+
+
+def _graph_buckets(deployment: Deployment) -> tuple[tuple[int, ...], ...]:
+    pipeline = deployment.pipeline
+    if not pipeline.graphs:
+        return ()
+    rows = captured_rows(deployment.attention.max_num_seqs)
+    return GraphSizes.of(rows, pipeline.max_depth, pipeline.min_rows).buckets
 
 
 def check_model(deployment: Deployment) -> None:
@@ -146,9 +162,11 @@ def check_model(deployment: Deployment) -> None:
         what = "has no config.json" if deployment.model.is_dir() else "is not a folder"
         raise ConfigError(
             f"model {deployment.model} {what}; give the path of a Hugging Face checkpoint folder"
-            " (config.json and *.safetensors), relative to the deployment file"
+            " (config.json and *.safetensors), relative to the deployment file, or a name on the"
+            " Hub after hf download NAME"
         )
     family, model = read_model(deployment.model)
+    _check_device(deployment, family, model)
     if deployment.ffn.instances > model.num_experts:
         raise ConfigError(
             f"ffn.instances is {deployment.ffn.instances} but {deployment.model.name} has"
@@ -156,8 +174,18 @@ def check_model(deployment: Deployment) -> None:
         )
     _placement(deployment, model)
     graphs = replays(deployment, family)
-    _shared_by_rows(deployment, _dispatch(deployment, model, graphs), graphs)
+    _shared_by_rows(deployment, _dispatch(deployment, model, graphs))
     width_slices(model.moe_intermediate, deployment.ffn.tp)
+
+
+def _check_device(deployment: Deployment, family: Family, model: MoeModel) -> None:
+    """Raises ConfigError if the model's attention runs on GPUs only and this is none."""
+    device = deployment.attention.device
+    if family.gpu_only and device_named(device).host_memory:
+        raise ConfigError(
+            f"{model.architecture} has {family.gpu_only}, which vLLM runs on GPUs only, but "
+            f"attention.device is {device}; use cuda"
+        )
 
 
 def _placement(deployment: Deployment, model: MoeModel) -> Placement:
@@ -170,29 +198,25 @@ def _placement(deployment: Deployment, model: MoeModel) -> Placement:
 
 def _dispatch(deployment: Deployment, model: MoeModel, graphs: bool) -> Dispatch:
     wanted = deployment.wire.dispatch
-    if wanted == "routed" and graphs:
-        raise ConfigError(
-            "wire.dispatch routed sends a varying number of rows, but a captured graph has fixed"
-            " sizes; use broadcast, or set pipeline.graphs: false"
-        )
     if wanted != "auto":
         return wanted
-    if graphs or deployment.ffn.instances == 1:
+    if deployment.ffn.instances == 1 or (graphs and _sends_whole_buffers(deployment)):
         return "broadcast"
     ranges = expert_ranges(model.num_experts, deployment.ffn.instances)
     return cheaper_dispatch([end - start for start, end in ranges], model.top_k)
 
 
-def _shared_by_rows(deployment: Deployment, dispatch: Dispatch, graphs: bool) -> bool:
+def _sends_whole_buffers(deployment: Deployment) -> bool:
+    """Whether replayed steps copy whole buffers, so that routed dispatch saves no bytes: backend
+    ipc does, because nothing but a kernel could read the number of rows."""
+    return deployment.transport.backend in ("auto", "ipc")
+
+
+def _shared_by_rows(deployment: Deployment, dispatch: Dispatch) -> bool:
     wanted = deployment.ffn.shared_experts
     if wanted == "slices" and dispatch == "routed":
         raise ConfigError(
             "ffn.shared_experts slices needs every row on every FFN instance, but wire.dispatch is"
             " routed; use ffn.shared_experts rows or wire.dispatch broadcast"
-        )
-    if wanted == "rows" and graphs:
-        raise ConfigError(
-            "ffn.shared_experts rows computes a varying number of rows, but a captured graph has"
-            " fixed sizes; use slices, or set pipeline.graphs: false"
         )
     return dispatch == "routed" if wanted == "auto" else wanted == "rows"

@@ -58,17 +58,19 @@ def followed(members: Members) -> int:
     return members.moves - 1 if waits else members.moves
 
 
+def completed(members: Members) -> int:
+    """Number of the last move that all members have made."""
+    return members.moves if members.moving is None else members.moves - 1
+
+
 def objection(
     tables: Sequence[Sequence[int]], contract: Contract | None, members: Members
 ) -> str | None:
     """Returns why experts cannot be moved to ``tables`` (one per MoE layer) now, or None."""
     if contract is None:
         return "no member holds experts; wait until the deployment is up"
-    if not contract.movable:
-        return (
-            "captured graphs fix the experts in their slots; restart with"
-            " ffn.placement, or set pipeline.graphs: false"
-        )
+    if contract.ffn_instances == 1:
+        return "there is one FFN instance, which holds all experts; there is nothing to move"
     if members.moving is not None:
         return (
             f"layer {members.moving.layer} is being moved; wait until `afd ctl status` shows none"

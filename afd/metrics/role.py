@@ -45,6 +45,13 @@ class Direction(enum.IntEnum):
     F2A = 1
 
 
+class Captured(enum.IntEnum):
+    """When an FFN rank captured a graph."""
+
+    START = 0  # before it was ready
+    AFTER = 1
+
+
 class Weights(enum.IntEnum):
     ATTENTION = 0
     EXPERT = 1
@@ -119,6 +126,7 @@ class RoleMetrics:
         graph_seconds   [depth] device time of these steps, from the first kernel to the last
         ffn_retries     attention: times that rows were sent again after an FFN instance was lost
         late_peers      ffn: times that a step continued without a late attention instance
+        graph_captures  [Captured] ffn: graphs that were captured
     Traces:
         wire_traces     by member id of the peer; set during start-up. They provide the role's wire
                         stage, so nothing observes that stage.
@@ -140,6 +148,7 @@ class RoleMetrics:
         "decode_steps",
         "expert_rows",
         "ffn_retries",
+        "graph_captures",
         "graph_seconds",
         "graph_steps",
         "late_peers",
@@ -170,6 +179,7 @@ class RoleMetrics:
         self.steps = [0] * (max_depth + 1)  # index 0 is unused
         self.graph_steps = [0] * (max_depth + 1)
         self.graph_seconds = [0.0] * (max_depth + 1)
+        self.graph_captures = [0] * len(Captured)
         self.ffn_retries = 0
         self.late_peers = 0
         self.slots = slots
@@ -276,6 +286,8 @@ def _counters(metrics: RoleMetrics) -> Iterator[Metric]:
     yield steps
     if any(metrics.graph_steps):
         yield from _graph_counters(metrics)
+    if any(metrics.graph_captures):
+        yield _captures(metrics)
     if metrics.role == "attention" or metrics.ffn_retries:
         yield CounterMetricFamily(
             "afd_ffn_retries",
@@ -288,6 +300,17 @@ def _counters(metrics: RoleMetrics) -> Iterator[Metric]:
             "Times that a step continued without a late attention instance.",
             value=metrics.late_peers,
         )
+
+
+def _captures(metrics: RoleMetrics) -> Metric:
+    from prometheus_client.core import CounterMetricFamily
+
+    family = CounterMetricFamily(
+        "afd_ffn_graph_captures", "Graphs that the FFN rank has captured.", labels=["when"]
+    )
+    for when in Captured:
+        family.add_metric([when.name.lower()], metrics.graph_captures[when])
+    return family
 
 
 def _expert_rows(by_layer: Mapping[int, Sequence[int]]) -> Metric:

@@ -8,11 +8,22 @@ change of it needs a new protocol version in the transport's handshakes.
 import struct
 from typing import NamedTuple
 
+import numpy as np
+
 from afd_comm import Header, Message
 
-_WORDS = struct.Struct("<ihhhhxxxxq")
+_WORDS = struct.Struct("<ihhhhIq")
 _pack, _unpack = _WORDS.pack, _WORDS.unpack
 _new = tuple.__new__
+
+HEADERS = np.dtype(
+    [
+        ("seen", "<u8"), ("layer", "<i4"), ("micro_batch", "<i2"), ("depth", "<i2"),
+        ("kind", "<i2"), ("tag", "<i2"), ("moves", "<u4"), ("step", "<i8"), ("rows", "<u8"),
+        ("nbytes", "<u8"),
+    ]
+)  # fmt: skip
+"""A row of ``afd_comm.Region.read_headers``, for messages that :func:`message` made."""
 
 TraceEvent = tuple[int, int, int, int, int, int, int, int]
 """(posted, sent, arrived, consumed, layer, micro_batch, rows, nbytes); times in ns."""
@@ -29,6 +40,8 @@ def message(
     kind: int,
     tag: int = 0,
     step: int = 0,
+    moves: int = 0,
+    whole: int = 0,
 ) -> Message:
     """Return a message of ``rows`` rows for ``slot``.
 
@@ -40,8 +53,14 @@ def message(
         kind: :class:`afd.wire.layout.Kind`.
         tag: :class:`afd.wire.layout.Tag` of the payload.
         step: the attention instance's own number of the step; 0 in a replayed step.
+        moves: of an announced step, the last expert move in the placement that its sender uses; of
+            an order, the last move that is complete (afd/control/moves.py).
+        whole: so many of the last parts travel whole where the other parts are cut to a number of
+            rows (``afd_comm.Link.enqueue``).
     """
-    return Message(slot, parts, _pack(layer, micro_batch, depth, kind, tag, step), rows)
+    return Message(
+        slot, parts, _pack(layer, micro_batch, depth, kind, tag, moves, step), rows, whole
+    )
 
 
 class Received(NamedTuple):
@@ -52,6 +71,7 @@ class Received(NamedTuple):
     depth: int
     kind: int
     tag: int
+    moves: int
     step: int
     rows: int
     nbytes: int  # size of the payload

@@ -6,58 +6,67 @@ knows what to run before it runs or replays it.
 
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from afd.schedule import Position
 from afd.wire.layout import Kind
 
-_PART = struct.Struct("<4Iq")
+_BUCKET = struct.Struct("<Q")
+_PART = struct.Struct("<5Iq")
 _HELLO_BYTES = 256
 """Enough for the address of a rendezvous."""
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """The rows of one attention instance in a call or step.
 
     attention, generation: index and generation of the instance. rows: in this call, or in the whole
-    step on streams. depth: micro-batches of its step. step: its own number of the step.
+    step on streams. depth: micro-batches of its step. moves: of a step on streams, the last expert
+    move in the placement that it uses. step: its own number of the step.
     """
 
     attention: int
     generation: int
     rows: int
     depth: int
+    moves: int
     step: int
 
 
 @dataclass(frozen=True)
 class Order:
-    """One expert call (kind DATA) over the rows of all parts, concatenated; or a whole step whose
-    doorbells streams ring (kind STEP), with ``position`` the first one of the step."""
+    """One expert call (kind DATA) over the rows of all parts, concatenated; or a whole announced
+    step (kind STEP), with ``position`` the first one of the step.
+
+    bucket: of the graph that runs the step (:mod:`afd.graph_sizes`); 0: the hosts run it.
+    settled: of an announced step, the last expert move that is complete for the leader.
+    """
 
     kind: Kind
     position: Position
     parts: tuple[Part, ...]
+    bucket: int = 0
+    settled: int = 0
 
     @property
     def depth(self) -> int:
-        return max(part.depth for part in self.parts)
+        return max([part.depth for part in self.parts])
 
     def payload(self) -> bytes:
-        return b"".join(
-            _PART.pack(p.attention, p.generation, p.rows, p.depth, p.step) for p in self.parts
-        )
+        parts = [_PART.pack(*part) for part in self.parts]
+        return b"".join([_BUCKET.pack(self.bucket), *parts])
 
 
-def read_order(kind: int, layer: int, micro_batch: int, payload: bytes) -> Order:
+def read_order(kind: int, layer: int, micro_batch: int, settled: int, payload: bytes) -> Order:
     """Decode the order of a message with this header and payload."""
-    parts = tuple(Part(*fields) for fields in _PART.iter_unpack(payload))
-    return Order(Kind(kind), Position(layer, micro_batch), parts)
+    (bucket,) = _BUCKET.unpack_from(payload)
+    parts = tuple(Part(*fields) for fields in _PART.iter_unpack(payload[_BUCKET.size :]))
+    return Order(Kind(kind), Position(layer, micro_batch), parts, bucket, settled)
 
 
 def order_slot_bytes(attention_instances: int) -> int:
     """Return the bytes of a slot that holds an order or a hello."""
-    return max(_HELLO_BYTES, _PART.size * attention_instances)
+    return max(_HELLO_BYTES, _BUCKET.size + _PART.size * attention_instances)
 
 
 def order_slots(attention_instances: int, max_depth: int) -> int:

@@ -1,10 +1,12 @@
 """Slots of a region in a GPU's memory: the kernels of :mod:`afd.wire.slot_triton` on torch tensors.
 
-Results equal those of the reference, :mod:`afd.wire.slot_torch`. Each launch handles up to 8
-messages; nothing is copied to the host.
+Results equal those of the reference, :mod:`afd.wire.slot_torch`. A launch of :func:`take_rows` and
+:func:`sum_of_parts` handles up to 8 messages, one of :func:`take_bucket` any number; nothing is
+copied to the host.
 """
 
 from collections.abc import Collection, Sequence
+from itertools import pairwise
 
 import torch
 import triton
@@ -68,6 +70,42 @@ def _take(views: Sequence[SlotView], counts: Sequence[int], to: RoutedRows, mask
     )
 
 
+def take_bucket(
+    views: Sequence[SlotView], rows: torch.Tensor, bucket: int, tp: int, into: RoutedRows
+) -> None:
+    """See :func:`afd.wire.slot_torch.take_bucket`."""
+    first, top_k = views[0], into.ids.shape[1]
+    assert first.ids is not None and first.weights is not None
+    payload, to_payload = _bytes(first.payload), _bytes(into.x.payload)
+    scales, to_scales, scale_bytes = payload, to_payload, 0
+    if first.scales is not None and into.x.scales is not None:
+        scales, to_scales = _bytes(first.scales), _bytes(into.x.scales)
+        scale_bytes = scales.shape[1]
+    addresses = [view.payload.data_ptr() for view in views]
+    apart = addresses[1] - addresses[0] if len(views) > 1 else 0
+    assert apart % 16 == 0 and all(b - a == apart for a, b in pairwise(addresses))
+    kernels.take_bucket_kernel[(len(views) * bucket,)](
+        payload,
+        scales,
+        first.ids,
+        first.weights,
+        to_payload,
+        to_scales,
+        into.ids,
+        into.weights,
+        rows,
+        apart // 16,
+        bucket,
+        tp,
+        payload.shape[1],
+        scale_bytes,
+        TOP_K=top_k,
+        KINDS=triton.next_power_of_2(top_k),
+        BLOCK=triton.next_power_of_2(payload.shape[1]),
+        SCALE_BLOCK=triton.next_power_of_2(scale_bytes) if scale_bytes else 0,
+    )
+
+
 def sum_of_parts(views: Sequence[SlotView], out: torch.Tensor) -> None:
     """Add the first rows of up to 8 answers into out [rows, hidden]. Not for E2M1."""
     rows, hidden = out.shape
@@ -83,6 +121,40 @@ def sum_of_parts(views: Sequence[SlotView], out: torch.Tensor) -> None:
             SCALED=first.scales is not None,
             BLOCK=block,
         )
+
+
+def table_of_distances(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """:func:`distances` of any number of tensors, int64 [tensors] on their device. Waits for it."""
+    first = parts[0].data_ptr()
+    assert not any((part.data_ptr() - first) % 16 for part in parts)
+    far = [(part.data_ptr() - first) // 16 for part in parts]
+    return torch.tensor(far, dtype=torch.int64, device=parts[0].device)
+
+
+def sum_of_places(
+    first: SlotView, far: torch.Tensor, tp: int, of_rows: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """See :class:`afd.wire.slot_torch.PlacedAnswers`. Not for E2M1.
+
+    Args:
+        first: answer of the first rank. far: :func:`table_of_distances` of all answers.
+    """
+    (instances, rows), block = of_rows.shape, 1024
+    out = torch.empty((rows, first.hidden), dtype=dtype, device=of_rows.device)
+    if rows:
+        kernels.sum_places_kernel[(rows, triton.cdiv(first.hidden, block))](
+            first.payload,
+            first.payload if first.scales is None else first.scales,
+            of_rows,
+            far,
+            out,
+            first.hidden,
+            instances,
+            tp,
+            SCALED=first.scales is not None,
+            BLOCK=block,
+        )
+    return out
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

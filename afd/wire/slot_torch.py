@@ -29,16 +29,47 @@ def take_rows(
         return
     begin = 0
     for i, (view, rows) in enumerate(zip(views, counts, strict=True)):
-        here, sent = into.cut(begin, begin + rows), RoutedRows.of(view, rows)
-        here.x.payload.copy_(sent.x.payload)
-        if here.x.scales is not None and sent.x.scales is not None:
-            here.x.scales.copy_(sent.x.scales)
-        here.weights.copy_(sent.weights)
+        here = into.cut(begin, begin + rows)
+        here.copy_(RoutedRows.of(view, rows))
         if i in masked:
             here.ids.fill_(-1)
-        else:
-            here.ids.copy_(sent.ids)
         begin += rows
+
+
+def take_bucket(
+    views: Sequence[SlotView], rows: torch.Tensor, bucket: int, tp: int, into: RoutedRows
+) -> None:
+    """Copy ``rows[i]`` rows of each message i into ``bucket`` rows, consecutive by message.
+
+    The sizes depend on no message, so that a graph can hold it. The rows of a message are placed
+    such that each rank's share of the bucket (:func:`afd.schedule.row_shares`) begins with that
+    rank's share of the message. All other rows are zero with ids -1: no expert computes them.
+
+    One kernel on a GPU (:mod:`afd.wire.slot_gpu_torch`).
+
+    Args:
+        views: slots of one region, all the same distance apart.
+        rows: int32 [messages], at most ``bucket`` each, on the device of the slots. 0: masked.
+        tp: ranks of the FFN instance.
+        into: contiguous, messages * bucket rows.
+    """
+    if views[0].payload.is_cuda:
+        from afd.wire import slot_gpu_torch as gpu
+
+        gpu.take_bucket(views, rows, bucket, tp, into)
+        return
+    payload = into.x.payload
+    (payload.view(torch.uint8) if payload.dtype.itemsize == 1 else payload).zero_()
+    if into.x.scales is not None:
+        into.x.scales.zero_()
+    into.weights.zero_()
+    into.ids.fill_(-1)
+    shares = row_shares(bucket, tp)
+    for i, (view, count) in enumerate(zip(views, rows.tolist(), strict=True)):
+        for (begin, end), (place, _) in zip(row_shares(count, tp), shares, strict=True):
+            first = i * bucket + place
+            sent = RoutedRows.of(view, count).cut(begin, end)
+            into.cut(first, first + end - begin).copy_(sent)
 
 
 def sum_of_shares(
@@ -102,3 +133,43 @@ def sum_of_parts(views: Sequence[SlotView], rows: int, dtype: torch.dtype) -> to
     for view in views[1:]:
         total += view.decode(rows, torch.float32)
     return total.to(dtype)
+
+
+class PlacedAnswers:
+    """The slots that all FFN ranks answer one micro-batch into. Adds up answers to a part of the
+    rows each, with shapes that do not depend on the data."""
+
+    def __init__(self, views: Sequence[SlotView], tp: int) -> None:
+        """views: by rank number; ``tp`` ranks per FFN instance. Waits for the device."""
+        self._views = views
+        self._tp = tp
+        self._far: torch.Tensor | None = None
+        if views[0].payload.is_cuda and views[0].tag != Tag.E2M1:
+            from afd.wire import slot_gpu_torch as gpu
+
+            self._far = gpu.table_of_distances([view.payload for view in views])
+
+    def sum(self, of_rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Returns :func:`sum_of_shares` of these rows, bit for bit: [rows, hidden].
+
+        One kernel on a GPU (:mod:`afd.wire.slot_gpu_torch`), except for E2M1.
+
+        Args:
+            of_rows: int32 [instances, rows]. FFN instance j's answer has row r at of_rows[j, r];
+                -1: it has no answer for the row. The ranks of an instance answer shares of all
+                rows, as if it had received every row.
+        """
+        rows = of_rows.shape[1]
+        if self._far is not None:
+            from afd.wire import slot_gpu_torch as gpu
+
+            return gpu.sum_of_places(self._views[0], self._far, self._tp, of_rows, dtype)
+        total = torch.zeros((rows, self._views[0].hidden), device=of_rows.device)
+        for j, place in enumerate(of_rows):
+            parts = [
+                self._views[j * self._tp + rank].decode(end - start, torch.float32)
+                for rank, (start, end) in enumerate(row_shares(rows, self._tp))
+            ]
+            answer = torch.cat(parts)[place.clamp(min=0).long()]
+            total += torch.where(place.unsqueeze(1) >= 0, answer, 0.0)
+        return total.to(dtype)

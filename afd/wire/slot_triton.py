@@ -54,6 +54,54 @@ def take_rows_kernel(
     tl.store(to_weights_ptr + to * TOP_K + kind, weights, mask=inside)
 
 
+@triton.jit(do_not_specialize=["apart", "bucket", "tp"])
+def take_bucket_kernel(
+    payload_ptr, scales_ptr, ids_ptr, weights_ptr, to_payload_ptr, to_scales_ptr, to_ids_ptr,
+    to_weights_ptr, rows_ptr, apart, bucket, tp, row_bytes, scale_bytes,
+    TOP_K: tl.constexpr, KINDS: tl.constexpr, BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copy rows_ptr[i] rows of each message i into ``bucket`` rows; the others: zeros, ids -1.
+
+    Message i begins i * ``apart`` * 16 bytes behind the first one. Within the bucket each of ``tp``
+    ranks has a share, which begins with its share of the message (afd.schedule.row_shares). Types
+    and sizes as in take_rows_kernel; rows int32 [messages]. Grid (messages * bucket).
+    """
+    to = tl.program_id(0).to(tl.int64)
+    message = to // bucket
+    place = to - message * bucket
+    # Which rank's share of the bucket the row is in, and where in the share.
+    base, longer = bucket // tp, bucket % tp
+    cut = longer * (base + 1)
+    beyond = longer + (place - cut) // tl.maximum(base, 1)
+    rank = tl.where(place < cut, place // (base + 1), beyond)
+    within = place - (rank * base + tl.minimum(rank, longer))
+    # The same rank's share of the message.
+    sent = tl.load(rows_ptr + message)
+    base, longer = sent // tp, sent % tp
+    inside = within < base + (rank < longer).to(tl.int32)
+    row = rank * base + tl.minimum(rank, longer) + within
+    away = message * apart
+    byte = tl.arange(0, BLOCK)
+    x = tl.load(
+        payload_ptr + away * 16 + row * row_bytes + byte,
+        mask=inside & (byte < row_bytes), other=0,
+    )  # fmt: skip
+    tl.store(to_payload_ptr + to * row_bytes + byte, x, mask=byte < row_bytes)
+    if SCALE_BLOCK > 0:
+        byte = tl.arange(0, SCALE_BLOCK)
+        x = tl.load(
+            scales_ptr + away * 16 + row * scale_bytes + byte,
+            mask=inside & (byte < scale_bytes), other=0,
+        )  # fmt: skip
+        tl.store(to_scales_ptr + to * scale_bytes + byte, x, mask=byte < scale_bytes)
+    kind = tl.arange(0, KINDS)
+    at = away * 4 + row * TOP_K + kind
+    ids = tl.load(ids_ptr + at, mask=inside & (kind < TOP_K), other=-1)
+    tl.store(to_ids_ptr + to * TOP_K + kind, ids, mask=kind < TOP_K)
+    weights = tl.load(weights_ptr + at, mask=inside & (kind < TOP_K), other=0.0)
+    tl.store(to_weights_ptr + to * TOP_K + kind, weights, mask=kind < TOP_K)
+
+
 @triton.jit
 def sum_of_messages(
     payload_ptr, scales_ptr, row, column, hidden, inside,
@@ -93,3 +141,43 @@ def sum_messages_kernel(
         far1, far2, far3, far4, far5, far6, far7, MESSAGES, SCALED,
     )  # fmt: skip
     tl.store(out_ptr + row * hidden + column, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["instances", "tp"])
+def sum_places_kernel(
+    payload_ptr, scales_ptr, of_rows_ptr, far_ptr, out_ptr, hidden, instances, tp,
+    SCALED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out[row] = sum of the answers to a row by the instances that got it, in float32 and in their
+    order, rounded once.
+
+    of_rows: int32 [instances, rows], the place of the row in an instance's answer; -1: none. The
+    ``tp`` ranks of an instance answer a share of the places each (afd.schedule.row_shares). far:
+    int64 [instances * tp], distance of each rank's answer from the first, in units of 16 bytes.
+    payload [.., hidden] of any float type; scales float32 [.., hidden / 128] with SCALED. Grid
+    (rows, ceil(hidden / BLOCK)).
+    """
+    row, rows = tl.program_id(0), tl.num_programs(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < hidden
+    each: tl.constexpr = 128 // payload_ptr.dtype.element_ty.primitive_bitwidth
+    base, longer = rows // tp, rows % tp
+    total = tl.zeros((BLOCK,), tl.float32)
+    for j in range(0, instances):
+        place = tl.load(of_rows_ptr + j * rows + row)
+        if place >= 0:
+            rank = place // (base + 1)
+            start = rank * (base + 1)
+            if place >= longer * (base + 1):
+                rank = longer + (place - longer * (base + 1)) // base
+                start = rank * base + longer
+            away = tl.load(far_ptr + j * tp + rank)
+            at = (place - start).to(tl.int64)
+            x = tl.load(payload_ptr + away * each + at * hidden + column, mask=inside, other=0.0)
+            x = x.to(tl.float32)
+            if SCALED:
+                scale = scales_ptr + away * 4 + at * (hidden // 128) + column // 128
+                x *= tl.load(scale, mask=inside, other=0.0)
+            total += x
+    tl.store(out_ptr + row.to(tl.int64) * hidden + column, total.to(out_ptr.dtype.element_ty),
+             mask=inside)  # fmt: skip

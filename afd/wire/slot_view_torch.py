@@ -25,6 +25,7 @@ class SlotView:
             return memory[offset : offset + nbytes].view(dtype).view(layout.capacity, -1)
 
         self.tag = layout.tag
+        self.hidden = layout.hidden
         self.payload = part(0, DTYPE_OF_TAG[layout.tag], layout.row_bytes)
         self.scales = None
         if layout.scale_columns:
@@ -72,6 +73,14 @@ class RoutedRows:
         scales = None if view.scales is None else room(view.scales)
         x = EncodedRows(view.tag, room(view.payload), scales)
         return cls(x, room(view.ids), room(view.weights))
+
+    def copy_(self, rows: "RoutedRows") -> None:
+        """Copy as many rows of the same format."""
+        self.x.payload.copy_(rows.x.payload)
+        if self.x.scales is not None and rows.x.scales is not None:
+            self.x.scales.copy_(rows.x.scales)
+        self.ids.copy_(rows.ids)
+        self.weights.copy_(rows.weights)
 
     def cut(self, begin: int, end: int) -> "RoutedRows":
         """Return rows [begin, end) as views."""

@@ -100,7 +100,8 @@ class Streams(Protocol):
         Only FFN instances may use this. Streams can share a hardware queue, where kernels of one
         micro-batch queue behind the wait of another. If only one side does so, a step always ends,
         because everything a message depends on was sent before its wait is queued. If both sides
-        did, each could block what the other waits for.
+        did, each could block what the other waits for. An FFN instance's answers are sent from
+        another stream, by its gate (docs/gpu-design.md).
         """
 
     def capturable(self) -> AbstractContextManager[object]:
@@ -218,10 +219,16 @@ class Runtime(Protocol):
     def payload(self, region: Payloads, slot: int) -> torch.Tensor:
         """Return the slot as uint8 [slot stride]; no copy."""
 
+    def graph_memory(self) -> object:
+        """Return memory that graphs of which one runs at a time can share; None: unknown here."""
+
     def capture(
-        self, device: torch.device, record: Callable[[], _Recorded]
+        self, device: torch.device, record: Callable[[], _Recorded], memory: object = None
     ) -> tuple[_Recorded, Callable[[], None]]:
         """Capture what ``record`` queues on the current stream as a graph.
+
+        Args:
+            memory: from :meth:`graph_memory`, for the graph's tensors; None: memory of its own.
 
         Returns:
             What ``record`` returned, and the function that replays the graph on the current stream.
@@ -259,8 +266,11 @@ class HostRuntime:
     def payload(self, region: Payloads, slot: int) -> torch.Tensor:
         return torch.from_dlpack(region.view(slot))[0]
 
+    def graph_memory(self) -> object:
+        return None
+
     def capture(
-        self, device: torch.device, record: Callable[[], _Recorded]
+        self, device: torch.device, record: Callable[[], _Recorded], memory: object = None
     ) -> tuple[_Recorded, Callable[[], None]]:
         raise NotImplementedError("device cpu captures no graphs: afd.devices.CPU says so")
 
@@ -301,12 +311,20 @@ class CudaRuntime:
     def payload(self, region: Payloads, slot: int) -> torch.Tensor:
         return torch.from_dlpack(region.view(slot))[0]
 
+    def graph_memory(self) -> object:
+        return torch.cuda.graph_pool_handle()
+
     def capture(
-        self, device: torch.device, record: Callable[[], _Recorded]
+        self, device: torch.device, record: Callable[[], _Recorded], memory: object = None
     ) -> tuple[_Recorded, Callable[[], None]]:
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
         # thread_local: the metrics thread may copy the experts' load from the device meanwhile.
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(
+            graph,
+            pool=memory,  # type: ignore[arg-type]  # torch's own handle, from graph_memory()
+            stream=stream,
+            capture_error_mode="thread_local",
+        ):
             recorded = record()
         return recorded, graph.replay
 

@@ -106,7 +106,7 @@ def ffn(role: RoleSpec, tally: Tally) -> None:
         late = LatePeers(table, metrics)
         moves = ExpertMoves(resolved, model, client, region.wake)
         follow = Membership(rank, table, moves).follow
-        source = make_source(resolved, pool, slots, table, late, follow)
+        source = make_source(resolved, pool, slots, table, late, follow, lambda: moves.settled)
         client.on_change(lambda _members: region.wake())
         client.set_state("ready")
         tally.add(Count.READY, client.generation)

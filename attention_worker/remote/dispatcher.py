@@ -15,12 +15,17 @@ class Dispatcher:
 
     Follows the expert placement of the control plane: a change takes effect when the next step
     begins, or at once if no step runs. Reports each move that it has followed.
+
+    Attributes:
+        slots: the placement in use. Replayed steps read it too.
+        moves: number of the last move in it.
     """
 
     def __init__(self, resolved: Resolved, index: int, control: ControlClient) -> None:
         """index: of this attention instance."""
         self._control = control
-        self._slots = ExpertSlotMap(resolved, index)
+        self.slots = ExpertSlotMap(resolved, index)
+        self.moves = 0
         self._splitter = (
             Splitter(
                 resolved.placement.bounds,
@@ -30,9 +35,9 @@ class Dispatcher:
             if resolved.dispatch == "routed"
             else None
         )
-        self._lock = threading.Lock()  # guards self._slots and the two fields below
+        self._lock = threading.Lock()  # guards self.slots, self.moves and the two fields below
         self._in_step = False
-        self._adopted_version = -1  # of the snapshot that self._slots follows
+        self._adopted_version = -1  # of the snapshot that self.slots follows
 
     def start(self) -> None:
         """Begins to follow the control plane."""
@@ -59,7 +64,7 @@ class Dispatcher:
     def dispatch(self, batch: EncodedBatch) -> EncodedBatch:
         """Returns the batch with expert slots in place of expert ids, and with routed dispatch
         ordered by FFN rank."""
-        slots = self._slots.of(batch.layer, batch.ids)
+        slots = self.slots.of(batch.layer, batch.ids)
         addressed = batch.with_slots(slots)
         if self._splitter is None:
             return addressed
@@ -74,5 +79,6 @@ class Dispatcher:
         members = self._control.members
         if members.version != self._adopted_version:
             self._adopted_version = members.version
-            self._slots.adopt(members)
-            self._control.report_move(followed(members))
+            self.slots.adopt(members)
+            self.moves = followed(members)
+            self._control.report_move(self.moves)

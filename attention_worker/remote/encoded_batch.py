@@ -35,7 +35,8 @@ class EncodedBatch:
     plan: DispatchPlan | None = None
 
     def parts(self, layout: SlotLayout) -> list[tuple[int, int, int]]:
-        """(offset in the slot, address, bytes) of each tensor, as afd_comm takes them."""
+        """(offset in the slot, address, bytes) of each tensor, as afd_comm takes them. The ids come
+        last."""
         return [(at, tensor.data_ptr(), tensor.nbytes) for at, tensor in self._tensors(layout)]
 
     def row_parts(self, layout: SlotLayout) -> list[tuple[int, int, int]]:
@@ -70,14 +71,10 @@ class EncodedBatch:
         )
 
     def _tensors(self, layout: SlotLayout) -> list[tuple[int, torch.Tensor]]:
-        tensors = [
-            (0, self.payload),
-            (layout.ids_offset, self.ids),
-            (layout.weights_offset, self.weights),
-        ]
+        tensors = [(0, self.payload), (layout.weights_offset, self.weights)]
         if self.scales is not None:
             tensors.append((layout.scales_offset, self.scales))
-        return tensors
+        return [*tensors, (layout.ids_offset, self.ids)]
 
 
 def encode(

@@ -15,10 +15,12 @@ from afd.wire.streams_torch import torch_device
 
 @dataclass(frozen=True)
 class LayerSlots:
-    """The slots of one layer's experts.
+    """The slots of one layer's experts, in memory that stays where it is: a graph reads it at every
+    replay, so it may change between two replays.
 
     of_expert: int32 [experts + 1, most copies of an expert], one slot per copy.
-    count: int32 [experts + 1], the number of valid columns per row; None: one each.
+    count: int32 [experts + 1], the number of valid columns per row; None: an expert never has
+        several copies.
 
     The last row serves the id -1 of a masked pair: its slot is -1.
     """
@@ -39,36 +41,39 @@ class ExpertSlotMap:
         self._resolved = resolved
         self._index = index
         self._device = torch_device(resolved.deployment.attention.device)
-        self._identity = tuple(range(resolved.model.num_experts))
+        self._experts = resolved.model.num_experts
+        self._movable = resolved.contract.ffn_instances > 1
+        # An expert has at most one copy per instance.
+        spare = resolved.placement.slots - self._experts
+        self._most_copies = min(resolved.contract.ffn_instances, spare + 1)
+        self._identity = tuple(range(self._experts))
         self._known: dict[int, tuple[int, Table]] = {}
-        self._layers: dict[int, LayerSlots | None] = {}
+        self._in_order: set[int] = set()  # layers in which expert e is in slot e
+        self._layers = {layer: self._room() for layer in resolved.model.moe_layers}
         self.adopt(Members())
 
     def adopt(self, members: Members) -> None:
-        """Uses the expert placement of this snapshot from now on. Call it between steps."""
+        """Uses the expert placement of this snapshot from now on. Call it between steps: it waits
+        until the tables are on the device, and no step may read them meanwhile."""
         layers, placement = self._resolved.model.moe_layers, self._resolved.placement
         for layer, found in in_use(members, placement, layers).items():
             if self._known.get(layer) != found:
                 self._known[layer] = found
-                self._layers[layer] = self._layer_slots(*found)
-
-    def _layer_slots(self, bank: int, table: Table) -> LayerSlots | None:
-        if bank == 0 and table == self._identity:
-            return None  # expert e is in slot e
-        found = copies(table, len(self._identity))
-        most = max(len(slots) for slots in found)
-        offset = bank * self._resolved.placement.slots
-        rows = [[offset + slots[i % len(slots)] for i in range(most)] for slots in found]
-        of_expert = self._tensor([*rows, [-1] * most])
-        if most == 1:
-            return LayerSlots(of_expert, None)
-        return LayerSlots(of_expert, self._tensor([*(len(slots) for slots in found), 1]))
+                self._in_order.discard(layer)
+                if found == (0, self._identity):
+                    self._in_order.add(layer)
+                self._write(self._layers[layer], *found)
 
     def of(self, layer: int, ids: torch.Tensor) -> torch.Tensor:
         """Returns the slots, int32 [rows, top_k], of expert ids of the same shape. -1 stays -1."""
+        return ids if layer in self._in_order else self._looked_up(layer, ids)
+
+    def of_replays(self, layer: int, ids: torch.Tensor) -> torch.Tensor:
+        """Like :meth:`of`, to be captured: each replay uses the placement of its own time."""
+        return self._looked_up(layer, ids) if self._movable else self.of(layer, ids)
+
+    def _looked_up(self, layer: int, ids: torch.Tensor) -> torch.Tensor:
         slots = self._layers[layer]
-        if slots is None:
-            return ids
         if ids.is_cuda:
             return _slots_on_gpu(ids, slots, self._index)
         if slots.count is None:
@@ -76,8 +81,20 @@ class ExpertSlotMap:
         rows = torch.arange(self._index, self._index + len(ids), device=ids.device)
         return slots.of_expert[ids, rows.unsqueeze(1) % slots.count[ids]]
 
-    def _tensor(self, values: object) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=self._device)
+    def _room(self) -> LayerSlots:
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=self._device)
+
+        entries, most = self._experts + 1, self._most_copies
+        return LayerSlots(zeros(entries, most), zeros(entries) if most > 1 else None)
+
+    def _write(self, slots: LayerSlots, bank: int, table: Table) -> None:
+        found, most = copies(table, self._experts), self._most_copies
+        offset = bank * self._resolved.placement.slots
+        rows = [[offset + of[i % len(of)] for i in range(most)] for of in found]
+        slots.of_expert.copy_(torch.tensor([*rows, [-1] * most], dtype=torch.int32))
+        if slots.count is not None:
+            slots.count.copy_(torch.tensor([*(len(of) for of in found), 1], dtype=torch.int32))
 
 
 def _slots_on_gpu(ids: torch.Tensor, slots: LayerSlots, index: int) -> torch.Tensor:

@@ -20,6 +20,7 @@ from afd.wire.streams_torch import slot_bytes
 from afd_comm import PeerTrace, Region
 from attention_worker.remote.dispatcher import Dispatcher
 from attention_worker.remote.encoded_batch import encode
+from attention_worker.remote.expert_slots import ExpertSlotMap
 from attention_worker.remote.observer import StepObserver
 from attention_worker.remote.outbox import Outbox
 from attention_worker.remote.recovery import WAIT_SLICE_US, Recovery
@@ -69,6 +70,7 @@ class RemoteExperts:
             resolved.deployment.deadlines.ffn_s,
         )
         self._answers = answer_views(resolved, region)
+        self._announced = 0  # rows of the last announced step
         self._active = False  # a step has begun since the last leave()
         if resolved.deployment.transport.trace:
             for j in self._sessions.ranks:
@@ -170,9 +172,19 @@ class RemoteExperts:
         A replayed step is one GPU graph (:mod:`attention_worker.vllm_hooks.graphs`), which sends
         the messages of the step itself. Its depth is the one given to :meth:`begin_step`.
         """
-        layers = len(self._resolved.model.moe_layers)
-        self._observer.posted(len(self._sessions.ranks) * layers * self._layout.message_bytes(rows))
-        self._outbox.tell(Kind.STEP, rows)
+        self._announced = rows
+        self._outbox.tell(Kind.STEP, rows, moves=self._dispatcher.moves)
+
+    def end_replay(self, rows_sent: int) -> None:
+        """Ends the announced step. rows_sent: see :attr:`StreamExperts.rows_sent`."""
+        layout, layers = self._layout, len(self._resolved.model.moe_layers)
+        whole = len(self._sessions.ranks) * layers * self._announced  # rows in all buffers
+        nbytes = layout.message_bytes(whole)
+        if self._resolved.requests_say_rows:
+            left_out = whole - self._tp * rows_sent
+            nbytes -= left_out * (layout.message_bytes(1) - 4 * layout.top_k)  # ids travel whole
+        self._observer.posted(nbytes)
+        self.end_step()
 
     def leave(self) -> None:
         """Tells the FFN ranks that no step follows for now, so that no other instance waits for
@@ -181,6 +193,11 @@ class RemoteExperts:
         if self._active:
             self._active = False
             self._outbox.tell(Kind.LEAVE, 0)
+
+    @property
+    def expert_slots(self) -> ExpertSlotMap:
+        """The expert placement in use; it changes between two steps only."""
+        return self._dispatcher.slots
 
     @property
     def peers(self) -> tuple[FfnSession, ...]:

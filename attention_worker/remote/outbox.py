@@ -74,8 +74,8 @@ class Outbox:
         doorbells = self._doorbells[micro_batch] = [d + 1 for d in self._doorbells[micro_batch]]
         self._post(doorbells, micro_batch, batch)
 
-    def tell(self, kind: Kind, rows: int) -> None:
-        """Posts a control message to every FFN rank.
+    def tell(self, kind: Kind, rows: int, *, moves: int = 0) -> None:
+        """Posts a control message to every FFN rank. moves: see :func:`afd.wire.message.message`.
 
         The statuses are ignored. The next wait finds a rank that is gone, and a lost
         ``Kind.LEAVE`` only costs other instances one ``ffn.step_wait_ms``.
@@ -90,6 +90,7 @@ class Outbox:
             depth=self._depth,
             kind=kind,
             step=self._step,
+            moves=moves,
         )
         self._group.broadcast(order, doorbells)
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from afd.config.resolve import replays
 from afd.config.roles import RoleSpec
 from afd.devices import ROCM, device_named
+from afd.graph_sizes import captured_rows
 from afd.host.amd_gpus import architectures
 from afd.models import read_config, read_model
 from attention_worker.rocm import attention_backend, switches
@@ -77,7 +78,13 @@ def attention_command(
     if replays(deployment, family):
         # Mode 0: our pipeline replaces the model's own loop, so torch.compile has nothing to do.
         # Decode steps are captured whole, transport included (graphs.py).
-        argv.append('--compilation-config={"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY"}')
+        # The sizes are vLLM's own, spelled out because the FFN side captures for them too.
+        graphs = {
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": captured_rows(attention.max_num_seqs),
+        }
+        argv.append(f"--compilation-config={json.dumps(graphs, separators=(',', ':'))}")
     else:
         argv.append("--enforce-eager")
     if not (on_gpu and attention_is_quantised(deployment.model)):

@@ -58,12 +58,14 @@ class IpcLink final : public MappedLink {
         pinned_(accelerator_, memory_.base(), memory_.geometry().total),
         stream_(accelerator_->make_stream()),
         posted_(accelerator_->make_event(false)),
+        kept_(accelerator_->make_event(false)),
         timeout_us_(options.timeout_us) {
     if (on_host()) memory_.head().silent.store(1, std::memory_order_relaxed);
   }
 
   ~IpcLink() override {
     accelerator_->destroy_event(posted_);
+    accelerator_->destroy_event(kept_);
     accelerator_->destroy_stream(stream_);
   }
 
@@ -87,6 +89,33 @@ class IpcLink final : public MappedLink {
     }
     ops[count++] = {StreamOp::Kind::Write, pinned_.at(&control.doorbell), m.flag};
     accelerator_->run(stream, ops, count);
+    return Status::Ok;
+  }
+
+  // The CPU rings once the copies are done. A stream write would do so earlier, but while streams
+  // wait for a gate it could queue up behind such a wait, which this answer would end.
+  std::optional<Status> begin_kept(const Message& m) override {
+    const Status checked = check(m);
+    if (checked != Status::Ok) return checked;
+    try {
+      copy_parts(stream_, m, on_host() ? CopyPath::Any : CopyPath::Devices);
+      accelerator_->record(kept_, stream_);
+    } catch (const CommError&) {
+      return Status::Closed;  // the driver refuses; the caller's next call of it says why
+    }
+    sent_ = m;
+    return advance();
+  }
+
+  std::optional<Status> advance() override {
+    try {
+      if (!accelerator_->done(kept_)) return std::nullopt;
+    } catch (const CommError&) {
+      return Status::Closed;
+    }
+    if (!owns(sent_.slot)) return Status::Closed;
+    describe(memory_.control(sent_.slot), sent_, false, 0, 0);
+    memory_.ring(sent_.slot, sent_.flag);
     return Status::Ok;
   }
 
@@ -135,6 +164,8 @@ class IpcLink final : public MappedLink {
   Pinned pinned_;
   Stream stream_;
   Event posted_;
+  Event kept_;    // behind the copies of sent_
+  Message sent_;  // by begin_kept()
   int64_t timeout_us_;
   std::mutex mutex_;  // stream_ and posted_ serve one post at a time
 };

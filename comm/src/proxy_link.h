@@ -112,10 +112,12 @@ class ProxyLink final : public Link, private Polled {
   std::vector<std::unique_ptr<StageBuffer>> old_buffers_;
 };
 
-// The message with `rows` of its header.count items: every part is shortened in proportion.
+// The message with `rows` of its header.count items: every part is shortened in proportion, but for
+// the last `whole` ones.
 // rows must not exceed header.count. Pure.
 void keep_rows(Message& message, uint32_t rows);
-// Whether every part is an array of header.count items, so that keep_rows() can shorten it. Pure.
+// Whether every such part is an array of header.count items, so that keep_rows() can shorten it.
+// Pure.
 bool has_rows(const Message& message);
 
 }  // namespace afd_comm

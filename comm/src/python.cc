@@ -26,5 +26,6 @@ NB_MODULE(_core, m) {
   bind_region(m);
   bind_link(m);
   bind_group(m);
+  bind_step_gate(m);
   bind_bench(m);
 }

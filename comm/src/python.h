@@ -16,6 +16,7 @@ void bind_group(nanobind::module_& m);
 void bind_link(nanobind::module_& m);
 void bind_message(nanobind::module_& m);
 void bind_region(nanobind::module_& m);
+void bind_step_gate(nanobind::module_& m);
 void bind_trace(nanobind::module_& m);
 void bind_verbs(nanobind::module_& m);
 

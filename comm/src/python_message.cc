@@ -36,7 +36,7 @@ void read_parts(nb::list parts, Message& message) {
   message.header.nbytes = static_cast<int64_t>(total);
 }
 
-Message construct(uint32_t slot, nb::list parts, nb::bytes user, uint32_t count) {
+Message construct(uint32_t slot, nb::list parts, nb::bytes user, uint32_t count, uint32_t whole) {
   Message message;
   message.slot = slot;
   message.header.count = count;
@@ -46,6 +46,8 @@ Message construct(uint32_t slot, nb::list parts, nb::bytes user, uint32_t count)
                               .c_str());
   std::memcpy(message.header.user.data(), user.c_str(), user.size());
   read_parts(parts, message);
+  if (whole > message.part_count) throw nb::value_error("whole exceeds the number of parts");
+  message.whole = whole;
   return message;
 }
 
@@ -82,7 +84,8 @@ std::string user_text(const std::array<uint64_t, kUserWords>& user) {
 void bind_message(nb::module_& m) {
   m.attr("USER_BYTES") = sizeof(Header::user);
   nb::class_<Message>(m, "Message", nb::is_final())
-      .def(nb::new_(&construct), "slot"_a, "parts"_a, "user"_a = nb::bytes("", 0), "count"_a = 0)
+      .def(nb::new_(&construct), "slot"_a, "parts"_a, "user"_a = nb::bytes("", 0), "count"_a = 0,
+           "whole"_a = 0)
       .def_prop_ro("slot", [](const Message& message) { return message.slot; })
       .def_prop_ro("parts", &parts_of)
       .def_prop_ro("user", [](const Message& message) { return user_bytes(message.header.user); })

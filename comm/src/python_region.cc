@@ -7,8 +7,11 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <atomic>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "afd_comm/guard.h"
 #include "python.h"
@@ -81,6 +84,58 @@ int64_t wait_any(Region& region, nb::list slots, nb::list flags, int64_t timeout
   for (std::size_t i = 0; i < awaited.size(); ++i)
     if (awaited.data()[i].status == Status::Ok) return static_cast<int64_t>(i);
   return -1;
+}
+
+using Slots = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Flags = nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Headers = nb::ndarray<uint64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+constexpr std::size_t kHeaderFields = kUserWords + 3;
+
+// For many slots at once: the arrays are built faster than lists, and nothing is allocated.
+int64_t wait_any_of(Region& region, Slots slots, Flags flags, int64_t timeout_us) {
+  if (flags.shape(0) != slots.shape(0))
+    throw nb::value_error("slots and flags must have the same length");
+  std::vector<Awaited> awaited(slots.shape(0));
+  for (std::size_t i = 0; i < awaited.size(); ++i)
+    awaited[i] = {checked_slot(region, slots.data()[i]), flags.data()[i]};
+  const Interrupt on_signal = interrupt();
+  bool interrupted = false;
+  if (!region.poll(awaited.data(), awaited.size(), WaitFor::Any)) {
+    const nb::gil_scoped_release release;
+    interrupted = region.wait(awaited.data(), awaited.size(), WaitFor::Any,
+                              deadline_after_us(timeout_us), on_signal);
+  }
+  if (interrupted) throw nb::python_error();
+  for (std::size_t i = 0; i < awaited.size(); ++i)
+    if (awaited[i].status == Status::Ok) return static_cast<int64_t>(i);
+  return -1;
+}
+
+std::size_t read_headers(Region& region, Slots slots, Flags flags, std::size_t ahead,
+                         Headers into) {
+  const std::size_t count = slots.shape(0);
+  if (flags.shape(0) != count || into.shape(0) != count || into.shape(1) != kHeaderFields)
+    throw nb::value_error("read_headers needs one flag and one row of 6 words per slot");
+  std::size_t found = 0;
+  for (std::size_t i = 0; i < count; ++i) {
+    const uint32_t slot = checked_slot(region, slots.data()[i]);
+    uint64_t* const row = into.data() + i * kHeaderFields;
+    row[0] = 0;
+    for (uint64_t n = 0; n < ahead; ++n) {
+      const uint64_t flag = flags.data()[i] + n;
+      if (!region.ready(slot, flag)) continue;
+      const Header header = region.header(slot);
+      std::atomic_thread_fence(std::memory_order_acquire);
+      if (!region.ready(slot, flag)) break;  // overwritten while it was read
+      row[0] = n + 1;
+      std::copy(header.user.begin(), header.user.end(), row + 1);
+      row[kUserWords + 1] = header.count;
+      row[kUserWords + 2] = static_cast<uint64_t>(header.nbytes);
+      ++found;
+      break;
+    }
+  }
+  return found;
 }
 
 nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>, nb::c_contig> buffer(Region& region, int64_t slot) {
@@ -217,9 +272,18 @@ void bind_region(nb::module_& m) {
           "gone", [](Region& r, int64_t slot) { return r.gone(checked_slot(r, slot)); }, "slot"_a)
       .def("wait_all", &wait_all, "slots"_a, "flags"_a, "timeout_us"_a)
       .def("wait_any", &wait_any, "slots"_a, "flags"_a, "timeout_us"_a)
+      .def("wait_any_of", &wait_any_of, "slots"_a, "flags"_a, "timeout_us"_a)
+      .def("read_headers", &read_headers, "slots"_a, "flags"_a, "ahead"_a, "into"_a)
       .def(
           "pin", [](Region& r, const std::string& device) { r.pin(parse_device(device)); },
           "device"_a)
+      .def(
+          "reset",
+          [](Region& r, nb::list slots) {
+            for (const nb::handle slot : slots)
+              r.set_doorbell(checked_slot(r, nb::cast<int64_t>(slot)), 0);
+          },
+          "slots"_a)
       .def("enqueue_wait", &enqueue_wait, "stream"_a, "slots"_a, "flags"_a, "reset"_a = false)
       .def("guard", &guard, "stream"_a, "slots"_a, "flags"_a, nb::keep_alive<0, 1>())
       .def("trace", &trace, "slots"_a, "into"_a.none())

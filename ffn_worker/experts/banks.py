@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from afd.models import MoeModel
+from afd.wire.streams_torch import synchronize
 from ffn_worker.experts.shard import DTYPES, LayerWeights, Shard
 from ffn_worker.moe.activation import ExpertMath
 from ffn_worker.moe.base import MoeBackend
@@ -33,8 +34,8 @@ class HeldBank:
 class _Layer:
     """The experts of one layer. Replaced as a whole, because another thread may read it.
 
-    held: one bank, or two while the layer's experts move. past_rows: by routed expert, the rows
-    computed by banks that have been dropped.
+    held: the bank at home, then the other one while the layer's experts move. past_rows: by routed
+    expert, the rows computed by banks that have been dropped.
     """
 
     held: tuple[HeldBank, ...]
@@ -47,6 +48,10 @@ class ExpertBanks:
     A layer's experts are in one of two banks. While they move, the old ones are in one bank and the
     new ones in the other. The expert slots of a row select the bank: those of bank 1 start at
     ``shard.total_slots``.
+
+    A layer has a *home*: memory that it keeps, and that captured graphs read. While experts move,
+    the new bank is in other memory. When the old bank is dropped, the new one is copied home. So a
+    graph stays valid, but it computes the bank at home only.
 
     Attributes:
         shard: the part of every layer that this rank holds.
@@ -66,17 +71,18 @@ class ExpertBanks:
         self.joined: set[int] = set()
         self._device = device
         self._dtype = DTYPES[model.dtype]
+        self._home, self._away = (backend_class(shard.slots, shard.total_slots) for _ in range(2))
         self._activation = model.activation
-        self._backends = tuple(backend_class(shard.slots, shard.total_slots) for _ in range(2))
         self._layers = {n: _Layer((), (0,) * model.num_experts) for n in model.moe_layers}
 
     @property
     def capturable(self) -> bool:
         """Whether a graph can hold calls of the backend."""
-        return self._backends[0].capturable
+        return self._home.capturable
 
     def of(self, layer: int) -> tuple[HeldBank, ...]:
-        """Returns the banks that hold experts of a layer: one, or two while its experts move."""
+        """Returns the banks that hold experts of a layer: the one at home, then the other one while
+        its experts move."""
         return self._layers[layer].held
 
     def held(self, layer: int) -> dict[int, tuple[int, ...]]:
@@ -99,9 +105,8 @@ class ExpertBanks:
             experts: the routed expert in each expert slot of this instance, in the order of
                 ``weights``.
         """
-        assert layer not in self.joined, "dropping the old bank would drop the shared expert"
         w13, w2 = self.kept(weights.w13, self.scheme), self.kept(weights.w2, self.scheme)
-        nbytes, backend = w13.nbytes + w2.nbytes, self._backends[bank]
+        nbytes, backend = w13.nbytes + w2.nbytes, self._away if self.of(layer) else self._home
         backend.prepare_math(layer, ExpertMath(self._activation, weights.w13_bias, weights.w2_bias))
         backend.prepare(layer, w13, w2)
         load = SlotLoad(experts, self.shard.slots[0], self._device)
@@ -119,13 +124,20 @@ class ExpertBanks:
         return True
 
     def drop(self, layer: int, bank: int) -> None:
-        """Drops one bank of a layer. Call it between two calls of ``FfnModel.forward``."""
+        """Drops one of two banks of a layer, and moves the other one home. Waits for the device.
+        Call it between two calls of ``FfnModel.forward``."""
         known = self._layers[layer]
-        (dropped,) = (held for held in known.held if held.number == bank)
-        kept = tuple(held for held in known.held if held is not dropped)
-        self._layers[layer] = _Layer(kept, dropped.load.added_to(known.past_rows))
-        self.nbytes -= dropped.nbytes
-        dropped.backend.release(layer)
+        home, away = known.held
+        past_rows = away.load.added_to(known.past_rows)
+        if bank == home.number:
+            past_rows = home.load.added_to(past_rows)
+            self._home.take(layer, self._away)
+            load = home.load.continued(away.experts)
+            home = replace(away, backend=self._home, load=load)
+        self._layers[layer] = _Layer((home,), past_rows)
+        self.nbytes -= away.nbytes
+        synchronize(self._device)
+        self._away.release(layer)
 
     def expert_rows(self) -> dict[int, tuple[int, ...]]:
         """Returns, by layer, how many rows each routed expert has computed here. Any thread."""
@@ -138,4 +150,4 @@ class ExpertBanks:
 
     def kept(self, weight: Weight, scheme: Scheme) -> Weight:
         """Returns a weight on the device, in a scheme that the backend takes."""
-        return in_scheme(weight.to(self._device), scheme, self._backends[0].fp8, self._dtype)
+        return in_scheme(weight.to(self._device), scheme, self._home.fp8, self._dtype)

@@ -105,11 +105,14 @@ class FfnModel:
             out *= scaling
         if shared is not None:
             plain = rows.decode(self.dtype)
-            if self.shared.by_rows:
-                first_here = self._rows_first_here(slots)
-                out[first_here] += shared(plain[first_here])
-            else:
+            if not self.shared.by_rows:
                 out += shared(plain)
+            elif self.capturable:  # all rows, because the shape must not depend on the data
+                mine = self._first_here(slots).unsqueeze(1)
+                out += torch.where(mine, shared(plain), 0.0)
+            else:
+                mine = self._first_here(slots).nonzero().squeeze(1)
+                out[mine] += shared(plain[mine])
         return out
 
     def _routed(
@@ -124,20 +127,25 @@ class FfnModel:
     ) -> torch.Tensor:
         """Returns the sum of the experts of one bank; 0 for rows whose experts are in the other.
 
-        alone: the layer has no other bank.
+        alone: the layer has no other bank, so all rows name this one.
         """
-        if held.number == 1:
-            slots = slots - self.shard.total_slots  # slots of bank 0 become negative: not computed
-        elif not alone:
-            slots = torch.where(slots < self.shard.total_slots, slots, -1)
+        total = self.shard.total_slots
+        if alone:
+            # The same operation for both banks: a graph must not know which of them is at home.
+            # Rounds towards zero, so a masked slot stays negative.
+            slots = torch.fmod(slots, total) if self.shard.slots != (0, total) else slots
+        elif held.number == 1:
+            slots = slots - total  # slots of bank 0 become negative: not computed
+        else:
+            slots = torch.where(slots < total, slots, -1)
         return held.backend.forward_encoded(layer, rows, slots, weights, self.dtype, held.load)
 
-    def _rows_first_here(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns the indices, int64, of the rows whose first expert is computed here."""
+    def _first_here(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns bool [rows]: whether the row's first expert is computed here."""
         first = slots[:, 0]
         slot = first % self.shard.total_slots
         start, end = self.shard.slots
-        return ((first >= 0) & (slot >= start) & (slot < end)).nonzero().squeeze(1)
+        return (first >= 0) & (slot >= start) & (slot < end)
 
     @property
     def shard(self) -> Shard:
@@ -151,11 +159,7 @@ class FfnModel:
     @property
     def capturable(self) -> bool:
         """Whether a graph can hold :meth:`forward`: no wait on the host, no shape that depends on
-        data.
-
-        ``SharedExperts.by_rows`` has such a shape; afd/config/resolve.py refuses it together with
-        graphs, so it is not looked at here.
-        """
+        data."""
         return self.banks.capturable
 
     @torch.inference_mode()

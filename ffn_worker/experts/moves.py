@@ -2,7 +2,8 @@
 
 import logging
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from afd.config.resolve import Resolved
 from afd.control.client import ControlClient
 from afd.control.messages import Members
-from afd.control.moves import to_hold
+from afd.control.moves import completed, to_hold
 from afd.errors import AfdError, PeerLost
 from afd.placement.tables import Table
 from afd.wire.streams_torch import synchronize
@@ -19,12 +20,18 @@ from ffn_worker.experts.model import FfnModel
 
 logger = logging.getLogger("afd.ffn")
 
+_PAUSE_S = 0.002
+
 
 class ExpertMoves:
     """Reads the experts that the control plane wants here, in the background; drops unwanted ones.
 
     Args:
         wake: called from another thread when a read has ended; call :meth:`follow` then.
+
+    Attributes:
+        settled: number of the last move that is complete here: nobody uses older slots, and the
+            experts are where captured graphs read them.
     """
 
     def __init__(
@@ -42,6 +49,7 @@ class ExpertMoves:
         self._fault: AfdError | OSError | None = None
         self._failed = 0  # number of the move whose experts could not be read
         self._seen = -1
+        self.settled = 0
 
     def follow(self, members: Members) -> bool:
         """Follows the membership; on the loop's thread, between two steps. Returns whether the
@@ -57,6 +65,7 @@ class ExpertMoves:
             self._control.report_move(members.moves - 1, str(self._fault))
             self._failed, self._fault = members.moves, None
         missing = self._missing(members)
+        self.settled = completed(members)
         if missing and members.moves != self._failed:
             self._reader = threading.Thread(
                 target=self._read, args=missing[0], name="afd-experts", daemon=True
@@ -80,6 +89,22 @@ class ExpertMoves:
             if self._fault is not None:
                 raise self._fault
 
+    def settle(self, number: int) -> None:
+        """Returns once the move of this number is complete here, as it is for the leader.
+
+        Raises:
+            PeerLost: this rank does not learn of it in ``deadlines.ffn_s``.
+        """
+        deadline = time.monotonic() + self._resolved.deployment.deadlines.ffn_s
+        while self.settled < number:
+            if time.monotonic() > deadline:
+                raise PeerLost(
+                    f"expert move {number} is complete for the leader and not for this rank;"
+                    " restarting with the experts that the control plane names"
+                )
+            time.sleep(_PAUSE_S)
+            self.follow(self._control.members)
+
     def check_held(self, layer: int, ids: torch.Tensor) -> None:
         """Raises PeerLost if rows need experts that are not here: their results would be zero.
 
@@ -99,14 +124,29 @@ class ExpertMoves:
         missing = []
         for layer, banks in to_hold(members, self._resolved.placement, layers).items():
             wanted = {bank: table[start:end] for bank, table in banks.items()}
-            held = self._model.banks.held(layer)
-            for bank, experts in held.items():
-                # An unwanted bank stays until its successor has been read.
-                if wanted.get(bank) != experts and (len(held) > 1 or bank in wanted):
-                    self._model.banks.drop(layer, bank)
-            held = self._model.banks.held(layer)
+            held = self._drop_unwanted(layer, wanted)
             missing += [(layer, b, experts) for b, experts in wanted.items() if b not in held]
         return missing
+
+    def _drop_unwanted(self, layer: int, wanted: Mapping[int, Table]) -> dict[int, Table]:
+        """Drops banks that are not wanted; returns those held. The last bank stays until its
+        successor has been read.
+
+        Raises:
+            PeerLost: the last bank itself is wanted with other experts.
+        """
+        while True:
+            held = self._model.banks.held(layer)
+            unwanted = [bank for bank, experts in held.items() if wanted.get(bank) != experts]
+            if len(held) > 1 and unwanted:
+                self._model.banks.drop(layer, unwanted[0])
+                continue
+            if unwanted and unwanted[0] in wanted:
+                raise PeerLost(
+                    f"the control plane names other experts for bank {unwanted[0]} of layer"
+                    f" {layer}; restarting with the experts that it names"
+                )
+            return held
 
     def _read(self, layer: int, bank: int, experts: Table) -> None:
         resolved, model = self._resolved, self._model

@@ -22,6 +22,11 @@ class ExpertMath:
     w2_bias: torch.Tensor | None = None
 
     @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The biases, if there are any."""
+        return tuple(bias for bias in (self.w13_bias, self.w2_bias) if bias is not None)
+
+    @property
     def is_default(self) -> bool:
         return self.activation == "silu" and self.w13_bias is None
 

@@ -108,6 +108,11 @@ class AiterBackend(MoeBackend):
         mask[self.start : self.end] = 1
         return mask
 
+    def tensors(self, layer: int) -> tuple[torch.Tensor, ...]:
+        held = self._layers[layer]
+        scales = (scale for scale in (held.w1_scale, held.w2_scale) if scale is not None)
+        return (held.w1, held.w2, *scales)
+
     def release(self, layer: int) -> None:
         del self._layers[layer]
 

@@ -79,6 +79,17 @@ class MoeBackend(ABC):
         return False
 
     @abstractmethod
+    def tensors(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """Returns all tensors that hold the layer's routed experts. The first dimension of each
+        goes through the experts; a shared expert may follow them."""
+
+    def take(self, layer: int, other: "MoeBackend") -> None:
+        """Copies the layer's routed experts of another backend of the same class over those held
+        here. Their addresses stay, so graphs that were captured compute the new experts."""
+        for mine, theirs in zip(self.tensors(layer), other.tensors(layer), strict=True):
+            _raw(mine[: len(theirs)]).copy_(_raw(theirs))
+
+    @abstractmethod
     def release(self, layer: int) -> None:
         """Frees the weights of one layer. No call may be using them."""
 
@@ -134,3 +145,8 @@ class MoeBackend(ABC):
         weight: [out, in]. Backends override it to use vLLM's kernel on the same machine.
         """
         return lambda x: F.linear(x, weight)
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, as bytes if a value is one: not every device copies every small dtype."""
+    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor

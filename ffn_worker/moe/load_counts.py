@@ -1,6 +1,7 @@
 """Counts the rows of each expert, on the experts' device and without synchronizing."""
 
 from collections.abc import Sequence
+from copy import copy
 
 import torch
 
@@ -17,6 +18,7 @@ class SlotLoad:
         self._first = first
         # The first entry counts masked pairs and slots before ours, the last those after ours.
         self._counts = torch.zeros(len(experts) + 2, dtype=torch.int64, device=device)
+        self._before = [0] * len(experts)
         self._one = torch.ones(1, dtype=torch.int64, device=device)
 
     def add(self, ids: torch.Tensor) -> None:
@@ -27,6 +29,14 @@ class SlotLoad:
         slots = (ids.flatten() - (self._first - 1)).clamp_(0, len(self._experts) + 1)
         self._counts.index_add_(0, slots, self._one.expand(len(slots)))
 
+    def continued(self, experts: Sequence[int]) -> "SlotLoad":
+        """Returns the counts of other experts in the same slots, from now on and in the same
+        memory, so that a captured graph adds to them. Waits for the device."""
+        load = copy(self)
+        load._experts = tuple(experts)
+        load._before = self.counts.tolist()
+        return load
+
     @property
     def counts(self) -> torch.Tensor:
         """int64 [slots], on the device; sorting kernels add to it."""
@@ -35,6 +45,8 @@ class SlotLoad:
     def added_to(self, rows: Sequence[int]) -> tuple[int, ...]:
         """Returns ``rows`` [experts of the model] plus the counts. Waits for the device."""
         total = list(rows)
-        for expert, count in zip(self._experts, self.counts.tolist(), strict=True):
-            total[expert] += count
+        for expert, count, before in zip(
+            self._experts, self.counts.tolist(), self._before, strict=True
+        ):
+            total[expert] += count - before
         return tuple(total)

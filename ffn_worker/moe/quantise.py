@@ -46,8 +46,13 @@ class Weight:
         return (*leading, 2 * k if self.tag == Tag.E2M1 else k)
 
     @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Codes, and scales if there are any."""
+        return (self.codes,) if self.scales is None else (self.codes, self.scales)
+
+    @property
     def nbytes(self) -> int:
-        return self.codes.nbytes + (0 if self.scales is None else self.scales.nbytes)
+        return sum(part.nbytes for part in self.tensors)
 
     def to(self, device: torch.device) -> "Weight":
         return self._each(lambda part: part.to(device))

@@ -28,6 +28,10 @@ class TorchBackend(MoeBackend):
     def prepare(self, layer: int, w13: Weight, w2: Weight) -> None:
         self._weights[layer] = (w13, w2)
 
+    def tensors(self, layer: int) -> tuple[torch.Tensor, ...]:
+        w13, w2 = self._weights[layer]
+        return (*w13.tensors, *w2.tensors, *self._math.get(layer, SILU).tensors)
+
     def release(self, layer: int) -> None:
         del self._weights[layer]
         self._math.pop(layer, None)

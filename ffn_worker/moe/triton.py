@@ -119,6 +119,10 @@ class TritonBackend(MoeBackend):
         )
         return True
 
+    def tensors(self, layer: int) -> tuple[torch.Tensor, ...]:
+        held = self._layers[layer]
+        return (*held.w13.tensors, *held.w2.tensors)
+
     def release(self, layer: int) -> None:
         del self._layers[layer]
 

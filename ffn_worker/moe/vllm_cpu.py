@@ -99,6 +99,9 @@ class VllmCpuBackend(MoeBackend):
             torch.ops._C.prepack_moe_weight(weight, packed[-1], isa)
         self._weights[layer] = (packed[0], packed[1], isa)
 
+    def tensors(self, layer: int) -> tuple[torch.Tensor, ...]:
+        return self._weights[layer][:2]
+
     def release(self, layer: int) -> None:
         del self._weights[layer]
 

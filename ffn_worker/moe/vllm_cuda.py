@@ -52,7 +52,7 @@ class VllmCudaBackend(MoeBackend):
         self._holds_all = num_experts is not None and experts == (0, num_experts)
         self._fused_experts = _fused_experts()
         self.fp8 = native_fp8()
-        self._weights: dict[int, tuple[torch.Tensor, torch.Tensor, object]] = {}
+        self._weights: dict[int, tuple[Weight, Weight, object]] = {}
         self._map: torch.Tensor | None = None
 
     @staticmethod
@@ -67,12 +67,16 @@ class VllmCudaBackend(MoeBackend):
 
     def prepare(self, layer: int, w13: Weight, w2: Weight) -> None:
         config = _block_config(w13, w2) if w13.scheme is Scheme.FP8_BLOCK else None
-        self._weights[layer] = (w13.codes, w2.codes, config)
+        self._weights[layer] = (w13, w2, config)
         if not self._holds_all and self._map is None:
             # One more entry than there are local experts, for all other ids.
             self._map = torch.arange(self.end - self.start + 1, dtype=torch.int32)
             self._map[-1] = -1
             self._map = self._map.to(w13.codes.device)
+
+    def tensors(self, layer: int) -> tuple[torch.Tensor, ...]:
+        w13, w2, _ = self._weights[layer]
+        return (*w13.tensors, *w2.tensors)
 
     def release(self, layer: int) -> None:
         del self._weights[layer]
@@ -92,8 +96,8 @@ class VllmCudaBackend(MoeBackend):
         ids, weights = masked_pairs_on_gpu(topk_ids, topk_weights, self.start, self.end, other)
         return self._fused_experts(
             x,
-            w13,
-            w2,
+            w13.codes,
+            w2.codes,
             weights,
             ids,
             global_num_experts=experts,

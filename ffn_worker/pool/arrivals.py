@@ -9,6 +9,7 @@ from afd.wire.layout import Kind
 from afd.wire.message import Received, received
 from afd.wire.orders import Part
 from afd_comm import Status
+from ffn_worker.pool.doorbells import Doorbells
 from ffn_worker.pool.late_peers import LatePeers
 from ffn_worker.pool.peers import Announced, Arrival, Peer, PeerTable
 from ffn_worker.slots import RankSlots
@@ -32,26 +33,24 @@ class Arrivals:
         self._late = late
         self._table = table
         self._max_depth = resolved.contract.max_depth
+        self._known: Doorbells | None = None  # of several peers
+        self._single: dict[str, Doorbells] = {}
         self.first = Position(resolved.model.moe_layers[0], 0)
 
     def wait_for_any(self, peers: Sequence[Peer], timeout_us: int) -> bool:
         """Returns whether one of these peers has sent a message that was not taken yet."""
-        slots = [slot for p in peers for slot in p.slots]
-        flags = [p.first_flag + taken for p in peers for taken in p.seq]
-        # The control slot may already show the message after the next: see read_control.
-        slots += [p.slots[-1] for p in peers]
-        flags += [p.first_flag + p.seq[-1] + 1 for p in peers]
-        return self._region.wait_any(slots, flags, timeout_us) >= 0
+        slots, flags = self._doorbells(peers).awaited()
+        return self._region.wait_any_of(slots, flags, timeout_us) >= 0
 
     def pending(self, peers: Sequence[Peer]) -> list[Arrival]:
         """Returns each peer's earliest message that has arrived and was not taken yet. Takes
         messages of the control slots: leaves and announcements."""
-        arrivals = []
+        self._read_controls(self._doorbells(peers))
+        arrivals, first = [], self.first
         for peer in peers:
-            self.read_control(peer)
             if peer.announced is not None:
-                step = peer.announced
-                arrivals.append(Arrival(peer, self.first, step.depth, step.rows, step.step))
+                rows, depth, step, moves = peer.announced
+                arrivals.append(Arrival(peer, first, depth, rows, step, moves))
                 continue
             header = self.earliest(peer, range(self._max_depth))
             if header is not None:
@@ -68,34 +67,44 @@ class Arrivals:
             for mb in micro_batches
             if region.ready(slots[mb], peer.first_flag + peer.seq[mb])
         ]
-        return min(headers, key=lambda h: (h.layer, h.micro_batch), default=None)
+        if len(headers) < 2:
+            return headers[0] if headers else None
+        return min(headers, key=lambda h: (h.layer, h.micro_batch))
 
     def read_control(self, peer: Peer) -> None:
-        """Takes the message on the peer's control slot, if there is one.
+        """Takes the message on the peer's control slot, if there is one."""
+        known = self._single.get(peer.id)
+        if known is None or known.peers[0] is not peer:
+            known = self._single[peer.id] = self._make_doorbells([peer])
+        self._read_controls(known)
+
+    def _read_controls(self, doorbells: Doorbells) -> None:
+        """Takes the messages on the control slots of these peers.
 
         An announcement may overwrite a leave that was not read yet, so the slot may show the second
         message after the last one taken; then only the second counts. Nothing else is overwritten:
         after an announcement the peer waits for the step, and between two leaves it sends a step,
         whose first request makes us read the first leave.
         """
-        mb = self._max_depth
-        slot = peer.slots[mb]
-        for ahead in (1, 2):
-            flag = peer.first_flag + peer.seq[mb] + ahead - 1
-            if not self._region.ready(slot, flag):
-                continue
-            header = received(self._region.header(slot))
-            if not self._region.ready(slot, flag):
-                continue  # overwritten while it was read
-            peer.seq[mb] += ahead
-            peer.active = header.kind == Kind.STEP
-            if header.kind == Kind.STEP:
-                problem = self._slots.problem_of_step(header, self._max_depth)
-                if problem is not None:
+        announces = int(Kind.STEP)  # comparing with an IntEnum takes longer
+        for peer, seen, kind, depth, moves, step, rows in doorbells.read_controls(self._region):
+            peer.seq[-1] += seen
+            peer.active = kind == announces
+            if peer.active:
+                problem = self._slots.problem_of_step(rows, depth, self._max_depth)
+                if problem is None:
+                    peer.announced = Announced(rows, depth, step, moves)
+                else:
                     self._late.drop_invalid(peer, problem)
-                    return
-                peer.announced = Announced(header.rows, header.depth, header.step)
-            return
+
+    def _doorbells(self, peers: Sequence[Peer]) -> Doorbells:
+        """The same object for the same list of peers."""
+        if self._known is None or self._known.peers is not peers:
+            self._known = self._make_doorbells(peers)
+        return self._known
+
+    def _make_doorbells(self, peers: Sequence[Peer]) -> Doorbells:
+        return Doorbells(peers, [peer.slots[0] for peer in peers], self._max_depth)
 
     def await_messages(
         self, peers: Sequence[Peer], micro_batch: int, deadline: float, on_pause: OnPause

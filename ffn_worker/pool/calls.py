@@ -1,16 +1,21 @@
 """One thing to run: an expert call or a step on streams, and whose rows are in it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from afd.graph_sizes import GraphSizes
 from afd.schedule import Position
 from afd.wire.layout import Kind
 from afd.wire.message import Received
 from afd.wire.orders import Order, Part
 from ffn_worker.pool.peers import Peer
 
+Settled = Callable[[], int]
+"""Returns the number of the last expert move that is complete for this process."""
 
-@dataclass(frozen=True)
-class Sender:
+
+class Sender(NamedTuple):
     """The sender of a part. request: the header of its request; None for an announced step."""
 
     peer: Peer
@@ -49,5 +54,17 @@ class Call:
         return cls(Order(Kind.DATA, position, tuple(parts)), tuple(senders))
 
 
-def part_of(peer: Peer, rows: int, depth: int, step: int) -> Part:
-    return Part(peer.index, peer.generation, rows, depth, step)
+def step_order(first: Position, parts: tuple[Part, ...], sizes: GraphSizes, settled: int) -> Order:
+    """Returns the order for an announced step.
+
+    The hosts run it if an attention instance uses another expert placement than ``settled``: a
+    graph computes only the banks at home (ffn_worker/experts/banks.py).
+    """
+    bucket = 0
+    if all(part.moves == settled for part in parts):
+        bucket = sizes.bucket_of((part.rows, part.depth) for part in parts)
+    return Order(Kind.STEP, first, parts, bucket, settled)
+
+
+def part_of(peer: Peer, rows: int, depth: int, step: int, moves: int = 0) -> Part:
+    return Part(peer.index, peer.generation, rows, depth, moves, step)

@@ -15,16 +15,18 @@ sender dies in between; then no expert computes its rows.
 import logging
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 from afd.config.resolve import Resolved
 from afd.errors import PeerLost
+from afd.graph_sizes import GraphSizes
 from afd.schedule import Position
 from afd.wire.layout import Kind
 from afd.wire.message import Received
 from afd.wire.orders import Order, Part
 from afd_comm import Status
 from ffn_worker.pool.arrivals import SLICE_US, Arrivals, OnPause
-from ffn_worker.pool.calls import Call, Sender, part_of
+from ffn_worker.pool.calls import Call, Sender, Settled, part_of, step_order
 from ffn_worker.pool.late_peers import LatePeers
 from ffn_worker.pool.orders import OrderInbox
 from ffn_worker.pool.peers import Announced, Peer, PeerTable
@@ -47,14 +49,17 @@ class Head:
         inbox: OrderInbox,
         late: LatePeers,
         on_pause: OnPause,
+        settled: Settled,
     ) -> None:
         self._table = table
         self._arrivals = arrivals
         self._inbox = inbox
         self._late = late
         self._on_pause = on_pause
+        self._settled = settled
         self._micro_batches = range(resolved.contract.max_depth)
         self._late_s = resolved.deployment.ffn.late_ms / 1e3
+        self._sizes = GraphSizes(resolved.contract.graph_buckets)
         self._next_look_s = 0.0  # for unordered requests, on the monotonic clock
 
     def calls(self) -> Iterator[Call | None]:
@@ -101,8 +106,8 @@ class Head:
 
     def _unordered_step(self, peer: Peer, step: Announced) -> Call:
         peer.announced = None
-        part = part_of(peer, step.rows, step.depth, step.step)
-        order = Order(Kind.STEP, self._arrivals.first, (part,))
+        part = part_of(peer, step.rows, step.depth, step.step, step.moves)
+        order = step_order(self._arrivals.first, (part,), self._sizes, self._settled())
         return Call(order, (Sender(peer, None),))
 
     def _unordered_call(self, peer: Peer, position: Position) -> Call | None:
@@ -164,7 +169,7 @@ class Head:
                 )
         if not parts:
             return None
-        return Call(Order(order.kind, order.position, tuple(parts)), tuple(senders))
+        return Call(replace(order, parts=tuple(parts)), tuple(senders))
 
 
 class Follower:

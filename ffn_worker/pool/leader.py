@@ -16,12 +16,12 @@ import time
 from collections.abc import Iterator
 
 from afd.config.resolve import Resolved
+from afd.graph_sizes import GraphSizes
 from afd.schedule import Position, walk
-from afd.wire.layout import Kind
-from afd.wire.orders import Order
+from afd.wire.orders import Part
 from afd_comm import Status
 from ffn_worker.pool.arrivals import SLICE_US, Arrivals, OnPause
-from ffn_worker.pool.calls import Call, Sender, part_of
+from ffn_worker.pool.calls import Call, Sender, Settled, step_order
 from ffn_worker.pool.late_peers import LatePeers
 from ffn_worker.pool.peers import Arrival, PeerTable
 
@@ -38,15 +38,18 @@ class Leader:
         arrivals: Arrivals,
         late: LatePeers,
         on_pause: OnPause,
+        settled: Settled,
     ) -> None:
         ffn = resolved.deployment.ffn
         self._table = table
         self._arrivals = arrivals
         self._late = late
         self._on_pause = on_pause
+        self._settled = settled
         self._layers = resolved.model.moe_layers
         self._step_wait_s = ffn.step_wait_ms / 1e3
         self._late_s = ffn.late_ms / 1e3
+        self._sizes = GraphSizes(resolved.contract.graph_buckets)
 
     def calls(self) -> Iterator[Call | None]:
         """See :class:`ffn_worker.pool.source.CallSource`."""
@@ -69,13 +72,13 @@ class Leader:
             return []
         arrived = self._arrivals.pending(peers)
         first = self._arrivals.first
-        resumed = [a for a in arrived if a.start != first]
+        resumed = [a for a in arrived if a.start is not first and a.start != first]
         if resumed:  # it begins in the middle of a step, so no other instance can join it
             return resumed[:1]
         deadline = time.monotonic() + self._step_wait_s
         while arrived:
-            here = {a.peer.id for a in arrived}
-            awaited = [p for p in peers if p.active and p.id not in here]
+            here = {a.peer.index for a in arrived}
+            awaited = [p for p in peers if p.active and p.index not in here]
             left_us = int((deadline - time.monotonic()) * 1e6)
             if not awaited or left_us <= 0 or not self._arrivals.wait_for_any(awaited, left_us):
                 break
@@ -89,12 +92,14 @@ class Leader:
 
     def _stream_step(self, arrivals: list[Arrival]) -> Call:
         """Returns the call for an announced step."""
-        for arrival in arrivals:
-            arrival.peer.active = True
-            arrival.peer.announced = None
-        parts = tuple(part_of(a.peer, a.rows, a.depth, a.step) for a in arrivals)
-        order = Order(Kind.STEP, self._arrivals.first, parts)
-        return Call(order, tuple(Sender(a.peer, None) for a in arrivals))
+        parts, senders = [], []
+        for peer, _, depth, rows, step, moves in arrivals:
+            peer.active = True
+            peer.announced = None
+            parts.append(Part(peer.index, peer.generation, rows, depth, moves, step))
+            senders.append(Sender(peer, None))
+        order = step_order(self._arrivals.first, tuple(parts), self._sizes, self._settled())
+        return Call(order, tuple(senders))
 
     def _host_step(self, arrivals: list[Arrival]) -> Iterator[Call]:
         """Yields all expert calls of one step, in the order in which attention posts them. A call

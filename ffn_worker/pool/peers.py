@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from afd.config.resolve import Resolved
 from afd.control.messages import Member, Members
@@ -45,22 +46,22 @@ class Peer:
     announced: Announced | None = None
 
 
-@dataclass(frozen=True)
-class Announced:
-    """A step that a peer runs on streams: its rows, its micro-batches, and the peer's number of
-    the step."""
+class Announced(NamedTuple):
+    """A step that a peer runs on streams: its rows, its micro-batches, the peer's number of the
+    step, and the last expert move in the placement that it uses."""
 
     rows: int
     depth: int
     step: int
+    moves: int
 
 
-@dataclass(frozen=True)
-class Arrival:
+class Arrival(NamedTuple):
     """A message that begins a peer's part of a step.
 
     start: where the peer begins. depth: micro-batches of its step. rows: of the whole step if it
-    was announced; 0 if each request carries its own. step: the peer's number of the step.
+    was announced; 0 if each request carries its own. step: the peer's number of the step. moves: as
+    in :class:`Announced`.
     """
 
     peer: Peer
@@ -68,6 +69,7 @@ class Arrival:
     depth: int
     rows: int = 0
     step: int = 0
+    moves: int = 0
 
 
 class PeerTable:
@@ -81,17 +83,17 @@ class PeerTable:
         self._device = device
         self._seen = (-1, -1)
         self._peers: dict[str, Peer] = {}
+        self._sorted: list[Peer] | None = None
         self._generations: dict[int, int] = {}  # of current attention instances, by index
         self._newest: dict[int, int] = {}  # generation that was seen last, by index
 
     @property
     def peers(self) -> list[Peer]:
-        """Sorted by index, so that the layout of a batch is always the same."""
-        return sorted(self._peers.values(), key=lambda peer: peer.index)
-
-    @property
-    def sessions(self) -> set[int]:
-        return {peer.session for peer in self._peers.values()}
+        """Sorted by index, so that the layout of a batch is always the same. A new list whenever
+        they have changed."""
+        if self._sorted is None:
+            self._sorted = sorted(self._peers.values(), key=lambda peer: peer.index)
+        return self._sorted
 
     def reconcile(self, members: Members, generation: int) -> None:
         """Updates the sessions to the membership and to our own generation."""
@@ -115,6 +117,7 @@ class PeerTable:
         peer.link.close()
         if self._peers.get(peer.id) is peer:  # otherwise the instance already has a new session
             del self._peers[peer.id]
+            self._sorted = None
 
     def find(self, attention: int) -> Peer | None:
         """Returns the peer with this index; None while there is no session with it."""
@@ -159,6 +162,7 @@ class PeerTable:
             unordered=set(range(max_depth)),
         )
         self._peers[member.id] = peer
+        self._sorted = None
         logger.info("%s joined (session %d, %s)", peer.id, number, link.backend)
         if link.notes:
             logger.warning("link to %s: %s", peer.id, link.notes)

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from afd.config.resolve import Resolved
 from ffn_worker.pool.arrivals import Arrivals, OnPause
-from ffn_worker.pool.calls import Call
+from ffn_worker.pool.calls import Call, Settled
 from ffn_worker.pool.follower import Follower, Head
 from ffn_worker.pool.late_peers import LatePeers
 from ffn_worker.pool.leader import Leader
@@ -29,12 +29,13 @@ def make_source(
     table: PeerTable,
     late: LatePeers,
     on_pause: OnPause,
+    settled: Settled,
 ) -> CallSource:
     """Returns the source of calls for this rank's place in the pool."""
     arrivals = Arrivals(resolved, slots, table, late)
     inbox = links.inbox
     if inbox is None:
-        return Leader(resolved, table, arrivals, late, on_pause)
+        return Leader(resolved, table, arrivals, late, on_pause, settled)
     if links.place.rank:
         return Follower(resolved, arrivals, inbox, on_pause)
-    return Head(resolved, table, arrivals, inbox, late, on_pause)
+    return Head(resolved, table, arrivals, inbox, late, on_pause, settled)

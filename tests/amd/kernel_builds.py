@@ -13,7 +13,7 @@ from afd.wire import codecs_triton as wire
 from afd.wire import slot_triton as slot
 from afd_bench.step3 import kernel_norm as norm
 from afd_bench.step3 import kernel_rope_cache as rope_cache
-from attention_worker.kernels import decode, slots
+from attention_worker.kernels import decode, dispatch, slots
 from ffn_worker.allreduce import formats_triton as reduce
 from ffn_worker.allreduce import quickreduce_triton as quickreduce
 from ffn_worker.allreduce.formats_table import FORMATS, FP16, ReduceFormat
@@ -143,6 +143,18 @@ def slot_builds(target: str) -> Iterator[Build]:
             {"MESSAGES": 3, "TOP_K": 3, "KINDS": 4, "BLOCK": 1024, "SCALE_BLOCK": block * 8},
             aligned=("row_bytes",),
         )
+        yield Build(
+            f"take_bucket{suffix}",
+            slot.take_bucket_kernel,
+            {
+                **dict.fromkeys(bytes_, "*u8"),
+                **kinds,
+                "rows_ptr": "*i32",
+                **dict.fromkeys(("apart", "bucket", "tp", "row_bytes", "scale_bytes"), "i32"),
+            },
+            {"TOP_K": 3, "KINDS": 4, "BLOCK": 1024, "SCALE_BLOCK": block * 8},
+            aligned=("row_bytes",),
+        )
     for name, kind, scaled in (("bf16", "bf16", False), ("fp8", fp8, True)):
         yield Build(
             f"sum_messages[{name}]",
@@ -155,6 +167,46 @@ def slot_builds(target: str) -> Iterator[Build]:
                 **_FAR,
             },
             {"MESSAGES": 3, "SCALED": scaled, "BLOCK": 1024},
+            aligned=("hidden",),
+        )
+
+
+def dispatch_builds(target: str) -> Iterator[Build]:
+    """Kernels that split a micro-batch by FFN instance and add up the answers."""
+    lists = dict.fromkeys(("rows_ptr", "of_rows_ptr", "counts_ptr", "sent_ptr"), "*i32")
+    yield Build(
+        "places",
+        dispatch.places_kernel,
+        {"slots_ptr": "*i32", "bounds_ptr": "*i32", **lists, "rows": "i32", "bank": "i32"},
+        {"TOP_K": 3, "BLOCK": 256},
+    )
+    bytes_ = ("payload_ptr", "scales_ptr", "to_payload_ptr", "to_scales_ptr")
+    for suffix, block in (("", 32), ("[unscaled]", 0)):
+        yield Build(
+            f"gather_rows{suffix}",
+            dispatch.gather_rows_kernel,
+            {
+                **dict.fromkeys(bytes_, "*u8"),
+                **dict.fromkeys(("ids_ptr", "to_ids_ptr", "rows_ptr", "counts_ptr"), "*i32"),
+                **dict.fromkeys(("weights_ptr", "to_weights_ptr"), "*fp32"),
+                **dict.fromkeys(("row_bytes", "scale_bytes"), "i32"),
+            },
+            {"TOP_K": 3, "KINDS": 4, "BLOCK": 1024, "SCALE_BLOCK": block},
+            aligned=("row_bytes",),
+        )
+    for name, kind, scaled in (("bf16", "bf16", False), ("fp8", NATIVE_FP8[target], True)):
+        yield Build(
+            f"sum_places[{name}]",
+            slot.sum_places_kernel,
+            {
+                "payload_ptr": f"*{kind}",
+                "scales_ptr": "*fp32",
+                "of_rows_ptr": "*i32",
+                "far_ptr": "*i64",
+                "out_ptr": "*bf16",
+                **dict.fromkeys(("hidden", "instances", "tp"), "i32"),
+            },
+            {"SCALED": scaled, "BLOCK": 1024},
             aligned=("hidden",),
         )
 
@@ -577,6 +629,7 @@ def builds(target: str) -> list[Build]:
     return [
         *codec_builds(target),
         *slot_builds(target),
+        *dispatch_builds(target),
         *attention_builds(target),
         *reduce_builds(target),
         *moe_builds(target),

@@ -9,6 +9,7 @@ pytest.importorskip("tinygrad", reason="tinygrad is not installed here; ./run te
 
 from kernel_run import Runner
 
+from afd.schedule import row_shares
 from afd.wire import codecs
 from afd.wire.layout import Tag, layouts
 
@@ -61,6 +62,46 @@ def test_rows_of_several_messages(compiled, arch, wire):
         (12,),
     )
     for mine, theirs in zip(got, want, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize("arch", FP8)
+@pytest.mark.parametrize("wire", ["fp8", "exact"])
+@pytest.mark.parametrize("tp", [1, 3])
+def test_rows_of_a_bucket(compiled, arch, wire, tp):
+    """Three messages of 8 rows at most, the second of which was not sent."""
+    hidden, bucket, counts = 384, 8, np.array([7, 0, 8], np.int32)
+    layout, _ = layouts(wire, "bfloat16", 8, hidden, 3, "e4m3fn")
+    memory = np.random.default_rng(0).integers(0, 256, (3, layout.nbytes)).astype(np.uint8)
+    spans = [
+        (0, layout.row_bytes),
+        (layout.scales_offset, layout.scale_row_bytes or 1),
+        (layout.ids_offset, 12),
+        (layout.weights_offset, 12),
+    ]
+    outputs = [np.full((24, size), 7, np.uint8) for _, size in spans]
+    want = [np.zeros((24, size), np.uint8) for _, size in spans]
+    want[2][:] = 0xFF
+    for i, count in enumerate(counts.tolist()):
+        for (begin, end), (place, _) in zip(
+            row_shares(count, tp), row_shares(bucket, tp), strict=True
+        ):
+            to = i * bucket + place
+            for out, (at, size) in zip(want, spans, strict=True):
+                sent = memory[i, at : at + 8 * size].reshape(8, size)
+                out[to : to + end - begin] = sent[begin:end]
+    if not layout.scale_columns:
+        want[1][:] = 7
+    words = [layout.nbytes // 16, bucket, tp, layout.row_bytes, layout.scale_row_bytes]
+    got = Runner(compiled, arch).on_parts(
+        "take_bucket" if layout.scale_columns else "take_bucket[unscaled]",
+        memory,
+        [at for at, _ in spans],
+        [*outputs, counts],
+        [("i", word) for word in words],
+        (24,),
+    )
+    for mine, theirs in zip(got, want, strict=False):
         np.testing.assert_array_equal(mine, theirs)
 
 

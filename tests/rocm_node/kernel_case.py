@@ -1,4 +1,4 @@
-"""``python kernel_case.py CODE KERNEL ARCH WARPS LDS FP8``: a captured step with one of our kernels.
+"""``kernel_case.py CODE KERNEL ARCH WARPS LDS FP8``: a captured step with one of our kernels.
 
 The graph waits for rows in a receive slot, encodes them as FP8 with our kernel's machine code for
 ARCH on the emulator, and sends the codes to a peer. It is replayed with other rows each time.

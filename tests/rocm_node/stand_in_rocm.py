@@ -206,8 +206,11 @@ class StandInRuntime:
         raw = (ctypes.c_uint8 * stride).from_address(address)
         return torch.frombuffer(raw, dtype=torch.uint8)
 
+    def graph_memory(self) -> object:
+        return None
+
     def capture(
-        self, device: torch.device, record: Callable[[], _Recorded]
+        self, device: torch.device, record: Callable[[], _Recorded], memory: object = None
     ) -> tuple[_Recorded, Callable[[], None]]:
         stream, graph = current(), ctypes.c_void_p()
         hip().hipStreamBeginCapture(stream, THREAD_LOCAL)

@@ -37,7 +37,7 @@ CONTRACT = Contract(
     shared_experts="slices",
     expert_slots=(0, 4, 8),
     expert_map=(tuple(range(8)),) * 3,
-    movable=True,
+    graph_buckets=((1, 2, 4, 8), (4,), (4,)),
 )
 
 FAST = Timing(interval_s=0.05, timeout_s=1.0)

@@ -94,6 +94,9 @@ def in_background(work, *args):
 class Deployed:
     """x attention clients and the FFN loops of y instances, each rank's loop on its own thread."""
 
+    STREAMS = ("ipc",)
+    """Backends whose steps may be announced."""
+
     def __init__(self, checkpoint, x, y, backend="reference", **sections):
         self.backend = backend
         self.deployment = self.parsed(
@@ -102,13 +105,13 @@ class Deployed:
                 "attention": {"instances": x, "dtype": "float32", "max_num_batched_tokens": 64},
                 "ffn": {"instances": y, **sections.pop("ffn", {})},
                 "pipeline": {"depth": DEPTH, "min_rows": 1},
-                "deadlines": {"ffn_s": 10.0},
+                "deadlines": {"ffn_s": 10.0, "start_s": 5.0},
                 **sections,
             },
         )
         self.resolved: Resolved = resolve(self.deployment)
         # The reference accelerator executes its streams on the calling thread.
-        self.streams = self.deployment.transport.backend == "ipc"
+        self.streams = self.deployment.transport.backend in self.STREAMS
         self.registry = Registry()
         self.controls: dict[str, FakeControl] = {}  # by member id
         self.generation = 100
@@ -165,17 +168,21 @@ class Deployed:
             self.controls[name].generation = self.generation
             self.registry.set(*self.members.values())
 
-    def region(self, role, slots, nbytes, index):
+    def of_ffn(self, resolved: Resolved) -> Resolved:
+        """Returns the facts as the FFN ranks see them."""
+        return resolved
+
+    def region(self, role, slots, nbytes, index, tcp_host=None):
         verbs = self.deployment.transport.verbs_keywords(role)
         options = VerbsOptions(**verbs) if verbs else None
-        region = Region(slots, nbytes, name=f"{role}-{index}", verbs=options)
+        region = Region(slots, nbytes, name=f"{role}-{index}", tcp_host=tcp_host, verbs=options)
         if self.streams:
             region.pin("cpu")
         return region
 
     def start_ffn(self, number):
         """Starts one rank; it serves once it has met the other ranks."""
-        r = self.resolved
+        r = self.of_ffn(self.resolved)
         index, rank = divmod(number, r.contract.ffn_tp)
         place = FfnPlace(index, rank, r.contract.ffn_instances, r.contract.ffn_tp)
         region = self.region("ffn", r.slots.ffn_region_slots, r.a2f.nbytes, number)
@@ -196,7 +203,7 @@ class Deployed:
         thread.start()
 
     def serve(self, number, member, region, control, ranks):
-        r, place = self.resolved, ranks.place
+        r, place = self.of_ffn(self.resolved), ranks.place
         try:
             places = settled(self.registry.members, r.placement, r.model.moe_layers)
             tables = tuple(table for _, table in places.values())
@@ -218,8 +225,11 @@ class Deployed:
             loop = FfnLoop(FfnRank(r, region, control, model, ranks, RoleMetrics("ffn")))
             self.loops[number] = loop
             loop.moves.catch_up()
+            if self.streams:
+                loop.capture_graphs()
             self.join(msgspec.structs.replace(member, state="ready"))
-            loop.run()
+            with torch.inference_mode():  # as in ffn_worker.main
+                loop.run()
         except AfdError as error:
             self.ended[number] = error
         finally:
@@ -244,7 +254,7 @@ class Deployed:
         control = FakeControl(self.registry, member.generation, member.id, renew)
         self.controls[member.id] = control
         client = RemoteExperts(r, i, region, control, RoleMetrics("attention"))
-        client.connect(5.0)
+        client.connect(30.0)
         return client
 
     def move(self, tables, deadline_s=20.0):

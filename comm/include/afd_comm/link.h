@@ -67,10 +67,10 @@ class Link {
   // this point, or later. They must not change until the message is answered. May be captured.
   //
   // `count`: null, or a word of host memory that earlier work of the stream writes. When the
-  // message is sent, the word says how many of its header.count items go out: every part is an
-  // array of header.count items and is cut behind them, and the receiver's header holds the word's
-  // count and bytes. 0 sends the header alone. A larger word than header.count ends the link with
-  // BadHeader. Backend ipc sends all items and header.count, because only a kernel could read the
+  // message is sent, the word says how many of its header.count items go out: every part but the
+  // last `message.whole` ones is an array of header.count items and is cut behind them, and the
+  // receiver's header holds the word's count and the bytes sent. A larger word than header.count
+  // ends the link with BadHeader. Backend ipc sends all items and header.count, because only a kernel could read the
   // word.
   //
   // tcp and verbs: a thread sends the message when the stream has come by. If that fails, nothing
@@ -85,6 +85,9 @@ class Link {
   virtual std::unique_ptr<Recording> record() { return std::make_unique<Recording>(); }
   // Ok, or why an enqueued message was not sent. Thread safe.
   virtual Status status() const { return Status::Ok; }
+  // Like begin(), for parts that do not change before the peer's next message: the outcome need not
+  // wait until they have been read.
+  virtual std::optional<Status> begin_kept(const Message& message) { return begin(message); }
   // Releases the claim: the peer sees the writer as gone. Idempotent.
   virtual void close() = 0;
 

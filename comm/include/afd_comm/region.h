@@ -85,7 +85,7 @@ class Region {
   // Makes the stream wait until every doorbell shows its flag; with `reset` it then sets them to 0.
   // Throws CommError.
   void enqueue_wait(Stream stream, const Awaited* awaited, std::size_t count, bool reset);
-  // For a Guard, in place of a writer that will not ring.
+  // For a Guard, in place of a writer that will not ring; 0: before the same flag is awaited again.
   void set_doorbell(uint32_t slot, uint64_t value) {
     memory_.control(slot).doorbell.store(value, std::memory_order_release);
   }

@@ -73,6 +73,8 @@ struct Message {
   Echo echo;
   Part parts[kMaxParts] = {};
   std::size_t part_count = 0;
+  // So many of the last parts are sent whole where a count cuts the others: see Link::enqueue.
+  std::size_t whole = 0;
 };
 
 // Slots that a link may write. count == 0: no claim; the link may write every slot, and the

@@ -56,13 +56,15 @@ class Message:
         parts: list[tuple[int, int, int]],
         user: bytes = b"",
         count: int = 0,
+        whole: int = 0,
     ) -> None:
         """Describe a message for ``slot``.
 
         ``parts``: at most ``MAX_PARTS`` of (offset in the slot, address, nbytes). Each is contiguous memory. The
         message only refers to it, so it must stay valid until the message is sent. ``user``: at most
         ``USER_BYTES`` bytes that travel in the header, padded with zeros. afd_comm never interprets them.
-        ``count``: number of items in the message, in [0, 2**32). Raises ValueError and TypeError for arguments of
+        ``count``: number of items in the message, in [0, 2**32). ``whole``: so many of the last parts are sent whole
+        where ``Link.enqueue`` gets a count. Raises ValueError and TypeError for arguments of
         the wrong form, and never looks at the region: posting checks slot and offsets.
         """
     @property
@@ -265,6 +267,8 @@ class Region:
         For a region in host memory whose consumer is a GPU and whose peers are on CPUs. Regions on a device need no
         pin. Call it once. Raises CommError.
         """
+    def reset(self, slots: list[int]) -> None:
+        """Set doorbells to 0, so that the same flags can be awaited again. For the consumer of their messages."""
     def enqueue_wait(
         self, stream: int, slots: list[int], flags: list[int], reset: bool = False
     ) -> None:
@@ -307,6 +311,23 @@ class Region:
         """Wait until one ``slots[i]`` shows ``flags[i]`` and return the lowest such i.
 
         Returns -1 at the deadline, on ``wake`` or ``close``, and as soon as all writers of the slots are gone.
+        """
+    def wait_any_of(
+        self, slots: npt.NDArray[np.uint32], flags: npt.NDArray[np.uint64], timeout_us: int
+    ) -> int:
+        """``wait_any`` for many slots; the arrays have one entry per slot."""
+    def read_headers(
+        self,
+        slots: npt.NDArray[np.uint32],
+        flags: npt.NDArray[np.uint64],
+        ahead: int,
+        into: npt.NDArray[np.uint64],
+    ) -> int:
+        """Read the headers of the messages that have arrived, in one call; return their number.
+
+        A message of slot i counts if its flag is ``flags[i]`` or one of the ``ahead`` - 1 flags behind it. Fills row i
+        of ``into`` [slots, 6]: number of that flag, from 1; the three words of ``Message.user``; count; nbytes. Word 0
+        is 0 for a slot without such a message, and the rest of its row is not changed.
         """
     def trace(self, slots: tuple[int, int], into: PeerTrace | None) -> None:
         """Record the messages of ``slots`` = (first, count), all of one peer, in ``into``; None ends it.
@@ -358,6 +379,67 @@ class Recording:
     def release(self) -> None:
         """Free the messages. Idempotent; the end of the object does it too."""
 
+class StepPlan:
+    """What a stream sends in a step of a ``StepGate``: the constants of a graph. Immutable."""
+
+    def __init__(self, positions: list[tuple[int, Message]], *, lanes: int, stride: int) -> None:
+        """Describe a step.
+
+        ``positions``: lane and answer of each, in the order in which peers send their requests. Each part of an answer
+        is an array of items: (offset in the slot, address of item 0, bytes of one item), and the items of peer i begin
+        at item i * ``stride``. The memory must not change until the lane's next position. Raises CommError for no
+        positions, or a lane outside of [0, ``lanes``).
+        """
+    def __len__(self) -> int: ...
+
+class StepGate:
+    """Lets a stream wait for one word per position of a step, while a thread waits for the peers' doorbells.
+
+    A step has positions, numbered from 1. Each belongs to a lane, which alternates: the requests of a position are
+    awaited, the stream works, the answers are sent. A peer that is absent, gone or late is not waited for and its
+    doorbell is not rung, so a captured graph holds nothing that changes from step to step. One thread at a time.
+    """
+
+    def __init__(self, region: Region, *, peers: int, lanes: int) -> None:
+        """Make the gate of the region in which requests arrive. Raises CommError."""
+    def set_peer(self, peer: int, link: Link, *, first_slot: int, first_flag: int) -> None:
+        """State where a peer's requests arrive and how it is answered.
+
+        Those of lane m arrive in slot ``first_slot`` + m. Their flags count up from ``first_flag``, in the order in
+        which the peer sends within a step; an answer has the flag of its request. Not within a step.
+        """
+    def clear_peer(self, peer: int) -> None:
+        """Forget a peer, and its link. Not within a step."""
+    def enqueue_wait(self, stream: int, lane: int, number: int) -> None:
+        """Make the stream wait until the requests of a position are here. May be captured. Raises CommError."""
+    def enqueue_ticket(self, stream: int, lane: int, number: int) -> None:
+        """State, in stream order, that a position's answers may be sent. May be captured. Raises CommError."""
+    def begin(
+        self,
+        plan: StepPlan,
+        depths: npt.NDArray[np.int32],
+        counts: npt.NDArray[np.int32],
+        late_us: int,
+        firsts: npt.NDArray[np.int32] | None = None,
+    ) -> None:
+        """Begin a step; call it before the stream gets the step.
+
+        ``depths`` [peers]: number of lanes that each peer takes part in, the first ones; 0: absent. ``counts``
+        [peers, lanes]: items of each answer. ``late_us``: how long a peer may take for a request once all that it
+        depends on is answered. ``firsts`` [peers, lanes]: the item of the request that is the answer's first one; then
+        an answer has no item beyond those that the request's header counts, so the requests must come by a backend that
+        writes headers (not ipc). Raises CommError if a peer that takes part is not set.
+        """
+    def wait(self, stream: int) -> list[Status]:
+        """Wait until the stream has finished and all answers are sent; one status per peer.
+
+        OK. PEER_GONE: the peer ended. DEADLINE: it was late. CLOSED and others: its answer could not be sent. What
+        such a peer got is not an answer. The GIL is released. Raises CommError if the stream is busy with one position
+        for 10 s.
+        """
+    def cancel(self) -> None:
+        """End a step whose stream has failed; sends nothing more."""
+
 class Link:
     """A connection to one peer's region, open from construction to ``close``."""
 
@@ -396,7 +478,9 @@ class Link:
         """Name of the backend in use, one of ``backends()``."""
     @property
     def notes(self) -> str:
-        """Deviations from what was requested, such as a port that is down; "" if there are none."""
+        """Deviations from what was requested, such as a port that is down, then what failed since: paths, and why
+        the link ended. "" if there is nothing.
+        """
     def register_memory(self, ptr: int, nbytes: int, device: str = "cpu") -> None:
         """Send parts within this memory without a copy, on backends that can.
 
@@ -443,9 +527,9 @@ class Link:
         arrive in either order.
 
         ``count``: 0, or the address of a 32-bit word of page-locked host memory that earlier work of the stream
-        writes. Then every part is an array of ``message.count`` items, of which only the first ``word`` are sent when
-        the stream has come by; the receiver's header holds their number and bytes. Word 0 sends the header alone; a
-        word above ``message.count`` ends the link with BAD_HEADER. ipc sends all items whatever the word says,
+        writes. Then every part but the last ``message.whole`` ones is an array of ``message.count`` items, of which only
+        the first ``word`` are sent when the stream has come by; the receiver's header holds their number and the bytes
+        sent. A word above ``message.count`` ends the link with BAD_HEADER. ipc sends all items whatever the word says,
         because only a kernel could read it.
 
         Returns OK if enqueued. After PEER_GONE, BAD_HEADER (also for parts that are no arrays of ``message.count``

@@ -22,6 +22,7 @@ from afd.errors import ConfigError
 from afd.gateway.telemetry import GATEWAY_METRICS
 from afd.metrics.role import (
     SECONDS_BOUNDS,
+    Captured,
     Direction,
     RoleCollector,
     RoleMetrics,
@@ -76,6 +77,7 @@ def exported_names() -> set[str]:
     """Returns the sample names of all metrics of a deployment, including the gateway's."""
     made = [RoleMetrics("attention"), RoleMetrics("ffn")]
     made[0].graph_steps[1] = 1  # exported only after a GPU has replayed a step
+    made[1].graph_captures[Captured.START] = 1
     made[0].decode_depths = lambda: ((8, 2),)
     for now in (0.0, 0.5):
         made[0].decode_steps.begin(5, 2, now, decode=True)

@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from afd.schedule import row_shares
 from afd.wire.layout import layouts
 from afd.wire.rows_torch import EncodedRows
-from afd.wire.slot_torch import sum_of_parts, take_rows
+from afd.wire.slot_torch import sum_of_parts, take_bucket, take_rows
 from afd.wire.slot_view_torch import RoutedRows, SlotView
 from afd_bench.gpu import main
 from afd_bench.step3 import fused_kernels as fused
@@ -54,6 +55,39 @@ def test_rows_of_messages_are_concatenated_in_order(wire, counts, masked):
     assert torch.equal(taken.ids, torch.cat(ids)) and (into.ids[sum(counts) :] == 7).all()
     weights = [view.weights[:n] for view, n in zip(views, counts, strict=True)]
     assert torch.equal(taken.weights, torch.cat(weights))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.sampled_from(["exact", "fp8", "mxfp4"]),
+    st.lists(st.integers(0, 6), min_size=1, max_size=4),
+    st.integers(1, 4),
+    st.integers(0, 3),
+)
+def test_a_bucket_holds_the_rows_that_were_sent_and_masks_the_others(wire, counts, tp, spare):
+    layout, _ = layouts(wire, "bfloat16", 9, 256, 2)
+    views = [filled(layout, seed) for seed in range(len(counts))]
+    bucket = max(1, *counts) + spare
+    into = RoutedRows.empty_like(views[0], len(counts) * bucket)
+    take_bucket(views, torch.tensor(counts, dtype=torch.int32), bucket, tp, into)
+    for i, (view, count) in enumerate(zip(views, counts, strict=True)):
+        sent, here = RoutedRows.of(view, count), into.cut(i * bucket, (i + 1) * bucket)
+        # Each rank finds its share of the message at the beginning of its share of the bucket.
+        places = [
+            place + n
+            for (begin, end), (place, limit) in zip(
+                row_shares(count, tp), row_shares(bucket, tp), strict=True
+            )
+            for n in range(end - begin)
+            if place + n < limit
+        ]
+        assert len(places) == count and places == sorted(set(places))
+        assert torch.equal(here.ids[places], sent.ids)
+        assert torch.equal(here.weights[places], sent.weights)
+        assert torch.equal(here.x.decode(torch.float32)[places], sent.x.decode(torch.float32))
+        masked = [n for n in range(bucket) if n not in places]
+        assert (here.ids[masked] == -1).all() and not here.weights[masked].any()
+        assert not here.x.payload.view(torch.uint8)[masked].any()
 
 
 def test_one_message_is_not_copied():

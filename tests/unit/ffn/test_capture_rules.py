@@ -95,7 +95,9 @@ def test_every_stream_of_a_step_is_forked_and_joined(tiny_models, monkeypatch, x
     deployed = Deployed(tiny_models("deepseek_v3"), x, y, transport={"backend": "ipc"})
     try:
         client = deployed.clients[0]
-        stream = StreamExperts(deployed.resolved, 0, client._region, Captured(ended, 0))
+        stream = StreamExperts(
+            deployed.resolved, 0, client._region, Captured(ended, 0), client.expert_slots
+        )
         expected = reference_model(tiny_models("deepseek_v3"))
         for restart in (False, True):
             if restart:  # ends the session and its graphs, so everything is captured again

@@ -75,8 +75,8 @@ def test_invalid_moves_are_refused_with_a_reason():
     tables = some_tables(random.Random(2))
     assert objection(tables, CONTRACT, Members()) is None
     assert "no member" in objection(tables, None, Members())
-    graphs = msgspec.structs.replace(CONTRACT, movable=False)
-    assert "graphs" in objection(tables, graphs, Members())
+    alone = msgspec.structs.replace(CONTRACT, ffn_instances=1)
+    assert "one FFN instance" in objection(tables, alone, Members())
     assert "2 tables for 3" in objection(tables[1:], CONTRACT, Members())
     assert "layer 3" in objection((*tables[:2], tables[2][1:]), CONTRACT, Members())
     busy = Moves().plan(tables, CONTRACT, Members())

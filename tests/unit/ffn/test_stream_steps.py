@@ -41,7 +41,7 @@ def deploy(tiny_models):
 
 def stream_of(deployed, i):
     client = deployed.clients[i]
-    return StreamExperts(deployed.resolved, i, client._region, HostStreams())
+    return StreamExperts(deployed.resolved, i, client._region, HostStreams(), client.expert_slots)
 
 
 def run_on_streams(
@@ -77,7 +77,7 @@ def run_on_streams(
     for mb in list(sent):
         check(mb)
     stream.end_step()
-    client.end_step()
+    client.end_replay(stream.rows_sent)
     return waits
 
 

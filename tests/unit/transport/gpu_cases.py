@@ -15,7 +15,18 @@ from pathlib import Path
 import numpy as np
 from comm_peer import peer
 
-from afd_comm import CommError, Guard, Link, Message, Region, Status, VerbsOptions, make_flag
+from afd_comm import (
+    CommError,
+    Guard,
+    Link,
+    Message,
+    Region,
+    Status,
+    StepGate,
+    StepPlan,
+    VerbsOptions,
+    make_flag,
+)
 
 TIMEOUT_US = 5_000_000
 LIBRARY = {"cuda": "libcuda.so.1", "hip": "libamdhip64.so"}
@@ -259,6 +270,43 @@ def capture(gpu: Gpu) -> None:
     region.enqueue_wait(stream, [0, 1], [4, 4], reset=True)
     assert gpu.log[-2:] == ["capture node of 4 ops", "capture dependencies 1 flags 1"]
     assert not any(line.startswith("op ") for line in gpu.log)
+
+
+def gate(gpu: Gpu) -> None:
+    """Steps of 3 positions with 2 peers, one of which is in every second step only."""
+    region = Region(2, SLOT_BYTES, name="ffn", device=gpu.device)
+    stream, answers = gpu.stream(), np.zeros((2, 16), np.uint8)
+    part = (0, answers.ctypes.data, answers[0].nbytes)
+    positions = [(0, Message(0, [part])) for _ in range(3)]
+    plan, gated = StepPlan(positions, lanes=1, stride=1), StepGate(region, peers=2, lanes=1)
+    back = [Region(1, SLOT_BYTES, name=f"attention-{i}", device=gpu.peer) for i in range(2)]
+    there = [
+        Link(region.addresses, slots=(i, 1), timeout_us=TIMEOUT_US, device=gpu.peer)
+        for i in range(2)
+    ]
+    for i, peer_region in enumerate(back):
+        link = Link(peer_region.addresses, slots=(0, 1), timeout_us=TIMEOUT_US, device=gpu.device)
+        assert link.backend == "ipc"
+        gated.set_peer(i, link, first_slot=i, first_flag=make_flag(1 + i, 1))
+    for step in range(6):
+        present = [0, 1] if step % 2 else [0]
+        depths = np.array([1, step % 2], np.int32)
+        gated.begin(plan, depths, np.ones((2, 1), np.int32), TIMEOUT_US)
+        for number in (1, 2, 3):
+            gated.enqueue_wait(stream, 0, number)
+            gated.enqueue_ticket(stream, 0, number)
+        for number in range(3):
+            answers[:] = 10 * step + number  # before the requests: the stream has no kernel here
+            flags = [make_flag(1 + i, 1 + number) for i in present]
+            request = np.full(8, step, np.uint8)
+            for i, flag in zip(present, flags, strict=True):
+                message = Message(i, [(0, request.ctypes.data, request.nbytes)])
+                assert there[i].post(message, flag) == Status.OK
+            for i, flag in zip(present, flags, strict=True):
+                assert back[i].wait_all([0], [flag], TIMEOUT_US) == [Status.OK]
+                assert (memory_of(back[i], 0)[0, :16] == 10 * step + number).all()
+        assert gated.wait(stream) == [Status.OK] * 2
+    assert (memory_of(back[1], 0)[0, :16] == 52).all()
 
 
 def bad_input(gpu: Gpu) -> None:

@@ -33,6 +33,7 @@ CASES = [
     gpu_cases.replay_with_reset,
     gpu_cases.many_waits_in_one_call,
     gpu_cases.capture,
+    gpu_cases.gate,
     gpu_cases.bad_input,
     gpu_fault_cases.stopped_sender,
     gpu_fault_cases.stopped_and_killed_owner,
