@@ -53,8 +53,7 @@ void keep_rows(Message& m, uint32_t rows) {
   if (rows == m.header.count) return;
   m.header.nbytes = 0;
   for (std::size_t i = 0; i < m.part_count; ++i) {
-    if (i + m.whole < m.part_count)
-      m.parts[i].nbytes = m.parts[i].nbytes / m.header.count * rows;
+    if (i + m.whole < m.part_count) m.parts[i].nbytes = m.parts[i].nbytes / m.header.count * rows;
     m.header.nbytes += static_cast<int64_t>(m.parts[i].nbytes);
   }
   m.header.count = rows;
@@ -139,6 +138,11 @@ Status ProxyLink::post(const Message& m) {
 std::optional<Status> ProxyLink::begin(const Message& m) {
   if (options_.device.is_cpu() || bytes_of(m) == 0) return link_->begin(m);
   return post(m);
+}
+
+std::optional<Status> ProxyLink::begin_kept(const Message& m) {
+  if (options_.device.is_cpu() || bytes_of(m) == 0) return link_->begin(m);
+  return in_place(m) ? link_->post(m) : post_staged(m);
 }
 
 std::unique_ptr<StageBuffer> ProxyLink::make_buffer(uint64_t nbytes) {
