@@ -142,6 +142,12 @@ std::optional<Status> ProxyLink::begin(const Message& m) {
   return post(m);
 }
 
+std::optional<Status> ProxyLink::begin_kept(const Message& m) {
+  // The memory stays as it is, so nobody waits until the NIC has read it.
+  if (!options_.device.is_cpu() && bytes_of(m) != 0 && in_place(m)) return link_->post(m);
+  return begin(m);
+}
+
 std::unique_ptr<StageBuffer> ProxyLink::make_buffer(uint64_t nbytes) {
   auto buffer = std::make_unique<StageBuffer>(accelerator_, nbytes);
   link_->register_memory(buffer->host(), buffer->nbytes(), Device{});
