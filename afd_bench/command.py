@@ -9,6 +9,7 @@ from afd.errors import ConfigError
 
 BENCHES = {
     "allreduce": "afd_bench.allreduce",
+    "amd": "afd_bench.amd.command",
     "comm": "afd_bench.comm",
     "comm_gpu": "afd_bench.comm_gpu",
     "cpu": "afd_bench.cpu",
@@ -22,6 +23,7 @@ BENCHES = {
     "scale": "afd_bench.scale.cli",
     "simulator": "afd_bench.simulator",
     "stages": "afd_bench.stages",
+    "wire_gpu": "afd_bench.wire_gpu",
 }
 
 

@@ -61,8 +61,8 @@ class Cell:
 
 
 def shape_of(gib: float) -> Shape:
-    """Returns experts of Qwen3-30B-A3B's size; as many layers as fill ``gib``, at least two."""
-    experts, hidden, width = 32, 2048, 768
+    """Returns layers of 32 experts that 8 ranks can divide evenly; at least two layers."""
+    experts, hidden, width = 32, 2048, 1024
     layer = 2 * 3 * experts * hidden * width
     return Shape(max(2, round(gib * GIB / layer)), experts, hidden, width)
 

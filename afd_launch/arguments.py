@@ -28,6 +28,28 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--active",
+        action="store_true",
+        help="also move bytes between processes, through GPU memory",
+    )
+    parser.add_argument(
+        "--device", default="auto", metavar="NAME", help="with --active: cpu, cuda or rocm"
+    )
+    far = parser.add_mutually_exclusive_group()
+    far.add_argument("--listen", metavar="HOST:PORT", help="wait for --peer of another host")
+    far.add_argument(
+        "--peer", metavar="HOST:PORT", help="move bytes to the host that listens there"
+    )
+    parser.add_argument(
+        "--ports", nargs="+", default=[], metavar="DEVICE:PORT", help="RDMA ports for --peer"
+    )
+    parser.add_argument(
+        "--verbs-host", default="127.0.0.1", metavar="HOST", help="this host's address for RDMA"
+    )
+
+
 def load_deployment(args: argparse.Namespace) -> Deployment:
     """Loads the deployment and checks it against its checkpoint. Raises ConfigError."""
     from afd.config.deployment import load_config

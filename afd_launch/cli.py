@@ -8,10 +8,14 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from afd.errors import AfdError, ConfigError
-from afd_launch.arguments import add_config, add_overrides, load_deployment
+from afd_launch.arguments import add_config, add_doctor, add_overrides, load_deployment
 from afd_planner.arguments import add_arguments as add_plan_arguments
+
+if TYPE_CHECKING:
+    from afd.config.deployment import Deployment
 
 _KEYS_HELP = (
     "the deployment's key file, control.keys (default: found by the address, if this user runs the"
@@ -58,8 +62,16 @@ def _parser() -> argparse.ArgumentParser:
         help="this host's name in the file's hosts (default: the one whose address is local)",
     )
     serve.add_argument("--log-dir", type=Path, metavar="DIR", help="one log file per role in DIR")
-    serve.add_argument(
-        "--check", action="store_true", help="check the file and the model, then exit"
+    checks = serve.add_mutually_exclusive_group()
+    checks.add_argument(
+        "--check",
+        action="store_true",
+        help="check the file, the model and this host, then exit; starts nothing",
+    )
+    checks.add_argument(
+        "--check-file",
+        action="store_true",
+        help="check the file and config.json only, such as on a host without the GPUs",
     )
 
     for role, text in (
@@ -169,7 +181,8 @@ def _parser() -> argparse.ArgumentParser:
     simulate.add_argument("--trace", type=Path, metavar="FILE", help="timeline for Perfetto, JSON")
     simulate.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON")
 
-    _add(commands, "doctor", _doctor, "check whether this host can run afd")
+    check = _add(commands, "doctor", _doctor, "check whether this host can run afd")
+    add_doctor(check)
     return parser
 
 
@@ -222,14 +235,30 @@ def _serve(args: argparse.Namespace) -> int:
     from afd.gateway.files import check_files
     from afd_launch.serve import serve, summary, weights_note
 
-    if args.check:
+    if args.check or args.check_file:
         from afd_launch.memory_check import check_memory
 
         check_files(deployment.gateway)
-        notes = check_memory(deployment) + weights_note(deployment)
+        notes = check_memory(deployment)
+        if args.check and not _report(args.config, deployment):
+            return 1
+        notes += weights_note(deployment) if args.check_file else ""
         print(f"{args.config} is good: {summary(deployment)}{notes}")
         return 0
     return serve(deployment, host=args.host, log_dir=args.log_dir)
+
+
+def _report(config: Path, deployment: Deployment) -> bool:
+    """Prints what a check of this host finds; returns whether the deployment would start."""
+    from afd_launch.preflight import findings
+
+    bad = 0
+    for finding in findings(deployment):
+        print(f"{finding.level:4}  {finding.what:16} {finding.text}", flush=True)
+        bad += finding.level == "bad"
+    if bad:
+        print(f"{config} cannot be served here: {bad} of these checks failed", file=sys.stderr)
+    return not bad
 
 
 def _role(args: argparse.Namespace) -> int:
@@ -329,10 +358,14 @@ def _simulate(args: argparse.Namespace) -> int:
     return simulate_command(args)
 
 
-def _doctor(_: argparse.Namespace) -> int:
+def _doctor(args: argparse.Namespace) -> int:
     from afd_launch.doctor import doctor
 
-    return doctor()
+    if not (args.active or args.listen or args.peer):
+        return doctor()
+    from afd_launch.active import active
+
+    return active(args.device, args.listen, args.peer, args.ports, args.verbs_host)
 
 
 if __name__ == "__main__":

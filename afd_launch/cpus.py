@@ -57,7 +57,7 @@ def plan_for(deployment: Deployment, available: Sequence[int], host: str = "") -
         ConfigError: the file names a core that is not available.
     """
     attention, ffn = deployment.attention, deployment.ffn
-    place = next(place for place in deployment.places() if place.name == host)
+    place = deployment.place_of(host)
     ranks = [j * ffn.tp + rank for j in place.ffn for rank in range(ffn.tp)]
     auto = cpu_plan(available, len(place.attention), len(ranks))
     return CpuPlan(

@@ -16,7 +16,7 @@ from afd.config.host_view import find_host
 from afd.config.resolve import Resolved, resolve
 from afd.config.roles import RoleSpec, gpu_processes
 from afd.control.messages import Rail
-from afd.devices import device_named
+from afd.devices import CUDA, device_named
 from afd.errors import ConfigError
 from afd_launch import rdma
 from afd_launch.installation import find_gpus
@@ -110,10 +110,13 @@ def _with(spec: RoleSpec, ports: tuple[RdmaPort, ...]) -> RoleSpec:
 def _physical(gpu: int, spec: RoleSpec, environment: Mapping[str, str]) -> int | None:
     """Number of a GPU among all of the machine; None if the environment names it otherwise."""
     pool = spec.deployment.attention if spec.role == "attention" else spec.deployment.ffn
-    named = [n for n in device_named(pool.device).visible_variables if n in environment]
-    if not named:
+    device = device_named(pool.device)
+    if device.hiding_variable is not None and device.hiding_variable in environment:
+        return None
+    given = [environment[name] for name in device.visible_variables if name in environment]
+    if not given:
         return gpu
-    names = environment[named[0]].split(",")
+    names = given[0].split(",")
     return int(names[gpu]) if gpu < len(names) and names[gpu].isdigit() else None
 
 
@@ -163,7 +166,7 @@ def check_rdma(specs: Sequence[RoleSpec], facts: HostFacts) -> None:
             f"a process may lock {facts.locked_bytes / 2**20:.0f} MiB, but RDMA registers"
             f" {need / 2**20:.0f} MiB; set ulimit -l unlimited (systemd: LimitMEMLOCK=infinity)"
         )
-    on_gpu = bool(gpu_processes(deployment, name))
+    on_gpu = deployment.attention.device == CUDA.name or deployment.ffn.device == CUDA.name
     if (
         reason is None
         and on_gpu

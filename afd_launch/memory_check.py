@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from afd.config.deployment import Deployment
 from afd.config.hosts import Host
+from afd.config.resolve import wire_fp8
 from afd.config.roles import gpu_processes
 from afd.devices import device_named
 from afd.errors import ConfigError
@@ -37,7 +38,7 @@ def gpu_uses(deployment: Deployment, model: ModelSpec) -> dict[str, GpuUse]:
         attention.max_num_batched_tokens,
         checkpoint.hidden,
         checkpoint.top_k,
-        wire.fp8,
+        wire_fp8(deployment),
     )
     slots = SlotMap(attention.instances, ffn.ranks, deployment.pipeline.max_depth)
     buffers = Buffers(slots, a2f.nbytes, f2a.nbytes, copied=len(deployment.hosts) > 1)
@@ -60,7 +61,8 @@ def check_memory(deployment: Deployment) -> str:
     Raises:
         ConfigError: a GPU is too small; it names the host, the parts and what to change.
     """
-    if device_named(deployment.attention.device).host_memory:
+    devices = deployment.attention.device, deployment.ffn.device
+    if all(device_named(device).host_memory for device in devices):
         return ""
     kinds = [host for host in deployment.hosts if host.accelerators and host.accelerators.kind]
     if not kinds or deployment.gpus is not None:

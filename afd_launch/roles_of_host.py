@@ -47,7 +47,7 @@ def held_addresses(deployment: Deployment, host: str = "") -> Iterator[Ports]:
         ConfigError: a port of the file is in use.
     """
     gateway, attention = deployment.gateway, deployment.attention
-    local = next(place for place in deployment.places() if place.name == host).attention
+    local = deployment.place_of(host).attention
     leads = home_of(deployment, "control", 0) == host
     addresses = [gateway.host, "127.0.0.1"] if leads else []
     with held_ports([*addresses, *[attention.host] * len(local)]) as free:
@@ -78,7 +78,7 @@ def role_specs(
     """
     cpus = plan_for(deployment, cores, host)
     tp = deployment.ffn.tp
-    place = next(place for place in deployment.places() if place.name == host)
+    place = deployment.place_of(host)
     base = RoleSpec("control", 0, deployment, ports.control_address, host=host)
     leads = home_of(deployment, "control", 0) == host
     return [

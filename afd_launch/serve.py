@@ -65,8 +65,10 @@ def serve(
             created, or this machine is not the host.
     """
     require_vllm()
-    deployment = of_this_host(deployment)
     name = this_host(deployment, host)
+    place = deployment.place_of(name)
+    if place.ffn or deployment.ffn.arch == "auto":
+        deployment = of_this_host(deployment)
     with held_addresses(seen_from(deployment, name), name) as ports:
         if ports.gateway:
             check_files(deployment.gateway)

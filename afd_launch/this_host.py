@@ -43,7 +43,7 @@ def this_host(
             )
         wanted = here[0]
     name = wanted or ""
-    place = next(place for place in deployment.places() if place.name == name)
+    place = deployment.place_of(name)
     if name and not (place.attention or place.ffn or control_host(deployment).name == name):
         raise ConfigError(
             f"host {name} has nothing to run; give it attention or ffn instances, or remove it"

@@ -25,6 +25,7 @@ from afd.config.vllm_arguments import checks_api_key, refusal
 from afd.config.yaml_file import override, read_sections
 from afd.devices import ROCM, device_named
 from afd.errors import ConfigError
+from afd.models.hub import cached_folder, is_hub_name
 from afd.places import HostPlaces, Pool
 
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -60,7 +61,7 @@ class Attention(Section):
     """The attention instances: vLLM servers that hold all weights except the experts."""
 
     instances: int = Field(default=1, ge=1)  # number of attention instances
-    device: Device = "cpu"  # cpu, cuda or rocm; must equal ffn.device
+    device: Device = "cpu"  # cpu, cuda or rocm; another than ffn.device needs verbs or tcp
     # Serving dtype of both sides; auto: the checkpoint's dtype
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     max_model_len: int = Field(default=2048, ge=1)  # tokens per request: prompt plus output
@@ -116,7 +117,7 @@ class Ffn(Section):
     # Library that adds them up (docs/allreduce.md); auto: this project's quickreduce for block
     # formats, and for exact sums where it was measured. aiter_quickreduce: AITER's, device rocm
     reduce_backend: Annotated[str, AfterValidator(reducer)] = "auto"
-    device: Device = "cpu"  # cpu, cuda or rocm; must equal attention.device
+    device: Device = "cpu"  # cpu, cuda or rocm; see attention.device
     # Device rocm: architecture of the FFN instances' GPUs, gfx942 (MI300X, MI325X) or gfx950
     # (MI350X, MI355X). It decides the FP8 type of the wire. auto: as found on their host
     arch: Literal["auto", "gfx942", "gfx950"] = "auto"
@@ -308,7 +309,8 @@ def _folder_name(data: dict[str, Any]) -> str:
 class Deployment(Section):
     """One deployment file. ``load_config`` makes its paths absolute."""
 
-    model: Path  # folder of a Hugging Face checkpoint
+    # Folder of a Hugging Face checkpoint, or its name on the Hub if it is in the Hub's cache
+    model: Path
     # Model name in the OpenAI API; default: the name of the checkpoint's folder
     served_model_name: str = Field(default_factory=_folder_name, min_length=1)
     # The machines of the deployment and what runs on each (docs/hosts.md); empty: one machine
@@ -436,6 +438,10 @@ class Deployment(Section):
             shared=self.gpus is not None,
         )
 
+    def place_of(self, host: str) -> HostPlaces:
+        """What runs on one host. host: its name; "" if the file names no hosts."""
+        return next(place for place in self.places() if place.name == host)
+
     def plain(self) -> dict[str, Any]:
         """JSON-ready data; ``from_plain`` makes an equal deployment from it."""
         return self.model_dump(mode="json")
@@ -446,7 +452,7 @@ class Deployment(Section):
         return cls.model_validate_json(json.dumps(data))
 
 
-_PATHS = (
+PATHS = (
     ("model",),
     ("control", "keys"),
     ("ffn", "placement"),
@@ -470,12 +476,25 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Deployment:
     data = read_sections(path, Deployment)
     for item in overrides:
         override(data, item, path.name)
-    for place in _PATHS:
-        _resolve_path(data, place, path.absolute().parent)
+    base = path.absolute().parent
+    _resolve_hub_name(data, base)
+    for place in PATHS:
+        _resolve_path(data, place, base)
     try:
         return Deployment.model_validate_json(json.dumps(data, default=str))
     except ValidationError as err:
         raise ConfigError(sentence(err, Deployment, path.name)) from None
+
+
+def _resolve_hub_name(data: dict[str, Any], base: Path) -> None:
+    """Replaces ORGANISATION/NAME by its folder in the Hugging Face cache, unless a folder of that
+    name is beside the file. The name stays the model's name in the API."""
+    name = data.get("model")
+    if isinstance(name, str) and is_hub_name(name) and not (base / name).exists():
+        folder = cached_folder(name)
+        if folder is not None:
+            data["model"] = str(folder)
+            data.setdefault("served_model_name", name.partition("@")[0])
 
 
 def _resolve_path(data: dict[str, Any], place: tuple[str, ...], base: Path) -> None:

@@ -9,20 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from afd.config.deployment import Deployment
+from afd.config.deployment import PATHS, Deployment
 from afd.config.hosts import CONTROL_PORT, Host
 from afd.errors import ConfigError
 
 _OF_ONE_HOST = (
-    "model",
-    "control.keys",
-    "ffn.placement",
+    *(".".join(place) for place in PATHS),
     "attention.host",
     "transport.host",
     "transport.verbs.ports",
+    "ffn.arch",
 )
-"""Keys whose value may differ between hosts: paths, and what :func:`seen_from` sets. The contract
-compares what is in the model and in the placement, and the handshake compares the keys."""
+"""Keys whose value may differ between hosts: paths, what :func:`seen_from` sets, and what a host
+sees of its own GPUs. The contract compares what is in the model and in the placement and the FP8
+type that follows from the GPUs; the handshake compares the keys."""
 
 
 def find_host(deployment: Deployment, name: str) -> Host:

@@ -98,7 +98,7 @@ def gpu_processes(deployment: Deployment, host: str) -> list[tuple[str, int, int
 
     Attention instances take the first GPUs, FFN ranks the following ones.
     """
-    place = next(place for place in deployment.places() if place.name == host)
+    place = deployment.place_of(host)
     found: list[tuple[str, int, int]] = []
     if device_named(deployment.attention.device).visible_variables:
         found += [("attention", i, 0) for i in place.attention]

@@ -2,6 +2,7 @@
 
 import enum
 from dataclasses import dataclass
+from functools import cached_property
 
 from afd.errors import ConfigError
 
@@ -99,9 +100,14 @@ class SlotLayout:
     def nbytes(self) -> int:
         return self.weights_offset + _align(self.capacity * self.top_k * 4)
 
+    @cached_property
+    def _bytes_on_wire(self) -> int:
+        """Of one row."""
+        return self.row_bytes + self.scale_row_bytes + 8 * self.top_k
+
     def message_bytes(self, rows: int) -> int:
         """Return the bytes on the wire for ``rows`` rows, without the header."""
-        return rows * (self.row_bytes + self.scale_row_bytes + 8 * self.top_k)
+        return rows * self._bytes_on_wire
 
 
 def layouts(

@@ -10,6 +10,7 @@ _SERVER = ("afd", "attention_worker", "ffn_worker", "comm/src", "comm/include")
 
 CODE_OF = {
     "allreduce": ("ffn_worker/allreduce",),
+    "amd": ("afd_bench/amd",),
     "attention": ("attention_worker/kernels",),
     "comm": ("comm/src", "comm/include"),
     "cpu": _SERVER,

@@ -197,7 +197,7 @@ def dispatch_lines(shape: AfdShape | ColocatedShape, request: Request) -> list[s
     held = [end - start for start, end in expert_ranges(experts, groups)]
     share = instances_per_row(held, top_k) / groups
     return [
-        "dispatch: broadcast (required by captured graphs); routed dispatch would send"
+        "dispatch: broadcast; routed dispatch would send"
         f" {100 * share:.0f} % of the bytes to {groups} expert groups"
     ]
 

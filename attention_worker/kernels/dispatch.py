@@ -14,14 +14,15 @@ def power_above(n: int) -> int:
 
 @triton.jit
 def places_kernel(
-    slots_ptr, bounds_ptr, rows_ptr, of_rows_ptr, counts_ptr, rows, bank,
+    slots_ptr, bounds_ptr, rows_ptr, of_rows_ptr, counts_ptr, sent_ptr, rows, bank,
     TOP_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Finds the rows of one FFN instance per program, in ascending order.
 
     slots: int32 [rows, TOP_K], expert slots of both banks of ``bank`` slots each; negative: none.
     bounds: int32 [instances + 1]. rows_ptr, of_rows: int32 [instances, rows]. counts: int32
-    [instances]. See attention_worker.remote.stream_dispatch.Places. Grid (instances).
+    [instances]; they are added to sent, int32 [instances]. See
+    attention_worker.remote.stream_dispatch.Places. Grid (instances).
     """
     instance = tl.program_id(0)
     low = tl.load(bounds_ptr + instance)
@@ -40,6 +41,7 @@ def places_kernel(
         tl.store(rows_ptr + instance * rows + place, row, mask=inside & (gets > 0))
         found += tl.sum(gets, 0)
     tl.store(counts_ptr + instance, found)
+    tl.store(sent_ptr + instance, tl.load(sent_ptr + instance) + found)
     for begin in range(0, rows, BLOCK):
         place = begin + tl.arange(0, BLOCK)
         beyond = (place >= found) & (place < rows)

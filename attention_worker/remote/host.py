@@ -70,6 +70,7 @@ class RemoteExperts:
             resolved.deployment.deadlines.ffn_s,
         )
         self._answers = answer_views(resolved, region)
+        self._announced = 0  # rows of the last announced step
         self._active = False  # a step has begun since the last leave()
         if resolved.deployment.transport.trace:
             for j in self._sessions.ranks:
@@ -171,9 +172,19 @@ class RemoteExperts:
         A replayed step is one GPU graph (:mod:`attention_worker.vllm_hooks.graphs`), which sends
         the messages of the step itself. Its depth is the one given to :meth:`begin_step`.
         """
-        layers = len(self._resolved.model.moe_layers)
-        self._observer.posted(len(self._sessions.ranks) * layers * self._layout.message_bytes(rows))
+        self._announced = rows
         self._outbox.tell(Kind.STEP, rows, moves=self._dispatcher.moves)
+
+    def end_replay(self, rows_sent: int) -> None:
+        """Ends the announced step. rows_sent: see :attr:`StreamExperts.rows_sent`."""
+        layout, layers = self._layout, len(self._resolved.model.moe_layers)
+        whole = len(self._sessions.ranks) * layers * self._announced  # rows in all buffers
+        nbytes = layout.message_bytes(whole)
+        if self._resolved.requests_say_rows:
+            left_out = whole - self._tp * rows_sent
+            nbytes -= left_out * (layout.message_bytes(1) - 4 * layout.top_k)  # ids travel whole
+        self._observer.posted(nbytes)
+        self.end_step()
 
     def leave(self) -> None:
         """Tells the FFN ranks that no step follows for now, so that no other instance waits for

@@ -34,12 +34,14 @@ class ReplaySettings:
 @dataclass(frozen=True)
 class CapturedStep:
     """A captured step. waits: the doorbells it waits for. timestamps: of its last replay.
-    kept_alive: what the graph reads, here vLLM's attention metadata."""
+    kept_alive: what the graph reads, here vLLM's attention metadata. rows_sent: of its last replay;
+    see :attr:`attention_worker.remote.stream.StreamExperts.rows_sent`."""
 
     depth: int
     waits: Waits
     timestamps: StageTimestamps
     kept_alive: object
+    rows_sent: Callable[[], int]
 
 
 class RunningStep:
@@ -140,7 +142,7 @@ class ReplayGuard:
         self._finish(step)
 
     def _finish(self, step: CapturedStep) -> None:
-        self._host.end_step()
+        self._host.end_replay(step.rows_sent())
         self.observer.finished(step.timestamps, step.depth)
 
     def _gone(self, statuses: Sequence[Status]) -> tuple[int, ...]:

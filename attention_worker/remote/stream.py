@@ -102,6 +102,8 @@ class StreamExperts:
     def begin_step(self, depth: int) -> None:
         self._depth = depth
         self._position = 0
+        if self._splitter is not None:
+            self._splitter.begin_step()
         self._timestamps.begin()
 
     @contextmanager
@@ -159,7 +161,15 @@ class StreamExperts:
 
     def end_step(self) -> None:
         self._timestamps.end()
+        if self._splitter is not None:
+            with self.streams.copying():
+                self._splitter.end_step()
         self.streams.join()
+
+    @property
+    def rows_sent(self) -> int:
+        """Routed dispatch: the rows to all FFN instances in the last step that has ended."""
+        return 0 if self._splitter is None else self._splitter.sent_in_step
 
     def _requests(self, micro_batch: int, batch: EncodedBatch) -> list[tuple[Message, int]]:
         """Returns the message to each FFN instance, and the address of its number of rows; 0: all.

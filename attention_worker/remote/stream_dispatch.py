@@ -62,9 +62,21 @@ class StreamSplitter:
         self._instance_of = torch.cat([one_bank, one_bank, no_instance]).to(device)
         # One word per micro-batch and instance is enough: the next layer's message follows the
         # answer to this one.
-        self._words = torch.zeros(
-            (depth, self._instances), dtype=torch.int32, pin_memory=device.type != "cpu"
-        )
+        pinned = device.type != "cpu"
+        self._words = torch.zeros((depth, self._instances), dtype=torch.int32, pin_memory=pinned)
+        self._sent = torch.zeros(self._instances, dtype=torch.int32, device=device)
+        self._sent_in_step = torch.zeros(self._instances, dtype=torch.int32, pin_memory=pinned)
+
+    def begin_step(self) -> None:
+        self._sent.zero_()
+
+    def end_step(self) -> None:
+        self._sent_in_step.copy_(self._sent, non_blocking=True)
+
+    @property
+    def sent_in_step(self) -> int:
+        """Rows to all FFN instances in the last step that has ended."""
+        return int(self._sent_in_step.sum())
 
     def split(self, micro_batch: int, batch: EncodedBatch) -> SplitBatch:
         """Returns the rows of each FFN instance. batch: with expert slots."""
@@ -92,7 +104,9 @@ class StreamSplitter:
         numbers = torch.arange(count, dtype=torch.int32, device=slots.device).expand_as(to)
         rows = torch.zeros((len(to), count + 1), dtype=torch.int32, device=slots.device)
         rows = rows.scatter_(1, to, numbers)[:, :count]
-        return Places(rows, torch.where(gets, place, -1).int(), gets.sum(dim=1).int())
+        counts = gets.sum(dim=1).int()
+        self._sent += counts
+        return Places(rows, torch.where(gets, place, -1).int(), counts)
 
     def _places_on_gpu(self, slots: torch.Tensor) -> Places:
         """:meth:`places` as one kernel launch."""
@@ -102,8 +116,9 @@ class StreamSplitter:
         rows, of_rows = (slots.new_empty((self._instances, count)) for _ in range(2))
         counts = slots.new_empty(self._instances)
         places_kernel[(self._instances,)](
-            slots, self._bounds, rows, of_rows, counts, count, self._slots, TOP_K=top_k, BLOCK=256
-        )
+            slots, self._bounds, rows, of_rows, counts, self._sent, count, self._slots,
+            TOP_K=top_k, BLOCK=256,
+        )  # fmt: skip
         return Places(rows, of_rows, counts)
 
 

@@ -114,4 +114,6 @@ class StepGraphs(CUDAGraphWrapper):
                 super().__call__(*args, **kwargs)
         finally:
             self.runnable.remote = self._host
-        return CapturedStep(depth, waits, timestamps, kept_alive=context)
+        return CapturedStep(
+            depth, waits, timestamps, kept_alive=context, rows_sent=lambda: self._stream.rows_sent
+        )

@@ -37,6 +37,8 @@ class DrivenLink : public Link {
   virtual bool sent(uint32_t /*slot*/) const { return true; }
   // Ok, or why no message can be sent any more. Thread safe.
   virtual Status health() const = 0;
+  // Whether it can send from device memory at all.
+  virtual bool reads_devices() const { return false; }
   // Makes sure that this memory of a device can be sent in place. Returns false if it cannot, and
   // must be copied to the host first. May take milliseconds the first time.
   virtual bool adopt(const void* /*data*/, uint64_t /*nbytes*/, Device) { return false; }

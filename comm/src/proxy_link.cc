@@ -90,7 +90,8 @@ ProxyLink::~ProxyLink() {
 
 std::string ProxyLink::notes() const {
   std::string notes = link_->notes();
-  if (staged_.load() && notes.empty())
+  const bool stages = staged_.load() || !link_->reads_devices();
+  if (!options_.device.is_cpu() && stages && notes.empty())
     notes = std::string(backend()) + " copies messages of " + device_text(options_.device) +
             " through host memory";
   return notes;

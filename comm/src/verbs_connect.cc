@@ -202,6 +202,8 @@ void VerbsLink::exchange(const TcpAddress& to, uint64_t deadline) {
   remote_payload_ = accept.payload;
   remote_records_ = accept.records;
   remote_staged_ = accept.staged != 0;
+  if (remote_staged_)
+    add_note(notes_, "the receiver's NICs cannot write its device's memory, so it copies messages");
   for (std::size_t i = 0; i < paths_.size(); ++i) {
     Path& path = *paths_[i];
     path.payload_rkey = accept.qps[i].payload_rkey;

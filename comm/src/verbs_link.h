@@ -60,6 +60,7 @@ class VerbsLink final : public DrivenLink, private CompletionSink {
   bool sent(uint32_t slot) const override;
   Limits limits() const override { return {region_slots_, slot_bytes_, options_.slots}; }
   Status health() const override;
+  bool reads_devices() const override { return !staged_; }
   bool adopt(const void* data, uint64_t nbytes, Device device) override;
   std::shared_ptr<Poller> poller() const override;
   // What was found at set-up, then the paths that failed and why the link ended.

@@ -170,9 +170,15 @@ ib::Mr* ibv_reg_dmabuf_mr(ib::Pd* pd, uint64_t, std::size_t length, uint64_t iov
   return mr;
 }
 int ibv_dereg_mr(ib::Mr* mr) {
-  const std::lock_guard<std::mutex> lock(world);
+  std::unique_lock<std::mutex> lock(world);
   regions.erase(mr->rkey);
-  delete static_cast<FakeMr*>(mr);
+  auto* const ours = static_cast<FakeMr*>(mr);
+  while (ours->busy != 0) {
+    lock.unlock();
+    usleep(10);
+    lock.lock();
+  }
+  delete ours;
   return 0;
 }
 ib::CompChannel* ibv_create_comp_channel(ib::Context* context) {

@@ -127,25 +127,32 @@ struct FakeQp : ib::Qp {
 struct FakeMr : ib::Mr {
   unsigned access;
   bool device;
+  int busy;  // copies that use it
 };
 
 std::map<uint32_t, FakeQp*> qps;
 std::map<uint32_t, FakeMr*> regions;  // by rkey
 
 // Writes into memory of this process that is registered under `rkey`. `bytes`: null if they are
-// there already. Under `world`. Returns a status.
-int write_here(uint32_t rkey, uint64_t at, const void* bytes, uint32_t length) {
+// there already. `lock` of `world` is open while the device copies. Returns a status.
+int write_here(uint32_t rkey, uint64_t at, const void* bytes, uint32_t length,
+               std::unique_lock<std::mutex>& lock) {
   const auto region = regions.find(rkey);
   if (region == regions.end()) return ib::kWcRemoteAccess;
-  const FakeMr& mr = *region->second;
+  FakeMr& mr = *region->second;
   const auto base = reinterpret_cast<uint64_t>(mr.addr);
   if (!(mr.access & ib::kRemoteWrite) || at < base || at + length > base + mr.length)
     return ib::kWcRemoteAccess;
   if (bytes == nullptr) return ib::kWcSuccess;
-  if (mr.device && fake_gpu::driver().loaded)
-    fake_gpu::copy(at, reinterpret_cast<void*>(at), bytes, length);
-  else
+  if (!mr.device || !fake_gpu::driver().loaded) {
     std::memcpy(reinterpret_cast<void*>(at), bytes, length);
+    return ib::kWcSuccess;
+  }
+  ++mr.busy;  // keeps the registration
+  lock.unlock();
+  fake_gpu::copy(at, reinterpret_cast<void*>(at), bytes, length);
+  lock.lock();
+  --mr.busy;
   return ib::kWcSuccess;
 }
 
@@ -204,8 +211,8 @@ void serve_peer(int fd) {
       continue;
     }
     {
-      const std::lock_guard<std::mutex> lock(world);
-      FakeQp* const to = find_qp(frame.qpn);
+      std::unique_lock<std::mutex> lock(world);
+      FakeQp* to = find_qp(frame.qpn);
       if (!takes(to)) {
         status = ib::kWcRetryExceeded;
       } else if (frame.kind == Kind::Last && to->receives.empty()) {
@@ -213,7 +220,9 @@ void serve_peer(int fd) {
       } else if (status == ib::kWcSuccess) {
         if (frame.length != 0)
           status = write_here(frame.rkey, frame.addr, bytes.empty() ? nullptr : bytes.data(),
-                              frame.length);
+                              frame.length, lock);
+        to = find_qp(frame.qpn);
+        if (!takes(to)) status = ib::kWcRetryExceeded;
         if (status == ib::kWcSuccess && frame.kind == Kind::Last) give(*to, frame.imm);
       }
     }
@@ -298,15 +307,6 @@ void FakeQp::run() {
       if (stop) return;
       if (sends.empty()) continue;
     }
-    const ib::SendWr& next = sends.front().wr;
-    const auto line = take_line(index, next.num_sge != 0 ? sends.front().sge.length : 0);
-    if (peer_pid == 0 && line > Clock::now()) {
-      lock.unlock();
-      wait_until(line);
-      lock.lock();
-      if (stop) return;
-      if (sends.empty()) continue;
-    }
     FakeQp* to = peer_pid == 0 ? find_qp(peer) : nullptr;
     const bool reachable = (peer_pid != 0 || takes(to)) && !port_down[index];
     Request request = std::move(sends.front());
@@ -327,18 +327,28 @@ void FakeQp::run() {
     const uint32_t length = request.wr.num_sge != 0 ? request.sge.length : 0;
     const void* from =
         request.copied.empty() ? reinterpret_cast<void*>(request.sge.addr) : request.copied.data();
+    // The bytes may be there early: nobody looks before the immediate.
+    const auto line = take_line(index, length);
     int status = ib::kWcSuccess;
     if (peer_pid != 0) {
       lock.unlock();
       status = send_away(request, line);
       lock.lock();
-    } else if (length != 0) {
-      status = write_here(request.wr.rkey, request.wr.remote_addr, from, length);
+    } else {
+      if (length != 0)
+        status = write_here(request.wr.rkey, request.wr.remote_addr, from, length, lock);
       if (status == ib::kWcSuccess && immediate && damage_at >= 0) {
         std::memcpy(reinterpret_cast<uint8_t*>(request.wr.remote_addr) + damage_at, &damage,
                     sizeof damage);
         damage_at = -1;
       }
+      if (line > Clock::now()) {
+        lock.unlock();
+        wait_until(line);
+        lock.lock();
+      }
+      to = find_qp(peer);
+      if (!takes(to)) status = ib::kWcRetryExceeded;
     }
     if (failed) {
       complete(send_queue(), request.wr.wr_id, ib::kWcFlushed, 0);

@@ -205,7 +205,7 @@ void enqueue_while_ports_fail(const char* backend, const std::string& library, d
 
 int main(int argc, char** argv) {
   check(argc > 1, "usage: stress_proxy FAKE_LIBRARY [SECONDS]");
-  const double seconds = argc > 2 ? atof(argv[2]) : 3;
+  const double seconds = argc > 2 ? atof(argv[2]) : 2;
   tickets_are_used_again();
   items_come_and_go(seconds / 3);
   enqueue_while_ports_fail("verbs", argv[1], seconds);

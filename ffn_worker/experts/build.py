@@ -9,64 +9,22 @@ import torch.nn.functional as F
 
 from afd.errors import ConfigError
 from afd.models import Family, MoeModel
-from afd.placement.tables import Placement, contiguous, slot_bounds
-from afd.topology import ffn_number, shared_slice, width_slices
-from afd.wire.layout import MX_BLOCK, SCALE_BLOCK
+from afd.placement.tables import Placement
 from ffn_worker.experts.banks import ExpertBanks
 from ffn_worker.experts.dummy import dummy_layers
 from ffn_worker.experts.gates import gated, read_gates
 from ffn_worker.experts.loader import Checkpoint, Progress, ShardLoader
 from ffn_worker.experts.model import FfnModel, SharedExpert, SharedExperts
+from ffn_worker.experts.plan import plan_load
 from ffn_worker.experts.shard import DTYPES, LayerWeights, Shard
 from ffn_worker.moe.batch_selection import mean_pairs
 from ffn_worker.moe.quantise import Weight
 from ffn_worker.moe.scheme import Scheme
-from ffn_worker.moe.selection import Selection, choose_backend, select
+from ffn_worker.moe.selection import choose_backend
 
 logger = logging.getLogger("afd.ffn")
 
 _CPU = torch.device("cpu")
-
-_MULTIPLE = {Scheme.PLAIN: 8, Scheme.FP8_BLOCK: SCALE_BLOCK, Scheme.MXFP4: MX_BLOCK}
-
-
-def shard_of(
-    model: MoeModel,
-    instances: int,
-    index: int,
-    tp: int = 1,
-    rank: int = 0,
-    placement: Placement | None = None,
-    *,
-    shared_by_rows: bool = False,
-    multiple: int = 8,
-) -> Shard:
-    """Returns the shard of rank ``rank`` of ``tp`` in FFN instance ``index`` of ``instances``.
-
-    Each instance holds a part of the routed experts, and each of its ranks a slice of their width.
-    The shared experts' width is sliced over all ranks of all instances.
-
-    Args:
-        placement: None: the experts in order, each held once.
-        shared_by_rows: the shared experts' width is sliced over the ranks of each instance only, so
-            every instance holds the whole shared experts.
-        multiple: columns that share a scale in the weights' format; slices end between them.
-
-    Raises:
-        ConfigError: there are more instances than routed experts, or the width cannot be divided.
-    """
-    if placement is None:
-        bounds = slot_bounds(model.num_experts, instances, redundant=0)
-        placement = contiguous(model.num_experts, bounds, len(model.moe_layers))
-    shared = None
-    if model.shared_intermediate:
-        parts = (tp, rank) if shared_by_rows else (instances * tp, ffn_number(index, rank, tp))
-        shared = shared_slice(model.shared_intermediate, *parts)
-    start, end = placement.range_of(index)
-    tables = zip(model.moe_layers, placement.tables, strict=True)
-    experts = {layer: table[start:end] for layer, table in tables}
-    width = width_slices(model.moe_intermediate, tp, multiple)[rank]
-    return Shard((start, end), placement.slots, experts, width, shared)
 
 
 def build_ffn_model(
@@ -175,72 +133,39 @@ def load_ffn_model(
         ConfigError: see :func:`shard_of`, :class:`ffn_worker.experts.loader.ShardLoader` and
             :func:`build_ffn_model`.
     """
-    checkpoint = None if dummy else Checkpoint(path, family, model)
-
-    def cut_for(scheme: Scheme) -> Shard:
-        return shard_of(
-            model,
-            instances,
-            index,
-            tp,
-            rank,
-            placement,
-            shared_by_rows=shared_by_rows,
-            multiple=_MULTIPLE[scheme],
-        )
-
-    def width_of(scheme: Scheme) -> int:
-        start, end = cut_for(scheme).width
-        return end - start
-
     pairs = None
     if decode_rows is not None:
         pairs = mean_pairs(decode_rows, model.top_k, model.num_experts)
-    # Raises before any weight is read.
-    chosen = select(
-        backend,
-        weights,
-        Scheme.PLAIN if checkpoint is None else checkpoint.scheme(),
-        DTYPES[model.dtype],
-        model.hidden,
-        width_of,
-        device,
-        pairs,
-        any_math=model.any_math,
-    )
-    shard = cut_for(chosen.scheme)
+    plan = plan_load(
+        None if dummy else Checkpoint(path, family, model),
+        model,
+        instances=instances,
+        index=index,
+        tp=tp,
+        rank=rank,
+        placement=placement,
+        shared_by_rows=shared_by_rows,
+        backend=backend,
+        weights=weights,
+        device=device,
+        pairs=pairs,
+    )  # raises before any weight is read
+    shard, scheme = plan.shard, plan.chosen.scheme
     layers: Iterable[tuple[int, LayerWeights]] = dummy_layers(model, shard, device)
-    loader = None
-    if checkpoint is not None:
-        loader = ShardLoader(
-            checkpoint, shard, scheme=chosen.scheme, device=device, threads=threads
-        )
+    if plan.checkpoint is not None:
+        # Before the read: what does not fit is explained by it.
+        logger.info("experts: %s", plan.text)
+        loader = ShardLoader(plan.checkpoint, shard, scheme=scheme, device=device, threads=threads)
         layers = loader.layers(progress)
-    ffn = build_ffn_model(
+    return build_ffn_model(
         model,
         shard,
         layers,
         banks=banks,
         shared_by_rows=shared_by_rows,
-        backend=chosen.backend,
+        backend=plan.chosen.backend,
         device=device,
-        scheme=chosen.scheme,
+        scheme=scheme,
         pairs=pairs,
         gates={} if dummy else read_gates(path, family, model, device),
-    )
-    if checkpoint is not None and loader is not None:
-        logger.info("%s", _what_is_held(checkpoint, chosen, loader.bytes_read, ffn))
-    return ffn
-
-
-def _what_is_held(checkpoint: Checkpoint, chosen: Selection, read: int, ffn: FfnModel) -> str:
-    """Says whether the experts are held as stored, with the bytes before and after."""
-    stored, as_stored = checkpoint.format(), checkpoint.scheme()
-    before, after = f"{read / 1e9:.3f} GB", f"{ffn.weight_bytes / 1e9:.3f} GB"
-    if as_stored is chosen.scheme and (as_stored is not Scheme.PLAIN or not stored.is_quantised):
-        return f"experts: {stored} as stored, backend {chosen.backend}, {after}"
-    now = ffn.model.dtype if chosen.scheme is Scheme.PLAIN else chosen.scheme.value
-    return (
-        f"experts: {stored} in the checkpoint, {before}; converted at load to {now} for backend "
-        f"{chosen.backend}, {after}"
     )

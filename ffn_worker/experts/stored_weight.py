@@ -64,6 +64,11 @@ class StoredWeight:
                     f"for {list(allowed[0])}; use the config.json that belongs to these weights"
                 )
 
+    def nbytes(self, table: Table) -> int:
+        """Returns the size of the tensors in the files; missing ones count nothing."""
+        names = (tensor_name(self.name, suffix) for suffix in self._parts)
+        return sum(table[name].nbytes for name in names if name in table)
+
     def held_as(self, rows: Range, columns: Range) -> Scheme:
         """Returns the scheme that holds W[rows, columns] with the numbers of the checkpoint."""
         cut = self.stored.cut(rows, columns, self.n, self.k)

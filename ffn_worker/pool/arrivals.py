@@ -67,7 +67,9 @@ class Arrivals:
             for mb in micro_batches
             if region.ready(slots[mb], peer.first_flag + peer.seq[mb])
         ]
-        return min(headers, key=lambda h: (h.layer, h.micro_batch), default=None)
+        if len(headers) < 2:
+            return headers[0] if headers else None
+        return min(headers, key=lambda h: (h.layer, h.micro_batch))
 
     def read_control(self, peer: Peer) -> None:
         """Takes the message on the peer's control slot, if there is one."""

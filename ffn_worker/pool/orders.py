@@ -98,24 +98,24 @@ class _OrderLink:
             timeout_us=_POST_TIMEOUT_US,
             verbs=_verbs(resolved),
         )
-        self._post(Kind.HELLO, Position(0, 0), hello.encode())
+        self._post(Kind.HELLO, Position(0, 0), _Payload(hello.encode()))
 
-    def tell(self, order: Order, payload: bytes) -> Status:
+    def tell(self, order: Order, payload: "_Payload") -> Status:
         """payload: of the order, made once for all links."""
         return self._post(order.kind, order.position, payload, order.settled)
 
     def close(self) -> None:
         self._link.close()
 
-    def _post(self, kind: Kind, position: Position, payload: bytes, settled: int = 0) -> Status:
+    def _post(
+        self, kind: Kind, position: Position, payload: "_Payload", settled: int = 0
+    ) -> Status:
         slot, flag = self._sent % self._slots, make_flag(self.session, self._sent + 1)
         self._sent += 1
-        data = np.frombuffer(payload, np.uint8)
-        parts = [(0, data.ctypes.data, data.nbytes)] if payload else []
         layer, micro_batch = position.layer, position.micro_batch
         order = message(
             slot,
-            parts,
+            payload.parts,
             0,
             layer=layer,
             micro_batch=micro_batch,
@@ -124,6 +124,14 @@ class _OrderLink:
             moves=settled,
         )
         return self._link.post(order, flag)
+
+
+class _Payload:
+    """Bytes as the parts of a message; keeps them in memory."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = np.frombuffer(data, np.uint8)
+        self.parts = [(0, self._data.ctypes.data, len(data))] if data else []
 
 
 class OrderLinks:
@@ -170,7 +178,7 @@ class OrderLinks:
         Raises:
             PeerLost: a rank of this instance is gone, or a process that is alive is cut off.
         """
-        payload = order.payload() if self._links else b""
+        payload = _Payload(order.payload() if self._links else b"")
         for link in self._links.values():
             status = link.tell(order, payload)
             if status == Status.PEER_GONE and not self._same_instance:

@@ -173,7 +173,7 @@ def slot_builds(target: str) -> Iterator[Build]:
 
 def dispatch_builds(target: str) -> Iterator[Build]:
     """Kernels that split a micro-batch by FFN instance and add up the answers."""
-    lists = dict.fromkeys(("rows_ptr", "of_rows_ptr", "counts_ptr"), "*i32")
+    lists = dict.fromkeys(("rows_ptr", "of_rows_ptr", "counts_ptr", "sent_ptr"), "*i32")
     yield Build(
         "places",
         dispatch.places_kernel,

@@ -37,14 +37,15 @@ def test_places_of_rows(compiled, arch, rows):
     slots, expected = routing(rows)
     instances = len(BOUNDS) - 1
     outputs = [np.full((instances, rows), 77, np.int32) for _ in range(2)]
-    outputs.append(np.full(instances, 77, np.int32))
-    listed, of_rows, counts = Runner(compiled, arch)(
+    outputs += [np.full(instances, 77, np.int32), np.full(instances, 5, np.int32)]
+    listed, of_rows, counts, sent = Runner(compiled, arch)(
         "places",
         [slots, np.array(BOUNDS, np.int32)],
         outputs,
         [("i", rows), ("i", BOUNDS[-1])],
         (instances,),
     )
+    assert (sent == 5 + counts).all()
     for j, mine in enumerate(expected):
         assert counts[j] == len(mine)
         assert listed[j].tolist() == mine + [0] * (rows - len(mine))

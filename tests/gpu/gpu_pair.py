@@ -30,13 +30,15 @@ from ffn_worker.experts.build import load_ffn_model
 from ffn_worker.experts.model import FfnModel
 
 START_S = 120.0
+KIND = "rocm" if torch.version.hip else "cuda"
+"""The device whose tensors torch calls cuda here."""
 
 
 class Pair:
     """Control plane and FFN instance as processes; the attention side is the calling thread."""
 
     def __init__(
-        self, checkpoint: Path, folder: Path, kind: str = "cuda", **sections: dict[str, object]
+        self, checkpoint: Path, folder: Path, kind: str = KIND, **sections: dict[str, object]
     ) -> None:
         """kind: a name of afd.devices.DEVICES."""
         self._held = ExitStack()

@@ -163,7 +163,7 @@ def attention(arguments: dict[str, Any]) -> Ends:
 if __name__ == "__main__":
     settings = json.loads(sys.argv[2])
     if "device" in settings:
-        torch.cuda.set_device(settings["device"])
+        torch.cuda.set_device(int(settings["device"].rpartition(":")[2]))
     modes = {"echo": echo, "graph": graph, "cpu": cpu, "attention": attention}
     held = modes[sys.argv[1]](settings)
     if "device" in settings:

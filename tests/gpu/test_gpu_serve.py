@@ -228,12 +228,12 @@ def test_auto_depth_switches_while_graphs_are_replayed(tiny_models, tmp_path):
         assert len(by_depth) == 3 and min(by_depth) > 24
 
 
-def test_routed_dispatch_matches_broadcast_also_while_experts_move(tiny_models, tmp_path):
-    """Two FFN instances share the GPUs with the attention instance. Steps are eager, because graphs
-    fix the sizes and addresses of messages."""
+@pytest.mark.parametrize("graphs", [False, True])
+def test_routed_dispatch_matches_broadcast_also_while_experts_move(tiny_models, tmp_path, graphs):
+    """Two FFN instances share the GPUs with the attention instance."""
 
     def config(dispatch):
-        target = fitted(Afd(1, 2, graphs=False), GPUS)
+        target = fitted(Afd(1, 2, graphs=graphs), GPUS)
         args = vllm_args("cuda", filled=False)
         made = deployment(target, tiny_models("qwen3_moe"), Sizes(8, 1024, 1.0), "cuda", args)
         made["attention"]["enable_prefix_caching"] = False
@@ -266,11 +266,13 @@ def test_routed_dispatch_matches_broadcast_also_while_experts_move(tiny_models, 
         wait_until(lambda: not operator.status(routed.control).moves_left, 60, "experts moved")
         moved = operator.status(routed.control)
         assert {move.experts for move in moved.moved} == {table} and not moved.move_fault
+        before = replayed(routed)
         thread.join(180)
         assert not isinstance(found[0], AfdError), found
         # After the move, different experts share an instance, and each instance's sum is rounded.
         alike(found[0], expected, 4)
         alike(run(routed.url, routed.model, TOGETHER, salt="moved"), expected, 4)
+        assert (replayed(routed) > before + TOKENS / 2) == graphs
 
 
 @pytest.mark.multi_gpu

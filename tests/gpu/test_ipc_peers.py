@@ -13,6 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from ipc_peer import TIMEOUT_US, Peer, peer, send, slots_of, wait  # noqa: E402
+from slots_on import GPU, GPU_0  # noqa: E402
 
 from afd_comm import Link, Region, Status, make_flag  # noqa: E402
 
@@ -31,15 +32,13 @@ class Ffn:
     """The FFN side. All peers' rows of a micro-batch are adjacent in one payload."""
 
     def __init__(self, running: list[Peer]) -> None:
-        self.region = Region(
-            PEERS * DEPTH, PEERS * SHARE, name="ffn", device="cuda:0", payloads=DEPTH
-        )
+        self.region = Region(PEERS * DEPTH, PEERS * SHARE, name="ffn", device=GPU_0, payloads=DEPTH)
         self.links = []
         for other in running:
             other.write(self.region.addresses)
             addresses = other.read()
             self.links.append(
-                Link(addresses, slots=(0, DEPTH), timeout_us=TIMEOUT_US, device="cuda:0")
+                Link(addresses, slots=(0, DEPTH), timeout_us=TIMEOUT_US, device=GPU_0)
             )
         self.memory = slots_of(self.region)[:, : PEERS * SHARE]
         self.answers = torch.empty_like(self.memory)
@@ -72,7 +71,7 @@ def running() -> Iterator[list[Peer]]:
             stack.enter_context(
                 peer(
                     "attention",
-                    device=f"cuda:{1 + who % (GPUS - 1)}",
+                    device=f"{GPU}:{1 + who % (GPUS - 1)}",
                     who=who,
                     depth=DEPTH,
                     share=SHARE,

@@ -8,6 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from ipc_peer import TIMEOUT_US, Peer, peer, send, slots_of, wait  # noqa: E402
+from slots_on import GPU_0, GPU_1  # noqa: E402
 
 from afd_comm import Link, Message, Region, Status, make_flag  # noqa: E402
 
@@ -21,9 +22,9 @@ SLOT_BYTES = 2 << 20
 
 @pytest.fixture(
     params=[
-        "cuda:0",
+        GPU_0,
         pytest.param(
-            "cuda:1",
+            GPU_1,
             marks=[
                 pytest.mark.multi_gpu,
                 pytest.mark.skipif(GPUS < 2, reason="needs two NVIDIA GPUs"),
@@ -38,9 +39,9 @@ def there(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def connect(other: Peer, slots: int, device: str = "cuda:0") -> tuple[Region, Link]:
+def connect(other: Peer, slots: int, device: str = GPU_0) -> tuple[Region, Link]:
     region = Region(slots, SLOT_BYTES, name="attention", device=device)
-    link = Link(other.read(), slots=(0, slots), timeout_us=TIMEOUT_US, device="cuda:0")
+    link = Link(other.read(), slots=(0, slots), timeout_us=TIMEOUT_US, device=GPU_0)
     other.write(region.addresses)
     return region, link
 
@@ -123,7 +124,7 @@ class Replayed:
 
 def test_thousands_of_graph_replays(there: str) -> None:
     # On one GPU the two processes are time-sliced, about a millisecond each.
-    replays, positions, slots = 50 if there == "cuda:0" else 2000, 6, 3
+    replays, positions, slots = 50 if there == GPU_0 else 2000, 6, 3
     arguments = {"positions": positions, "replays": replays, "slot_bytes": SLOT_BYTES}
     with peer("graph", device=there, slots=slots, **arguments) as other:
         ours = Replayed(other, slots, positions)
@@ -170,8 +171,8 @@ def test_attention_on_gpu_ffn_on_cpu() -> None:
     sizes, slots = random_sizes(200), 3
     with peer("cpu", slots=slots, slot_bytes=SLOT_BYTES, sizes=sizes) as other:
         region = Region(slots, SLOT_BYTES, name="attention")
-        region.pin("cuda:0")
-        link = Link(other.read(), slots=(0, slots), timeout_us=TIMEOUT_US, device="cuda:0")
+        region.pin(GPU_0)
+        link = Link(other.read(), slots=(0, slots), timeout_us=TIMEOUT_US, device=GPU_0)
         assert link.backend == "ipc"
         other.write(region.addresses)
         memory, wrong = slots_of(region), torch.zeros((), dtype=torch.int64, device="cuda")
@@ -194,8 +195,8 @@ def test_attention_on_gpu_ffn_on_cpu() -> None:
 def test_one_constant_flag_with_reset() -> None:
     """A graph that uses a slot once: the wait resets the doorbell, so each replay waits again."""
     torch.cuda.set_device(0)
-    region = Region(1, SLOT_BYTES, name="ffn", device="cuda:0")
-    link = Link(region.addresses, slots=(0, 1), timeout_us=TIMEOUT_US, device="cuda:0")
+    region = Region(1, SLOT_BYTES, name="ffn", device=GPU_0)
+    link = Link(region.addresses, slots=(0, 1), timeout_us=TIMEOUT_US, device=GPU_0)
     memory, data = slots_of(region), torch.empty(SLOT_BYTES, dtype=torch.uint8, device="cuda")
     out, streams = torch.empty_like(data), [torch.cuda.Stream(), torch.cuda.Stream()]
     out.copy_(data.fill_(1))
@@ -219,8 +220,8 @@ def test_one_constant_flag_with_reset() -> None:
 @pytest.mark.multi_gpu
 @pytest.mark.skipif(GPUS < 2, reason="needs two NVIDIA GPUs")
 def test_two_gpus_of_one_process() -> None:
-    region = Region(1, SLOT_BYTES, name="ffn", device="cuda:1")
-    link = Link(region.addresses, slots=(0, 1), timeout_us=TIMEOUT_US, device="cuda:0")
+    region = Region(1, SLOT_BYTES, name="ffn", device=GPU_1)
+    link = Link(region.addresses, slots=(0, 1), timeout_us=TIMEOUT_US, device=GPU_0)
     data = torch.randint(0, 256, (SLOT_BYTES,), dtype=torch.uint8, device="cuda:0")
     with torch.cuda.device(0):
         send(link, 0, 7, data)

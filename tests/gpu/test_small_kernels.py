@@ -9,10 +9,17 @@ if not torch.cuda.is_available():
 
 from afd.wire import slot_view_torch  # noqa: E402
 from afd.wire.layout import layouts  # noqa: E402
-from afd.wire.slot_torch import sum_of_parts, take_bucket, take_rows  # noqa: E402
+from afd.wire.slot_torch import (  # noqa: E402
+    PlacedAnswers,
+    sum_of_parts,
+    take_bucket,
+    take_rows,
+)
 from afd.wire.slot_view_torch import RoutedRows, SlotView  # noqa: E402
 from afd.wire.streams_torch import make_streams  # noqa: E402
 from afd_bench.step3 import fused_kernels as fused  # noqa: E402
+from attention_worker.remote.encoded_batch import EncodedBatch, encode  # noqa: E402
+from attention_worker.remote.stream_dispatch import StreamSplitter  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
@@ -176,7 +183,7 @@ def test_expert_ids_are_mapped_to_slots(copies):
     count = torch.randint(1, copies + 1, (49,), dtype=torch.int32)
     table[-1], count[-1] = -1, 1
     slots = object.__new__(ExpertSlotMap)
-    slots._index = 2
+    slots._index, slots._in_order = 2, set()
     found = []
     for device in ("cpu", "cuda"):
         many = None if copies == 1 else count.to(device)
@@ -240,3 +247,48 @@ def test_micro_batches_run_on_their_own_streams_in_a_graph():
         # Layer 1 gives before + 1; each of the three further layers gives 2 * x + 1.
         want = 8 * (before + 1) + 7
         assert torch.equal(got, want) and torch.equal(total, 2 * want), replay
+
+
+@pytest.mark.parametrize("wire", ["exact", "fp8"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_routed_dispatch_in_a_graph(wire, tp):
+    """The rows of each FFN instance and the sum of its answers, for two routings of one capture."""
+    rows, top_k, bounds, hidden = 300, 3, (0, 3, 4, 9, 10), 1024
+    layout, back = layouts(wire, "bfloat16", 512, hidden, top_k)
+    order = [(5 * i + 1) % (4 * tp) for i in range(4 * tp)]
+    here, there = views_of(back, order)
+    x = torch.randn(rows, hidden, device=DEVICE).bfloat16()
+    weights = torch.rand(rows, top_k, device=DEVICE)
+    slots = torch.zeros((rows, top_k), dtype=torch.int32, device=DEVICE)
+    splitter, answers = StreamSplitter(bounds, 1, DEVICE), PlacedAnswers(there, tp)
+
+    def run():
+        splitter.begin_step()
+        split = splitter.split(0, encode(layout, 0, x, slots, weights))
+        splitter.end_step()
+        return split, answers.sum(split.places.of_rows, torch.bfloat16)
+
+    run()
+    torch.cuda.synchronize()
+    graph, streams = torch.cuda.CUDAGraph(), make_streams(DEVICE)
+    with streams.capturable(), torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        split, total = run()
+    for most in (bounds[-1], 4):  # with 4, two instances get no row
+        slots.copy_(torch.randint(-1, most, slots.shape))
+        x.normal_()
+        graph.replay()
+        torch.cuda.synchronize()
+        on_cpu = StreamSplitter(bounds, 1, torch.device("cpu"))
+        batch = encode(layout, 0, x, slots, weights)
+        tensors = (batch.payload, batch.scales, batch.ids, batch.weights)
+        copied = [None if tensor is None else tensor.cpu() for tensor in tensors]
+        want = on_cpu.split(0, EncodedBatch(0, rows, *copied))
+        counts = on_cpu._words[0].tolist()
+        assert splitter._words[0].tolist() == counts and splitter.sent_in_step == sum(counts)
+        for mine, theirs, count in zip(split.batches, want.batches, counts, strict=True):
+            assert torch.equal(mine.ids.cpu(), theirs.ids)
+            assert torch.equal(raw(mine.payload[:count]), raw(theirs.payload[:count]))
+            assert torch.equal(mine.weights[:count].cpu(), theirs.weights[:count])
+        assert torch.equal(split.places.of_rows.cpu(), want.places.of_rows)
+        expected = PlacedAnswers(here, tp).sum(want.places.of_rows, torch.bfloat16)
+        assert torch.equal(raw(total), raw(expected))

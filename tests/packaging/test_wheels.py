@@ -190,7 +190,7 @@ def test_examples_can_be_served_from_where_they_are_copied(plain: Environment) -
     assert "examples/one-host.yaml" in written
     assert "examples/dashboards/grafana/afd.json" in written
     for name in ("one-host", "float32"):
-        text = plain.output("afd", "serve", f"examples/{name}.yaml", "--check")
+        text = plain.output("afd", "serve", f"examples/{name}.yaml", "--check-file")
         assert f"examples/{name}.yaml is good: model afd-tiny-chat" in text
     again = plain.run("afd", "examples", "examples")
     assert again.returncode == 2 and "exists; name another folder" in again.stderr

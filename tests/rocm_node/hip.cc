@@ -147,6 +147,7 @@ struct Event {
 struct Allocation {
   int fd;
   std::size_t bytes;
+  uint64_t id;
 };
 
 std::mutex mutex;  // of everything below
@@ -240,6 +241,16 @@ hipError_t check_ops(unsigned count, const MemOp* ops) {
   return 0;
 }
 
+// Adds a line to the file that STAND_IN_LOG names: "PID what".
+void note(const char* what) {
+  const char* path = std::getenv("STAND_IN_LOG");
+  if (path == nullptr) return;
+  const int fd = open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0600);
+  const std::string line = std::to_string(getpid()) + " " + what + "\n";
+  if (fd < 0 || write(fd, line.data(), line.size()) < 0) std::perror(path);
+  close(fd);
+}
+
 struct Handle {
   int pid;
   int fd;
@@ -268,6 +279,13 @@ hipError_t hipSetDevice(int device) {
   if (device < 0 || device >= devices()) return kInvalidDevice;
   return current = device, 0;
 }
+// The only attribute that is asked for: the address of the HDP's flush register.
+hipError_t hipDeviceGetAttribute(int* out, int attribute, int) {
+  static uint32_t flush = 0;
+  if (attribute != kHdpFlushRegister) return kInvalidValue;
+  uint32_t* const at = &flush;
+  return std::memcpy(out, &at, sizeof at), 0;
+}
 hipError_t hipDeviceEnablePeerAccess(int peer, unsigned flags) {
   if (flags != 0) return kInvalidValue;
   if (peer < 0 || peer >= devices() || peer == current) return kInvalidDevice;
@@ -289,8 +307,24 @@ hipError_t hipMalloc(void** out, std::size_t bytes) {
   if (fd < 0 || ftruncate(fd, static_cast<off_t>(bytes)) != 0) return kOutOfMemory;
   *out = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   const std::lock_guard<std::mutex> lock(mutex);
-  allocations[static_cast<char*>(*out)] = {fd, bytes};
+  static uint64_t last_id = 0;
+  allocations[static_cast<char*>(*out)] = {fd, bytes, ++last_id};
   return 0;
+}
+hipError_t hipMemGetAddressRange(void** begin, std::size_t* bytes, void* memory) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  auto found = allocations.upper_bound(static_cast<char*>(memory));
+  if (found == allocations.begin()) return kInvalidValue;
+  --found;
+  if (static_cast<char*>(memory) >= found->first + found->second.bytes) return kInvalidValue;
+  return *begin = found->first, *bytes = found->second.bytes, 0;
+}
+hipError_t hipPointerGetAttribute(void* out, int attribute, void* memory) {
+  if (attribute != kBufferId) return kInvalidValue;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = allocations.find(static_cast<char*>(memory));
+  if (found == allocations.end()) return kInvalidValue;
+  return std::memcpy(out, &found->second.id, sizeof found->second.id), 0;
 }
 hipError_t hipFree(void* memory) {
   if (memory == nullptr) return 0;
@@ -339,6 +373,7 @@ hipError_t hipIpcOpenMemHandle(void** out, IpcHandle handle, unsigned flags) {
   if (*out == MAP_FAILED) return kInvalidDevicePointer;
   const std::lock_guard<std::mutex> lock(mutex);
   imports[static_cast<char*>(*out)] = in.bytes;
+  note("imported");
   return 0;
 }
 hipError_t hipIpcCloseMemHandle(void* memory) {
@@ -353,6 +388,15 @@ hipError_t hipIpcCloseMemHandle(void* memory) {
 // -- streams
 
 hipError_t hipStreamCreateWithFlags(hipStream_t* out, unsigned) {
+  auto* stream = new Stream;
+  const std::lock_guard<std::mutex> lock(mutex);
+  streams.insert(stream);
+  return *out = reinterpret_cast<hipStream_t>(stream), 0;
+}
+hipError_t hipDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  return *least = 1, *greatest = -1, 0;
+}
+hipError_t hipStreamCreateWithPriority(hipStream_t* out, unsigned, int) {
   auto* stream = new Stream;
   const std::lock_guard<std::mutex> lock(mutex);
   streams.insert(stream);

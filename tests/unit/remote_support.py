@@ -94,6 +94,9 @@ def in_background(work, *args):
 class Deployed:
     """x attention clients and the FFN loops of y instances, each rank's loop on its own thread."""
 
+    STREAMS = ("ipc",)
+    """Backends whose steps may be announced."""
+
     def __init__(self, checkpoint, x, y, backend="reference", **sections):
         self.backend = backend
         self.deployment = self.parsed(
@@ -102,13 +105,13 @@ class Deployed:
                 "attention": {"instances": x, "dtype": "float32", "max_num_batched_tokens": 64},
                 "ffn": {"instances": y, **sections.pop("ffn", {})},
                 "pipeline": {"depth": DEPTH, "min_rows": 1},
-                "deadlines": {"ffn_s": 10.0},
+                "deadlines": {"ffn_s": 10.0, "start_s": 5.0},
                 **sections,
             },
         )
         self.resolved: Resolved = resolve(self.deployment)
         # The reference accelerator executes its streams on the calling thread.
-        self.streams = self.deployment.transport.backend == "ipc"
+        self.streams = self.deployment.transport.backend in self.STREAMS
         self.registry = Registry()
         self.controls: dict[str, FakeControl] = {}  # by member id
         self.generation = 100
@@ -251,7 +254,7 @@ class Deployed:
         control = FakeControl(self.registry, member.generation, member.id, renew)
         self.controls[member.id] = control
         client = RemoteExperts(r, i, region, control, RoleMetrics("attention"))
-        client.connect(30.0)
+        client.connect(self.deployment.deadlines.start_s)
         return client
 
     def move(self, tables, deadline_s=20.0):

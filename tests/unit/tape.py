@@ -2,19 +2,22 @@
 
 As in a graph, an operation keeps its addresses and shapes: a repeated operation reads the tensors
 that it read first and writes where it wrote first. Operations that wait for data, or whose shape
-depends on it, raise. Unlike a capture, recording also runs the operations.
+depends on it, raise. Unlike a capture, recording also runs the operations, but not necessarily
+those of the transport.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from afd.wire.slot_view_torch import RoutedRows
 from ffn_worker.moe.quantise import dequantise_weight, widened, with_expert
 from ffn_worker.moe.reference import ReferenceBackend
 
@@ -26,8 +29,10 @@ _HERE = threading.local()
 class Tape(TorchDispatchMode):
     """Records inside ``with tape``; each :meth:`replay` repeats what was recorded."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, transport: bool = True) -> None:
+        """transport: whether recording also runs what is enqueued on links, regions and gates."""
         super().__init__()
+        self.transport = transport
         self._steps: list[Callable[[], object]] = []
 
     def __enter__(self):
@@ -74,24 +79,57 @@ def _storage(value):
     return value.untyped_storage().data_ptr() if isinstance(value, torch.Tensor) else None
 
 
+@cache
+def load_torch() -> None:
+    """Imports what torch loads when a tape is first used; it takes seconds."""
+    with Tape():
+        torch.zeros(1)
+
+
 class Taped:
-    """A link or a region of afd_comm whose enqueued operations the tape of this thread records."""
+    """A link, region or gate of afd_comm whose enqueued operations the tape of this thread
+    records."""
 
     def __init__(self, inner) -> None:
         self._inner = inner
 
     def __getattr__(self, name):
         found = getattr(self._inner, name)
-        if name not in ("enqueue", "enqueue_wait"):
+        if not name.startswith("enqueue"):
             return found
 
         def enqueue(*args, **kwargs):
             tape = getattr(_HERE, "tape", None)
             if tape is not None:
                 tape._steps.append(lambda: found(*args, **kwargs))
-            return found(*args, **kwargs)
+            return found(*args, **kwargs) if tape is None or tape.transport else None
 
         return enqueue
+
+
+class TapeRecorder:
+    """Stands in for ffn_worker.graphs.CudaGraphs."""
+
+    def capture(self, step):
+        tape = Tape(transport=False)
+        with tape:
+            observer = step()
+
+        def replay():
+            observer.launched()
+            tape.replay()
+            return observer
+
+        return replay
+
+
+def take_bucket(views, rows, bucket, tp, into):
+    """afd.wire.slot_torch.take_bucket with shapes that do not depend on ``rows``, as on a GPU."""
+    assert tp == 1
+    for i, view in enumerate(views):
+        here = into.cut(i * bucket, (i + 1) * bucket)
+        here.copy_(RoutedRows.of(view, bucket))
+        here.ids.masked_fill_((torch.arange(bucket) >= rows[i]).unsqueeze(1), -1)
 
 
 class DenseBackend(ReferenceBackend):

@@ -52,7 +52,7 @@ def fp8_block(tensors: Tensors) -> Quantised:
         parts = {"weight": codes, "weight_scale_inv": scales.astype(np.float32)}
         return parts, codes.astype(np.float32) * spread
 
-    config = {
+    config: Config = {
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
         "quant_method": "fp8",
@@ -89,7 +89,7 @@ def fp8_tensor(tensors: Tensors) -> Quantised:
         }
         return parts, codes.astype(np.float32) * scale
 
-    config = {
+    config: Config = {
         "quant_method": "modelopt",
         "quant_algo": "FP8",
         "ignore": ["lm_head", "*.gate", "*router*"],
@@ -144,7 +144,7 @@ def gptq(tensors: Tensors) -> Quantised:
         }
         return parts, codes.astype(np.float32) * spread
 
-    config = {
+    config: Config = {
         "bits": 4,
         "checkpoint_format": "gptq",
         "desc_act": False,
@@ -171,7 +171,7 @@ def awq(tensors: Tensors) -> Quantised:
         }
         return parts, (codes - 7).astype(np.float32) * spread
 
-    config = {
+    config: Config = {
         "bits": 4,
         "group_size": _GROUP,
         "modules_to_not_convert": None,

@@ -54,12 +54,14 @@ class Host:
                 Peer(p.id, p.session + 10) if j in lost else p for j, p in enumerate(self.peers)
             )
 
-    def end_step(self):
+    def end_replay(self, rows_sent):
+        assert rows_sent == 7
         self.log.append(("end",))
 
 
 class Stream:
     streams = HostStreams()
+    rows_sent = 7
 
     def record(self, peers, timestamps):
         timestamps.begin()

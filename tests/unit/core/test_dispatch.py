@@ -15,8 +15,12 @@ from afd.errors import ConfigError
 from afd.metrics.role import Direction
 from afd.models import read_model
 from afd.placement.dispatch import cheaper_dispatch, instances_per_row, row_bytes, rows_of_instances
-from afd.placement.tables import balance, copies
+from afd.placement.tables import balance, copies, slot_bounds
+from afd.wire.layout import Kind, layouts
+from afd.wire.message import message
+from afd_comm import Group, Link, Region, Status, make_flag
 from attention_worker.remote.dispatch import Splitter
+from attention_worker.remote.encoded_batch import encode
 from attention_worker.remote.expert_slots import ExpertSlotMap
 from ffn_worker.experts.build import load_ffn_model
 from ffn_worker.experts.shard import DTYPES
@@ -47,6 +51,36 @@ def test_instances_per_row_equals_counting(held, data):
 )
 def test_auto_chooses_routed_if_it_sends_clearly_fewer_bytes(held, top_k, chosen):
     assert cheaper_dispatch(held, top_k, 100.0) == chosen
+
+
+def test_routed_bytes_to_24_instances():
+    """docs/placement.md: 29 % of broadcast's bytes for 8 of 256 experts, as DeepSeek-V3 has.
+    Counted from the messages that arrive, and by the formula."""
+    instances, top_k, rows = 24, 8, 200
+    bounds = slot_bounds(256, instances, 0)
+    held = [high - low for low, high in itertools.pairwise(bounds)]
+    layout, _ = layouts("exact", "bfloat16", rows, 128, top_k)
+    regions = [Region(1, layout.nbytes, name=f"ffn-{j}") for j in range(instances)]
+    links = [Link(r.addresses, slots=(0, 1), timeout_us=10**6, backend="shm") for r in regions]
+    ids = torch.rand(rows, 256, generator=torch.Generator().manual_seed(0)).topk(top_k).indices
+    hidden, weights = torch.zeros(rows, 128).bfloat16(), torch.zeros(rows, top_k)
+    batch = encode(layout, 0, hidden, ids.int(), weights)
+    plan = Splitter(bounds, 1, "cpu").split(batch.ids)
+    batch = batch.by_rank(plan)
+    parts = batch.row_parts(layout)
+    request = message(0, parts, rows, layer=0, micro_batch=0, depth=1, kind=Kind.DATA)
+    group, flags = Group(links, timeout_us=10**6), [make_flag(1, 1)] * instances
+    assert set(group.scatter(request, flags, list(plan.counts))) == {Status.OK}
+    arrived = sum(region.header(0).nbytes for region in regions)
+    share = arrived / (instances * layout.message_bytes(rows))
+    formula = row_bytes("routed", held, top_k, 1.0) / row_bytes("broadcast", held, top_k, 1.0)
+    assert formula == pytest.approx(0.292, abs=0.0005)
+    assert share == pytest.approx(formula, abs=0.005)
+    # A replayed step sends the ids of all rows: at hidden 7168, 0.08 % of broadcast's bytes.
+    replayed = formula + (1 - formula) * 4 * top_k / 28736
+    assert replayed == pytest.approx(0.293, abs=0.0005)
+    for link in links:
+        link.close()
 
 
 @settings(max_examples=30, deadline=None)

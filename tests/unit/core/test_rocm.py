@@ -32,7 +32,7 @@ def kfd(folder, *versions):
 
 
 def test_slots_are_hip_memory_and_tensors_are_torchs_cuda():
-    assert region_options(on_rocm(), "rocm") == {"device": "hip:0", "tcp_host": None}
+    assert region_options(on_rocm(), "rocm") == {"device": "hip:0", "tcp_host": "127.0.0.1"}
     assert device_of_region("hip:1") is ROCM and device_of_region("cuda:0").name == "cuda"
     assert device_of_torch("cuda").has_streams and device_named("rocm").torch_type == "cuda"
     with pytest.raises(ConfigError, match="no device has slots on 'xpu:0'"):

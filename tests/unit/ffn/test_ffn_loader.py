@@ -15,7 +15,8 @@ from afd.demo.sizes import resolve  # noqa: E402
 from afd.errors import ConfigError  # noqa: E402
 from afd.models import read_model  # noqa: E402
 from afd.models.checkpoint import tensor_table  # noqa: E402
-from ffn_worker.experts.build import build_ffn_model, load_ffn_model, shard_of  # noqa: E402
+from ffn_worker.experts.build import build_ffn_model, load_ffn_model  # noqa: E402
+from ffn_worker.experts.plan import shard_of  # noqa: E402
 from ffn_worker.experts.tensor_files import TensorFiles  # noqa: E402
 
 FAMILIES = ("qwen3_moe", "deepseek_v2", "deepseek_v3", "step3")

@@ -17,7 +17,8 @@ from afd.models import read_model  # noqa: E402
 from afd.models.checkpoint import tensor_table  # noqa: E402
 from afd.wire.layout import Tag  # noqa: E402
 from afd.wire.rows_torch import EncodedRows  # noqa: E402
-from ffn_worker.experts.build import load_ffn_model, shard_of  # noqa: E402
+from ffn_worker.experts.build import load_ffn_model  # noqa: E402
+from ffn_worker.experts.plan import shard_of  # noqa: E402
 from ffn_worker.moe.quantise import (  # noqa: E402
     Weight,
     dequantise_weight,

@@ -9,13 +9,15 @@ from dataclasses import replace
 import pytest
 import torch
 from remote_support import Deployed, random_rows, reference_model
-from tape import Tape, Taped
+from tape import Tape, Taped, TapeRecorder, load_torch, take_bucket
 from test_expert_moves import tables_for
 from test_stream_steps import run_on_streams, stream_of
 
+from afd.metrics.role import Captured, Direction
 from afd.metrics.step_trace import NoTimestamps
-from afd.schedule import split_rows
+from afd.schedule import row_shares, split_rows
 from afd.wire.streams_torch import HostStreams
+from attention_worker.remote.dispatch import Splitter
 from attention_worker.remote.stream import StreamExperts
 from ffn_worker import graphs
 from ffn_worker.moe import registry
@@ -44,6 +46,62 @@ def test_routed_stream_steps_match_the_reference(deploy, tiny_models, tp):
         run_on_streams(client, stream, deployed.resolved, expected, rows, depth, rows, real=real)
 
 
+class OverTcp(Deployed):
+    """Streams send through the transport's proxy, which reads the number of rows when it sends."""
+
+    STREAMS = ("tcp",)
+
+    def region(self, role, slots, nbytes, index, tcp_host="127.0.0.1"):
+        return super().region(role, slots, nbytes, index, tcp_host)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_bytes_follow_the_rows_over_tcp(tiny_models, tp):
+    """Requests and answers carry the rows that an instance computes, and no more."""
+    path, rows, few = tiny_models("deepseek_v3"), 13, SMALL | {"pipeline": {"depth": 1}}
+    few["attention"] = SMALL["attention"] | {"instances": 1, "max_num_seqs": 16}
+    deployed = OverTcp(
+        path, 1, 3, "torch",
+        transport={"backend": "tcp"}, wire={"dispatch": "routed"}, ffn={"tp": tp},
+        attention=few["attention"], pipeline=few["pipeline"],
+    )  # fmt: skip
+    try:
+        expected, r = reference_model(path), deployed.resolved
+        client, stream = deployed.clients[0], stream_of(deployed, 0)
+        splitter = Splitter(r.placement.bounds, tp, "cpu")
+        for seed, experts in enumerate([None, [0, 1], [7]]):
+            before, sent = client._observer.metrics.wire_bytes[Direction.A2F], 0
+            client.begin_step(1)
+            stream.record(client.peers, NoTimestamps())
+            client.announce(rows)
+            stream.begin_step(1)
+            for layer in r.model.moe_layers:
+                x, ids, weights = random_rows(r, rows, 100 * seed + layer)
+                if experts is not None:
+                    ids = torch.tensor(experts, dtype=torch.int32)[ids % len(experts)]
+                with stream.sending(layer, 0, rows):
+                    stream.send(layer, 0, x, ids, weights)
+                want = expected.forward(layer, x, ids, weights)
+                torch.testing.assert_close(stream.recv(0), want, rtol=1e-4, atol=1e-4)
+                for j, count in enumerate(splitter.split(ids).of_ranks()):
+                    request = deployed.regions[j].header(r.slots.to_ffn(0, 0))
+                    assert request.count == count
+                    beyond = 4 * r.model.top_k * (rows - count)  # ids travel whole
+                    assert request.nbytes == r.a2f.message_bytes(count) + beyond
+                    sent += request.nbytes
+                    answer = client._region.header(r.slots.to_attention(j, 0))
+                    start, end = row_shares(rows, tp)[j % tp]
+                    assert answer.count == max(0, min(count, end) - start)
+                    assert answer.nbytes == r.f2a.message_bytes(answer.count)
+            stream.end_step()
+            client.end_replay(stream.rows_sent)
+            assert client._observer.metrics.wire_bytes[Direction.A2F] - before == sent
+        for loop in deployed.loops.values():
+            assert not loop.rank.metrics.late_peers
+    finally:
+        deployed.close()
+
+
 class Recorded:
     """A step of one attention instance, recorded once. Each replay takes the inputs of its time."""
 
@@ -61,6 +119,7 @@ class Recorded:
         self.stream = StreamExperts(
             self.resolved, i, region, HostStreams(), self.client.expert_slots
         )
+        load_torch()
         self.tape, self.out = Tape(), {}
         peers = tuple(replace(peer, link=Taped(peer.link)) for peer in self.client.peers)
         self.client.begin_step(depth)
@@ -103,7 +162,7 @@ class Recorded:
         self.client.announce(self.rows)
         with torch.inference_mode():
             self.tape.replay()
-        self.client.end_step()
+        self.client.end_replay(self.stream.rows_sent)
 
     def by_host(self):
         """The same step in host form."""
@@ -129,11 +188,13 @@ class Recorded:
             torch.testing.assert_close(self.out[key], want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("dispatch,wire", [("routed", "fp8"), ("broadcast", "exact")])
-def test_one_recording_has_the_bits_of_the_host_form(deploy, dispatch, wire):
+@pytest.mark.parametrize(
+    "family,dispatch,wire", [("deepseek_v3", "routed", "fp8"), ("qwen3_moe", "broadcast", "exact")]
+)
+def test_one_recording_has_the_bits_of_the_host_form(deploy, family, dispatch, wire):
     """Row counts change between replays, down to no row for an instance, and experts move."""
     deployed = deploy(
-        "deepseek_v3", 1, 3, "torch",
+        family, 1, 3, "torch",
         wire={"dispatch": dispatch, "format": wire}, ffn={"redundant_experts": 1},
     )  # fmt: skip
     step = Recorded(deployed, 11, 2)
@@ -149,69 +210,71 @@ def test_one_recording_has_the_bits_of_the_host_form(deploy, dispatch, wire):
 
 
 @pytest.fixture
-def captures(monkeypatch):
-    """FFN instances capture steps on tapes. Returns the list of recordings and of launches."""
-    recorded, launched = [], []
+def replayed(monkeypatch):
+    """FFN instances capture steps on tapes. Returns whether each announced step was replayed."""
+    steps = []
     dense = registry.Backend("reference", "tape:DenseBackend", (), tuple(registry.Scheme))
     monkeypatch.setitem(registry.BACKENDS, "reference", dense)
 
-    def capture(self, peers):
-        for peer in peers:
-            if not isinstance(peer.peer.link, Taped):
-                peer.peer.link = Taped(peer.peer.link)
-        if not isinstance(self._exchange.slots.region, Taped):
-            self._exchange.slots.region = Taped(self._exchange.slots.region)
-        self._warm_up(peers)
-        tape = Tape()
-        recorded.append(tape)
-        with tape:
-            step = self._record(peers)
-        ran = iter([True])  # by the recording
-        return replace(step, replay=lambda: next(ran, None) or tape.replay())
+    def init(self, pipeline, exchange, *others):
+        exchange.gate = Taped(exchange.gate)
+        original_init(self, pipeline, exchange, *others)
+        self._recorder = TapeRecorder()
 
-    def launch(self, peers, *, replay):
-        self._captures = True
-        launched.append(replay)
-        return original(self, peers, replay=replay)
+    def run(self, step):
+        steps.append(step.order.bucket > 0)
+        return original_run(self, step)
 
-    original = graphs.StreamSteps._launch
-    monkeypatch.setattr(graphs.StreamSteps, "_capture", capture)
-    monkeypatch.setattr(graphs.StreamSteps, "_launch", launch)
-    return recorded, launched
+    original_init, original_run = graphs.StreamSteps.__init__, graphs.StreamSteps.run
+    monkeypatch.setattr("ffn_worker.slots.take_bucket", take_bucket)
+    monkeypatch.setattr(graphs.StreamSteps, "__init__", init)
+    monkeypatch.setattr(graphs.StreamSteps, "run", run)
+    return steps
 
 
 @pytest.mark.parametrize("dispatch", ["routed", "broadcast"])
-def test_moves_need_no_new_capture(deploy, tiny_models, captures, dispatch):
+def test_moves_need_no_new_capture(deploy, tiny_models, replayed, dispatch):
     """Steps go on while experts move. The shared expert is computed with the routed ones under
     broadcast, and by rows under routed dispatch."""
-    recorded, launched = captures
     reference = reference_model(tiny_models("deepseek_v3"))
-    deployed = deploy(
-        "deepseek_v3", 2, 2, dispatch=dispatch, ffn={"redundant_experts": 1, "step_wait_ms": 1000}
-    )
-    banks = [loop.rank.model.banks for loop in deployed.loops.values()]
+    deployed = deploy("deepseek_v3", 2, 2, dispatch=dispatch, **SMALL)
+    loops = deployed.loops.values()
+    banks = [loop.rank.model.banks for loop in loops]
     layers = deployed.resolved.model.moe_layers
     assert all(bank.joined == (set(layers) if dispatch == "broadcast" else set()) for bank in banks)
-    memory = [part.data_ptr() for bank in banks for n in layers for part in bank._home.tensors(n)]
+    memory = addresses(banks, layers)
     steps = Steps(deployed, reference)
+    steps.run(2)
+    assert replayed and all(replayed)
+    mover = threading.Thread(target=deployed.move, args=(tables_for(deployed, 1),))
+    mover.start()
+    steps.run(mover.is_alive)
+    mover.join(20)
+    assert not all(replayed)  # the hosts ran steps with rows of both banks
+    for loop in loops:
+        loop.wake()
     steps.run(3)
-    assert recorded and all(launched)
-    for seed in (1, 2, 3):
-        mover = threading.Thread(target=deployed.move, args=(tables_for(deployed, seed),))
-        mover.start()
-        steps.run(lambda mover=mover: mover.is_alive())
-        mover.join(20)
-        steps.run(3)
-        for loop in deployed.loops.values():
-            loop.moves.follow(deployed.registry.members)
-        assert launched[-1], "steps are replayed again after the move"
-    # Each step of the same instances was captured once, before or after a move.
-    assert len(recorded) == sum(len(loop._steps._graphs) for loop in deployed.loops.values())
-    assert not all(launched)  # while attention instances switched
-    assert memory == [
-        part.data_ptr() for bank in banks for n in layers for part in bank._home.tensors(n)
-    ]
-    assert all(len(bank.of(n)) == 1 for bank in banks for n in layers)
+    assert all(replayed[-2:])
+    assert all(len(bank.of(n)) == 1 and bank.of(n)[0].number == 1 for bank in banks for n in layers)
+    assert memory == addresses(banks, layers)
+    assert not any(loop.rank.metrics.graph_captures[Captured.AFTER] for loop in loops)
+
+
+SMALL = {
+    "attention": {
+        "instances": 2,
+        "dtype": "float32",
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 8,
+    },
+    "pipeline": {"depth": 2, "min_rows": 4},
+    "ffn": {"redundant_experts": 1, "step_wait_ms": 1000},
+}
+"""Few graphs."""
+
+
+def addresses(banks, layers):
+    return [part.data_ptr() for bank in banks for n in layers for part in bank._home.tensors(n)]
 
 
 class Steps:
@@ -223,7 +286,7 @@ class Steps:
         self._each(self._record)
 
     def _record(self, i):
-        return Recorded(self._deployed, 7 + i, 1 + i, i)
+        return Recorded(self._deployed, 3 + 5 * i, 1 + i, i)
 
     def _each(self, work):
         found, errors = {}, []

@@ -17,8 +17,9 @@ from afd.models import FAMILIES, MlpNames, MoeModel, read_model  # noqa: E402
 from afd.models.family import Family  # noqa: E402
 from afd.models.stored_torch import decode  # noqa: E402
 from afd.models.weight_format import tensor_name  # noqa: E402
-from ffn_worker.experts.build import load_ffn_model, shard_of  # noqa: E402
+from ffn_worker.experts.build import load_ffn_model  # noqa: E402
 from ffn_worker.experts.loader import Checkpoint  # noqa: E402
+from ffn_worker.experts.plan import shard_of  # noqa: E402
 from ffn_worker.moe.scheme import Scheme  # noqa: E402
 
 HIDDEN, WIDTH, EXPERTS, LAYERS = 256, 384, 4, 2

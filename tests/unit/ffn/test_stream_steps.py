@@ -77,7 +77,7 @@ def run_on_streams(
     for mb in list(sent):
         check(mb)
     stream.end_step()
-    client.end_step()
+    client.end_replay(stream.rows_sent)
     return waits
 
 

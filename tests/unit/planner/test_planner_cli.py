@@ -29,7 +29,7 @@ def test_a_plan_with_all_its_files(tmp_path, capsys):
     found = json.loads(data.read_text())
     assert found["request"]["gpus"] == 64
     assert load_config(config).pipeline.depth == found["disaggregated"]["unit"]["depth"]
-    assert cli.main(["serve", "--check", str(config)]) == 0
+    assert cli.main(["serve", "--check-file", str(config)]) == 0
 
 
 def test_a_report(tmp_path):

@@ -120,6 +120,32 @@ def staged_tcp(gpu: Gpu) -> None:
     assert any(line.startswith("stream priority") for line in gpu.log)
 
 
+def auto_backend(gpu: Gpu) -> None:
+    """ipc inside a host, as far as it reaches; tcp for a CPU that sends to a GPU."""
+    for sender, receiver, backend in (
+        (gpu.peer, gpu.device, "ipc"),
+        (gpu.peer, "cpu", "ipc"),
+        ("cpu", gpu.device, "tcp"),
+    ):
+        way = Way(gpu, "auto", sender, receiver)
+        assert way.link.backend == backend
+        sent = way.fill(np.random.default_rng(1), 0)
+        assert way.link.post(way.message(0), 1) == Status.OK
+        assert way.region.wait_all([0], [1], TIMEOUT_US) == [Status.OK]
+        way.check(0, sent, ROWS)
+
+
+def line_rate(gpu: Gpu) -> None:
+    """The stand-in NIC sends no faster than it is told to."""
+    os.environ["AFD_FAKE_NIC_GBPS"] = "1"
+    way = Way(gpu, "verbs", gpu.peer, gpu.device)
+    way.fill(np.random.default_rng(1), 0)
+    began = time.monotonic()
+    assert way.link.enqueue(way.sends, way.message(0), 1) == Status.OK
+    assert way.region.wait_all([0], [1], TIMEOUT_US) == [Status.OK]
+    assert time.monotonic() - began > 0.95 * 8 * SLOT_BYTES / 1e9 / 2  # two NICs
+
+
 def direct_verbs(gpu: Gpu) -> None:
     for sender, receiver in ((gpu.peer, gpu.device), (gpu.peer, "cpu"), ("cpu", gpu.device)):
         way = Way(gpu, "verbs", sender, receiver)

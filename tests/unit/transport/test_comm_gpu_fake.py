@@ -45,6 +45,8 @@ CASES = [
 RDMA_CASES = [
     "gpu_cases:over_rdma",
     "gpu_proxy_cases:staged_tcp",
+    "gpu_proxy_cases:auto_backend",
+    "gpu_proxy_cases:line_rate",
     "gpu_proxy_cases:direct_verbs",
     "gpu_proxy_cases:staged_verbs",
     "gpu_proxy_cases:to_another_process",

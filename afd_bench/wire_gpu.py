@@ -1,0 +1,151 @@
+"""`afd bench wire_gpu`: what a step pays for a wire that the CPU drives, beside backend ipc.
+
+One process holds both sides, each with its own region, link, streams and captured graph, because
+two processes take turns on one GPU. A step is a walk over positions: attention sends a micro-batch,
+the FFN answers it. verbs runs on a libibverbs without hardware (comm/tests/fake_ibverbs.cc), which
+copies between registered memory at the rate of ``--gbps``. tcp is the staged path, over loopback.
+
+- round_trip_us: depth 1, no work. One message up and one down.
+- step_us: ``--work-us`` of work per position and side, at each of ``--depths``. Time per position
+  and micro-batch.
+
+On ``--device cpu`` the sides are threads and every operation is enqueued anew: a test of the code,
+not a measurement of the wire.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from afd.errors import AfdError
+from afd.records import Record, command_line, machine, results_file, today, write_records
+
+UP, DOWN = 917_504, 1_835_008
+"""Bytes of 128 rows of 7168: FP8 to the FFN, BF16 back, as in the Step-3 report."""
+FAKE_SOURCE = Path(__file__).parents[1] / "comm" / "tests" / "fake_ibverbs.cc"
+PEER = "ipc"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Times per position and micro-batch in us. gbps: of the emulated NIC, 0: none."""
+
+    backend: str
+    depth: int
+    gbps: int
+    metric: str
+    p50: float
+    p99: float
+    rounds: int
+
+    @property
+    def case(self) -> str:
+        return f"{self.backend} {self.depth} {self.gbps}"
+
+
+def main(argv: Sequence[str]) -> int:
+    args = _arguments(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        library = args.library or build_fake(Path(folder))
+        # Read by the library when it sends first.
+        os.environ["AFD_FAKE_NIC_GBPS"] = str(args.gbps)
+        from afd_bench.wire_gpu_torch import Settings, measure
+
+        cells = []
+        for backend in args.backends:
+            for depth in (0, *args.depths):  # 0: the round trip
+                settings = Settings(
+                    backend=backend,
+                    device=args.device,
+                    depth=max(depth, 1),
+                    up=args.up,
+                    down=args.down,
+                    work_us=args.work_us if depth else 0.0,
+                    positions=args.positions,
+                    replays=args.replays,
+                    library=str(library),
+                )
+                times = sorted(measure(settings))
+                cells.append(
+                    Cell(
+                        backend,
+                        settings.depth,
+                        args.gbps if backend == "verbs" else 0,
+                        "step_us" if depth else "round_trip_us",
+                        times[len(times) // 2],
+                        times[int(0.99 * (len(times) - 1))],
+                        len(times),
+                    )
+                )
+                print(cells[-1], flush=True)
+    found = records(cells, machine(), command_line("wire_gpu", argv), today())
+    if args.out is not None:
+        write_records(args.out, found)
+    for record in found:
+        print(f"{record.case:14} {record.metric:14} {record.value:9.2f} {record.ratio:6.3f} of ipc")
+    return 0
+
+
+def records(cells: Sequence[Cell], host: str, command: str, day: str) -> list[Record]:
+    """One record per cell that ipc was measured for too; ratio above 1: faster than ipc."""
+    ipc = {(c.depth, c.metric): c.p50 for c in cells if c.backend == PEER}
+    return [
+        Record(
+            bench="wire_gpu",
+            case=cell.case,
+            metric=cell.metric,
+            value=round(cell.p50, 2),
+            unit="us",
+            peer=PEER,
+            peer_value=round(ipc[cell.depth, cell.metric], 2),
+            ratio=round(ipc[cell.depth, cell.metric] / cell.p50, 3),
+            machine=host,
+            command=command,
+            date=day,
+        )
+        for cell in cells
+        if cell.backend != PEER and (cell.depth, cell.metric) in ipc
+    ]
+
+
+def build_fake(folder: Path) -> Path:
+    """Compiles the libibverbs without hardware. Raises AfdError."""
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None or not FAKE_SOURCE.exists():
+        raise AfdError(
+            "afd bench wire_gpu compiles comm/tests/fake_ibverbs.cc: run it in a checkout with a"
+            " C++ compiler, or name the compiled file with --library"
+        )
+    library = folder / "libfake_ibverbs.so"
+    command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-pthread", str(FAKE_SOURCE)]
+    subprocess.run([*command, "-o", str(library), "-ldl"], check=True, timeout=300)
+    return library
+
+
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="afd bench wire_gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--device", default="cuda:0", help="cuda:0, or cpu to test the code")
+    parser.add_argument(
+        "--backends", nargs="+", default=["ipc", "verbs", "tcp"], choices=["ipc", "verbs", "tcp"]
+    )
+    parser.add_argument("--depths", nargs="+", type=int, default=[1, 3], help="of the steps")
+    parser.add_argument("--gbps", type=int, default=400, help="rate of the emulated NIC, Gb/s")
+    parser.add_argument("--work-us", type=float, default=150.0, help="per position and side")
+    parser.add_argument("--up", type=int, default=UP, help="bytes of a message to the FFN")
+    parser.add_argument("--down", type=int, default=DOWN, help="bytes of an answer")
+    parser.add_argument("--positions", type=int, default=96, help="per micro-batch in a graph")
+    parser.add_argument("--replays", type=int, default=100, help="timed replays per case")
+    parser.add_argument("--library", type=Path, help="compiled fake_ibverbs.cc")
+    parser.add_argument("--out", type=results_file, help="file of the records")
+    return parser.parse_args(argv)

@@ -1,0 +1,178 @@
+"""The two sides of `afd bench wire_gpu`. Rank 0 is attention, rank 1 the FFN."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from afd.errors import AfdError
+from afd_comm import Link, Message, Region, Status, VerbsOptions, make_flag
+
+TIMEOUT_US = 20_000_000
+WARM_UP = 3
+SLEEP_CYCLES = 1_000_000
+
+
+@dataclass(frozen=True)
+class Settings:
+    """up, down: bytes. positions: messages of a micro-batch in one replay. replays: timed ones."""
+
+    backend: str
+    device: str
+    depth: int
+    up: int
+    down: int
+    work_us: float
+    positions: int
+    replays: int
+    library: str
+
+
+class Side:
+    """One side: its receive region, its link, and the step that it repeats."""
+
+    def __init__(self, rank: int, settings: Settings) -> None:
+        self.rank = rank
+        self._depth, self._positions = settings.depth, settings.positions
+        self._on_gpu = settings.device != "cpu"
+        self._options = (
+            VerbsOptions(ports=["fake0:1"], host="127.0.0.1", library=settings.library)
+            if settings.backend == "verbs"
+            else None
+        )
+        self.region = Region(
+            settings.depth,
+            (settings.down, settings.up)[rank],
+            name=f"wire-{rank}",
+            device=settings.device,
+            tcp_host="127.0.0.1" if settings.backend == "tcp" else None,
+            verbs=self._options,
+        )
+        if not self._on_gpu:
+            self.region.pin("cpu")
+        nbytes = (settings.up, settings.down)[rank]
+        self._data = torch.zeros(settings.depth, nbytes, dtype=torch.uint8, device=settings.device)
+        self._messages = [
+            Message(m, [(0, self._data[m].data_ptr(), nbytes)]) for m in range(settings.depth)
+        ]
+        self._work = _worker(settings)
+        if self._on_gpu:
+            self._compute, self._copy = torch.cuda.Stream(), torch.cuda.Stream()
+        self.link: Link | None = None
+
+    def connect(self, other: Side, settings: Settings) -> None:
+        self.link = Link(
+            other.region.addresses,
+            backend=settings.backend,
+            slots=(0, settings.depth),
+            timeout_us=TIMEOUT_US,
+            device=settings.device,
+            verbs=self._options,
+        )
+
+    def step(self) -> None:
+        """Enqueues the step; on a GPU within the stream that computes."""
+        for number in range(1, self._positions + 1):
+            for m in range(self._depth):
+                if self.rank == 1:
+                    self._wait(m, number)
+                elif number > 1:
+                    self._wait(m, number - 1)
+                self._work()
+                self._send(m, number)
+        for m in range(self._depth if self.rank == 0 else 0):
+            self._wait(m, self._positions)
+        if self._on_gpu:
+            torch.cuda.current_stream().wait_stream(self._copy)
+
+    def graph(self) -> torch.cuda.CUDAGraph:
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured, stream=self._compute):
+            self.step()
+        return captured
+
+    def launch(self, graph: torch.cuda.CUDAGraph) -> None:
+        with torch.cuda.stream(self._compute):
+            graph.replay()
+
+    def _wait(self, m: int, number: int) -> None:
+        stream = torch.cuda.current_stream().cuda_stream if self._on_gpu else 0
+        self.region.enqueue_wait(stream, [m], [make_flag(1, number)])
+
+    def _send(self, m: int, number: int) -> None:
+        assert self.link is not None
+        stream = 0
+        if self._on_gpu:
+            self._copy.wait_stream(torch.cuda.current_stream())
+            stream = self._copy.cuda_stream
+        status = self.link.enqueue(stream, self._messages[m], make_flag(1, number))
+        if status != Status.OK:
+            raise AfdError(f"enqueue failed with {status.name}; link: {self.link.notes}")
+
+
+def measure(settings: Settings) -> list[float]:
+    """Returns us per position and micro-batch, one value per replay."""
+    sides = [Side(rank, settings) for rank in range(2)]
+    for side, other in zip(sides, reversed(sides), strict=True):
+        side.connect(other, settings)
+    run = _on_gpu(sides) if settings.device != "cpu" else _on_cpu(sides)
+    times = []
+    for _ in range(WARM_UP + settings.replays):
+        began = time.perf_counter()
+        run()
+        took = time.perf_counter() - began
+        times.append(1e6 * took / (settings.positions * settings.depth))
+    for side in sides:
+        assert side.link is not None
+        if side.link.status != Status.OK:
+            raise AfdError(f"the link failed: {side.link.status.name}; {side.link.notes}")
+        side.link.close()
+    return times[WARM_UP:]
+
+
+def _on_gpu(sides: list[Side]) -> Callable[[], None]:
+    torch.cuda.synchronize()  # kernels are loaded, and memory is zero
+    graphs = [side.graph() for side in sides]
+
+    def run() -> None:
+        for side, graph in zip(reversed(sides), reversed(graphs), strict=True):
+            side.launch(graph)
+        torch.cuda.synchronize()
+
+    return run
+
+
+def _on_cpu(sides: list[Side]) -> Callable[[], None]:
+    def run() -> None:
+        ffn = threading.Thread(target=sides[1].step)
+        ffn.start()
+        sides[0].step()
+        ffn.join()
+
+    return run
+
+
+def _worker(settings: Settings) -> Callable[[], None]:
+    """Returns what takes ``work_us``: a sleeping kernel, or a busy CPU."""
+    if settings.work_us == 0:
+        return lambda: None
+    if settings.device == "cpu":
+        return lambda: _spin(settings.work_us)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(SLEEP_CYCLES)
+    begin.record()
+    torch.cuda._sleep(SLEEP_CYCLES)
+    end.record()
+    torch.cuda.synchronize()
+    cycles = int(SLEEP_CYCLES * settings.work_us / (1e3 * begin.elapsed_time(end)))
+    return lambda: torch.cuda._sleep(cycles)
+
+
+def _spin(us: float) -> None:
+    end = time.perf_counter() + 1e-6 * us
+    while time.perf_counter() < end:
+        pass

@@ -1,0 +1,207 @@
+"""`afd serve FILE --check`: would this deployment start on this host? Starts nothing.
+
+Reads config.json and the headers of the weight files, asks the FFN side which backend it would
+select and vLLM's parser about ``attention.vllm_args``, and compares memory with what this host
+has. What can be said from the file alone is checked before (``load_deployment``), also by
+``--check-file``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import psutil
+
+from afd.config.deployment import Deployment
+from afd.config.resolve import Resolved, resolve
+from afd.devices import device_named
+from afd.errors import AfdError
+from afd.models import read_quantization
+from afd.models.checkpoint import tensor_table
+from afd_launch.doctor import Finding
+from afd_launch.installation import find_gpus, vllm_build, vllm_remedy
+
+GIB = 2**30
+_PROCESS_GIB = {"attention": 1.6, "ffn": 0.5}
+"""Of a process without cache and weights, on CPUs (docs/architecture.md, "Memory on CPUs")."""
+
+
+def findings(deployment: Deployment) -> Iterator[Finding]:
+    """Yields one line per question, the bad ones included."""
+    for check in (_keys, _vllm, _devices, _arguments):
+        yield from _guarded(check, deployment)
+    if not any(deployment.model.glob("*.safetensors")):
+        yield Finding(
+            "bad",
+            "weights",
+            f"{deployment.model} has no *.safetensors files; finish the download, or serve another "
+            "checkpoint with --set model=/path/to/it",
+        )
+        return
+    yield from _guarded(_weights, deployment)
+    if vllm_build() is not None:  # it brings torch
+        yield from _guarded(_experts, deployment)
+
+
+Check = Callable[[Deployment], Iterator[Finding]]
+
+
+def _guarded(check: Check, deployment: Deployment) -> Iterator[Finding]:
+    try:
+        yield from check(deployment)
+    except AfdError as error:
+        yield Finding("bad", check.__name__.removeprefix("_"), str(error))
+
+
+def _keys(deployment: Deployment) -> Iterator[Finding]:
+    keys = deployment.control.keys
+    if keys is not None and not keys.is_file():
+        text = f"control.keys {keys} does not exist; copy it here, or make it: afd keys {keys}"
+        yield Finding("bad", "keys", text)
+
+
+def _vllm(deployment: Deployment) -> Iterator[Finding]:
+    build = vllm_build()
+    if build is None:
+        yield Finding("bad", "vllm", f"not installed; {vllm_remedy(find_gpus())}")
+        return
+    wanted = deployment.attention.device
+    good = (build == "cpu") is device_named(wanted).host_memory
+    text = f"built for {build}, attention.device is {wanted}"
+    yield Finding("ok" if good else "bad", "vllm", text if good else f"{text}; install the other")
+
+
+def _devices(deployment: Deployment) -> Iterator[Finding]:
+    device = device_named(deployment.ffn.device)
+    if device.host_memory:
+        return
+    gpus = find_gpus()
+    processes = deployment.attention.instances + deployment.ffn.ranks
+    needed = min(processes, deployment.gpus or processes)
+    if len(deployment.hosts) > 1:
+        needed = 1  # of this host; each host checks its own when it starts
+    text = f"{gpus.count} of {gpus.kind} here, the deployment uses {needed}"
+    if gpus.count == 0:
+        text = f"device {device.name} but this host has no GPU; set attention.device and ffn.device"
+        yield Finding("bad", "GPUs", f"{text} to cpu, or look: nvidia-smi -L")
+    elif gpus.count < needed:
+        yield Finding("bad", "GPUs", f"{text}; use fewer instances, or gpus: {gpus.count}")
+    else:
+        yield Finding("ok", "GPUs", text)
+
+
+def _arguments(deployment: Deployment) -> Iterator[Finding]:
+    arguments = deployment.attention.vllm_args
+    if not arguments:
+        return
+    if vllm_build() is None:
+        yield Finding("note", "vllm_args", "not checked: vLLM is not installed")
+        return
+    from attention_worker.vllm_hooks.arguments import problem_with
+
+    problem = problem_with(arguments)
+    if problem is not None:
+        yield Finding("bad", "vllm_args", f"{problem}; correct attention.vllm_args")
+    else:
+        yield Finding("ok", "vllm_args", "vLLM's parser takes them")
+
+
+def _weights(deployment: Deployment) -> Iterator[Finding]:
+    table = tensor_table(deployment.model)
+    files = len({info.file for info in table.values()})
+    stored = sum(info.nbytes for info in table.values())
+    found = read_quantization(deployment.model)
+    yield Finding("ok", "weights", f"{found}; {len(table)} tensors, {files} files, {_size(stored)}")
+
+
+def _experts(deployment: Deployment) -> Iterator[Finding]:
+    """Whether every FFN rank finds its tensors, what it would hold, and the memory of all."""
+    # Imported here: torch takes seconds to import.
+    import torch
+
+    from ffn_worker.experts.loader import Checkpoint
+    from ffn_worker.experts.plan import plan_load
+    from ffn_worker.moe.batch_selection import mean_pairs
+
+    resolved = resolve(deployment)
+    rows = deployment.attention.max_num_seqs * deployment.attention.instances
+    kind = device_named(deployment.ffn.device).torch_type
+    here = kind == "cpu" or torch.cuda.is_available()
+    random = deployment.ffn.load == "dummy"
+    checkpoint = None
+    if not random:
+        checkpoint = Checkpoint(deployment.model, resolved.family, resolved.model)
+    plans = [
+        plan_load(
+            checkpoint,
+            resolved.model,
+            instances=deployment.ffn.instances,
+            index=index,
+            tp=deployment.ffn.tp,
+            rank=rank,
+            placement=resolved.placement,
+            shared_by_rows=resolved.shared_by_rows,
+            backend=deployment.ffn.backend if here else "torch",
+            weights=deployment.ffn.weights,
+            device=torch.device(kind),
+            pairs=mean_pairs(rows, resolved.model.top_k, resolved.model.num_experts),
+        )
+        for index in range(deployment.ffn.instances)
+        for rank in range(deployment.ffn.tp)
+    ]
+    for plan in plans if checkpoint is not None else ():
+        plan.check()
+    if not here:
+        yield Finding("note", "experts", f"tensors are complete; kernels not checked: no {kind}")
+        return
+    largest = max(plans, key=lambda plan: plan.held_bytes)
+    level = "ok" if largest.as_stored else "note"
+    yield Finding(level, "experts", f"{largest.text} on the largest of {len(plans)} ranks")
+    yield from _memory(resolved, [plan.held_bytes for plan in plans])
+
+
+def _memory(resolved: Resolved, expert_bytes: list[int]) -> Iterator[Finding]:
+    deployment = resolved.deployment
+    attention = deployment.attention
+    rest = sum(
+        info.nbytes
+        for name, info in tensor_table(deployment.model).items()
+        if not resolved.family.is_expert_weight(name)
+    )
+    cache = attention.kv_cache_gib * GIB
+    if device_named(attention.device).host_memory:
+        total = psutil.virtual_memory().total
+        need = attention.instances * (cache + rest + _PROCESS_GIB["attention"] * GIB)
+        need += sum(expert_bytes) + len(expert_bytes) * _PROCESS_GIB["ffn"] * GIB
+        text = f"{_size(need)} of this host's {_size(total)}"
+        if need > total:
+            yield Finding("bad", "memory", f"{text}: {_largest(cache, sum(expert_bytes))}")
+        else:
+            yield Finding("ok", "memory", text)
+        return
+    yield from _gpu_memory(cache, rest, max(expert_bytes))
+
+
+def _gpu_memory(cache: float, attention: int, experts: int) -> Iterator[Finding]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return  # _devices has said so
+    total = torch.cuda.get_device_properties(0).total_memory
+    for what, need in (("attention", cache + attention), ("ffn", float(experts))):
+        text = f"{what} needs {_size(need)} for weights and cache on a GPU of {_size(total)}"
+        if need > total:
+            remedy = _largest(cache if what == "attention" else 0, experts)
+            yield Finding("bad", "memory", f"{text}: {remedy}")
+        else:
+            yield Finding("ok", "memory", text)
+
+
+def _largest(cache: float, experts: float) -> str:
+    if cache >= experts:
+        return f"the cache takes {_size(cache)}; lower attention.kv_cache_gib"
+    return f"the experts take {_size(experts)}; use more FFN instances, or ffn.weights: mxfp4"
+
+
+def _size(nbytes: float) -> str:
+    return f"{nbytes / GIB:.2f} GiB"

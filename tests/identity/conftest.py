@@ -1,0 +1,119 @@
+"""Checkpoints of every family and format, and what engines.py found for them."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import ALL, Model, drawn_sizes
+from engines import Case
+
+from afd.demo.published.make import make_published
+from afd.demo.sizes import PRESETS, Sizes
+
+ROOT = Path(__file__).parents[2]
+SEED = int(os.environ.get("AFD_TEST_SEED") or time.time())
+"""Sizes of families are drawn from it. Every failure prints it; AFD_TEST_SEED repeats a run."""
+
+
+def sizes_of(model: Model) -> Sizes:
+    return PRESETS["tiny"] if model.stored_as != "plain" else drawn_sizes(model, SEED)
+
+
+def described(model: Model) -> str:
+    return f"{model.name}, AFD_TEST_SEED={SEED}, {sizes_of(model)}"
+
+
+@pytest.fixture(scope="session")
+def models(request: pytest.FixtureRequest) -> list[Model]:
+    """Returns the models of the tests that were selected."""
+    called = [i.callspec.params for i in request.session.items if hasattr(i, "callspec")]
+    named = {params["model"].name for params in called}
+    return [model for model in ALL if model.name in named]
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory, models: list[Model]) -> Path:
+    """Returns a folder with a checkpoint per model, and in ``twin/`` those that vLLM alone reads:
+    unquantised, and without image encoders."""
+    root = tmp_path_factory.mktemp("identity")
+    for model in models:
+        twin, sizes = root / "twin" / model.name, sizes_of(model)
+        make_published(
+            model.layout, root / model.name, sizes, stored_as=model.stored_as, twin=twin, seed=SEED
+        )
+        if model.text_twin:
+            make_published(model.text_twin, twin, sizes, seed=SEED)
+        elif model.stored_as == "plain":
+            twin.parent.mkdir(exist_ok=True)
+            twin.symlink_to(root / model.name)
+    return root
+
+
+class _Engines:
+    """Starts engines.py for a side when it is first asked for, and waits for it once."""
+
+    def __init__(self, checkpoints: Path, models: Sequence[Model]) -> None:
+        self._folder = checkpoints
+        self._models = models
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._found: dict[str, dict[str, dict[str, Any]]] = {}
+
+    def start(self, side: str) -> None:
+        if side in self._running:
+            return
+        models = [m for m in self._models if side == "remote" or not m.colocated]
+        where = self._folder if side == "remote" else self._folder / "twin"
+        cases = [
+            asdict(Case(m.name, str(where / m.name), m.dtype, m.instances, m.split)) for m in models
+        ]
+        (self._folder / f"{side}.json").write_text(json.dumps(cases))
+        argv = [sys.executable, str(Path(__file__).with_name("engines.py")), side]
+        argv += [str(self._folder / f"{side}.json"), str(self._folder / f"{side}-results.json")]
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        with (self._folder / f"{side}.log").open("wb") as log:
+            self._running[side] = subprocess.Popen(
+                argv, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": path}
+            )
+
+    def answer(self, side: str, model: Model) -> dict[str, Any]:
+        self.start(side)
+        if side not in self._found:
+            self._running[side].wait(280)
+            results = self._folder / f"{side}-results.json"
+            log = (self._folder / f"{side}.log").read_text(errors="replace")
+            assert results.is_file(), log[-2000:]
+            self._found[side] = {r["name"]: r for r in json.loads(results.read_text())}
+        entry = self._found[side][model.name]
+        assert not entry["error"], f"{described(model)}: {entry['error']}"
+        return entry
+
+    def close(self) -> None:
+        for process in self._running.values():
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="session")
+def engines(checkpoints: Path, models: list[Model]) -> Iterator[_Engines]:
+    engines = _Engines(checkpoints, models)
+    yield engines
+    engines.close()
+
+
+@pytest.fixture
+def colocated(engines: _Engines) -> Callable[[Model], dict[str, Any]]:
+    return lambda model: engines.answer("colocated", model)
+
+
+@pytest.fixture
+def remote(engines: _Engines) -> Callable[[Model], dict[str, Any]]:
+    engines.start("remote")
+    engines.start("colocated")  # beside it
+    return lambda model: engines.answer("remote", model)

@@ -1,0 +1,51 @@
+"""Every family and format through real servers: control plane, transport, FFN process, gateway.
+
+Only one runs by default; the others: ``./run test -m long tests/identity``.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import ALL, Model
+from conftest import described
+from engines import TOKENS, Case, prompts, settings
+from hf import disagreements
+
+from afd.models import read_model
+from afd_bench.servers import disaggregated
+from afd_bench.workload import Request, run
+
+pytest.importorskip("vllm", reason="the package vllm is not installed; ./run test installs it")
+pytestmark = pytest.mark.serve
+
+_BY_DEFAULT = "deepseek_v3-fp8_block"
+MODELS = [
+    pytest.param(m, id=m.name, marks=[] if m.name == _BY_DEFAULT else pytest.mark.long)
+    for m in ALL
+    if not m.split
+]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_served_tokens(
+    model: Model, checkpoints: Path, colocated: Callable[[Model], dict[str, Any]], tmp_path: Path
+) -> None:
+    """1A1F answers concurrent requests with the tokens of vLLM alone, or of Transformers."""
+    path, log = checkpoints / model.name, tmp_path / "serve.log"
+    config = settings(Case(model.name, str(path), model.dtype, instances=1))
+    requests = [Request(tuple(tokens), TOKENS, 0.0) for tokens in prompts()]
+    with disaggregated(config, log=log) as server:
+        found = [
+            list(answer.tokens) for answer in run(server.url, server.model, requests, salt="s")
+        ]
+    if not model.colocated:
+        assert found == colocated(model)["tokens"], described(model)
+    if model.transformers:
+        assert disagreements(checkpoints / "twin" / model.name, prompts(), found) == []
+    text = log.read_text(errors="replace")
+    family, _ = read_model(path)
+    assert ("runs split, at depth 1" in text) is bool(family.split)
+    print(f"{model.name}: {'split' if family.split else 'pipelined'}")
+    print("\n".join(line for line in text.splitlines() if "experts: " in line or "decoded" in line))

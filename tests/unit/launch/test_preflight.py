@@ -1,0 +1,187 @@
+"""`afd serve --check`: what would not start here is said, and nothing is started."""
+
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import yaml  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+from afd.demo.make_model import make_model  # noqa: E402
+from afd.demo.sizes import resolve  # noqa: E402
+from afd.models import read_model  # noqa: E402
+from afd.wire.layout import Tag  # noqa: E402
+from afd_launch import cli, preflight  # noqa: E402
+from afd_launch.installation import Gpus  # noqa: E402
+from ffn_worker.moe.quantise import quantise_weight  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def vllm_for_cpus(monkeypatch):
+    monkeypatch.setattr(preflight, "vllm_build", lambda: "cpu")
+    monkeypatch.setattr(preflight, "find_gpus", lambda: Gpus("none", 0))
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "model"
+    make_model("qwen3_moe", folder, resolve("qwen3_moe", "tiny", layers=2, experts=4, vocab=512))
+    return folder
+
+
+@pytest.fixture
+def check(tmp_path, capsys, model):
+    """Returns a function: keys of a deployment file -> exit status and lines of the check."""
+
+    def run(**keys):
+        file = tmp_path / "d.yaml"
+        keys.setdefault("model", str(model))
+        file.write_text(yaml.safe_dump(keys))
+        status = cli.main(["serve", "--check", str(file)])
+        said = capsys.readouterr()
+        return status, said.out, said.err
+
+    return run
+
+
+def line(out, level, what):
+    return next(text for text in out.splitlines() if text.split()[:2] == [level, what.split()[0]])
+
+
+def test_a_good_deployment(check):
+    status, out, _ = check()
+    assert status == 0 and "d.yaml is good: model model, 1 attention + 1 FFN" in out
+    assert "unquantised" in line(out, "ok", "weights")
+    assert "plain as stored, backend" in line(out, "ok", "experts")
+    assert "GiB of this host's" in line(out, "ok", "memory")
+    _, out, _ = check(ffn={"load": "dummy"})
+    assert "random weights, backend" in line(out, "ok", "experts")
+
+
+def test_formats_and_what_would_be_decoded(check, model):
+    family, _ = read_model(model)
+    stored = load_file(model / "model.safetensors")
+    for name in [name for name in stored if family.is_expert_weight(name)]:
+        weight = quantise_weight(stored[name].float(), Tag.E4M3FN)
+        stored[name], stored[f"{name}_scale_inv"] = weight.codes, weight.scales
+    save_file(stored, model / "model.safetensors")
+    config = json.loads((model / "config.json").read_text())
+    blocks = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (model / "config.json").write_text(json.dumps(config | {"quantization_config": blocks}))
+    status, out, _ = check()
+    assert status == 0 and "fp8 (fp8_block)" in line(out, "ok", "weights")
+    text = line(out, "note", "experts")
+    assert "fp8_block in the checkpoint, 0.00" in text
+    assert "converted at load to bfloat16 for backend" in text
+    _, out, _ = check(ffn={"backend": "torch", "instances": 2})
+    assert "fp8_block as stored, backend torch" in line(out, "ok", "experts")
+    assert "on the largest of 2 ranks" in out
+    (model / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "bitsandbytes"}})
+    )
+    status, _, err = check()
+    assert status == 2 and "bitsandbytes" in err
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ("truncated", "model.safetensors is not a complete safetensors file (it has"),
+        ("header", "model.safetensors is not a complete safetensors file (its header"),
+        ("lost", "has no tensor model.layers.1.mlp.experts.2.up_proj.weight; finish"),
+        ("shape", "up_proj.weight in"),
+        ("index", "lacks 1 of the 2 weight files in its index (first: other.safetensors)"),
+        ("gone", "has no *.safetensors files; finish the download"),
+    ],
+)
+def test_damaged_weights(check, model, damage, said):
+    file, name = model / "model.safetensors", "model.layers.1.mlp.experts.2.up_proj.weight"
+    if damage == "truncated":
+        file.write_bytes(file.read_bytes()[:-100])
+    elif damage == "header":
+        file.write_bytes(b"\0" * 7 + file.read_bytes()[7:])
+    elif damage == "gone":
+        file.unlink()
+    elif damage == "index":
+        index = {"weight_map": {"a": "model.safetensors", "b": "other.safetensors"}}
+        (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    else:
+        stored = load_file(file)
+        lost = stored.pop(name)
+        if damage == "shape":
+            stored[name] = lost[:-1].contiguous()
+        save_file(stored, file)
+    status, out, err = check()
+    assert status == 1 and said in out and str(model) in out
+    assert "cannot be served here: " in err and "is good" not in out
+
+
+def test_a_missing_key_file(check, tmp_path):
+    status, out, _ = check(control={"keys": str(tmp_path / "absent.keys")})
+    assert status == 1
+    assert "absent.keys does not exist; copy it here, or make it" in line(out, "bad", "keys")
+
+
+def test_a_device_that_is_not_here(check, monkeypatch):
+    cuda = {"attention": {"device": "cuda"}, "ffn": {"device": "cuda"}}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    status, out, _ = check(**cuda)
+    assert status == 1
+    assert "device cuda but this host has no GPU" in line(out, "bad", "GPUs")
+    assert "built for cpu, attention.device is cuda" in line(out, "bad", "vllm")
+    assert "kernels not checked" in line(out, "note", "experts")
+    monkeypatch.setattr(preflight, "find_gpus", lambda: Gpus("nvidia", 1))
+    assert "1 of nvidia here, the deployment uses 2" in line(check(**cuda)[1], "bad", "GPUs")
+    shared = check(gpus=1, **cuda)[1]
+    assert "the deployment uses 1" in line(shared, "ok", "GPUs")
+
+
+def test_memory(check, monkeypatch):
+    status, out, _ = check(attention={"kv_cache_gib": 100_000})
+    assert status == 1
+    text = line(out, "bad", "memory")
+    assert "the cache takes 100000.00 GiB; lower attention.kv_cache_gib" in text
+    total = 96 * 2**30
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    properties = type("Properties", (), {"total_memory": total})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    sizes = [f.text for f in preflight._gpu_memory(2.0**37, 2**30, 2**30) if f.level == "bad"]
+    assert sizes == [
+        "attention needs 129.00 GiB for weights and cache on a GPU of 96.00 GiB: the cache takes "
+        "128.00 GiB; lower attention.kv_cache_gib"
+    ]
+    (bad,) = (f for f in preflight._gpu_memory(0, 0, 2**37) if f.level == "bad")
+    assert "the experts take 128.00 GiB; use more FFN instances" in bad.text
+
+
+def test_arguments_of_vllm(check, monkeypatch):
+    monkeypatch.setattr(
+        "attention_worker.vllm_hooks.arguments.problem_with",
+        lambda arguments: f"{arguments[0]} is no argument of vLLM's API server",
+    )
+    status, out, _ = check(attention={"vllm_args": ["--no-such"]})
+    assert status == 1 and "--no-such is no argument" in line(out, "bad", "vllm_args")
+    monkeypatch.setattr(preflight, "vllm_build", lambda: None)
+    status, out, _ = check(attention={"vllm_args": ["--no-such"]})
+    assert status == 1 and "not installed" in line(out, "bad", "vllm")
+    assert "not checked" in line(out, "note", "vllm_args")
+
+
+def test_vllms_own_parser_is_asked():
+    pytest.importorskip("vllm")
+    from attention_worker.vllm_hooks.arguments import problem_with
+
+    assert problem_with(["--enable-auto-tool-choice", "--block-size=32"]) is None
+    assert "--no-such-flag" in problem_with(["--no-such-flag=1"])
+    assert "--block-size: invalid int value" in problem_with(["--block-size", "many"])
+
+
+def test_the_file_alone_can_be_checked(check, model, tmp_path, capsys):
+    (model / "model.safetensors").unlink()
+    file = tmp_path / "d.yaml"
+    cuda = {"device": "cuda"}
+    file.write_text(yaml.safe_dump({"model": str(model), "attention": cuda, "ffn": cuda}))
+    assert cli.main(["serve", "--check-file", str(file)]) == 0
+    assert "holds no weights" in capsys.readouterr().out
