@@ -142,6 +142,7 @@ std::optional<Status> ProxyLink::begin(const Message& m) {
 
 std::optional<Status> ProxyLink::begin_kept(const Message& m) {
   if (options_.device.is_cpu() || bytes_of(m) == 0) return link_->begin(m);
+  // In place, nobody waits until the NIC has read the memory: it stays as it is.
   return in_place(m) ? link_->post(m) : post_staged(m);
 }
 
