@@ -55,8 +55,7 @@ void keep_rows(Message& m, uint32_t rows) {
   if (rows == m.header.count) return;
   m.header.nbytes = 0;
   for (std::size_t i = 0; i < m.part_count; ++i) {
-    if (i + m.whole < m.part_count)
-      m.parts[i].nbytes = m.parts[i].nbytes / m.header.count * rows;
+    if (i + m.whole < m.part_count) m.parts[i].nbytes = m.parts[i].nbytes / m.header.count * rows;
     m.header.nbytes += static_cast<int64_t>(m.parts[i].nbytes);
   }
   m.header.count = rows;

@@ -70,8 +70,7 @@ class PyGate {
     if (depths.shape(0) != gate_.peers() || counts.shape(0) != gate_.peers() ||
         counts.shape(1) != gate_.lanes())
       throw nb::value_error("depths must be int32 [peers] and counts int32 [peers, lanes]");
-    if (firsts &&
-        (firsts->shape(0) != counts.shape(0) || firsts->shape(1) != counts.shape(1)))
+    if (firsts && (firsts->shape(0) != counts.shape(0) || firsts->shape(1) != counts.shape(1)))
       throw nb::value_error("firsts must have the shape of counts");
     gate_.begin(std::move(plan), depths.data(), counts.data(), late_us,
                 firsts ? firsts->data() : nullptr);
