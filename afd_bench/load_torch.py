@@ -1,4 +1,4 @@
-"""One load of `afd bench load`, in a process of its own: ``python -m afd_bench.load_torch``."""
+"""A process of `afd bench load`: does the jobs that come on standard input, one JSON per line."""
 
 import json
 import re
@@ -12,12 +12,13 @@ from safetensors.torch import save_file
 
 from afd.models import read_model
 from afd.models.checkpoint import INDEX_FILE, weight_files
+from afd_bench.load import RESULT
 
 Job = dict[str, object]
 _NAME = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
-def write(job: Job) -> None:
+def write(job: Job) -> dict[str, float]:
     """Writes random experts, one file per layer, with config.json and an index."""
     folder = Path(str(job["folder"]))
     layers, experts, hidden, width = (
@@ -48,6 +49,7 @@ def write(job: Job) -> None:
         save_file(tensors, folder / file)
         weight_map |= dict.fromkeys(tensors, file)
     (folder / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+    return {}
 
 
 def load(job: Job) -> dict[str, float]:
@@ -149,13 +151,11 @@ def resident(which: str) -> int:
 
 
 def main() -> None:
-    what, job = sys.argv[1], json.loads(sys.argv[2])
     torch.set_num_threads(1)
-    if what == "write":
-        write(job)
-        print("{}")
-    else:
-        print(json.dumps(load(job)))
+    for line in sys.stdin:
+        job = json.loads(line)
+        found = write(job) if job["what"] == "write" else load(job)
+        print(RESULT + json.dumps(found), flush=True)  # other lines are vLLM's log
 
 
 if __name__ == "__main__":
