@@ -39,7 +39,7 @@ def write(job: Job) -> dict[str, float]:
     shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
     weight_map: dict[str, str] = {}
     for layer in range(layers):
-        tensors = {}
+        tensors: dict[str, torch.Tensor] = {}
         for expert in range(experts):
             for projection, shape in shapes.items():
                 name = f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj.weight"
