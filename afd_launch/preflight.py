@@ -127,7 +127,10 @@ def _experts(deployment: Deployment) -> Iterator[Finding]:
     rows = deployment.attention.max_num_seqs * deployment.attention.instances
     kind = device_named(deployment.ffn.device).torch_type
     here = kind == "cpu" or torch.cuda.is_available()
-    checkpoint = Checkpoint(deployment.model, resolved.family, resolved.model)
+    random = deployment.ffn.load == "dummy"
+    checkpoint = None
+    if not random:
+        checkpoint = Checkpoint(deployment.model, resolved.family, resolved.model)
     plans = [
         plan_load(
             checkpoint,
@@ -146,7 +149,7 @@ def _experts(deployment: Deployment) -> Iterator[Finding]:
         for index in range(deployment.ffn.instances)
         for rank in range(deployment.ffn.tp)
     ]
-    for plan in plans:
+    for plan in plans if checkpoint is not None else ():
         plan.check()
     if not here:
         yield Finding("note", "experts", f"tensors are complete; kernels not checked: no {kind}")
@@ -168,8 +171,14 @@ def _memory(resolved: Resolved, expert_bytes: list[int]) -> Iterator[Finding]:
     cache = attention.kv_cache_gib * GIB
     if device_named(attention.device).host_memory:
         total = psutil.virtual_memory().total
-        need = attention.instances * (cache + rest + _PROCESS_GIB["attention"] * GIB)
-        need += sum(expert_bytes) + len(expert_bytes) * _PROCESS_GIB["ffn"] * GIB
+        tp = deployment.ffn.tp
+        experts = [size + _PROCESS_GIB["ffn"] * GIB for size in expert_bytes]
+        each = cache + rest + _PROCESS_GIB["attention"] * GIB
+        need = max(  # on the fullest host
+            len(place.attention) * each
+            + sum(sum(experts[j * tp : (j + 1) * tp]) for j in place.ffn)
+            for place in deployment.places()
+        )
         text = f"{_size(need)} of this host's {_size(total)}"
         if need > total:
             yield Finding("bad", "memory", f"{text}: {_largest(cache, sum(expert_bytes))}")

@@ -109,6 +109,7 @@ def resolve(deployment: Deployment) -> Resolved:
         ConfigError: the checkpoint cannot be served, or not with this deployment's topology.
     """
     family, model = read_model(deployment.model)
+    _check_device(deployment, family, model)
     model = family.serve_as(model, deployment.attention.dtype)
     dtype = model.dtype
     placement = _placement(deployment, model)
@@ -165,6 +166,7 @@ def check_model(deployment: Deployment) -> None:
             " Hub after hf download NAME"
         )
     family, model = read_model(deployment.model)
+    _check_device(deployment, family, model)
     if deployment.ffn.instances > model.num_experts:
         raise ConfigError(
             f"ffn.instances is {deployment.ffn.instances} but {deployment.model.name} has"
@@ -174,6 +176,16 @@ def check_model(deployment: Deployment) -> None:
     graphs = replays(deployment, family)
     _shared_by_rows(deployment, _dispatch(deployment, model, graphs))
     width_slices(model.moe_intermediate, deployment.ffn.tp)
+
+
+def _check_device(deployment: Deployment, family: Family, model: MoeModel) -> None:
+    """Raises ConfigError if the model's attention runs on GPUs only and this is none."""
+    device = deployment.attention.device
+    if family.gpu_only and device_named(device).host_memory:
+        raise ConfigError(
+            f"{model.architecture} has {family.gpu_only}, which vLLM runs on GPUs only, but "
+            f"attention.device is {device}; use cuda"
+        )
 
 
 def _placement(deployment: Deployment, model: MoeModel) -> Placement:

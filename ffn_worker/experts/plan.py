@@ -74,9 +74,10 @@ class LoadPlan:
     @property
     def text(self) -> str:
         """Says whether the experts are held as stored, with the bytes before and after."""
-        assert self.checkpoint is not None
-        stored, chosen = self.checkpoint.format(), self.chosen
-        after = f"{self.held_bytes / 1e9:.3f} GB"
+        chosen, after = self.chosen, f"{self.held_bytes / 1e9:.3f} GB"
+        if self.checkpoint is None:
+            return f"random weights, backend {chosen.backend}, {after}"
+        stored = self.checkpoint.format()
         if self.as_stored:
             return f"{stored} as stored, backend {chosen.backend}, {after}"
         now = self.model.dtype if chosen.scheme is Scheme.PLAIN else chosen.scheme.value

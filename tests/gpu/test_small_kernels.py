@@ -183,7 +183,7 @@ def test_expert_ids_are_mapped_to_slots(copies):
     count = torch.randint(1, copies + 1, (49,), dtype=torch.int32)
     table[-1], count[-1] = -1, 1
     slots = object.__new__(ExpertSlotMap)
-    slots._index = 2
+    slots._index, slots._in_order = 2, set()
     found = []
     for device in ("cpu", "cuda"):
         many = None if copies == 1 else count.to(device)

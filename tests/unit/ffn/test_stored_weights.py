@@ -303,6 +303,25 @@ def test_blocks_at_the_edge_may_be_smaller():
     assert torch.equal(got[:128, :128], codes.float()[:128, :128] * scales[0, 0])
 
 
+@pytest.mark.parametrize("shape", [(3, 2), (3, 1, 2, 1)])
+def test_scales_of_other_dtypes_and_shapes(tmp_path, shape):
+    """Qwen3-FP8 stores scales in bfloat16, ModelOpt with dimensions of size 1."""
+    stored = FORMATS["fp8 block"]
+    codes = torch.randn(N, K).to(torch.float8_e4m3fn)
+    scales = (torch.rand(3, 2) + 0.5).bfloat16()
+    tensors = {"a.weight": codes, "a.weight_scale_inv": scales.view(shape).contiguous()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    table = tensor_table(tmp_path)
+    weight = StoredWeight("a.weight", N, K, stored)
+    weight.check(table, tmp_path)
+    want = decode(stored, StoredParts(codes, scales))
+    for scheme in (Scheme.PLAIN, Scheme.FP8_BLOCK):
+        out = empty(scheme, 256, 128)
+        with TensorFiles(table) as opened:
+            weight.read_into(opened, out, (128, 384), (128, 256))
+        assert torch.equal(dequantise_weight(out), want[128:, 128:])
+
+
 def test_transposed_stacks(tmp_path):
     tensor = torch.randn(2, K, N)
     save_file({"experts.gate_up_proj": tensor}, tmp_path / "model.safetensors")

@@ -56,6 +56,8 @@ def test_a_good_deployment(check):
     assert "unquantised" in line(out, "ok", "weights")
     assert "plain as stored, backend" in line(out, "ok", "experts")
     assert "GiB of this host's" in line(out, "ok", "memory")
+    _, out, _ = check(ffn={"load": "dummy"})
+    assert "random weights, backend" in line(out, "ok", "experts")
 
 
 def test_formats_and_what_would_be_decoded(check, model):

@@ -1,4 +1,4 @@
-"""The presets equal the planner's current output, and `afd serve --check` accepts them."""
+"""The presets equal the planner's current output, and `afd serve --check-file` accepts them."""
 
 import re
 from itertools import pairwise
