@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from afd.config.deployment import CoreLists, Deployment
+from afd.config.deployment import Deployment
+from afd.config.sections import CoreLists
 from afd.errors import ConfigError
 
 Cores = tuple[int, ...]

@@ -10,9 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from afd.config.deployment import Attention, Deployment, Ffn
+from afd.config.deployment import Deployment
 from afd.config.host_view import control_address, home_of, seen_from, settings_of
 from afd.config.roles import ROLE_FILE_ENV, Role, RoleSpec
+from afd.config.sections import Attention, Ffn
 from afd.control.connect import NO_KEYS
 from afd.errors import ConfigError
 from afd.host.logs import LOG_FORMAT

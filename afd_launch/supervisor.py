@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
-from afd.config.deployment import Restart
+from afd.config.sections import Restart
 from afd.errors import ConfigError
 from afd.host.logs import RoleLog, say, write_line
 from afd_launch.host_watch import HostWatch

@@ -1,6 +1,6 @@
 """The files that the gateway reads at its start."""
 
-from afd.config.deployment import Gateway
+from afd.config.sections import Gateway
 from afd.gateway.api_keys import read_api_keys
 from afd.gateway.tls import server_context
 

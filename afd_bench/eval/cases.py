@@ -6,11 +6,12 @@ from itertools import product
 from typing import get_args
 
 from afd.config.choices import choices
-from afd.config.deployment import Deployment, Wire
+from afd.config.deployment import Deployment
+from afd.config.sections import Wire
 from afd.errors import ConfigError
 
 WIRES: tuple[str, ...] = get_args(Wire.model_fields["format"].annotation)
-"""Every wire format of the deployment file, in the order of afd/config/deployment.py."""
+"""Every wire format of the deployment file, in the order of afd/config/sections.py."""
 
 REDUCES: tuple[str, ...] = tuple(choices("reduce_format"))
 """Every reduce format for the ranks of an FFN instance, the exact one first. Partial sums of

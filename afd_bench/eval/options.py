@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from afd.config.deployment import MAX_DEPTH, Deployment
+from afd.config.deployment import Deployment
+from afd.config.sections import MAX_DEPTH
 from afd.errors import ConfigError
 from afd_bench.eval.cases import REDUCES, WIRES
 from afd_bench.eval.gates import TOKENS

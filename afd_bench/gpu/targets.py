@@ -20,7 +20,7 @@ from afd_bench.servers import Server, colocated, disaggregated
 START_S = 240.0
 PEER = "vllm colocated"
 DEFAULT_BACKEND = "auto"
-"""Default of ffn.backend (afd/config/deployment.py)."""
+"""Default of ffn.backend (afd/config/sections.py)."""
 FILLED = {
     "kv_connector": "DecodeBenchConnector",
     "kv_role": "kv_both",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from afd.config.deployment import Deadlines
+from afd.config.sections import Deadlines
 from afd.records import Record
 from afd_bench.scale.deployed import Window
 from afd_bench.scale.shared import Case

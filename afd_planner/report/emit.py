@@ -1,6 +1,6 @@
 """Writes the deployment file that ``afd serve`` runs from a plan.
 
-The file has the keys of afd/config/deployment.py. An attention instance there is one process on one
+The file has the keys of afd/config/sections.py. An attention instance there is one process on one
 GPU, so the file has one per data-parallel rank, and one FFN instance of ``ffn.tp`` ranks per
 expert-parallel group. A comment says how the plan distributes them over servers, and in what the
 plan differs from the file.

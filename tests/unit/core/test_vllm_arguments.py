@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from afd.config.deployment import Attention, load_config
+from afd.config.deployment import load_config
+from afd.config.sections import Attention
 from afd.config.vllm_arguments import REFUSED, SHORT, refusal
 from afd.errors import ConfigError
 

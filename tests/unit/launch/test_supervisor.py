@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from afd.config.deployment import Deployment, Restart
+from afd.config.deployment import Deployment
+from afd.config.sections import Restart
 from afd.errors import ConfigError
 from afd.host.logs import RoleLog
 from afd.host.ports import accepts, check_free, held_ports
@@ -346,7 +347,7 @@ def test_log_dir_gets_one_file_per_role(tmp_path):
 SUPERVISE = """
 import sys
 from pathlib import Path
-from afd.config.deployment import Restart
+from afd.config.sections import Restart
 from afd_launch.process import Command
 from afd_launch.supervisor import Stage, Supervisor
 here = Path(sys.argv[1])

@@ -1,0 +1,286 @@
+"""The sections of the deployment file: keys, defaults and valid values.
+
+An instance is an attention server or an FFN instance; a rank is one process of an FFN instance.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, field_validator, model_validator
+
+from afd.config.choices import Choice, choices
+from afd.config.transport import Section
+from afd.config.values import check_device, device_value, moe_backend, reduce_format, reducer
+from afd.config.vllm_arguments import refusal
+from afd.devices import ROCM
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+Cores = tuple[Annotated[int, Field(ge=0)], ...]
+CoreLists = Literal["auto"] | tuple[Cores, ...]
+Device = Annotated[str, AfterValidator(device_value)]
+
+MAX_DEPTH = 3
+_KERNELS = {
+    choice.name: choice
+    for choice in (
+        Choice("vllm"),
+        Choice("mqa", ("cuda",)),
+        Choice("aiter", ("rocm",)),
+        Choice("triton", ("rocm",)),
+    )
+}
+CORE_LISTS = "auto or a list of core lists, one per process, such as [[0, 1], [2, 3]]"
+
+
+def _check_core_lists(cpus: CoreLists, processes: int) -> None:
+    if cpus == "auto":
+        return
+    if len(cpus) != processes:
+        raise ValueError(
+            f"cpus has {len(cpus)} core lists for {processes} processes; give one list each"
+        )
+    if any(not cores for cores in cpus):
+        raise ValueError("cpus has an empty core list; give every process at least one core")
+
+
+class Attention(Section):
+    """The attention instances: vLLM servers that hold all weights except the experts."""
+
+    instances: int = Field(default=1, ge=1)  # number of attention instances
+    device: Device = "cpu"  # cpu, cuda or rocm; another than ffn.device needs verbs or tcp
+    # Serving dtype of both sides; auto: the checkpoint's dtype
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    max_model_len: int = Field(default=2048, ge=1)  # tokens per request: prompt plus output
+    max_num_seqs: int = Field(default=64, ge=1)  # requests per step and instance
+    max_num_batched_tokens: int = Field(default=1024, ge=1)  # tokens per step and instance
+    kv_cache_gib: float = Field(default=1.0, gt=0)  # GiB per instance; CPUs allocate it at start
+    enable_prefix_caching: bool = True  # reuse the KV cache of equal prompt prefixes
+    host: str = "127.0.0.1"  # address on which the instances listen for HTTP
+    port: Port = 8100  # instance i listens on port + i; 0: any free port
+    # Cores of each instance; auto: `afd serve` distributes the cores of the host
+    cpus: CoreLists = Field(default="auto", description=CORE_LISTS)
+    # Decode attention kernel. vllm: vLLM's choice; mqa: this project's kernel for an FP8 KV cache
+    # with one key/value head, device cuda only (docs/gpu.md); aiter, triton: vLLM's backends of
+    # these names, device rocm only (docs/amd.md)
+    kernel: Literal["vllm", "mqa", "aiter", "triton"] = "vllm"
+    # Extra arguments for vLLM's server, passed unchanged; those that AFD sets itself or does not
+    # support are refused
+    vllm_args: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Attention:
+        _check_core_lists(self.cpus, self.instances)
+        check_device("kernel", _KERNELS[self.kernel], self.device, "leave kernel at vllm")
+        if refused := refusal(self.vllm_args):
+            raise ValueError(f"vllm_args has {refused}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs"
+                f" {self.max_num_seqs}, but a step has at least one token per request;"
+                " raise max_num_batched_tokens or lower max_num_seqs"
+            )
+        if self.port + self.instances - 1 > 65535:
+            raise ValueError(
+                f"port {self.port} leaves no room below 65536 for {self.instances} instances;"
+                " lower port"
+            )
+        return self
+
+    def api_ports(self) -> tuple[int, ...]:
+        """One port per instance; all 0 if any free port may be used."""
+        return tuple(self.port + i if self.port else 0 for i in range(self.instances))
+
+
+class Ffn(Section):
+    """The FFN instances. They divide the experts of every layer among them; each instance is
+    ``tp`` processes (ranks)."""
+
+    instances: int = Field(default=1, ge=1)  # number of FFN instances
+    tp: int = Field(default=1, ge=1)  # ranks per instance; each holds a slice of every expert
+    # Format in which the ranks of an instance add up partial results: exact, or a block format
+    # that sends fewer bytes and rounds (docs/allreduce.md)
+    reduce: Annotated[str, AfterValidator(reduce_format)] = "exact"
+    # Library that adds them up (docs/allreduce.md); auto: this project's quickreduce for block
+    # formats, and for exact sums where it was measured. aiter_quickreduce: AITER's, device rocm
+    reduce_backend: Annotated[str, AfterValidator(reducer)] = "auto"
+    device: Device = "cpu"  # cpu, cuda or rocm; see attention.device
+    # Device rocm: architecture of the FFN instances' GPUs, gfx942 (MI300X, MI325X) or gfx950
+    # (MI350X, MI355X). It decides the FP8 type of the wire. auto: as found on their host
+    arch: Literal["auto", "gfx942", "gfx950"] = "auto"
+    # Kernels that compute the experts (docs/experts.md); auto: the first backend that runs here.
+    # On GPUs, vllm_cuda runs colocated vLLM's own kernel: set it to compare tokens with colocated
+    # vLLM, because other backends round differently.
+    backend: Annotated[str, AfterValidator(moe_backend)] = "auto"
+    # Format in which expert weights are held; auto: as stored in the checkpoint
+    weights: Literal["auto", "plain", "fp8_block", "mxfp4"] = "auto"
+    load: Literal["checkpoint", "dummy"] = "checkpoint"  # dummy: random experts, for benchmarks
+    # Compute threads per rank; auto: one per core of the rank
+    threads: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
+        default="auto",
+        description="auto (one per core of the process) or a whole number of at least 1",
+    )
+    # Cores of each rank; auto: `afd serve` distributes the cores of the host
+    cpus: CoreLists = Field(default="auto", description=CORE_LISTS)
+    # Milliseconds that a step waits at its start for active attention instances
+    step_wait_ms: float = Field(default=10.0, ge=0)
+    # Milliseconds after which an attention instance that stalls inside a step is dropped from it;
+    # its rows are then computed in a step of their own
+    late_ms: float = Field(default=1000.0, gt=0)
+    redundant_experts: int = Field(default=0, ge=0)  # spare expert slots per instance and layer
+    # File that says which instance holds which expert; null: contiguous ranges
+    placement: Path | None = Field(
+        default=None, description="the path of a file made by afd placement, or null"
+    )
+    # slices: every instance computes a slice of each shared expert for all rows. rows: an instance
+    # computes the whole shared expert for the rows whose first routed expert it holds.
+    # auto: rows if wire.dispatch is routed, else slices
+    shared_experts: Literal["auto", "slices", "rows"] = "auto"
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Ffn:
+        _check_core_lists(self.cpus, self.ranks)
+        if self.reduce != "exact" and self.tp == 1:
+            raise ValueError(
+                f"reduce {self.reduce} needs several ranks to add up, but tp is 1;"
+                " set tp to 2 or more, or leave reduce at exact"
+            )
+        if self.backend != "auto":
+            chosen = choices("moe_backend")[self.backend]
+            check_device("backend", chosen, self.device, "use backend auto")
+        if self.reduce_backend != "auto":
+            adder = choices("reduce_backend")[self.reduce_backend]
+            check_device("reduce_backend", adder, self.device, "use reduce_backend auto")
+            if self.tp == 1:
+                raise ValueError(
+                    f"reduce_backend {self.reduce_backend} needs several ranks to add up, but tp is"
+                    " 1; set tp to 2 or more, or leave reduce_backend at auto"
+                )
+        if self.arch != "auto" and self.device != ROCM.name:
+            raise ValueError(
+                f"arch {self.arch} is an AMD GPU, but device is {self.device}; set device: rocm on"
+                " both sides, or remove arch"
+            )
+        if self.late_ms < self.step_wait_ms:
+            raise ValueError(
+                f"late_ms {self.late_ms:g} is below step_wait_ms {self.step_wait_ms:g}, but an"
+                " instance cannot be late before the step has waited for it; raise late_ms"
+            )
+        return self
+
+    @property
+    def ranks(self) -> int:
+        """Number of FFN processes of the deployment; each has one device."""
+        return self.instances * self.tp
+
+
+class Pipeline(Section):
+    """How a step is split into micro-batches."""
+
+    # Micro-batches in flight per step; auto: chosen from measured step times (docs/depth.md)
+    depth: Literal["auto"] | Annotated[int, Field(ge=1, le=MAX_DEPTH)] = Field(
+        default=3, description=f"auto or a whole number from 1 to {MAX_DEPTH}"
+    )
+    # Target time per output token in milliseconds, used if depth is auto; null: no target
+    tpot_ms: float | None = Field(
+        default=None, gt=0, description="a number of milliseconds above 0, or null"
+    )
+    min_rows: int = Field(default=4, ge=1)  # fewest rows per micro-batch; smaller steps split less
+    graphs: bool = True  # on GPUs: capture decode steps as graphs and replay them, on both sides
+    lookahead: bool = False  # prepare the next step during a replay; for its cost see docs/gpu.md
+
+    @property
+    def max_depth(self) -> int:
+        """Largest number of micro-batches per step; slots and graphs are made for it."""
+        return MAX_DEPTH if self.depth == "auto" else self.depth
+
+
+class Wire(Section):
+    """How rows travel between attention and FFN instances."""
+
+    # Format of rows: exact (the serving dtype), or fp8 or mxfp4, which are smaller and round
+    # (docs/formats.md)
+    format: Literal["exact", "fp8", "mxfp4"] = "exact"
+    # FP8 type of formats fp8 and mxfp4; auto: what the FFN instances' GPUs multiply, which is
+    # e4m3fnuz on gfx942 (MI300X) and e4m3fn elsewhere
+    fp8: Literal["auto", "e4m3fn", "e4m3fnuz"] = "auto"
+    # broadcast: every row goes to all FFN instances. routed: a row goes to the instances that hold
+    # one of its experts. auto: routed if it sends clearly fewer bytes
+    dispatch: Literal["auto", "broadcast", "routed"] = "auto"
+
+
+class Control(Section):
+    """The control plane, where every role registers."""
+
+    # tcp://HOST:PORT; auto: a free local port, or with hosts port 5555 of the control host
+    address: str = "auto"
+    # Host that runs the control plane and the gateway; null: the first of hosts
+    host: str | None = None
+    # Largest difference between the clocks of two hosts, seconds. Generations of members start
+    # from the clock, so they would go back if the control plane moved to a host that is behind
+    clock_s: float = Field(default=2.0, gt=0)
+    # Key file that encrypts and authenticates the control plane; null: a plain local socket
+    keys: Path | None = Field(
+        default=None, description="the path of a key file made by afd keys, or null"
+    )
+    heartbeat_s: float = Field(default=0.5, gt=0)  # seconds between heartbeats of a role
+    timeout_s: float = Field(default=3.0, gt=0)  # seconds without heartbeat until a role is dropped
+
+    @field_validator("address")
+    @classmethod
+    def _is_address(cls, value: str) -> str:
+        host, _, port = value.removeprefix("tcp://").rpartition(":")
+        good = value.startswith("tcp://") and host and port.isdigit() and 0 < int(port) < 65536
+        if value != "auto" and not good:
+            raise ValueError("must be auto or tcp://HOST:PORT")
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Control:
+        if self.timeout_s < 2 * self.heartbeat_s:
+            raise ValueError(
+                f"timeout_s {self.timeout_s:g} is below two heartbeats of {self.heartbeat_s:g} s,"
+                " so one late heartbeat would drop a healthy role; raise timeout_s"
+            )
+        return self
+
+
+class Tls(Section):
+    """TLS of the gateway's port. Both files are PEM; the key has no password."""
+
+    certificate: Path  # the certificate, then the chain behind it
+    key: Path
+
+
+class Gateway(Section):
+    """The OpenAI endpoint that users send requests to."""
+
+    host: str = "127.0.0.1"  # address on which the gateway listens
+    port: Port = 8000  # 0: any free port
+    api_keys: Path | None = None  # hashes of the API keys that clients need; null: none needed
+    tls: Tls | None = None  # null: plain HTTP
+
+
+class Deadlines(Section):
+    """Time limits, in seconds."""
+
+    hosts_s: float = Field(default=600.0, gt=0)  # start-up, until every host has come
+    start_s: float = Field(default=180.0, gt=0)  # then, until every role is ready
+    ffn_s: float = Field(default=60.0, gt=0)  # attention's wait for an FFN, including its restart
+    stuck_s: float = Field(default=20.0, gt=0)  # one expert call; a longer one is hung
+    drain_s: float = Field(default=30.0, ge=0)  # shutdown, for running requests to finish
+
+
+class Restart(Section):
+    """How often a role that ended is started again."""
+
+    max_restarts: int = Field(default=3, ge=0)  # per role within window_s; then the deployment ends
+    window_s: float = Field(default=60.0, gt=0)  # seconds over which restarts are counted
+
+
+class Metrics(Section):
+    """Prometheus metrics (docs/metrics.md)."""
+
+    enabled: bool = True  # every role serves /metrics
+    stage_every: int = Field(default=0, ge=0)  # take stage timestamps every n-th step; 0: never
