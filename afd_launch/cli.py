@@ -233,12 +233,14 @@ class _Version(argparse.Action):
 def _serve(args: argparse.Namespace) -> int:
     deployment = load_deployment(args)
     from afd.gateway.files import check_files
-    from afd_launch.serve import serve, summary, weights_note
+    from afd_launch.serve import check_machine, serve, summary, weights_note
 
     if args.check or args.check_file:
         from afd_launch.memory_check import check_memory
 
         check_files(deployment.gateway)
+        if args.check and args.host is not None:
+            check_machine(deployment, args.host)
         notes = check_memory(deployment)
         if args.check and not _report(args.config, deployment):
             return 1

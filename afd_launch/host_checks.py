@@ -54,6 +54,18 @@ def look() -> HostFacts:
     )
 
 
+def prepared(specs: Sequence[RoleSpec], facts: HostFacts) -> list[RoleSpec]:
+    """Returns the specs of this host's roles, with their RDMA ports.
+
+    Raises:
+        ConfigError: this machine lacks what they need.
+    """
+    check_gpus(specs[0].deployment, specs[0].host, facts)
+    found = with_ports(specs, facts)
+    check_rdma(found, facts)
+    return found
+
+
 def check_gpus(deployment: Deployment, name: str, facts: HostFacts) -> None:
     """Raises ConfigError if the host has too few GPUs. name: "" if the file names no hosts."""
     if not name:

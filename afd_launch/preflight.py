@@ -171,8 +171,14 @@ def _memory(resolved: Resolved, expert_bytes: list[int]) -> Iterator[Finding]:
     cache = attention.kv_cache_gib * GIB
     if device_named(attention.device).host_memory:
         total = psutil.virtual_memory().total
-        need = attention.instances * (cache + rest + _PROCESS_GIB["attention"] * GIB)
-        need += sum(expert_bytes) + len(expert_bytes) * _PROCESS_GIB["ffn"] * GIB
+        tp = deployment.ffn.tp
+        experts = [size + _PROCESS_GIB["ffn"] * GIB for size in expert_bytes]
+        each = cache + rest + _PROCESS_GIB["attention"] * GIB
+        need = max(  # on the fullest host
+            len(place.attention) * each
+            + sum(sum(experts[j * tp : (j + 1) * tp]) for j in place.ffn)
+            for place in deployment.places()
+        )
         text = f"{_size(need)} of this host's {_size(total)}"
         if need > total:
             yield Finding("bad", "memory", f"{text}: {_largest(cache, sum(expert_bytes))}")

@@ -18,14 +18,7 @@ from afd.errors import ConfigError
 from afd.gateway.files import check_files
 from afd.host.logs import say
 from afd_launch.gpus import of_this_host
-from afd_launch.host_checks import (
-    HostFacts,
-    check_gpus,
-    check_rdma,
-    look,
-    rails_of,
-    with_ports,
-)
+from afd_launch.host_checks import HostFacts, look, prepared, rails_of
 from afd_launch.host_watch import HostWatch
 from afd_launch.installation import require_vllm
 from afd_launch.other_hosts import OtherHosts, roles_of
@@ -117,9 +110,7 @@ def _serve(
             hosts = HostWatch(others, say)
         facts = look() if name or deployment.transport.verbs.ports else HostFacts()
         try:
-            check_gpus(deployment, name, facts)
-            specs = with_ports(specs, facts)
-            check_rdma(specs, facts)
+            specs = prepared(specs, facts)
         except ConfigError as error:
             if hosts is not None:
                 hosts.failed(str(error))
@@ -142,6 +133,13 @@ def _serve(
             hosts=hosts,
         )
         return supervisor.run()
+
+
+def check_machine(deployment: Deployment, host: str) -> None:
+    """Checks that this machine can be ``host``. Raises ConfigError."""
+    name = this_host(deployment, host)
+    ports = Ports(0, (0,) * deployment.attention.instances, "")
+    prepared(role_specs(seen_from(deployment, name), ports, available_cores(), name), look())
 
 
 def summary(deployment: Deployment) -> str:

@@ -48,6 +48,9 @@ def run_ffn(role: RoleSpec) -> None:
         ConfigError, HandshakeRefused, DeadlineExceeded: the message names cause and remedy.
     """
     os.environ |= role.gpu_environment(os.environ)  # before the first use of the GPU
+    # CUDA's most hardware queues: a stream that sends answers should not share one with a stream
+    # that waits for requests.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     bind_process(role.cpus, "ffn.cpus")
     torch.set_num_threads(role.threads)
     deployment = role.deployment
@@ -60,9 +63,6 @@ def run_ffn(role: RoleSpec) -> None:
         host = deployment.transport.host
         metrics_url = serve_metrics(metrics, host, role.metrics_port).url
     device = torch_device(deployment.ffn.device)
-    if device_named(deployment.ffn.device).has_streams:
-        # A stream that waits must not share a hardware queue with one that sends.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     runtime_of(device).enter(device)
     verbs = deployment.transport.verbs_keywords("ffn")
     region = Region(

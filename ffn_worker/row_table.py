@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from afd.devices import device_of_torch
 from afd.wire.orders import Part
 
 
@@ -25,7 +24,7 @@ class RowTable:
     ) -> None:
         """rank, tp: this rank's number in its FFN instance, and its ranks."""
         self._rank, self._tp = rank, tp
-        pinned = device_of_torch(device.type).has_streams
+        pinned = device.type != "cpu"
         shape = (max_depth, instances)
         self._host = torch.zeros(shape, dtype=torch.int32, pin_memory=pinned)
         self._device = torch.zeros(shape, dtype=torch.int32, device=device)

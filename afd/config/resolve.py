@@ -93,12 +93,6 @@ class Resolved:
     placement: Placement
     contract: Contract
 
-    @property
-    def requests_say_rows(self) -> bool:
-        """Whether the header of a request of a replayed step says how many rows it carries: routed
-        dispatch, and a transport that writes headers for streams."""
-        return self.dispatch == "routed" and not _sends_whole_buffers(self.deployment)
-
 
 def resolve(deployment: Deployment) -> Resolved:
     """Derives the facts of a deployment from the checkpoint's config.json and tensor headers.
@@ -109,6 +103,7 @@ def resolve(deployment: Deployment) -> Resolved:
         ConfigError: the checkpoint cannot be served, or not with this deployment's topology.
     """
     family, model = read_model(deployment.model)
+    _check_device(deployment, family, model)
     model = family.serve_as(model, deployment.attention.dtype)
     dtype = model.dtype
     placement = _placement(deployment, model)
@@ -165,6 +160,7 @@ def check_model(deployment: Deployment) -> None:
             " Hub after hf download NAME"
         )
     family, model = read_model(deployment.model)
+    _check_device(deployment, family, model)
     if deployment.ffn.instances > model.num_experts:
         raise ConfigError(
             f"ffn.instances is {deployment.ffn.instances} but {deployment.model.name} has"
@@ -174,6 +170,16 @@ def check_model(deployment: Deployment) -> None:
     graphs = replays(deployment, family)
     _shared_by_rows(deployment, _dispatch(deployment, model, graphs))
     width_slices(model.moe_intermediate, deployment.ffn.tp)
+
+
+def _check_device(deployment: Deployment, family: Family, model: MoeModel) -> None:
+    """Raises ConfigError if the model's attention runs on GPUs only and this is none."""
+    device = deployment.attention.device
+    if family.gpu_only and device_named(device).host_memory:
+        raise ConfigError(
+            f"{model.architecture} has {family.gpu_only}, which vLLM runs on GPUs only, but "
+            f"attention.device is {device}; use cuda"
+        )
 
 
 def _placement(deployment: Deployment, model: MoeModel) -> Placement:
@@ -196,8 +202,9 @@ def _dispatch(deployment: Deployment, model: MoeModel, graphs: bool) -> Dispatch
 
 def _sends_whole_buffers(deployment: Deployment) -> bool:
     """Whether replayed steps copy whole buffers, so that routed dispatch saves no bytes: backend
-    ipc does, because nothing but a kernel could read the number of rows."""
-    return deployment.transport.backend in ("auto", "ipc")
+    ipc does, which ``auto`` takes on one host."""
+    backend = deployment.transport.backend
+    return backend == "ipc" or (backend == "auto" and len(deployment.hosts) < 2)
 
 
 def _shared_by_rows(deployment: Deployment, dispatch: Dispatch) -> bool:

@@ -43,6 +43,7 @@ FAMILIES: tuple[Family, ...] = (
     qwen2_moe.NEXT,
     mixtral.FAMILY,
     deepseek.FAMILY,
+    deepseek.V32,
     glm4_moe.FAMILY,
     ernie45_moe.FAMILY,
     minimax_m2.FAMILY,

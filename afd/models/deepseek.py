@@ -1,12 +1,14 @@
-"""DeepSeek-V2 and DeepSeek-V3: routed and shared experts, dense first layers.
+"""DeepSeek V2 to V3.2, R1 and Kimi K2: routed and shared experts, dense first layers.
 
 Source: vLLM 0.26 models/deepseek_v2.py. The routed sum is scaled before the shared output is added:
 layers/fused_moe/runner/moe_runner.py (`_maybe_apply_routed_scale_to_output`).
 """
 
+from dataclasses import replace
+
 from afd.errors import ConfigError
 from afd.models import fields
-from afd.models.family import Family, MlpNames, MoeModel
+from afd.models.family import Family, MlpNames, MoeModel, split_form
 
 
 def parse(config: fields.Config) -> MoeModel:
@@ -75,4 +77,14 @@ FAMILY = Family(
     # vLLM 0.26 on CPU: no MLA attention backend, and its rotary operator is wrong for DeepSeek.
     cpu_env={"VLLM_MLA_DISABLE": "1"},
     cpu_args=('-cc.custom_ops=["all","-rotary_embedding"]',),
+)
+
+V32 = replace(
+    split_form(
+        FAMILY,
+        "deepseek_v32",
+        ("DeepseekV32ForCausalLM",),
+        "its sparse-attention indexer has not been run in micro-batches",
+    ),
+    gpu_only="a sparse-attention indexer with FP8 kernels",
 )

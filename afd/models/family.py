@@ -120,9 +120,8 @@ class Family:
         refused_dtypes: dtype -> reason why it cannot be served, and the remedy.
         attention_none: further arguments of the attention module's forward; all are None.
         cpu_env, cpu_args: environment and vLLM arguments that vLLM's CPU platform needs.
-        split: why the layers cannot be pipelined; "": they can. A split model keeps vLLM's own
-            ``forward``, shared experts included, and only its routed experts are remote. `gate`,
-            `experts`, `shared`, `shared_names` and so on are not used then.
+        split: why the layers cannot be pipelined; "": they can. See `split_form`.
+        gpu_only: what the model needs that vLLM has on GPUs only; "": nothing.
     """
 
     name: str
@@ -143,6 +142,7 @@ class Family:
     cpu_env: Mapping[str, str] = field(default_factory=dict)
     cpu_args: tuple[str, ...] = ()
     split: str = ""
+    gpu_only: str = ""
 
     @property
     def architectures(self) -> tuple[str, ...]:
@@ -181,3 +181,32 @@ class Family:
             reason = self.refused_dtypes[chosen]
             raise ConfigError(f"{model.architecture} cannot be served in {chosen}: {reason}")
         return replace(model, dtype=chosen)
+
+
+def split_form(family: Family, name: str, architectures: tuple[str, ...], why: str) -> Family:
+    """Returns `family` for models of these architectures whose layers cannot be pipelined.
+
+    Only the routed experts are remote. vLLM's own MoE layer does the rest: it scales their sum,
+    adds the shared experts, and multiplies router weights to the input.
+    """
+
+    def parse(config: Mapping[str, object]) -> MoeModel:
+        return replace(
+            family.parse(config),
+            family=name,
+            shared_intermediate=0,
+            routed_scaling=1.0,
+            weight_on_input=False,
+        )
+
+    last = list(family.vllm_class.values())[-1]
+    return replace(
+        family,
+        name=name,
+        vllm_class={a: family.vllm_class.get(a, last) for a in architectures},
+        parse=parse,
+        shared=(),
+        shared_names=None,
+        shared_gate="",
+        split=why,
+    )

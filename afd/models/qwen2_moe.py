@@ -7,7 +7,7 @@ Qwen/Qwen1.5-MoE-A2.7B, Qwen/Qwen2-57B-A14B-Instruct and Qwen/Qwen3-Next-80B-A3B
 from dataclasses import replace
 
 from afd.models import fields
-from afd.models.family import Family, MlpNames, MoeModel
+from afd.models.family import Family, MlpNames, MoeModel, split_form
 
 
 def parse(config: fields.Config) -> MoeModel:
@@ -30,11 +30,6 @@ def parse(config: fields.Config) -> MoeModel:
         routed_scaling=1.0,
         dtype=fields.dtype(config),
     )
-
-
-def parse_next(config: fields.Config) -> MoeModel:
-    """Returns the MoeModel of a Qwen3-Next config.json. Its shared expert stays with attention."""
-    return replace(parse(config), family=NEXT.name, shared_intermediate=0)
 
 
 _MLP = "model.layers.{layer}.mlp."
@@ -62,12 +57,14 @@ FAMILY = Family(
     shared_gate=_MLP + "shared_expert_gate.weight",
 )
 
-NEXT = Family(
-    name="qwen3_next",
+NEXT = replace(
+    split_form(
+        FAMILY,
+        "qwen3_next",
+        ("Qwen3NextForCausalLM",),
+        "three of four layers are linear attention, whose state is not kept per micro-batch",
+    ),
     vllm_class={"Qwen3NextForCausalLM": f"{_MODELS}.qwen3_next:Qwen3NextForCausalLM"},
-    parse=parse_next,
-    routed_names=_ROUTED,
     # vLLM 0.26 on CPU: its kernel needs a float32 state, which vLLM sets only if there is AMX.
     cpu_args=("--mamba-ssm-cache-dtype=float32",),
-    split="three of four layers are linear attention, whose state is not kept per micro-batch",
 )

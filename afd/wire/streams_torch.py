@@ -100,7 +100,8 @@ class Streams(Protocol):
         Only FFN instances may use this. Streams can share a hardware queue, where kernels of one
         micro-batch queue behind the wait of another. If only one side does so, a step always ends,
         because everything a message depends on was sent before its wait is queued. If both sides
-        did, each could block what the other waits for.
+        did, each could block what the other waits for. An FFN instance's answers are sent from
+        another stream, by its gate (docs/gpu-design.md).
         """
 
     def capturable(self) -> AbstractContextManager[object]:

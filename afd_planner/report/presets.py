@@ -37,7 +37,7 @@ _README_HEAD = """# Presets
 Deployment files per model, accelerator and mean context length, written by `afd plan --presets`.
 They are planned for a TPOT of 50 ms, FP8 weights and cache, and at most 256 GPUs per unit. The
 comment in each file says what `afd serve` does not support yet. Each names its hosts, with example
-addresses, and passes `afd serve --check`, memory included. Usage: [docs/planner.md].
+addresses, and passes `afd serve --check-file`, memory included. Usage: [docs/planner.md].
 
 Cells show xAyF and its tokens per USD relative to the best colocated plan. An instance is one
 server, or one GPU if both pools fit into one server. **Bold**: disaggregation is recommended (ratio

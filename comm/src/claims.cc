@@ -43,34 +43,34 @@ uint64_t take_claim(const Memory& memory, SlotRange range, ProcessIdentity owner
                     " exceed the region, which has " + std::to_string(memory.geometry().slots) +
                     " slots; both sides must use the same topology");
   const FileLock lock(lock_fd, deadline);
-  const uint64_t ticket = memory.head().tickets.fetch_add(1, std::memory_order_relaxed) + 1;
+  const uint64_t serial = memory.head().serials.fetch_add(1, std::memory_order_relaxed) + 1;
   for (uint32_t slot = range.first; slot - range.first < range.count; ++slot) {
     Claim& claim = memory.claim(slot);
-    // Owner first: a reader that sees the new ticket must not pair it with the old, dead owner.
+    // Owner first: a reader that sees the new serial must not pair it with the old, dead owner.
     claim.owner.store(owner, std::memory_order_relaxed);
-    claim.ticket.store(ticket, std::memory_order_release);
+    claim.serial.store(serial, std::memory_order_release);
   }
-  return ticket;
+  return serial;
 }
 
-void end_claim(const Memory& memory, SlotRange range, uint64_t ticket) {
+void end_claim(const Memory& memory, SlotRange range, uint64_t serial) {
   bool any = false;
   for (uint32_t slot = range.first; slot - range.first < range.count; ++slot) {
-    uint64_t expected = ticket;
-    any |= memory.claim(slot).ticket.compare_exchange_strong(expected, ticket | kTicketGone);
+    uint64_t expected = serial;
+    any |= memory.claim(slot).serial.compare_exchange_strong(expected, serial | kSerialGone);
   }
   if (any) memory.nudge();
 }
 
 bool WriterWatch::look(const Memory& memory, uint32_t slot) {
   Claim& claim = memory.claim(slot);
-  const uint64_t ticket = claim.ticket.load(std::memory_order_acquire);
-  if (ticket & kTicketGone) return true;
+  const uint64_t serial = claim.serial.load(std::memory_order_acquire);
+  if (serial & kSerialGone) return true;
   const ProcessIdentity owner = claim.owner.load(std::memory_order_relaxed);
-  if (ticket == 0 || owner == 0 || alive(owner)) return false;
+  if (serial == 0 || owner == 0 || alive(owner)) return false;
   // Fails if a new writer took the slot meanwhile; then this one is not gone.
-  uint64_t expected = ticket;
-  return claim.ticket.compare_exchange_strong(expected, ticket | kTicketGone);
+  uint64_t expected = serial;
+  return claim.serial.compare_exchange_strong(expected, serial | kSerialGone);
 }
 
 bool WriterWatch::alive(ProcessIdentity owner) {

@@ -26,14 +26,14 @@ MappedLink::MappedLink(Memory memory, const LinkOptions& options)
     throw CommError(
         "the region's process has ended or closed it; restart it and connect to its new address");
   const uint64_t deadline = deadline_after_us(options.timeout_us);
-  ticket_ = take_claim(memory_, slots_, identify_process(creator_), memory_.fd().get(), deadline);
+  serial_ = take_claim(memory_, slots_, identify_process(creator_), memory_.fd().get(), deadline);
   memory_.close_fd();
 }
 
 void MappedLink::close() {
   if (closed_.exchange(true, std::memory_order_acq_rel)) return;
   // A forked child's copy of this object must not end its parent's claim.
-  if (getpid() == creator_ && slots_.count != 0) end_claim(memory_, slots_, ticket_);
+  if (getpid() == creator_ && slots_.count != 0) end_claim(memory_, slots_, serial_);
 }
 
 void MappedLink::describe(SlotControl& control, const Message& m, bool trace, uint64_t posted,

@@ -25,7 +25,7 @@ class MappedLink : public Link {
                 uint64_t arrived) const;
   // A newer writer may come at any time; its doorbell must not be overwritten.
   bool owns(uint32_t slot) const {
-    return slots_.count == 0 || holds_claim(memory_, slot, ticket_);
+    return slots_.count == 0 || holds_claim(memory_, slot, serial_);
   }
 
   Memory memory_;
@@ -34,7 +34,7 @@ class MappedLink : public Link {
   bool receiver_alive(uint64_t now);
 
   SlotRange slots_;
-  uint64_t ticket_ = 0;
+  uint64_t serial_ = 0;
   pid_t creator_;
   bool same_clock_;  // as the receiver's
   ProcessWatch receiver_;

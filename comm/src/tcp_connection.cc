@@ -27,7 +27,7 @@ TcpConnection::TcpConnection(Fd fd, const Memory& memory, const Token& token, in
       accepted_ns_(now_ns()) {}
 
 TcpConnection::~TcpConnection() {
-  if (ticket_ != 0) end_claim(memory_, slots_, ticket_);
+  if (serial_ != 0) end_claim(memory_, slots_, serial_);
 }
 
 void TcpConnection::say_farewell(Status reason) const {
@@ -71,7 +71,7 @@ bool TcpConnection::accept_hello() {
   if (accepted) {
     const SlotRange range{hello_.first, hello_.count};
     try {
-      ticket_ = take_claim(memory_, range, 0, claim_lock_fd_, deadline_after_us(kClaimLockUs));
+      serial_ = take_claim(memory_, range, 0, claim_lock_fd_, deadline_after_us(kClaimLockUs));
       slots_ = range;
     } catch (const CommError&) {
       // The sender knows its own request and gets the geometry, so it composes the error message.
@@ -99,7 +99,7 @@ bool TcpConnection::accept_head() {
   // Check the parts first: once each fits its slot, the sum cannot overflow.
   if (check_message(message, g.slots, g.slot_bytes, slots_) != Status::Ok) return false;
   if (head_.header.nbytes < 0 || static_cast<uint64_t>(head_.header.nbytes) != sum) return false;
-  if (ticket_ != 0 && !holds_claim(memory_, head_.slot, ticket_)) {
+  if (serial_ != 0 && !holds_claim(memory_, head_.slot, serial_)) {
     say_farewell(Status::Closed);
     return false;
   }
@@ -165,7 +165,7 @@ bool TcpConnection::read_body() {
 
 bool TcpConnection::deliver() {
   // A newer writer may have claimed the slot since the head was read.
-  if (ticket_ != 0 && !holds_claim(memory_, head_.slot, ticket_)) {
+  if (serial_ != 0 && !holds_claim(memory_, head_.slot, serial_)) {
     say_farewell(Status::Closed);
     return false;
   }

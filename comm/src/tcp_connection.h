@@ -53,7 +53,7 @@ class TcpConnection {
   uint64_t accepted_ns_;
   Phase phase_ = Phase::Hello;
   SlotRange slots_;
-  uint64_t ticket_ = 0;
+  uint64_t serial_ = 0;
   bool drained_ = false;
   std::size_t have_ = 0;  // bytes of hello_ or head_ read so far
   Hello hello_{};

@@ -32,7 +32,7 @@ VerbsConnection::VerbsConnection(Fd fd, VerbsHost& host)
 
 VerbsConnection::~VerbsConnection() {
   stop();
-  if (ticket_ != 0) end_claim(host_.memory, slots_, ticket_);
+  if (serial_ != 0) end_claim(host_.memory, slots_, serial_);
   for (const auto& queue : queues_) queue->detach();
   halves_.clear();
   queues_.clear();
@@ -115,7 +115,7 @@ bool VerbsConnection::accept_hello() {
       }
       // Claim in this process's name. Its progress thread rings, so a waiter must sleep on the
       // futex and must not serve another backend's connections.
-      ticket_ = take_claim(host_.memory, range, identify_process(getpid()), host_.claim_lock_fd,
+      serial_ = take_claim(host_.memory, range, identify_process(getpid()), host_.claim_lock_fd,
                            deadline_after_us(kClaimLockUs));
       slots_ = range;
     } catch (const CommError& error) {
@@ -235,8 +235,8 @@ bool VerbsConnection::answer_fence() {
 
 bool VerbsConnection::needs_drop() {
   const bool broken = broken_.load(std::memory_order_acquire);
-  for (uint32_t slot = slots_.first; ticket_ != 0 && slot - slots_.first < slots_.count; ++slot) {
-    if (holds_claim(host_.memory, slot, ticket_)) continue;
+  for (uint32_t slot = slots_.first; serial_ != 0 && slot - slots_.first < slots_.count; ++slot) {
+    if (holds_claim(host_.memory, slot, serial_)) continue;
     say_farewell(Status::Closed);
     return true;
   }
@@ -359,7 +359,7 @@ void VerbsConnection::deliver_in_turn(const Record& record) {
 
 void VerbsConnection::deliver(const Record& record) {
   // A newer writer may have claimed the slot.
-  if (ticket_ != 0 && !holds_claim(host_.memory, record.slot, ticket_)) return complain();
+  if (serial_ != 0 && !holds_claim(host_.memory, record.slot, serial_)) return complain();
   // Bytes that could not be flushed must not be announced.
   if (broken_.load(std::memory_order_relaxed)) return;
   if (landing_ != nullptr && !land(record)) return complain();

@@ -93,7 +93,7 @@ class VerbsConnection final : private CompletionSink {
   uint64_t accepted_ns_;
   Phase phase_ = Phase::Hello;
   SlotRange slots_;
-  uint64_t ticket_ = 0;
+  uint64_t serial_ = 0;
   std::size_t have_ = 0;  // bytes read of the current frame
   VerbsHello hello_{};
   VerbsConnect connect_{};

@@ -97,7 +97,7 @@ Receiver* Region::begin_serving(const Awaited* awaited, std::size_t count) const
     if (awaited[i].status != Status::Deadline) continue;
     const Claim& claim = memory_.claim(awaited[i].slot);
     // A writer on this host rings without notifying the receiver.
-    if (claim.ticket.load(std::memory_order_acquire) == 0 ||
+    if (claim.serial.load(std::memory_order_acquire) == 0 ||
         claim.owner.load(std::memory_order_relaxed) != 0)
       return nullptr;
   }

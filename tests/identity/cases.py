@@ -12,7 +12,8 @@ class Model:
 
     colocated: why colocated vLLM 0.26 cannot answer on CPUs; "": it can. transformers: whether
     Transformers has the family. dtype, instances: see ``engines.Case``. text_twin: the layout of a
-    text model with the same tensors, for vLLM alone. depth: the deepest step.
+    text model with the same tensors, for vLLM alone. split: in split form, although its layers can
+    be pipelined. depth: the deepest step.
     """
 
     layout: str
@@ -22,11 +23,13 @@ class Model:
     dtype: str = "float32"
     instances: int = 2
     text_twin: str = ""
+    split: bool = False
     depth: int = 3
 
     @property
     def name(self) -> str:
-        return self.layout if self.stored_as == "plain" else f"{self.layout}-{self.stored_as}"
+        what = "split" if self.split else self.stored_as
+        return self.layout if what == "plain" else f"{self.layout}-{what}"
 
 
 _SINKS = "vLLM's CPU attention takes sinks in bfloat16 models only"
@@ -59,7 +62,12 @@ FORMATS = (
     Model("gpt_oss", "mxfp4", colocated=_SINKS),
 )
 """Compared with their unquantised twins, in the sizes of the preset "tiny"."""
-ALL = (*FAMILIES, *FORMATS)
+SPLIT = (
+    Model("glm4_moe", split=True, depth=1),  # scaling of the routed sum, shared experts
+    Model("llama4", colocated="needs torchvision", split=True, depth=1),  # weights on the input
+)
+"""The split form of models whose layers can be pipelined."""
+ALL = (*FAMILIES, *FORMATS, *SPLIT)
 
 
 def drawn_sizes(model: Model, seed: int) -> Sizes:

@@ -70,7 +70,9 @@ class _Engines:
             return
         models = [m for m in self._models if side == "remote" or not m.colocated]
         where = self._folder if side == "remote" else self._folder / "twin"
-        cases = [asdict(Case(m.name, str(where / m.name), m.dtype, m.instances)) for m in models]
+        cases = [
+            asdict(Case(m.name, str(where / m.name), m.dtype, m.instances, m.split)) for m in models
+        ]
         (self._folder / f"{side}.json").write_text(json.dumps(cases))
         argv = [sys.executable, str(Path(__file__).with_name("engines.py")), side]
         argv += [str(self._folder / f"{side}.json"), str(self._folder / f"{side}-results.json")]

@@ -22,6 +22,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from afd.models.family import split_form
+
 ENVIRONMENT = {
     "VLLM_PLUGINS": "",
     "VLLM_USE_V2_MODEL_RUNNER": "0",
@@ -40,12 +42,14 @@ DEPTH = 3
 
 @dataclass(frozen=True)
 class Case:
-    """One model. dtype: that it is served in. instances: FFN instances."""
+    """One model. dtype: that it is served in. instances: FFN instances. split: serve it in split
+    form, although its layers can be pipelined."""
 
     name: str
     path: str
     dtype: str = "float32"
     instances: int = 2
+    split: bool = False
 
 
 @dataclass
@@ -214,6 +218,19 @@ def run_colocated(case: Case, role_file: Path) -> Result:
 
 
 def run_remote(case: Case, role_file: Path) -> Result:
+    import afd.models
+
+    known = afd.models.FAMILIES
+    if case.split:
+        families = (split_form(f, f.name, f.architectures, "a test") for f in known)
+        afd.models.FAMILIES = tuple(families)
+    try:
+        return _run_remote(case, role_file)
+    finally:
+        afd.models.FAMILIES = known
+
+
+def _run_remote(case: Case, role_file: Path) -> Result:
     argv, environment = arguments(case, role_file)
     from vllm.model_executor.custom_op import op_registry_oot
 

@@ -22,7 +22,9 @@ pytestmark = pytest.mark.serve
 
 _BY_DEFAULT = "deepseek_v3-fp8_block"
 MODELS = [
-    pytest.param(m, id=m.name, marks=[] if m.name == _BY_DEFAULT else pytest.mark.long) for m in ALL
+    pytest.param(m, id=m.name, marks=[] if m.name == _BY_DEFAULT else pytest.mark.long)
+    for m in ALL
+    if not m.split
 ]
 
 

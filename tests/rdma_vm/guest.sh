@@ -9,7 +9,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 bash "$here/build_initramfs.sh" "$cache/kernel" "$cache/initramfs.cpio.gz"
-timeout "$limit" qemu-system-x86_64 -machine q35,accel=tcg -cpu max -smp 2 -m "${RDMA_VM_MB:-1536}" \
+timeout "$limit" qemu-system-x86_64 -machine q35,accel=tcg -cpu max -smp 2 -m "${RDMA_VM_MB:-3072}" \
   -nographic -no-reboot -nic none \
   -kernel "$cache"/kernel/boot/vmlinuz-* -initrd "$cache/initramfs.cpio.gz" \
   -append "console=ttyS0 quiet panic=-1 mitigations=off nokaslr job=$job" \

@@ -38,7 +38,7 @@ using afd_comm::hip_abi::MemOp;
 // hipError_t, from hip_runtime_api.h
 constexpr hipError_t kInvalidValue = 1, kOutOfMemory = 2, kInvalidDevicePointer = 17,
                      kInvalidDevice = 101, kInvalidContext = 201, kInvalidHandle = 400,
-                     kIllegalState = 401, kAlreadyPeer = 704,
+                     kIllegalState = 401, kNotFound = 500, kAlreadyPeer = 704,
                      kNotRegistered = 713, kInvalidConfiguration = 9, kCaptureUnsupported = 900,
                      kCaptureInvalidated = 901, kCaptureUnmatched = 903, kCaptureUnjoined = 904,
                      kCaptureIsolation = 905, kCapturedEvent = 907;
@@ -311,13 +311,15 @@ hipError_t hipMalloc(void** out, std::size_t bytes) {
   allocations[static_cast<char*>(*out)] = {fd, bytes, ++last_id};
   return 0;
 }
-hipError_t hipMemGetAddressRange(void** begin, std::size_t* bytes, void* memory) {
+hipError_t hipMemGetAddressRange(void** base, std::size_t* bytes, void* pointer) {
   const std::lock_guard<std::mutex> lock(mutex);
-  auto found = allocations.upper_bound(static_cast<char*>(memory));
-  if (found == allocations.begin()) return kInvalidValue;
-  --found;
-  if (static_cast<char*>(memory) >= found->first + found->second.bytes) return kInvalidValue;
-  return *begin = found->first, *bytes = found->second.bytes, 0;
+  auto after = allocations.upper_bound(static_cast<char*>(pointer));
+  if (after == allocations.begin()) return kNotFound;
+  --after;
+  if (static_cast<char*>(pointer) >= after->first + after->second.bytes) return kNotFound;
+  *base = after->first;
+  *bytes = after->second.bytes;
+  return 0;
 }
 hipError_t hipPointerGetAttribute(void* out, int attribute, void* memory) {
   if (attribute != kBufferId) return kInvalidValue;

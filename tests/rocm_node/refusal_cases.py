@@ -118,6 +118,12 @@ def host_pointer_shared() -> int:
 
 
 @case
+def unknown_range() -> int:
+    base, size = ctypes.c_void_p(), ctypes.c_size_t()
+    return int(LIBRARY.hipMemGetAddressRange(ctypes.byref(base), ctypes.byref(size), ON_HOST))
+
+
+@case
 def unknown_freed() -> int:
     return int(LIBRARY.hipFree(ON_HOST))
 

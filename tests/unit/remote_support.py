@@ -254,7 +254,7 @@ class Deployed:
         control = FakeControl(self.registry, member.generation, member.id, renew)
         self.controls[member.id] = control
         client = RemoteExperts(r, i, region, control, RoleMetrics("attention"))
-        client.connect(self.deployment.deadlines.start_s)
+        client.connect(30.0)
         return client
 
     def move(self, tables, deadline_s=20.0):

@@ -1,6 +1,7 @@
-"""Checkpoints with DeepSeek-V3's layers under other names: Kimi K2.
+"""Checkpoints with DeepSeek-V3's layers: Kimi K2, and DeepSeek-V3.2 with its sparse indexer.
 
-Keys: config.json of moonshotai/Kimi-K2-Instruct.
+Keys and names: config.json of moonshotai/Kimi-K2-Instruct and deepseek-ai/DeepSeek-V3.2-Exp, and
+class ``Indexer`` of vLLM 0.26 (models/deepseek_v2.py).
 """
 
 from afd.demo.sizes import Sizes
@@ -16,4 +17,24 @@ def kimi_k2(w: Sink, s: Sizes, dtype: str) -> Config:
         "routed_scaling_factor": 2.827,
         "rope_theta": 50000.0,
         "num_nextn_predict_layers": 0,
+    }
+
+
+def deepseek_v32(w: Sink, s: Sizes, dtype: str) -> Config:
+    """deepseek-ai/DeepSeek-V3.2-Exp. Not served on CPUs."""
+    heads, size, q_rank = 4, 64, s.mla[4]
+    config = deepseek_v3(w, s, dtype)
+    for i in range(s.layers):
+        indexer = f"model.layers.{i}.self_attn.indexer."
+        w.projection(f"{indexer}wq_b.weight", heads * size, q_rank)
+        w.projection(f"{indexer}wk.weight", size, s.hidden)
+        w.norm(f"{indexer}k_norm.weight", size)
+        w.bias(f"{indexer}k_norm.bias", size)
+        w.projection(f"{indexer}weights_proj.weight", heads, s.hidden)
+    return config | {
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "model_type": "deepseek_v32",
+        "index_head_dim": size,
+        "index_n_heads": heads,
+        "index_topk": 64,
     }

@@ -8,7 +8,7 @@ import numpy as np
 
 from afd.demo import tokenizer, weights
 from afd.demo.published import grouped, multimodal
-from afd.demo.published.deepseek import kimi_k2
+from afd.demo.published.deepseek import deepseek_v32, kimi_k2
 from afd.demo.published.gpt_oss import gpt_oss
 from afd.demo.published.quantised import FORMATS
 from afd.demo.published.qwen3_next import qwen3_next
@@ -26,6 +26,7 @@ LAYOUTS: dict[str, Callable[[Sink, Sizes, str], Config]] = {
     "minimax_m2": grouped.minimax_m2,
     "deepseek_v2": weights.deepseek_v2,
     "deepseek_v3": weights.deepseek_v3,
+    "deepseek_v32": deepseek_v32,
     "kimi_k2": kimi_k2,
     "gpt_oss": gpt_oss,
     "llama4": multimodal.llama4,

@@ -8,20 +8,20 @@
 
 namespace afd_comm {
 
-// Claims `range` for `owner` (0: a connection) and returns a ticket that proves the claim. Older
-// claims end. `lock_fd` must be an open file description of the memory that no other thread uses.
-// Throws CommError if the range lies outside of the region, or if the lock is not free by
+// Claims `range` for `owner` (0: a connection) and returns the claim's serial, which proves it.
+// Older claims end. `lock_fd` must be an open file description of the memory that no other thread
+// uses. Throws CommError if the range lies outside of the region, or if the lock is not free by
 // `deadline`.
 uint64_t take_claim(const Memory& memory, SlotRange range, ProcessIdentity owner, int lock_fd,
                     uint64_t deadline);
 
-// Marks the writer of the range as gone in every slot that still belongs to the ticket, and wakes
+// Marks the writer of the range as gone in every slot that still belongs to the serial, and wakes
 // waiters.
-void end_claim(const Memory& memory, SlotRange range, uint64_t ticket);
+void end_claim(const Memory& memory, SlotRange range, uint64_t serial);
 
-// Whether the slot still belongs to that ticket.
-inline bool holds_claim(const Memory& memory, uint32_t slot, uint64_t ticket) {
-  return memory.claim(slot).ticket.load(std::memory_order_acquire) == ticket;
+// Whether the slot still belongs to that serial.
+inline bool holds_claim(const Memory& memory, uint32_t slot, uint64_t serial) {
+  return memory.claim(slot).serial.load(std::memory_order_acquire) == serial;
 }
 
 // The receiver's view of its writers.
@@ -29,7 +29,7 @@ class WriterWatch {
  public:
   // Whether the slot's writer is known to be gone. Costs one load.
   static bool gone(const Memory& memory, uint32_t slot) {
-    return memory.claim(slot).ticket.load(std::memory_order_acquire) & kTicketGone;
+    return memory.claim(slot).serial.load(std::memory_order_acquire) & kSerialGone;
   }
   // Like gone(), but also asks the kernel whether the writer is alive. Thread safe.
   bool look(const Memory& memory, uint32_t slot);

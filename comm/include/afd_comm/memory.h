@@ -35,18 +35,18 @@ struct alignas(kLine) RegionHead {
   uint64_t clock;  // clock_identity() of the owner
   alignas(kLine) std::atomic<uint32_t> closed;
   std::atomic<uint32_t> silent;   // 1: GPUs ring some doorbells, which wakes no thread
-  std::atomic<uint64_t> tickets;  // the last claim ticket
+  std::atomic<uint64_t> serials;  // the last claim serial
   alignas(kLine) std::atomic<uint32_t> arrivals;  // futex word: changes with every doorbell
   alignas(kLine) std::atomic<uint32_t> sleepers;  // waiters that may be in the kernel
 };
 
-// The writer of a slot. ticket 0: never claimed. owner 0: a connection, watched by its receiver
+// The writer of a slot. serial 0: never claimed. owner 0: a connection, watched by its receiver
 // thread.
 struct alignas(kLine) Claim {
-  std::atomic<uint64_t> ticket;
+  std::atomic<uint64_t> serial;
   std::atomic<ProcessIdentity> owner;
 };
-constexpr uint64_t kTicketGone = uint64_t{1} << 63;  // set in Claim::ticket once the writer is gone
+constexpr uint64_t kSerialGone = uint64_t{1} << 63;  // set in Claim::serial once the writer is gone
 
 // The header shares the doorbell's cache line, which saves moving one line between cores per
 // message. The times are used only while tracing, and only if they do not fit into the header.

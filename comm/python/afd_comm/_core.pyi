@@ -478,7 +478,9 @@ class Link:
         """Name of the backend in use, one of ``backends()``."""
     @property
     def notes(self) -> str:
-        """Deviations from what was requested, such as a port that is down; "" if there are none."""
+        """Deviations from what was requested, such as a port that is down, then what failed since: paths, and why
+        the link ended. "" if there is nothing.
+        """
     def register_memory(self, ptr: int, nbytes: int, device: str = "cpu") -> None:
         """Send parts within this memory without a copy, on backends that can.
 

@@ -32,6 +32,7 @@ contracts = st.builds(
     shared_experts=st.sampled_from(["slices", "rows"]),
     expert_slots=st.lists(counts, max_size=3).map(tuple),
     expert_map=st.lists(st.tuples(counts, counts), max_size=3).map(tuple),
+    graph_buckets=st.lists(st.tuples(counts, counts), max_size=3).map(tuple),
 )
 
 

@@ -7,10 +7,12 @@ import pytest
 pytest.importorskip("tokenizers")
 pytest.importorskip("safetensors")
 
+from afd.config.deployment import Deployment
+from afd.config.resolve import check_model, replays, resolve
 from afd.demo.published.make import LAYOUTS, make_published
 from afd.demo.sizes import Sizes
 from afd.errors import ConfigError
-from afd.models import FAMILIES, read_model
+from afd.models import FAMILIES, qwen3_moe, read_model
 from afd.models.checkpoint import INDEX_FILE, tensor_table
 
 SIZES = Sizes(hidden=64, layers=4, experts=4, intermediate=32, heads=2, vocab=512)
@@ -35,8 +37,7 @@ def test_each_tensor_belongs_to_one_side(layout, tmp_path):
     at = 3 if layout == "llama4" else 2  # "language_model.model.layers.0...."
     layers = {int(name.split(".")[at]) for name in experts}
     assert set(model.moe_layers) <= layers <= {*model.moe_layers, model.num_layers}
-    kept = {"shared", "share_expert"} if not family.shared_names or family.split else set()
-    assert kept or not any("shared_expert" in name for name in attention)
+    assert any("shared_expert" in name for name in attention) <= bool(family.split)
 
 
 def test_every_family_has_a_layout(tmp_path):
@@ -45,6 +46,24 @@ def test_every_family_has_a_layout(tmp_path):
         make_published(layout, tmp_path / layout, SIZES)
         names.add(read_model(tmp_path / layout)[0].name)
     assert names == {family.name for family in FAMILIES}
+
+
+def test_what_needs_a_gpu_is_refused_on_cpus(tmp_path):
+    make_published("deepseek_v32", tmp_path, SIZES)
+    deployment = Deployment.from_plain({"model": str(tmp_path)})
+    for check in (check_model, resolve):
+        with pytest.raises(ConfigError, match=r"sparse-attention indexer .* on GPUs only"):
+            check(deployment)
+
+
+def test_split_models_have_one_micro_batch_and_no_graphs(tmp_path):
+    make_published("qwen3_next", tmp_path, SIZES)
+    on_gpu = {"attention": {"device": "cuda"}, "ffn": {"device": "cuda"}}
+    deployment = Deployment.from_plain({"model": str(tmp_path), **on_gpu})
+    family, model = read_model(tmp_path)
+    assert family.split and model.shared_intermediate == 0
+    assert resolve(deployment).contract.max_depth == 1
+    assert not replays(deployment, family) and replays(deployment, qwen3_moe.FAMILY)
 
 
 def test_unknown_names_are_refused(tmp_path):

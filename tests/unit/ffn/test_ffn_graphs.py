@@ -201,7 +201,7 @@ def test_a_step_larger_than_every_graph_runs_on_the_host(deploy, tiny_models):
     assert deployed.late == [0] * 4
 
 
-@pytest.mark.parametrize(("rows", "late_ms"), [(12, 400.0), (60, 400.0)])
+@pytest.mark.parametrize(("rows", "late_ms"), [(12, 1200.0), (60, 1200.0)])
 @pytest.mark.parametrize("dies", [False, True])
 def test_an_instance_that_stops_within_a_step_costs_the_others_one_deadline(
     deploy, tiny_models, rows, late_ms, dies
@@ -276,11 +276,25 @@ class Crowd:
         self.link = Link(self.region.addresses, timeout_us=1_000_000)
         slots, table = RankSlots(r, self.region, 0), PeerTable(r, 0, "cpu")
         for i in range(x):
-            peer = Peer(f"attention-{i}", i, 1, 7 + i, self.link, [0] * 4, [(-1, -1)] * 3, set())
+            first = r.slots.to_ffn(i, 0)
+            peer = Peer(
+                f"attention-{i}",
+                index=i,
+                generation=1,
+                session=7 + i,
+                link=self.link,
+                slots=tuple(range(first, first + DEPTH + 1)),
+                first_flag=make_flag(7 + i, 1),
+                seq=[0] * 4,
+                taken=[(-1, -1)] * 3,
+                unordered=set(),
+            )
             table._peers[peer.id] = peer
         self.peers = table.peers
         late = LatePeers(table, RoleMetrics("ffn"))
-        self.calls = Leader(r, table, Arrivals(r, slots, table, late), late, lambda: None).calls()
+        self.calls = Leader(
+            r, table, Arrivals(r, slots, table, late), late, lambda: None, lambda: 0
+        ).calls()
         device = torch.device("cpu")
         self.exchange = StreamExchange(
             r, FfnPlace(0, 0, 1, 1), slots, HostStreams(), device, in_order=False

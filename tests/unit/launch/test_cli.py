@@ -13,6 +13,7 @@ from afd.config.roles import load_role
 from afd.control.keys import CurveKeys, load_client
 from afd.control.messages import Member, Members
 from afd.errors import ConfigError
+from afd.host.package_data import data_folder
 from afd_launch import cli
 from afd_launch.ctl import table
 from afd_launch.demo import TRAINED, hints
@@ -25,7 +26,7 @@ from afd_launch.roles_of_host import (
     stages,
     with_keys,
 )
-from afd_launch.serve import run_directory
+from afd_launch.serve import check_machine, run_directory
 
 REPO = Path(__file__).parents[3]
 
@@ -291,3 +292,21 @@ def test_an_unknown_option_is_a_usage_mistake(capsys):
         cli.main(["doctor", "--nonsense"])
     assert caught.value.code == 2
     assert "unrecognized arguments: --nonsense" in capsys.readouterr().err
+
+
+EXAMPLES = sorted((data_folder("afd_launch") / "examples").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_every_example_is_good(path, capsys):
+    assert cli.main(["serve", "--check-file", str(path)]) == 0
+    told = capsys.readouterr().out
+    assert f"{path} is good: model afd-tiny-chat" in told
+    assert ("memory per GPU: attention" in told) == (path.stem == "two-hosts-gpu")
+
+
+def test_check_with_a_host_looks_at_this_machine(capsys):
+    (path,) = [path for path in EXAMPLES if path.stem == "two-hosts"]
+    assert cli.main(["serve", "--check", str(path), "--host", "b"]) == 2
+    assert "host b has the address 10.0.0.2, which is not one of" in capsys.readouterr().err
+    check_machine(load_config(path, ["hosts=[{name: a, address: 127.0.0.1}]"]), "a")
