@@ -29,6 +29,8 @@ from afd.records import Record, command_line, machine, results_file, today, writ
 SIDES = ("afd", "vllm")
 SINKS = ("host", "device")
 GIB = 1 << 30
+_NOISE = 1 << 20
+"""Less memory than this counts as this much in a ratio."""
 RESULT = "afd bench load: "
 """Begins a line of a worker that holds the result of a job."""
 
@@ -197,8 +199,9 @@ def records(
             "load", case, "seconds", round(c.seconds, 3), "s", "vllm", round(peer.seconds, 3),
             ratio, host, command, date=date,
         )  # fmt: skip
-        ours, theirs = max(c.peak_host_bytes, 1), max(peer.peak_host_bytes, 1)
+        ours, theirs = c.peak_host_bytes, peer.peak_host_bytes
+        ratio = round(max(theirs, _NOISE) / max(ours, _NOISE), 3)
         yield Record(
-            "load", case, "peak_host_bytes", ours, "bytes", "vllm", theirs,
-            round(theirs / ours, 3), host, command, date=date,
+            "load", case, "peak_host_bytes", ours, "bytes", "vllm", theirs, ratio, host, command,
+            date=date,
         )  # fmt: skip

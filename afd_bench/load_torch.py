@@ -1,5 +1,7 @@
 """A process of `afd bench load`: does the jobs that come on standard input, one JSON per line."""
 
+import ctypes
+import gc
 import json
 import re
 import sys
@@ -61,6 +63,8 @@ def load(job: Job) -> dict[str, float]:
     instances, tp = (ranks, 1) if shard.startswith("ep") else (1, ranks)
     side = _ours if job["side"] == "afd" else _vllm
     run = side(folder, instances, tp, threads, device)
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # else memory of the load before would count less here
     reset_peak()
     before, began = resident("VmRSS"), time.monotonic()
     kept = run()
