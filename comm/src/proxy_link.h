@@ -30,6 +30,7 @@ class ProxyLink final : public Link, private Polled {
   bool may_block() const override { return true; }
   Status post(const Message& message) override;
   std::optional<Status> begin(const Message& message) override;
+  std::optional<Status> begin_kept(const Message& message) override;
   std::optional<Status> advance() override { return link_->advance(); }
   Status abandon() override { return link_->abandon(); }
   int pollable() const override { return link_->pollable(); }

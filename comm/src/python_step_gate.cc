@@ -38,7 +38,7 @@ std::shared_ptr<StepPlan> plan(const std::vector<std::pair<uint32_t, const Messa
 class PyGate {
  public:
   PyGate(Region& region, uint32_t peers, uint32_t lanes)
-      : gate_(region, peers, lanes), links_(peers) {}
+      : links_(peers), gate_(region, peers, lanes) {}
 
   void set_peer(uint32_t peer, nb::object link, uint32_t first_slot, uint64_t first_flag) {
     check_peer(peer);
@@ -99,8 +99,8 @@ class PyGate {
     if (lane >= gate_.lanes()) throw nb::index_error("the gate has fewer lanes");
   }
 
-  StepGate gate_;
   std::vector<nb::object> links_;
+  StepGate gate_;  // ends before the links
 };
 
 }  // namespace
