@@ -1,8 +1,9 @@
 """`afd bench load`: how long experts take to load, and how much host memory that needs.
 
 Writes a checkpoint of random experts (``--gib``), and loads it with our loader and with vLLM's
-(``safetensors_weights_iterator``, copied into stacked parameters as its FusedMoE does), each in a
-process of its own, taking turns, with the checkpoint's pages dropped from the page cache first.
+(``safetensors_weights_iterator``, copied into stacked parameters as its FusedMoE does). Each side
+has a process of its own. They take turns, and the checkpoint's pages are dropped from the page
+cache before each load.
 
 ``host``: the weights stay in host memory, as for CPU serving. ``device``: they go to a device that
 is not this host (torch's ``meta``, which keeps nothing), so only the loaders' own memory remains.
@@ -17,7 +18,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -27,7 +29,8 @@ from afd.records import Record, command_line, machine, results_file, today, writ
 SIDES = ("afd", "vllm")
 SINKS = ("host", "device")
 GIB = 1 << 30
-_LIMIT_S = 600
+RESULT = "afd bench load: "
+"""Begins a line of a worker that holds the result of a job."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +73,12 @@ def shape_of(gib: float) -> Shape:
 def main(argv: Sequence[str]) -> int:
     args = _arguments(argv)
     shape = shape_of(args.gib)
-    with tempfile.TemporaryDirectory(dir=args.models) as folder:
-        _child("write", {"folder": folder, **asdict(shape)})
-        cells = list(measure(Path(folder), args.shards, args.sinks, args.threads, args.repeat))
+    with tempfile.TemporaryDirectory(dir=args.models) as folder, ExitStack() as stack:
+        workers = {side: stack.enter_context(Worker()) for side in SIDES}
+        workers["afd"].do({"what": "write", "folder": folder, **asdict(shape)})
+        cells = list(
+            measure(workers, Path(folder), args.shards, args.sinks, args.threads, args.repeat)
+        )
     print(table(cells, shape))
     if args.out is not None:
         found = list(records(cells, shape, machine(), command_line("load", argv), today()))
@@ -98,8 +104,43 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+class Worker:
+    """A process of :mod:`afd_bench.load_torch`. A context manager: it ends the process."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "afd_bench.load_torch"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def do(self, job: dict[str, object]) -> dict[str, float]:
+        """Returns the result of a job. Raises AfdError if the process fails."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith(RESULT):
+                result: dict[str, float] = json.loads(line.removeprefix(RESULT))
+                return result
+        raise AfdError("a process of afd bench load failed; see its message above")
+
+
 def measure(
-    folder: Path, shards: Sequence[str], sinks: Sequence[str], threads: int, repeat: int
+    workers: Mapping[str, Worker],
+    folder: Path,
+    shards: Sequence[str],
+    sinks: Sequence[str],
+    threads: int,
+    repeat: int,
 ) -> Iterator[Cell]:
     """Yields the median load of each side, shard and sink; the sides take turns."""
     for shard in shards:
@@ -109,7 +150,7 @@ def measure(
                 for side in SIDES:
                     forget(folder)
                     job = {"folder": str(folder), "side": side, "shard": shard, "sink": sink}
-                    found = _child("load", job | {"threads": threads})
+                    found = workers[side].do({"what": "load", "threads": threads, **job})
                     sizes = int(found["kept_bytes"]), int(found["peak_host_bytes"])
                     runs[side].append(Cell(side, shard, sink, found["seconds"], *sizes))
             for side in SIDES:
@@ -125,17 +166,6 @@ def forget(folder: Path) -> None:
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(file)
-
-
-def _child(what: str, job: dict[str, object]) -> dict[str, float]:
-    """Runs a job of :mod:`afd_bench.load_torch` in a process of its own."""
-    command = [sys.executable, "-m", "afd_bench.load_torch", what, json.dumps(job)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=_LIMIT_S, check=False)
-    if done.returncode:
-        raise AfdError(f"loading failed with status {done.returncode}; see the message above")
-    last = done.stdout.strip().splitlines()[-1:]  # vLLM logs to stdout
-    result: dict[str, float] = json.loads(last[0]) if last else {}
-    return result
 
 
 def table(cells: Sequence[Cell], shape: Shape) -> str:

@@ -1,4 +1,4 @@
-"""One load of `afd bench load`, in a process of its own: ``python -m afd_bench.load_torch``."""
+"""A process of `afd bench load`: does the jobs that come on standard input, one JSON per line."""
 
 import json
 import re
@@ -12,12 +12,13 @@ from safetensors.torch import save_file
 
 from afd.models import read_model
 from afd.models.checkpoint import INDEX_FILE, weight_files
+from afd_bench.load import RESULT
 
 Job = dict[str, object]
 _NAME = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
-def write(job: Job) -> None:
+def write(job: Job) -> dict[str, float]:
     """Writes random experts, one file per layer, with config.json and an index."""
     folder = Path(str(job["folder"]))
     layers, experts, hidden, width = (
@@ -33,18 +34,22 @@ def write(job: Job) -> None:
         "torch_dtype": "bfloat16",
     }
     (folder / "config.json").write_text(json.dumps(config))
+    # Slices of one random tensor: drawing all values would take longer than loading them.
+    values = torch.randn(2 * hidden * width).bfloat16()
     shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
     weight_map: dict[str, str] = {}
     for layer in range(layers):
-        tensors = {}
+        tensors: dict[str, torch.Tensor] = {}
         for expert in range(experts):
             for projection, shape in shapes.items():
                 name = f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj.weight"
-                tensors[name] = torch.randn(shape).bfloat16()
+                first = (len(tensors) + layer) * 61 % (hidden * width)
+                tensors[name] = values[first : first + hidden * width].reshape(shape).clone()
         file = f"model-{layer:05}.safetensors"
         save_file(tensors, folder / file)
         weight_map |= dict.fromkeys(tensors, file)
     (folder / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+    return {}
 
 
 def load(job: Job) -> dict[str, float]:
@@ -146,13 +151,11 @@ def resident(which: str) -> int:
 
 
 def main() -> None:
-    what, job = sys.argv[1], json.loads(sys.argv[2])
     torch.set_num_threads(1)
-    if what == "write":
-        write(job)
-        print("{}")
-    else:
-        print(json.dumps(load(job)))
+    for line in sys.stdin:
+        job = json.loads(line)
+        found = write(job) if job["what"] == "write" else load(job)
+        print(RESULT + json.dumps(found), flush=True)  # other lines are vLLM's log
 
 
 if __name__ == "__main__":

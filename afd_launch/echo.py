@@ -45,12 +45,18 @@ class Echo:
         )
 
 
-def far(stream: IO[str], out: IO[str], device: str, verbs: VerbsOptions | None = None) -> None:
+def far(
+    stream: IO[str],
+    out: IO[str],
+    device: str,
+    verbs: VerbsOptions | None = None,
+    backend: str = "auto",
+) -> None:
     """Serves one near side over a pair of text streams, then returns."""
     where = device_named(device).region_device
     region = Region(1, NBYTES, name="doctor-far", device=where, verbs=verbs)
     _send(out, region.addresses)
-    link = Link(_received(stream), slots=(0, 1), timeout_us=TIMEOUT_US, device=where, verbs=verbs)
+    link = _link(_received(stream), backend, where, verbs)
     address = _payload(region)
     if verbs is not None and where != "cpu":
         link.register_memory(address, NBYTES, where)
@@ -60,12 +66,17 @@ def far(stream: IO[str], out: IO[str], device: str, verbs: VerbsOptions | None =
     _received(stream)  # the near side has read it
 
 
-def near(stream: IO[str], out: IO[str], device: str, verbs: VerbsOptions | None = None) -> Echo:
+def near(
+    stream: IO[str],
+    out: IO[str],
+    device: str,
+    verbs: VerbsOptions | None = None,
+    backend: str = "auto",
+) -> Echo:
     """Runs the round trips. Raises AfdError if the bytes differ or a message does not come."""
     where = device_named(device).region_device
     region = Region(1, NBYTES, name="doctor-near", verbs=verbs)
-    theirs = _received(stream)
-    link = Link(theirs, slots=(0, 1), timeout_us=TIMEOUT_US, device=where, verbs=verbs)
+    link = _link(_received(stream), backend, where, verbs)
     _send(out, region.addresses)
     random, best = np.random.default_rng(0), float("inf")
     for flag in range(1, ROUNDS + 1):
@@ -95,19 +106,19 @@ def on_this_host(device: str) -> Echo:
             raise AfdError(lines[-1] if lines else str(error)) from None
 
 
-def listen(address: str, device: str, verbs: VerbsOptions | None) -> None:
+def listen(address: str, device: str, verbs: VerbsOptions) -> None:
     """Waits at HOST:PORT for one near side on another host, and serves it."""
     with socket.create_server(_parsed(address)) as server:
         connection, _ = server.accept()
         with _streams(connection) as (stream, out):
-            far(stream, out, device, verbs)
+            far(stream, out, device, verbs, "verbs")
 
 
-def to_host(address: str, device: str, verbs: VerbsOptions | None) -> Echo:
+def to_host(address: str, device: str, verbs: VerbsOptions) -> Echo:
     """A round trip with :func:`listen` at HOST:PORT. Raises AfdError, CommError, OSError."""
     connection = socket.create_connection(_parsed(address), TIMEOUT_US / 1e6)
     with _streams(connection) as (stream, out):
-        return near(stream, out, device, verbs)
+        return near(stream, out, device, verbs, "verbs")
 
 
 @contextmanager
@@ -121,6 +132,17 @@ def _parsed(address: str) -> tuple[str, int]:
     if not host or not port.isdigit():
         raise ConfigError(f"{address!r} is no address; use HOST:PORT")
     return host, int(port)
+
+
+def _link(addresses: list[str], backend: str, device: str, verbs: VerbsOptions | None) -> Link:
+    return Link(
+        addresses,
+        backend=backend,
+        slots=(0, 1),
+        timeout_us=TIMEOUT_US,
+        device=device,
+        verbs=verbs,
+    )
 
 
 def _send(out: IO[str], addresses: list[str]) -> None:

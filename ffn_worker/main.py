@@ -156,6 +156,8 @@ def _load(role: RoleSpec, resolved: Resolved, metrics: RoleMetrics, members: Mem
         shared_by_rows=resolved.shared_by_rows,
         backend=resolved.deployment.ffn.backend,
         device=torch_device(resolved.deployment.ffn.device),
+        # Readers wait for the disk most of the time.
+        threads=min(8, 2 * len(os.sched_getaffinity(0))),
         progress=progress,
         weights=resolved.deployment.ffn.weights,
         dummy=resolved.deployment.ffn.load == "dummy",

@@ -11,13 +11,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from afd.config.resolve import Resolved
 from afd.schedule import Position, row_shares, stream_sequence, walk
 from afd.topology import FfnPlace
 from afd.wire.layout import Kind
-from afd.wire.message import message
+from afd.wire.message import follows_count, message
 from afd.wire.slot_view_torch import RoutedRows
 from afd.wire.streams_torch import Streams
 from afd_comm import Status, StepGate, StepPlan, make_flag
@@ -29,6 +30,10 @@ OWN_STREAM_DEPTH = 3
 """From this depth on, each micro-batch has a stream of its own. At depth 2, two micro-batches that
 share the GPU finish together and leave it idle while both are in attention: a step took 7.2 ms with
 two streams and 6.8 ms with one. At depth 3, separate streams gained 6 % (docs/results/gpu.md)."""
+
+
+_ALL_ROWS = -(2**30)
+"""In place of an answer's first row: the request says nothing about rows, so all are answered."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,9 @@ class StreamExchange:
         self.gate = StepGate(slots.region, peers=instances, lanes=depth)
         self._place = place
         self._instances = instances
-        self._follows_rows = resolved.requests_say_rows
+        # By attention instance: whether its requests say how many of their rows count.
+        self._counted = np.zeros(instances, np.bool_)
+        self._routed = resolved.dispatch == "routed"
         self._hidden = resolved.model.hidden
         self._layers = resolved.model.moe_layers
         self._device = device
@@ -112,6 +119,7 @@ class StreamExchange:
                 if part is not None and part.nbytes:
                     device = self.slots.region.device
                     peer.link.register_memory(part.data_ptr(), part.nbytes, device)
+        self._counted[peer.index] = follows_count(peer.link.backend)
         self.gate.set_peer(
             peer.index,
             peer.link,
@@ -185,7 +193,9 @@ class StreamExchange:
     def begin_answers(self, plan: StepPlan, late_us: int) -> None:
         """Starts the gate for the step in the table; call it before the stream gets the step."""
         table = self.table
-        firsts = table.firsts if self._follows_rows else None
+        firsts = None
+        if self._routed and self._counted.any():
+            firsts = np.where(self._counted[:, None], table.firsts, _ALL_ROWS).astype(np.int32)
         self.gate.begin(plan, table.depths, table.answers, late_us, firsts)
 
     def wait_for_step(self) -> list[Status]:

@@ -93,12 +93,6 @@ class Resolved:
     placement: Placement
     contract: Contract
 
-    @property
-    def requests_say_rows(self) -> bool:
-        """Whether the header of a request of a replayed step says how many rows it carries: routed
-        dispatch, and a transport that writes headers for streams."""
-        return self.dispatch == "routed" and not _sends_whole_buffers(self.deployment)
-
 
 def resolve(deployment: Deployment) -> Resolved:
     """Derives the facts of a deployment from the checkpoint's config.json and tensor headers.
@@ -208,8 +202,9 @@ def _dispatch(deployment: Deployment, model: MoeModel, graphs: bool) -> Dispatch
 
 def _sends_whole_buffers(deployment: Deployment) -> bool:
     """Whether replayed steps copy whole buffers, so that routed dispatch saves no bytes: backend
-    ipc does, because nothing but a kernel could read the number of rows."""
-    return deployment.transport.backend in ("auto", "ipc")
+    ipc does, which ``auto`` takes on one host."""
+    backend = deployment.transport.backend
+    return backend == "ipc" or (backend == "auto" and len(deployment.hosts) < 2)
 
 
 def _shared_by_rows(deployment: Deployment, dispatch: Dispatch) -> bool:

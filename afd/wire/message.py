@@ -63,6 +63,13 @@ def message(
     )
 
 
+def follows_count(backend: str) -> bool:
+    """Whether a message of a stream by this backend of the transport has only the rows that the
+    stream has counted, and says so in its header. Backend ipc copies all rows, because nothing but
+    a kernel could read the count."""
+    return backend in ("tcp", "verbs")
+
+
 class Received(NamedTuple):
     """Header of a received message; the fields are those of :func:`message`."""
 

@@ -49,6 +49,7 @@ def main(argv: Sequence[str]) -> int:
     features = read_features()
     page = (root / PAGE).read_text(encoding="utf-8")
     (root / PAGE).write_text(insert(page, table(features, results)), encoding="utf-8")
+    (root / RECORDS).unlink(missing_ok=True)  # a feature may have another name now
     write_records(root / RECORDS, records(features, results, machine(), today()))
     print(f"{PAGE} and {RECORDS} written: {len(features)} features, {len(results)} results")
     return 0

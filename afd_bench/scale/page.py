@@ -74,7 +74,9 @@ leader, heads and remote experts. A step has 2 layers of depth 1, so 2 expert ca
 the host handles. Each attention instance sends 2 rows per layer and checks every answer.
 
 - *Leader*: CPU time of the leader's thread per step for its decisions and its orders to the heads.
-  It includes no wait, no expert and no answer.
+  It includes no wait, no expert and no answer. The aim is 100 us. All processes share the cores, so
+  the leader's caches are cold, and each of its orders wakes a sleeping head: with a core of its own
+  it takes less.
 - *Waits*: CPU time inside of its waits: system calls and wake-ups.
 - *Calls*: CPU time of that thread for the rest: reading rows, its experts, the answers.
 - *Start*: from the first process to the first step of every attention instance. Processes are forks

@@ -88,6 +88,7 @@ class ExpertSlotMap:
         entries, most = self._experts + 1, self._most_copies
         return LayerSlots(zeros(entries, most), zeros(entries) if most > 1 else None)
 
+    @torch.inference_mode()  # any thread, whatever mode the tables were made in
     def _write(self, slots: LayerSlots, bank: int, table: Table) -> None:
         found, most = copies(table, self._experts), self._most_copies
         offset = bank * self._resolved.placement.slots

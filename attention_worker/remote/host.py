@@ -14,6 +14,7 @@ from afd.control.client import ControlClient
 from afd.metrics.role import RoleMetrics
 from afd.wire.dtypes_torch import DTYPE_OF_TAG
 from afd.wire.layout import TAG_OF_DTYPE, Kind
+from afd.wire.message import follows_count
 from afd.wire.slot_torch import sum_of_ranks, sum_of_shares
 from afd.wire.slot_view_torch import SlotView
 from afd.wire.streams_torch import slot_bytes
@@ -175,14 +176,15 @@ class RemoteExperts:
         self._announced = rows
         self._outbox.tell(Kind.STEP, rows, moves=self._dispatcher.moves)
 
-    def end_replay(self, rows_sent: int) -> None:
+    def end_replay(self, rows_sent: Sequence[int]) -> None:
         """Ends the announced step. rows_sent: see :attr:`StreamExperts.rows_sent`."""
-        layout, layers = self._layout, len(self._resolved.model.moe_layers)
-        whole = len(self._sessions.ranks) * layers * self._announced  # rows in all buffers
-        nbytes = layout.message_bytes(whole)
-        if self._resolved.requests_say_rows:
-            left_out = whole - self._tp * rows_sent
-            nbytes -= left_out * (layout.message_bytes(1) - 4 * layout.top_k)  # ids travel whole
+        layout, nbytes = self._layout, 0
+        whole = len(self._resolved.model.moe_layers) * self._announced
+        for j, session in enumerate(self.peers):
+            nbytes += layout.message_bytes(whole)
+            if rows_sent and follows_count(session.link.backend):
+                left_out = whole - rows_sent[j // self._tp]
+                nbytes -= left_out * (layout.message_bytes(1) - 4 * layout.top_k)  # ids travel
         self._observer.posted(nbytes)
         self.end_step()
 

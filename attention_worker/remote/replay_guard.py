@@ -41,7 +41,7 @@ class CapturedStep:
     waits: Waits
     timestamps: StageTimestamps
     kept_alive: object
-    rows_sent: Callable[[], int]
+    rows_sent: Callable[[], Sequence[int]]
 
 
 class RunningStep:

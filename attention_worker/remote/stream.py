@@ -167,9 +167,10 @@ class StreamExperts:
         self.streams.join()
 
     @property
-    def rows_sent(self) -> int:
-        """Routed dispatch: the rows to all FFN instances in the last step that has ended."""
-        return 0 if self._splitter is None else self._splitter.sent_in_step
+    def rows_sent(self) -> Sequence[int]:
+        """Routed dispatch: the rows to each FFN instance in the last step that has ended, over all
+        layers. Broadcast: empty."""
+        return () if self._splitter is None else self._splitter.sent_in_step
 
     def _requests(self, micro_batch: int, batch: EncodedBatch) -> list[tuple[Message, int]]:
         """Returns the message to each FFN instance, and the address of its number of rows; 0: all.

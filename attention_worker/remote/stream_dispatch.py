@@ -74,9 +74,10 @@ class StreamSplitter:
         self._sent_in_step.copy_(self._sent, non_blocking=True)
 
     @property
-    def sent_in_step(self) -> int:
-        """Rows to all FFN instances in the last step that has ended."""
-        return int(self._sent_in_step.sum())
+    def sent_in_step(self) -> list[int]:
+        """Rows to each FFN instance in the last step that has ended."""
+        sent: list[int] = self._sent_in_step.tolist()
+        return sent
 
     def split(self, micro_batch: int, batch: EncodedBatch) -> SplitBatch:
         """Returns the rows of each FFN instance. batch: with expert slots."""

@@ -10,7 +10,7 @@ from afd.config.roles import RoleSpec
 from afd.devices import ROCM, device_named
 from afd.graph_sizes import captured_rows
 from afd.host.amd_gpus import architectures
-from afd.models import read_config, read_model
+from afd.models import read_config, read_model, read_quantization
 from attention_worker.rocm import attention_backend, switches
 from attention_worker.stored_weights import attention_is_quantised
 
@@ -88,7 +88,8 @@ def attention_command(
     else:
         argv.append("--enforce-eager")
     if not (on_gpu and attention_is_quantised(deployment.model)):
-        argv += unquantised(read_config(deployment.model))
+        quantised = bool(read_quantization(deployment.model).formats)
+        argv += unquantised(read_config(deployment.model), quantised=quantised)
     if not on_gpu:
         argv.append("--distributed-executor-backend=uni")
         argv += family.cpu_args
@@ -104,14 +105,19 @@ def attention_command(
     return argv, {**environment, **extra}
 
 
-def unquantised(config: Mapping[str, object]) -> list[str]:
+def unquantised(config: Mapping[str, object], *, quantised: bool) -> list[str]:
     """Returns the arguments that make vLLM build an unquantised model, [] if it does anyway.
 
     For checkpoints whose experts only are quantised, and for CPUs: the loader decodes the rest.
+
+    Args:
+        quantised: config.json, or ModelOpt's file beside it, names a quantisation.
     """
     keys = ("quantization_config", "compression_config")
     overrides: dict[str, object] = {key: None for key in keys if config.get(key)}
     text = config.get("text_config")
     if isinstance(text, Mapping) and (nested := {key: None for key in keys if text.get(key)}):
         overrides["text_config"] = nested
+    if quantised and not overrides:
+        overrides["quantization_config"] = None  # vLLM copies ModelOpt's file to this key
     return [f"--hf-overrides={json.dumps(overrides)}"] if overrides else []

@@ -1,5 +1,5 @@
 // Backend verbs, sender. Set-up is in verbs_connect.cc, what happens after a failure in
-// verbs_recovery.cc, the rest in verbs_link.cc.
+// verbs_recovery.cc, what its proxy needs in verbs_driven.cc, the rest in verbs_link.cc.
 //
 // A message's payload is written by one stripe per path (queue pair), straight from registered
 // memory or from this link's bounce buffer. The last work request of each stripe carries an

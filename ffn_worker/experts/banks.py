@@ -123,6 +123,7 @@ class ExpertBanks:
         self.joined.add(layer)
         return True
 
+    @torch.inference_mode()
     def drop(self, layer: int, bank: int) -> None:
         """Drops one of two banks of a layer, and moves the other one home. Waits for the device.
         Call it between two calls of ``FfnModel.forward``."""

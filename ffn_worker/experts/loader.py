@@ -197,7 +197,14 @@ class ShardLoader:
         mlp_shared = self._checkpoint.shared(layer)
         if shard.shared is not None and mlp_shared is not None:
             shared = self._shared(mlp_shared, shard.shared, tasks)
-        for future in [pool.submit(task) for task in tasks]:
+        # On the stream of this thread, so that what it does before and after is in order with them.
+        stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+
+        def run(task: Callable[[], None]) -> None:
+            with torch.cuda.stream(stream):
+                task()
+
+        for future in [pool.submit(run, task) for task in tasks]:
             future.result()
         return LayerWeights(w13, w2, *shared, *biases)
 

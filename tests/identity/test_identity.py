@@ -20,14 +20,15 @@ Answer = Callable[[Model], dict[str, Any]]
 def test_same_tokens(model: Model, checkpoints: Path, remote: Answer, colocated: Answer) -> None:
     """The same greedy tokens as colocated vLLM and as Transformers, in micro-batches.
 
-    Quantised checkpoints are compared with their unquantised twins.
+    Quantised checkpoints are compared with their unquantised twins, and with Transformers only if
+    vLLM cannot answer: a format makes no difference to it.
     """
     found = remote(model)
     assert len(found["tokens"]) == len(prompts())
     assert max(found["depths"]) == model.depth, described(model)
     if not model.colocated:
         assert found["tokens"] == colocated(model)["tokens"], described(model)
-    if model.transformers:
+    if model.transformers and (model.colocated or model.stored_as == "plain"):
         twin = checkpoints / "twin" / model.name
         assert disagreements(twin, prompts(), found["tokens"]) == [], described(model)
 

@@ -6,6 +6,7 @@ what its own step has received.
 """
 
 import ctypes
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -141,11 +142,28 @@ class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.kept: list[object] = []  # what the graph refers to
+        self.paused = False
+
+    def as_one(self, work: Callable[[], None]) -> None:
+        """Adds ``work`` as one host function, and runs it."""
+        self.paused = True
+        work()
+        self.paused = False
+
+        def again(_data: int) -> None:
+            with torch.inference_mode():
+                work()
+
+        function = _HostFunction(again)
+        self.kept += [function, work]
+        hip().hipLaunchHostFunc(current(), function, None)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
         out = func(*args, **kwargs)
         given = {t.untyped_storage().data_ptr() for t in _tensors((args, kwargs))}
         results = _tensors(out)
@@ -164,6 +182,21 @@ class Recorder(TorchDispatchMode):
         self.kept += [function, args, kwargs, out]
         hip().hipLaunchHostFunc(current(), function, None)
         return out
+
+
+_recorders: list[Recorder] = []  # the running one, if any
+
+
+def capturable(function: Callable[..., None]) -> Callable[..., None]:
+    """The function, whose own operations depend on the data of a step, as one operation."""
+
+    def call(*args: object, **kwargs: object) -> None:
+        if _recorders:
+            _recorders[-1].as_one(lambda: function(*args, **kwargs))
+        else:
+            function(*args, **kwargs)
+
+    return call
 
 
 def _tensors(tree: object) -> list[torch.Tensor]:
@@ -187,6 +220,9 @@ class StandInRuntime:
 
     def enter(self, device: torch.device) -> None:
         current()
+        # On a GPU this is one kernel. Its plain form looks at the rows of the step.
+        if slots := sys.modules.get("ffn_worker.slots"):
+            slots.__dict__["take_bucket"] = capturable(slots.__dict__["take_bucket"])
 
     def streams(self, device: torch.device, depth: int) -> Streams:
         return StandInStreams(depth)
@@ -215,7 +251,11 @@ class StandInRuntime:
         stream, graph = current(), ctypes.c_void_p()
         hip().hipStreamBeginCapture(stream, THREAD_LOCAL)
         with Recorder() as recorder:
-            recorded = record()
+            _recorders.append(recorder)
+            try:
+                recorded = record()
+            finally:
+                _recorders.pop()
         hip().hipStreamEndCapture(stream, ctypes.byref(graph))
         return recorded, Replay(graph, recorder.kept)
 

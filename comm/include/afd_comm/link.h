@@ -70,8 +70,8 @@ class Link {
   // message is sent, the word says how many of its header.count items go out: every part but the
   // last `message.whole` ones is an array of header.count items and is cut behind them, and the
   // receiver's header holds the word's count and the bytes sent. A larger word than header.count
-  // ends the link with BadHeader. Backend ipc sends all items and header.count, because only a kernel could read the
-  // word.
+  // ends the link with BadHeader. Backend ipc sends all items and header.count, because only a
+  // kernel could read the word.
   //
   // tcp and verbs: a thread sends the message when the stream has come by. If that fails, nothing
   // rings, so the peer's Guard acts; status() and later calls return why. Messages that different

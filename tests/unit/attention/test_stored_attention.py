@@ -93,9 +93,12 @@ def test_vllm_keeps_the_quantisation_where_it_has_kernels(folder, device, kept, 
 
 
 def test_every_place_of_a_quantisation_is_overridden(folder):
-    assert unquantised(read_config(folder / "llama4")) == []
+    assert unquantised(read_config(folder / "llama4"), quantised=False) == []
     nested = {"text_config": {"quantization_config": {"quant_method": "fp8"}}}
-    assert unquantised(nested) == ['--hf-overrides={"text_config": {"quantization_config": null}}']
-    assert unquantised({"compression_config": {}, "quantization_config": {"a": 1}}) == [
-        '--hf-overrides={"quantization_config": null}'
+    assert unquantised(nested, quantised=True) == [
+        '--hf-overrides={"text_config": {"quantization_config": null}}'
     ]
+    for config in ({"compression_config": {}, "quantization_config": {"a": 1}}, {}):
+        assert unquantised(config, quantised=True) == [
+            '--hf-overrides={"quantization_config": null}'
+        ]

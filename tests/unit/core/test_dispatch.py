@@ -246,6 +246,7 @@ def test_settings_under_captured_graphs(tiny_models):
 
     assert resolved().dispatch == "broadcast"
     assert resolved(transport={"backend": "ipc"}).dispatch == "broadcast"
+    assert resolved(transport={"backend": "tcp"}).dispatch == "routed"
     assert resolved(pipeline={"graphs": False}).dispatch == "routed"
     routed = resolved(wire={"dispatch": "routed"})
     assert (routed.dispatch, routed.shared_by_rows) == ("routed", True)

@@ -195,6 +195,23 @@ def test_a_failed_stream_ends_its_step() -> None:
     end(running)
 
 
+@pytest.mark.parametrize(("first", "items"), [(0, 2), (1, 1), (2, 0), (3, 0), (-(2**30), 3)])
+def test_an_answer_has_no_item_beyond_those_of_its_request(first: int, items: int) -> None:
+    side = Side(["tcp"])
+    (peer,) = side.peers
+    data = np.zeros(2, np.int64)
+    request = Message(0, [(0, data.ctypes.data, data.nbytes)], count=2)
+    counts, firsts = (np.full((1, LANES), n, np.int32) for n in (3, first))
+    side.gate.begin(side.plan(1, 1), np.array([1], np.int32), counts, LATE_US, firsts)
+    assert peer.link.post(request, peer.first_flag) == Status.OK
+    side.gate.enqueue_wait(0, 0, 1)
+    side.gate.enqueue_ticket(0, 0, 1)
+    assert side.gate.wait(0) == [Status.OK]
+    assert peer.answers.wait_all([0], [peer.first_flag], TIMEOUT_US) == [Status.OK]
+    header = peer.answers.header(0)
+    assert (header.count, header.nbytes) == (items, items * ITEM)
+
+
 def test_wrong_arguments_are_refused() -> None:
     region = Region(4, 64, name="gate")
     gate = StepGate(region, peers=2, lanes=2)
@@ -213,3 +230,5 @@ def test_wrong_arguments_are_refused() -> None:
             call(0, 2, 1)
     with pytest.raises(IndexError):
         gate.clear_peer(2)
+    with pytest.raises(ValueError, match="whole"):
+        Message(0, [], whole=1)
