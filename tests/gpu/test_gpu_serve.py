@@ -68,6 +68,17 @@ def replayed(server):
     return sum(replayed_by_depth(server))
 
 
+def captures(server, when):
+    """Returns the graphs that the FFN ranks captured, before they were ready or after."""
+    names = (line.split() for line in server.metrics().splitlines())
+    wanted = f'when="{when}"'
+    return sum(
+        float(w[1])
+        for w in names
+        if w and w[0].startswith("afd_ffn_graph_captures_total") and wanted in w[0]
+    )
+
+
 def wait_until(check, deadline_s, what):
     end = time.monotonic() + deadline_s
     while not check():
@@ -140,6 +151,7 @@ def test_a_lost_ffn_instance_costs_no_request_and_no_token(
         after = [pid_of(server, "ffn", rank) for rank in range(tp)]
         assert not set(after) & set(lost)  # all ranks were restarted
         assert replayed(server) > steps, "no step was replayed after the FFN instance came back"
+        assert captures(server, "start") and not captures(server, "after")
         for mine, theirs in zip(answers, calm, strict=True):
             assert len(mine.tokens) == TOKENS
             differs = first_difference(mine, theirs)
