@@ -62,6 +62,9 @@ def current(device=None):
 
 @contextmanager
 def on(stream):
+    if stream is None:  # torch keeps the current one
+        yield
+        return
     before, _HERE.stream = current(), stream
     assert stream.cuda_stream == 0  # stands for the kernels that are launched inside the block
     yield
