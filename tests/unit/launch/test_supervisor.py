@@ -167,10 +167,10 @@ def test_a_failed_start_names_the_root_cause_of_a_traceback(tmp_path, capsys):
 
 
 def test_never_ready_ends_at_the_deadline_and_names_what_is_awaited(tmp_path, capsys):
-    run = Run(tmp_path, Stage((role(tmp_path, "ffn-0", WAIT),), 5), start_s=0.5)
+    run = Run(tmp_path, Stage((role(tmp_path, "ffn-0", WAIT),), 5), start_s=1.5)
     assert run.status == 1
     message = capsys.readouterr().err
-    assert "0.5 s" in message and "ffn-0 to say that it is ready" in message
+    assert "1.5 s" in message and "ffn-0 to say that it is ready" in message
     assert not alive(lines(tmp_path, "ffn-0", "pid")[0])
 
 
