@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from afd.demo.make_model import make_model
-from afd.demo.sizes import FAMILIES, resolve
 from afd.errors import ConfigError
 from afd.records import results_file
+from afd_demo.make_model import make_model
+from afd_demo.sizes import FAMILIES, resolve
 
 BLOCK = 32  # tokens; vLLM's CPU attention has fast kernels for multiples of 32
 MAX_MODEL_LEN = 256

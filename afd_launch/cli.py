@@ -232,7 +232,7 @@ class _Version(argparse.Action):
 
 def _serve(args: argparse.Namespace) -> int:
     deployment = load_deployment(args)
-    from afd.gateway.files import check_files
+    from afd_gateway.files import check_files
     from afd_launch.serve import check_machine, serve, summary, weights_note
 
     if args.check or args.check_file:
@@ -292,7 +292,7 @@ def _keys(args: argparse.Namespace) -> int:
 
 
 def _api_key(args: argparse.Namespace) -> int:
-    from afd.gateway.api_keys import add_api_key
+    from afd_gateway.api_keys import add_api_key
 
     key = add_api_key(args.file, args.name, args.running)
     print(f"{args.file} holds the hash of this key, which is shown only now:", file=sys.stderr)

@@ -154,9 +154,9 @@ def _gateway(spec: RoleSpec, *, supervised: bool) -> int:
     """supervised: the same user runs the attention instances, on this host."""
     from afd.config.vllm_arguments import checks_api_key
     from afd.control.connect import client_for
-    from afd.gateway.main import run_gateway
-    from afd.gateway.settings import GatewaySettings
-    from afd.gateway.tls import server_context
+    from afd_gateway.main import run_gateway
+    from afd_gateway.settings import GatewaySettings
+    from afd_gateway.tls import server_context
 
     deployment = spec.deployment
     tls, from_environment = deployment.gateway.tls, "VLLM_API_KEY" in os.environ

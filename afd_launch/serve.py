@@ -15,8 +15,8 @@ from afd.config.host_view import seen_from
 from afd.control.keys import load_client
 from afd.control.local_keys import announced
 from afd.errors import ConfigError
-from afd.gateway.files import check_files
 from afd.host.logs import say
+from afd_gateway.files import check_files
 from afd_launch.gpus import of_this_host
 from afd_launch.host_checks import HostFacts, look, prepared, rails_of
 from afd_launch.host_watch import HostWatch

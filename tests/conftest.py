@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from afd.demo.make_model import make_model
-from afd.demo.sizes import resolve
+from afd_demo.make_model import make_model
+from afd_demo.sizes import resolve
 
 # Puts cmake and ninja of the test extra on PATH, as activating the environment would.
 os.environ["PATH"] = f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}"

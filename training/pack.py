@@ -19,7 +19,7 @@ from random import Random
 import numpy as np
 from tokenizers import Tokenizer
 
-from afd.demo.tokenizer import BOS
+from afd_demo.tokenizer import BOS
 from training import chat, lexicon, tokenizer
 from training.corpus import unpack
 from training.readers import Document

@@ -1,7 +1,7 @@
 """The byte-level BPE tokenizer of the demo model, and rendering of its chat template.
 
 Digits are single tokens, so that the model can learn sums. Special tokens, tags and template come
-from afd/demo/tokenizer.py, so that training and serving agree.
+from afd_demo/tokenizer.py, so that training and serving agree.
 """
 
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 import jinja2
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from afd.demo.tokenizer import BOS, CHAT_TEMPLATE, MARKUP, TURN_END, TURN_START
+from afd_demo.tokenizer import BOS, CHAT_TEMPLATE, MARKUP, TURN_END, TURN_START
 from training.calls import Message
 
 

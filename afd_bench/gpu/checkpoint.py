@@ -16,10 +16,10 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from afd.demo import weights
 from afd.errors import ConfigError
 from afd.models import family_of
 from afd_bench.gpu.slices import Slice
+from afd_demo import weights
 
 _BLOCK = 1 << 22  # numbers of each kind
 _THREADS = 8
@@ -29,7 +29,7 @@ _HOLE = "hole"
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor to write. kind: a key of :func:`afd.demo.weights.deviations`, or a hole."""
+    """A tensor to write. kind: a key of :func:`afd_demo.weights.deviations`, or a hole."""
 
     name: str
     kind: str
@@ -46,7 +46,7 @@ class Tensor:
 
 @dataclass
 class Listing:
-    """A sink (afd/demo/weights.py) that lists the tensors without writing them."""
+    """A sink (afd_demo/weights.py) that lists the tensors without writing them."""
 
     tensors: list[Tensor] = field(default_factory=list)
 

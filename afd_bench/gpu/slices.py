@@ -11,15 +11,15 @@ loading all weights takes too long. Disaggregation should gain most on these sha
 
 from dataclasses import dataclass, replace
 
-from afd.demo.sizes import Sizes
 from afd.errors import ConfigError
+from afd_demo.sizes import Sizes
 
 
 @dataclass(frozen=True)
 class Slice:
     """A model slice.
 
-    family: key of afd.demo.sizes. full_layers: layers of the published model. of: its name in
+    family: key of afd_demo.sizes. full_layers: layers of the published model. of: its name in
     afd_planner/data/models, "" if it has none.
     """
 

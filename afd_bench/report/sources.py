@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-_SERVER = ("afd", "attention_worker", "ffn_worker", "comm/src", "comm/include")
+_SERVER = ("afd", "afd_gateway", "attention_worker", "ffn_worker", "comm/src", "comm/include")
 
 CODE_OF = {
     "allreduce": ("ffn_worker/allreduce",),

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import numpy as np
 
-from afd.demo.make_model import make_model
-from afd.demo.sizes import resolve
 from afd.records import command_line, machine, results_file, today, write_records
 from afd_bench.scale.deployed import deployed
 from afd_bench.scale.page import Cell, page, records
 from afd_bench.scale.shared import ROWS, Case, Rows
+from afd_demo.make_model import make_model
+from afd_demo.sizes import resolve
 
 FAMILY = "qwen3_moe"
 LAYERS, HIDDEN, TOP_K = 2, 64, 2

@@ -16,8 +16,6 @@ import pytest
 import torch
 
 from afd.control import operator
-from afd.demo.make_model import make_model
-from afd.demo.sizes import resolve
 from afd.errors import AfdError
 from afd.placement.tables import balance
 from afd_bench.gpu import profile
@@ -25,6 +23,8 @@ from afd_bench.gpu.targets import Afd, Sizes, deployment, fitted, vllm_args
 from afd_bench.servers import disaggregated
 from afd_bench.stages import totals
 from afd_bench.workload import Request, first_difference, run
+from afd_demo.make_model import make_model
+from afd_demo.sizes import resolve
 
 GPUS = min(2, torch.cuda.device_count())
 """With one GPU, all instances share it."""

@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass, replace
 
-from afd.demo.sizes import Sizes
+from afd_demo.sizes import Sizes
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ import pytest
 from cases import ALL, Model, drawn_sizes
 from engines import Case
 
-from afd.demo.published.make import make_published
-from afd.demo.sizes import PRESETS, Sizes
+from afd_demo.published.make import make_published
+from afd_demo.sizes import PRESETS, Sizes
 
 ROOT = Path(__file__).parents[2]
 SEED = int(os.environ.get("AFD_TEST_SEED") or time.time())

@@ -11,9 +11,9 @@ from deployments import SETTINGS, Models
 from roles import Ended, Role, afd, role, write_config
 
 from afd.control.keys import CurveKeys
-from afd.demo.make_model import make_model
-from afd.demo.sizes import resolve
 from afd.host.ports import held_ports
+from afd_demo.make_model import make_model
+from afd_demo.sizes import resolve
 
 pytestmark = pytest.mark.serve
 

@@ -27,7 +27,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("afd", "afd_bench", "afd_launch", "afd_planner", "attention_worker", "ffn_worker")
+ROOMS = (
+    "afd", "afd_bench", "afd_demo", "afd_gateway", "afd_launch", "afd_planner", "attention_worker",
+    "ffn_worker",
+)  # fmt: skip
 PINS = ROOT / "requirements" / "pins.txt"
 COMMAND_S = 120.0
 READY_S = 240.0

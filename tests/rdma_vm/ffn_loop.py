@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 import torch
 from remote_support import Deployed, run_step
 
-from afd.demo.make_model import make_model
-from afd.demo.sizes import resolve
+from afd_demo.make_model import make_model
+from afd_demo.sizes import resolve
 from ffn_worker.experts.build import load_ffn_model
 
 FAMILY = "qwen3_moe"

@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 
 from afd.config.deployment import Deployment
 from afd.config.roles import RoleSpec
-from afd.demo.published.make import make_published
-from afd.demo.sizes import Sizes
 from afd.models import read_config, read_model
 from afd.models.checkpoint import tensor_table
+from afd_demo.published.make import make_published
+from afd_demo.sizes import Sizes
 from attention_worker.stored_weights import (
     AttentionTensors,
     attention_is_quantised,

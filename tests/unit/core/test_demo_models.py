@@ -11,12 +11,12 @@ pytest.importorskip("safetensors")
 
 from tokenizers import Tokenizer
 
-from afd.demo.make_model import main, make_model
-from afd.demo.sizes import FAMILIES, PRESETS, resolve
-from afd.demo.tokenizer import CHAT_TEMPLATE, MARKUP
 from afd.errors import ConfigError
 from afd.models import read_config, read_model
 from afd.models.checkpoint import fingerprint, tensor_table
+from afd_demo.make_model import main, make_model
+from afd_demo.sizes import FAMILIES, PRESETS, resolve
+from afd_demo.tokenizer import CHAT_TEMPLATE, MARKUP
 
 SMALL = {"hidden": 64, "layers": 4, "experts": 4, "intermediate": 64, "vocab": 512}
 
@@ -159,7 +159,7 @@ def test_command_line(tmp_path, capsys):
 
 def test_needs_no_torch(tmp_path):
     code = (
-        "import sys; from afd.demo.make_model import main; "
+        "import sys; from afd_demo.make_model import main; "
         f"assert main(['qwen3_moe', {str(tmp_path)!r}, '--hidden', '64', '--vocab', '512']) == 0; "
         "assert 'torch' not in sys.modules"
     )

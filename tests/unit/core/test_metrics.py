@@ -19,7 +19,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from afd.errors import ConfigError
-from afd.gateway.telemetry import GATEWAY_METRICS
 from afd.metrics.role import (
     SECONDS_BOUNDS,
     Captured,
@@ -31,6 +30,7 @@ from afd.metrics.role import (
     Weights,
 )
 from afd.metrics.server import serve_metrics
+from afd_gateway.telemetry import GATEWAY_METRICS
 
 ROOT = Path(__file__).parents[3]
 DASHBOARDS = sorted((ROOT / "afd_launch/data/dashboards/grafana").glob("*.json"))

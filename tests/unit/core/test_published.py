@@ -9,11 +9,11 @@ pytest.importorskip("safetensors")
 
 from afd.config.deployment import Deployment
 from afd.config.resolve import check_model, replays, resolve
-from afd.demo.published.make import LAYOUTS, make_published
-from afd.demo.sizes import Sizes
 from afd.errors import ConfigError
 from afd.models import FAMILIES, qwen3_moe, read_model
 from afd.models.checkpoint import INDEX_FILE, tensor_table
+from afd_demo.published.make import LAYOUTS, make_published
+from afd_demo.sizes import Sizes
 
 SIZES = Sizes(hidden=64, layers=4, experts=4, intermediate=32, heads=2, vocab=512)
 

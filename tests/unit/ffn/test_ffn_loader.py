@@ -10,11 +10,11 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file, save_file  # noqa: E402
 from shards import load_shard  # noqa: E402
 
-from afd.demo.make_model import make_model  # noqa: E402
-from afd.demo.sizes import resolve  # noqa: E402
 from afd.errors import ConfigError  # noqa: E402
 from afd.models import read_model  # noqa: E402
 from afd.models.checkpoint import tensor_table  # noqa: E402
+from afd_demo.make_model import make_model  # noqa: E402
+from afd_demo.sizes import resolve  # noqa: E402
 from ffn_worker.experts.build import build_ffn_model, load_ffn_model  # noqa: E402
 from ffn_worker.experts.plan import shard_of  # noqa: E402
 from ffn_worker.experts.tensor_files import TensorFiles  # noqa: E402

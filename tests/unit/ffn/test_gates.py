@@ -8,10 +8,10 @@ pytest.importorskip("tokenizers")
 import torch.nn.functional as F  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
-from afd.demo.published.make import make_published  # noqa: E402
-from afd.demo.sizes import Sizes  # noqa: E402
 from afd.errors import ConfigError  # noqa: E402
 from afd.models import read_model  # noqa: E402
+from afd_demo.published.make import make_published  # noqa: E402
+from afd_demo.sizes import Sizes  # noqa: E402
 from ffn_worker.experts.build import load_ffn_model  # noqa: E402
 
 SIZES = Sizes(hidden=64, layers=2, experts=4, intermediate=32, heads=2, vocab=512)

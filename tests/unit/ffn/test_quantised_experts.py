@@ -10,13 +10,13 @@ import fake_kernels  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from shards import load_shard  # noqa: E402
 
-from afd.demo.make_model import make_model  # noqa: E402
-from afd.demo.sizes import resolve  # noqa: E402
 from afd.errors import ConfigError  # noqa: E402
 from afd.models import read_model  # noqa: E402
 from afd.models.checkpoint import tensor_table  # noqa: E402
 from afd.wire.layout import Tag  # noqa: E402
 from afd.wire.rows_torch import EncodedRows  # noqa: E402
+from afd_demo.make_model import make_model  # noqa: E402
+from afd_demo.sizes import resolve  # noqa: E402
 from ffn_worker.experts.build import load_ffn_model  # noqa: E402
 from ffn_worker.experts.plan import shard_of  # noqa: E402
 from ffn_worker.moe.quantise import (  # noqa: E402

@@ -12,9 +12,9 @@ from typing import TypeVar
 import aiohttp
 from aiohttp import web
 
-from afd.gateway.server import GatewayServer, bind_listener, start_gateway
-from afd.gateway.settings import GatewaySettings
-from afd.gateway.upstreams import Condition, Upstream
+from afd_gateway.server import GatewayServer, bind_listener, start_gateway
+from afd_gateway.settings import GatewaySettings
+from afd_gateway.upstreams import Condition, Upstream
 
 T = TypeVar("T")
 QUICK = GatewaySettings(port=0, probe_interval_s=0.05, scrape_deadline_s=0.3, drain_s=5.0)

@@ -17,9 +17,9 @@ import pytest
 from gateway_fakes import QUICK, FakeInstance, rig, run
 
 from afd.errors import ConfigError
-from afd.gateway.api_keys import ApiKeys, add_api_key, digest_of, parse_api_keys, read_api_keys
-from afd.gateway.errors import GatewayError
-from afd.gateway.tls import server_context
+from afd_gateway.api_keys import ApiKeys, add_api_key, digest_of, parse_api_keys, read_api_keys
+from afd_gateway.errors import GatewayError
+from afd_gateway.tls import server_context
 
 HASH = digest_of("secret")
 

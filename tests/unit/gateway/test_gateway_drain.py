@@ -6,7 +6,7 @@ import pytest
 from gateway_fakes import FakeInstance, rig, run
 
 from afd.control.messages import Member, Members, State
-from afd.gateway.main import upstreams_of
+from afd_gateway.main import upstreams_of
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from afd.gateway.exposition import Page, merge, with_instance
+from afd_gateway.exposition import Page, merge, with_instance
 
 # A shortened /metrics page of vLLM's API server: counters, gauges, a histogram and `_created`.
 VLLM = """\

@@ -9,9 +9,9 @@ import pytest
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
-from afd.gateway.errors import GatewayError, error_body, error_response
-from afd.gateway.headers import request_headers, response_headers, upstream_url, wants_upgrade
-from afd.gateway.sse import EventSplitter, error_event
+from afd_gateway.errors import GatewayError, error_body, error_response
+from afd_gateway.headers import request_headers, response_headers, upstream_url, wants_upgrade
+from afd_gateway.sse import EventSplitter, error_event
 
 
 def proxy(*pairs: tuple[str, str]) -> CIMultiDictProxy[str]:

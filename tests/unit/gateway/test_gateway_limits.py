@@ -18,10 +18,10 @@ import aiohttp
 import pytest
 from gateway_fakes import QUICK, FakeInstance, Rig, rig, run
 
-from afd.gateway.accept import Acceptor
-from afd.gateway.bodies import is_too_slow
-from afd.gateway.descriptors import connections_allowed
-from afd.gateway.server import bind_listener
+from afd_gateway.accept import Acceptor
+from afd_gateway.bodies import is_too_slow
+from afd_gateway.descriptors import connections_allowed
+from afd_gateway.server import bind_listener
 
 GET = b"GET /v1/models HTTP/1.1\r\nHost: h\r\n\r\n"
 Pipe = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -65,8 +65,8 @@ STARTS = """
 import logging, resource
 logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 300))
-from afd.gateway.main import run_gateway
-from afd.gateway.settings import GatewaySettings
+from afd_gateway.main import run_gateway
+from afd_gateway.settings import GatewaySettings
 class Stop(Exception): pass
 def connect(): raise Stop
 try: run_gateway(GatewaySettings(port=0), connect, join_deadline_s=1.0)
@@ -223,9 +223,9 @@ def test_accepts_without_a_descriptor_are_counted_and_retried(
 SERVES = """
 import asyncio, resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-from afd.gateway.server import bind_listener, start_gateway
-from afd.gateway.settings import GatewaySettings
-from afd.gateway.upstreams import Upstream
+from afd_gateway.server import bind_listener, start_gateway
+from afd_gateway.settings import GatewaySettings
+from afd_gateway.upstreams import Upstream
 async def work():
     settings = GatewaySettings(port=0, probe_interval_s=0.05, abandon_after_s=0.5,
                                probe_timeout_s=0.2)

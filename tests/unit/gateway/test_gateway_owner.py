@@ -14,10 +14,10 @@ import aiohttp
 import pytest
 from gateway_fakes import QUICK, FakeInstance, rig, run
 
-from afd.gateway import owner
-from afd.gateway.owner import ForeignListener, is_loopback, listener_uid, make_connector
-from afd.gateway.pool import probe_once
-from afd.gateway.upstreams import Condition, Probe
+from afd_gateway import owner
+from afd_gateway.owner import ForeignListener, is_loopback, listener_uid, make_connector
+from afd_gateway.pool import probe_once
+from afd_gateway.upstreams import Condition, Probe
 
 NOBODY = 65534
 INTRUDER = """

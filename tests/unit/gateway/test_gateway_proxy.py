@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 from gateway_fakes import QUICK, FakeInstance, rig, run
 
-from afd.gateway.upstreams import Condition, Upstream
+from afd_gateway.upstreams import Condition, Upstream
 
 
 @pytest.mark.parametrize("passed", [False, True])

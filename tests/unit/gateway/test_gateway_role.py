@@ -18,7 +18,7 @@ from control_support import control_client
 from gateway_fakes import QUICK, FakeInstance
 
 from afd.errors import ConfigError, HandshakeRefused
-from afd.gateway.main import run_gateway
+from afd_gateway.main import run_gateway
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from gateway_fakes import QUICK, FakeInstance, rig, run
 from prometheus_client.parser import text_string_to_metric_families
 
 from afd.errors import ConfigError
-from afd.gateway.server import bind_listener
-from afd.gateway.telemetry import path_template
-from afd.gateway.upstreams import Condition, Upstream
 from afd.metrics.role import RoleMetrics, Stage
 from afd.metrics.server import serve_metrics
+from afd_gateway.server import bind_listener
+from afd_gateway.telemetry import path_template
+from afd_gateway.upstreams import Condition, Upstream
 
 FFN = Upstream("ffn-0")
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from afd.gateway.upstreams import (
+from afd_gateway.upstreams import (
     Condition,
     Health,
     Probe,

@@ -8,9 +8,9 @@ import pytest
 from afd.config.deployment import Deployment
 from afd.config.host_view import seen_from
 from afd.control.messages import Rail
-from afd.demo.make_model import make_model
-from afd.demo.sizes import resolve
 from afd.errors import ConfigError
+from afd_demo.make_model import make_model
+from afd_demo.sizes import resolve
 from afd_launch.host_checks import (
     HostFacts,
     check_gpus,

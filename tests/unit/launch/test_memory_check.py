@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from afd.config.deployment import Deployment
-from afd.demo.make_model import make_model
-from afd.demo.sizes import resolve
 from afd.errors import ConfigError
 from afd.models import read_model
 from afd.models.checkpoint import tensor_table
+from afd_demo.make_model import make_model
+from afd_demo.sizes import resolve
 from afd_launch.memory_check import check_memory, gpu_uses
 from afd_planner.facts.model_hf import load_model
 from afd_planner.report.presets import FOLDER

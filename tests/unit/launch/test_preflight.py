@@ -9,10 +9,10 @@ torch = pytest.importorskip("torch")
 import yaml  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from afd.demo.make_model import make_model  # noqa: E402
-from afd.demo.sizes import resolve  # noqa: E402
 from afd.models import read_model  # noqa: E402
 from afd.wire.layout import Tag  # noqa: E402
+from afd_demo.make_model import make_model  # noqa: E402
+from afd_demo.sizes import resolve  # noqa: E402
 from afd_launch import cli, preflight  # noqa: E402
 from afd_launch.installation import Gpus  # noqa: E402
 from ffn_worker.moe.quantise import quantise_weight  # noqa: E402

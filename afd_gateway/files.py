@@ -1,8 +1,8 @@
 """The files that the gateway reads at its start."""
 
 from afd.config.sections import Gateway
-from afd.gateway.api_keys import read_api_keys
-from afd.gateway.tls import server_context
+from afd_gateway.api_keys import read_api_keys
+from afd_gateway.tls import server_context
 
 
 def check_files(gateway: Gateway) -> None:

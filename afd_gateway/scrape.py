@@ -8,10 +8,10 @@ from collections.abc import Iterable
 
 import aiohttp
 
-from afd.gateway.exposition import Page, merge
-from afd.gateway.settings import GatewaySettings
-from afd.gateway.telemetry import Telemetry
-from afd.gateway.upstreams import Upstream, View
+from afd_gateway.exposition import Page, merge
+from afd_gateway.settings import GatewaySettings
+from afd_gateway.telemetry import Telemetry
+from afd_gateway.upstreams import Upstream, View
 
 log = logging.getLogger("afd.gateway")
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from aiohttp import hdrs, web
 
-from afd.gateway.errors import GatewayError
-from afd.gateway.settings import GatewaySettings
+from afd_gateway.errors import GatewayError
+from afd_gateway.settings import GatewaySettings
 
 _CHECK_S = 0.1
 

@@ -4,8 +4,8 @@ Keys and names: config.json of moonshotai/Kimi-K2-Instruct and deepseek-ai/DeepS
 class ``Indexer`` of vLLM 0.26 (models/deepseek_v2.py).
 """
 
-from afd.demo.sizes import Sizes
-from afd.demo.weights import Config, Sink, deepseek_v3
+from afd_demo.sizes import Sizes
+from afd_demo.weights import Config, Sink, deepseek_v3
 
 
 def kimi_k2(w: Sink, s: Sizes, dtype: str) -> Config:

@@ -13,13 +13,13 @@ from aiohttp.http import HttpProcessingError
 
 from afd.control.refusals import Refusals
 from afd.errors import ConfigError
-from afd.gateway.accept import Acceptor
-from afd.gateway.app import GATEWAY, Gateway, make_app
-from afd.gateway.connection import ClientConnection
-from afd.gateway.descriptors import connections_allowed_now
-from afd.gateway.errors import GatewayError
-from afd.gateway.settings import GatewaySettings
-from afd.gateway.upstreams import Provider
+from afd_gateway.accept import Acceptor
+from afd_gateway.app import GATEWAY, Gateway, make_app
+from afd_gateway.connection import ClientConnection
+from afd_gateway.descriptors import connections_allowed_now
+from afd_gateway.errors import GatewayError
+from afd_gateway.settings import GatewaySettings
+from afd_gateway.upstreams import Provider
 
 log = logging.getLogger("afd.gateway")
 

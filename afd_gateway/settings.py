@@ -26,7 +26,7 @@ class GatewaySettings:
     abandon_after_s: requests of an instance without a good /health for this long are given up.
     max_deliveries: instances that may fail with a request before it is given up.
     pass_credentials: forward the Authorization header (see SECURITY.md).
-    api_keys: file of the API keys that clients need (afd.gateway.api_keys); None: none needed.
+    api_keys: file of the API keys that clients need (afd_gateway.api_keys); None: none needed.
     tls: for HTTPS; None: plain HTTP.
     own_upstreams: the same user runs the attention instances, on this host: refuse to connect to
         loopback ports at which another user listens.

@@ -4,8 +4,8 @@ Names, dtypes and keys: config.json of Qwen/Qwen3-Next-80B-A3B-Instruct, the loa
 (models/qwen3_next.py) and Transformers 5 (models/qwen3_next).
 """
 
-from afd.demo.sizes import Sizes
-from afd.demo.weights import Config, Sink, common_config, mlp
+from afd_demo.sizes import Sizes
+from afd_demo.weights import Config, Sink, common_config, mlp
 
 _EVERY = 4  # a layer of full attention
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 
-from afd.gateway.errors import GatewayError, error_response
+from afd_gateway.errors import GatewayError, error_response
 
 
 class ClientConnection(web.RequestHandler):

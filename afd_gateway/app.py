@@ -10,16 +10,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import aiohttp
 from aiohttp import hdrs, web
 
-from afd.gateway.api_keys import ApiKeys
-from afd.gateway.bodies import Bodies
-from afd.gateway.errors import GatewayError, error_response
-from afd.gateway.owner import make_connector
-from afd.gateway.pool import Pool
-from afd.gateway.proxy import ANSWERED, Proxy
-from afd.gateway.scrape import CONTENT_TYPE, metrics_page
-from afd.gateway.settings import GatewaySettings
-from afd.gateway.telemetry import Telemetry
-from afd.gateway.upstreams import Provider, View, fleet_problem
+from afd_gateway.api_keys import ApiKeys
+from afd_gateway.bodies import Bodies
+from afd_gateway.errors import GatewayError, error_response
+from afd_gateway.owner import make_connector
+from afd_gateway.pool import Pool
+from afd_gateway.proxy import ANSWERED, Proxy
+from afd_gateway.scrape import CONTENT_TYPE, metrics_page
+from afd_gateway.settings import GatewaySettings
+from afd_gateway.telemetry import Telemetry
+from afd_gateway.upstreams import Provider, View, fleet_problem
 
 log = logging.getLogger("afd.gateway")
 
@@ -71,7 +71,7 @@ GATEWAY = web.AppKey("gateway", Gateway)
 
 
 def make_app(settings: GatewaySettings, provider: Provider) -> web.Application:
-    """Returns the application. It needs ``handler_cancellation``, as in afd.gateway.server."""
+    """Returns the application. It needs ``handler_cancellation``, as in afd_gateway.server."""
     gateway = Gateway(settings, provider)
     app = web.Application(middlewares=[_count, _shape_errors, _admit])
     app[GATEWAY] = gateway

@@ -11,20 +11,20 @@ from collections.abc import AsyncIterator
 import aiohttp
 from aiohttp import hdrs, web
 
-from afd.gateway.errors import GatewayError
-from afd.gateway.headers import (
+from afd_gateway.errors import GatewayError
+from afd_gateway.headers import (
     INSTANCE_HEADER,
     request_headers,
     response_headers,
     upstream_url,
     wants_upgrade,
 )
-from afd.gateway.owner import ForeignListener, make_connector
-from afd.gateway.pool import Lease, Pool
-from afd.gateway.settings import GatewaySettings
-from afd.gateway.sse import DONE, EventSplitter, error_event
-from afd.gateway.telemetry import Telemetry
-from afd.gateway.upstreams import why_none
+from afd_gateway.owner import ForeignListener, make_connector
+from afd_gateway.pool import Lease, Pool
+from afd_gateway.settings import GatewaySettings
+from afd_gateway.sse import DONE, EventSplitter, error_event
+from afd_gateway.telemetry import Telemetry
+from afd_gateway.upstreams import why_none
 
 log = logging.getLogger("afd.gateway")
 

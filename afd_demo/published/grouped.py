@@ -4,8 +4,8 @@ Names, dtypes and keys: config.json of the checkpoint that each function names, 
 vLLM 0.26 (model_executor/models) and the modules of Transformers 5 (models/*/modeling_*.py).
 """
 
-from afd.demo.sizes import Sizes
-from afd.demo.weights import Config, Sink, attention, common_config, frame, mlp
+from afd_demo.sizes import Sizes
+from afd_demo.weights import Config, Sink, attention, common_config, frame, mlp
 
 
 def mixtral(w: Sink, s: Sizes, dtype: str) -> Config:

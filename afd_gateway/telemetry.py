@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from afd.gateway.upstreams import View
+from afd_gateway.upstreams import View
 
 GATEWAY_METRICS = (
     "afd_gateway_requests_total",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from afd.gateway.errors import error_body
+from afd_gateway.errors import error_body
 
 MAX_EVENT_BYTES = 2**20
 DONE = b"data: [DONE]\n\n"

@@ -11,7 +11,7 @@ from typing import Protocol
 import ml_dtypes
 import numpy as np
 
-from afd.demo.sizes import Sizes
+from afd_demo.sizes import Sizes
 
 Tensors = dict[str, np.ndarray]
 Config = dict[str, object]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import ml_dtypes
 import numpy as np
 
-from afd.demo.weights import Config, Tensors
+from afd_demo.weights import Config, Tensors
 
 _FP8, _FP8_MAX = ml_dtypes.float8_e4m3fn, 448.0
 _BLOCK, _GROUP = 128, 32

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from afd.control.client import ControlClient
 from afd.control.messages import Members
 from afd.errors import HandshakeRefused
-from afd.gateway.descriptors import raise_descriptor_limit
-from afd.gateway.server import bind_listener, start_gateway
-from afd.gateway.settings import GatewaySettings
-from afd.gateway.upstreams import Upstream
+from afd_gateway.descriptors import raise_descriptor_limit
+from afd_gateway.server import bind_listener, start_gateway
+from afd_gateway.settings import GatewaySettings
+from afd_gateway.upstreams import Upstream
 
 log = logging.getLogger("afd.gateway")
 

@@ -1,4 +1,4 @@
-"""Writes a small random checkpoint: `python -m afd.demo.make_model qwen3_moe DIRECTORY`."""
+"""Writes a small random checkpoint: `python -m afd_demo.make_model qwen3_moe DIRECTORY`."""
 
 import argparse
 import json
@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from afd.demo.sizes import FAMILIES, PRESETS, Sizes, resolve
 from afd.errors import AfdError, ConfigError
+from afd_demo.sizes import FAMILIES, PRESETS, Sizes, resolve
 
 MIN_VOCAB = 512  # 256 bytes, special tokens, and some merges
 
@@ -26,7 +26,7 @@ def make_model(
     try:
         from safetensors.numpy import save_file
 
-        from afd.demo import tokenizer, weights
+        from afd_demo import tokenizer, weights
     except ImportError as error:
         raise ConfigError(
             f"making a model needs the package {error.name}; install it or afd[cpu]"
@@ -49,7 +49,7 @@ def make_model(
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m afd.demo.make_model", description="Write a small random checkpoint."
+        prog="python -m afd_demo.make_model", description="Write a small random checkpoint."
     )
     parser.add_argument("family", choices=FAMILIES)
     parser.add_argument("directory", type=Path)

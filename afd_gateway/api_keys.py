@@ -22,7 +22,7 @@ from pathlib import Path
 from aiohttp import hdrs
 
 from afd.errors import ConfigError
-from afd.gateway.errors import GatewayError
+from afd_gateway.errors import GatewayError
 
 log = logging.getLogger("afd.gateway")
 

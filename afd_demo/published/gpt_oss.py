@@ -4,8 +4,8 @@ Names, dtypes and keys: config.json of openai/gpt-oss-20b, the loader of vLLM 0.
 gpt_oss.py) and Transformers 5 (models/gpt_oss). Unquantised here; :mod:`.quantised` makes MXFP4.
 """
 
-from afd.demo.sizes import Sizes
-from afd.demo.weights import Config, Sink, attention, common_config, frame
+from afd_demo.sizes import Sizes
+from afd_demo.weights import Config, Sink, attention, common_config, frame
 
 
 def gpt_oss(w: Sink, s: Sizes, dtype: str) -> Config:

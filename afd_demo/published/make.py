@@ -6,16 +6,16 @@ from pathlib import Path
 
 import numpy as np
 
-from afd.demo import tokenizer, weights
-from afd.demo.published import grouped, multimodal
-from afd.demo.published.deepseek import deepseek_v32, kimi_k2
-from afd.demo.published.gpt_oss import gpt_oss
-from afd.demo.published.quantised import FORMATS
-from afd.demo.published.qwen3_next import qwen3_next
-from afd.demo.sizes import Sizes
-from afd.demo.weights import Config, Drawn, Sink, Tensors
 from afd.errors import ConfigError
 from afd.models.checkpoint import INDEX_FILE
+from afd_demo import tokenizer, weights
+from afd_demo.published import grouped, multimodal
+from afd_demo.published.deepseek import deepseek_v32, kimi_k2
+from afd_demo.published.gpt_oss import gpt_oss
+from afd_demo.published.quantised import FORMATS
+from afd_demo.published.qwen3_next import qwen3_next
+from afd_demo.sizes import Sizes
+from afd_demo.weights import Config, Drawn, Sink, Tensors
 
 LAYOUTS: dict[str, Callable[[Sink, Sizes, str], Config]] = {
     "qwen2_moe": grouped.qwen2_moe,

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from afd.gateway.owner import ForeignListener
-from afd.gateway.settings import GatewaySettings
-from afd.gateway.upstreams import (
+from afd_gateway.owner import ForeignListener
+from afd_gateway.settings import GatewaySettings
+from afd_gateway.upstreams import (
     Condition,
     Health,
     Probe,

@@ -5,8 +5,8 @@ vLLM 0.26 (models/mllama4.py, models/step3_vl.py). Of the image encoder there ar
 tensors: it is not loaded.
 """
 
-from afd.demo.sizes import Sizes
-from afd.demo.weights import Config, Sink, attention, common_config, frame, mlp, step3
+from afd_demo.sizes import Sizes
+from afd_demo.weights import Config, Sink, attention, common_config, frame, mlp, step3
 
 
 def llama4(w: Sink, s: Sizes, dtype: str) -> Config:

@@ -14,8 +14,8 @@ import ssl
 from collections.abc import Callable, Coroutine
 
 from afd.control.refusals import Refusals
-from afd.gateway.descriptors import LINGERING
-from afd.gateway.errors import error_body
+from afd_gateway.descriptors import LINGERING
+from afd_gateway.errors import error_body
 
 log = logging.getLogger("afd.gateway")
 
