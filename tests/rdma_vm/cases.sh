@@ -2,13 +2,9 @@
 #   STRESS                the stress program
 #   HERE                  this folder
 #   PYTHON, PYTHONPATH    an interpreter that finds this repository and torch
+#   CASES                 transport, or ffn_loop
 # Each case prints "BEGIN name", its output, and "END name rc=N after S s".
 . "$HERE/network.sh"
-# Importing torch takes a minute of emulated time. The loop does that while the other cases run, with
-# what they leave of the processors, and waits for the file GO.
-GO=$(mktemp -u) LOOP_LOG=$(mktemp)
-nice -n 19 "$PYTHON" "$HERE/ffn_loop.py" "$GO" >"$LOOP_LOG" 2>&1 &
-LOOP=$!
 RX=rxf0,rxf1 TX=rxa0,rxa1
 
 run_case() { # name command...
@@ -55,15 +51,10 @@ lossy_soak() {
 
 doctor() { "$PYTHON" -c 'from afd_launch import rdma; [print(*f) for f in rdma.look()]'; }
 
-ffn_loop() {
-  local rc
-  touch "$GO"
-  wait $LOOP
-  rc=$?
-  cat "$LOOP_LOG"
-  return $rc
-}
-
+if [ "$CASES" = ffn_loop ]; then
+  run_case ffn_loop "$PYTHON" "$HERE/ffn_loop.py"
+  exit 0
+fi
 run_case sizes "$STRESS" sizes $RX $TX
 run_case loss lossy_soak
 run_case kill "$STRESS" kill $RX $TX
@@ -79,5 +70,4 @@ run_case restart_on_one_port "$STRESS" soak $RX $TX 2
 ip link set f1 up
 run_case memlock refused_memory
 run_case doctor doctor
-run_case ffn_loop ffn_loop
 exit 0

@@ -1,11 +1,7 @@
-"""Runs in the guest: RemoteExperts against FfnLoop over soft-RoCE; one port goes down midway.
-
-usage: ffn_loop.py GO. Starts once the file GO exists: the imports take long in the guest.
-"""
+"""Runs in the guest: RemoteExperts against FfnLoop over soft-RoCE; one port goes down midway."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -27,9 +23,6 @@ STEPS = 6
 
 def main() -> None:
     print(f"imported after {time.monotonic():.0f} s", flush=True)  # since the boot
-    while not Path(sys.argv[1]).exists():
-        time.sleep(0.1)
-    os.setpriority(os.PRIO_PROCESS, 0, 0)
     torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp())
     make_model(FAMILY, folder, resolve(FAMILY, "tiny"))

@@ -1,4 +1,6 @@
-"""Backend verbs on soft-RoCE devices, in a virtual machine that boots once for all cases.
+"""Backend verbs on soft-RoCE devices, in a virtual machine that boots once for all its cases.
+
+The FFN loop has a boot of its own: importing torch takes minutes in the guest.
 
 Not covered: speed, GPU memory, NUMA, flow control of a real fabric (docs/rdma.md).
 Skipped, with the reason, where the guest cannot run.
@@ -41,8 +43,11 @@ def build_stress(folder: Path) -> Path:
     return folder / "verbs_stress"
 
 
-def run_guest(folder: Path) -> dict[str, Case]:
-    """Boots the guest once. Returns the cases by name; skips where the guest cannot run."""
+def run_guest(folder: Path, which: str) -> dict[str, Case]:
+    """Boots the guest once. Returns its cases by name; skips where the guest cannot run.
+
+    which: ``CASES`` of cases.sh.
+    """
     # inside the checkout, so that only its first run downloads a kernel
     cache = Path(os.environ.get("RDMA_VM_CACHE") or HERE / "build")
     cache.mkdir(parents=True, exist_ok=True)
@@ -54,7 +59,7 @@ def run_guest(folder: Path) -> dict[str, Case]:
     stress = build_stress(folder / "build")
     job = folder / "job.sh"
     job.write_text(
-        f"HERE={HERE}\nSTRESS={stress}\nPYTHON={sys.executable}\n"
+        f"HERE={HERE}\nSTRESS={stress}\nPYTHON={sys.executable}\nCASES={which}\n"
         f"export PYTHONPATH={':'.join([str(ROOT), *sys.path[1:]])} OMP_NUM_THREADS=1\n"
         ". $HERE/cases.sh\n"
     )
@@ -76,7 +81,7 @@ def run_guest(folder: Path) -> dict[str, Case]:
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
-    return run_guest(tmp_path_factory.mktemp("rdma_vm"))
+    return run_guest(tmp_path_factory.mktemp("rdma_vm"), "transport")
 
 
 def passed(cases: dict[str, Case], name: str, *says: str, rc: int = 0) -> None:
@@ -145,5 +150,6 @@ def test_doctor_lists_the_ports(cases: dict[str, Case]) -> None:
     passed(cases, "doctor", "rxa0:1 active, Ethernet", "gid_index 1", "RoCE v2")
 
 
-def test_the_ffn_loop_over_verbs(cases: dict[str, Case]) -> None:
-    passed(cases, "ffn_loop", "every answer equals the reference")
+@pytest.mark.long
+def test_the_ffn_loop_over_verbs(tmp_path: Path) -> None:
+    passed(run_guest(tmp_path, "ffn_loop"), "ffn_loop", "every answer equals the reference")

@@ -254,7 +254,7 @@ class Deployed:
         control = FakeControl(self.registry, member.generation, member.id, renew)
         self.controls[member.id] = control
         client = RemoteExperts(r, i, region, control, RoleMetrics("attention"))
-        client.connect(30.0)
+        client.connect(max(30.0, self.deployment.deadlines.start_s))
         return client
 
     def move(self, tables, deadline_s=20.0):
