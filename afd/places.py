@@ -8,7 +8,7 @@ attention instances.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,24 @@ class HostOffer:
 
 @dataclass(frozen=True)
 class HostPlaces:
-    """The instances of one host, by number. name: "" if the deployment file names no hosts."""
+    """The instances of one host, by number. name: "" if the deployment file names no hosts.
+
+    spare: attention instances that run there once an operator adds them.
+    """
 
     name: str
     attention: tuple[int, ...]
     ffn: tuple[int, ...]
+    spare: tuple[int, ...] = ()
 
     def has(self, role: str, index: int) -> bool:
-        return index in (self.attention if role == "attention" else self.ffn)
+        attention = (*self.attention, *self.spare)
+        return index in (attention if role == "attention" else self.ffn)
+
+    def started(self, instances: int) -> HostPlaces:
+        """The same, with the attention instances from number ``instances`` on as spare ones."""
+        now = tuple(i for i in self.attention if i < instances)
+        return replace(self, attention=now, spare=self.attention[len(now) :])
 
 
 def place(offers: Sequence[HostOffer], attention: Pool, ffn: Pool) -> tuple[HostPlaces, ...]:

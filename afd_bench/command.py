@@ -13,6 +13,7 @@ BENCHES = {
     "comm": "afd_bench.comm",
     "comm_gpu": "afd_bench.comm_gpu",
     "cpu": "afd_bench.cpu",
+    "faults": "afd_bench.faults.command",
     "gpu": "afd_bench.gpu",
     "hf": "afd_bench.hf",
     "identity": "afd_bench.identity",
@@ -22,6 +23,7 @@ BENCHES = {
     "report": "afd_bench.report.command",
     "scale": "afd_bench.scale.cli",
     "simulator": "afd_bench.simulator",
+    "soak": "afd_bench.faults.soak",
     "stages": "afd_bench.stages",
     "wire_gpu": "afd_bench.wire_gpu",
 }

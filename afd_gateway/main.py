@@ -13,7 +13,8 @@ import socket
 from collections.abc import Callable
 
 from afd.control.client import ControlClient
-from afd.control.messages import Members
+from afd.control.messages import Member, Members
+from afd.control.seats import draining
 from afd.errors import HandshakeRefused
 from afd_gateway.descriptors import raise_descriptor_limit
 from afd_gateway.server import bind_listener, start_gateway
@@ -26,18 +27,28 @@ _ROLES = ("attention", "ffn")
 
 
 def upstreams_of(members: Members) -> tuple[Upstream, ...]:
-    """Returns the attention and FFN members; those that are ready drain with the deployment."""
+    """Returns the attention and FFN members.
+
+    Those that are ready drain with the deployment, or if an operator wants no new requests there.
+    """
     return tuple(
         Upstream(
             id=member.id,
             api_url=member.api_url if member.role == "attention" else "",
             metrics_url=member.metrics_url,
             generation=member.generation,
-            state="draining" if members.draining and member.state == "ready" else member.state,
+            state="draining"
+            if member.state == "ready" and _drains(members, member)
+            else member.state,
         )
         for member in members.members
         if member.role in _ROLES
     )
+
+
+def _drains(members: Members, member: Member) -> bool:
+    alone = member.role == "attention" and draining(members, member.id, member.generation)
+    return members.draining or alone
 
 
 class ControlProvider:

@@ -50,6 +50,32 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_instance_actions(
+    actions: argparse._SubParsersAction[argparse.ArgumentParser], drain: argparse.ArgumentParser
+) -> None:
+    """Adds the actions of `afd ctl` on single instances. drain: the parser of that action."""
+    drain.add_argument(
+        "member", nargs="?", metavar="MEMBER", help="only this one, such as attention-1"
+    )
+    add = actions.add_parser("add", help="add an attention instance, up to attention.max_instances")
+    add.add_argument("member", choices=["attention"], help="what to add")
+    remove = actions.add_parser("remove", help="end an attention instance without losing a request")
+    remove.add_argument("member", metavar="MEMBER", help="such as attention-1")
+    restart = actions.add_parser("restart", help="restart instances without losing a request")
+    which = restart.add_mutually_exclusive_group(required=True)
+    which.add_argument("member", nargs="?", metavar="MEMBER", help="such as attention-1 or ffn-0")
+    which.add_argument("--rolling", action="store_true", help="every instance, one after the other")
+    for name, parser in (("add", add), ("remove", remove), ("restart", restart)):
+        parser.set_defaults(action=name)
+        parser.add_argument(
+            "--wait",
+            type=float,
+            default=300.0,
+            metavar="SECONDS",
+            help="until an instance must have done it (default 300)",
+        )
+
+
 def load_deployment(args: argparse.Namespace) -> Deployment:
     """Loads the deployment and checks it against its checkpoint. Raises ConfigError."""
     from afd.config.deployment import load_config

@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from afd.errors import AfdError, ConfigError
-from afd_launch.arguments import add_config, add_doctor, add_overrides, load_deployment
+from afd_launch.arguments import (
+    add_config,
+    add_doctor,
+    add_instance_actions,
+    add_overrides,
+    load_deployment,
+)
 from afd_planner.arguments import add_arguments as add_plan_arguments
 
 if TYPE_CHECKING:
@@ -117,6 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     drain = actions.add_parser("drain", help="finish running requests, refuse new ones")
     drain.set_defaults(action="drain")
     drain.add_argument("--undo", action="store_true", help="accept requests again")
+    add_instance_actions(actions, drain)
 
     moves = actions.add_parser("rebalance", help="move experts to balance their load")
     moves.set_defaults(action="rebalance")
@@ -308,8 +315,17 @@ def _ctl(args: argparse.Namespace) -> int:
     if args.action == "rebalance":
         asked = Rebalance(args.policy, args.over, args.out, args.dry_run)
     depth = args.depth if "depth" in args else None
-    undo = "undo" in args and args.undo
-    return run_ctl(args.action, args.control, args.keys, depth, asked, undo=undo)
+    known = vars(args)
+    return run_ctl(
+        args.action,
+        args.control,
+        args.keys,
+        depth,
+        asked,
+        undo=known.get("undo", False),
+        member=known.get("member"),
+        wait_s=known.get("wait", 0.0),
+    )
 
 
 def _placement(args: argparse.Namespace) -> int:

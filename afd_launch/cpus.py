@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -52,7 +53,8 @@ def plan_for(deployment: Deployment, available: Sequence[int], host: str = "") -
         available: cores of the host. host: its name; "" if the file names no hosts.
 
     Returns:
-        cores for the host's own instances and ranks; () for those of other hosts.
+        cores for the host's own instances and ranks; () for those of other hosts. Instances that
+        can be added share the cores of the other attention instances.
 
     Raises:
         ConfigError: the file names a core that is not available.
@@ -61,14 +63,10 @@ def plan_for(deployment: Deployment, available: Sequence[int], host: str = "") -
     place = deployment.place_of(host)
     ranks = [j * ffn.tp + rank for j in place.ffn for rank in range(ffn.tp)]
     auto = cpu_plan(available, len(place.attention), len(ranks))
+    shared = itertools.cycle(auto.attention or [tuple(available)])
+    cores = dict(zip((*place.attention, *place.spare), shared, strict=False))
     return CpuPlan(
-        _given(
-            "attention.cpus",
-            attention.cpus,
-            dict(zip(place.attention, auto.attention, strict=True)),
-            attention.instances,
-            available,
-        ),
+        _given("attention.cpus", attention.cpus, cores, attention.capacity, available),
         _given("ffn.cpus", ffn.cpus, dict(zip(ranks, auto.ffn, strict=True)), ffn.ranks, available),
     )
 

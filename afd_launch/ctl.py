@@ -9,9 +9,10 @@ from afd.control import operator
 from afd.control.local_keys import operator_keys
 from afd.control.messages import Members
 from afd.depth import AUTO
+from afd_launch.come_and_go import Operator
 from afd_launch.rebalance import Rebalance, rebalance
 
-Action = Literal["status", "depth", "drain", "rebalance"]
+Action = Literal["status", "depth", "drain", "rebalance", "add", "remove", "restart"]
 
 
 def run_ctl(
@@ -22,8 +23,14 @@ def run_ctl(
     asked: Rebalance | None = None,
     *,
     undo: bool = False,
+    member: str | None = None,
+    wait_s: float = 0.0,
 ) -> int:
-    """Runs one action, then prints the members. undo: the drain ends.
+    """Runs one action, then prints the members.
+
+    Args:
+        undo: the drain ends. member: "attention-1"; None drains the deployment, and restarts every
+            instance. wait_s: see :class:`afd_launch.come_and_go.Operator`.
 
     Raises: ConfigError, DeadlineExceeded.
     """
@@ -32,19 +39,41 @@ def run_ctl(
         return rebalance(address, keys, asked)
     if action == "depth":
         members = operator.set_depth(address, keys, depth=depth)
-    elif action == "drain":
+    elif action == "drain" and member is None:
         members = operator.drain(address, keys, on=not undo)
     else:
+        _instances(Operator(address, keys, wait_s), action, member, undo=undo)
         members = operator.status(address, keys)
     print(table(members))
     return 0
 
 
+def _instances(instances: Operator, action: Action, member: str | None, *, undo: bool) -> None:
+    match action, member:
+        case "restart", None:
+            instances.restart_all()
+        case "restart", str():
+            instances.restart(member)
+        case "add", str():
+            instances.add(member)
+        case "remove", str():
+            instances.remove(member)
+        case "drain", str():
+            instances.drain(member, undo=undo)
+
+
 def table(members: Members) -> str:
     """One line per member, then the settings of the deployment. Pure."""
     rows = [("MEMBER", "STATE", "GENERATION", "PID", "URL")]
+    wishes = {seat.id: seat.wish for seat in members.seats if seat.wish != "run"}
     rows += [
-        (m.id, m.state, str(m.generation), str(m.pid), m.api_url or m.metrics_url or "-")
+        (
+            m.id,
+            m.state + (f", to {wishes[m.id]}" if m.id in wishes else ""),
+            str(m.generation),
+            str(m.pid),
+            m.api_url or m.metrics_url or "-",
+        )
         for m in members.members
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(5)]

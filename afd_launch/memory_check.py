@@ -40,7 +40,7 @@ def gpu_uses(deployment: Deployment, model: ModelSpec) -> dict[str, GpuUse]:
         checkpoint.top_k,
         wire_fp8(deployment),
     )
-    slots = SlotMap(attention.instances, ffn.ranks, deployment.pipeline.max_depth)
+    slots = SlotMap(attention.capacity, ffn.ranks, deployment.pipeline.max_depth)
     buffers = Buffers(slots, a2f.nbytes, f2a.nbytes, copied=len(deployment.hosts) > 1)
     experts = dtype
     if ffn.weights == "auto":

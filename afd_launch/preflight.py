@@ -76,7 +76,7 @@ def _devices(deployment: Deployment) -> Iterator[Finding]:
     if device.host_memory:
         return
     gpus = find_gpus()
-    processes = deployment.attention.instances + deployment.ffn.ranks
+    processes = deployment.attention.capacity + deployment.ffn.ranks
     needed = min(processes, deployment.gpus or processes)
     if len(deployment.hosts) > 1:
         needed = 1  # of this host; each host checks its own when it starts
@@ -124,7 +124,7 @@ def _experts(deployment: Deployment) -> Iterator[Finding]:
     from ffn_worker.moe.batch_selection import mean_pairs
 
     resolved = resolve(deployment)
-    rows = deployment.attention.max_num_seqs * deployment.attention.instances
+    rows = deployment.attention.max_num_seqs * deployment.attention.capacity
     kind = device_named(deployment.ffn.device).torch_type
     here = kind == "cpu" or torch.cuda.is_available()
     random = deployment.ffn.load == "dummy"
@@ -175,7 +175,7 @@ def _memory(resolved: Resolved, expert_bytes: list[int]) -> Iterator[Finding]:
         experts = [size + _PROCESS_GIB["ffn"] * GIB for size in expert_bytes]
         each = cache + rest + _PROCESS_GIB["attention"] * GIB
         need = max(  # on the fullest host
-            len(place.attention) * each
+            len((*place.attention, *place.spare)) * each
             + sum(sum(experts[j * tp : (j + 1) * tp]) for j in place.ffn)
             for place in deployment.places()
         )

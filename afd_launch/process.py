@@ -23,6 +23,7 @@ class Command:
     ends_all: exit status 0 ends the deployment (an operator shut the control plane down).
     stateless: the role holds no state of requests, so a stalled one is killed and restarted.
     holds_requests: the role is restarted only once it can no longer serve its requests.
+    spare: the role is started only when an operator adds it.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Command:
     ends_all: bool = False
     stateless: bool = False
     holds_requests: bool = False
+    spare: bool = False
 
 
 class RoleProcess:
@@ -77,6 +79,11 @@ class RoleProcess:
         if self._popen.returncode is None or group_members(self.group):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.group, number)
+
+    def ask_to_leave(self) -> None:
+        """Sends SIGTERM to the leader only, which ends the others when their work is done."""
+        if self.exit_code() is None:
+            self._popen.terminate()
 
     def gone(self) -> bool:
         """True once the leader is reaped and its group has no other process."""

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING
 from afd.config.roles import RoleSpec
 from afd.control.address import to_connect
 from afd.control.keys import load_client
-from afd.control.messages import Member, Members, Status
+from afd.control.messages import Member, Members, SetSeat, Status
 from afd.host.ports import accepts, refuses
+from afd_launch.orders import RoleWish
 
 if TYPE_CHECKING:
     from afd.control.channel import Channel
@@ -30,7 +31,6 @@ ASK_S = 0.2  # between two status requests
 ANSWER_S = 0.05  # longest wait for a reply, so that the supervisor's loop stays responsive
 FRESH_S = 2.0  # an older reply is not used
 HEALTH_S = 1.0
-# http_proxy does not apply to this host
 
 
 def _any_certificate() -> ssl.SSLContext:
@@ -41,9 +41,10 @@ def _any_certificate() -> ssl.SSLContext:
     return context
 
 
-_DIRECT = urllib.request.build_opener(
+DIRECT = urllib.request.build_opener(
     urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=_any_certificate())
 )
+"""http_proxy does not apply to this deployment's own addresses."""
 
 
 class Readiness:
@@ -109,7 +110,26 @@ class Readiness:
         if self._members is None or self._members.draining:
             return None
         spec = self._specs[name]
-        return not refuses(_local(spec.deployment.attention.host), spec.api_port)
+        return not refuses(local_address(spec.deployment.attention.host), spec.api_port)
+
+    def wish(self, name: str, group: int) -> RoleWish | None:
+        """See :class:`afd_launch.orders.Orders`. None while :meth:`is_member` says None, too."""
+        spec = self._specs[name]
+        if spec.role not in ("attention", "ffn") or self.is_member(name) is None:
+            return None
+        assert self._members is not None
+        seat = self._members.seat(name)
+        if seat is None:
+            return "away" if spec.role == "attention" else "run"
+        if seat.wish == "restart":
+            member = self._members.find(spec.role, spec.index, spec.rank)
+            now = member is not None and member.generation == seat.generation
+            return "leave" if member is not None and now and _is_of(member, group) else "run"
+        return "leave" if seat.wish == "remove" else "run"
+
+    def give_up(self, name: str) -> None:
+        if self._channel is not None:
+            self._channel.send(SetSeat(name, "remove"))
 
     def _snapshot(self) -> Members | None:
         """The latest membership; None until the control plane has replied."""
@@ -147,17 +167,17 @@ def _is_of(member: Member, group: int) -> bool:
         return False
 
 
-def _local(host: str) -> str:
+def local_address(host: str) -> str:
     """Returns the address at which this host reaches a server bound to ``host``."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
 def _gateway_wait(spec: RoleSpec) -> str | None:
-    host = _local(spec.deployment.gateway.host)
+    host = local_address(spec.deployment.gateway.host)
     scheme = "http" if spec.deployment.gateway.tls is None else "https"
     url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{spec.api_port}/health"
     try:
-        with _DIRECT.open(url, timeout=HEALTH_S):
+        with DIRECT.open(url, timeout=HEALTH_S):
             return None
     except urllib.error.HTTPError as err:
         return f"to answer {url} with 200 (it says {err.code})"

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
-import subprocess
-from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 
 from afd.config.deployment import Deployment
 from afd.config.host_view import control_address, home_of, seen_from, settings_of
-from afd.config.roles import ROLE_FILE_ENV, Role, RoleSpec
+from afd.config.roles import Role, RoleSpec
 from afd.config.sections import Attention, Ffn
 from afd.control.connect import NO_KEYS
 from afd.errors import ConfigError
 from afd.host.logs import LOG_FORMAT
-from afd.host.ports import held_ports
 from afd.host.versions import installed_versions
 from afd.topology import ffn_number
-from afd_launch.serve import run_directory
 
 
 def standalone_spec(
@@ -35,11 +29,13 @@ def standalone_spec(
         )
     pools: dict[str, Attention | Ffn] = {"attention": deployment.attention, "ffn": deployment.ffn}
     pool = pools.get(role)
-    instances = pool.instances if pool else 1
+    instances = 1
+    if pool is not None:
+        instances = pool.capacity if isinstance(pool, Attention) else pool.instances
+    setting = "attention.max_instances" if role == "attention" else f"{role}.instances"
     if not 0 <= index < instances:
         raise ConfigError(
-            f"--index {index} does not exist with {role}.instances = {instances};"
-            f" use 0 to {instances - 1}"
+            f"--index {index} does not exist with {setting} = {instances}; use 0 to {instances - 1}"
         )
     ranks = deployment.ffn.tp if role == "ffn" else 1
     if not 0 <= rank < ranks:
@@ -74,7 +70,9 @@ def run_role(spec: RoleSpec, file: Path | None) -> int:
     """Runs a role until it ends. file: the role file, if a supervisor wrote one."""
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     if spec.role == "attention":
-        return _attention(spec, file)
+        from afd_launch.attention_role import run_attention
+
+        return run_attention(spec, file)
     if spec.role == "ffn":
         from ffn_worker.main import run_ffn
 
@@ -83,36 +81,6 @@ def run_role(spec: RoleSpec, file: Path | None) -> int:
     if spec.role == "gateway":
         return _gateway(spec, supervised=file is not None)
     return _control(spec, anchored=file is not None)
-
-
-def _attention(spec: RoleSpec, file: Path | None) -> int:
-    from attention_worker.vllm_hooks.command import attention_command
-
-    if file is not None:  # the supervisor removes the file
-        argv, environment = attention_command(spec)
-        os.execvpe(argv[0], argv, {**environment, ROLE_FILE_ENV: str(file.absolute())})
-    with run_directory() as run_dir, held_ports([spec.deployment.attention.host]) as (free,):
-        spec = replace(spec, api_port=spec.api_port or free)
-        argv, environment = attention_command(spec)
-        spec.save(run_dir / "role.json")
-        environment = {**environment, ROLE_FILE_ENV: str(run_dir / "role.json")}
-        return _run_child(argv, environment)
-
-
-def _run_child(argv: list[str], environment: dict[str, str]) -> int:
-    """Runs a command, passes on the signals that end it, and returns its exit status."""
-    child: subprocess.Popen[bytes] | None = None
-
-    def forward(number: int, _frame: FrameType | None) -> None:
-        if child is not None:
-            child.send_signal(number)
-
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, forward)
-    # In a login session of its own, so that a terminal's Ctrl-C reaches it only through us.
-    child = subprocess.Popen(argv, env=environment, start_new_session=True)
-    status = child.wait()
-    return status if status >= 0 else 128 - status
 
 
 def _control(spec: RoleSpec, *, anchored: bool) -> int:
@@ -147,6 +115,7 @@ def _control(spec: RoleSpec, *, anchored: bool) -> int:
             settings_of(spec.deployment),
             installed_versions(),
         ),
+        attention=spec.deployment.attention.instances,
     )
 
 

@@ -47,11 +47,12 @@ def held_addresses(deployment: Deployment, host: str = "") -> Iterator[Ports]:
         ConfigError: a port of the file is in use.
     """
     gateway, attention = deployment.gateway, deployment.attention
-    local = deployment.place_of(host).attention
+    place = deployment.place_of(host)
+    local = (*place.attention, *place.spare)
     leads = home_of(deployment, "control", 0) == host
     addresses = [gateway.host, "127.0.0.1"] if leads else []
     with held_ports([*addresses, *[attention.host] * len(local)]) as free:
-        api_ports = [0] * attention.instances
+        api_ports = [0] * attention.capacity
         for index, spare in zip(local, free[len(addresses) :], strict=True):
             setting = "attention.port" + (f" (instance {index})" if index else "")
             api_ports[index] = attention.api_ports()[index] or spare
@@ -74,6 +75,8 @@ def role_specs(
 ) -> list[RoleSpec]:
     """Returns one spec per process of this host, in start order, without keys. Pure.
 
+    The processes of instances that can be added are among them.
+
     deployment, host: as for :func:`held_addresses`.
     """
     cpus = plan_for(deployment, cores, host)
@@ -92,7 +95,7 @@ def role_specs(
             replace(
                 base, role="attention", index=i, cpus=cpus.attention[i], api_port=ports.attention[i]
             )
-            for i in place.attention
+            for i in (*place.attention, *place.spare)
         ),
         *([replace(base, role="gateway", api_port=ports.gateway)] if leads else []),
     ]
@@ -149,6 +152,7 @@ def _command(spec: RoleSpec, run_dir: Path) -> Command:
         ends_all=spec.role == "control",
         stateless=spec.role == "ffn",
         holds_requests=spec.role == "attention",
+        spare=spec.role == "attention" and spec.index >= spec.deployment.attention.instances,
     )
 
 

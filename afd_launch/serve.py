@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from afd.config.deployment import Deployment
@@ -22,9 +19,12 @@ from afd_launch.host_checks import HostFacts, look, prepared, rails_of
 from afd_launch.host_watch import HostWatch
 from afd_launch.installation import require_vllm
 from afd_launch.other_hosts import OtherHosts, roles_of
+from afd_launch.output import unblocked_output
+from afd_launch.private_folder import private_folder
 from afd_launch.readiness import Readiness
 from afd_launch.roles_of_host import (
     OPERATOR_KEYS,
+    STOP_S,
     Ports,
     available_cores,
     held_addresses,
@@ -62,11 +62,13 @@ def serve(
     place = deployment.place_of(name)
     if place.ffn or deployment.ffn.arch == "auto":
         deployment = of_this_host(deployment)
-    with held_addresses(seen_from(deployment, name), name) as ports:
+    with ExitStack() as stack:
+        ports = stack.enter_context(held_addresses(seen_from(deployment, name), name))
         if ports.gateway:
             check_files(deployment.gateway)
         if log_dir:
             _make_log_dir(log_dir)
+        stack.enter_context(unblocked_output())
         return _serve(deployment, name, ports, log_dir, on_ready)
 
 
@@ -90,7 +92,7 @@ def _serve(
         on_ready(url)
 
     with ExitStack() as stack:
-        run_dir = stack.enter_context(run_directory())
+        run_dir, watchdog = stack.enter_context(private_folder())
         specs = role_specs(seen_from(deployment, name), ports, available_cores(), name)
         what = summary(deployment) + (
             f"; host {name}: {roles_of(deployment)[name]}" if name else ""
@@ -123,13 +125,15 @@ def _serve(
             readiness.awaited,
             start_s=deployment.deadlines.start_s,
             restart=deployment.restart,
-            run_dir=run_dir,
+            watchdog=watchdog,
             log_dir=log_dir,
             on_ready=ready,
             stall_monitor=StallMonitor(readiness.is_member),
             leave_monitor=StallMonitor(
                 readiness.is_serving, max(RETURN_S, deployment.deadlines.drain_s)
             ),
+            leave_s=deployment.deadlines.drain_s + STOP_S["attention"],
+            orders=readiness,
             hosts=hosts,
         )
         return supervisor.run()
@@ -138,7 +142,7 @@ def _serve(
 def check_machine(deployment: Deployment, host: str) -> None:
     """Checks that this machine can be ``host``. Raises ConfigError."""
     name = this_host(deployment, host)
-    ports = Ports(0, (0,) * deployment.attention.instances, "")
+    ports = Ports(0, (0,) * deployment.attention.capacity, "")
     prepared(role_specs(seen_from(deployment, name), ports, available_cores(), name), look())
 
 
@@ -157,18 +161,6 @@ def weights_note(deployment: Deployment) -> str:
     if any(deployment.model.glob("*.safetensors")):
         return ""
     return f"; {deployment.model} holds no weights: serve a checkpoint with --set model=/path/to/it"
-
-
-@contextmanager
-def run_directory() -> Iterator[Path]:
-    """A private (0700) directory for role files, keys and sockets; removed at the end."""
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    usable = base and os.access(base, os.W_OK)
-    path = Path(tempfile.mkdtemp(prefix="afd-", dir=base if usable else None))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def _make_log_dir(path: Path) -> None:

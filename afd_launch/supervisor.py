@@ -1,14 +1,12 @@
 """Runs the roles of one deployment on this host: starts, restarts and stops their processes.
 
-One thread runs one loop, which reads the output of the roles and polls their processes. The caller
-(``afd_launch.serve``) says which commands to run, in which order, and when a role is ready.
+One thread runs one loop, which reads the output of the roles and polls their processes
+(:mod:`afd_launch.role_table`). The caller (``afd_launch.serve``) says which commands to run, in
+which order, and when a role is ready.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import selectors
 import signal
 import sys
 import time
@@ -20,18 +18,16 @@ from typing import TextIO
 
 from afd.config.sections import Restart
 from afd.errors import ConfigError
-from afd.host.logs import RoleLog, say, write_line
+from afd.host.logs import say, write_line
 from afd_launch.host_watch import HostWatch
+from afd_launch.orders import NO_ORDERS, Orders
 from afd_launch.process import Command, RoleProcess, describe_exit
 from afd_launch.restarts import backoff_s
-from afd_launch.root_cause import RootCause
+from afd_launch.role_table import KILL_WAIT_S, POLL_S, RoleTable, StartFailed
 from afd_launch.stall_monitor import StallMonitor
 from afd_launch.watchdog import Watchdog
 
-POLL_S = 0.1
 PROGRESS_S = 5.0
-KILL_WAIT_S = 5.0
-HURRY_S = 1.0
 BURY_S = 2.0  # Python's resource tracker needs time to free the semaphores of a dead role
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -71,52 +67,56 @@ class Supervisor:
         *,
         start_s: float,
         restart: Restart,
-        run_dir: Path,
+        watchdog: Watchdog,
         log_dir: Path | None = None,
         on_ready: Callable[[], None] = lambda: None,
         stall_monitor: StallMonitor | None = None,
         leave_monitor: StallMonitor | None = None,
+        leave_s: float = 60.0,
+        orders: Orders = NO_ORDERS,
         hosts: HostWatch | None = None,
         out: TextIO | None = None,
     ) -> None:
         """
         Args:
-            start_s: seconds until all roles must be ready. run_dir: the watchdog removes it if this
-                process is killed. stall_monitor: finds stalled stateless roles, which are then
-                killed and restarted; None: stalled roles are left alone. leave_monitor: the same
-                for roles that hold requests and have left the deployment. hosts: the other hosts;
+            start_s: seconds until all roles must be ready. watchdog: ends the roles if this process
+                is killed. stall_monitor: finds stalled stateless roles, which are then killed and
+                restarted; None: stalled roles are left alone. leave_monitor: the same for roles
+                that hold requests and have left the deployment. leave_s: seconds that a role gets
+                to leave when it is asked to. orders: what operators want. hosts: the other hosts;
                 None: there are none.
         """
         self._stages = tuple(stages)
+        self._commands = {c.name: c for stage in self._stages for c in stage.commands}
         self._awaited = awaited
         self._start_s = start_s
         self._restart = restart
-        self._run_dir = run_dir
-        self._log_dir = log_dir
         self._on_ready = on_ready
         self._stall_monitor = stall_monitor
         self._leave_monitor = leave_monitor
+        self._leave_s = leave_s
+        self._orders = orders
         self._hosts = hosts
         self._out = out or sys.stdout
-        self._running: dict[str, RoleProcess] = {}
-        self._logs: dict[str, RoleLog] = {}
-        self._causes: dict[str, RootCause] = {}  # of the current start of each role
+        self._signals: list[int] = []
+        self._watchdog = watchdog
+        self._table = RoleTable(watchdog, self._out, log_dir, lambda: len(self._signals) > 1)
+        self._running = self._table.running
         self._deaths: dict[str, list[float]] = {}
         self._due: dict[str, tuple[float, Command]] = {}  # when to start it again
         self._returning: set[str] = set()  # restarted, not ready yet
+        self._added: set[str] = set()  # started by an order, not ready yet
+        self._given_up: set[str] = set()  # added, but they end whenever they are started
+        self._leaving: dict[str, float] = {}  # asked to leave -> when to kill it
         self._kill_at: dict[str, float] = {}  # roles that left and got SIGTERM
-        self._selector = selectors.DefaultSelector()
-        self._signals: list[int] = []
 
     def run(self) -> int:
         """Serves until a signal or a failure. Call it on the main thread.
 
         Returns the exit status: 0 after SIGTERM or an operator's shutdown, 130 after SIGINT, 1
-        after a failure (already reported). All processes of the roles and the watchdog have ended
-        when it returns.
+        after a failure (already reported). All processes of the roles have ended when it returns.
         """
         before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
-        watchdog = self._watchdog = Watchdog(self._run_dir)
         status = 0
         try:
             self._start_all()
@@ -125,7 +125,7 @@ class Supervisor:
         except _Stop:
             status = 130 if self._signals[0] == signal.SIGINT else 0
             self._say(f"{signal.Signals(self._signals[0]).name}: stopping (again to hurry)")
-        except (_Failed, ConfigError) as err:
+        except (_Failed, StartFailed, ConfigError) as err:
             status = 1
             if self._hosts is not None:
                 self._hosts.failed(str(err))
@@ -133,10 +133,7 @@ class Supervisor:
             write_line(f"afd: error: {err}", sys.stderr)
         finally:
             self._stop_all()
-            watchdog.close()
-            for log in self._logs.values():
-                log.close()
-            self._selector.close()
+            self._table.close()
             for number, handler in before.items():
                 signal.signal(number, handler)
         if status != 1:
@@ -154,8 +151,9 @@ class Supervisor:
                 self._await_hosts()
                 come, began = True, time.monotonic()
             for command in stage.commands:
-                self._start(command)
-                names.append(command.name)
+                if not command.spare:
+                    self._table.start(command)
+                    names.append(command.name)
             if stage.awaited:
                 self._await_stage(names, began)
 
@@ -166,7 +164,6 @@ class Supervisor:
             self._turn()
             for name in self._running:  # the control plane
                 if (code := self._running[name].exit_code()) is not None:
-                    self._drain_output(self._running[name])
                     raise _Failed(self._start_failure(name, code))
             now = time.monotonic()
             missing = self._hosts.check_start(now - began)
@@ -185,7 +182,6 @@ class Supervisor:
                 process = self._running[name]
                 code = process.exit_code()
                 if code is not None:
-                    self._drain_output(process)
                     raise _Failed(self._start_failure(name, code))
                 if name in names and (wait := self._awaited(name, process.group)) is not None:
                     waits[name] = wait
@@ -199,7 +195,7 @@ class Supervisor:
                 late = next(iter(waits))
                 raise _Failed(
                     f"not ready after {self._start_s:g} s (deadlines.start_s), waiting for {text}"
-                    + self._why(late)
+                    + self._table.why(late)
                 )
             if now - shown > PROGRESS_S:
                 shown = now
@@ -207,41 +203,9 @@ class Supervisor:
 
     def _start_failure(self, name: str, code: int) -> str:
         """The role's own error sentence, else how it ended and which exception ended it."""
-        self._logs[name].flush()
-        if (reason := self._logs[name].error) is not None:
+        if (reason := self._table.error_of(name)) is not None:
             return f"{name}: {reason}"
-        return f"{name} {describe_exit(code)} during start-up{self._why(name)}"
-
-    def _why(self, name: str) -> str:
-        """The exception that the role printed and where its log is; prints its last lines."""
-        cause = self._causes[name].text
-        self._show_tail(name)
-        return f"{': ' + cause if cause else ''}{self._log_hint(name)}"
-
-    def _show_tail(self, name: str) -> None:
-        self._logs[name].flush()
-        lines = self._logs[name].tail()
-        if lines:
-            self._say(f"last {len(lines)} lines of {name}:")
-            for line in lines:
-                write_line(f"    {line}", self._out)
-
-    def _log_hint(self, name: str) -> str:
-        path = self._logs[name].path
-        return f"; see {path}" if path else "; see its last lines above"
-
-    def _start(self, command: Command) -> None:
-        try:
-            process = RoleProcess(command)
-        except OSError as err:
-            program = command.argv[0]
-            raise _Failed(f"cannot start {command.name} ({program}): {err.strerror}") from err
-        self._watchdog.add(process.group)
-        self._running[command.name] = process
-        if command.name not in self._logs:
-            self._logs[command.name] = RoleLog(command.name, out=self._out, directory=self._log_dir)
-        self._causes[command.name] = RootCause()
-        self._selector.register(process.output, selectors.EVENT_READ, process)
+        return f"{name} {describe_exit(code)} during start-up{self._table.why(name)}"
 
     # -- serving
 
@@ -255,10 +219,13 @@ class Supervisor:
                 if code == 0 and process.command.ends_all:
                     self._say(f"{name} was shut down: stopping")
                     return
-                if code is not None:
+                if code is not None and name in self._leaving:
+                    self._let_go(process)
+                elif code is not None:
                     self._bury(process, code, now)
                 elif name in self._returning:
                     self._check_return(process, now)
+            self._follow_orders(now)
             self._end_stalled(now)
             self._end_departed(now)
             if self._hosts is not None:
@@ -266,7 +233,7 @@ class Supervisor:
             for name, (moment, command) in [*self._due.items()]:
                 if now >= moment and not self._is_held(command):
                     del self._due[name]
-                    self._start(command)
+                    self._table.start(command)
                     self._returning.add(name)
 
     def _is_held(self, command: Command) -> bool:
@@ -278,20 +245,27 @@ class Supervisor:
         """A role died while serving: ends the rest of its process group and plans its restart."""
         name = process.name
         self._kill_at.pop(name, None)
-        self._end([process], BURY_S)
+        self._table.end([process], BURY_S)
         deaths = self._deaths.setdefault(name, [])
         if name in self._returning:  # its start does not count towards window_s
             self._returning.discard(name)
-            last = deaths[-1]
-            deaths[:] = [moment + now - last for moment in deaths]
+            deaths[:] = [moment + now - deaths[-1] for moment in deaths]
         deaths.append(now)
         limit, window_s = self._restart.max_restarts, self._restart.window_s
         wait_s = backoff_s(deaths, now, limit, window_s)
         if wait_s is None:
-            raise _Failed(
+            text = (
                 f"{name} {describe_exit(code)}, more than restart.max_restarts = {limit} times"
-                f" within {window_s:g} s{self._why(name)}"
+                f" within {window_s:g} s{self._table.why(name)}"
             )
+            if name not in self._added or not self._others_serve():
+                raise _Failed(text)
+            self._say(f"{text}; it is not started again until it is added again")
+            self._added.discard(name)
+            self._given_up.add(name)
+            self._deaths.pop(name)
+            self._orders.give_up(name)
+            return
         self._say(f"{name} {describe_exit(code)}; starting it again in {wait_s:g} s")
         self._due[name] = (now + wait_s, process.command)
 
@@ -299,6 +273,7 @@ class Supervisor:
         age_s = now - process.started
         if self._awaited(process.name, process.group) is None:
             self._returning.discard(process.name)
+            self._added.discard(process.name)
             self._say(f"{process.name} is back after {age_s:.1f} s")
         elif age_s > self._start_s and not self._is_held(process.command):
             self._say(f"{process.name} is not ready {age_s:.0f} s after its restart; ending it")
@@ -308,7 +283,7 @@ class Supervisor:
         """Kills stalled stateless roles: attention instances would wait for them for ever."""
         if self._stall_monitor is None:
             return
-        served = self._running.keys() - self._returning
+        served = self._running.keys() - self._returning - self._leaving.keys()
         names = sorted(name for name in served if self._running[name].command.stateless)
         for name in self._stall_monitor.stalled(names, now):
             self._say(
@@ -328,7 +303,8 @@ class Supervisor:
             if now >= moment:
                 del self._kill_at[name]
                 self._running[name].signal(signal.SIGKILL)
-        served = self._running.keys() - self._returning - self._kill_at.keys()
+        ending = self._kill_at.keys() | self._leaving.keys()
+        served = self._running.keys() - self._returning - ending
         names = sorted(name for name in served if self._running[name].command.holds_requests)
         for name in self._leave_monitor.stalled(names, now):
             self._say(
@@ -338,83 +314,64 @@ class Supervisor:
             self._running[name].signal(signal.SIGTERM)
             self._kill_at[name] = now + KILL_WAIT_S
 
+    # -- what operators want
+
+    def _follow_orders(self, now: float) -> None:
+        """Starts roles that operators added, and lets those leave that they want away."""
+        for name, command in self._commands.items():
+            process = self._running.get(name)
+            wish = self._orders.wish(name, process.group if process is not None else 0)
+            if process is None:
+                self._follow_absent(command, wish, now)
+            elif name in self._leaving:
+                if now >= self._leaving[name]:
+                    self._leaving[name] = now + KILL_WAIT_S
+                    self._say(f"{name} has not left within {self._leave_s:g} s; killing it")
+                    process.signal(signal.SIGKILL)
+            elif wish in ("leave", "away"):
+                self._say(f"{name} is asked to leave once its requests have finished")
+                self._leaving[name] = now + self._leave_s
+                process.ask_to_leave()
+
+    def _follow_absent(self, command: Command, wish: str | None, now: float) -> None:
+        name = command.name
+        if wish == "away":
+            self._due.pop(name, None)
+            self._given_up.discard(name)
+        elif wish == "run" and name not in self._due.keys() | self._given_up:
+            self._say(f"starting {name}")
+            self._due[name] = (now, command)
+            if command.holds_requests:
+                self._added.add(name)
+
+    def _others_serve(self) -> bool:
+        """Whether an instance runs and is ready, so that the deployment can do without another."""
+        ready = self._running.keys() - self._returning
+        return any(self._running[name].command.holds_requests for name in ready)
+
+    def _let_go(self, process: RoleProcess) -> None:
+        """A role that was asked to leave has ended. What follows is the operators' wish."""
+        name = process.name
+        for book in (self._leaving, self._kill_at, self._deaths):
+            book.pop(name, None)
+        self._returning.discard(name)
+        self._table.end([process], BURY_S)
+        self._say(f"{name} has left")
+
     # -- stopping
 
     def _stop_all(self) -> None:
         self._due.clear()
         for stage in reversed(self._stages):
             names = [command.name for command in stage.commands]
-            self._end([self._running[n] for n in names if n in self._running], stage.stop_s)
-
-    def _end(self, processes: list[RoleProcess], stop_s: float) -> None:
-        """Ends whole process groups: SIGTERM, and after ``stop_s`` seconds SIGKILL."""
-        for process in processes:
-            process.signal(signal.SIGTERM if stop_s else signal.SIGKILL)
-        deadline = time.monotonic() + (stop_s or KILL_WAIT_S)
-        killed = not stop_s
-        left = list(processes)
-        while left:
-            self._pump(POLL_S)
-            left = [process for process in left if not process.gone()]
-            now = time.monotonic()
-            if len(self._signals) > 1 and not killed and deadline > now + HURRY_S:
-                deadline = now + HURRY_S
-                for process in left:  # a draining gateway stops at once on a second signal
-                    process.signal(signal.SIGTERM)
-            if not left or now < deadline:
-                continue
-            names = ", ".join(process.name for process in left)
-            if killed:  # in uninterruptible sleep
-                self._say(f"{names} cannot be killed; check its state with ps")
-                break
-            self._say(f"{names} did not end within its deadline; killing it")
-            for process in left:
-                process.signal(signal.SIGKILL)
-            killed, deadline = True, now + KILL_WAIT_S
-        for process in processes:
-            self._forget(process)
-
-    def _forget(self, process: RoleProcess) -> None:
-        self._drain_output(process)
-        with contextlib.suppress(KeyError):
-            self._selector.unregister(process.output)
-        process.close()
-        self._watchdog.remove(process.group)
-        self._logs[process.name].flush()
-        del self._running[process.name]
+            self._table.end([self._running[n] for n in names if n in self._running], stage.stop_s)
 
     # -- one turn of the loop
 
     def _turn(self) -> None:
-        self._pump(POLL_S)
+        self._table.pump(POLL_S)
         if self._signals:
             raise _Stop
-
-    def _pump(self, timeout_s: float) -> None:
-        """Writes out what the roles printed; waits up to ``timeout_s`` for the first bytes."""
-        began = time.monotonic()
-        events = self._selector.select(timeout_s)
-        for key, _ in events:
-            self._drain_output(key.data)
-        # A role that prints a lot must not make this loop spin.
-        rest = min(timeout_s, 0.02) - (time.monotonic() - began)
-        if rest > 0:
-            time.sleep(rest)
-
-    def _drain_output(self, process: RoleProcess) -> None:
-        while True:
-            try:
-                data = os.read(process.output, 64 * 1024)
-            except BlockingIOError:
-                return
-            if not data:
-                with contextlib.suppress(KeyError):
-                    self._selector.unregister(process.output)
-                return
-            self._logs[process.name].feed(data)
-            self._causes[process.name].feed(data)
-            if len(data) < 64 * 1024:
-                return
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._signals.append(number)

@@ -1,8 +1,8 @@
-"""Cleans up after a supervisor, or a benchmark, that was killed with SIGKILL.
+"""Cleans up after a supervisor, or a benchmark, that was killed with SIGKILL or failed.
 
 A parent-death signal reaches only direct children, which may ignore it. The watchdog is a small
 process that knows the process group of every role. When the pipe from the supervisor breaks, it
-ends all groups and removes the run directory. It reads one command per line from stdin:
+ends all groups and removes the private folder. It reads one command per line from stdin:
 ``+GROUP``, ``-GROUP`` or ``bye``.
 """
 
@@ -20,6 +20,8 @@ from pathlib import Path
 from afd_launch.process import group_members
 
 GRACE_S = 3.0
+REMOVE_S = 10.0
+"""Seconds for which a folder is removed again if a process that still ends writes into it."""
 
 
 class Watchdog:
@@ -42,14 +44,15 @@ class Watchdog:
     def remove(self, group: int) -> None:
         self._tell(f"-{group}")
 
-    def close(self) -> None:
-        """Ends the watchdog; nothing is left to clean up."""
-        self._tell("bye")
+    def close(self, *, clean: bool = True) -> None:
+        """Ends the watchdog. clean: nothing is left; else it cleans up first."""
+        if clean:
+            self._tell("bye")
         assert self._popen.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._popen.stdin.close()
         try:
-            self._popen.wait(timeout=5)
+            self._popen.wait(timeout=GRACE_S + REMOVE_S)
         except subprocess.TimeoutExpired:
             self._popen.kill()
             self._popen.wait()
@@ -76,6 +79,14 @@ def end_groups(groups: set[int], grace_s: float) -> None:
             return
 
 
+def remove(folder: str) -> None:
+    """Removes a folder, for up to ``REMOVE_S`` seconds: a process may write into it meanwhile."""
+    end = time.monotonic() + REMOVE_S
+    while os.path.exists(folder) and time.monotonic() < end:
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(0.1)
+
+
 def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # it ends when the pipe closes
@@ -90,7 +101,7 @@ def main() -> int:
             groups.discard(int(word[1:]))
     end_groups(groups, GRACE_S)
     for run_dir in sys.argv[1:]:
-        shutil.rmtree(run_dir, ignore_errors=True)
+        remove(run_dir)
     return 0
 
 

@@ -161,7 +161,7 @@ def _load(role: RoleSpec, resolved: Resolved, metrics: RoleMetrics, members: Mem
         progress=progress,
         weights=resolved.deployment.ffn.weights,
         dummy=resolved.deployment.ffn.load == "dummy",
-        decode_rows=attention.max_num_seqs * attention.instances,
+        decode_rows=attention.max_num_seqs * attention.capacity,
     )
     metrics.weights_held_bytes[Weights.EXPERT] = model.weight_bytes
     if role.rank == 0:  # all ranks compute the same rows
@@ -176,7 +176,7 @@ def _compile(model: FfnModel, resolved: Resolved) -> None:
     number of rows. Allocates as much memory as the largest batch needs.
     """
     began = time.monotonic()
-    most = resolved.contract.capacity_rows * resolved.deployment.attention.instances
+    most = resolved.contract.capacity_rows * resolved.contract.attention_instances
     for rows in sizes_up_to(most):
         model.warm_up(rows, resolved.a2f.tag)
     synchronize(model.device)

@@ -129,7 +129,7 @@ def trace_wire(resolved: Resolved, region: Region, metrics: RoleMetrics) -> None
     """Has the transport measure the messages of each attention instance, if configured."""
     if not resolved.deployment.transport.trace:
         return
-    for i in range(resolved.deployment.attention.instances):
+    for i in range(resolved.contract.attention_instances):
         trace = PeerTrace()
         region.trace(resolved.slots.ffn_claim(i), trace)
         metrics.wire_traces[f"attention-{i}"] = trace

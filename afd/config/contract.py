@@ -43,6 +43,7 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model_hash: fingerprint of the checkpoint, hex.
     dtype: serving dtype ("bfloat16", ...). wire: format of the rows ("fp8", "mxfp4 e4m3fnuz", ...).
     capacity_rows: rows per slot. max_depth: largest number of micro-batches per step.
+    attention_instances: how many can run at a time.
     ffn_tp: ranks per FFN instance. reduce: format of their partial results ("exact", "int4", ...).
     dispatch, shared_experts: the deployment file's values, with ``auto`` resolved.
     expert_slots: FFN instance j holds the expert slots [expert_slots[j], expert_slots[j + 1]).

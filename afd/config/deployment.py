@@ -132,7 +132,7 @@ class Deployment(Section):
             raise ValueError(
                 f"gpus is the number of GPUs to share, but device is {self.ffn.device}; remove gpus"
             )
-        wanted = self.attention.instances * on_gpus[0] + self.ffn.ranks * on_gpus[1]
+        wanted = self.attention.capacity * on_gpus[0] + self.ffn.ranks * on_gpus[1]
         if self.gpus > wanted:
             raise ValueError(
                 f"gpus is {self.gpus} but the deployment has only {wanted} GPU processes;"
@@ -170,12 +170,13 @@ class Deployment(Section):
     def places(self) -> tuple[HostPlaces, ...]:
         """Which host runs which instances; one nameless host if the file names none."""
         attention, ffn = self.attention, self.ffn
-        return places_of(
+        found = places_of(
             self.hosts,
-            Pool("attention", attention.instances, int(_takes_gpus(attention.device))),
+            Pool("attention", attention.capacity, int(_takes_gpus(attention.device))),
             Pool("ffn", ffn.instances, ffn.tp if _takes_gpus(ffn.device) else 0),
             shared=self.gpus is not None,
         )
+        return tuple(place.started(attention.instances) for place in found)
 
     def place_of(self, host: str) -> HostPlaces:
         """What runs on one host. host: its name; "" if the file names no hosts."""

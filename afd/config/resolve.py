@@ -126,7 +126,7 @@ def resolve(deployment: Deployment) -> Resolved:
         top_k=model.top_k,
         capacity_rows=capacity,
         max_depth=depth,
-        attention_instances=deployment.attention.instances,
+        attention_instances=deployment.attention.capacity,
         ffn_instances=deployment.ffn.instances,
         ffn_tp=deployment.ffn.tp,
         reduce=deployment.ffn.reduce,
@@ -136,7 +136,7 @@ def resolve(deployment: Deployment) -> Resolved:
         expert_map=placement.tables,
         graph_buckets=() if family.split else _graph_buckets(deployment),
     )
-    slots = SlotMap(deployment.attention.instances, deployment.ffn.ranks, depth)
+    slots = SlotMap(deployment.attention.capacity, deployment.ffn.ranks, depth)
     return Resolved(
         deployment, family, model, slots, a2f, f2a, dispatch, by_rows, placement, contract
     )

@@ -96,15 +96,17 @@ class RoleSpec:
 def gpu_processes(deployment: Deployment, host: str) -> list[tuple[str, int, int]]:
     """Returns (role, index, rank) of the processes with a GPU on one host, by number of the GPU.
 
-    Attention instances take the first GPUs, FFN ranks the following ones.
+    Attention instances take the first GPUs, FFN ranks the following ones, and attention instances
+    that can be added the last.
     """
     place = deployment.place_of(host)
     found: list[tuple[str, int, int]] = []
-    if device_named(deployment.attention.device).visible_variables:
+    on_gpus = bool(device_named(deployment.attention.device).visible_variables)
+    if on_gpus:
         found += [("attention", i, 0) for i in place.attention]
     if device_named(deployment.ffn.device).visible_variables:
         found += [("ffn", j, rank) for j in place.ffn for rank in range(deployment.ffn.tp)]
-    return found
+    return found + [("attention", i, 0) for i in place.spare if on_gpus]
 
 
 def load_role(path: str | Path | None = None) -> RoleSpec:

@@ -48,7 +48,12 @@ def _check_core_lists(cpus: CoreLists, processes: int) -> None:
 class Attention(Section):
     """The attention instances: vLLM servers that hold all weights except the experts."""
 
-    instances: int = Field(default=1, ge=1)  # number of attention instances
+    instances: int = Field(default=1, ge=1)  # number of attention instances at the start
+    # Instances that can run at a time, with those that `afd ctl add attention` adds. Slots, ports,
+    # keys and GPUs are kept for all of them. null: instances
+    max_instances: int | None = Field(
+        default=None, ge=1, description="a whole number, at least instances, or null"
+    )
     device: Device = "cpu"  # cpu, cuda or rocm; another than ffn.device needs verbs or tcp
     # Serving dtype of both sides; auto: the checkpoint's dtype
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -71,7 +76,12 @@ class Attention(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Attention:
-        _check_core_lists(self.cpus, self.instances)
+        if self.max_instances is not None and self.max_instances < self.instances:
+            raise ValueError(
+                f"max_instances {self.max_instances} is below instances {self.instances};"
+                " raise max_instances, or remove it"
+            )
+        _check_core_lists(self.cpus, self.capacity)
         check_device("kernel", _KERNELS[self.kernel], self.device, "leave kernel at vllm")
         if refused := refusal(self.vllm_args):
             raise ValueError(f"vllm_args has {refused}")
@@ -81,16 +91,21 @@ class Attention(Section):
                 f" {self.max_num_seqs}, but a step has at least one token per request;"
                 " raise max_num_batched_tokens or lower max_num_seqs"
             )
-        if self.port + self.instances - 1 > 65535:
+        if self.port + self.capacity - 1 > 65535:
             raise ValueError(
-                f"port {self.port} leaves no room below 65536 for {self.instances} instances;"
+                f"port {self.port} leaves no room below 65536 for {self.capacity} instances;"
                 " lower port"
             )
         return self
 
+    @property
+    def capacity(self) -> int:
+        """Instances that can run at a time."""
+        return self.instances if self.max_instances is None else self.max_instances
+
     def api_ports(self) -> tuple[int, ...]:
-        """One port per instance; all 0 if any free port may be used."""
-        return tuple(self.port + i if self.port else 0 for i in range(self.instances))
+        """One port per instance that can run; all 0 if any free port may be used."""
+        return tuple(self.port + i if self.port else 0 for i in range(self.capacity))
 
 
 class Ffn(Section):

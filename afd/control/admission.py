@@ -37,10 +37,9 @@ def objection(
         mismatches = compare(hello.contract, contract)
         if mismatches:
             return f"{name} refused: {describe(mismatches, holder)}"
-    setting = f"{hello.role}_instances"
-    instances = {
-        "attention": hello.contract.attention_instances,
-        "ffn": hello.contract.ffn_instances,
+    setting, instances = {
+        "attention": ("attention.max_instances", hello.contract.attention_instances),
+        "ffn": ("ffn.instances", hello.contract.ffn_instances),
     }[hello.role]
     if hello.index >= instances:
         return (

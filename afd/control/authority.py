@@ -29,7 +29,7 @@ def member_ids(deployment: Deployment) -> tuple[str, ...]:
     """Returns every id that a process of this deployment may register with."""
     attention, ffn = deployment.attention, deployment.ffn
     return (
-        *(member_id("attention", i) for i in range(attention.instances + _SPARE)),
+        *(member_id("attention", i) for i in range(attention.capacity + _SPARE)),
         *(
             member_id("ffn", i, rank)
             for i in range(ffn.instances + _SPARE)
@@ -57,6 +57,8 @@ def denial(sender: str | None, message: m.ToServer, registered: str | None) -> s
         case m.Heartbeat() | m.Bye():
             if sender is None or registered not in (None, sender):
                 return f"the connection of {registered} belongs to another key"
+        case m.SetSeat(id=claimed, wish="drain", once=True) if sender == claimed:
+            return None  # its process got SIGTERM
         case _:
             if sender != OPERATOR:
                 return (

@@ -27,6 +27,7 @@ def run_control(
     contract: Contract | None = None,
     depth: DepthPolicy = FIXED_DEPTH,
     hosts: HostRules = NO_HOSTS,
+    attention: int = 0,
     ready: Callable[[str], None] | None = None,
 ) -> int:
     """Serves until SIGTERM, SIGINT or an operator's shutdown; returns exit code 0.
@@ -43,6 +44,7 @@ def run_control(
         timing=timing,
         depth=depth,
         hosts=hosts,
+        attention=attention,
     )
     stop = threading.Event()
 

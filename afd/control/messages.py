@@ -1,10 +1,11 @@
 """All messages of the control plane: frozen structs in one tagged union, encoded as msgpack.
 
-A member sends ``Hello``, ``Heartbeat``, ``Bye``; an operator sends ``Status``, ``SetDepth``,
-``Drain``, ``MoveExperts``, ``AskContract``, ``Shutdown``; the supervisor of a host has the
-operator's keys and also sends ``HostReport``. The server replies with ``Welcome``, ``Wait``,
-``Refused``, ``Unknown``, ``Beat``, ``Members``, ``Agreement``, ``Hosts`` and ``Closing``. Every
-message is one ZeroMQ frame. Decoding checks types, ranges and lengths.
+A member sends ``Hello``, ``Heartbeat``, ``Bye``, and ``SetSeat`` for its own seat; an operator
+sends ``Status``, ``SetDepth``, ``Drain``, ``SetSeat``, ``MoveExperts``, ``AskContract``,
+``Shutdown``; the supervisor of a host has the operator's keys and also sends ``HostReport``. The
+server replies with ``Welcome``, ``Wait``, ``Refused``, ``Unknown``, ``Beat``, ``Members``,
+``Agreement``, ``Hosts`` and ``Closing``. Every message is one ZeroMQ frame. Decoding checks types,
+ranges and lengths.
 """
 
 from __future__ import annotations
@@ -89,6 +90,21 @@ class Move(msgspec.Struct, frozen=True):
     experts: tuple[Small, ...]
 
 
+Wish: TypeAlias = Literal["run", "drain", "restart", "remove"]
+
+
+class Seat(msgspec.Struct, frozen=True):
+    """What operators want of one member (:mod:`afd.control.seats`).
+
+    wish: run; drain: it finishes its requests and gets no new ones; restart, remove: so, and then
+    its process ends. generation: the wish ends with this generation; 0: it stays.
+    """
+
+    id: Text
+    wish: Wish = "run"
+    generation: Generation = 0
+
+
 class Members(msgspec.Struct, frozen=True, tag="members"):
     """The whole deployment as one immutable snapshot; ``version`` grows with every change.
 
@@ -99,6 +115,9 @@ class Members(msgspec.Struct, frozen=True, tag="members"):
     moved: layers whose experts are not where the contract has them. moving: the current move, which
     is number ``moves`` of all so far; attention instances follow it once ``switching``. moves_left:
     number of moves that are not finished. move_fault: why the last ones were cancelled.
+
+    seats: every attention instance that is wanted or still runs, by index, and FFN ranks that are
+    to restart.
 
     seal: proves to a restarted server that an earlier run of it made this snapshot.
     """
@@ -114,12 +133,17 @@ class Members(msgspec.Struct, frozen=True, tag="members"):
     moves: Count = 0
     moves_left: Count = 0
     move_fault: Text = ""
+    seats: Annotated[tuple[Seat, ...], Meta(max_length=65536)] = ()
     seal: Annotated[bytes, Meta(max_length=64)] = b""
 
     def find(self, role: str, index: int, rank: int = 0) -> Member | None:
         """The member, or None while it is not registered."""
         wanted = (role, index, rank)
         return next((m for m in self.members if (m.role, m.index, m.rank) == wanted), None)
+
+    def seat(self, member: str) -> Seat | None:
+        """The seat of a member id; None: no process is wanted there, or nothing of an FFN rank."""
+        return next((seat for seat in self.seats if seat.id == member), None)
 
     def of(self, role: str, *, state: State | None = None) -> tuple[Member, ...]:
         """The members of a role (in one state, if given), by index and rank."""
@@ -216,6 +240,19 @@ class Drain(msgspec.Struct, frozen=True, tag="drain"):
     that was a member may join. The reply is Members."""
 
     on: bool = True
+
+
+class SetSeat(msgspec.Struct, frozen=True, tag="set_seat"):
+    """Sets the wish for one member. The reply is Members.
+
+    id: "attention-1"; "attention" with wish run: the first free seat. once: the wish ends with the
+    process that runs now. A member may only send this for itself, with drain and once: its process
+    got SIGTERM.
+    """
+
+    id: Text
+    wish: Wish
+    once: bool = False
 
 
 class MoveExperts(msgspec.Struct, frozen=True, tag="move_experts"):
@@ -320,7 +357,7 @@ class Closing(msgspec.Struct, frozen=True, tag="closing"):
 
 FromMember: TypeAlias = Hello | Heartbeat | Bye
 FromOperator: TypeAlias = (
-    Status | AskContract | SetDepth | Drain | MoveExperts | Shutdown | HostReport
+    Status | AskContract | SetDepth | Drain | SetSeat | MoveExperts | Shutdown | HostReport
 )
 ToServer: TypeAlias = FromMember | FromOperator
 FromServer: TypeAlias = (

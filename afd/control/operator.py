@@ -51,6 +51,24 @@ def drain(
     return _ask(address, keys, m.Drain(on), m.Members, deadline_s)
 
 
+def set_seat(
+    address: str,
+    keys: ClientKeys | None = None,
+    *,
+    member: str,
+    wish: m.Wish,
+    deadline_s: float = 5.0,
+) -> m.Members:
+    """Sets what is wanted of an attention instance (:class:`afd.control.messages.SetSeat`). The
+    supervisor of its host follows within a second. ConfigError says why it cannot be met."""
+    return _ask(address, keys, m.SetSeat(member, wish), m.Members, deadline_s)
+
+
+def retire(address: str, keys: ClientKeys, *, member: str, deadline_s: float = 5.0) -> m.Members:
+    """Lets a member finish its requests and get no new ones. keys: the member's own."""
+    return _ask(address, keys, m.SetSeat(member, "drain", once=True), m.Members, deadline_s)
+
+
 def move_experts(
     address: str,
     keys: ClientKeys | None = None,

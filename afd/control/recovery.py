@@ -39,5 +39,6 @@ def resumed(current: Members, known: Members) -> Members:
         moving=known.moving,
         switching=known.switching,
         moves=known.moves,
+        seats=known.seats,
         moves_left=int(known.moving is not None),  # later ones are lost with the server
     )

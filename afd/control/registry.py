@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import msgspec
 
 from afd.config.contract import Contract
-from afd.control import admission
+from afd.control import admission, seats
 from afd.control import messages as m
 from afd.control.depths import FIXED_DEPTH, DepthPolicy, DepthTuner
 from afd.control.entries import Entry, reference_of
@@ -49,6 +49,7 @@ class Registry:
     Args:
         expected: the deployment's contract, if the server knows it; members must have this one.
         hosts: what the hosts of the deployment must share.
+        attention: how many attention instances are wanted at the start.
         seal: key of the seals of snapshots, the same for all runs of one deployment's server.
         clock: monotonic seconds. wall_clock: seconds since 1970.
     """
@@ -61,6 +62,7 @@ class Registry:
         expected: Contract | None = None,
         depth: DepthPolicy = FIXED_DEPTH,
         hosts: HostRules = NO_HOSTS,
+        attention: int = 0,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
         local_pid_space: str | None = None,
@@ -72,8 +74,8 @@ class Registry:
         self._tuner = DepthTuner(depth)
         self._hosts = HostTable(hosts, timing.timeout_s, clock=clock, wall_clock=wall_clock)
         self.stopping = False
-        self.members = m.Members()  # complete, for attention and FFN members
-        self._public = m.Members()  # without addresses, for all others
+        # Complete, for attention and FFN members; for all others without addresses
+        self.members = self._public = m.Members(seats=seats.configured(attention))
         self._clock = clock
         self._pid_space = pid_space() if local_pid_space is None else local_pid_space
         self._alive = alive
@@ -109,6 +111,8 @@ class Registry:
             case m.Drain():
                 changed = self._change(draining=message.on)
                 return [*changed, Outgoing(peer, self._public)]
+            case m.SetSeat():
+                return self._set_seat(peer, message)
             case m.MoveExperts():
                 return self._move_experts(peer, message.tables)
             case m.Shutdown():
@@ -208,6 +212,7 @@ class Registry:
             "%s joined (generation %d, pid %d on %s)",
             member.id, generation, member.pid, member.host,
         )  # fmt: skip
+        self._seat(seats.after_joining(self.members.seats, member.id, generation))
         out = self._change(depth=self._allowed_depth(hello.contract))
         others = [o for o in out if o.peer != peer]
         return [self._welcome(entry), *others]
@@ -294,6 +299,7 @@ class Registry:
             member = entry.member
             del self._entries[member.id]
             self._retired[member.id] = member.generation
+            self._seat(seats.after_leaving(self.members.seats, member.id, member.generation))
             _log.info("%s is gone (generation %d): %s", member.id, member.generation, reason)
         in_charge = any(e.member.role in m.CONTRACT_ROLES for e in self._entries.values())
         if not in_charge:  # the next members start with the placement of their contract
@@ -314,6 +320,19 @@ class Registry:
             return [Outgoing(peer, m.Refused(f"depth {depth} refused: it must be {allowed}"))]
         changed = self._change(depth=depth)
         return [*changed, Outgoing(peer, self._public)]
+
+    def _set_seat(self, peer: bytes, asked: m.SetSeat) -> list[Outgoing]:
+        contract = self._contract()
+        capacity = None if contract is None else contract.attention_instances
+        reason = seats.objection(asked, self.members, capacity)
+        if reason is not None:
+            return [Outgoing(peer, m.Refused(reason))]
+        _log.info("%s is to %s", asked.id, asked.wish)
+        self._seat(seats.changed(asked, self.members, capacity))
+        return [*self._change(), Outgoing(peer, self._public)]
+
+    def _seat(self, new: seats.Seats) -> None:
+        self.members = msgspec.structs.replace(self.members, seats=new)
 
     def _move_experts(self, peer: bytes, tables: tuple[tuple[int, ...], ...]) -> list[Outgoing]:
         contract = self._contract()

@@ -63,7 +63,7 @@ class ControlServer:
     Args:
         keys: of the deployment. members: ids of those that may register.
         contract: what attention and FFN members must have; None: what the first one has.
-        hosts: what the hosts of the deployment must share.
+        hosts: what the hosts of the deployment must share. attention: instances at the start.
 
     Raises:
         ConfigError: the address is malformed, in use, or not of this host.
@@ -79,6 +79,7 @@ class ControlServer:
         timing: m.Timing | None = None,
         depth: DepthPolicy = FIXED_DEPTH,
         hosts: HostRules = NO_HOSTS,
+        attention: int = 0,
     ) -> None:
         endpoint = to_listen(address)
         self.registry = Registry(
@@ -86,6 +87,7 @@ class ControlServer:
             expected=contract,
             depth=depth,
             hosts=hosts,
+            attention=attention,
             seal=keys.seal,
         )
         self.refusals = Refusals()

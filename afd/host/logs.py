@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import sys
 from collections import deque
+from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import TextIO
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 TAIL_LINES = 15
@@ -30,16 +33,30 @@ def print_our_logs() -> None:
 
 
 class RoleLog:
-    """Writes out one role's stdout and stderr, and keeps the last lines for error reports."""
+    """Writes out one role's stdout and stderr, and keeps the last lines for error reports.
 
-    def __init__(self, name: str, *, out: TextIO, directory: Path | None = None) -> None:
+    A line that cannot be written to its file, such as on a full disk, is dropped. The file says how
+    many were, once it can be written again.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        out: TextIO,
+        directory: Path | None = None,
+        on_loss: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        """on_loss: called with the reason at the first line that is dropped."""
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._partial = b""
         self.error: str | None = None  # the last error sentence that the role printed
         self._out = out
         self._prefix = prefix(name, out)
         self.path = directory / f"{name}.log" if directory else None
-        self._file: BinaryIO | None = self.path.open("ab") if self.path else None
+        self._file: FileIO | None = None
+        self._on_loss = on_loss
+        self._lost = 0  # lines since the last one that was written
 
     def feed(self, data: bytes) -> None:
         *lines, self._partial = (self._partial + data).split(b"\n")
@@ -61,7 +78,8 @@ class RoleLog:
     def close(self) -> None:
         self.flush()
         if self._file:
-            self._file.close()
+            with contextlib.suppress(OSError):  # a full disk over a network
+                self._file.close()
             self._file = None
 
     def _line(self, line: bytes) -> None:
@@ -70,11 +88,24 @@ class RoleLog:
         self._tail.append(text)
         if ERROR_MARK in text:
             self.error = text.partition(ERROR_MARK)[2]
-        if self._file:
-            self._file.write(text.encode() + b"\n")
-            self._file.flush()
+        if self.path:
+            self._write(self.path, text)
         else:
             write_line(f"{self._prefix} {text}", self._out)
+
+    def _write(self, path: Path, text: str) -> None:
+        note = f"{self._lost} lines were lost here\n" if self._lost else ""
+        data = f"{note}{text}\n".encode()
+        try:
+            if self._file is None:
+                self._file = path.open("ab", buffering=0)
+            if self._file.write(data) < len(data):  # the disk is full after a part of it
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._lost = 0
+        except OSError as error:
+            self._lost += 1
+            if self._lost == 1:
+                self._on_loss(f"cannot write {path}: {error.strerror}")
 
 
 def prefix(name: str, out: TextIO) -> str:

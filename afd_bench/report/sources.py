@@ -15,6 +15,7 @@ CODE_OF = {
     "comm": ("comm/src", "comm/include"),
     "cpu": _SERVER,
     "eval": _SERVER,
+    "faults": (*_SERVER, "afd_launch"),
     "finetuning": ("training",),
     "fused": ("afd_bench/step3",),
     "gpu": _SERVER,
@@ -26,6 +27,7 @@ CODE_OF = {
     "rounding": ("training", "afd/wire"),
     "scale": _SERVER,
     "simulator": (*_SERVER, "afd_planner/simulate"),
+    "soak": (*_SERVER, "afd_launch"),
     "step3": (*_SERVER, "afd_bench/step3"),
     "training": ("training",),
 }

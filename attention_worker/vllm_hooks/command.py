@@ -12,6 +12,7 @@ from afd.graph_sizes import captured_rows
 from afd.host.amd_gpus import architectures
 from afd.models import read_config, read_model, read_quantization
 from attention_worker.rocm import attention_backend, switches
+from attention_worker.running_requests import MIDDLEWARE
 from attention_worker.stored_weights import attention_is_quantised
 
 _HOST_WORKER = "attention_worker.vllm_hooks.cpu.AfdCpuWorker"
@@ -55,6 +56,7 @@ def attention_command(
         f"--worker-cls={_GPU_WORKER if on_gpu else _HOST_WORKER}",
         "--load-format=afd",
         "--disable-uvicorn-access-log",
+        f"--middleware={MIDDLEWARE}",
     ]
     extra: dict[str, str] = {
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # the hooks need the first-generation runner

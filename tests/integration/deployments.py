@@ -33,9 +33,16 @@ def _openai(model: Path) -> dict[str, object]:
 
 
 def _pair(model: Path) -> dict[str, object]:
-    """2A2F with routed dispatch; some experts are on both FFN instances. step_wait_ms is long, so
+    """2A2F with routed dispatch and room for a third attention instance; some experts are on both
+    FFN instances. step_wait_ms is long, so
     that a step that wrongly waits for an idle instance is easy to see."""
-    attention = {**SETTINGS, "instances": 2, "max_num_batched_tokens": 128, "vllm_args": [BLOCK]}
+    attention = {
+        **SETTINGS,
+        "instances": 2,
+        "max_instances": 3,
+        "max_num_batched_tokens": 128,
+        "vllm_args": [BLOCK],
+    }
     return {
         "model": str(model),
         "attention": attention,

@@ -203,6 +203,6 @@ def test_usage_mistakes(checkout: Checkout, arguments: tuple[str, ...], text: st
 
 def test_help_lists_every_command(checkout: Checkout) -> None:
     text = checkout.run("help").stdout
-    for command in ("demo", "test", "lint", "test-amd", "setup", "afd", "device", "pins"):
+    for command in ("demo", "test", "lint", "test-amd", "setup", "afd", "soak", "device", "pins"):
         assert f"\n  {command} " in text
     assert checkout.run().stdout == text

@@ -104,6 +104,7 @@ class Deployment:
         expected: Contract | None = None,
         wall: float = NOW_2026,
         depth: DepthPolicy = FIXED_DEPTH,
+        attention: int = 0,
     ) -> None:
         self.clock = FakeClock()
         self.wall = FakeClock(wall)
@@ -113,6 +114,7 @@ class Deployment:
             timing=m.Timing(interval_s=0.5, timeout_s=3.0),
             expected=expected,
             depth=depth,
+            attention=attention,
             clock=self.clock,
             wall_clock=self.wall,
             seal=SEAL,

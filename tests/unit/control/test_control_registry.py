@@ -67,10 +67,14 @@ def test_expected_contract_of_the_server_has_priority() -> None:
     assert "hidden is 128 here but 64 on the control plane" in reason
 
 
-@pytest.mark.parametrize("role", ["attention", "ffn"])
-def test_index_out_of_range_names_both_numbers(deployment: Deployment, role: str) -> None:
+@pytest.mark.parametrize(
+    ("role", "setting"), [("attention", "attention.max_instances"), ("ffn", "ffn.instances")]
+)
+def test_index_out_of_range_names_both_numbers(
+    deployment: Deployment, role: str, setting: str
+) -> None:
     reason = deployment.refuse(b"a", role, 2)
-    assert f"index 2 is out of range because {role}_instances is 2" in reason
+    assert f"index 2 is out of range because {setting} is 2" in reason
     assert "from 0 to 1" in reason
 
 

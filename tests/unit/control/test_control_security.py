@@ -165,7 +165,8 @@ def test_keys_of_members_differ_and_are_reproducible() -> None:
 def test_denial_covers_every_message() -> None:
     messages = m.ToServer.__args__
     samples = [hello("ffn", 0), m.Heartbeat("ready", 0), m.Bye(), m.Status(), m.AskContract(),
-               m.SetDepth(None), m.Drain(), m.MoveExperts(()), m.Shutdown(),
+               m.SetDepth(None), m.Drain(), m.SetSeat("attention-0", "drain"),
+               m.MoveExperts(()), m.Shutdown(),
                m.HostReport("a", "p", "m", 1, {}, "{}")]  # fmt: skip
     assert {type(x) for x in samples} == set(messages)
     for sample in samples:

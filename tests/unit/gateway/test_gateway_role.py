@@ -17,8 +17,9 @@ import pytest
 from control_support import control_client
 from gateway_fakes import QUICK, FakeInstance
 
+from afd.control.messages import Member, Members, Seat
 from afd.errors import ConfigError, HandshakeRefused
-from afd_gateway.main import run_gateway
+from afd_gateway.main import run_gateway, upstreams_of
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,9 @@ class FakeMembers:
     version: int
     members: tuple[FakeMember, ...]
     draining: bool = False
+
+    def seat(self, member: str) -> None:
+        return None
 
 
 class FakeClient:
@@ -195,3 +199,23 @@ def test_sigterm_ends_a_gateway_that_still_looks_for_the_control_plane() -> None
             timer.cancel()
         assert code == 0
         assert time.monotonic() - began < 5.0
+
+
+@pytest.mark.parametrize(
+    ("seat", "state"),
+    [
+        (Seat("attention-1"), "ready"),
+        (Seat("attention-1", "drain"), "draining"),
+        (Seat("attention-1", "remove"), "draining"),
+        (Seat("attention-1", "restart", generation=5), "draining"),
+        (Seat("attention-1", "restart", generation=4), "ready"),  # that process is gone
+        (Seat("attention-0", "remove"), "ready"),
+    ],
+)
+def test_an_instance_that_operators_want_away_gets_no_new_requests(seat: Seat, state: str) -> None:
+    members = (
+        Member("attention", 1, 5, state="ready", api_url="http://h:1"),
+        Member("ffn", 0, 6, state="ready"),
+    )
+    attention, ffn = upstreams_of(Members(members=members, seats=(seat,)))
+    assert (attention.state, ffn.state) == (state, "ready")

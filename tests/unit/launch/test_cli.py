@@ -17,6 +17,7 @@ from afd.host.package_data import data_folder
 from afd_launch import cli
 from afd_launch.ctl import table
 from afd_launch.demo import TRAINED, hints
+from afd_launch.private_folder import private_folder
 from afd_launch.role import standalone_spec
 from afd_launch.roles_of_host import (
     OPERATOR_KEYS,
@@ -26,7 +27,7 @@ from afd_launch.roles_of_host import (
     stages,
     with_keys,
 )
-from afd_launch.serve import check_machine, run_directory
+from afd_launch.serve import check_machine
 
 REPO = Path(__file__).parents[3]
 
@@ -235,9 +236,9 @@ def test_given_keys_are_used(tmp_path):
     assert {CurveKeys.load(s.keys_file) for s in with_keys(specs[:1], tmp_path / "run")} == {whole}
 
 
-def test_run_directory_is_private_and_removed(tmp_path, monkeypatch):
+def test_the_private_folder_is_private_and_removed(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    with run_directory() as path:
+    with private_folder() as (path, _watchdog):
         assert path.parent == tmp_path and path.stat().st_mode & 0o777 == 0o700
         (path / "file").write_text("x")
     assert list(tmp_path.iterdir()) == []

@@ -26,6 +26,7 @@ from afd_launch.roles_of_host import Ports, role_specs
 from afd_launch.serve import summary
 from afd_launch.stall_monitor import StallMonitor
 from afd_launch.supervisor import Stage, Supervisor
+from afd_launch.watchdog import Watchdog
 
 # A role that writes its pid to DIR/NAME.pid (one line per start), reports ready and waits.
 ROLE = """
@@ -75,17 +76,21 @@ class Run:
         self, here: Path, *stages: Stage, after=None, start_s=10.0, restarts=3, window_s=30.0, **kw
     ):
         self.out = io.StringIO()
+        watchdog = Watchdog(here / "run")
         supervisor = Supervisor(
             stages,
             awaited(here),
             start_s=start_s,
             restart=Restart(max_restarts=restarts, window_s=window_s),
-            run_dir=here / "run",
+            watchdog=watchdog,
             on_ready=after or (lambda: os.kill(os.getpid(), signal.SIGTERM)),
             out=self.out,
             **kw,
         )
-        self.status = supervisor.run()
+        try:
+            self.status = supervisor.run()
+        finally:
+            watchdog.close()
         self.text = self.out.getvalue()
 
 
@@ -350,6 +355,7 @@ from pathlib import Path
 from afd.config.sections import Restart
 from afd_launch.process import Command
 from afd_launch.supervisor import Stage, Supervisor
+from afd_launch.watchdog import Watchdog
 here = Path(sys.argv[1])
 names = sys.argv[2].split(",")
 def awaited(name, group):
@@ -359,7 +365,8 @@ run_dir = here / "run"
 run_dir.mkdir()
 (run_dir / "role.json").write_text("{}")
 sys.exit(Supervisor([Stage((c,), float(sys.argv[3])) for c in commands], awaited, start_s=10,
-    restart=Restart(), run_dir=run_dir, on_ready=lambda: print("all ready", flush=True)).run())
+    restart=Restart(), watchdog=Watchdog(run_dir),
+    on_ready=lambda: print("all ready", flush=True)).run())
 """
 
 

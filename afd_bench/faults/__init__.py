@@ -1,0 +1,1 @@
+"""Faults under load: `afd bench faults` and `afd bench soak`."""

@@ -1,0 +1,125 @@
+"""The faults: what happens to a deployment, and which role it happens to.
+
+A fault returns when what it does is over; the caller then waits until the deployment is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import psutil
+
+from afd_bench.faults.subject import Subject
+
+Act = Callable[[Subject, random.Random], None]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """name: as in the records. loses: requests may fail, because nothing keeps them.
+    stall_s: the longest pause of a stream that is wanted."""
+
+    name: str
+    act: Act
+    stall_s: float
+    loses: bool = False
+
+
+def kill_ffn(subject: Subject, draw: random.Random) -> None:
+    os.kill(subject.leaders()[_some(subject, "ffn", draw)].pid, signal.SIGKILL)
+
+
+def kill_ffn_twice(subject: Subject, draw: random.Random) -> None:
+    """The second time while it starts."""
+    name = _some(subject, "ffn", draw)
+    first = subject.leaders()[name].pid
+    os.kill(first, signal.SIGKILL)
+    _await(lambda: subject.leaders().get(name, psutil.Process()).pid not in (first, os.getpid()))
+    time.sleep(draw.uniform(0.1, 1.5))
+    with contextlib.suppress(KeyError, ProcessLookupError):
+        os.kill(subject.leaders()[name].pid, signal.SIGKILL)
+
+
+def kill_attention(subject: Subject, draw: random.Random) -> None:
+    """Its engine or its API server."""
+    name = _some(subject, "attention", draw)
+    if draw.random() < 0.5:
+        os.kill(subject.member_pid(name), signal.SIGKILL)
+    else:
+        subject.signal_group(name, signal.SIGKILL)
+
+
+def term_attention(subject: Subject, draw: random.Random) -> None:
+    """What an orchestrator does."""
+    name = _some(subject, "attention", draw)
+    leader = subject.leaders()[name]
+    leader.terminate()
+    _await(lambda: not leader.is_running() or leader.status() == psutil.STATUS_ZOMBIE, 120.0)
+
+
+def kill_control(subject: Subject, draw: random.Random) -> None:
+    os.kill(subject.leaders()["control-0"].pid, signal.SIGKILL)
+
+
+def kill_gateway(subject: Subject, draw: random.Random) -> None:
+    os.kill(subject.leaders()[_some(subject, "gateway", draw)].pid, signal.SIGKILL)
+
+
+def stop(role: str, seconds: float) -> Act:
+    def act(subject: Subject, draw: random.Random) -> None:
+        with subject.stopped(_some(subject, role, draw)):
+            time.sleep(seconds)
+
+    return act
+
+
+def come_and_go(subject: Subject, draw: random.Random) -> None:
+    """An attention instance is added, and another one is removed and added again."""
+    operate = subject.operate()
+    operate.add("attention")
+    operate.remove(_some(subject, "attention", draw))
+
+
+def restart_all(subject: Subject, draw: random.Random) -> None:
+    subject.operate().restart_all()
+
+
+FAULTS: dict[str, Fault] = {
+    fault.name: fault
+    for fault in (
+        Fault("kill -9 FFN", kill_ffn, 2.0),
+        Fault("kill -9 FFN while it starts", kill_ffn_twice, 5.0),
+        Fault("kill -9 attention", kill_attention, 15.0),
+        Fault("SIGTERM attention", term_attention, 2.0),
+        Fault("kill -9 control plane", kill_control, 1.0),
+        Fault("kill -9 gateway", kill_gateway, 2.0, loses=True),
+        *(
+            Fault(f"SIGSTOP {name} {seconds:g} s", stop(role, seconds), seconds + 12.0)
+            for name, role in (
+                ("FFN", "ffn"),
+                ("attention", "attention"),
+                ("control plane", "control"),
+                ("gateway", "gateway"),
+            )
+            for seconds in (1.0, 5.0, 15.0)
+        ),
+        Fault("rolling restart", restart_all, 2.0),
+    )
+}
+
+
+def _some(subject: Subject, role: str, draw: random.Random) -> str:
+    """One of the running members of a role."""
+    return draw.choice(sorted(name for name in subject.leaders() if name.startswith(f"{role}-")))
+
+
+def _await(condition: Callable[[], bool], deadline_s: float = 30.0) -> None:
+    end = time.monotonic() + deadline_s
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)

@@ -1,0 +1,97 @@
+"""A running deployment as the faults see it: its processes, and whether it is whole."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import psutil
+
+from afd.control import operator
+from afd.control.keys import ClientKeys
+from afd.control.local_keys import operator_keys
+from afd.errors import AfdError
+from afd_bench.servers import Server
+from afd_launch.come_and_go import Operator
+
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A deployment that ``afd serve`` runs on this host."""
+
+    server: Server
+
+    @property
+    def keys(self) -> ClientKeys:
+        return operator_keys(self.server.control)
+
+    def leaders(self) -> dict[str, psutil.Process]:
+        """Returns the process that the supervisor started for each role, by member id."""
+        found = {}
+        for child in psutil.Process(self.server.pid).children():
+            with contextlib.suppress(psutil.Error):
+                words = child.cmdline()
+                if "--role-file" in words:
+                    file = words[words.index("--role-file") + 1]
+                    found[os.path.basename(file).removesuffix(".json")] = child
+        return found
+
+    def member_pid(self, member: str) -> int:
+        """The process that is registered under this id; of an attention instance, its engine."""
+        found = [m.pid for m in self._members() if m.id == member]
+        if not found:
+            raise AfdError(f"{member} is not registered")
+        return found[0]
+
+    def generation(self, member: str) -> int:
+        """0 while it is not registered."""
+        return next((m.generation for m in self._members() if m.id == member), 0)
+
+    def signal_group(self, member: str, number: signal.Signals) -> None:
+        """Sends a signal to every process of a role."""
+        os.killpg(self.leaders()[member].pid, number)
+
+    @contextlib.contextmanager
+    def stopped(self, member: str) -> Iterator[None]:
+        """Stops all processes of a role inside the block."""
+        group = self.leaders()[member].pid
+        os.killpg(group, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # it was killed meanwhile
+                os.killpg(group, signal.SIGCONT)
+
+    def is_whole(self) -> bool:
+        """Whether every expected member is ready, and healthy if it is an attention instance."""
+        try:
+            with urllib.request.urlopen(f"{self.server.url}/health", timeout=5) as answer:
+                members = json.load(answer)["members"]
+        except (OSError, ValueError):
+            return False
+        states = [(member["state"], member["health"] or "healthy") for member in members]
+        return all(state == ("ready", "healthy") for state in states)
+
+    def await_whole(self, deadline_s: float) -> None:
+        """Raises AfdError if it is not whole in time, or has ended."""
+        end = time.monotonic() + deadline_s
+        while not self.is_whole():
+            if not psutil.pid_exists(self.server.pid):
+                raise AfdError("the deployment has ended")
+            if time.monotonic() > end:
+                raise AfdError(f"the deployment is not whole after {deadline_s:g} s")
+            time.sleep(_POLL_S)
+
+    def operate(self, wait_s: float = 120.0) -> Operator:
+        return Operator(self.server.control, self.keys, wait_s, say=lambda line: None)
+
+    def _members(self) -> tuple[operator.m.Member, ...]:
+        return operator.status(self.server.control, self.keys).members

@@ -1,0 +1,215 @@
+"""Clients that keep requests in flight and check every answer.
+
+Each request is greedy and streamed, with one of a few prompts. The answers of an undisturbed round
+are the reference, so a wrong token is noticed wherever it came from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import aiohttp
+
+from afd.errors import AfdError
+from afd_bench.workload import FIRST_TOKEN
+
+REQUEST_S = 300.0
+"""A request that takes longer has failed."""
+_BACK_OFF_S = 0.2  # after a failure, so that a server that refuses everything is not flooded
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request: token ids of the prompt, tokens to generate, and the right answer."""
+
+    prompt: tuple[int, ...]
+    new_tokens: int
+    answer: tuple[int, ...] = ()
+
+
+@dataclass
+class Counts:
+    """What happened since the last reading.
+
+    refused: 503 or 429 with Retry-After. longest_s: longest time that a stream waited for its next
+    token, or its first. reasons: of the failures, with their number.
+    """
+
+    done: int = 0
+    failed: int = 0
+    refused: int = 0
+    wrong: int = 0
+    tokens: int = 0
+    longest_s: float = 0.0
+    reasons: Counter[str] = field(default_factory=Counter)
+
+
+def jobs(seed: int, count: int, *, vocab: int, new_tokens: tuple[int, int]) -> tuple[Job, ...]:
+    """Returns ``count`` jobs with prompts of 5 to 60 tokens, determined by ``seed``."""
+    draw = random.Random(seed)
+    return tuple(
+        Job(
+            tuple(draw.randrange(FIRST_TOKEN, vocab) for _ in range(draw.randint(5, 60))),
+            draw.randint(*new_tokens),
+        )
+        for _ in range(count)
+    )
+
+
+def answered(url: str, model: str, asked: Sequence[Job]) -> tuple[Job, ...]:
+    """Returns the jobs with the answers of a server that nothing disturbs. Raises AfdError."""
+
+    async def ask() -> list[tuple[int, ...]]:
+        async with aiohttp.ClientSession(timeout=_timeout()) as session:
+            counts = Counts()
+            found = await asyncio.gather(*(_stream(session, url, model, j, counts) for j in asked))
+        if any(len(answer) != job.new_tokens for answer, job in zip(found, asked, strict=True)):
+            raise AfdError(f"{url} did not answer an undisturbed request in full; see its log")
+        return found
+
+    return tuple(
+        Job(job.prompt, job.new_tokens, answer)
+        for job, answer in zip(asked, asyncio.run(ask()), strict=True)
+    )
+
+
+class Traffic:
+    """``clients`` requests in flight at any time, from a thread of its own. A context manager.
+
+    Args:
+        asked: with their answers. seed: of the order in which they are sent.
+        limit: requests after which no new one is sent; None: until the block ends.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        asked: Sequence[Job],
+        *,
+        clients: int,
+        seed: int,
+        limit: int | None = None,
+    ) -> None:
+        self._url, self._model = url, model
+        self._jobs = tuple(asked)
+        self._clients = clients
+        self._draw = random.Random(seed)
+        self._left = limit
+        self._lock = threading.Lock()
+        self._counts = Counts()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+
+    def __enter__(self) -> Traffic:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.finish()
+
+    def finish(self) -> None:
+        """Sends no new requests and waits for the running ones."""
+        self._stop.set()
+        self._thread.join(REQUEST_S + 10)
+
+    @property
+    def ended(self) -> bool:
+        return not self._thread.is_alive()
+
+    def read(self) -> Counts:
+        """Returns what happened since the last call."""
+        with self._lock:
+            counts, self._counts = self._counts, Counts()
+        return counts
+
+    def done(self) -> int:
+        """Requests that were answered since the last reading."""
+        with self._lock:
+            return self._counts.done
+
+    async def _run(self) -> None:
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
+        async with aiohttp.ClientSession(connector=connector, timeout=_timeout()) as session:
+            await asyncio.gather(*(self._client(session) for _ in range(self._clients)))
+
+    async def _client(self, session: aiohttp.ClientSession) -> None:
+        while not self._stop.is_set():
+            if self._left is not None:
+                if self._left == 0:
+                    return
+                self._left -= 1
+            job = self._draw.choice(self._jobs)
+            own = Counts()
+            answer = await _stream(session, self._url, self._model, job, own)
+            whole = not own.failed and not own.refused
+            own.done += whole
+            own.wrong += whole and answer != job.answer
+            self._add(own)
+            if not whole:
+                await asyncio.sleep(_BACK_OFF_S)
+
+    def _add(self, own: Counts) -> None:
+        with self._lock:
+            total = self._counts
+            for name in ("done", "failed", "refused", "wrong", "tokens"):
+                total.__dict__[name] += own.__dict__[name]
+            total.longest_s = max(total.longest_s, own.longest_s)
+            total.reasons.update(own.reasons)
+
+
+def _timeout() -> aiohttp.ClientTimeout:
+    return aiohttp.ClientTimeout(total=REQUEST_S)
+
+
+async def _stream(
+    session: aiohttp.ClientSession, url: str, model: str, job: Job, counts: Counts
+) -> tuple[int, ...]:
+    """Sends one request and reads its stream; returns the tokens. Failures go to ``counts``."""
+    body = {
+        "model": model,
+        "prompt": list(job.prompt),
+        "max_tokens": job.new_tokens,
+        "temperature": 0,
+        "stream": True,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    tokens: list[int] = []
+    last = time.monotonic()
+    try:
+        async with session.post(f"{url}/v1/completions", json=body) as response:
+            if response.status != 200:
+                text = " ".join((await response.text()).split())[:160]
+                if response.status in (429, 503) and "Retry-After" in response.headers:
+                    counts.refused += 1
+                else:
+                    counts.failed += 1
+                counts.reasons[f"{response.status} {text}"] += 1
+                return ()
+            async for line in response.content:
+                if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                    continue
+                event = json.loads(line.removeprefix(b"data: "))
+                if "error" in event:
+                    raise AfdError(str(event["error"])[:160])
+                now = time.monotonic()
+                counts.longest_s = max(counts.longest_s, now - last)
+                last = now
+                for choice in event.get("choices", ()):
+                    tokens += choice.get("token_ids") or []
+        if len(tokens) != job.new_tokens:
+            raise AfdError(f"the stream ended after {len(tokens)} of {job.new_tokens} tokens")
+    except (aiohttp.ClientError, asyncio.TimeoutError, AfdError, ValueError) as error:
+        counts.failed += 1
+        counts.longest_s = max(counts.longest_s, time.monotonic() - last)
+        counts.reasons[f"{type(error).__name__}: {error}"[:200]] += 1
+    counts.tokens += len(tokens)
+    return tuple(tokens)

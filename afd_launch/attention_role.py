@@ -1,0 +1,184 @@
+"""`afd attention`: runs vLLM as a child process, and lets it finish its requests on SIGTERM.
+
+vLLM ends its engine at once on SIGTERM, whatever runs on it. So this process takes the signal: it
+asks the control plane to send no new requests, waits until vLLM has none, and then ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+from afd.config.roles import ROLE_FILE_ENV, RoleSpec
+from afd.control import operator
+from afd.control.keys import load_client
+from afd.errors import AfdError
+from afd.host.ports import held_ports
+from afd_launch.private_folder import private_folder
+from afd_launch.readiness import DIRECT, local_address
+from attention_worker.running_requests import PATH
+
+SETTLE_S = 1.0
+"""Seconds after which every gateway has read that no new requests are wanted."""
+POLL_S = 0.25
+END_S = 15.0
+"""Seconds from vLLM's SIGTERM to its SIGKILL."""
+_ASK_S = 2.0
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)  # opened here: a forked child must not take locks
+
+logger = logging.getLogger("afd.attention")
+
+
+def run_attention(spec: RoleSpec, file: Path | None) -> int:
+    """Runs one attention instance until it ends.
+
+    Args:
+        file: the role file, if a supervisor wrote one; it also removes it.
+
+    Returns:
+        the exit status of vLLM; 0 after it was told to end.
+    """
+    from attention_worker.vllm_hooks.command import attention_command
+
+    if file is not None:
+        argv, environment = attention_command(spec)
+        environment = {**environment, ROLE_FILE_ENV: str(file.absolute())}
+        return AttentionServer(spec, argv, environment, own_session=False).run()
+    host = spec.deployment.attention.host
+    with private_folder() as (folder, watchdog), held_ports([host]) as (free,):
+        spec = replace(spec, api_port=spec.api_port or free)
+        argv, environment = attention_command(spec)
+        spec.save(folder / "role.json")
+        environment = {**environment, ROLE_FILE_ENV: str(folder / "role.json")}
+        server = AttentionServer(spec, argv, environment, own_session=True)
+        return server.run(on_start=watchdog.add)
+
+
+class AttentionServer:
+    """The vLLM process of one attention instance.
+
+    Args:
+        own_session: it gets a login session of its own, so that a terminal's Ctrl-C reaches it
+            only through this process. Under a supervisor, this process has one already.
+    """
+
+    def __init__(
+        self,
+        spec: RoleSpec,
+        argv: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        own_session: bool,
+    ) -> None:
+        self._spec = spec
+        self._argv = list(argv)
+        self._environment = dict(environment)
+        self._own_session = own_session
+        self._told = threading.Event()
+        self._hurry = threading.Event()
+        self._drained = False
+
+    def run(self, on_start: Callable[[int], None] = lambda group: None) -> int:
+        """Call it on the main thread (signals). on_start: gets the process group of vLLM."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._on_signal)
+        parent = os.getpid()
+        child = subprocess.Popen(
+            self._argv,
+            env=self._environment,
+            start_new_session=self._own_session,
+            preexec_fn=lambda: _die_with(parent),
+        )
+        on_start(child.pid)
+        while child.poll() is None:
+            if self._told.wait(POLL_S):
+                self._end(child)
+        status = child.returncode
+        if self._told.is_set() and status in (0, -signal.SIGTERM, -signal.SIGKILL):
+            return 0
+        if status < 0:  # end in the same way, for the supervisor's message
+            with contextlib.suppress(OSError):  # SIGKILL has no handler
+                signal.signal(-status, signal.SIG_DFL)
+            os.kill(os.getpid(), -status)
+        return status
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        # Only Ctrl-C is repeated to hurry; an orchestrator may repeat SIGTERM.
+        if self._told.is_set() and number == signal.SIGINT:
+            self._hurry.set()
+        self._told.set()
+
+    def _end(self, child: subprocess.Popen[bytes]) -> None:
+        """Drains vLLM and ends it. Returns when it has ended."""
+        if not self._drained:
+            self._drained = True
+            self._drain(child)
+        child.terminate()
+        try:
+            child.wait(END_S)
+        except subprocess.TimeoutExpired:
+            logger.warning("vLLM has not ended %g s after SIGTERM; killing it", END_S)
+            child.kill()
+            child.wait()
+
+    def _drain(self, child: subprocess.Popen[bytes]) -> None:
+        """Waits until vLLM has no request, for at most ``deadlines.drain_s``."""
+        limit_s = self._spec.deployment.deadlines.drain_s
+        if self._load() is None:
+            return  # it does not serve yet, or not any more
+        self._ask_for_no_requests()
+        end = time.monotonic() + max(limit_s, SETTLE_S)
+        idle_since = time.monotonic()
+        logger.info("%s leaves once its requests have finished", self._spec.id)
+        while child.poll() is None and time.monotonic() < end and not self._hurry.wait(POLL_S):
+            load = self._load()
+            if load is None:
+                return
+            if load:
+                idle_since = time.monotonic()
+            elif time.monotonic() - idle_since >= SETTLE_S:
+                return
+        if not self._hurry.is_set():
+            logger.warning(
+                "%s still has requests after %g s (deadlines.drain_s); ending it",
+                self._spec.id,
+                limit_s,
+            )
+
+    def _ask_for_no_requests(self) -> None:
+        if self._spec.keys_file is None:
+            return
+        try:
+            keys = load_client(self._spec.keys_file, self._spec.id)
+            address = self._spec.control_address
+            operator.retire(address, keys, member=self._spec.id, deadline_s=_ASK_S)
+        except AfdError as error:
+            logger.warning("new requests cannot be kept away: %s", error)
+
+    def _load(self) -> int | None:
+        """Returns the number of requests in vLLM's API server; None if it does not answer."""
+        host = local_address(self._spec.deployment.attention.host)
+        url = f"http://{f'[{host}]' if ':' in host else host}:{self._spec.api_port}{PATH}"
+        try:
+            with DIRECT.open(url, timeout=5) as answer:
+                return int(answer.read())
+        except (OSError, ValueError):
+            return None
+
+
+def _die_with(parent: int) -> None:
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    with contextlib.suppress(ProcessLookupError):
+        if os.getppid() != parent:  # the parent died before the call above
+            os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,95 @@
+"""Faults under load, at random moments: no request fails, no token is wrong.
+
+``AFD_TEST_SEED`` repeats a run. CI injects the first faults; ``-m long`` injects all of them.
+"""
+
+import contextlib
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from afd_bench.faults.command import VOCAB
+from afd_bench.faults.faults import FAULTS
+from afd_bench.faults.measure import Cell, config_of, inject
+from afd_bench.faults.subject import Subject
+from afd_bench.faults.traffic import Traffic, answered, jobs
+from afd_bench.servers import disaggregated
+
+pytest.importorskip("vllm", reason="the package vllm is not installed; ./run test installs it")
+pytestmark = pytest.mark.serve
+
+SEED = int(os.environ.get("AFD_TEST_SEED") or time.time())
+CLIENTS = 16
+CI_PAUSE_S = 20.0
+"""Longest pause of a stream that is no failure here: this machine is shared."""
+OFTEN = ("kill -9 FFN", "kill -9 control plane")
+ONCE = ("kill -9 FFN while it starts", "SIGSTOP FFN 15 s", "SIGTERM attention")
+BEGUN_STREAMS_END = ("kill -9 attention", "kill -9 gateway")
+"""What holds the state of streams is gone, and nothing else keeps it."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    subject: Subject
+    traffic: Traffic
+    draw: random.Random
+
+    def inject(self, name: str) -> Cell:
+        cell = inject(self.subject, self.traffic, FAULTS[name], self.draw)
+        print(f"AFD_TEST_SEED={SEED}; {cell.line}")
+        return cell
+
+
+@pytest.fixture(scope="module")
+def bench(
+    tiny_models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Bench]:
+    log = tmp_path_factory.mktemp("faults") / "serve.log"
+    with contextlib.ExitStack() as stack:
+        config = config_of(tiny_models("qwen3_moe"))
+        server = stack.enter_context(disaggregated(config, log=log))
+        subject = Subject(server)
+        subject.await_whole(120)
+        asked = jobs(SEED, 24, vocab=VOCAB, new_tokens=(100, 300))
+        asked = answered(server.url, server.model, asked)
+        traffic = stack.enter_context(
+            Traffic(server.url, server.model, asked, clients=CLIENTS, seed=SEED)
+        )
+        yield Bench(subject, traffic, random.Random(SEED))
+
+
+def nothing_lost(cell: Cell) -> None:
+    assert cell.counts.done > 0, "the clients got no answer at all"
+    assert (cell.counts.failed, cell.counts.refused, cell.counts.wrong) == (0, 0, 0), cell.line
+    assert cell.counts.longest_s < CI_PAUSE_S, cell.line
+
+
+@pytest.mark.parametrize("name", OFTEN)
+def test_three_times(bench: Bench, name: str) -> None:
+    for _ in range(3):
+        nothing_lost(bench.inject(name))
+
+
+@pytest.mark.parametrize("name", ONCE)
+def test_once(bench: Bench, name: str) -> None:
+    nothing_lost(bench.inject(name))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", [name for name in FAULTS if name not in BEGUN_STREAMS_END])
+def test_every_fault(bench: Bench, name: str) -> None:
+    for _ in range(3):
+        nothing_lost(bench.inject(name))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", BEGUN_STREAMS_END)
+def test_what_ends_streams_gives_no_wrong_token_and_recovers(bench: Bench, name: str) -> None:
+    for _ in range(3):
+        assert bench.inject(name).counts.wrong == 0
