@@ -23,7 +23,8 @@ class Command:
     ends_all: exit status 0 ends the deployment (an operator shut the control plane down).
     stateless: the role holds no state of requests, so a stalled one is killed and restarted.
     holds_requests: the role is restarted only once it can no longer serve its requests.
-    spare: the role is started only when an operator adds it.
+    spare: the role is started only when an operator adds it. replaced_at_once: a process that has
+    imported everything waits to take the role over (afd_launch.standby).
     """
 
     name: str
@@ -33,13 +34,16 @@ class Command:
     stateless: bool = False
     holds_requests: bool = False
     spare: bool = False
+    replaced_at_once: bool = False
 
 
 class RoleProcess:
     """A running role. Its pid is also the id of its process group and of its login session."""
 
-    def __init__(self, command: Command) -> None:
+    def __init__(self, command: Command, *, told: bool = False) -> None:
         """Starts the process. Raises OSError if the program cannot be run.
+
+        told: it gets a pipe as its standard input, for :meth:`tell`.
 
         Call this on the main thread: the kernel delivers the parent-death signal when the
         *thread* that forked ends (prctl(2), PR_SET_PDEATHSIG).
@@ -50,7 +54,7 @@ class RoleProcess:
         self._popen = subprocess.Popen(
             command.argv,
             env={**os.environ, **command.env},
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE if told else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             bufsize=0,
@@ -89,8 +93,21 @@ class RoleProcess:
         """True once the leader is reaped and its group has no other process."""
         return self.exit_code() is not None and not group_members(self.group)
 
+    def tell(self, line: str) -> bool:
+        """Writes a line to its standard input and closes that; False if it has ended."""
+        assert self._popen.stdin is not None
+        try:
+            with self._popen.stdin as pipe:
+                pipe.write(line.encode() + b"\n")
+        except BrokenPipeError:
+            return False
+        return self.exit_code() is None
+
     def close(self) -> None:
         assert self._popen.stdout is not None
+        if self._popen.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._popen.stdin.close()
         self._popen.stdout.close()
 
 

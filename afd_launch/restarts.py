@@ -13,7 +13,7 @@ def backoff_s(
 ) -> float | None:
     """Seconds to wait before the next start, or None to give up.
 
-    Each death within ``window_s`` doubles the wait; older ones do not count.
+    After the first death within ``window_s`` there is no wait; each further one doubles it.
 
     Args:
         deaths: times of all deaths of the role, the latest included, in seconds of the clock of
@@ -22,4 +22,4 @@ def backoff_s(
     recent = sum(1 for moment in deaths if now - moment <= window_s)
     if recent > max_restarts:
         return None
-    return min(FIRST_BACKOFF_S * 2.0 ** (recent - 1), LONGEST_BACKOFF_S)
+    return min(FIRST_BACKOFF_S * 2.0 ** (recent - 2), LONGEST_BACKOFF_S) if recent > 1 else 0.0

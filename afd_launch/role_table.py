@@ -14,6 +14,7 @@ from typing import TextIO
 from afd.host.logs import RoleLog, say, write_line
 from afd_launch.process import Command, RoleProcess
 from afd_launch.root_cause import RootCause
+from afd_launch.standby import Standby
 from afd_launch.watchdog import Watchdog
 
 POLL_S = 0.1
@@ -51,12 +52,13 @@ class RoleTable:
         self._logs: dict[str, RoleLog] = {}
         self._causes: dict[str, RootCause] = {}  # of the current start of each role
         self._selector = selectors.DefaultSelector()
+        self._standby = Standby(watchdog)
         self._warned = False
 
     def start(self, command: Command) -> None:
         """Raises StartFailed."""
         try:
-            process = RoleProcess(command)
+            process = self._standby.take(command) or RoleProcess(command)
         except OSError as err:
             program = command.argv[0]
             raise StartFailed(f"cannot start {command.name} ({program}): {err.strerror}") from err
@@ -97,6 +99,15 @@ class RoleTable:
         for process in processes:
             self._forget(process)
 
+    def keep_standby(self, command: Command) -> None:
+        """Makes sure that a process waits to replace roles like this one."""
+        self._standby.keep(command)
+
+    def renew_standby(self, command: Command) -> None:
+        """The same with a new process, which runs the code that is installed now."""
+        self._standby.close()
+        self._standby.keep(command)
+
     def pump(self, timeout_s: float) -> None:
         """Writes out what the roles printed; waits up to ``timeout_s`` for the first bytes."""
         began = time.monotonic()
@@ -128,6 +139,7 @@ class RoleTable:
         return f"{': ' + cause if cause else ''}{hint}"
 
     def close(self) -> None:
+        self._standby.close()
         for log in self._logs.values():
             log.close()
         self._selector.close()

@@ -16,6 +16,7 @@ from afd.control.address import to_connect
 from afd.control.keys import CurveKeys
 from afd.host.ports import check_free, held_ports
 from afd_launch.cpus import plan_for
+from afd_launch.names import numeric, resolved
 from afd_launch.process import Command
 from afd_launch.supervisor import Stage
 
@@ -28,7 +29,7 @@ class Ports:
     """Every address that this host listens on, chosen before anything starts.
 
     gateway: 0 on a host without the gateway. attention: by number of the instance; 0 for instances
-    of other hosts.
+    of other hosts. control_address: with an IP address, so that no role has to resolve a name.
     """
 
     gateway: int
@@ -44,12 +45,15 @@ def held_addresses(deployment: Deployment, host: str = "") -> Iterator[Ports]:
         deployment: as seen from ``host``, the name of this host; "" if the file names none.
 
     Raises:
-        ConfigError: a port of the file is in use.
+        ConfigError: a port of the file is in use, or a name of it is not resolved.
     """
     gateway, attention = deployment.gateway, deployment.attention
     place = deployment.place_of(host)
     local = (*place.attention, *place.spare)
     leads = home_of(deployment, "control", 0) == host
+    resolved(attention.host, "attention.host")
+    if leads and gateway.host:
+        resolved(gateway.host, "gateway.host")
     addresses = [gateway.host, "127.0.0.1"] if leads else []
     with held_ports([*addresses, *[attention.host] * len(local)]) as free:
         api_ports = [0] * attention.capacity
@@ -58,6 +62,8 @@ def held_addresses(deployment: Deployment, host: str = "") -> Iterator[Ports]:
             api_ports[index] = attention.api_ports()[index] or spare
             check_free(attention.host, api_ports[index], setting)
         address = control_address(deployment)
+        if address != "auto":
+            address = numeric(address, "control.address")
         port = 0
         if leads:
             port = gateway.port or free[0]
@@ -151,6 +157,7 @@ def _command(spec: RoleSpec, run_dir: Path) -> Command:
         env,
         ends_all=spec.role == "control",
         stateless=spec.role == "ffn",
+        replaced_at_once=spec.role == "ffn" and spec.deployment.restart.standby,
         holds_requests=spec.role == "attention",
         spare=spec.role == "attention" and spec.index >= spec.deployment.attention.instances,
     )

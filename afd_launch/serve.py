@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from afd.config.deployment import Deployment
-from afd.config.host_view import seen_from
+from afd.config.host_view import control_address, seen_from
 from afd.control.keys import load_client
 from afd.control.local_keys import announced
 from afd.errors import ConfigError
@@ -103,6 +103,9 @@ def _serve(
         stamp = f", keys {keys.fingerprint}" if name else ""
         say(f"starting {what}; control plane at {ports.control_address}{stamp}")
         found = stack.enter_context(announced(ports.control_address, operator))
+        given = control_address(deployment)
+        if given not in ("auto", ports.control_address):
+            stack.enter_context(announced(given, operator))  # by its name
         named = "" if found else f" --keys {operator}"
         say(f"operate it with: afd ctl --control {ports.control_address}{named} status")
         hosts = None

@@ -29,6 +29,8 @@ from afd_launch.watchdog import Watchdog
 
 PROGRESS_S = 5.0
 BURY_S = 2.0  # Python's resource tracker needs time to free the semaphores of a dead role
+STANDBY_S = 4.0
+"""Seconds in which a process imports what an FFN rank needs."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 Awaited = Callable[[str, int], str | None]
@@ -88,6 +90,8 @@ class Supervisor:
         """
         self._stages = tuple(stages)
         self._commands = {c.name: c for stage in self._stages for c in stage.commands}
+        at_once = (c for c in self._commands.values() if c.replaced_at_once)
+        self._replaced = next(at_once, None)
         self._awaited = awaited
         self._start_s = start_s
         self._restart = restart
@@ -108,6 +112,7 @@ class Supervisor:
         self._added: set[str] = set()  # started by an order, not ready yet
         self._given_up: set[str] = set()  # added, but they end whenever they are started
         self._leaving: dict[str, float] = {}  # asked to leave -> when to kill it
+        self._leave_at: dict[str, float] = {}  # when to ask a role to leave
         self._kill_at: dict[str, float] = {}  # roles that left and got SIGTERM
 
     def run(self) -> int:
@@ -225,6 +230,8 @@ class Supervisor:
                     self._bury(process, code, now)
                 elif name in self._returning:
                     self._check_return(process, now)
+            if self._replaced is not None:
+                self._table.keep_standby(self._replaced)
             self._follow_orders(now)
             self._end_stalled(now)
             self._end_departed(now)
@@ -266,7 +273,8 @@ class Supervisor:
             self._deaths.pop(name)
             self._orders.give_up(name)
             return
-        self._say(f"{name} {describe_exit(code)}; starting it again in {wait_s:g} s")
+        when = f" in {wait_s:g} s" if wait_s else ""
+        self._say(f"{name} {describe_exit(code)}; starting it again{when}")
         self._due[name] = (now + wait_s, process.command)
 
     def _check_return(self, process: RoleProcess, now: float) -> None:
@@ -328,10 +336,19 @@ class Supervisor:
                     self._leaving[name] = now + KILL_WAIT_S
                     self._say(f"{name} has not left within {self._leave_s:g} s; killing it")
                     process.signal(signal.SIGKILL)
-            elif wish in ("leave", "away"):
+            elif wish in ("leave", "away") and self._may_leave(command, now):
                 self._say(f"{name} is asked to leave once its requests have finished")
                 self._leaving[name] = now + self._leave_s
                 process.ask_to_leave()
+
+    def _may_leave(self, command: Command, now: float) -> bool:
+        """False while a process starts that takes over: the one that waits may have older code."""
+        if not command.replaced_at_once:
+            return True
+        if command.name not in self._leave_at:
+            self._table.renew_standby(command)
+            self._leave_at[command.name] = now + STANDBY_S
+        return now >= self._leave_at[command.name]
 
     def _follow_absent(self, command: Command, wish: str | None, now: float) -> None:
         name = command.name
@@ -352,7 +369,7 @@ class Supervisor:
     def _let_go(self, process: RoleProcess) -> None:
         """A role that was asked to leave has ended. What follows is the operators' wish."""
         name = process.name
-        for book in (self._leaving, self._kill_at, self._deaths):
+        for book in (self._leaving, self._leave_at, self._kill_at, self._deaths):
             book.pop(name, None)
         self._returning.discard(name)
         self._table.end([process], BURY_S)

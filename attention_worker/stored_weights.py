@@ -5,7 +5,6 @@ weights are decoded here, and vLLM loads an unquantised model.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -13,54 +12,13 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from afd.models import Quantization, read_model, read_quantization
-from afd.models.checkpoint import TensorInfo, tensor_table
-from afd.models.family import Family
+from afd.models import read_model, read_quantization
+from afd.models.checkpoint import tensor_table
 from afd.models.stored_torch import StoredParts, decode
-from afd.models.weight_format import SUFFIXES, WeightFormat, tensor_name
+from afd.models.weight_format import SUFFIXES
+from attention_worker.quantised_linears import StoredLinear, Table, quantised_linears
 
-Table = dict[str, TensorInfo]
-
-_PLAIN_DTYPES = ("F32", "BF16", "F16")
 _SCALES_OF_CACHE = ("k_scale", "v_scale", "q_scale", "prob_scale", "kv_scale", "output_scale")
-
-
-@dataclass(frozen=True)
-class StoredLinear:
-    """A quantised weight. name: that of an unquantised checkpoint. parts: its tensors' names."""
-
-    name: str
-    stored: WeightFormat
-    parts: dict[str, str]
-
-
-def quantised_linears(
-    table: Table, quantization: Quantization, family: Family
-) -> dict[str, StoredLinear]:
-    """Returns the quantised weights that are no experts', by the name of the tensor of codes."""
-    found: dict[str, StoredLinear] = {}
-    if not quantization.formats:
-        return found
-    for name, info in table.items():
-        module, _, suffix = name.rpartition(".")
-        stored = quantization.of(module)
-        if not stored.is_quantised or suffix != stored.codes or family.is_expert_weight(name):
-            continue
-        if info.dtype not in _PLAIN_DTYPES:
-            weight = f"{module}.weight"
-            parts = {
-                part: tensor_name(weight, part)
-                for part in (stored.codes, stored.scales, stored.zeros, stored.order)
-                if part
-            }
-            found[name] = StoredLinear(weight, stored, parts)
-    return found
-
-
-def attention_is_quantised(path: str | PathLike[str]) -> bool:
-    """Whether weights that attention instances read are quantised. Raises ConfigError."""
-    family, _ = read_model(path)
-    return bool(quantised_linears(tensor_table(path), read_quantization(path), family))
 
 
 class AttentionTensors:

@@ -292,6 +292,9 @@ class Restart(Section):
 
     max_restarts: int = Field(default=3, ge=0)  # per role within window_s; then the deployment ends
     window_s: float = Field(default=60.0, gt=0)  # seconds over which restarts are counted
+    # Keep a process on each host that has imported everything and takes over from a dead FFN rank.
+    # It saves about 2 s of a restart and takes 0.3 GiB
+    standby: bool = True
 
 
 class Metrics(Section):

@@ -36,14 +36,15 @@ def kill_ffn(subject: Subject, draw: random.Random) -> None:
 
 
 def kill_ffn_twice(subject: Subject, draw: random.Random) -> None:
-    """The second time while it starts."""
-    name = _some(subject, "ffn", draw)
-    first = subject.leaders()[name].pid
-    os.kill(first, signal.SIGKILL)
-    _await(lambda: subject.leaders().get(name, psutil.Process()).pid not in (first, os.getpid()))
-    time.sleep(draw.uniform(0.1, 1.5))
-    with contextlib.suppress(KeyError, ProcessLookupError):
-        os.kill(subject.leaders()[name].pid, signal.SIGKILL)
+    """The second time while it starts: the process that waited to replace it, if one did."""
+    waited = subject.starting_ffn()
+    first = subject.leaders()[_some(subject, "ffn", draw)]
+    first.kill()
+    _await(lambda: not first.is_running() or first.status() == psutil.STATUS_ZOMBIE)
+    time.sleep(draw.uniform(0.1, 1.0))
+    for process in waited or subject.starting_ffn():
+        with contextlib.suppress(psutil.Error):
+            process.kill()
 
 
 def kill_attention(subject: Subject, draw: random.Random) -> None:

@@ -34,14 +34,32 @@ class Subject:
         return operator_keys(self.server.control)
 
     def leaders(self) -> dict[str, psutil.Process]:
-        """Returns the process that the supervisor started for each role, by member id."""
+        """Returns the process that the supervisor started for each role, by member id.
+
+        An FFN rank that took over from a dead one is found once it is registered.
+        """
         found = {}
+        registered = {m.pid: m.id for m in self._members() if m.role == "ffn"}
         for child in psutil.Process(self.server.pid).children():
             with contextlib.suppress(psutil.Error):
                 words = child.cmdline()
                 if "--role-file" in words:
                     file = words[words.index("--role-file") + 1]
                     found[os.path.basename(file).removesuffix(".json")] = child
+                elif child.pid in registered:
+                    found[registered[child.pid]] = child
+        return found
+
+    def starting_ffn(self) -> list[psutil.Process]:
+        """FFN processes that are not registered: those that start, and the one that waits."""
+        registered = {m.pid for m in self._members() if m.role == "ffn"}
+        found = []
+        for child in psutil.Process(self.server.pid).children():
+            with contextlib.suppress(psutil.Error):
+                words = " ".join(child.cmdline())
+                is_ffn = "afd_launch.standby" in words or "cli ffn" in words
+                if is_ffn and child.pid not in registered:
+                    found.append(child)
         return found
 
     def member_pid(self, member: str) -> int:

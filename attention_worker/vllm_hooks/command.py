@@ -11,9 +11,9 @@ from afd.devices import ROCM, device_named
 from afd.graph_sizes import captured_rows
 from afd.host.amd_gpus import architectures
 from afd.models import read_config, read_model, read_quantization
+from attention_worker.quantised_linears import attention_is_quantised
 from attention_worker.rocm import attention_backend, switches
 from attention_worker.running_requests import MIDDLEWARE
-from attention_worker.stored_weights import attention_is_quantised
 
 _HOST_WORKER = "attention_worker.vllm_hooks.cpu.AfdCpuWorker"
 _GPU_WORKER = "attention_worker.vllm_hooks.gpu.AfdGpuWorker"

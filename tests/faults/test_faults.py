@@ -1,6 +1,6 @@
 """Faults under load, at random moments: no request fails, no token is wrong.
 
-``AFD_TEST_SEED`` repeats a run. CI injects the first faults; ``-m long`` injects all of them.
+``AFD_TEST_SEED`` repeats a run. CI injects some faults; ``-m long`` injects all of them.
 """
 
 import contextlib
@@ -27,8 +27,6 @@ SEED = int(os.environ.get("AFD_TEST_SEED") or time.time())
 CLIENTS = 16
 CI_PAUSE_S = 20.0
 """Longest pause of a stream that is no failure here: this machine is shared."""
-OFTEN = ("kill -9 FFN", "kill -9 control plane")
-ONCE = ("kill -9 FFN while it starts", "SIGSTOP FFN 15 s", "SIGTERM attention")
 BEGUN_STREAMS_END = ("kill -9 attention", "kill -9 gateway")
 """What holds the state of streams is gone, and nothing else keeps it."""
 
@@ -38,6 +36,10 @@ class Bench:
     subject: Subject
     traffic: Traffic
     draw: random.Random
+
+    def generations(self, role: str) -> list[int]:
+        """Of the two instances of a role; a new process has a new one."""
+        return [self.subject.generation(f"{role}-{i}") for i in range(2)]
 
     def inject(self, name: str) -> Cell:
         cell = inject(self.subject, self.traffic, FAULTS[name], self.draw)
@@ -69,15 +71,35 @@ def nothing_lost(cell: Cell) -> None:
     assert cell.counts.longest_s < CI_PAUSE_S, cell.line
 
 
-@pytest.mark.parametrize("name", OFTEN)
-def test_three_times(bench: Bench, name: str) -> None:
+def test_killed_ffn_instances(bench: Bench) -> None:
     for _ in range(3):
-        nothing_lost(bench.inject(name))
+        before = bench.generations("ffn")
+        nothing_lost(bench.inject("kill -9 FFN"))
+        assert bench.generations("ffn") != before
 
 
-@pytest.mark.parametrize("name", ONCE)
-def test_once(bench: Bench, name: str) -> None:
-    nothing_lost(bench.inject(name))
+def test_killed_control_plane(bench: Bench) -> None:
+    for _ in range(3):
+        before = bench.generations("ffn"), bench.generations("attention")
+        nothing_lost(bench.inject("kill -9 control plane"))
+        assert (bench.generations("ffn"), bench.generations("attention")) == before
+
+
+def test_an_ffn_instance_that_is_killed_again_while_it_starts(bench: Bench) -> None:
+    nothing_lost(bench.inject("kill -9 FFN while it starts"))
+
+
+def test_a_stopped_ffn_instance_is_replaced(bench: Bench) -> None:
+    before = bench.generations("ffn")
+    nothing_lost(bench.inject("SIGSTOP FFN 15 s"))
+    assert bench.generations("ffn") != before
+    assert "is stalled: its process lives" in bench.subject.server.log.read_text()
+
+
+def test_sigterm_drains_an_attention_instance(bench: Bench) -> None:
+    before = bench.generations("attention")
+    nothing_lost(bench.inject("SIGTERM attention"))
+    assert bench.generations("attention") != before
 
 
 @pytest.mark.long

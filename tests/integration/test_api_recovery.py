@@ -1,4 +1,7 @@
-"""Under load: an instance dies, stalls or is told to end, and the deployment is told to stop."""
+"""Under load: the only FFN instance dies, and the deployment drains or is told to stop.
+
+tests/faults has the other faults.
+"""
 
 import os
 import signal
@@ -10,7 +13,6 @@ import pytest
 from deployments import Host
 from helpers import (
     Running,
-    Stream,
     all_begun,
     answers,
     start_streams,
@@ -28,30 +30,19 @@ def deployment(host: Host) -> Running:
     return host.serve("openai")
 
 
-def requests_survive_signal_to_ffn(deployment: Running, number: signal.Signals) -> None:
-    """Sends the signal to ffn-0 under load; no request may fail or change its tokens."""
+def test_killed_ffn_instance_loses_nothing(deployment: Running) -> None:
+    """FFN instances hold no request state: the restarted one gets the unanswered messages again."""
     wanted = tokens_when_whole(start_streams(deployment.url, 8, 150), 60)
     before = deployment.member("ffn-0")
     retries = deployment.metrics().total("afd_ffn_retries_total")
     streams = start_streams(deployment.url, 8, 150)
     all_begun(streams)
-    os.kill(before.pid, number)
+    os.kill(before.pid, signal.SIGKILL)
     assert tokens_when_whole(streams, 90) == wanted
     after = deployment.member("ffn-0")
     assert after.pid != before.pid and after.generation > before.generation
     assert deployment.metrics().total("afd_ffn_retries_total") > retries
-
-
-def test_killed_ffn_instance_loses_nothing(deployment: Running) -> None:
-    """FFN instances hold no request state: the restarted one gets the unanswered messages again."""
-    requests_survive_signal_to_ffn(deployment, signal.SIGKILL)
     assert "ffn-0 was killed by SIGKILL; starting it again" in deployment.server.log.read_text()
-
-
-def test_stopped_ffn_instance_is_ended_and_loses_nothing(deployment: Running) -> None:
-    """ffn-0 is alive but sends no heartbeats; the supervisor kills and restarts it."""
-    requests_survive_signal_to_ffn(deployment, signal.SIGSTOP)
-    assert deployment.server.log.read_text().count("ffn-0 is stalled") == 1
 
 
 def test_a_drain_refuses_new_requests_and_survives_an_ffn_crash(deployment: Running) -> None:
@@ -73,29 +64,6 @@ def test_a_drain_refuses_new_requests_and_survives_an_ffn_crash(deployment: Runn
     finally:
         operator.drain(deployment.server.control, on=False)
     wait_until(lambda: answers(models), 10, "the gateway takes requests again")
-
-
-def test_sigterm_to_the_attention_instance_ends_its_streams_and_restarts_it(
-    deployment: Running,
-) -> None:
-    """vLLM ends its engine and then waits for its open connections, which say nothing more."""
-    before = deployment.member("attention-0")
-    streams = start_streams(deployment.url, 4, 900)
-    all_begun(streams)
-    os.kill(os.getpgid(before.pid), signal.SIGTERM)  # the process that afd serve started
-    for stream in streams:
-        stream.join(20)
-        assert (stream.finish is None) == (stream.error is not None)
-    assert any(stream.error for stream in streams), "the requests ended before the signal"
-
-    def new_request() -> Stream | None:
-        (stream,) = start_streams(deployment.url, 1, 8)
-        return None if stream.join(60).error else stream
-
-    stream = wait_until(new_request, 60, "a new request is answered")
-    assert len(stream.tokens) == 8
-    after = deployment.member("attention-0")
-    assert after.pid != before.pid and after.generation > before.generation
 
 
 def test_ctrl_c_lets_requests_finish_and_leaves_nothing(deployment: Running) -> None:

@@ -4,6 +4,7 @@ import os
 import signal
 import statistics
 import time
+from collections.abc import Callable
 
 import pytest
 from deployments import Host
@@ -22,8 +23,10 @@ from helpers import (
 from reference import References, same_tokens
 
 from afd.control import operator
+from afd.control.local_keys import operator_keys
 from afd.depth import AUTO
 from afd.placement.tables import balance
+from afd_launch.come_and_go import Operator
 from afd_launch.rebalance import Rebalance, rebalance
 
 openai = pytest.importorskip("openai", reason="comes with vLLM; ./run test installs it")
@@ -164,6 +167,34 @@ def test_a_killed_attention_instance_costs_only_its_own_requests(deployment: Run
     again = start_streams(deployment.url, 8, 120)
     assert tokens_when_whole(again, 60) == wanted
     assert {stream.instance for stream in again} == {"attention-0", "attention-1"}
+
+
+def test_an_instance_is_added_drained_and_removed_under_load(deployment: Running) -> None:
+    """No stream of those that run meanwhile fails or changes a token."""
+    wanted = tokens_when_whole(start_streams(deployment.url, 6, 200, name="elastic"), 60)
+    instances = Operator(deployment.server.control, operator_keys(deployment.server.control), 120)
+    served: list[Stream] = []
+
+    def keep_serving(act: Callable[[], object]) -> set[str]:
+        """Runs ``act`` beside streams; returns the instances of those that began afterwards."""
+        before = start_streams(deployment.url, 6, 200, name="elastic")
+        all_begun(before)
+        act()
+        after = start_streams(deployment.url, 6, 200, name="elastic")
+        for streams in (before, after):
+            assert tokens_when_whole(streams, 60) == wanted
+        served.extend(before)
+        return {stream.instance for stream in after}
+
+    all_three = {"attention-0", "attention-1", "attention-2"}
+    assert keep_serving(lambda: instances.add("attention")) <= all_three
+    wait_until(deployment.is_whole, HEALTH_S, "the gateway has found attention-2 healthy")
+    assert keep_serving(lambda: instances.drain("attention-0")) == {"attention-1", "attention-2"}
+    instances.drain("attention-0", undo=True)
+    assert keep_serving(lambda: instances.remove("attention-2")) == {"attention-0", "attention-1"}
+    assert {stream.instance for stream in served} == all_three
+    assert deployment.members().find("attention", 2) is None
+    assert deployment.is_whole()
 
 
 def test_sigterm_lets_requests_finish_and_leaves_nothing(deployment: Running) -> None:

@@ -14,10 +14,8 @@ from afd.models import read_config, read_model
 from afd.models.checkpoint import tensor_table
 from afd_demo.published.make import make_published
 from afd_demo.sizes import Sizes
-from attention_worker.stored_weights import (
-    AttentionTensors,
-    attention_is_quantised,
-)
+from attention_worker.quantised_linears import attention_is_quantised
+from attention_worker.stored_weights import AttentionTensors
 from attention_worker.vllm_hooks.command import attention_command, unquantised
 
 STORED = [

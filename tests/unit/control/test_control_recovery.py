@@ -132,3 +132,15 @@ def test_invariants_hold_for_any_sequence(steps: list[tuple[str, object, object]
                 assert member.generation > largest  # each registration gets a larger one
         largest = max([largest, *(x.generation for x in now.members)])
         last = now
+
+
+@pytest.mark.parametrize("jump_s", [-86_400.0, -5.0, 86_400.0])
+def test_a_clock_that_is_set_drops_nobody_and_generations_still_grow(jump_s: float) -> None:
+    deployment = Deployment()
+    first = deployment.join(b"a", "attention", 0)
+    deployment.join(b"f", "ffn", 0)
+    deployment.wall.sleep(jump_s)
+    deployment.pass_time(5.0, beating=(b"a", b"f"))
+    assert deployment.ids == ["attention-0", "ffn-0"]
+    deployment.registry.handle(b"a", m.Bye())
+    assert deployment.join(b"a2", "attention", 0).generation > first.generation

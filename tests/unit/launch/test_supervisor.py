@@ -196,7 +196,7 @@ def test_a_crash_while_serving_is_restarted(tmp_path):
 
     run = Run(tmp_path, Stage((role(tmp_path, "ffn-0", once),), 5), after=after)
     assert run.status == 0
-    assert "ffn-0 was killed by SIGABRT; starting it again in 0.5 s" in run.text
+    assert "ffn-0 was killed by SIGABRT; starting it again" in run.text
     assert len(lines(tmp_path, "ffn-0", "pid")) == 2
 
 
@@ -234,7 +234,7 @@ def test_a_stateless_role_that_stalls_is_ended_once_and_restarted(tmp_path, monk
     )
     assert run.status == 0
     assert run.text.count("is stalled") == 1
-    assert "ffn-0 was killed by SIGKILL; starting it again in 0.5 s" in run.text
+    assert "ffn-0 was killed by SIGKILL; starting it again" in run.text
     assert len(lines(tmp_path, "ffn-0", "pid")) == 2
     assert len(lines(tmp_path, "attention-0", "pid")) == 1  # holds request state
 
@@ -267,7 +267,7 @@ def test_a_role_that_left_with_its_requests_is_ended_and_restarted(tmp_path, mon
     assert run.status == 0
     assert run.text.count("still lives after 0.5 s; ending it") == 1
     end = "was killed by SIGKILL" if deaf else "exited with status 0"
-    assert f"attention-0 {end}; starting it again in 0.5 s" in run.text
+    assert f"attention-0 {end}; starting it again" in run.text
     starts = [len(lines(tmp_path, c.name, "pid")) for c in (left, listens, other)]
     assert starts == [2, 1, 1]
 
@@ -506,9 +506,10 @@ def test_core_lists_of_the_file_override_the_plan():
 
 
 def test_backoff_doubles_forgets_old_deaths_and_gives_up():
-    assert backoff_s([100.0], 100.0, 3, 60.0) == 0.5
-    assert backoff_s([90.0, 95.0, 100.0], 100.0, 3, 60.0) == 2.0
-    assert backoff_s([10.0, 20.0, 30.0, 100.0], 100.0, 3, 60.0) == 0.5
+    assert backoff_s([100.0], 100.0, 3, 60.0) == 0.0
+    assert backoff_s([95.0, 100.0], 100.0, 3, 60.0) == 0.5
+    assert backoff_s([90.0, 95.0, 100.0], 100.0, 3, 60.0) == 1.0
+    assert backoff_s([10.0, 20.0, 30.0, 100.0], 100.0, 3, 60.0) == 0.0
     assert backoff_s([97.0, 98.0, 99.0, 100.0], 100.0, 3, 60.0) is None
     assert backoff_s([100.0], 100.0, 0, 60.0) is None
     assert backoff_s([100.0] * 50, 100.0, 99, 60.0) == 10.0
