@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from afd.control import operator
 from afd.control.keys import ClientKeys
-from afd.control.messages import Members
+from afd.control.messages import Members, Wish
 from afd.errors import ConfigError, DeadlineExceeded
 from afd_launch.readiness import DIRECT
 
@@ -73,7 +73,7 @@ class Operator:
         """Keeps new requests away from an attention instance, or ends that. Raises ConfigError."""
         if undo and self._status().seat(name) is None:
             raise ConfigError(f"{name} does not run; see `afd ctl status`")
-        wish = "run" if undo else "drain"
+        wish: Wish = "run" if undo else "drain"
         operator.set_seat(self._address, self._keys, member=name, wish=wish)
 
     def restart(self, name: str) -> None:

@@ -12,11 +12,11 @@ from afd.config.deployment import Deployment, load_config
 from afd.config.resolve import check_model
 from afd.devices import device_named
 from afd.errors import ConfigError
-from afd.host.logs import say
 from afd.host.package_data import data_folder
 from afd_demo.make_model import make_model
 from afd_demo.sizes import resolve
 from afd_launch.installation import demo_settings, find_gpus, vllm_build
+from afd_launch.role_log import say
 from afd_launch.serve import serve
 
 FOLDER = data_folder("afd_launch") / "demo"

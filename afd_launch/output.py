@@ -29,6 +29,8 @@ class Output(io.TextIOBase):
     dropped: lines that were lost because nobody read, or because they could not be written.
     """
 
+    encoding = "utf-8"
+
     def __init__(self, descriptor: int, *, queue_bytes: int = QUEUE_BYTES) -> None:
         self._descriptor = descriptor
         self._limit = queue_bytes
@@ -51,10 +53,6 @@ class Output(io.TextIOBase):
 
     def fileno(self) -> int:
         return self._descriptor
-
-    @property
-    def encoding(self) -> str:
-        return "utf-8"
 
     def write(self, text: str) -> int:
         with self._changed:

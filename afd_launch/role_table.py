@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from afd.host.logs import RoleLog, say, write_line
 from afd_launch.process import Command, RoleProcess
+from afd_launch.role_log import RoleLog, say, write_line
 from afd_launch.root_cause import RootCause
 from afd_launch.standby import Standby
 from afd_launch.watchdog import Watchdog

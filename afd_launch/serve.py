@@ -12,7 +12,6 @@ from afd.config.host_view import control_address, seen_from
 from afd.control.keys import load_client
 from afd.control.local_keys import announced
 from afd.errors import ConfigError
-from afd.host.logs import say
 from afd_gateway.files import check_files
 from afd_launch.gpus import of_this_host
 from afd_launch.host_checks import HostFacts, look, prepared, rails_of
@@ -22,6 +21,7 @@ from afd_launch.other_hosts import OtherHosts, roles_of
 from afd_launch.output import unblocked_output
 from afd_launch.private_folder import private_folder
 from afd_launch.readiness import Readiness
+from afd_launch.role_log import say
 from afd_launch.roles_of_host import (
     OPERATOR_KEYS,
     STOP_S,

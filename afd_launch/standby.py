@@ -11,7 +11,9 @@ import signal
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
+from afd.errors import AfdError
 from afd_launch.process import Command, RoleProcess
 from afd_launch.watchdog import Watchdog
 
@@ -71,13 +73,18 @@ class Standby:
 def main() -> int:
     """Waits for the path of a role file on standard input, then runs that FFN rank."""
     import ffn_worker.main  # noqa: F401  takes seconds
-    from afd_launch.cli import main as run
+    from afd.config.roles import load_role
+    from afd_launch.role import run_role
 
     file = sys.stdin.readline().strip()
     if not file:
         return 0
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    return run(["ffn", "--role-file", file])
+    try:
+        return run_role(load_role(file), Path(file))
+    except AfdError as error:
+        print(f"afd: error: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

@@ -18,11 +18,11 @@ from typing import TextIO
 
 from afd.config.sections import Restart
 from afd.errors import ConfigError
-from afd.host.logs import say, write_line
 from afd_launch.host_watch import HostWatch
 from afd_launch.orders import NO_ORDERS, Orders
 from afd_launch.process import Command, RoleProcess, describe_exit
 from afd_launch.restarts import backoff_s
+from afd_launch.role_log import say, write_line
 from afd_launch.role_table import KILL_WAIT_S, POLL_S, RoleTable, StartFailed
 from afd_launch.stall_monitor import StallMonitor
 from afd_launch.watchdog import Watchdog

@@ -16,6 +16,7 @@ import psutil
 from afd.control import operator
 from afd.control.keys import ClientKeys
 from afd.control.local_keys import operator_keys
+from afd.control.messages import Member
 from afd.errors import AfdError
 from afd_bench.servers import Server
 from afd_launch.come_and_go import Operator
@@ -64,7 +65,7 @@ class Subject:
 
     def member_pid(self, member: str) -> int:
         """The process that is registered under this id; of an attention instance, its engine."""
-        found = [m.pid for m in self._members() if m.id == member]
+        found: list[int] = [m.pid for m in self._members() if m.id == member]
         if not found:
             raise AfdError(f"{member} is not registered")
         return found[0]
@@ -111,5 +112,5 @@ class Subject:
     def operate(self, wait_s: float = 120.0) -> Operator:
         return Operator(self.server.control, self.keys, wait_s, say=lambda line: None)
 
-    def _members(self) -> tuple[operator.m.Member, ...]:
+    def _members(self) -> tuple[Member, ...]:
         return operator.status(self.server.control, self.keys).members

@@ -17,11 +17,11 @@ import pytest
 from afd.config.deployment import Deployment
 from afd.config.sections import Restart
 from afd.errors import ConfigError
-from afd.host.logs import RoleLog
 from afd.host.ports import accepts, check_free, held_ports
 from afd_launch.cpus import cpu_plan, plan_for
 from afd_launch.process import Command, describe_exit, group_members
 from afd_launch.restarts import backoff_s
+from afd_launch.role_log import RoleLog
 from afd_launch.roles_of_host import Ports, role_specs
 from afd_launch.serve import summary
 from afd_launch.stall_monitor import StallMonitor

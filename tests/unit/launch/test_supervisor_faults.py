@@ -13,9 +13,9 @@ import pytest
 from test_supervisor import READY, WAIT, Run, alive, lines, role, soon
 
 from afd.errors import ConfigError
-from afd.host.logs import RoleLog
 from afd_launch.output import Output
 from afd_launch.private_folder import private_folder
+from afd_launch.role_log import RoleLog
 from afd_launch.supervisor import Stage
 
 _F_SETPIPE_SZ = 1031
