@@ -11,6 +11,7 @@ import logging
 import signal
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 
 from afd.control.client import ControlClient
 from afd.control.messages import Member, Members
@@ -66,6 +67,11 @@ class ControlProvider:
             self._seen = members
         return self._upstreams
 
+    def wanted(self) -> tuple[str, ...]:
+        """See :class:`GatewaySettings`."""
+        seats = self._client.members.seats
+        return tuple(seat.id for seat in seats if seat.id.startswith("attention-"))
+
 
 def run_gateway(
     settings: GatewaySettings,
@@ -110,7 +116,8 @@ async def _run(
         loop.add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
     client = connect()
     try:
-        server = await start_gateway(settings, ControlProvider(client), listener)
+        provider = ControlProvider(client)
+        server = await start_gateway(replace(settings, wanted=provider.wanted), provider, listener)
 
         def changed() -> None:
             server.members_changed()

@@ -1,6 +1,7 @@
 """Settings of the gateway."""
 
 import ssl
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ class GatewaySettings:
     """Durations are in seconds, sizes in bytes.
 
     attention_instances / ffn_instances / ffn_tp: sizes of the complete deployment.
+    wanted: ids of the attention instances that operators want now; () before it is known.
     max_body_bytes: largest request body; it stays in memory until the response begins, for retries.
     max_total_body_bytes: bodies of all running requests together.
     body_timeout_s: longest silence inside a body; also allowed on top of the time that
@@ -37,6 +39,7 @@ class GatewaySettings:
     attention_instances: int = 1
     ffn_instances: int = 1
     ffn_tp: int = 1
+    wanted: Callable[[], tuple[str, ...]] = tuple
     max_body_bytes: int = 64 * 2**20
     max_total_body_bytes: int = 2**30
     body_timeout_s: float = 30.0
@@ -63,7 +66,8 @@ class GatewaySettings:
 
     def expected_ids(self) -> tuple[str, ...]:
         """Returns the member ids of the complete deployment."""
-        return tuple(f"attention-{i}" for i in range(self.attention_instances)) + tuple(
+        configured = tuple(f"attention-{i}" for i in range(self.attention_instances))
+        return (self.wanted() or configured) + tuple(
             member_id("ffn", i, rank)
             for i in range(self.ffn_instances)
             for rank in range(self.ffn_tp)

@@ -273,10 +273,13 @@ def _report(config: Path, deployment: Deployment) -> bool:
 def _role(args: argparse.Namespace) -> int:
     from afd.config.roles import load_role
     from afd_launch.gpus import of_role
-    from afd_launch.role import run_role, standalone_spec
+    from afd_launch.role import end_at_once, run_role, standalone_spec
 
     if args.role_file:
-        return run_role(load_role(args.role_file), args.role_file)
+        status = run_role(load_role(args.role_file), args.role_file)
+        if args.role == "ffn":
+            end_at_once(status)
+        return status
     if not args.config:
         raise ConfigError(f"afd {args.role} needs a deployment file; run afd {args.role} CONFIG")
     deployment = load_deployment(args)

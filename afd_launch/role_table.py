@@ -108,6 +108,9 @@ class RoleTable:
         self._standby.close()
         self._standby.keep(command)
 
+    def standby_is_ready(self) -> bool:
+        return self._standby.is_ready()
+
     def pump(self, timeout_s: float) -> None:
         """Writes out what the roles printed; waits up to ``timeout_s`` for the first bytes."""
         began = time.monotonic()

@@ -6,6 +6,7 @@ imported everything and waits for the role file of a rank, which it then runs.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ from afd_launch.watchdog import Watchdog
 
 NAME = "standby"
 ARGV = (sys.executable, "-m", "afd_launch.standby")
+READY = b"waiting to replace an FFN rank\n"
 KILL_WAIT_S = 5.0
 SETTLE_S = 60.0
 """A waiting process that ends sooner is not replaced by another one for that long."""
@@ -30,6 +32,7 @@ class Standby:
     def __init__(self, watchdog: Watchdog) -> None:
         self._watchdog = watchdog
         self._waiting: RoleProcess | None = None
+        self._imported = False
         self._not_before = 0.0
 
     def keep(self, command: Command) -> None:
@@ -44,7 +47,15 @@ class Standby:
             except OSError:  # such as no memory; a dead role is then started as others are
                 self._not_before = now + SETTLE_S
                 return
+            self._imported = False
             self._watchdog.add(self._waiting.group)
+
+    def is_ready(self) -> bool:
+        """Whether the waiting process has imported everything."""
+        if self._waiting is not None and not self._imported:
+            with contextlib.suppress(BlockingIOError):
+                self._imported = READY in os.read(self._waiting.output, 1 << 16)
+        return self._waiting is not None and self._imported
 
     def take(self, command: Command) -> RoleProcess | None:
         """Returns the waiting process, which now runs the role; None if no process waits for it."""
@@ -74,14 +85,15 @@ def main() -> int:
     """Waits for the path of a role file on standard input, then runs that FFN rank."""
     import ffn_worker.main  # noqa: F401  takes seconds
     from afd.config.roles import load_role
-    from afd_launch.role import run_role
+    from afd_launch.role import end_at_once, run_role
 
+    os.write(1, READY)
     file = sys.stdin.readline().strip()
     if not file:
         return 0
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     try:
-        return run_role(load_role(file), Path(file))
+        end_at_once(run_role(load_role(file), Path(file)))
     except AfdError as error:
         print(f"afd: error: {error}", file=sys.stderr)
         return 2

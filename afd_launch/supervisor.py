@@ -29,8 +29,8 @@ from afd_launch.watchdog import Watchdog
 
 PROGRESS_S = 5.0
 BURY_S = 2.0  # Python's resource tracker needs time to free the semaphores of a dead role
-STANDBY_S = 4.0
-"""Seconds in which a process imports what an FFN rank needs."""
+STANDBY_S = 30.0
+"""Longest wait for a process that imports what an FFN rank needs."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 Awaited = Callable[[str, int], str | None]
@@ -281,8 +281,9 @@ class Supervisor:
         age_s = now - process.started
         if self._awaited(process.name, process.group) is None:
             self._returning.discard(process.name)
+            what = "ready" if process.name in self._added else "back"
             self._added.discard(process.name)
-            self._say(f"{process.name} is back after {age_s:.1f} s")
+            self._say(f"{process.name} is {what} after {age_s:.1f} s")
         elif age_s > self._start_s and not self._is_held(process.command):
             self._say(f"{process.name} is not ready {age_s:.0f} s after its restart; ending it")
             process.signal(signal.SIGKILL)  # the next turn handles it as a death
@@ -348,7 +349,7 @@ class Supervisor:
         if command.name not in self._leave_at:
             self._table.renew_standby(command)
             self._leave_at[command.name] = now + STANDBY_S
-        return now >= self._leave_at[command.name]
+        return self._table.standby_is_ready() or now >= self._leave_at[command.name]
 
     def _follow_absent(self, command: Command, wish: str | None, now: float) -> None:
         name = command.name

@@ -327,7 +327,7 @@ class Registry:
         reason = seats.objection(asked, self.members, capacity)
         if reason is not None:
             return [Outgoing(peer, m.Refused(reason))]
-        _log.info("%s is to %s", asked.id, asked.wish)
+        _log.info("wish for %s: %s", asked.id, asked.wish)
         self._seat(seats.changed(asked, self.members, capacity))
         return [*self._change(), Outgoing(peer, self._public)]
 

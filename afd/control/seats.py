@@ -62,6 +62,9 @@ def changed(asked: SetSeat, members: Members, capacity: int | None) -> Seats:
         index = free(members.seats, capacity or 0)
         name = member_id("attention", index or 0)
     member = next((member for member in members.members if member.id == name), None)
+    seat = members.seat(name)
+    if asked.once and seat is not None and seat.wish != "run":
+        return members.seats  # its process got SIGTERM because of this wish
     if asked.wish == "remove" and member is None:
         return _without(members.seats, name)
     ends = asked.once or asked.wish == "restart"

@@ -23,12 +23,14 @@ Act = Callable[[Subject, random.Random], None]
 @dataclass(frozen=True)
 class Fault:
     """name: as in the records. loses: requests may fail, because nothing keeps them.
-    stall_s: the longest pause of a stream that is wanted."""
+    stall_s: the longest pause of a stream that is wanted. renews: the role of which a process ends
+    and is started again."""
 
     name: str
     act: Act
     stall_s: float
     loses: bool = False
+    renews: str = ""
 
 
 def kill_ffn(subject: Subject, draw: random.Random) -> None:
@@ -94,12 +96,12 @@ def restart_all(subject: Subject, draw: random.Random) -> None:
 FAULTS: dict[str, Fault] = {
     fault.name: fault
     for fault in (
-        Fault("kill -9 FFN", kill_ffn, 2.0),
-        Fault("kill -9 FFN while it starts", kill_ffn_twice, 5.0),
-        Fault("kill -9 attention", kill_attention, 15.0),
-        Fault("SIGTERM attention", term_attention, 2.0),
+        Fault("kill -9 FFN", kill_ffn, 2.0, renews="ffn"),
+        Fault("kill -9 FFN while it starts", kill_ffn_twice, 5.0, renews="ffn"),
+        Fault("kill -9 attention", kill_attention, 15.0, renews="attention"),
+        Fault("SIGTERM attention", term_attention, 2.0, renews="attention"),
         Fault("kill -9 control plane", kill_control, 1.0),
-        Fault("kill -9 gateway", kill_gateway, 2.0, loses=True),
+        Fault("kill -9 gateway", kill_gateway, 2.0, loses=True, renews="gateway"),
         *(
             Fault(f"SIGSTOP {name} {seconds:g} s", stop(role, seconds), seconds + 12.0)
             for name, role in (

@@ -41,9 +41,10 @@ def inject(subject: Subject, traffic: Traffic, fault: Fault, draw: random.Random
     """Injects one fault under load. Raises AfdError if the deployment does not recover."""
     time.sleep(draw.uniform(0.2, CALM_S))
     traffic.read()
+    before = subject.newest(fault.renews)
     began = time.monotonic()
     fault.act(subject, draw)
-    subject.await_whole(WHOLE_S)
+    subject.await_whole(WHOLE_S, fault.renews, before)
     recovery_s = time.monotonic() - began
     time.sleep(CALM_S)
     return Cell(fault.name, traffic.read(), recovery_s)

@@ -99,10 +99,18 @@ class Subject:
         states = [(member["state"], member["health"] or "healthy") for member in members]
         return all(state == ("ready", "healthy") for state in states)
 
-    def await_whole(self, deadline_s: float) -> None:
-        """Raises AfdError if it is not whole in time, or has ended."""
+    def newest(self, role: str) -> int:
+        """The largest generation of the members of a role; 0 without any."""
+        return max((m.generation for m in self._members() if m.role == role), default=0)
+
+    def await_whole(self, deadline_s: float, role: str = "", before: int = 0) -> None:
+        """Waits until every member is ready, and one of ``role`` is newer than ``before``.
+
+        Raises:
+            AfdError: that is not so in time, or the deployment has ended.
+        """
         end = time.monotonic() + deadline_s
-        while not self.is_whole():
+        while not ((not role or self.newest(role) > before) and self.is_whole()):
             if not psutil.pid_exists(self.server.pid):
                 raise AfdError("the deployment has ended")
             if time.monotonic() > end:

@@ -92,6 +92,18 @@ def test_a_process_that_got_sigterm_drains_itself_only_once(deployment: Deployme
     assert wishes(deployment) == {"attention-0": "run"}
 
 
+@pytest.mark.parametrize("wish", ["remove", "restart"])
+def test_a_process_that_leaves_by_a_wish_does_not_change_it(
+    deployment: Deployment, wish: m.Wish
+) -> None:
+    """The supervisor sends SIGTERM because of the wish, and the process then drains itself."""
+    deployment.join(b"b", "attention", 1)
+    ask(deployment, "attention-1", wish)
+    before = deployment.registry.members.seat("attention-1")
+    ask(deployment, "attention-1", "drain", once=True)
+    assert deployment.registry.members.seat("attention-1") == before
+
+
 def test_an_ffn_instance_can_only_restart(deployment: Deployment) -> None:
     ask(deployment, "ffn-0", "restart")
     assert wishes(deployment)["ffn-0"] == "restart"

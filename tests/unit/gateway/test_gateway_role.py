@@ -19,7 +19,7 @@ from gateway_fakes import QUICK, FakeInstance
 
 from afd.control.messages import Member, Members, Seat
 from afd.errors import ConfigError, HandshakeRefused
-from afd_gateway.main import run_gateway, upstreams_of
+from afd_gateway.main import ControlProvider, run_gateway, upstreams_of
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class FakeMembers:
     version: int
     members: tuple[FakeMember, ...]
     draining: bool = False
+    seats: tuple[Seat, ...] = ()
 
     def seat(self, member: str) -> None:
         return None
@@ -219,3 +220,14 @@ def test_an_instance_that_operators_want_away_gets_no_new_requests(seat: Seat, s
     )
     attention, ffn = upstreams_of(Members(members=members, seats=(seat,)))
     assert (attention.state, ffn.state) == (state, "ready")
+
+
+def test_the_complete_deployment_is_what_operators_want() -> None:
+    client = FakeClient()
+    settings = replace(QUICK, attention_instances=2, ffn_instances=1)
+    live = replace(settings, wanted=ControlProvider(client).wanted)
+    assert live.expected_ids() == settings.expected_ids() == ("attention-0", "attention-1", "ffn-0")
+    client.members = FakeMembers(
+        2, (), seats=(Seat("attention-0"), Seat("attention-2"), Seat("ffn-0"))
+    )
+    assert live.expected_ids() == ("attention-0", "attention-2", "ffn-0")

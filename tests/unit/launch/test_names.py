@@ -12,7 +12,7 @@ from afd_launch.roles_of_host import held_addresses
 
 
 def test_a_silent_name_server_is_given_up(monkeypatch):
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(30))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(30) or [])
     began = time.monotonic()
     with pytest.raises(ConfigError, match=r"control\.address: the name far was not resolved"):
         resolved("far", "control.address", 0.2)
@@ -20,7 +20,7 @@ def test_a_silent_name_server_is_given_up(monkeypatch):
 
 
 def test_afd_serve_gives_up_before_anything_starts(monkeypatch):
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(30))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(30) or [])
     monkeypatch.setattr("afd_launch.names.resolved.__defaults__", (0.2,))
     plan = Deployment.from_plain({"model": "m", "control": {"address": "tcp://far:5555"}})
     with (

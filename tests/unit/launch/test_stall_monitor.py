@@ -1,12 +1,14 @@
 """Which roles count as stalled: only time counts in which the control plane misses them."""
 
+import os
 import socket
 from itertools import pairwise
 from random import Random
 
-from control_support import FAST, KEYS, control_client, control_server, eventually
+from control_support import CONTRACT, FAST, KEYS, control_client, control_server, eventually
 
 from afd.config.deployment import Deployment
+from afd.control import messages as m
 from afd.control import operator
 from afd.control.client import ControlClient
 from afd_launch.readiness import FRESH_S, Readiness
@@ -166,3 +168,64 @@ def test_an_attention_role_serves_while_it_is_registered_or_listens(address, tmp
                 operator.drain(address, KEYS.operator)
                 eventually(lambda: state() is None, 5)
                 assert readiness.is_member("attention-0") is False
+
+
+def test_what_operators_want_of_a_role(address, tmp_path):
+    keys = tmp_path / "operator.keys"
+    KEYS.operator.save(keys)
+    plan = {
+        "model": "m",
+        "attention": {"max_instances": 2},
+        "control": {"heartbeat_s": FAST.interval_s, "timeout_s": FAST.timeout_s},
+    }
+    specs = role_specs(Deployment.from_plain(plan), Ports(1, (2, 3), address), range(2))
+    assert [s.id for s in specs] == [
+        "control-0",
+        "ffn-0",
+        "attention-0",
+        "attention-1",
+        "gateway-0",
+    ]
+    group = os.getpgid(0)
+    with (
+        Readiness(specs, keys) as readiness,
+        control_server(address, attention=1, contract=CONTRACT),
+        control_client(address, "attention", 0) as first,
+        control_client(address, "attention", 1) as second,
+        control_client(address, "ffn", 0) as ffn,
+    ):
+        for client in (first, ffn):
+            client.join(deadline_s=5)
+            client.set_state("ready")
+
+        def becomes(wish: str | None, name: str, of: int = group) -> None:
+            eventually(lambda: readiness.wish(name, of) == wish, 5)
+
+        def want(name: str, wish: m.Wish) -> None:
+            operator.set_seat(address, KEYS.operator, member=name, wish=wish)
+
+        assert readiness.wish("attention-0", group) is None  # not known yet
+        becomes("run", "attention-0")
+        becomes("away", "attention-1", 0)
+        becomes("run", "ffn-0")
+        assert readiness.wish("gateway-0", group) is None
+        want("attention", "run")
+        becomes("run", "attention-1", 0)
+        second.join(deadline_s=5)
+        second.set_state("ready")
+        want("attention-0", "restart")
+        becomes("leave", "attention-0")
+        assert readiness.wish("attention-0", 1) == "run"  # another process has taken its place
+        want("attention-0", "drain")
+        becomes("run", "attention-0")
+        want("attention-0", "run")
+        want("attention-1", "remove")
+        becomes("leave", "attention-1")
+        second.leave()
+        becomes("away", "attention-1")
+        want("attention", "run")
+        becomes("run", "attention-1", 0)
+        readiness.give_up("attention-1")
+        becomes("away", "attention-1", 0)
+        want("ffn-0", "restart")
+        becomes("leave", "ffn-0")
