@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from afd.config.deployment import Deployment, load_config
 from afd.config.resolve import check_model
-from afd.config.roles import RoleSpec, load_role
+from afd.config.roles import RoleSpec, gpu_processes, load_role
 from afd.errors import ConfigError
 
 
@@ -360,3 +360,23 @@ def test_a_damaged_role_file_is_one_sentence(tmp_path, monkeypatch):
     monkeypatch.delenv("AFD_ROLE_FILE", raising=False)
     with pytest.raises(ConfigError, match="AFD_ROLE_FILE is not set"):
         load_role()
+
+
+def test_room_for_instances_that_are_added(write):
+    text = "model: m\nattention: {instances: 2, max_instances: 4, port: 9100}\n"
+    deployment = load_config(write(text))
+    assert deployment.attention.capacity == 4
+    assert deployment.attention.api_ports() == (9100, 9101, 9102, 9103)
+    (place,) = deployment.places()
+    assert (place.attention, place.spare) == ((0, 1), (2, 3))
+    assert place.has("attention", 3) and not place.has("attention", 4)
+    assert load_config(write("model: m\nattention: {instances: 3}\n")).attention.capacity == 3
+    with pytest.raises(ConfigError, match="max_instances 1 is below instances 2"):
+        load_config(write("model: m\nattention: {instances: 2, max_instances: 1}\n"))
+
+
+def test_instances_that_can_be_added_have_gpus_of_their_own(write):
+    text = "model: m\nattention: {max_instances: 3, device: cuda}\nffn: {device: cuda}\n"
+    deployment = load_config(write(text))
+    wanted = [("attention", 0, 0), ("ffn", 0, 0), ("attention", 1, 0), ("attention", 2, 0)]
+    assert gpu_processes(deployment, "") == wanted

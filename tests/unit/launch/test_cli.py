@@ -11,7 +11,7 @@ import pytest
 from afd.config.deployment import Deployment, load_config
 from afd.config.roles import load_role
 from afd.control.keys import CurveKeys, load_client
-from afd.control.messages import Member, Members
+from afd.control.messages import Member, Members, Seat
 from afd.errors import ConfigError
 from afd.host.package_data import data_folder
 from afd_launch import cli
@@ -311,3 +311,36 @@ def test_check_with_a_host_looks_at_this_machine(capsys):
     assert cli.main(["serve", "--check", str(path), "--host", "b"]) == 2
     assert "host b has the address 10.0.0.2, which is not one of" in capsys.readouterr().err
     check_machine(load_config(path, ["hosts=[{name: a, address: 127.0.0.1}]"]), "a")
+
+
+@pytest.mark.parametrize(
+    ("words", "action", "member"),
+    [
+        (["add", "attention"], "add", "attention"),
+        (["remove", "attention-1", "--wait", "9"], "remove", "attention-1"),
+        (["restart", "ffn-0"], "restart", "ffn-0"),
+        (["restart", "--rolling"], "restart", None),
+        (["drain", "attention-1"], "drain", "attention-1"),
+        (["drain"], "drain", None),
+    ],
+)
+def test_actions_on_instances(monkeypatch, words, action, member):
+    calls = []
+    monkeypatch.setattr("afd_launch.ctl.run_ctl", lambda *a, **kw: calls.append((a, kw)) or 0)
+    assert cli.main(["ctl", "--control", "tcp://h:1", *words]) == 0
+    (((given, *_), known),) = calls
+    assert (given, known["member"]) == (action, member)
+    assert known["wait_s"] == (9.0 if "9" in words else 0.0 if action == "drain" else 300.0)
+
+
+@pytest.mark.parametrize("words", [["add", "ffn"], ["restart"], ["restart", "ffn-0", "--rolling"]])
+def test_actions_that_do_not_exist(capsys, words):
+    with pytest.raises(SystemExit):
+        cli.main(["ctl", "--control", "tcp://h:1", *words])
+    assert "error" in capsys.readouterr().err
+
+
+def test_the_status_table_shows_what_is_wanted():
+    member = Member("attention", 1, 3, state="ready")
+    text = table(Members(members=(member,), seats=(Seat("attention-1", "remove"),)))
+    assert "ready, to remove" in text
