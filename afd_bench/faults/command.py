@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         with disaggregated(config_of(model), log=args.log) as server:
             subject = Subject(server)
             subject.await_whole(120)
-            asked = jobs(seed, 24, vocab=VOCAB, new_tokens=(100, 300))
+            asked = jobs(seed, 24, vocab=VOCAB, new_tokens=(50, 150))
             asked = answered(server.url, server.model, asked)
             with Traffic(
                 server.url, server.model, asked, clients=args.clients, seed=seed

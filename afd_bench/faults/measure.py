@@ -15,8 +15,7 @@ from afd_bench.faults.traffic import Counts, Traffic
 
 WHOLE_S = 120.0
 CALM_S = 3.0
-"""Longest wait before a fault, so that its moment is random; and the load after it, until the
-streams that it hit have gone on."""
+"""Longest wait before a fault, so that its moment is random."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,11 @@ class Cell:
 
 
 def inject(subject: Subject, traffic: Traffic, fault: Fault, draw: random.Random) -> Cell:
-    """Injects one fault under load. Raises AfdError if the deployment does not recover."""
+    """Injects one fault under load, and waits for the answers to the requests that it hit.
+
+    Raises:
+        AfdError: the deployment does not recover.
+    """
     time.sleep(draw.uniform(0.2, CALM_S))
     traffic.read()
     before = subject.newest(fault.renews)
@@ -46,7 +49,7 @@ def inject(subject: Subject, traffic: Traffic, fault: Fault, draw: random.Random
     fault.act(subject, draw)
     subject.await_whole(WHOLE_S, fault.renews, before)
     recovery_s = time.monotonic() - began
-    time.sleep(CALM_S)
+    traffic.settle()
     return Cell(fault.name, traffic.read(), recovery_s)
 
 

@@ -105,6 +105,8 @@ class Traffic:
         self._left = limit
         self._lock = threading.Lock()
         self._counts = Counts()
+        self._running: set[int] = set()  # numbers of the requests under way
+        self._sent = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
 
@@ -130,10 +132,15 @@ class Traffic:
             counts, self._counts = self._counts, Counts()
         return counts
 
-    def done(self) -> int:
-        """Requests that were answered since the last reading."""
+    def settle(self, deadline_s: float = REQUEST_S) -> None:
+        """Waits until every request that is under way now has ended."""
         with self._lock:
-            return self._counts.done
+            before = set(self._running)
+        end = time.monotonic() + deadline_s
+        while before and time.monotonic() < end:
+            time.sleep(0.02)
+            with self._lock:
+                before &= self._running
 
     async def _run(self) -> None:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
@@ -148,16 +155,20 @@ class Traffic:
                 self._left -= 1
             job = self._draw.choice(self._jobs)
             own = Counts()
+            with self._lock:
+                number = self._sent = self._sent + 1
+                self._running.add(number)
             answer = await _stream(session, self._url, self._model, job, own)
             whole = not own.failed and not own.refused
             own.done += whole
             own.wrong += whole and answer != job.answer
-            self._add(own)
+            self._add(own, number)
             if not whole:
                 await asyncio.sleep(_BACK_OFF_S)
 
-    def _add(self, own: Counts) -> None:
+    def _add(self, own: Counts, number: int) -> None:
         with self._lock:
+            self._running.discard(number)
             total = self._counts
             for name in ("done", "failed", "refused", "wrong", "tokens"):
                 total.__dict__[name] += own.__dict__[name]

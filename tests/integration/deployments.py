@@ -34,8 +34,8 @@ def _openai(model: Path) -> dict[str, object]:
 
 def _pair(model: Path) -> dict[str, object]:
     """2A2F with routed dispatch and room for a third attention instance; some experts are on both
-    FFN instances. step_wait_ms is long, so
-    that a step that wrongly waits for an idle instance is easy to see."""
+    FFN instances. step_wait_ms is long, so that a step that wrongly waits for an idle instance is
+    easy to see."""
     attention = {
         **SETTINGS,
         "instances": 2,
@@ -51,6 +51,7 @@ def _pair(model: Path) -> dict[str, object]:
         "pipeline": {"depth": 3, "min_rows": 1},
         "control": {"heartbeat_s": 0.2},
         "deadlines": {"drain_s": 60},
+        "restart": {"max_restarts": 20},  # tests/integration/test_faults.py
     }
 
 

@@ -1,6 +1,6 @@
 """Under load: the only FFN instance dies, and the deployment drains or is told to stop.
 
-tests/faults has the other faults.
+test_faults.py has the other faults.
 """
 
 import os

@@ -1,6 +1,6 @@
-"""Faults under load, at random moments: no request fails, no token is wrong.
+"""Every fault under load, three times at random moments: no request fails, no token is wrong.
 
-``AFD_TEST_SEED`` repeats a run. CI injects some faults; ``-m long`` injects all of them.
+``AFD_TEST_SEED`` repeats a run. tests/integration/test_faults.py is the part that CI has time for.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ from afd_bench.faults.traffic import Traffic, answered, jobs
 from afd_bench.servers import disaggregated
 
 pytest.importorskip("vllm", reason="the package vllm is not installed; ./run test installs it")
-pytestmark = pytest.mark.serve
+pytestmark = [pytest.mark.serve, pytest.mark.long]
 
 SEED = int(os.environ.get("AFD_TEST_SEED") or time.time())
-CLIENTS = 16
-CI_PAUSE_S = 20.0
+CLIENTS = 12
+PAUSE_S = 30.0
 """Longest pause of a stream that is no failure here: this machine is shared."""
 BEGUN_STREAMS_END = ("kill -9 attention", "kill -9 gateway")
 """What holds the state of streams is gone, and nothing else keeps it."""
@@ -36,10 +36,6 @@ class Bench:
     subject: Subject
     traffic: Traffic
     draw: random.Random
-
-    def generations(self, role: str) -> list[int]:
-        """Of the two instances of a role; a new process has a new one."""
-        return [self.subject.generation(f"{role}-{i}") for i in range(2)]
 
     def inject(self, name: str) -> Cell:
         cell = inject(self.subject, self.traffic, FAULTS[name], self.draw)
@@ -57,7 +53,7 @@ def bench(
         server = stack.enter_context(disaggregated(config, log=log))
         subject = Subject(server)
         subject.await_whole(120)
-        asked = jobs(SEED, 24, vocab=VOCAB, new_tokens=(100, 300))
+        asked = jobs(SEED, 24, vocab=VOCAB, new_tokens=(30, 100))
         asked = answered(server.url, server.model, asked)
         traffic = stack.enter_context(
             Traffic(server.url, server.model, asked, clients=CLIENTS, seed=SEED)
@@ -68,41 +64,9 @@ def bench(
 def nothing_lost(cell: Cell) -> None:
     assert cell.counts.done > 0, "the clients got no answer at all"
     assert (cell.counts.failed, cell.counts.refused, cell.counts.wrong) == (0, 0, 0), cell.line
-    assert cell.counts.longest_s < CI_PAUSE_S, cell.line
+    assert cell.counts.longest_s < PAUSE_S, cell.line
 
 
-def test_killed_ffn_instances(bench: Bench) -> None:
-    for _ in range(3):
-        before = bench.generations("ffn")
-        nothing_lost(bench.inject("kill -9 FFN"))
-        assert bench.generations("ffn") != before
-
-
-def test_killed_control_plane(bench: Bench) -> None:
-    for _ in range(3):
-        before = bench.generations("ffn"), bench.generations("attention")
-        nothing_lost(bench.inject("kill -9 control plane"))
-        assert (bench.generations("ffn"), bench.generations("attention")) == before
-
-
-def test_an_ffn_instance_that_is_killed_again_while_it_starts(bench: Bench) -> None:
-    nothing_lost(bench.inject("kill -9 FFN while it starts"))
-
-
-def test_a_stopped_ffn_instance_is_replaced(bench: Bench) -> None:
-    before = bench.generations("ffn")
-    nothing_lost(bench.inject("SIGSTOP FFN 15 s"))
-    assert bench.generations("ffn") != before
-    assert "is stalled: its process lives" in bench.subject.server.log.read_text()
-
-
-def test_sigterm_drains_an_attention_instance(bench: Bench) -> None:
-    before = bench.generations("attention")
-    nothing_lost(bench.inject("SIGTERM attention"))
-    assert bench.generations("attention") != before
-
-
-@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", [name for name in FAULTS if name not in BEGUN_STREAMS_END])
 def test_every_fault(bench: Bench, name: str) -> None:
@@ -110,7 +74,7 @@ def test_every_fault(bench: Bench, name: str) -> None:
         nothing_lost(bench.inject(name))
 
 
-@pytest.mark.long
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", BEGUN_STREAMS_END)
 def test_what_ends_streams_gives_no_wrong_token_and_recovers(bench: Bench, name: str) -> None:
     for _ in range(3):
