@@ -28,8 +28,12 @@ from afd_planner.report.text import render
 from afd_planner.sizing.context import parse_context
 from afd_planner.sizing.decide import make_plan
 from afd_planner.sizing.imbalance import EVEN_SPREAD, ExpertSpread, load_spread
+from afd_planner.sizing.layout import parse_layout
 from afd_planner.sizing.plan import Plan
 from afd_planner.sizing.request import Request
+
+MOST_ACCEPTED = 64
+"""Tokens per step that no draft model reaches."""
 
 
 def plan_command(args: argparse.Namespace) -> int:
@@ -98,6 +102,11 @@ def request_of(args: argparse.Namespace) -> Request:
         )
     drafts = args.draft_tokens
     if drafts is None:
+        if not 1 <= args.accepted < MOST_ACCEPTED:
+            raise ConfigError(
+                f"--accepted {args.accepted:g} is out of range; give a number of at least 1 and below"
+                f" {MOST_ACCEPTED}"
+            )
         drafts = math.ceil(args.accepted) - 1
     return Request(
         model=_model(args.model),
@@ -112,9 +121,12 @@ def request_of(args: argparse.Namespace) -> Request:
         positions=1 + drafts,
         wires=(args.wire,) if args.wire else ("exact", "fp8"),
         depths=(args.depth,) if args.depth else (1, 2, 3),
+        redundant=(0, 1) if args.redundant_experts is None else (args.redundant_experts,),
         efficiency=_efficiency(args.efficiency),
         spread=_spread(args.routing),
         measured=load_measured(args.measured) if args.measured else None,
+        layouts=tuple(parse_layout(text) for text in args.layout),
+        batch=args.batch,
     )
 
 

@@ -102,7 +102,7 @@ def ffn_part(
         pairs = rows * ffn.top_k * routing.imbalance / shards
         shared = ffn.shared_parameters / gpus
         flops = 2.0 * (pairs * ffn.expert_parameters / tp + rows * shared)
-        held = math.ceil(ffn.experts / shards) / ffn.experts
+        held = (math.ceil(ffn.experts / shards) + routing.redundant) / ffn.experts
         experts = ffn.expected_experts(rows, routing.load) * held
         weights = experts * ffn.expert_parameters / tp + shared * min(1.0, rows)
     traffic = weights * unit + pairs * ffn.hidden * _BYTES_PER_PAIR
