@@ -17,7 +17,8 @@ COMMAND = "afd bench paper"
 _INTRO = f"""# The Step-3 report's figures, recomputed
 
 `{COMMAND}`. {{same}} of {{all}} computed figures of the report are reproduced to the last printed
-digit. {{given}} more are given: Table 4 states them and our data has them. The inputs are in `afd_planner/data/models` and `afd_planner/data/hardware`, the formulas in
+digit. {{given}} more are given: Table 4 states them, and they are our accelerator data. The inputs
+are in `afd_planner/data/models` and `afd_planner/data/hardware`, the formulas in
 [planner-model.md](../planner-model.md). `tests/unit/planner/test_planner_paper.py` checks every
 figure.
 

@@ -9,13 +9,13 @@ import math
 import os
 import textwrap
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from afd.errors import ConfigError
 from afd_planner.cost.measured import load_measured
-from afd_planner.cost.shape import Efficiency
+from afd_planner.cost.shape import Efficiency, calibrated
 from afd_planner.facts.files import DATA
 from afd_planner.facts.hardware import Accelerator, accelerators, load_accelerator
 from afd_planner.facts.model import ModelSpec
@@ -104,14 +104,15 @@ def request_of(args: argparse.Namespace) -> Request:
     if drafts is None:
         if not 1 <= args.accepted < MOST_ACCEPTED:
             raise ConfigError(
-                f"--accepted {args.accepted:g} is out of range; give a number of at least 1 and below"
-                f" {MOST_ACCEPTED}"
+                f"--accepted {args.accepted:g} is out of range; give a number of at least 1 and"
+                f" below {MOST_ACCEPTED}"
             )
         drafts = math.ceil(args.accepted) - 1
+    attention, ffn = _accelerators(first), _accelerators(second)
     return Request(
         model=_model(args.model),
-        attention=_accelerators(first),
-        ffn=_accelerators(second),
+        attention=attention,
+        ffn=ffn,
         context=parse_context(args.context),
         tpot_s=args.tpot / 1e3,
         gpus=args.gpus,
@@ -122,7 +123,7 @@ def request_of(args: argparse.Namespace) -> Request:
         wires=(args.wire,) if args.wire else ("exact", "fp8"),
         depths=(args.depth,) if args.depth else (1, 2, 3),
         redundant=(0, 1) if args.redundant_experts is None else (args.redundant_experts,),
-        efficiency=_efficiency(args.efficiency),
+        efficiency=_efficiency(args.efficiency, calibrated((*attention, *ffn))),
         spread=_spread(args.routing),
         measured=load_measured(args.measured) if args.measured else None,
         layouts=tuple(parse_layout(text) for text in args.layout),
@@ -174,7 +175,7 @@ def _precision(name: str) -> Precision:
     return PRECISIONS[name]
 
 
-def _efficiency(changes: list[str]) -> Efficiency:
+def _efficiency(changes: list[str], base: Efficiency) -> Efficiency:
     values: dict[str, Any] = {}
     known = [field.name for field in fields(Efficiency)]
     for change in changes:
@@ -188,7 +189,7 @@ def _efficiency(changes: list[str]) -> Efficiency:
             values[name] = float(text)
         except ValueError:
             raise ConfigError(f"--efficiency {change} is not KEY=NUMBER") from None
-    return Efficiency(**values)
+    return replace(base, **values)
 
 
 def _spread(routing: str | None) -> ExpertSpread:

@@ -1,5 +1,1 @@
 """`afd bench planner`: the planner against what was measured end to end, and where AFD wins."""
-
-from afd_bench.planner.command import main
-
-__all__ = ["main"]

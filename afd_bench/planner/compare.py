@@ -21,7 +21,6 @@ from afd_bench.planner.cells import (
 from afd_planner.cost.disaggregated import afd_stages
 from afd_planner.cost.shape import AfdShape, Efficiency, Pool
 from afd_planner.cost.stages import AfdStages, LayerStages, Part, StageTime, step_seconds
-from afd_planner.facts.ffn import MoeFfn
 from afd_planner.facts.hardware import load_accelerator
 from afd_planner.facts.model import ModelSpec
 from afd_planner.facts.model_hf import from_config
@@ -72,22 +71,37 @@ def modelled_step(cell: StepCell, efficiency: Efficiency) -> float:
 
 
 def composed_step(cell: StepCell, source: StepCell, efficiency: Efficiency) -> float:
-    """Returns the seconds of the cell's step, composed from the stage times of ``source``."""
-    model, place = model_of(cell.place.model, cell.place.layers), cell.place
+    """Returns the seconds of the cell's step, composed from the stage times of ``source``.
+
+    The attention time of ``source`` is all of the attention side's work over the positions of its
+    step. Its work outside of the layers with experts is modelled, and taken out of it first.
+    """
     assert source.stages is not None
     attention, out, ffn, back = source.stages
-    pool = Pool(load_accelerator(GPU), 1, 1)
-    precision = replace(PRECISIONS["bf16"], kv=place.kv)
-    shape = AfdShape(pool, pool, cell.depth, place.requests / cell.depth, place.context, precision)
-    modelled = afd_stages(model, shape, efficiency)
-    groups = tuple(
-        LayerStages(group.layers, _flat(attention), _flat(ffn), out, back)
-        if isinstance(kind.ffn, MoeFfn)
-        else group
-        for group, kind in zip(modelled.groups, model.groups, strict=True)
+    measured = _modelled_stages(source, efficiency)
+    beside = measured.rest_s + sum(
+        source.depth * len(group.layers) * group.attention.seconds
+        for group in measured.groups
+        if group.ffn is None
     )
-    seconds = step_seconds(AfdStages(groups, modelled.rest_s), cell.depth)
-    return seconds / (positions(model, cell.depth) if cell.position else 1)
+    model = model_of(source.place.model, source.place.layers)
+    own = attention - beside / positions(model, source.depth)
+    stages = _modelled_stages(cell, efficiency)
+    groups = tuple(
+        group if group.ffn is None else LayerStages(group.layers, _flat(own), _flat(ffn), out, back)
+        for group in stages.groups
+    )
+    seconds = step_seconds(AfdStages(groups, stages.rest_s), cell.depth)
+    count = positions(model_of(cell.place.model, cell.place.layers), cell.depth)
+    return seconds / (count if cell.position else 1)
+
+
+def _modelled_stages(cell: StepCell, efficiency: Efficiency) -> AfdStages:
+    place, pool = cell.place, Pool(load_accelerator(GPU), 1, 1)
+    precision = replace(PRECISIONS["bf16"], kv=place.kv)
+    rows = place.requests / cell.depth
+    shape = AfdShape(pool, pool, cell.depth, rows, place.context, precision)
+    return afd_stages(model_of(place.model, place.layers), shape, efficiency)
 
 
 def _flat(seconds: float) -> StageTime:

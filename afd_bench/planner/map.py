@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from afd_planner.cost.shape import AfdShape
+from afd_planner.cost.shape import AfdShape, calibrated
 from afd_planner.facts.hardware import load_accelerator
 from afd_planner.facts.model_hf import load_model
 from afd_planner.sizing.context import fixed
-from afd_planner.sizing.error import MODEL_ERROR
+from afd_planner.sizing.error import ErrorBand, error_of
 from afd_planner.sizing.request import Request
 from afd_planner.sizing.search import Limits, Search, afd_operating
 
@@ -73,26 +73,39 @@ def map_cells(
             for thousands in known:
                 context = fixed(thousands * 1024)
                 if search is None:
-                    search = Search(Request(model, (attention,), (ffn,), context, gpus=BUDGETS[0]))
+                    efficiency = calibrated((attention, ffn))
+                    search = Search(
+                        Request(
+                            model,
+                            (attention,),
+                            (ffn,),
+                            context,
+                            gpus=BUDGETS[0],
+                            efficiency=efficiency,
+                        )
+                    )
                 else:
                     search = search.at_context(context)
+                error = error_of(search.request)
                 for tpot in TPOTS_MS:
                     for gpus in BUDGETS:
-                        yield _cell(search, pool, thousands, tpot, gpus)
+                        yield _cell(search, error, pool, thousands, tpot, gpus)
 
 
-def _cell(search: Search, pool: str, thousands: int, tpot: int, gpus: int) -> MapCell:
+def _cell(
+    search: Search, error: ErrorBand, pool: str, thousands: int, tpot: int, gpus: int
+) -> MapCell:
     limits = Limits(tpot / 1e3, gpus)
     afd, colocated = search.best_afd(limits), search.best_colocated(limits)
     ratio = afd.score / colocated.score if afd and colocated else (math.inf if afd else 0.0)
-    lowest, highest = MODEL_ERROR.within(ratio)
+    lowest, highest = error.within(ratio)
     plan = ""
     if afd:
         shape = afd_operating(afd)[0].shape
         assert isinstance(shape, AfdShape)
         plan = f"{shape.attention.instances}A{shape.ffn.instances}F"
         plan += f"x{shape.attention.gpus}" if shape.attention.gpus > 1 else ""
-    decision = MODEL_ERROR.decide(ratio).value if afd or colocated else "neither"
+    decision = error.decide(ratio).value if afd or colocated else "neither"
     return MapCell(
         search.request.model.name,
         pool,

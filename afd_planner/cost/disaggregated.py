@@ -10,7 +10,7 @@ import math
 from afd.errors import ConfigError
 from afd_planner.cost.shape import EVEN_ROUTING, AfdShape, Efficiency, Pool, Routing
 from afd_planner.cost.stages import AfdStages, LayerStages, Part, StageTime
-from afd_planner.facts.attention import projection_parameters_per_gpu
+from afd_planner.facts.attention import Latent, projection_parameters_per_gpu
 from afd_planner.facts.ffn import DenseFfn, Ffn, MoeFfn
 from afd_planner.facts.hardware import Accelerator
 from afd_planner.facts.model import LayerGroup, ModelSpec
@@ -63,6 +63,12 @@ def attention_parts(
         _memory_s(kv_bytes / attention.kv_shards(tp), accelerator, efficiency),
     )
     return projections, core
+
+
+def attention_overhead_s(group: LayerGroup, efficiency: Efficiency) -> float:
+    """Returns the fixed seconds of one attention layer."""
+    latent = efficiency.latent_overhead_s if isinstance(group.attention, Latent) else 0.0
+    return efficiency.attention_overhead_s + latent
 
 
 def ffn_part(
@@ -181,7 +187,7 @@ def attention_stage(
         parts += (Part("reduce", 0.0, _memory_s(moved, pool.accelerator, efficiency)),)
     # An all-reduce is a reduce-scatter and an all-gather.
     link = 2 * collectives * collective_s(nbytes, pool.tp, pool.accelerator, efficiency)
-    return StageTime(parts, link, efficiency.attention_overhead_s)
+    return StageTime(parts, link, attention_overhead_s(group, efficiency))
 
 
 def ffn_stage(ffn: Ffn, shape: AfdShape, efficiency: Efficiency) -> StageTime:

@@ -12,6 +12,7 @@ from afd_planner.facts.precision import Precision
 FIXED_TIMES = (
     "attention_overhead_s",
     "ffn_overhead_s",
+    "latent_overhead_s",
     "wire_latency_s",
     "collective_latency_s",
     "step_overhead_s",
@@ -38,6 +39,7 @@ class Efficiency:
         query_tile: Rows of a matrix tile that an attention kernel fills with the query heads of one
             key-value head. Fewer heads cost the same (Hopper's wgmma has 64 rows).
         attention_overhead_s, ffn_overhead_s: Fixed seconds per layer and micro-batch in each pool.
+        latent_overhead_s: Further ones of latent attention (MLA), which runs more kernels.
         wire_latency_s: Fixed seconds per message.
         collective_latency_s: Fixed seconds per collective.
         step_overhead_s: Fixed seconds per step (scheduling, sampling).
@@ -54,6 +56,7 @@ class Efficiency:
     query_tile: int = 64
     attention_overhead_s: float = 60e-6
     ffn_overhead_s: float = 30e-6
+    latent_overhead_s: float = 0.0
     wire_latency_s: float = 20e-6
     collective_latency_s: float = 10e-6
     step_overhead_s: float = 1e-3
@@ -76,6 +79,15 @@ class Efficiency:
                 )
 
 
+def calibrated(accelerators: Sequence[Accelerator]) -> Efficiency:
+    """Returns the efficiencies measured on these accelerators, if they are of one kind that has
+    some, else the defaults."""
+    fitted = {accelerator.name: accelerator.efficiency for accelerator in accelerators}
+    if len(fitted) > 1:
+        return Efficiency()
+    return Efficiency(**{k: v for each in fitted.values() for k, v in each.items()})  # type: ignore[arg-type]  # query_tile is the one int
+
+
 IDEAL = Efficiency(
     matmul=1,
     attention=1,
@@ -88,6 +100,7 @@ IDEAL = Efficiency(
     query_tile=1,
     attention_overhead_s=0,
     ffn_overhead_s=0,
+    latent_overhead_s=0,
     wire_latency_s=0,
     collective_latency_s=0,
     step_overhead_s=0,

@@ -56,15 +56,21 @@ def deployment_data(point: OperatingPoint, request: Request, model: str) -> dict
         model: Value of the key ``model``.
 
     Raises:
-        ConfigError: ``point`` is not an xAyF plan.
+        ConfigError: ``point`` is not an xAyF plan, or a stated layout that does not fit.
     """
     shape = _afd(point)
     instances = shape.attention.groups
     rows = math.ceil(shape.batch / instances)
     length = _model_len(request)
     tokens = step_tokens(rows)
-    wanted = rows * sequence_bytes(request) * CACHE_HEADROOM
-    cache = min(wanted, free_for_cache(shape, request, tokens)) / 2**30
+    needed, free = rows * sequence_bytes(request), free_for_cache(shape, request, tokens)
+    if free < needed:
+        raise ConfigError(
+            "there is no file for this layout: beside weights and slots as afd serve holds them,"
+            f" an attention GPU has {max(free, 0.0) / 2**30:.1f} GiB for a cache of"
+            f" {needed / 2**30:.1f} GiB; lower --batch or the context"
+        )
+    cache = min(needed * CACHE_HEADROOM, free) / 2**30
     attention: dict[str, Any] = {
         "instances": instances,
         "device": shape.attention.accelerator.device,

@@ -168,7 +168,5 @@ def assumption_lines(plan: Plan) -> list[str]:
     if plan.afd is not None:
         lines += dispatch_lines(plan.afd.shape, request)
     if any(p and p.shape.routing.redundant for p in (plan.afd, plan.colocated)):
-        lines.append(
-            "FFN ... +1: each expert group also holds a copy of a popular expert, per layer"
-        )
+        lines.append("FFN +1: each expert group also holds a copy of one popular expert per layer")
     return lines

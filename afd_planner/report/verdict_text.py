@@ -58,8 +58,8 @@ def _decision(plan: Plan) -> str:
     measure = "tokens per USD" if plan.request.objective == "cost" else "tokens/s"
     lowest, highest = verdict.error.within(verdict.ratio)
     told = (
-        f"{verdict.ratio:.2f} times the {measure} of the best colocated plan; with the model's error,"
-        f" {lowest:.2f} to {highest:.2f} ({verdict.error.basis})."
+        f"{verdict.ratio:.2f} times the {measure} of the best colocated plan, {lowest:.2f} to"
+        f" {highest:.2f} with the model's error ({verdict.error.basis})."
     )
     word = {
         Decision.DISAGGREGATE: "Disaggregate",
@@ -104,7 +104,7 @@ def reason_text(reason: Reason) -> str:
     text = {
         ReasonKind.DENSE_MODEL: "dense model: without experts, pooling rows saves no weight reads;"
         " afd serve does not disaggregate dense models",
-        ReasonKind.TOO_FEW_GPUS: f"too few GPUs: {value:.0f}; disaggregation wins from {limit:.0f}",
+        ReasonKind.TOO_FEW_GPUS: f"too few GPUs: {value:.0f}; disaggregation wins with {limit:.0f}",
         ReasonKind.DEAD_ZONE: f"dead zone: {value:.0f} rows per micro-batch"
         + (f", compute-bound from {limit:.0f}" if value < limit else "")
         + "; every micro-batch reads the expert weights again",

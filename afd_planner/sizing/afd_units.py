@@ -19,7 +19,7 @@ from afd_planner.facts.precision import wire_bytes
 from afd_planner.sizing.imbalance import EVEN_SPREAD
 from afd_planner.sizing.layout import AfdLayout
 from afd_planner.sizing.lines import ExpertLines, experts_used, take
-from afd_planner.sizing.memory import Ranks, sequences_that_fit
+from afd_planner.sizing.memory import Ranks, sequences_beside_weights, sequences_that_fit
 from afd_planner.sizing.pools import AttentionPools, FfnPools, attention_pools, ffn_pools
 from afd_planner.sizing.request import MAX_UNIT_GPUS, Request
 
@@ -347,5 +347,8 @@ def _units(
         copied=not one_server,
     )
     most = MOST_ROWS * max(request.depths)
-    capacity = sequences_that_fit(request, attention, ffn, wire, ranks, most)
+    if request.afd_layout is not None:
+        capacity = np.full_like(x, min(sequences_beside_weights(request, attention), most))
+    else:
+        capacity = sequences_that_fit(request, attention, ffn, wire, ranks, most)
     return AfdUnits(request, attention, ffn, wire, one_server, x, depth, which, capacity)

@@ -47,8 +47,8 @@ def _layout_impossible(search: Search, layout: Layout) -> str:
         limit = f"a TPOT of {request.tpot_s * 1e3:g} ms"
     budget = f", or does not fit {request.gpus} GPUs" if request.gpus is not None else ""
     return (
-        f"--layout {layout.text} does not hold {request.model.title} with {request.context}, or lacks"
-        f" {limit}{budget}; try more or larger GPUs, a smaller --batch or a longer --tpot"
+        f"--layout {layout.text} does not hold {request.model.title} with {request.context}, or"
+        f" lacks {limit}{budget}; try more or larger GPUs, a smaller --batch or a longer --tpot"
     )
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from afd_planner.cost.shape import Efficiency, calibrated
+from afd_planner.sizing.request import Request
+
 
 class Decision(Enum):
     """DISAGGREGATE and COLOCATED hold within the model's error; UNDECIDED is within it."""
@@ -39,5 +42,26 @@ class ErrorBand:
         return Decision.COLOCATED if highest <= 1 else Decision.UNDECIDED
 
 
-MODEL_ERROR = ErrorBand(0.82, 1.30, "13 measured cells on 2 H200, docs/results/planner.md")
-"""Of the roofline with its default efficiencies. ``afd bench planner`` measures it."""
+CELLS = "14 measured cells on 2 H200, docs/results/planner.md"
+
+CALIBRATED_ERROR = ErrorBand(1 / 1.42, 1.42, f"largest error in {CELLS}")
+"""Of the roofline on an accelerator whose efficiencies were fitted to measurements."""
+
+MODEL_ERROR = ErrorBand(1 / 1.60, 1.60, f"largest error in {CELLS}, without fitted efficiencies")
+"""Of the roofline with its default efficiencies."""
+
+COMPOSED_ERROR = ErrorBand(
+    1 / 1.25, 1.25, "composed steps are within 12 % in 31 cells on H200, docs/results/planner.md"
+)
+"""With measured times of attention and experts. Each of the two plans may be off by 12 %."""
+
+
+def error_of(request: Request) -> ErrorBand:
+    """Returns the error of the ratio that the model predicts for a request."""
+    measured = request.measured
+    if measured is not None and measured.attention is not None and measured.ffn is not None:
+        return COMPOSED_ERROR
+    fitted = calibrated((*request.attention, *request.ffn))
+    if request.efficiency == fitted != Efficiency():
+        return CALIBRATED_ERROR
+    return MODEL_ERROR

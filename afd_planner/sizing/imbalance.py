@@ -81,6 +81,8 @@ class ExpertSpread:
 
 
 EVEN_SPREAD = ExpertSpread("even", 0.0, chance=False)
+EQUAL_SPREAD = ExpertSpread("equal", 0.0)
+"""Equally popular experts, which rows still choose at random."""
 
 
 def _largest(groups: Array) -> Array:

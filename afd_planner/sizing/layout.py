@@ -62,7 +62,8 @@ def parse_layout(text: str) -> Layout:
         tp, dp = (int(found[name] or 1) for name in ("tp", "dp"))
         gpus = tp * dp
         ep = int(found["shards"] or gpus) if found["ep"] else 1
-        if gpus and ep and gpus % ep == 0 and (ep > 1 or dp == 1):
+        named = found["tp"] or found["dp"]
+        if named and gpus and ep and gpus % ep == 0 and (ep > 1 or dp == 1):
             return ColocatedLayout(text, tp, dp, ep)
     raise ConfigError(f"--layout {text} is not a layout; write {FORMS}")
 

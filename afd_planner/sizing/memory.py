@@ -46,6 +46,14 @@ def sequence_bytes(request: Request) -> float:
     )
 
 
+def sequences_beside_weights(request: Request, attention: AttentionPools) -> float:
+    """Returns the sequences that one attention GPU holds if nothing but weights is beside them."""
+    usable = request.efficiency.memory_use * attention.accelerator.memory_bytes
+    free = usable - attention.weights
+    longest = request.model.kv_stored_bytes(request.context.longest, request.precision.kv)
+    return free // sequence_bytes(request) if free >= longest else 0.0
+
+
 def sequences_that_fit(
     request: Request,
     attention: AttentionPools,

@@ -61,7 +61,8 @@ class AttentionPools:
         groups: Attention stage per layer group.
         reduces: Per layer group, seconds per row to add up the answers of the FFN instances, as a
             line in the number of FFN instances. None if the FFN runs with attention.
-        weights: Bytes on each GPU, as `afd serve --check` counts them.
+        weights: Bytes on each GPU, as `afd serve --check` counts them; of a stated layout, in the
+            planned format.
         weights_share: Share of the usable memory that weights take.
     """
 
@@ -119,7 +120,8 @@ def attention_pools(
         return shape_of(request, pool, pool, 1, rows * pool.groups, context=context)
 
     use = attention_memory(model, probe(1, 1), efficiency)
-    if model.moe_layers:  # others are not served; they keep the planned format
+    # Dense models are not served, and a stated layout may be another system's.
+    if model.moe_layers and request.afd_layout is None:
         use = replace(use, weights=attention_weights(model, dtype_bytes(SERVED_ATTENTION)))
     if not use.fits:
         return None

@@ -11,7 +11,7 @@ from afd_planner.cost.measured import MeasuredTimes
 from afd_planner.cost.shape import Efficiency
 from afd_planner.facts.hardware import Accelerator
 from afd_planner.facts.model import ModelSpec
-from afd_planner.facts.precision import Precision, wire_formats
+from afd_planner.facts.precision import PRECISIONS, Precision, wire_formats
 from afd_planner.sizing.context import ContextMix
 from afd_planner.sizing.imbalance import ExpertSpread, load_spread
 from afd_planner.sizing.layout import AfdLayout, ColocatedLayout, Layout
@@ -51,7 +51,7 @@ class Request:
     tpot_s: float = 0.050
     gpus: int | None = None
     tokens_per_s: float | None = None
-    precision: Precision = field(default_factory=Precision)
+    precision: Precision = PRECISIONS["fp8"]
     accepted: float = 1.0
     positions: int = 1
     wires: tuple[str, ...] = ("exact", "fp8")

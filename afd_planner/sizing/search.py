@@ -184,28 +184,32 @@ class Search:
         return self._sizes[limits]
 
     def _fill_afd(self, sizes: dict[int, Best], limits: Limits) -> Best | None:
-        """Returns the best plan that runs as many copies of one xAyF unit as fit.
+        """Returns the best plan of xAyF units.
 
-        The remaining GPUs run what is best on them, xAyF or colocated. One copy less is tried too,
-        so that a larger budget never has fewer tokens.
+        Where a unit is at least as good per GPU as the colocated plan, as many copies as fit run,
+        or one less, and the GPUs that are left run what is best on them, xAyF or colocated. Other
+        plans have xAyF units only: with colocated ones they would hide how much xAyF loses.
         """
         gpus = limits.gpus or 0
+        best = _plan_of(sizes, fill(_rates(sizes), gpus))
+        colocated = self.best_colocated(limits)
+        needed = colocated.score / gpus if colocated else 0.0
         mixed = dict(self._colocated_sizes(limits))
-        for size, best in sizes.items():
-            mixed[size] = _better(mixed.get(size), best) or best
-        rest = Fill(_rates(mixed), max(sizes, default=1) - 1)
-        top: tuple[float, int, int, int] | None = None
-        for size in sorted(sizes):
+        for size, unit in sizes.items():
+            mixed[size] = _better(mixed.get(size), unit) or unit
+        rest: Fill | None = None
+        for size, unit in sorted(sizes.items()):
+            if unit.tokens_per_s / size < needed:
+                continue
+            if rest is None:
+                rest = Fill(_rates(mixed), max(sizes) - 1)
             most = gpus // size
             for copies, left in ((most, gpus % size), (most - 1, size - 1)):
-                score = copies * sizes[size].tokens_per_s + float(rest.value[left])
-                if copies > 0 and (top is None or score > top[0] * (1 + TIE)):
-                    top = score, size, copies, left
-        if top is None:
-            return None
-        score, size, copies, left = top
-        others = [replace(mixed[n], copies=count) for n, count in rest.counts(left).items()]
-        return replace(sizes[size], score=score, copies=copies, others=tuple(others))
+                score = copies * unit.tokens_per_s + float(rest.value[left])
+                if copies > 0 and (best is None or score > best.score * (1 + TIE)):
+                    others = [replace(mixed[n], copies=k) for n, k in rest.counts(left).items()]
+                    best = replace(unit, score=score, copies=copies, others=tuple(others))
+        return best
 
     def _pick(
         self,

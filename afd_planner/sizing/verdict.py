@@ -14,8 +14,8 @@ from afd_planner.cost.shape import AfdShape
 from afd_planner.cost.stages import AfdStages
 from afd_planner.facts.ffn import MoeFfn
 from afd_planner.sizing.afd_units import AfdUnits, Relief
-from afd_planner.sizing.error import MODEL_ERROR, Decision, ErrorBand
-from afd_planner.sizing.imbalance import EVEN_SPREAD
+from afd_planner.sizing.error import Decision, ErrorBand, error_of
+from afd_planner.sizing.imbalance import EQUAL_SPREAD
 from afd_planner.sizing.plan import (
     Change,
     ChangeKind,
@@ -34,7 +34,7 @@ NOTICEABLE = 1.02
 
 GPU_STEPS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 TPOT_STEPS_S = (0.010, 0.015, 0.020, 0.025, 0.030, 0.040, 0.050, 0.075, 0.100, 0.150, 0.200)
-CONTEXT_FACTORS = (2, 4, 8, 16, 32)
+CONTEXT_FACTORS = (2, 4, 16)
 LONGEST_CONTEXT = 131072
 
 
@@ -44,7 +44,7 @@ def judge(
     colocated: Best | None,
 ) -> Verdict:
     """Returns the verdict for one request. One of ``afd`` and ``colocated`` may be None."""
-    request, error = search.request, MODEL_ERROR
+    request, error = search.request, error_of(search.request)
     refused = not_served(request)
     ratio = _ratio(afd[0] if afd else None, colocated)
     routed = _routed(search, ratio)
@@ -78,12 +78,15 @@ def _ratio(afd: Best | None, colocated: Best | None) -> float:
 
 
 def _routed(search: Search, ratio: float) -> tuple[Routed, ...]:
-    """Returns the ratio under even, the requested and the worst expert loads."""
+    """Returns the ratio under equal, the requested and the worst popularity of experts.
+
+    Rows choose at random in all of them.
+    """
     spread = search.request.spread
     if spread.spread == 0 or not search.request.model.moe_layers:
         return (Routed(spread.name, ratio),)
     found = [Routed(spread.name, ratio)]
-    for place, other in ((0, EVEN_SPREAD), (2, spread.at_worst())):
+    for place, other in ((0, EQUAL_SPREAD), (2, spread.at_worst())):
         again = search.with_spread(other)
         found.insert(place, Routed(other.name, ratio_at(again, again.limits)))
     return tuple(found)
@@ -215,7 +218,7 @@ def _more_gpus(search: Search, needed: float) -> Change | None:
 
 
 def _longer_context(search: Search, needed: float) -> Change | None:
-    """Returns the first longer context (doubling) at which disaggregation wins."""
+    """Returns the first longer context of CONTEXT_FACTORS at which disaggregation wins."""
     request = search.request
     longest = min(request.model.max_context or LONGEST_CONTEXT, LONGEST_CONTEXT)
     for factor in CONTEXT_FACTORS:
