@@ -19,6 +19,7 @@ BENCHES = {
     "load": "afd_bench.load",
     "moe": "afd_bench.moe.cli",
     "paper": "afd_bench.paper",
+    "planner": "afd_bench.planner.command",
     "report": "afd_bench.report.command",
     "scale": "afd_bench.scale.cli",
     "simulator": "afd_bench.simulator",

@@ -154,7 +154,7 @@ def test_the_verdict_does_not_flip_between_budgets():
 
 
 def test_left_over_gpus_run_colocated_servers():
-    search = Search(request("deepseek-v3", "h200", context=4096, gpus=40))
+    search = Search(request("deepseek-v3", "h200", gpus=40, precision=PRECISIONS["all-fp8"]))
     best = search.best_afd(search.limits)
     plan = make_plan(search.request)
     assert best.others and plan.afd.gpus == 40

@@ -12,6 +12,7 @@ import pytest
 from planner_support import request
 
 from afd_planner.cost.stages import layer_period
+from afd_planner.facts.precision import PRECISIONS
 from afd_planner.report.as_json import SCHEMA, plan_data
 from afd_planner.report.text import render
 from afd_planner.report.timeline import LANES, busy, timeline
@@ -22,7 +23,8 @@ from afd_planner.sizing.plan import Change, ChangeKind, Reason, ReasonKind
 
 @pytest.fixture(scope="module")
 def wins():
-    return make_plan(request("qwen3-235b-a22b", "h200", tpot_s=0.02, gpus=256))
+    precision = PRECISIONS["all-fp8"]
+    return make_plan(request("qwen3-235b-a22b", "h200", tpot_s=0.02, gpus=256, precision=precision))
 
 
 @pytest.fixture(scope="module")
