@@ -37,6 +37,7 @@ def map_png(cells: Sequence[MapCell]) -> bytes:
                     if 0 < cell.ratio < math.inf:
                         grid[y, x] = math.log2(cell.ratio)
                     text = "only AFD" if math.isinf(cell.ratio) else f"{cell.ratio:.2f}"
+                    text = text if cell.ratio else "no AFD"
                     weight = "normal" if cell.decision == "undecided" else "bold"
                     panel.text(x, y, text, ha="center", va="center", fontsize=7, weight=weight)
             panel.imshow(grid, cmap=colours, vmin=-1, vmax=1, aspect="auto", origin="lower")
