@@ -23,6 +23,7 @@ CODE_OF = {
     "load": ("ffn_worker/experts", "ffn_worker/moe/stored.py"),
     "moe": ("ffn_worker/moe", "ffn_worker/kernels"),
     "paper": ("afd_planner",),
+    "planner": ("afd_planner", "afd_bench/planner"),
     "rounding": ("training", "afd/wire"),
     "scale": _SERVER,
     "simulator": (*_SERVER, "afd_planner/simulate"),
