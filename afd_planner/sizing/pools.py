@@ -198,7 +198,10 @@ def ffn_pools(
         None if column[0] is None else stack([line for line in column if line is not None])
         for column in zip(*lines, strict=True)
     ]
-    return FfnPools(accelerator, gpus, *np.array(found, dtype=np.float64).T, tuple(columns))
+    instances_of, tp_of, redundant_of, weights_of = np.array(found, dtype=np.float64).T
+    return FfnPools(
+        accelerator, gpus, instances_of, tp_of, redundant_of, weights_of, tuple(columns)
+    )
 
 
 def spare_experts(model: ModelSpec, groups: int) -> int:
