@@ -103,6 +103,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--report", type=Path, metavar="FILE", help="plots, as .html or .png")
     out.add_argument("--emit", type=Path, metavar="FILE", help="a deployment file for afd serve")
     out.add_argument(
+        "--simulate", type=Path, metavar="FILE", help="a file for afd simulate, with jitter"
+    )
+    out.add_argument(
         "--presets",
         action="store_true",
         help="rewrite the preset deployment files that come with afd, and exit",

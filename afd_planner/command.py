@@ -24,6 +24,7 @@ from afd_planner.facts.precision import PRECISIONS, Precision
 from afd_planner.report.as_json import plan_data
 from afd_planner.report.emit import deployment_yaml
 from afd_planner.report.presets import FOLDER, PRESET_MODELS, write_presets
+from afd_planner.report.simulation import simulation_yaml
 from afd_planner.report.text import render
 from afd_planner.sizing.context import parse_context
 from afd_planner.sizing.decide import make_plan
@@ -55,6 +56,8 @@ def plan_command(args: argparse.Namespace) -> int:
         _write(args.report, report(plan))
     if args.emit:
         _write(args.emit, deployment_yaml(plan, _model_path(args.model, args.emit)))
+    if args.simulate:
+        _write(args.simulate, simulation_yaml(plan))
     print(render(plan))
     for warning in _partition_warnings(request):
         print(f"note: {warning}")
