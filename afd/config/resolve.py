@@ -146,7 +146,8 @@ def _graph_buckets(deployment: Deployment) -> tuple[tuple[int, ...], ...]:
     pipeline = deployment.pipeline
     if not pipeline.graphs:
         return ()
-    rows = captured_rows(deployment.attention.max_num_seqs)
+    attention = deployment.attention
+    rows = captured_rows(attention.max_num_seqs, attention.decode_rows)
     return GraphSizes.of(rows, pipeline.max_depth, pipeline.min_rows).buckets
 
 
