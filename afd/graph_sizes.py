@@ -56,7 +56,7 @@ class GraphSizes:
             sizes: from :func:`captured_rows`.
             min_rows: ``pipeline.min_rows``; a step with fewer rows per micro-batch is not split.
         """
-        one = sizes[0]  # rows of one request
+        one = sizes[0] if sizes else 1  # rows of one request
         kept = [size for size in sizes if _is_round(size // one) or size == sizes[-1]]
         return cls(tuple(_of_depth(kept, sizes, d, min_rows) for d in range(1, max_depth + 1)))
 

@@ -88,7 +88,7 @@ def test_short_names_stand_for_refused_ones():
 
 def test_the_documentation_lists_what_is_refused():
     """Replace the part between the marks by what this test expects if it fails."""
-    page = Path(__file__).parents[3] / "docs" / "vllm.md"
+    page = Path(__file__).parents[3] / "docs" / "vllm-features.md"
     _, _, listed = page.read_text().partition("<!-- refused: begin -->\n")
     listed, _, _ = listed.partition("<!-- refused: end -->")
     rows = [f"| `{name}` | {reason} |" for name, reason in sorted(REFUSED.items())]
