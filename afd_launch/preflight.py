@@ -18,7 +18,7 @@ from afd.devices import device_named
 from afd.errors import AfdError
 from afd.models import read_quantization
 from afd.models.checkpoint import tensor_table
-from afd_launch.doctor import Finding
+from afd_launch.doctor import Finding, vllm_version
 from afd_launch.installation import find_gpus, vllm_build, vllm_remedy
 
 GIB = 2**30
@@ -69,6 +69,9 @@ def _vllm(deployment: Deployment) -> Iterator[Finding]:
     good = (build == "cpu") is device_named(wanted).host_memory
     text = f"built for {build}, attention.device is {wanted}"
     yield Finding("ok" if good else "bad", "vllm", text if good else f"{text}; install the other")
+    version = vllm_version()
+    if version is not None:
+        yield version
 
 
 def _devices(deployment: Deployment) -> Iterator[Finding]:

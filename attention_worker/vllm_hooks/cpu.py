@@ -21,11 +21,12 @@ from afd.host.affinity import bind_process
 from attention_worker.instance import reported
 from attention_worker.vllm_hooks.runner import DisaggregatedRunner
 from attention_worker.vllm_hooks.store import file_store
+from attention_worker.vllm_hooks.versions import layout
 
 
 class AfdCpuModelRunner(DisaggregatedRunner, CPUModelRunner):
-    """CPU runner of an attention instance. Fixes attention sinks in float32, and requests with a
-    seed and a chunked prompt.
+    """CPU runner of an attention instance. Fixes attention sinks in float32 (vLLM before 0.31), and
+    requests with a seed and a chunked prompt.
 
     A request with a seed draws random numbers in every step, also in the steps that prefill a chunk
     of its prompt. vLLM then rewinds the generator by its offset, but CPU generators have none: vLLM
@@ -33,9 +34,11 @@ class AfdCpuModelRunner(DisaggregatedRunner, CPUModelRunner):
     state of the generator instead, so a seed gives the same tokens however the prompt is chunked.
     """
 
-    def load_model(self, load_dummy_weights: bool = False) -> None:
-        super().load_model(load_dummy_weights)
-        # vLLM's CPU kernel reads attention sinks as bfloat16, whatever the model's dtype
+    def load_model(self, load_dummy_weights: bool = False, **further: Any) -> None:
+        super().load_model(load_dummy_weights, **further)
+        if not layout().cpu_sinks_bfloat16:
+            return
+        # The CPU kernel reads attention sinks as bfloat16, whatever the model's dtype
         # (csrc/cpu/cpu_attn.cpp: s_aux), and fails on others. Published sinks are bfloat16.
         for module in self.get_model().modules():
             if isinstance(module, Attention) and isinstance(module.impl, CPUAttentionBackendImpl):

@@ -1,7 +1,8 @@
 """What an attention instance adds to vLLM's model runner: micro-batches and the remote experts.
 
 It only overrides methods. Scheduling, KV cache, attention metadata and sampling stay vLLM's
-(vllm/v1/worker/gpu_model_runner.py, 0.26.0).
+(vllm/v1/worker/gpu_model_runner.py). Arguments that some versions have and others do not are passed
+on as they come.
 """
 
 import copy
@@ -38,14 +39,14 @@ class DisaggregatedRunner(_Base):
     :meth:`load_model` is the first call that vLLM makes on the result.
     """
 
-    def load_model(self, load_dummy_weights: bool = False) -> None:
+    def load_model(self, load_dummy_weights: bool = False, **further: Any) -> None:
         """Joins the deployment, loads the attention half, and waits for the FFN instances."""
         with reported():
             check_supported(self.vllm_config)
             self._instance = AttentionInstance.join()
         self._scheduled: SchedulerOutput | None = None
         self._capture_depth: int | None = None
-        super().load_model(load_dummy_weights)
+        super().load_model(load_dummy_weights, **further)
         with reported():
             self._instance.serve(self.get_model())
         # With ubatch_size, vLLM makes one attention metadata builder per micro-batch
@@ -73,9 +74,9 @@ class DisaggregatedRunner(_Base):
         added: bool = super().add_lora(lora_request)
         return added
 
-    def profile_run(self) -> None:
+    def profile_run(self, *arguments: Any, **named: Any) -> None:
         """Runs vLLM's warm-up, which calls the FFN; then goes idle."""
-        super().profile_run()
+        super().profile_run(*arguments, **named)
         self.go_idle()
 
     def go_idle(self) -> None:
@@ -108,13 +109,8 @@ class DisaggregatedRunner(_Base):
         num_reqs: int,
         num_scheduled_tokens_np: np.ndarray,
         max_num_scheduled_tokens: int,
-        use_cascade_attn: bool,
-        allow_microbatching: bool = True,
-        force_eager: bool = False,
-        force_uniform_decode: bool | None = None,
-        force_has_lora: bool | None = None,
-        force_num_active_loras: int | None = None,
-        num_encoder_reqs: int = 0,
+        *arguments: Any,
+        **named: Any,
     ) -> tuple[Any, ...]:
         """Returns vLLM's decision with our number of micro-batches, instead of its own for data
         parallelism."""
@@ -123,13 +119,8 @@ class DisaggregatedRunner(_Base):
             num_reqs,
             num_scheduled_tokens_np,
             max_num_scheduled_tokens,
-            use_cascade_attn,
-            allow_microbatching,
-            force_eager,
-            force_uniform_decode,
-            force_has_lora,
-            force_num_active_loras,
-            num_encoder_reqs,
+            *arguments,
+            **named,
         )
         if self._scheduled is not None:
             decode = max_num_scheduled_tokens <= self.uniform_decode_query_len
