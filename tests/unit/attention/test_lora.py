@@ -45,3 +45,28 @@ def test_an_adapter_of_experts_is_refused_with_its_name_and_a_remedy(tmp_path):
     text = str(caught.value)
     assert text.startswith(f"LoRA adapter chat ({tmp_path}) changes experts, but")
     assert "train it with target_modules of attention" in text and "\n" not in text
+
+
+def test_rows_without_an_adapter_stay_as_they_are_beside_others():
+    """Against a plain loop over rows, through vLLM's own entry point."""
+    from vllm.lora.layers import LoRAMapping
+
+    from attention_worker.vllm_hooks.cpu import CpuAdapterRows
+
+    torch.manual_seed(0)
+    rows, hidden, width, rank, slots = 9, 16, 12, 4, 3
+    of_rows = (0, 7, 7, 0, 5, 0, 5, 9, 0)  # ids of adapters; 0: none
+    ids = [7, 5, 9]  # of slot 0, 1, 2
+    wrapper = CpuAdapterRows(64, 64, torch.device("cpu"))
+    mapping = LoRAMapping(of_rows, of_rows, is_prefill=True)
+    wrapper.update_metadata(mapping, ids, slots, 100)
+    x, base = torch.randn(rows, hidden), torch.randn(rows, width)
+    down, up = torch.randn(slots, 1, rank, hidden), torch.randn(slots, 1, width, rank)
+    found = base.clone()
+    wrapper.add_lora_linear(found, x, (down,), (up,), 0.5, (width,))
+    for row, adapter in enumerate(of_rows):
+        want = base[row]
+        if adapter:
+            slot = ids.index(adapter)
+            want = want + 0.5 * (up[slot, 0] @ (down[slot, 0] @ x[row]))
+        torch.testing.assert_close(found[row], want)
