@@ -46,7 +46,7 @@ def _check_core_lists(cpus: CoreLists, processes: int) -> None:
 
 
 class Speculation(Section):
-    """Speculative decoding: each step verifies draft tokens of every request (docs/vllm-features.md).
+    """Speculative decoding: a step verifies draft tokens of its requests (docs/vllm-features.md).
 
     The names are those of vLLM's ``--speculative-config``.
     """

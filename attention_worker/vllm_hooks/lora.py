@@ -1,7 +1,7 @@
 """Which modules of an attention instance LoRA adapters may change: the attention projections.
 
-An adapter for other modules cannot be served whole: the experts are on the FFN instances, which hold
-no adapters.
+An adapter of other modules cannot be served whole: the experts are on the FFN instances, which
+hold no adapters.
 """
 
 from collections.abc import Collection, Iterable
@@ -41,8 +41,8 @@ def check_adapter(name: str, path: Path, allowed: Collection[str]) -> None:
         others = outside(file.keys(), allowed)
     if others:
         raise ConfigError(
-            f"LoRA adapter {name} ({path}) changes {', '.join(others)}, but attention instances take"
-            f" adapters of attention only ({', '.join(sorted(allowed))}): FFN instances hold no"
+            f"LoRA adapter {name} ({path}) changes {', '.join(others)}, but attention instances"
+            f" take adapters of attention only ({', '.join(sorted(allowed))}): FFN instances hold no"
             " adapters; train it with target_modules of attention, or merge it into the checkpoint"
         )
 

@@ -1,4 +1,6 @@
-"""2A1F with an FFN instance of two ranks, and speculation: tokens equal colocated vLLM's; a rank is killed."""
+"""2A1F with an FFN instance of two ranks, and speculation: tokens equal colocated vLLM's.
+
+A rank is killed."""
 
 import os
 import signal

@@ -38,7 +38,10 @@ def test_modules_outside_attention_are_found(module, found):
 
 def test_an_adapter_of_experts_is_refused_with_its_name_and_a_remedy(tmp_path):
     tensor = torch.zeros(2, 2)
-    names = [f"{LAYER}mlp.experts.0.up_proj.lora_A.weight", f"{LAYER}self_attn.q_proj.lora_A.weight"]
+    names = [
+        f"{LAYER}mlp.experts.0.up_proj.lora_A.weight",
+        f"{LAYER}self_attn.q_proj.lora_A.weight",
+    ]
     save_file({name: tensor.clone() for name in names}, tmp_path / "adapter_model.safetensors")
     with pytest.raises(ConfigError) as caught:
         check_adapter("chat", tmp_path, ATTENTION)
