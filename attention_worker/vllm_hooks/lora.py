@@ -42,8 +42,8 @@ def check_adapter(name: str, path: Path, allowed: Collection[str]) -> None:
     if others:
         raise ConfigError(
             f"LoRA adapter {name} ({path}) changes {', '.join(others)}, but attention instances"
-            f" take adapters of attention only ({', '.join(sorted(allowed))}): FFN instances hold no"
-            " adapters; train it with target_modules of attention, or merge it into the checkpoint"
+            f" take adapters of attention only ({', '.join(sorted(allowed))}): FFN instances hold"
+            " none; train it with target_modules of attention, or merge it into the checkpoint"
         )
 
 
