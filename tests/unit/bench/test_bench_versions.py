@@ -34,7 +34,7 @@ def test_records_are_kept_by_version_and_path(
 
 def test_it_needs_vllm_and_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "installed", lambda: Installed("vllm", "0.98.0"))
-    with pytest.raises(ConfigError, match="no-such-test does not exist in .*; run it in a check"):
+    with pytest.raises(ConfigError, match=r"no-such-test does not exist in .*; run it in a check"):
         versions.main(["no-such-test"])
     monkeypatch.setattr(versions, "installed", lambda: None)
     with pytest.raises(ConfigError, match=r"run ./run test-vllm VERSION first"):
