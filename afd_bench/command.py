@@ -23,6 +23,7 @@ BENCHES = {
     "scale": "afd_bench.scale.cli",
     "simulator": "afd_bench.simulator",
     "stages": "afd_bench.stages",
+    "versions": "afd_bench.versions",
     "wire_gpu": "afd_bench.wire_gpu",
 }
 
