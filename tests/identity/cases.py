@@ -1,9 +1,6 @@
 """The models that are compared with vLLM and Transformers."""
 
-import random
-from dataclasses import dataclass, replace
-
-from afd_demo.sizes import Sizes
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -68,31 +65,3 @@ SPLIT = (
 )
 """The split form of models whose layers can be pipelined."""
 ALL = (*FAMILIES, *FORMATS, *SPLIT)
-
-
-def drawn_sizes(model: Model, seed: int) -> Sizes:
-    """Returns random sizes that the family can have."""
-    draw = random.Random(f"{model.layout} {seed}")
-    heads, head_dim = draw.choice((4, 8)), draw.choice((32, 64))
-    experts = draw.choice((4, 6, 8, 12))
-    layers = draw.randint(2, 4)
-    sizes = Sizes(
-        hidden=heads * head_dim,
-        layers=layers,
-        experts=experts,
-        top_k=draw.randint(1, 3),
-        intermediate=draw.choice((32, 64, 96, 160)),
-        dense_intermediate=draw.choice((64, 192)),
-        heads=heads,
-        kv_heads=draw.choice([n for n in (1, 2, 4) if heads % n == 0]),
-        head_dim=head_dim,
-        vocab=512 + 32 * draw.randint(0, 3),
-        shared_experts=draw.randint(1, 3),
-        dense_first=draw.randint(0, layers - 1),
-        mla=(32, 16 * draw.randint(1, 2), 32, 32 * draw.randint(1, 3), 64),
-    )
-    if model.layout in ("llama4", "qwen3_next"):  # the last layer of two or four is the other kind
-        sizes = replace(sizes, layers=4)
-    if model.layout == "step3_vl":
-        sizes = replace(sizes, layers=max(layers, 3))
-    return sizes

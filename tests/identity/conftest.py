@@ -4,38 +4,30 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import ALL, Model, drawn_sizes
+from cases import Model
+from drawn import SEED, described, models_of, sizes_of
 from engines import Case
 
 from afd_demo.published.make import make_published
-from afd_demo.sizes import PRESETS, Sizes
 
 ROOT = Path(__file__).parents[2]
-SEED = int(os.environ.get("AFD_TEST_SEED") or time.time())
-"""Sizes of families are drawn from it. Every failure prints it; AFD_TEST_SEED repeats a run."""
 
 
-def sizes_of(model: Model) -> Sizes:
-    return PRESETS["tiny"] if model.stored_as != "plain" else drawn_sizes(model, SEED)
-
-
-def described(model: Model) -> str:
-    return f"{model.name}, AFD_TEST_SEED={SEED}, {sizes_of(model)}"
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    terminalreporter.write_line(f"tests/identity: sizes were drawn with AFD_TEST_SEED={SEED}")
 
 
 @pytest.fixture(scope="session")
 def models(request: pytest.FixtureRequest) -> list[Model]:
     """Returns the models of the tests that were selected."""
-    called = [i.callspec.params for i in request.session.items if hasattr(i, "callspec")]
-    named = {params["model"].name for params in called}
-    return [model for model in ALL if model.name in named]
+    items = request.session.items
+    return models_of(item.callspec.params for item in items if hasattr(item, "callspec"))
 
 
 @pytest.fixture(scope="session")

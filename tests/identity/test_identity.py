@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from cases import ALL, FORMATS, Model
-from conftest import described
+from drawn import described, models_of
 from engines import prompts
 from hf import disagreements
 
@@ -39,3 +39,8 @@ def test_decoded_attention_is_logged(model: Model, remote: Answer) -> None:
     decoded = [line for line in log if "are decoded to float32 at load" in line]
     experts_only = model.stored_as in ("int4", "mxfp4")
     assert len(decoded) == (not experts_only), log
+
+
+def test_parameters_of_other_tests_name_no_model() -> None:
+    """In a run of several folders, other tests have parameters of the same name, or none of it."""
+    assert models_of([{}, {"model": "mixtral"}, {"model": ALL[3]}, {"depth": 1}]) == [ALL[3]]

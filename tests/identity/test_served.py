@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from cases import ALL, Model
-from conftest import described
+from drawn import described
 from engines import TOKENS, Case, prompts, settings
 from hf import disagreements
 
