@@ -6,12 +6,13 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from cases import ALL, Model
-
+from afd_bench.families.cases import ALL, Model
 from afd_demo.sizes import PRESETS, Sizes
 
 SEED = int(os.environ.get("AFD_TEST_SEED") or time.time())
 """Sizes of families are drawn from it. Every run prints it; AFD_TEST_SEED repeats a run."""
+DAMAGED = "damaged"
+"""A case whose checkpoint has one attention weight of another shape than config.json says."""
 
 
 def drawn_sizes(model: Model, seed: int) -> Sizes:

@@ -8,7 +8,8 @@ class Model:
     """A published layout and a format.
 
     colocated: why colocated vLLM 0.26 cannot answer on CPUs; "": it can. transformers: whether
-    Transformers has the family. dtype, instances: see ``engines.Case``. text_twin: the layout of a
+    Transformers has the family. dtype, instances: see
+    :class:`afd_bench.families.engines.Case`. text_twin: the layout of a
     text model with the same tensors, for vLLM alone. split: in split form, although its layers can
     be pipelined. depth: the deepest step.
     """
@@ -29,34 +30,38 @@ class Model:
         return self.layout if what == "plain" else f"{self.layout}-{what}"
 
 
-_SINKS = "vLLM's CPU attention takes sinks in bfloat16 models only"
+SINKS = "vLLM's CPU attention takes sinks in bfloat16 models only"
 FAMILIES = (
     Model("qwen3_moe"),
     Model("qwen2_moe"),
     Model("mixtral"),
     Model("deepseek_v2"),
     Model("deepseek_v3"),
+    Model("deepseek_v32", colocated="vLLM has sparse attention on GPUs only", depth=1),
     Model("kimi_k2", transformers=False),
     Model("glm4_moe"),
     Model("ernie45_moe", colocated="vLLM's CPU router leaves out the selection bias"),
     Model("minimax_m2", colocated="vLLM's CPU router has no sigmoid scores"),
-    Model("gpt_oss", colocated=_SINKS),
+    Model("gpt_oss", colocated=SINKS),
     Model("llama4", colocated="vLLM needs the package torchvision for it"),
     Model("step3_vl", transformers=False, text_twin="step3_text"),
     # vLLM's CPU kernel for linear attention takes bfloat16 only. With one FFN instance, both sides
     # run the same kernels.
     Model("qwen3_next", transformers=False, dtype="bfloat16", instances=1, depth=1),
 )
-"""In sizes that are drawn anew for every run."""
+"""Tests draw their sizes anew for every run."""
 FORMATS = (
     Model("deepseek_v3", "fp8_block"),
     Model("qwen3_moe", "fp8_block"),
     Model("glm4_moe", "fp8_channel"),
     Model("qwen3_moe", "fp8_tensor"),
     Model("qwen3_moe", "gptq"),
+    Model("qwen3_moe", "gptq_ordered"),
     Model("qwen3_moe", "awq"),
+    Model("qwen3_moe", "int4_all"),
     Model("kimi_k2", "int4", transformers=False),
-    Model("gpt_oss", "mxfp4", colocated=_SINKS),
+    Model("gpt_oss", "mxfp4", colocated=SINKS),
+    Model("deepseek_v3", "mxfp4_quark"),
 )
 """Compared with their unquantised twins, in the sizes of the preset "tiny"."""
 SPLIT = (
