@@ -14,11 +14,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from afd.errors import AfdError
-from afd.records import Record, command_line, machine, results_file, today, write_records
+from afd.records import (
+    Record,
+    command_line,
+    machine,
+    read_records,
+    results_file,
+    today,
+    write_records,
+)
 from afd_bench.agreement import Position, compare
 from afd_bench.differences import KL_TARGET
 from afd_bench.families.cases import FAMILIES, FORMATS, SINKS, Model
 from afd_bench.families.engines import Case, Result, prompts
+from afd_bench.families.page import page
 from afd_bench.families.process import Engines, write_checkpoint
 from afd_demo.sizes import PRESETS
 
@@ -69,6 +78,9 @@ def main(argv: Sequence[str]) -> int:
                     write_records(args.out, [_record(finding, command) for finding in found])
         finally:
             engines.close()
+    if args.out is not None:
+        text = page(args.out.name, read_records(args.out))
+        args.out.with_suffix(".md").write_text(text, encoding="utf-8")
     return int(status)
 
 
@@ -80,7 +92,9 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     names = [model.name for model in (*FAMILIES, *FORMATS)]
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
-    parser.add_argument("--out", type=results_file, help="file of the records")
+    parser.add_argument(
+        "--out", type=results_file, help="file of the records; the page gets the same name with .md"
+    )
     return parser.parse_args(argv)
 
 
