@@ -327,7 +327,9 @@ def main() -> None:
                 result = Result(case.name, error=traceback.format_exc())
             result.log, result.seconds = handler.lines, time.monotonic() - began
             results.append(asdict(result))
-            Path(results_file).write_text(json.dumps(results))
+            partial = Path(f"{results_file}.partial")
+            partial.write_text(json.dumps(results))
+            partial.replace(results_file)  # others read it while this goes on
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -32,7 +33,7 @@ def write_checkpoint(model: Model, root: Path, sizes: Sizes, seed: int) -> None:
 
 
 class Engines:
-    """Starts a process for a side when it is first asked for, and waits for it once.
+    """Starts a process for a side when it is first asked for.
 
     folder: gets the files of the processes. cases: by side, "remote" and "colocated".
     """
@@ -44,7 +45,6 @@ class Engines:
         self._cases = cases
         self._wait_s = wait_s
         self._running: dict[str, subprocess.Popen[bytes]] = {}
-        self._found: dict[str, dict[str, Result]] = {}
 
     def start(self, side: str) -> None:
         if side in self._running:
@@ -65,20 +65,23 @@ class Engines:
             AfdError: the process ended, or took too long, before it came to this case.
         """
         self.start(side)
-        if side not in self._found:
-            try:
-                self._running[side].wait(self._wait_s)
-            except subprocess.TimeoutExpired:
-                raise AfdError(
-                    f"the engines ({side}) took more than {self._wait_s:.0f} s"
-                ) from None
-            results = self._folder / f"{side}-results.json"
-            entries = json.loads(results.read_text()) if results.is_file() else []
-            self._found[side] = {entry["name"]: Result(**entry) for entry in entries}
-        if name not in self._found[side]:
-            log = (self._folder / f"{side}.log").read_text(errors="replace")
-            raise AfdError(f"the engines ({side}) ended before {name}: {log[-2000:]}")
-        return self._found[side][name]
+        process, until = self._running[side], time.monotonic() + self._wait_s
+        while True:
+            ended = process.poll() is not None
+            found = self._read(side)
+            if name in found:
+                return found[name]
+            if ended:
+                log = (self._folder / f"{side}.log").read_text(errors="replace")
+                raise AfdError(f"the engines ({side}) ended before {name}: {log[-2000:]}")
+            if time.monotonic() > until:
+                raise AfdError(f"the engines ({side}) took more than {self._wait_s:.0f} s")
+            time.sleep(0.2)
+
+    def _read(self, side: str) -> dict[str, Result]:
+        results = self._folder / f"{side}-results.json"
+        entries = json.loads(results.read_text()) if results.is_file() else []
+        return {entry["name"]: Result(**entry) for entry in entries}
 
     def close(self) -> None:
         """Ends the processes."""

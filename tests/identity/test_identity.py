@@ -35,13 +35,14 @@ def test_same_tokens(model: Model, checkpoints: Path, remote: Answer, colocated:
 
 
 @pytest.mark.parametrize("model", FORMATS, ids=lambda model: model.name)
-def test_decoded_attention_is_logged(model: Model, remote: Answer) -> None:
+def test_formats_and_bytes_are_logged(model: Model, remote: Answer) -> None:
     log = remote(model).log
     decoded = [line for line in log if "are decoded to float32 at load" in line]
     experts_only = model.stored_as in ("int4", "mxfp4")
     assert len(decoded) == (not experts_only), log
     experts = [line for line in log if line.startswith("experts: ") and line.endswith(" GB")]
     assert len(experts) == model.instances, log
+    assert [line for line in log if line.startswith("attention weights: ") and "GB/s" in line], log
 
 
 def test_a_weight_that_does_not_fit_names_its_file(engines: Engines, damaged: Path) -> None:
