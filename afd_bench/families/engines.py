@@ -268,7 +268,7 @@ def _run_remote(case: Case, role_file: Path) -> Result:
     from attention_worker.vllm_hooks import runner
     from attention_worker.vllm_hooks.register import register_model
 
-    runner.AttentionInstance = LocalInstance  # type: ignore[misc,assignment]  # stands in for it
+    runner.AttentionInstance = LocalInstance  # type: ignore[assignment,attr-defined]  # stands in for it
     op_registry_oot.pop("RoutedExperts", None)  # registered by the case before; vLLM refuses twice
     with _environment({**environment, ROLE_FILE_ENV: str(role_file)}):
         register_model(load_role())
