@@ -6,8 +6,9 @@ import pytest
 from adapters import ATTENTION, make_adapter, merged
 from deployments import ADAPTERS, Host, Models
 from helpers import Running, Stream, tokens_of
-from hf import disagreements
 from reference import References, same_tokens
+
+from afd_bench.families.hf import disagreements
 
 pytestmark = pytest.mark.serve
 
