@@ -13,6 +13,7 @@ BENCHES = {
     "comm": "afd_bench.comm",
     "comm_gpu": "afd_bench.comm_gpu",
     "cpu": "afd_bench.cpu",
+    "families": "afd_bench.families.command",
     "gpu": "afd_bench.gpu",
     "hf": "afd_bench.hf",
     "identity": "afd_bench.identity",
@@ -24,6 +25,7 @@ BENCHES = {
     "scale": "afd_bench.scale.cli",
     "simulator": "afd_bench.simulator",
     "stages": "afd_bench.stages",
+    "versions": "afd_bench.versions",
     "wire_gpu": "afd_bench.wire_gpu",
 }
 

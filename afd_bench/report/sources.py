@@ -29,6 +29,7 @@ CODE_OF = {
     "simulator": (*_SERVER, "afd_planner/simulate"),
     "step3": (*_SERVER, "afd_bench/step3"),
     "training": ("training",),
+    "versions": (*_SERVER, "tests/integration", "tests/identity"),
 }
 """Paths that decide a benchmark's numbers. A benchmark that is missing here depends on all code."""
 
