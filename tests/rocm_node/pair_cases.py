@@ -97,8 +97,8 @@ def tcp(checkpoint: Path, folder: Path) -> None:
 
 
 def mixed(checkpoint: Path, folder: Path) -> None:
-    """FFN instance on CPUs, attention on a GPU: steps are sent by the host. Backend auto takes ipc to
-    host memory, and tcp back."""
+    """FFN instance on CPUs, attention on a GPU: the host sends the steps. Backend auto takes ipc
+    to host memory, and tcp back."""
     # The FFN's process has the product's device cpu, not the node.
     here = str(Path(__file__).parent)
     paths = os.environ["PYTHONPATH"].split(os.pathsep)
