@@ -4,6 +4,7 @@ An FFN instance in a process of its own and an attention side without vLLM, both
 FAKE_IBVERBS names the libibverbs without hardware.
 """
 
+import atexit
 import ctypes
 import os
 import signal
@@ -24,6 +25,9 @@ BF16, MXFP4 = 2e-2, 0.3
 def made(checkpoint: Path, folder: Path, backend: str = "ipc", **sections: Any) -> Pair:
     ffn = {"backend": "reference", **sections.pop("ffn", {})}
     pair = Pair(checkpoint, folder, "rocm", ffn=ffn, **sections)
+    # A case that fails must leave no process behind.
+    for process in pair.processes.values():
+        atexit.register(process.kill)
     assert pair.region.device == "hip:0"
     assert {peer.link.backend for peer in pair.host.peers} == {backend}
     return pair
@@ -75,11 +79,9 @@ def verbs(checkpoint: Path, folder: Path) -> None:
     (link,) = [peer.link for peer in pair.host.peers]
     assert link.notes == "", "the NIC reaches GPU memory: nothing is staged"
     model, nic = pair.reference(), ctypes.CDLL(library)
-    for depth in (1, 3):
-        graph = replayed(pair, depth, model)
+    graph = replayed(pair, 3, model)
     nic.fake_lose_acks(b"fake0", 1)
-    for seed in range(3):
-        again(graph, seed, model)
+    again(graph, 5, model)
     assert "fake0" in link.notes
     nic.fake_lose_acks(b"fake0", 0)
     assert "graphs captured in" in pair.log("ffn")
@@ -90,7 +92,7 @@ def verbs(checkpoint: Path, folder: Path) -> None:
 def tcp(checkpoint: Path, folder: Path) -> None:
     """The proxy stages: the same step through host memory, in chunks."""
     pair = made(checkpoint, folder, "tcp", transport={"backend": "tcp"})
-    replayed(pair, 3, pair.reference())
+    replayed(pair, 2, pair.reference())
     (link,) = [peer.link for peer in pair.host.peers]
     assert "copies messages of hip:0 through host memory" in link.notes
     pair.close()
@@ -105,12 +107,11 @@ def mixed(checkpoint: Path, folder: Path) -> None:
     plain = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path != here)}
     pair = made(checkpoint, folder, ffn={"device": "cpu"}, ffn_environment=plain)
     model = pair.reference()
-    for depth in (1, 3):
-        step = Step(pair, 3 * depth + 8, depth, seed=depth)
-        for seed in range(3):
-            step.fill(seed)
-            step.run(pair.host)
-            assert step.error(model) < BF16
+    step = Step(pair, 17, 3)
+    for seed in range(2):
+        step.fill(seed)
+        step.run(pair.host)
+        assert step.error(model) < BF16
     assert "graphs captured in" not in pair.log("ffn")
     assert ", tcp)" in pair.log("ffn")
     pair.close()
@@ -120,7 +121,7 @@ def replayed(pair: Pair, depth: int, model: FfnModel) -> Graph:
     step = Step(pair, 3 * depth + 8, depth, seed=depth)
     graph = Graph(step)
     graph.capture()
-    for seed in range(3):
+    for seed in range(2):
         again(graph, seed, model)
     step.pad(2 * depth + 7)
     again(graph, 9, model)
@@ -155,6 +156,7 @@ def killed(pair: Pair) -> None:
     assert time.monotonic() - began < 5.0
     pair.processes["ffn"].wait(10)
     pair.start("ffn")
+    atexit.register(pair.processes["ffn"].kill)
     pair.host.reconnect([0])
     graph = Graph(step)
     graph.capture()
