@@ -119,8 +119,7 @@ class Arrivals:
             if peer.active:
                 problem = problems.get((rows, depth), "a step of no micro-batches")
                 if problem is None:
-                    arrival = (peer, first, depth, rows, step, moves)
-                    peer.announced = _new(Arrival, arrival)
+                    peer.announced = _new(Arrival, (peer, first, depth, rows, step, moves))
                 else:
                     self._late.drop_invalid(peer, problem)
 

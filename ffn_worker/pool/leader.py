@@ -73,6 +73,9 @@ class Leader:
                 time.sleep(_PAUSE_S)  # without live peers the wait returns at once
                 return []
             self._arrivals.read_controls(peers)
+        announced = [peer.announced for peer in peers]
+        if all(announced):  # nobody is awaited
+            return [arrival for arrival in announced if arrival is not None]
         arrived = self._arrivals.pending(peers)
         first = self._arrivals.first
         resumed = [a for a in arrived if a.start is not first and a.start != first]
