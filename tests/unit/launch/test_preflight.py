@@ -141,6 +141,8 @@ def test_a_device_that_is_not_here(check, monkeypatch):
     assert "kernels not checked" in line(out, "note", "experts")
     monkeypatch.setattr(preflight, "find_gpus", lambda: Gpus("nvidia", 1))
     assert "1 of nvidia here, the deployment uses 2" in line(check(**cuda)[1], "bad", "GPUs")
+    mixed = check(attention={"device": "cuda"})[1]  # FFN instances on CPUs
+    assert "1 of nvidia here, the deployment uses 1" in line(mixed, "ok", "GPUs")
     shared = check(gpus=1, **cuda)[1]
     assert "the deployment uses 1" in line(shared, "ok", "GPUs")
 
