@@ -9,7 +9,10 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
+from afd_gateway.admission import Room
+from afd_gateway.counts import Counts
 from afd_gateway.owner import ForeignListener
+from afd_gateway.routing import Router
 from afd_gateway.settings import GatewaySettings
 from afd_gateway.upstreams import (
     Condition,
@@ -18,10 +21,10 @@ from afd_gateway.upstreams import (
     Provider,
     Upstream,
     View,
-    choose,
     probed,
     request_failed,
     why_lost,
+    why_none,
 )
 
 log = logging.getLogger("afd.gateway")
@@ -39,11 +42,13 @@ class _Entry:
 class Lease:
     """Counts one request as running on one upstream, until the ``with`` block ends."""
 
-    def __init__(self, entry: _Entry) -> None:
+    def __init__(self, entry: _Entry, counts: Counts) -> None:
         self._entry = entry
+        self._counts = counts
         self._on_lost: Callable[[], object] | None = None
         self.lost_reason: str | None = None
         entry.leases.add(self)
+        counts.add(entry.upstream.id, 1)
 
     @property
     def upstream(self) -> Upstream:
@@ -54,6 +59,7 @@ class Lease:
 
     def __exit__(self, *_: object) -> None:
         self._entry.leases.discard(self)
+        self._counts.add(self._entry.upstream.id, -1)
         self._on_lost = None
 
     def on_lost(self, callback: Callable[[], object]) -> None:
@@ -70,11 +76,20 @@ class Lease:
 
 
 class Pool:
-    """The provider's members with the results of probes and requests."""
+    """The provider's members with the results of probes and requests.
 
-    def __init__(self, settings: GatewaySettings, provider: Provider) -> None:
+    kv_usage: see afd_gateway.kv_load, which keeps it current.
+    """
+
+    def __init__(
+        self, settings: GatewaySettings, provider: Provider, counts: Counts | None = None
+    ) -> None:
         self._settings = settings
         self._provider = provider
+        self._counts = counts or Counts()
+        self._router = Router(settings.routing, settings.max_running, settings.process)
+        self._served = False
+        self.kv_usage: dict[tuple[str, int, str], float] = {}
         self._entries: dict[tuple[str, int, str], _Entry] = {}
         self._wake = asyncio.Event()
         self.closed: str | None = None  # why new requests are refused
@@ -96,18 +111,51 @@ class Pool:
                 if entry.probe is not None:
                     entry.probe.cancel()
                 del self._entries[key]
+                self._router.forget(key)
 
     def views(self) -> tuple[View, ...]:
         """Returns the present members in a stable order."""
         self.refresh()
         present = (entry for entry in self._entries.values() if entry.present)
-        views = [View(entry.upstream, entry.health, len(entry.leases)) for entry in present]
+        views = [
+            View(
+                entry.upstream,
+                entry.health,
+                len(entry.leases),
+                self._counts.others(entry.upstream.id),
+                self.kv_usage.get(entry.upstream.key, 0.0),
+            )
+            for entry in present
+        ]
         return tuple(sorted(views, key=lambda view: (view.upstream.role, view.upstream.place)))
 
-    def acquire(self, exclude: Collection[tuple[str, int, str]] = ()) -> Lease | None:
-        """Returns a lease on the best upstream that is not excluded, or None."""
-        view = None if self.closed else choose(self.views(), exclude)
-        return None if view is None else Lease(self._entries[view.upstream.key])
+    def acquire(
+        self, exclude: Collection[tuple[str, int, str]] = (), body: bytes = b""
+    ) -> Lease | None:
+        """Returns a lease on the best upstream that is not excluded, or None.
+
+        body: of the request; what it begins with decides, see afd_gateway.routing.
+        """
+        view = None if self.closed else self._router.choose(self.views(), exclude, body)
+        return None if view is None else Lease(self._entries[view.upstream.key], self._counts)
+
+    def room(self) -> Room:
+        """Returns how many requests may run. They may wait while instances are busy or, once one
+        has served, away; not while the deployment ends or drains."""
+        limit = self._settings.max_running
+        views = self.views()
+        ready = sum(view.eligible for view in views)
+        self._served = self._served or ready > 0
+        leaving = any(view.upstream.state == "draining" for view in views)
+        wait = limit is not None and not self.closed and self._served and not (leaving and not ready)
+        return Room(ready * (limit or 0), wait)
+
+    def why_none(self) -> str | None:
+        """Says why no attention instance can take a request; None if one can."""
+        views = self.views()
+        if any(view.eligible for view in views):
+            return None
+        return self.closed or why_none(views, self._settings.expected_ids())
 
     def mark_failed(self, upstream: Upstream, reason: str) -> None:
         """Marks an upstream that failed a request; it gets no requests until /health is good."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import io
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 
 import aiohttp
 from aiohttp import hdrs, web
@@ -17,7 +17,6 @@ from afd_gateway.headers import (
     request_headers,
     response_headers,
     upstream_url,
-    wants_upgrade,
 )
 from afd_gateway.owner import ForeignListener, make_connector
 from afd_gateway.pool import Lease, Pool
@@ -87,16 +86,21 @@ class Proxy:
             skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
         )
 
-    async def handle(self, request: web.Request) -> web.StreamResponse:
-        """Forwards ``request`` to an attention instance. Raises GatewayError."""
-        if wants_upgrade(request.headers):
-            raise GatewayError(501, "the gateway forwards HTTP requests, not WebSocket connections")
-        body = await read_body(request, self._settings.max_body_bytes)
-        tried: set[tuple[str, int, str]] = set()
+    async def handle(
+        self,
+        request: web.Request,
+        body: bytes,
+        avoid: Collection[tuple[str, int, str]] = (),
+    ) -> web.StreamResponse:
+        """Forwards ``request`` with its ``body`` to an attention instance. Raises GatewayError.
+
+        avoid: keys of instances that cannot serve it.
+        """
+        tried = set(avoid)
         deliveries = 0
-        while (lease := self._pool.acquire(tried)) is not None:
+        while (lease := self._pool.acquire(tried, body)) is not None:
             tried.add(lease.upstream.key)
-            if len(tried) > 1:
+            if len(tried) > len(avoid) + 1:
                 self._telemetry.retry()
             try:
                 with lease:

@@ -13,6 +13,7 @@ GATEWAY_METRICS = (
     "afd_gateway_requests_total",
     "afd_gateway_retries_total",
     "afd_gateway_refused_total",
+    "afd_gateway_queued_requests",
     "afd_gateway_inflight_requests",
     "afd_gateway_upstream_up",
     "afd_peer_up",
@@ -42,10 +43,12 @@ _PATHS = frozenset(
 )
 # connections: too many are open. descriptors: an accept failed. malformed: not valid HTTP.
 # body_timeout: a body came too slowly. bodies: all bodies together are too large. unauthorized: no
-# valid API key. key_limit: the API key runs as many requests as it may.
+# valid API key. key_limit: the API key runs as many requests as it may. queue_full, queue_time: too
+# many requests wait, or one waited too long. queue_share: the queue is full, and the key has its
+# share of it. slow_client: a client did not read.
 REFUSALS = (
     "connections", "descriptors", "malformed", "body_timeout", "bodies",
-    "unauthorized", "key_limit",
+    "unauthorized", "key_limit", "queue_full", "queue_time", "queue_share", "slow_client",
 )  # fmt: skip
 _PREFIXES = {"/v1/models/": "/v1/models/{model}", "/v1/responses/": "/v1/responses/{id}"}
 
@@ -60,7 +63,8 @@ def path_template(path: str) -> str:
 class Telemetry:
     """Keeps the counters; gauges are read from the pool's views when the page is built.
 
-    The label ``instance`` is the gateway for request counts, and the member for other metrics.
+    The label ``instance`` is the gateway for request counts, and the member for other metrics;
+    ``gateway`` is the process that tells of it.
     """
 
     def __init__(self, instance: str) -> None:
@@ -99,35 +103,46 @@ class Telemetry:
         """reason: one of REFUSALS."""
         self._refused.labels(self._instance, reason).inc()
 
-    def text(self, views: Iterable[View], peer_up: dict[str, bool]) -> str:
+    def text(self, views: Iterable[View], queued: int, peer_up: dict[str, bool]) -> str:
         """Returns Prometheus text. peer_up: member id -> whether all its pages were scraped."""
         registry = CollectorRegistry()
-        registry.register(_Gauges(tuple(views), peer_up))
+        registry.register(_Gauges(self._instance, tuple(views), queued, peer_up))
         return (generate_latest(self._registry) + generate_latest(registry)).decode()
 
 
 class _Gauges:
-    def __init__(self, views: tuple[View, ...], peer_up: dict[str, bool]) -> None:
+    def __init__(
+        self, instance: str, views: tuple[View, ...], queued: int, peer_up: dict[str, bool]
+    ) -> None:
+        self._instance = instance
+        self._queued = queued
         self._views = [view for view in views if view.upstream.role == "attention"]
         self._peer_up = peer_up
 
     def collect(self) -> list[Metric]:
+        queued = GaugeMetricFamily(
+            "afd_gateway_queued_requests",
+            "Requests that wait for their turn.",
+            labels=["instance"],
+        )
+        queued.add_metric([self._instance], self._queued)
         inflight = GaugeMetricFamily(
             "afd_gateway_inflight_requests",
             "Requests forwarded to an attention instance and not yet finished.",
-            labels=["instance"],
+            labels=["instance", "gateway"],
         )
         up = GaugeMetricFamily(
             "afd_gateway_upstream_up",
             "1 if the gateway sends requests to this attention instance.",
-            labels=["instance"],
+            labels=["instance", "gateway"],
         )
         for view in self._views:
-            inflight.add_metric([view.upstream.id], view.outstanding)
-            up.add_metric([view.upstream.id], float(view.eligible))
+            labels = [view.upstream.id, self._instance]
+            inflight.add_metric(labels, view.outstanding)
+            up.add_metric(labels, float(view.eligible))
         peers = GaugeMetricFamily(
             "afd_peer_up", "1 if the metrics of this member could be scraped.", labels=["instance"]
         )
         for member_id, is_up in self._peer_up.items():
             peers.add_metric([member_id], float(is_up))
-        return [inflight, up, peers]
+        return [queued, inflight, up, peers]

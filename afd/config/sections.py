@@ -258,6 +258,18 @@ class Gateway(Section):
 
     host: str = "127.0.0.1"  # address on which the gateway listens
     port: Port = 8000  # 0: any free port
+    # Processes that serve the port; one of several that dies loses only its own connections
+    processes: int = Field(default=1, ge=1, le=64)
+    # Instance of a request. prefix: the one that computed the beginning of its prompt, unless it is
+    # clearly busier; fewest: the one with the fewest requests
+    routing: Literal["prefix", "fewest"] = "prefix"
+    # Requests that one attention instance has at a time; auto: twice attention.max_num_seqs
+    max_running: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
+        default="auto", description="auto or a whole number of at least 1"
+    )
+    max_queued: int = Field(default=2048, ge=0)  # further requests that wait, of all clients
+    queue_s: float = Field(default=60.0, gt=0)  # seconds that a request waits for its turn
+    slow_client_s: float = Field(default=60.0, gt=0)  # a client that reads nothing for this long
     api_keys: Path | None = None  # hashes of the API keys that clients need; null: none needed
     tls: Tls | None = None  # null: plain HTTP
 

@@ -12,7 +12,8 @@ from typing import TypeVar
 import aiohttp
 from aiohttp import web
 
-from afd_gateway.server import GatewayServer, bind_listener, start_gateway
+from afd_gateway.listener import bind_listener
+from afd_gateway.server import GatewayServer, start_gateway
 from afd_gateway.settings import GatewaySettings
 from afd_gateway.upstreams import Condition, Upstream
 

@@ -1,0 +1,11 @@
+"""`afd bench gateway`: the gateway beside a direct connection, over a stand-in upstream.
+
+cli       the command: cases, turns, table, records
+upstream  the stand-in for an attention instance's API server
+clients   the load generator
+serve     one gateway process, of this checkout or another
+"""
+
+from afd_bench.gateway.cli import main
+
+__all__ = ["main"]
