@@ -15,7 +15,8 @@ from afd_gateway.bodies import Bodies
 from afd_gateway.errors import GatewayError, error_response
 from afd_gateway.owner import make_connector
 from afd_gateway.pool import Pool
-from afd_gateway.proxy import ANSWERED, Proxy
+from afd_gateway.proxy import Proxy
+from afd_gateway.relay import ANSWERED
 from afd_gateway.scrape import CONTENT_TYPE, metrics_page
 from afd_gateway.settings import GatewaySettings
 from afd_gateway.telemetry import Telemetry
@@ -204,6 +205,10 @@ def _member(member_id: str, view: View | None) -> dict[str, str | int | None]:
 async def _metrics(request: web.Request) -> web.Response:
     gateway = request.app[GATEWAY]
     text = await metrics_page(
-        request.app[_INNER], gateway.settings, gateway.telemetry, gateway.pool.views()
+        request.app[_INNER],
+        gateway.settings,
+        gateway.telemetry,
+        gateway.pool.views(),
+        gateway.pool.waiting,
     )
     return web.Response(body=text.encode(), headers={hdrs.CONTENT_TYPE: CONTENT_TYPE})

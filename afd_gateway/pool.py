@@ -77,6 +77,9 @@ class Pool:
         self._provider = provider
         self._entries: dict[tuple[str, int, str], _Entry] = {}
         self._wake = asyncio.Event()
+        self._waiters: set[asyncio.Future[None]] = set()
+        self._served = False  # an instance has been healthy
+        self._new_waiting = 0
         self.closed: str | None = None  # why new requests are refused
 
     def refresh(self) -> None:
@@ -88,6 +91,8 @@ class Pool:
                 self._entries[key] = _Entry(upstream)
                 self._wake.set()  # probe it now, not at the next tick
             else:
+                if entry.upstream.state != upstream.state:
+                    self._tell_waiters()
                 entry.upstream = upstream
                 entry.present = True
         for key, entry in list(self._entries.items()):
@@ -109,6 +114,55 @@ class Pool:
         view = None if self.closed else choose(self.views(), exclude)
         return None if view is None else Lease(self._entries[view.upstream.key])
 
+    async def acquire_soon(
+        self, tried: Collection[tuple[str, int, str]], *, begun: bool
+    ) -> Lease | None:
+        """Returns a lease on the best upstream; waits for one, if one may come back.
+
+        tried: upstreams that have failed the request; taken if there is no other. begun: the client
+        has the beginning of the answer. Others wait only if few enough wait already. Returns None
+        after the time limit, or at once if there is no use in waiting.
+        """
+        if (lease := self.acquire(tried) or self.acquire()) is not None:
+            return lease
+        if not begun and self._new_waiting >= self._settings.waiting:
+            return None
+        loop = asyncio.get_running_loop()
+        end = loop.time() + (self._settings.replay_s if begun else self._settings.waiting_s)
+        self._new_waiting += not begun
+        try:
+            while self._may_come_back() and (left := end - loop.time()) > 0:
+                waiter: asyncio.Future[None] = loop.create_future()
+                self._waiters.add(waiter)
+                try:
+                    await asyncio.wait_for(waiter, left)
+                except asyncio.TimeoutError:
+                    return None
+                finally:
+                    self._waiters.discard(waiter)
+                if (lease := self.acquire()) is not None:
+                    return lease
+        finally:
+            self._new_waiting -= not begun
+        return None
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for an attention instance."""
+        return len(self._waiters)
+
+    def _may_come_back(self) -> bool:
+        """Whether an instance has served before, and those that are left do not all drain."""
+        if self.closed or not self._served:
+            return False
+        states = [view.upstream.state for view in self.views() if view.upstream.role == "attention"]
+        return not states or any(state != "draining" for state in states)
+
+    def _tell_waiters(self) -> None:
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
     def mark_failed(self, upstream: Upstream, reason: str) -> None:
         """Marks an upstream that failed a request; it gets no requests until /health is good."""
         entry = self._entries.get(upstream.key)
@@ -120,6 +174,7 @@ class Pool:
     def close(self, reason: str) -> None:
         """Refuses new requests and ends the running ones with an error."""
         self.closed = reason
+        self._tell_waiters()
         for entry in self._entries.values():
             for lease in tuple(entry.leases):
                 lease.give_up(reason)
@@ -155,6 +210,9 @@ class Pool:
         if entry.health.condition is not before:
             word = "healthy" if entry.health.condition is Condition.HEALTHY else "unhealthy"
             log.info("upstream %s is %s: %s", entry.upstream.id, word, result.value)
+            if entry.health.condition is Condition.HEALTHY:
+                self._served = True
+                self._tell_waiters()
         lost = why_lost(
             entry.health,
             registered=entry.present,

@@ -47,8 +47,9 @@ async def metrics_page(
     settings: GatewaySettings,
     telemetry: Telemetry,
     views: Iterable[View],
+    waiting: int = 0,
 ) -> str:
-    """Returns the metrics of all members. Takes at most the scrape deadline, never raises."""
+    """Returns the metrics of all members. waiting: see Telemetry.text. Takes at most the scrape deadline, never raises."""
     views = tuple(views)
     wanted = [(view.upstream.id, url) for view in views for url in targets(view.upstream)]
     pages = await asyncio.gather(
@@ -60,6 +61,6 @@ async def metrics_page(
     up |= {view.upstream.id: bool(targets(view.upstream)) for view in views}
     for (name, _), page in zip(wanted, pages, strict=True):
         up[name] = up[name] and page is not None
-    own = Page(telemetry.text(views, up))
+    own = Page(telemetry.text(views, up, waiting))
     # In a thread: thousands of lines take tens of milliseconds, which would delay streams.
     return await asyncio.to_thread(merge, [own, *(page for page in pages if page is not None)])

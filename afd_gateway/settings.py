@@ -24,7 +24,11 @@ class GatewaySettings:
     probe_misses: probes without a reply after which an instance gets no more requests; refused
         probes after which the requests of an instance that left the control plane are given up.
     abandon_after_s: requests of an instance without a good /health for this long are given up.
-    max_deliveries: instances that may fail with a request before it is given up.
+    max_deliveries: instances in a row that may fail with a request, and add no token to its answer,
+        before it is given up.
+    waiting, waiting_s: requests that may wait for an attention instance to come back, and how long.
+    replay_s: the same time for requests whose answer has begun.
+    replay_bytes: memory for what unfinished streams have sent (afd_gateway.journal).
     pass_credentials: forward the Authorization header (see SECURITY.md).
     api_keys: file of the API keys that clients need (afd_gateway.api_keys); None: none needed.
     tls: for HTTPS; None: plain HTTP.
@@ -53,6 +57,10 @@ class GatewaySettings:
     drain_s: float = 30.0
     retry_after_s: int = 5
     max_deliveries: int = 2
+    waiting: int = 1024
+    waiting_s: float = 60.0
+    replay_s: float = 120.0
+    replay_bytes: int = 256 * 2**20
     instance: str = "gateway-0"
     access_log: bool = False
     metrics: bool = True

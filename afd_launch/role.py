@@ -176,6 +176,9 @@ def _gateway(spec: RoleSpec, *, supervised: bool) -> int:
         metrics=deployment.metrics.enabled,
         pass_credentials=checks_api_key(deployment.attention.vllm_args) or from_environment,
         api_keys=deployment.gateway.api_keys,
+        waiting=deployment.gateway.waiting,
+        waiting_s=deployment.gateway.waiting_s,
+        replay_s=deployment.gateway.replay_s,
         tls=None if tls is None else server_context(tls.certificate, tls.key),
         own_upstreams=supervised,
     )

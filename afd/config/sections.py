@@ -260,6 +260,9 @@ class Gateway(Section):
     port: Port = 8000  # 0: any free port
     api_keys: Path | None = None  # hashes of the API keys that clients need; null: none needed
     tls: Tls | None = None  # null: plain HTTP
+    waiting: int = Field(default=1024, ge=0)  # requests that may wait for an attention instance
+    waiting_s: float = Field(default=60.0, ge=0)  # how long they wait for it to come back
+    replay_s: float = Field(default=120.0, ge=0)  # the same, for answers that have begun
 
 
 class Deadlines(Section):
