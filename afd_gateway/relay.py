@@ -145,7 +145,12 @@ class Relay:
                 await self._forward(whole, answer, lease)
             if failure is not None:
                 raise UpstreamLost(failure.reason, delivered=True, answer=failure.event)
-            data = await anext(chunks, b"")
+            try:
+                data = await anext(chunks, b"")
+            except UpstreamLost:
+                if not ended:
+                    raise
+                data = b""  # the client has everything
         rest = events.flush()
         if self._replay is not None and not ended:
             raise UpstreamLost("the stream ended without its last event", delivered=True)

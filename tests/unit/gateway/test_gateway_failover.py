@@ -208,7 +208,7 @@ def test_begun_and_new_requests_wait_for_the_only_instance() -> None:
     """It comes back as a new process with a new generation."""
 
     async def work() -> None:
-        first = TokenInstance(die_after=4)
+        first = TokenInstance(die_after=4, ill_after=True)
         async with rig(first) as gw:
             begun = asyncio.ensure_future(ask(gw, ASK))
             await first.arrived.wait()
@@ -234,7 +234,7 @@ def test_begun_and_new_requests_wait_for_the_only_instance() -> None:
 def test_only_so_many_requests_wait_and_only_so_long() -> None:
     async def work() -> None:
         tight = replace(QUICK, waiting=1, waiting_s=0.3, replay_s=0.6)
-        first = TokenInstance(die_after=4)
+        first = TokenInstance(die_after=4, ill_after=True)
         async with rig(first, settings=tight) as gw:
             begun = asyncio.ensure_future(ask(gw, ASK))
             await gw.until("attention-0", Condition.UNHEALTHY)
@@ -258,7 +258,7 @@ def test_only_so_many_requests_wait_and_only_so_long() -> None:
 
 def test_a_client_that_leaves_stops_waiting() -> None:
     async def work() -> None:
-        first = TokenInstance(die_after=4)
+        first = TokenInstance(die_after=4, ill_after=True)
         async with rig(first) as gw:
             leaving = asyncio.ensure_future(ask(gw, ASK))
             await gw.until("attention-0", Condition.UNHEALTHY)
@@ -301,7 +301,7 @@ def test_an_instance_that_hangs_after_it_left_gives_its_answers_up() -> None:
 
 def test_a_shutdown_ends_waiting_requests() -> None:
     async def work() -> None:
-        first = TokenInstance(die_after=4)
+        first = TokenInstance(die_after=4, ill_after=True)
         async with rig(first) as gw:
             begun = asyncio.ensure_future(ask(gw, ASK))
             await gw.until("attention-0", Condition.UNHEALTHY)

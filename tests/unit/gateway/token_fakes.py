@@ -29,7 +29,7 @@ class TokenInstance(FakeInstance):
     die_after: how many tokens it streams before it fails. how: "reset", "event" (the engine died),
     "abort" (the engine was stopped), "end" (no last event), "refuse" (an error of the request), or
     "hang". resumes: whether it knows RESUME. salt: makes its tokens different. merged: tokens per
-    event. status: of every answer, if not 200.
+    event. status: of every answer, if not 200. ill_after: its /health fails after it has failed.
     """
 
     die_after: int = 10**9
@@ -38,6 +38,7 @@ class TokenInstance(FakeInstance):
     salt: int = 0
     merged: int = 1
     status: int = 200
+    ill_after: bool = False
     requests: list[dict] = field(default_factory=list)
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -61,7 +62,7 @@ class TokenInstance(FakeInstance):
         except ConnectionError:
             if self.how == "hang":
                 await asyncio.sleep(60)
-            if self.how != "end":
+            if self.how not in ("end", "refuse"):
                 return self._break(request)
         return response
 
@@ -100,6 +101,8 @@ class TokenInstance(FakeInstance):
         yield b"data: [DONE]\n\n"
 
     async def _failure(self, fields: dict, choice: int) -> AsyncIterator[bytes]:
+        if self.ill_after:
+            self.health = 503
         if self.how == "abort":
             yield self._event(fields, self._choice(fields, choice, [], "abort"))
             yield b"data: [DONE]\n\n"
