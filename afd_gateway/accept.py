@@ -68,6 +68,8 @@ class Acceptor:
 
     def start(self) -> None:
         self._timer = None
+        if self._closed:
+            return
         self._loop.add_reader(self._listener.fileno(), self._ready)
 
     def close(self) -> None:

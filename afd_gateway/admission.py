@@ -141,26 +141,33 @@ class Admission:
 
     async def _wait(self, key: str) -> None:
         """Returns once the request has its turn, and is counted as running."""
-        if self._counts.total(_WAITING) >= self._settings.max_queued:
+        if self._counts.total(_WAITING) >= self._settings.waiting:
             self._make_place(key)
         waiter = _Waiter(key, next(self._numbers))
         self._queues.setdefault(key, OrderedDict())[waiter.number] = waiter
         self._counts.add(_WAITING, 1)
         self.look()
+        late = asyncio.get_running_loop().call_later(
+            self._settings.waiting_s, self._end_wait, waiter
+        )
         try:
-            await asyncio.wait_for(waiter.turn, self._settings.queue_s)
-        except BaseException as error:
+            await waiter.turn
+        except BaseException:  # the client is gone, it was too long, or it gave way to another
             if waiter.granted:
                 self._end(key)
             else:
                 self._leave(waiter)
-            if not isinstance(error, asyncio.TimeoutError):
-                raise  # the client is gone, or the request gave way to another
-            self._refused("queue_time")
-            cause = self._why() or "the attention instances are busy"
-            raise self._error(
-                503, f"the request waited {self._settings.queue_s:g} s for its turn: {cause}"
-            ) from None
+            raise
+        finally:
+            late.cancel()
+
+    def _end_wait(self, waiter: _Waiter) -> None:
+        if waiter.turn.done():
+            return
+        self._refused("queue_time")
+        cause = self._why() or "the attention instances are busy"
+        words = f"the request waited {self._settings.waiting_s:g} s for its turn: {cause}"
+        waiter.turn.set_exception(self._error(503, words))
 
     def _make_place(self, key: str) -> None:
         """Refuses the newest request of the key with the longest queue, or this request."""
@@ -176,7 +183,7 @@ class Admission:
             raise self._too_many()
         else:
             self._refused("queue_full")
-            words = f"{self._settings.max_queued} requests wait already; try again later"
+            words = f"{self._settings.waiting} requests wait already; try again later"
             raise self._error(503, words)
 
     def _too_many(self) -> GatewayError:

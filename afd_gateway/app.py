@@ -19,7 +19,8 @@ from afd_gateway.headers import request_headers, wants_upgrade
 from afd_gateway.kv_load import watch
 from afd_gateway.owner import make_connector
 from afd_gateway.pool import Pool
-from afd_gateway.proxy import ANSWERED, Proxy, read_body
+from afd_gateway.proxy import Proxy, read_body
+from afd_gateway.relay import ANSWERED
 from afd_gateway.scrape import CONTENT_TYPE, metrics_page
 from afd_gateway.settings import GatewaySettings
 from afd_gateway.stored import others_than_holder, response_id
@@ -60,7 +61,8 @@ class Gateway:
 
     def own_page(self, peer_up: dict[str, bool]) -> str:
         """Returns the metrics of this process. peer_up: see Telemetry.text."""
-        return self.telemetry.text(self.pool.views(), self.admission.waiting, peer_up)
+        waiting = self.admission.waiting + self.pool.waiting
+        return self.telemetry.text(self.pool.views(), peer_up, waiting)
 
     def begin(self) -> None:
         self._running += 1

@@ -25,6 +25,9 @@ from afd_gateway.upstreams import Upstream
 
 log = logging.getLogger("afd.gateway")
 
+_SETTLE_S = 3.0
+_LOOK_S = 0.02
+
 def upstreams_of(members: Members, own_id: str = "") -> tuple[Upstream, ...]:
     """Returns the members but ``own_id``; those that are ready drain with the deployment."""
     return tuple(
@@ -106,7 +109,7 @@ async def _run(
     client = connect()
     try:
         provider = ControlProvider(client, settings.instance)
-        server = await start_gateway(settings, provider, listener, counts)
+        server = await start_gateway(settings, provider, listener, counts, accept=counts is None)
 
         def changed() -> None:
             server.members_changed()
@@ -114,6 +117,7 @@ async def _run(
                 stop.set()
 
         client.on_change(lambda _: _tell(loop, changed))
+        opening = asyncio.create_task(_accept_soon(server))
         joining = asyncio.create_task(_join(client, server, join_deadline_s))
         stopping = asyncio.create_task(stop.wait())
         drain_s = 0.0
@@ -129,12 +133,26 @@ async def _run(
         finally:
             await server.stop(drain_s, hurry)
             joining.cancel()
+            opening.cancel()
             stopping.cancel()
         if client.refused:
             raise HandshakeRefused(client.refused)
         client.leave()
     finally:
         client.close()
+
+
+async def _accept_soon(server: GatewayServer) -> None:
+    """Accepts once the instances are known.
+
+    A held port has connections that waited while this process was started again. They would be told
+    that no instance is ready.
+    """
+    loop = asyncio.get_running_loop()
+    end = loop.time() + _SETTLE_S
+    while not server.gateway.pool.settled and loop.time() < end:
+        await asyncio.sleep(_LOOK_S)
+    server.accept()
 
 
 async def _join(client: ControlClient, server: GatewayServer, deadline_s: float) -> None:

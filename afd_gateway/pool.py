@@ -88,10 +88,12 @@ class Pool:
         self._provider = provider
         self._counts = counts or Counts()
         self._router = Router(settings.routing, settings.max_running, settings.process)
-        self._served = False
         self.kv_usage: dict[tuple[str, int, str], float] = {}
         self._entries: dict[tuple[str, int, str], _Entry] = {}
         self._wake = asyncio.Event()
+        self._waiters: set[asyncio.Future[None]] = set()
+        self._served = False  # an instance has been healthy
+        self._new_waiting = 0
         self.closed: str | None = None  # why new requests are refused
 
     def refresh(self) -> None:
@@ -103,6 +105,8 @@ class Pool:
                 self._entries[key] = _Entry(upstream)
                 self._wake.set()  # probe it now, not at the next tick
             else:
+                if entry.upstream.state != upstream.state:
+                    self._tell_waiters()
                 entry.upstream = upstream
                 entry.present = True
         for key, entry in list(self._entries.items()):
@@ -129,6 +133,13 @@ class Pool:
         ]
         return tuple(sorted(views, key=lambda view: (view.upstream.role, view.upstream.place)))
 
+    @property
+    def settled(self) -> bool:
+        """Whether there are instances, and a probe has told of every one."""
+        instances = [view for view in self.views() if view.upstream.role == "attention"]
+        proven = (view.health.condition is not Condition.UNPROVEN for view in instances)
+        return bool(instances) and all(proven)
+
     def acquire(
         self, exclude: Collection[tuple[str, int, str]] = (), body: bytes = b""
     ) -> Lease | None:
@@ -140,15 +151,13 @@ class Pool:
         return None if view is None else Lease(self._entries[view.upstream.key], self._counts)
 
     def room(self) -> Room:
-        """Returns how many requests may run. They may wait while instances are busy or, once one
-        has served, away; not while the deployment ends or drains."""
+        """Returns how many requests may run. Others wait while instances are busy or may come back;
+        not while the deployment ends or drains."""
         limit = self._settings.max_running
-        views = self.views()
-        ready = sum(view.eligible for view in views)
-        self._served = self._served or ready > 0
-        leaving = any(view.upstream.state == "draining" for view in views)
-        wait = limit is not None and not self.closed and self._served and not (leaving and not ready)
-        return Room(ready * (limit or 0), wait)
+        if limit is None:
+            return Room(0, wait=False)
+        ready = sum(view.eligible for view in self.views())
+        return Room(ready * limit, wait=ready > 0 or self._may_come_back())
 
     def why_none(self) -> str | None:
         """Says why no attention instance can take a request; None if one can."""
@@ -156,6 +165,56 @@ class Pool:
         if any(view.eligible for view in views):
             return None
         return self.closed or why_none(views, self._settings.expected_ids())
+
+    async def acquire_soon(
+        self, tried: Collection[tuple[str, int, str]], body: bytes = b"", *, begun: bool
+    ) -> Lease | None:
+        """Returns a lease on the best upstream; waits for one, if one may come back.
+
+        tried: upstreams that have failed the request; taken if there is no other. body: see
+        :meth:`acquire`. begun: the client
+        has the beginning of the answer. Others wait only if few enough wait already. Returns None
+        after the time limit, or at once if there is no use in waiting.
+        """
+        if (lease := self.acquire(tried, body) or self.acquire((), body)) is not None:
+            return lease
+        if not begun and self._new_waiting >= self._settings.waiting:
+            return None
+        loop = asyncio.get_running_loop()
+        end = loop.time() + (self._settings.replay_s if begun else self._settings.waiting_s)
+        self._new_waiting += not begun
+        try:
+            while self._may_come_back() and (left := end - loop.time()) > 0:
+                waiter: asyncio.Future[None] = loop.create_future()
+                self._waiters.add(waiter)
+                try:
+                    await asyncio.wait_for(waiter, left)
+                except asyncio.TimeoutError:
+                    return None
+                finally:
+                    self._waiters.discard(waiter)
+                if (lease := self.acquire((), body)) is not None:
+                    return lease
+        finally:
+            self._new_waiting -= not begun
+        return None
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for an attention instance."""
+        return len(self._waiters)
+
+    def _may_come_back(self) -> bool:
+        """Whether an instance has served before, and those that are left do not all drain."""
+        if self.closed or not self._served:
+            return False
+        states = [view.upstream.state for view in self.views() if view.upstream.role == "attention"]
+        return not states or any(state != "draining" for state in states)
+
+    def _tell_waiters(self) -> None:
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
 
     def mark_failed(self, upstream: Upstream, reason: str) -> None:
         """Marks an upstream that failed a request; it gets no requests until /health is good."""
@@ -168,6 +227,7 @@ class Pool:
     def close(self, reason: str) -> None:
         """Refuses new requests and ends the running ones with an error."""
         self.closed = reason
+        self._tell_waiters()
         for entry in self._entries.values():
             for lease in tuple(entry.leases):
                 lease.give_up(reason)
@@ -203,6 +263,9 @@ class Pool:
         if entry.health.condition is not before:
             word = "healthy" if entry.health.condition is Condition.HEALTHY else "unhealthy"
             log.info("upstream %s is %s: %s", entry.upstream.id, word, result.value)
+            if entry.health.condition is Condition.HEALTHY:
+                self._served = True
+                self._tell_waiters()
         lost = why_lost(
             entry.health,
             registered=entry.present,

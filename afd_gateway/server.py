@@ -68,6 +68,10 @@ class GatewayServer:
         self._runner = runner
         self._acceptor = acceptor
 
+    def accept(self) -> None:
+        """Begins to accept connections. A second call does nothing."""
+        self._acceptor.start()
+
     def members_changed(self) -> None:
         """Reads the members from the provider now. Call it on the event loop."""
         self.gateway.pool.refresh()
@@ -137,10 +141,13 @@ async def start_gateway(
     provider: Provider,
     listener: socket.socket,
     counts: Counts | None = None,
+    *,
+    accept: bool = True,
 ) -> GatewayServer:
     """Serves on ``listener`` (see ``bind_listener``) with the members from ``provider``.
 
-    counts: shared with the other processes of the port.
+    counts: shared with the other processes of the port. accept: False leaves connections waiting
+    until ``GatewayServer.accept``.
     """
     app = make_app(settings, provider, counts or Counts())
     # A logger of its own, so that the filter is this server's.
@@ -179,7 +186,8 @@ async def start_gateway(
         refused=gateway.telemetry.refused,
         tls=settings.tls,
     )
-    acceptor.start()
+    if accept:
+        acceptor.start()
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     scheme = "http" if settings.tls is None else "https"

@@ -12,9 +12,10 @@ from afd_gateway.upstreams import View
 GATEWAY_METRICS = (
     "afd_gateway_requests_total",
     "afd_gateway_retries_total",
+    "afd_gateway_replays_total",
     "afd_gateway_refused_total",
-    "afd_gateway_queued_requests",
     "afd_gateway_inflight_requests",
+    "afd_gateway_waiting_requests",
     "afd_gateway_upstream_up",
     "afd_peer_up",
 )
@@ -82,6 +83,12 @@ class Telemetry:
             ["instance"],
             registry=self._registry,
         )
+        self._replays = Counter(
+            "afd_gateway_replays",
+            "Begun answers that went on after an attention instance failed them.",
+            ["instance"],
+            registry=self._registry,
+        )
         self._refused = Counter(
             "afd_gateway_refused",
             "Connections and requests that the gateway refused to protect itself.",
@@ -91,41 +98,42 @@ class Telemetry:
         for reason in REFUSALS:
             self._refused.labels(instance, reason)
         self._retries.labels(instance)  # shows 0 before the first retry
+        self._replays.labels(instance)
 
     def request(self, method: str, path: str, code: int) -> None:
         known = method if method in _METHODS else "other"
         self._requests.labels(self._instance, known, path_template(path), str(code)).inc()
 
-    def retry(self) -> None:
-        self._retries.labels(self._instance).inc()
+    def retry(self, *, begun: bool) -> None:
+        """begun: the client has the beginning of the answer."""
+        (self._replays if begun else self._retries).labels(self._instance).inc()
 
     def refused(self, reason: str) -> None:
         """reason: one of REFUSALS."""
         self._refused.labels(self._instance, reason).inc()
 
-    def text(self, views: Iterable[View], queued: int, peer_up: dict[str, bool]) -> str:
-        """Returns Prometheus text. peer_up: member id -> whether all its pages were scraped."""
+    def text(self, views: Iterable[View], peer_up: dict[str, bool], waiting: int = 0) -> str:
+        """Returns Prometheus text.
+
+        Args:
+            peer_up: member id -> whether all its pages were scraped.
+            waiting: requests that wait for an attention instance or for their turn.
+        """
         registry = CollectorRegistry()
-        registry.register(_Gauges(self._instance, tuple(views), queued, peer_up))
+        registry.register(_Gauges(self._instance, tuple(views), peer_up, waiting))
         return (generate_latest(self._registry) + generate_latest(registry)).decode()
 
 
 class _Gauges:
     def __init__(
-        self, instance: str, views: tuple[View, ...], queued: int, peer_up: dict[str, bool]
+        self, instance: str, views: tuple[View, ...], peer_up: dict[str, bool], waiting: int
     ) -> None:
         self._instance = instance
-        self._queued = queued
+        self._waiting = waiting
         self._views = [view for view in views if view.upstream.role == "attention"]
         self._peer_up = peer_up
 
     def collect(self) -> list[Metric]:
-        queued = GaugeMetricFamily(
-            "afd_gateway_queued_requests",
-            "Requests that wait for their turn.",
-            labels=["instance"],
-        )
-        queued.add_metric([self._instance], self._queued)
         inflight = GaugeMetricFamily(
             "afd_gateway_inflight_requests",
             "Requests forwarded to an attention instance and not yet finished.",
@@ -145,4 +153,10 @@ class _Gauges:
         )
         for member_id, is_up in self._peer_up.items():
             peers.add_metric([member_id], float(is_up))
-        return [queued, inflight, up, peers]
+        waiting = GaugeMetricFamily(
+            "afd_gateway_waiting_requests",
+            "Requests that wait for their turn, or for an attention instance to come back.",
+            labels=["instance"],
+        )
+        waiting.add_metric([self._instance], self._waiting)
+        return [inflight, up, peers, waiting]

@@ -183,14 +183,15 @@ def _gateway(spec: RoleSpec, *, supervised: bool) -> int:
         metrics=deployment.metrics.enabled,
         pass_credentials=checks_api_key(deployment.attention.vllm_args) or from_environment,
         api_keys=deployment.gateway.api_keys,
+        waiting=deployment.gateway.waiting,
+        waiting_s=deployment.gateway.waiting_s,
+        replay_s=deployment.gateway.replay_s,
         tls=None if tls is None else server_context(tls.certificate, tls.key),
         own_upstreams=supervised,
         routing=gateway.routing,
         max_running=(
             2 * attention.max_num_seqs if gateway.max_running == "auto" else gateway.max_running
         ),
-        max_queued=gateway.max_queued,
-        queue_s=gateway.queue_s,
         slow_client_s=gateway.slow_client_s,
         process=spec.index,
         processes=gateway.processes,

@@ -267,11 +267,12 @@ class Gateway(Section):
     max_running: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         default="auto", description="auto or a whole number of at least 1"
     )
-    max_queued: int = Field(default=2048, ge=0)  # further requests that wait, of all clients
-    queue_s: float = Field(default=60.0, gt=0)  # seconds that a request waits for its turn
     slow_client_s: float = Field(default=60.0, gt=0)  # a client that reads nothing for this long
     api_keys: Path | None = None  # hashes of the API keys that clients need; null: none needed
     tls: Tls | None = None  # null: plain HTTP
+    waiting: int = Field(default=1024, ge=0)  # requests that may wait for an attention instance
+    waiting_s: float = Field(default=60.0, ge=0)  # how long they wait until one is back or free
+    replay_s: float = Field(default=120.0, ge=0)  # the same, for answers that have begun
 
 
 class Deadlines(Section):

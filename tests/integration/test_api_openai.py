@@ -2,10 +2,9 @@
 
 import asyncio
 import json
-from pathlib import Path
 
 import pytest
-from deployments import Host, Models
+from deployments import Host
 from helpers import Running, tokens_of
 from reference import SCORED, References, same_tokens, score
 
@@ -50,22 +49,6 @@ def deployment(host: Host) -> Running:
 @pytest.fixture(scope="module")
 def client(deployment: Running) -> "openai.OpenAI":
     return deployment.client()
-
-
-@pytest.fixture(scope="module")
-def terse(tiny_models: Models) -> dict[str, float]:
-    """A logit_bias against blanks and control characters. The grammar for tool calls allows them,
-    and a model with random weights would fill its JSON with them."""
-    from tokenizers import Tokenizer
-
-    file: Path = tiny_models("qwen3_moe") / "tokenizer.json"
-    tokenizer = Tokenizer.from_file(str(file))
-    texts = {i: tokenizer.decode([i]) for i in range(tokenizer.get_vocab_size())}
-    return {
-        str(i): -100.0
-        for i, text in texts.items()
-        if not text.strip() or any(ord(letter) < 32 for letter in text)
-    }
 
 
 def test_lists_the_model(client: "openai.OpenAI") -> None:

@@ -15,7 +15,7 @@ from afd_gateway.counts import Counts
 from afd_gateway.errors import GatewayError
 from afd_gateway.upstreams import Condition
 
-ONE = replace(QUICK, max_running=1, max_queued=4, queue_s=5.0)
+ONE = replace(QUICK, max_running=1, waiting=4, waiting_s=5.0)
 
 
 class Desk:
@@ -26,7 +26,7 @@ class Desk:
         self.counts = Counts()
         self.capacity = capacity
         self.wait = True
-        settings = replace(QUICK, max_queued=max_queued, queue_s=queue_s)
+        settings = replace(QUICK, waiting=max_queued, waiting_s=queue_s)
         self.admission = Admission(
             settings, self.counts, lambda: Room(self.capacity, self.wait), lambda: None,
             self.refused.append,
@@ -184,7 +184,7 @@ def test_requests_beyond_the_limit_wait_and_are_served() -> None:
                 await gw.error(answer)
             async with gw.client.get(f"{gw.url}/metrics") as answer:
                 page = await answer.text()
-            assert 'afd_gateway_queued_requests{instance="gateway-0"} 4.0' in page
+            assert 'afd_gateway_waiting_requests{instance="gateway-0"} 4.0' in page
             assert 'afd_gateway_refused_total{instance="gateway-0",reason="queue_full"} 1.0' in page
             instance.go_on.set()
             assert {(await task).status for task in [first, *others]} == {200}
@@ -215,7 +215,7 @@ def test_new_requests_wait_while_the_only_instance_is_away() -> None:
 def test_a_wait_for_an_absent_instance_names_it() -> None:
     async def work() -> None:
         instance = FakeInstance()
-        async with rig(instance, settings=replace(ONE, queue_s=0.2)) as gw:
+        async with rig(instance, settings=replace(ONE, waiting_s=0.2)) as gw:
             async with gw.client.post(f"{gw.url}/v1/x") as answer:
                 assert answer.status == 200
             gw.members.clear()

@@ -189,9 +189,10 @@ async def work():
     settings = GatewaySettings(ffn_instances=0, probe_interval_s=0.05, instance=sys.argv[3])
     upstream = Upstream("attention-0", sys.argv[2], "", 1)
     listener = listening(socket.socket(fileno=int(sys.argv[1])))
-    server = await start_gateway(settings, lambda: (upstream,), listener)
-    while not any(view.eligible for view in server.gateway.pool.views()):
+    server = await start_gateway(settings, lambda: (upstream,), listener, accept=False)
+    while not server.gateway.pool.settled:
         await asyncio.sleep(0.01)
+    server.accept()
     print("ready", flush=True)
     await asyncio.Event().wait()
 run(work())
