@@ -13,7 +13,7 @@ BENCHES = {
     "comm": "afd_bench.comm",
     "comm_gpu": "afd_bench.comm_gpu",
     "cpu": "afd_bench.cpu",
-    "gateway": "afd_bench.gateway",
+    "gateway": "afd_bench.gateway.cli",
     "gpu": "afd_bench.gpu",
     "hf": "afd_bench.hf",
     "identity": "afd_bench.identity",

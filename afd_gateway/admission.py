@@ -2,7 +2,8 @@
 
 Attention instances get as many requests as keep them busy. Further ones wait here, where the order
 is fair: the next one is of the API key that runs the fewest requests, of those the one whose last
-turn is longest ago; requests of one key keep their order. The queue is bounded in length and time, so that a client learns of an overload soon.
+turn is longest ago; requests of one key keep their order. The queue is bounded in length and time,
+so that a client learns of an overload soon.
 """
 
 from __future__ import annotations

@@ -87,9 +87,7 @@ class Gateway:
 GATEWAY = web.AppKey("gateway", Gateway)
 
 
-def make_app(
-    settings: GatewaySettings, provider: Provider, counts: Counts
-) -> web.Application:
+def make_app(settings: GatewaySettings, provider: Provider, counts: Counts) -> web.Application:
     """Returns the application. It needs ``handler_cancellation``, as in afd_gateway.server."""
     gateway = Gateway(settings, provider, counts)
     app = web.Application(middlewares=[_count, _shape_errors, _admit])

@@ -28,6 +28,7 @@ log = logging.getLogger("afd.gateway")
 _SETTLE_S = 3.0
 _LOOK_S = 0.02
 
+
 def upstreams_of(members: Members, own_id: str = "") -> tuple[Upstream, ...]:
     """Returns the members but ``own_id``; those that are ready drain with the deployment."""
     return tuple(

@@ -123,9 +123,7 @@ def with_keys(specs: Sequence[RoleSpec], folder: Path) -> list[RoleSpec]:
     return found
 
 
-def stages(
-    specs: Sequence[RoleSpec], run_dir: Path, port: Inherited | None = None
-) -> list[Stage]:
+def stages(specs: Sequence[RoleSpec], run_dir: Path, port: Inherited | None = None) -> list[Stage]:
     """Writes the role files into ``run_dir`` and returns the commands by role, in start order.
 
     port: what the gateway processes inherit.

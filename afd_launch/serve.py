@@ -122,9 +122,7 @@ def _serve(
         port = None
         if ports.gateway:
             gateway = deployment.gateway
-            port = stack.enter_context(
-                held_port(gateway.host, ports.gateway, gateway.processes)
-            )
+            port = stack.enter_context(held_port(gateway.host, ports.gateway, gateway.processes))
         supervisor = Supervisor(
             stages(specs, run_dir, port.inherited if port else None),
             readiness.awaited,

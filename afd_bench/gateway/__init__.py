@@ -5,7 +5,3 @@ upstream  the stand-in for an attention instance's API server
 clients   the load generator
 serve     one gateway process, of this checkout or another
 """
-
-from afd_bench.gateway.cli import main
-
-__all__ = ["main"]

@@ -26,6 +26,7 @@ import afd_gateway
 from afd.errors import AfdError
 from afd.records import Record, command_line, machine, results_file, today, write_records
 from afd_bench.gateway.clients import Job, Seen
+from afd_gateway.counts import make_shared
 
 DIRECT, BEFORE = "direct", "before"
 TOKENS = 64
@@ -135,11 +136,14 @@ def _gateway(checkout: Path, processes: int, url: str) -> Iterator[tuple[int, li
     program = Path(__file__).with_name("serve.py")
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=4096))
-        argv = [sys.executable, str(program), str(listener.fileno()), url]
-        found = [
-            stack.enter_context(_child(argv, checkout, (listener.fileno(),)))
-            for _ in range(processes)
-        ]
+        counts = make_shared(processes)
+        stack.callback(os.close, counts)
+        inherited = (listener.fileno(), counts)
+        found = []
+        for number in range(processes):
+            words = map(str, (*inherited, number, processes))
+            argv = [sys.executable, str(program), *words, url]
+            found.append(stack.enter_context(_child(argv, checkout, inherited)))
         for process in found:
             _line(process, "the gateway")
         yield listener.getsockname()[1], [process.pid for process in found]
@@ -227,7 +231,14 @@ def records(cells: Sequence[Cell], host: str, command: str, date: str) -> Iterat
         ours, theirs = cell.seen, direct.seen
         rows = [
             ("events_per_s", cell.events_per_s, "events/s", DIRECT, direct.events_per_s, True),
-            ("first_byte_p99_ms", ours.first_byte_p99_ms, "ms", DIRECT, theirs.first_byte_p99_ms, 0),
+            (
+                "first_byte_p99_ms",
+                ours.first_byte_p99_ms,
+                "ms",
+                DIRECT,
+                theirs.first_byte_p99_ms,
+                0,
+            ),
             ("gap_p99_ms", ours.gap_p99_ms, "ms", DIRECT, theirs.gap_p99_ms, 0),
             ("failed", failed[load, side], "requests", DIRECT, failed[load, DIRECT], 0),
         ]

@@ -21,13 +21,15 @@ BLOCK = "--block-size=32"  # small enough for short prompts to share blocks
 
 
 def _openai(model: Path) -> dict[str, object]:
-    """1A1F; steps of at most 64 tokens, so that prompts are prefilled in chunks."""
+    """1A1F; steps of at most 64 tokens, so that prompts are prefilled in chunks. Two gateway
+    processes."""
     tools = ["--enable-auto-tool-choice", "--tool-call-parser=hermes"]
     attention = {**SETTINGS, "max_num_batched_tokens": 64, "vllm_args": [BLOCK, *tools]}
     return {
         "model": str(model),
         "attention": attention,
         "pipeline": {"depth": 3, "min_rows": 1},
+        "gateway": {"processes": 2},
         "deadlines": {"drain_s": 60},
     }
 

@@ -54,7 +54,8 @@ class Desk:
 
     def is_empty(self) -> bool:
         return all(
-            self.counts.total(name) == 0 for name in ("running", "waiting", "running a", "running b")
+            self.counts.total(name) == 0
+            for name in ("running", "waiting", "running a", "running b")
         )
 
 
@@ -121,7 +122,7 @@ def test_a_wait_that_is_too_long_ends_with_503() -> None:
         desk = Desk(queue_s=0.1)
         tasks = await desk.ask("a1")
         began = time.monotonic()
-        with pytest.raises(GatewayError, match="waited 0.1 s for its turn: the attention") as told:
+        with pytest.raises(GatewayError, match=r"waited 0\.1 s for its turn: the attention") as told:
             await desk.request("a2")
         assert told.value.status == 503 and time.monotonic() - began < 2.0
         await desk.finish()

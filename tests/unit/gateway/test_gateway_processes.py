@@ -171,7 +171,9 @@ def test_metrics_add_up_over_the_processes() -> None:
             loads = [server.gateway.pool.views()[0].load for server in servers]
             assert loads == [1, 1]  # each sees the requests of both
             up = {s.labels["instance"]: s.value for s in samples if s.name == "afd_peer_up"}
-            assert up["attention-0"] == 1 and {up.get("gateway-0", 1), up.get("gateway-1", 1)} == {1}
+            assert up["attention-0"] == 1 and {up.get("gateway-0", 1), up.get("gateway-1", 1)} == {
+                1
+            }
             instance.go_on.set()
             assert (await stream.read()).endswith(b"data: [DONE]\n\n")
 
@@ -199,30 +201,54 @@ run(work())
 """
 
 
+class Processes:
+    """Gateway processes on one held port. A context manager: it ends them."""
+
+    def __init__(self, instance: FakeInstance) -> None:
+        self._instance = instance
+        self._listener = bind_port("127.0.0.1", 0)
+        self._all: list[subprocess.Popen[bytes]] = []
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._all:
+            self.kill(process)
+        self._listener.close()
+
+    async def start(self, name: str) -> subprocess.Popen[bytes]:
+        port = self._listener.fileno()
+        process = subprocess.Popen(
+            [sys.executable, "-c", SERVES, str(port), self._instance.upstream().api_url, name],
+            stdout=subprocess.PIPE,
+            pass_fds=(port,),
+        )
+        self._all.append(process)
+        assert process.stdout is not None
+        assert await asyncio.to_thread(process.stdout.readline) == b"ready\n"
+        return process
+
+    def kill(self, process: subprocess.Popen[bytes]) -> None:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
 def test_a_killed_process_loses_only_its_own_connections() -> None:
     async def work() -> None:
         instance = FakeInstance()
         await instance.start()
-        with bind_port("127.0.0.1", 0) as listener:
-            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-
-            async def start(name: str) -> asyncio.subprocess.Process:
-                process = await asyncio.create_subprocess_exec(
-                    sys.executable, "-c", SERVES, str(listener.fileno()), instance.upstream().api_url,
-                    name, stdout=subprocess.PIPE, pass_fds=(listener.fileno(),),
-                )  # fmt: skip
-                assert process.stdout is not None
-                assert await process.stdout.readline() == b"ready\n"
-                return process
-
-            processes = [await start("gateway-0"), await start("gateway-1")]
-            async with aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, force_close=True)
-            ) as client:
+        with Processes(instance) as processes:
+            first, second = await processes.start("gateway-0"), await processes.start("gateway-1")
+            alone = aiohttp.TCPConnector(limit=0, force_close=True)
+            async with aiohttp.ClientSession(connector=alone) as client:
 
                 async def stream() -> bytes | None:
                     try:
-                        async with client.post(f"{url}/v1/stream") as answer:
+                        async with client.post(f"{processes.url}/v1/stream") as answer:
                             return await answer.read()
                     except aiohttp.ClientError:
                         return None
@@ -230,25 +256,21 @@ def test_a_killed_process_loses_only_its_own_connections() -> None:
                 streams = [asyncio.create_task(stream()) for _ in range(40)]
                 while len(instance.seen) < 40:
                     await asyncio.sleep(0.01)
-                processes[0].send_signal(signal.SIGKILL)
-                await processes[0].wait()
+                processes.kill(first)
                 for _ in range(20):  # no connection is refused
-                    async with client.get(f"{url}/v1/models") as answer:
+                    async with client.get(f"{processes.url}/v1/models") as answer:
                         assert answer.status == 200
                 instance.go_on.set()
                 ended = await asyncio.gather(*streams)
                 whole = [body for body in ended if body and body.endswith(b"data: [DONE]\n\n")]
                 assert len(whole) == 40 - ended.count(None) and 0 < len(whole) < 40
 
-                processes[1].send_signal(signal.SIGKILL)
-                await processes[1].wait()
+                processes.kill(second)
                 late = asyncio.create_task(stream())  # connects while no process lives
                 await asyncio.sleep(0.1)
                 assert not late.done()
-                processes[0] = await start("gateway-0")
+                await processes.start("gateway-0")
                 assert (await late or b"").endswith(b"data: [DONE]\n\n")
-            processes[0].kill()
-            await processes[0].wait()
         await instance.stop()
 
     run(work(), 30.0)

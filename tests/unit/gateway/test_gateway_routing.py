@@ -45,7 +45,9 @@ def test_any_body_has_a_prompt(data: bytes) -> None:
     assert len(prompt_of(data)) <= 64
 
 
-@pytest.mark.parametrize("data", [b"", b"{}", b"[1]" * 300, b"[" * 5000, b'{"prompt":1}', b"\xff" * 600])
+@pytest.mark.parametrize(
+    "data", [b"", b"{}", b"[1]" * 300, b"[" * 5000, b'{"prompt":1}', b"\xff" * 600]
+)
 def test_a_body_without_a_prompt_has_no_blocks(data: bytes) -> None:
     assert prompt_of(data) in ((), prompt_of(b"{}"))
 
