@@ -49,7 +49,10 @@ async def metrics_page(
     views: Iterable[View],
     waiting: int = 0,
 ) -> str:
-    """Returns the metrics of all members. waiting: see Telemetry.text. Takes at most the scrape deadline, never raises."""
+    """Returns the metrics of all members. Takes at most the scrape deadline, never raises.
+
+    waiting: see Telemetry.text.
+    """
     views = tuple(views)
     wanted = [(view.upstream.id, url) for view in views for url in targets(view.upstream)]
     pages = await asyncio.gather(

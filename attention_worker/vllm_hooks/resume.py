@@ -156,9 +156,7 @@ class ResumingOutputProcessor(OutputProcessor):
         if resumed is not None and tokens:
             self._repeat(request.request_id, tokens, Backlog.of(queue), resumed.stepwise)
 
-    def _repeat(
-        self, request_id: str, tokens: list[int], queue: Backlog, stepwise: bool
-    ) -> None:
+    def _repeat(self, request_id: str, tokens: list[int], queue: Backlog, stepwise: bool) -> None:
         state = self.request_states[request_id]
         assert state.detokenizer is not None and state.logprobs_processor is not None
         for group in [[token] for token in tokens] if stepwise else [tokens]:

@@ -26,8 +26,8 @@ from attention_worker.vllm_hooks.resume import (
     ResumingOutputProcessor,
     ResumingStructuredOutput,
     read_resumed,
-    resumed_tokens,
     restore,
+    resumed_tokens,
 )
 
 PROMPT = [20, 21, 22]

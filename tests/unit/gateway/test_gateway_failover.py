@@ -49,7 +49,9 @@ def same(one: bytes, other: bytes) -> None:
 
     assert said(one) == said(other)
     assert len({(body["id"], body["created"]) for body in events_of(one)}) == 1
-    roles = [b for b in events_of(one) if b["choices"] and "role" in b["choices"][0].get("delta", {})]
+    roles = [
+        b for b in events_of(one) if b["choices"] and "role" in b["choices"][0].get("delta", {})
+    ]
     others = [
         b for b in events_of(other) if b["choices"] and "role" in b["choices"][0].get("delta", {})
     ]
