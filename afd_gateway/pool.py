@@ -111,7 +111,16 @@ class Pool:
 
     def acquire(self, exclude: Collection[tuple[str, int, str]] = ()) -> Lease | None:
         """Returns a lease on the best upstream that is not excluded, or None."""
-        view = None if self.closed else choose(self.views(), exclude)
+        return self._lease(None if self.closed else choose(self.views(), exclude))
+
+    def _acquire_any(self, *, begun: bool) -> Lease | None:
+        """Begun answers also go on at an instance that drains."""
+        lease = self.acquire()
+        if lease is None and begun and not self.closed:
+            lease = self._lease(choose(self.views(), state="draining"))
+        return lease
+
+    def _lease(self, view: View | None) -> Lease | None:
         return None if view is None else Lease(self._entries[view.upstream.key])
 
     async def acquire_soon(
@@ -123,7 +132,7 @@ class Pool:
         has the beginning of the answer. Others wait only if few enough wait already. Returns None
         after the time limit, or at once if there is no use in waiting.
         """
-        if (lease := self.acquire(tried) or self.acquire()) is not None:
+        if (lease := self.acquire(tried) or self._acquire_any(begun=begun)) is not None:
             return lease
         if not begun and self._new_waiting >= self._settings.waiting:
             return None
@@ -131,7 +140,7 @@ class Pool:
         end = loop.time() + (self._settings.replay_s if begun else self._settings.waiting_s)
         self._new_waiting += not begun
         try:
-            while self._may_come_back() and (left := end - loop.time()) > 0:
+            while self._may_come_back(begun=begun) and (left := end - loop.time()) > 0:
                 waiter: asyncio.Future[None] = loop.create_future()
                 self._waiters.add(waiter)
                 try:
@@ -140,7 +149,7 @@ class Pool:
                     return None
                 finally:
                     self._waiters.discard(waiter)
-                if (lease := self.acquire()) is not None:
+                if (lease := self._acquire_any(begun=begun)) is not None:
                     return lease
         finally:
             self._new_waiting -= not begun
@@ -151,10 +160,12 @@ class Pool:
         """Requests that wait for an attention instance."""
         return len(self._waiters)
 
-    def _may_come_back(self) -> bool:
+    def _may_come_back(self, *, begun: bool) -> bool:
         """Whether an instance has served before, and those that are left do not all drain."""
         if self.closed or not self._served:
             return False
+        if begun:
+            return True
         states = [view.upstream.state for view in self.views() if view.upstream.role == "attention"]
         return not states or any(state != "draining" for state in states)
 

@@ -137,19 +137,29 @@ class View:
 
     @property
     def eligible(self) -> bool:
+        return self.in_state("ready")
+
+    def in_state(self, state: MemberState) -> bool:
+        """Whether this is a healthy attention instance in ``state``."""
         return (
             self.upstream.role == "attention"
-            and self.upstream.state == "ready"
+            and self.upstream.state == state
             and self.health.condition is Condition.HEALTHY
         )
 
 
-def choose(views: Iterable[View], exclude: Collection[tuple[str, int, str]] = ()) -> View | None:
-    """Returns the eligible view with the fewest outstanding requests; ties go to the lowest index.
+def choose(
+    views: Iterable[View],
+    exclude: Collection[tuple[str, int, str]] = (),
+    state: MemberState = "ready",
+) -> View | None:
+    """Returns the healthy view with the fewest outstanding requests; ties go to the lowest index.
 
-    exclude: keys of upstreams that this request has tried already.
+    Args:
+        exclude: keys of upstreams that this request has tried already.
+        state: only members in this state.
     """
-    able = (view for view in views if view.eligible and view.upstream.key not in exclude)
+    able = (view for view in views if view.in_state(state) and view.upstream.key not in exclude)
     return min(able, key=lambda view: (view.outstanding, view.upstream.index), default=None)
 
 
