@@ -17,6 +17,7 @@ from afd_gateway.settings import GatewaySettings
 from afd_gateway.upstreams import (
     Condition,
     Health,
+    MemberState,
     Probe,
     Provider,
     Upstream,
@@ -141,14 +142,26 @@ class Pool:
         return bool(instances) and all(proven)
 
     def acquire(
-        self, exclude: Collection[tuple[str, int, str]] = (), body: bytes = b""
+        self,
+        exclude: Collection[tuple[str, int, str]] = (),
+        body: bytes = b"",
+        state: MemberState = "ready",
     ) -> Lease | None:
         """Returns a lease on the best upstream that is not excluded, or None.
 
-        body: of the request; what it begins with decides, see afd_gateway.routing.
+        Args:
+            body: of the request; what it begins with decides, see afd_gateway.routing.
+            state: only members in this state.
         """
-        view = None if self.closed else self._router.choose(self.views(), exclude, body)
+        if self.closed:
+            return None
+        view = self._router.choose(self.views(), exclude, body, state)
         return None if view is None else Lease(self._entries[view.upstream.key], self._counts)
+
+    def _acquire_any(self, body: bytes, *, begun: bool) -> Lease | None:
+        """Begun answers also go on at an instance that drains."""
+        lease = self.acquire((), body)
+        return self.acquire((), body, "draining") if lease is None and begun else lease
 
     def room(self) -> Room:
         """Returns how many requests may run. Others wait while instances are busy or may come back;
@@ -157,7 +170,7 @@ class Pool:
         if limit is None:
             return Room(0, wait=False)
         ready = sum(view.eligible for view in self.views())
-        return Room(ready * limit, wait=ready > 0 or self._may_come_back())
+        return Room(ready * limit, wait=ready > 0 or self._may_come_back(begun=False))
 
     def why_none(self) -> str | None:
         """Says why no attention instance can take a request; None if one can."""
@@ -176,7 +189,8 @@ class Pool:
         has the beginning of the answer. Others wait only if few enough wait already. Returns None
         after the time limit, or at once if there is no use in waiting.
         """
-        if (lease := self.acquire(tried, body) or self.acquire((), body)) is not None:
+        lease = self.acquire(tried, body) or self._acquire_any(body, begun=begun)
+        if lease is not None:
             return lease
         if not begun and self._new_waiting >= self._settings.waiting:
             return None
@@ -184,7 +198,7 @@ class Pool:
         end = loop.time() + (self._settings.replay_s if begun else self._settings.waiting_s)
         self._new_waiting += not begun
         try:
-            while self._may_come_back() and (left := end - loop.time()) > 0:
+            while self._may_come_back(begun=begun) and (left := end - loop.time()) > 0:
                 waiter: asyncio.Future[None] = loop.create_future()
                 self._waiters.add(waiter)
                 try:
@@ -193,7 +207,7 @@ class Pool:
                     return None
                 finally:
                     self._waiters.discard(waiter)
-                if (lease := self.acquire((), body)) is not None:
+                if (lease := self._acquire_any(body, begun=begun)) is not None:
                     return lease
         finally:
             self._new_waiting -= not begun
@@ -204,10 +218,12 @@ class Pool:
         """Requests that wait for an attention instance."""
         return len(self._waiters)
 
-    def _may_come_back(self) -> bool:
+    def _may_come_back(self, *, begun: bool) -> bool:
         """Whether an instance has served before, and those that are left do not all drain."""
         if self.closed or not self._served:
             return False
+        if begun:
+            return True
         states = [view.upstream.state for view in self.views() if view.upstream.role == "attention"]
         return not states or any(state != "draining" for state in states)
 

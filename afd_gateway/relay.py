@@ -120,7 +120,7 @@ class Relay:
             headers=response_headers(answer.headers, lease.upstream.id),
         )
         await response.prepare(self._request)
-        self._response = response
+        self._response, self._body = response, b""  # the first body is not needed again
         return response
 
     async def _pump_events(
@@ -159,9 +159,7 @@ class Relay:
             await response.write(rest)
         return await self._end()
 
-    async def _forward(
-        self, events: bytes, answer: aiohttp.ClientResponse, lease: Lease
-    ) -> None:
+    async def _forward(self, events: bytes, answer: aiohttp.ClientResponse, lease: Lease) -> None:
         """Sends complete events."""
         response = self._response or await self._begin(answer, lease)
         if self._replay is not None:

@@ -83,7 +83,7 @@ class Replay:
         return events
 
     def kept_view(self, events: bytes) -> bytes:
-        """Returns complete events without the tokens of the prompt, unless the client wants them."""
+        """Returns complete events as the journal keeps them: without the tokens of the prompt."""
         if not self.ids_wanted and b'"prompt_token_ids":[' in events:
             return _PROMPT_IDS.sub(b'"prompt_token_ids":null', events)
         return events

@@ -17,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from afd_gateway.upstreams import View
+from afd_gateway.upstreams import MemberState, View
 
 Key = tuple[str, int, str]
 Prompt = tuple[bytes, ...]
@@ -109,14 +109,20 @@ class Beginnings:
 
 
 def able(
-    views: Iterable[View], exclude: Collection[Key] = (), *, limit: int | None = None
+    views: Iterable[View],
+    exclude: Collection[Key] = (),
+    state: MemberState = "ready",
+    *,
+    limit: int | None = None,
 ) -> list[View]:
-    """Returns the eligible views; without those that are at ``limit`` if others are not, and
+    """Returns the healthy views; without those that are at ``limit`` if others are not, and
     without those whose KV cache is full if others' are not.
 
-    exclude: keys of upstreams that this request has tried already.
+    Args:
+        exclude: keys of upstreams that this request has tried already.
+        state: only members in this state.
     """
-    found = [view for view in views if view.eligible and view.upstream.key not in exclude]
+    found = [view for view in views if view.in_state(state) and view.upstream.key not in exclude]
     if limit is not None:
         found = [view for view in found if view.load < limit] or found
     return [view for view in found if view.kv_usage < _FULL] or found
@@ -163,10 +169,17 @@ class Router:
         self._turn = turn
 
     def choose(
-        self, views: Iterable[View], exclude: Collection[Key] = (), body: bytes = b""
+        self,
+        views: Iterable[View],
+        exclude: Collection[Key] = (),
+        body: bytes = b"",
+        state: MemberState = "ready",
     ) -> View | None:
-        """Returns the view for a request with this body; None if no instance can take it."""
-        candidates = able(views, exclude, limit=self._limit)
+        """Returns the view for a request with this body; None if no instance can take it.
+
+        exclude, state: see ``able``.
+        """
+        candidates = able(views, exclude, state, limit=self._limit)
         if self._beginnings is None or len(candidates) < 2:
             return choose(candidates, {}, turn=self._turn)
         prompt = prompt_of(body)

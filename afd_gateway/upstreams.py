@@ -148,9 +148,13 @@ class View:
 
     @property
     def eligible(self) -> bool:
+        return self.in_state("ready")
+
+    def in_state(self, state: MemberState) -> bool:
+        """Whether this is a healthy attention instance in ``state``."""
         return (
             self.upstream.role == "attention"
-            and self.upstream.state == "ready"
+            and self.upstream.state == state
             and self.health.condition is Condition.HEALTHY
         )
 

@@ -208,7 +208,7 @@ def table(cells: Sequence[Cell]) -> str:
     """Returns Markdown: the median turn of each load and side."""
     lines = [
         "",
-        "| load | side | events/s | first byte p50 ms | p99 | gap p50 ms | p99 | gateway CPU us/event"
+        "| load | side | events/s | first byte p50 ms | p99 | gap p50 ms | p99 | CPU us/event"
         " | clients, cores | failed |",
         "|---|---|---|---|---|---|---|---|---|---|",
         *(_row(cell) for cell in medians(cells)),
@@ -229,25 +229,18 @@ def records(cells: Sequence[Cell], host: str, command: str, date: str) -> Iterat
             continue
         case = f"{load.name}, {side}"
         ours, theirs = cell.seen, direct.seen
-        rows = [
-            ("events_per_s", cell.events_per_s, "events/s", DIRECT, direct.events_per_s, True),
-            (
-                "first_byte_p99_ms",
-                ours.first_byte_p99_ms,
-                "ms",
-                DIRECT,
-                theirs.first_byte_p99_ms,
-                0,
-            ),
-            ("gap_p99_ms", ours.gap_p99_ms, "ms", DIRECT, theirs.gap_p99_ms, 0),
-            ("failed", failed[load, side], "requests", DIRECT, failed[load, DIRECT], 0),
+        pairs = [
+            ("first_byte_p99_ms", "ms", ours.first_byte_p99_ms, theirs.first_byte_p99_ms),
+            ("gap_p99_ms", "ms", ours.gap_p99_ms, theirs.gap_p99_ms),
+            ("failed", "requests", failed[load, side], failed[load, DIRECT]),
         ]
+        rows = [("events_per_s", "events/s", DIRECT, cell.events_per_s, direct.events_per_s)]
+        rows += [(metric, unit, DIRECT, value, peer) for metric, unit, value, peer in pairs]
         if before is not None and side != BEFORE:
-            rows.append(
-                ("cpu_us_per_event", cell.cpu_us_per_event, "us", BEFORE,
-                 before.cpu_us_per_event, 0)
-            )  # fmt: skip
-        for metric, value, unit, peer, peer_value, more_is_better in rows:
+            cpu = cell.cpu_us_per_event, before.cpu_us_per_event
+            rows.append(("cpu_us_per_event", "us", BEFORE, *cpu))
+        for metric, unit, peer, value, peer_value in rows:
+            more_is_better = metric == "events_per_s"
             up, down = (value, peer_value) if more_is_better else (peer_value, value)
             ratio = up / down if down else 1.0 if not up else 0.0
             yield Record(

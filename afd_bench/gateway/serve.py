@@ -1,7 +1,9 @@
 """One gateway process over given upstreams, without a control plane.
 
 Arguments: descriptors of a listening socket and of shared counts, number of this process, number of
-processes, and the upstreams' URLs. Prints "ready" and serves until it is killed. It is run as a file, with the checkout whose gateway is wanted on PYTHONPATH, so
+processes, and the upstreams' URLs. Prints "ready" and serves until it is killed.
+
+It is run as a file, with the checkout whose gateway is wanted on PYTHONPATH, so
 it imports nothing else of ours.
 """
 

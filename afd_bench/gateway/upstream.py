@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from urllib.parse import parse_qs, urlsplit
 
 _EVENT = (
-    b'data: {"id":"chatcmpl-3f0c2a9d7b1e4c55","object":"chat.completion.chunk","created":1790000000,'
+    b'data: {"id":"chatcmpl-3f0c2a9d7b1e4c55","object":"chat.completion.chunk","created":1790000,'
     b'"model":"demo","choices":[{"index":0,"delta":{"content":" token"},"logprobs":null,'
     b'"finish_reason":null,"token_ids":null}]}\n\n'
 )

@@ -17,6 +17,9 @@ vLLM has no registry for the first two, so :func:`install` puts subclasses in pl
 
 import copy
 import json
+import logging
+import os
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +30,7 @@ from vllm.logprobs import Logprob
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreRequest, async_llm, core
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.request import Request
@@ -37,6 +41,9 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import BlockHash
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+logger = logging.getLogger("afd.attention")
+
+LAST_WORDS_S = 0.5  # for the errors of the requests to be sent
 RESUME = "afd_resume"
 """Key in ``vllm_xargs``. Also in afd_gateway/replay.py."""
 
@@ -156,9 +163,17 @@ class ResumingOutputProcessor(OutputProcessor):
         if resumed is not None and tokens:
             self._repeat(request.request_id, tokens, Backlog.of(queue), resumed.stepwise)
 
-    def _repeat(
-        self, request_id: str, tokens: list[int], queue: Backlog, stepwise: bool
-    ) -> None:
+    def propagate_error(self, e: Exception) -> None:
+        """Fails all requests. If the engine has died, also ends this process, to be restarted.
+
+        vLLM's own watchdog looks every 5 s, and then waits for open connections.
+        """
+        super().propagate_error(e)
+        if isinstance(e, EngineDeadError):
+            logger.error("the engine has died; ending its API server")
+            threading.Timer(LAST_WORDS_S, os._exit, (1,)).start()
+
+    def _repeat(self, request_id: str, tokens: list[int], queue: Backlog, stepwise: bool) -> None:
         state = self.request_states[request_id]
         assert state.detokenizer is not None and state.logprobs_processor is not None
         for group in [[token] for token in tokens] if stepwise else [tokens]:

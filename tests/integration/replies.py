@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+import pytest
 from helpers import tokens_of
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -52,6 +53,7 @@ class Kind:
 
 
 _GREEDY = {"temperature": 0, "ignore_eos": True}
+_ONE_LIKELY = {"temperature": 1.0, "top_k": 1, "ignore_eos": True}  # greedy, which allows no n
 
 
 def kinds(terse: Mapping[str, float]) -> tuple[Kind, ...]:
@@ -60,7 +62,7 @@ def kinds(terse: Mapping[str, float]) -> tuple[Kind, ...]:
     return (
         Kind("greedy", {"prompt": 1, **_GREEDY}),
         Kind("logprobs", {"prompt": 1, **_GREEDY, "logprobs": 2}),
-        Kind("two", {"prompt": 1, **_GREEDY, "n": 2}),
+        Kind("two", {"prompt": 1, **_ONE_LIKELY, "n": 2}),
         Kind("prompts", {"prompt": 3, **_GREEDY}),
         Kind("echo", {"prompt": 1, **_GREEDY, "echo": True, "logprobs": 1}),
         Kind("stop", {"prompt": 1, **_GREEDY, "stop": ["e", "ing "]}),
@@ -71,7 +73,7 @@ def kinds(terse: Mapping[str, float]) -> tuple[Kind, ...]:
                        "structured_outputs": {"regex": "[a-f]{20,40}-[0-9]{30}"}}),
         Kind("chat", {**talk, "ignore_eos": True}),
         Kind("chat logprobs", {**talk, "ignore_eos": True, "logprobs": True, "top_logprobs": 2}),
-        Kind("chat two", {**talk, "ignore_eos": True, "n": 2}),
+        Kind("chat two", {"messages": [], **_ONE_LIKELY, "n": 2}),
         Kind("schema", {**talk, "response_format": _FORMAT, "logit_bias": terse,
                         "max_tokens": 120}),
         Kind("tools", {**talk, "tools": [_TOOL], "tool_choice": "required", "logit_bias": terse,
@@ -173,3 +175,38 @@ def ask_all(url: str, requests: Sequence[tuple[str, object]]) -> list[Reply]:
             return await asyncio.gather(*(ask(session, url, path, b) for path, b in requests))
 
     return asyncio.run(work())
+
+
+def mixed(kinds: Sequence[Kind], count: int, length: int) -> list[tuple[Kind, dict[str, Any]]]:
+    """Returns ``count`` requests of all kinds in turn; two of three are streamed."""
+    chosen = [(kinds[i % len(kinds)], i) for i in range(count)]
+    return [(kind, kind.body(i, stream=i % 3 > 0, length=length)) for kind, i in chosen]
+
+
+def ask_mixed(url: str, requests: Sequence[tuple[Kind, dict[str, Any]]]) -> list[Reply]:
+    """Sends requests of :func:`mixed` at the same time."""
+    return ask_all(url, [(kind.path, body) for kind, body in requests])
+
+
+def problems(kind: Kind, wanted: Reply, found: Reply) -> list[str]:
+    """Says how an answer differs from the undisturbed one; [] if it does not."""
+    if found.error:
+        return [f"{kind.name}: {found.error}"]
+    if len(found.ids) != 1:
+        return [f"{kind.name}: the answer changed its id: {found.ids}"]
+    if not kind.exact:
+        if "schema" in kind.name:
+            fields = json.loads(found.choices[0]["content"])
+            return [] if set(fields) == {"city", "days"} else [f"{kind.name}: {fields}"]
+        same = found.usage == wanted.usage and len(found.choices) == len(wanted.choices)
+        return [] if same else [f"{kind.name}: usage {found.usage} instead of {wanted.usage}"]
+    wrong = []
+    if found.says() != wanted.says():
+        wrong.append(f"{kind.name}: {found.says()} instead of {wanted.says()}")
+    for index, choice in wanted.choices.items():
+        logprobs = found.choices.get(index, {}).get("logprobs", [])
+        if [x is None for x in logprobs] != [x is None for x in choice["logprobs"]] or [
+            x for x in logprobs if x is not None
+        ] != pytest.approx([x for x in choice["logprobs"] if x is not None], abs=1e-4):
+            wrong.append(f"{kind.name}: logprobs {logprobs} instead of {choice['logprobs']}")
+    return wrong

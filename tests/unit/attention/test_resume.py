@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ pytest.importorskip("vllm")
 from transformers import AutoTokenizer
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
@@ -26,8 +28,8 @@ from attention_worker.vllm_hooks.resume import (
     ResumingOutputProcessor,
     ResumingStructuredOutput,
     read_resumed,
-    resumed_tokens,
     restore,
+    resumed_tokens,
 )
 
 PROMPT = [20, 21, 22]
@@ -168,6 +170,17 @@ def test_what_a_gateway_sends_is_read() -> None:
     read = read_resumed(told({"0": [[1] * 12, True]}), 0, vocab_size=2000, max_tokens=12)
     assert read == resume.Resumed([1] * 12, True, False)
     assert read_resumed(told({}), 0, vocab_size=2000, max_tokens=12) is None
+
+
+def test_a_dead_engine_ends_its_api_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[tuple[object, ...]] = []
+    timer = SimpleNamespace(start=lambda: begun.append(("started",)))
+    monkeypatch.setattr(resume.threading, "Timer", lambda *what: begun.append(what) or timer)
+    processor = Processor(None, log_stats=False)
+    processor.propagate_error(ValueError("a request's"))
+    assert not begun
+    processor.propagate_error(EngineDeadError())
+    assert begun == [(resume.LAST_WORDS_S, os._exit, (1,)), ("started",)]
 
 
 def test_other_requests_are_left_alone(tokenizer: object) -> None:

@@ -122,7 +122,9 @@ def test_a_wait_that_is_too_long_ends_with_503() -> None:
         desk = Desk(queue_s=0.1)
         tasks = await desk.ask("a1")
         began = time.monotonic()
-        with pytest.raises(GatewayError, match=r"waited 0\.1 s for its turn: the attention") as told:
+        with pytest.raises(
+            GatewayError, match=r"waited 0\.1 s for its turn: the attention"
+        ) as told:
             await desk.request("a2")
         assert told.value.status == 503 and time.monotonic() - began < 2.0
         await desk.finish()
