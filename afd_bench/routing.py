@@ -210,7 +210,8 @@ def medians(turns: Sequence[Turn]) -> dict[str, Turn]:
     """Returns the median of every number, by side."""
 
     def median(side: str, field: str) -> float:
-        return statistics.median(vars(turn)[field] for turn in turns if turn.side == side)
+        values: list[float] = [vars(turn)[field] for turn in turns if turn.side == side]
+        return statistics.median(values)
 
     fields = ("requests_per_s", "first_p50_ms", "first_p99_ms", "hits")
     return {side: Turn(side, *(median(side, field) for field in fields)) for side in SIDES}

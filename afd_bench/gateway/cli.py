@@ -117,7 +117,8 @@ def _side(processes: int) -> str:
 def measure(load: Load, side: str, url: str, args: argparse.Namespace) -> Cell:
     """Runs one side of one load. Raises AfdError if a process fails."""
     with contextlib.ExitStack() as stack:
-        port, pids = int(url.rpartition(":")[2]), []
+        port = int(url.rpartition(":")[2])
+        pids: list[int] = []
         if side != DIRECT:
             checkout = args.before if side == BEFORE else Path(afd_gateway.__file__).parents[1]
             processes = 1 if side == BEFORE else int(side.rpartition(" ")[2])

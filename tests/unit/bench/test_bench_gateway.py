@@ -1,4 +1,4 @@
-"""`afd bench gateway` and `afd bench routing`: real processes for a moment, and what is recorded."""
+"""`afd bench gateway` and `afd bench routing`: real processes briefly, and what is recorded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ def cell(side: str, events: int, cpu_s: float = 0.0, failed: int = 0) -> Cell:
 
 def test_streams_pass_the_gateway_whole(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--loads", "8x200", "--processes", "2", "--turns", "1", "--seconds", "0.6"]) == 0
-    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if "tokens/s" in line]
+    rows = [
+        line.split(" | ") for line in capsys.readouterr().out.splitlines() if "tokens/s" in line
+    ]
     for side in ("direct", "gateway x 2"):
         row = next(row for row in rows if row[1] == side)
         assert float(row[2].replace(",", "")) > 800 and row[-1].rstrip(" |") == "0"
