@@ -161,6 +161,8 @@ class ResumingOutputProcessor(OutputProcessor):
         own.extra_args = {**params.extra_args, RESUME: tokens}
         super().add_request(request, prompt, parent_req, request_index, queue)
         if resumed is not None and tokens:
+            # The engine gives those of a prompt only together with the first token behind it.
+            own.prompt_logprobs = None
             self._repeat(request.request_id, tokens, Backlog.of(queue), resumed.stepwise)
 
     def propagate_error(self, e: Exception) -> None:
@@ -176,14 +178,21 @@ class ResumingOutputProcessor(OutputProcessor):
     def _repeat(self, request_id: str, tokens: list[int], queue: Backlog, stepwise: bool) -> None:
         state = self.request_states[request_id]
         assert state.detokenizer is not None and state.logprobs_processor is not None
+        if state.logprobs_processor.prompt_logprobs is not None:  # only their number counts, too
+            prompt = state.prompt_token_ids or []
+            state.logprobs_processor.prompt_logprobs = [None, *map(_any_logprob, prompt[1:])]
         for group in [[token] for token in tokens] if stepwise else [tokens]:
             state.detokenizer.update(group, False)
             logprobs = state.logprobs_processor.logprobs
             if logprobs is not None:  # their values were sent; only their number counts
-                logprobs.extend({token: Logprob(0.0, 1)} for token in group)
+                logprobs.extend(map(_any_logprob, group))
             output = state.make_request_output(group, None, None, None)
             if isinstance(output, RequestOutput):
                 queue.backlog.append(output)
+
+
+def _any_logprob(token: int) -> dict[int, Logprob]:
+    return {token: Logprob(0.0, 1)}
 
 
 def _prompt_index(request_id: str | None) -> int:
@@ -208,8 +217,8 @@ class ResumedRequest(Request):
         made = super().from_engine_core_request(request, block_hasher)
         if tokens := resumed_tokens(request.sampling_params):
             made.append_output_token_ids(list(tokens))
-            # vLLM expects cached blocks behind the prompt only of preempted requests.
-            made.num_preemptions = 1
+            # For statistics of the prompt, vLLM asserts that only a part of the prompt is cached.
+            made.prefill_stats = None
         return made
 
 

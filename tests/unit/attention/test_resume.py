@@ -142,6 +142,21 @@ def test_logprobs_are_repeated_in_number(tokenizer: object) -> None:
     processor.add_request(request, "", queue=queue)
     output = queue.get_nowait()
     assert [list(entry) for entry in output.outputs[0].logprobs] == [[30], [31], [32]]
+    assert output.prompt_logprobs is None
+
+
+def test_logprobs_of_the_prompt_are_repeated_in_number_and_not_computed_again(
+    tokenizer: object,
+) -> None:
+    processor = Processor(tokenizer, log_stats=False)
+    given = told({"0": [[30, 31], False]})
+    request = request_of("cmpl-a-0", given, logprobs=1, prompt_logprobs=1)
+    queue = RequestOutputCollector(RequestOutputKind.DELTA, request.request_id)
+    processor.add_request(request, "", queue=queue)
+    assert request.sampling_params.prompt_logprobs is None
+    output = queue.get_nowait()
+    assert output.prompt_logprobs[0] is None
+    assert [list(entry) for entry in output.prompt_logprobs[1:]] == [[21], [22]]
 
 
 def test_waiting_for_an_output_sees_the_repeated_ones(tokenizer: object) -> None:
@@ -202,9 +217,9 @@ def test_the_engine_takes_the_tokens_as_output() -> None:
     assert list(made.output_token_ids) == [30, 31]
     assert list(made.all_token_ids) == [*PROMPT, 30, 31]
     assert (made.num_prompt_tokens, made.num_output_tokens, made.max_tokens) == (3, 2, 12)
-    assert made.num_preemptions == 1
+    assert made.prefill_stats is None
     plain = ResumedRequest.from_engine_core_request(request_of("b", None), None)
-    assert (plain.num_output_tokens, plain.num_preemptions) == (0, 0)
+    assert plain.num_output_tokens == 0 and plain.prefill_stats is not None
 
 
 class Reasoner:
