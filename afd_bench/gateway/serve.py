@@ -10,18 +10,20 @@ else of ours.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import socket
 import sys
 from dataclasses import replace
+from pathlib import Path
 
+import afd_gateway
 from afd_gateway.descriptors import raise_descriptor_limit
 from afd_gateway.server import GatewayServer, start_gateway
 from afd_gateway.settings import GatewaySettings
 from afd_gateway.upstreams import Provider, Upstream
 
-HAS_COUNTS = importlib.util.find_spec("afd_gateway.counts") is not None
-"""False: a checkout from before several processes and the queue."""
+HAS_COUNTS = Path(afd_gateway.__file__).with_name("counts.py").exists()
+"""False: a checkout from before several processes and the queue. An editable installation would
+lend it the modules that it lacks."""
 
 
 async def serve(port: int, counts: int, process: int, processes: int, *urls: str) -> None:
