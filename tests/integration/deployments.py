@@ -23,14 +23,12 @@ TOOLS = ["--enable-auto-tool-choice", "--tool-call-parser=hermes"]
 
 
 def _openai(model: Path) -> dict[str, object]:
-    """1A1F; steps of at most 64 tokens, so that prompts are prefilled in chunks. Two gateway
-    processes."""
+    """1A1F; steps of at most 64 tokens, so that prompts are prefilled in chunks."""
     attention = {**SETTINGS, "max_num_batched_tokens": 64, "vllm_args": [BLOCK, *TOOLS]}
     return {
         "model": str(model),
         "attention": attention,
         "pipeline": {"depth": 3, "min_rows": 1},
-        "gateway": {"processes": 2},
         "deadlines": {"drain_s": 60},
     }
 
