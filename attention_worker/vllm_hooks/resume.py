@@ -54,9 +54,9 @@ def install(vocab_size: int) -> None:
     class OutputProcessor(ResumingOutputProcessor):
         vocabulary = vocab_size
 
-    async_llm.OutputProcessor = OutputProcessor  # type: ignore[misc]  # replaced, as said above
-    core.Request = ResumedRequest  # type: ignore[misc]
-    core.StructuredOutputManager = ResumingStructuredOutput  # type: ignore[misc]
+    async_llm.OutputProcessor = OutputProcessor
+    core.Request = ResumedRequest
+    core.StructuredOutputManager = ResumingStructuredOutput
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,17 @@ import random
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeAlias
 
 import pytest
 from deployments import Host
 from helpers import HEALTH_S, Running, wait_until
-from replies import ask_mixed, kinds, mixed, problems
+from replies import Kind, Reply, ask_mixed, kinds, mixed, problems
 
 pytest.importorskip("openai", reason="comes with vLLM; ./run test installs it")
 pytestmark = [pytest.mark.serve, pytest.mark.long]
 
+Undisturbed: TypeAlias = tuple[list[tuple[Kind, dict[str, Any]]], list[Reply]]
 REPEATS = int(os.environ.get("AFD_FAULTS", "3"))
 SEED = os.environ.get("AFD_TEST_SEED", str(time.time_ns()))
 
@@ -35,16 +37,30 @@ def end(deployment: Running, victim: str) -> None:
     os.kill(pid, number)
 
 
+@pytest.fixture(scope="module", params=["2A1F", "1A1F"])
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(host: Host, name: str, terse: dict[str, float]) -> Undisturbed:
+    requests = mixed(kinds(terse), 36, 60)
+    replies = ask_mixed(host.serve(name).url, requests)
+    assert not [reply.error for reply in replies if reply.error]
+    return requests, replies
+
+
 @pytest.mark.parametrize("victim", ["engine", "server", "sigterm"])
-@pytest.mark.parametrize("name", ["2A1F", "1A1F"])
 def test_nothing_is_lost(
-    host: Host, terse: dict[str, float], name: str, victim: str, capsys: pytest.CaptureFixture[str]
+    host: Host,
+    name: str,
+    undisturbed: Undisturbed,
+    victim: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     deployment = host.serve(name)
     draw = random.Random(f"{SEED} {name} {victim}")
-    requests = mixed(kinds(terse), 36, 100)
-    undisturbed = ask_mixed(deployment.url, requests)
-    assert not [reply.error for reply in undisturbed if reply.error]
+    requests, replies = undisturbed
     failed, wrong, back, last = 0, [], [], []
     for _ in range(REPEATS):
         with ThreadPoolExecutor(1) as pool:
@@ -57,7 +73,7 @@ def test_nothing_is_lost(
         failed += sum(bool(reply.error) for reply in found)
         wrong += [
             words
-            for (kind, _), one, other in zip(requests, undisturbed, found, strict=True)
+            for (kind, _), one, other in zip(requests, replies, found, strict=True)
             for words in problems(kind, one, other)
         ]
         wait_until(deployment.is_whole, HEALTH_S, "the instance is back")
