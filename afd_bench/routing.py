@@ -1,9 +1,12 @@
 """`afd bench routing`: prompts that share beginnings, routed by prefix and by fewest requests.
 
-Two attention instances and one FFN instance on this host, with two gateways in front that differ in
-``gateway.routing`` only. The gateways take turns with the same requests; every turn has beginnings
-of its own, so nothing is cached at its start. Each request is one of ``--groups`` beginnings and an
-end of its own, in random order. The KV cache of one instance holds about ``--fit`` of all groups.
+Two gateways that differ in ``gateway.routing`` only are in front of the same two attention
+instances and take turns with the same kind of requests. Every turn has beginnings of its own, so nothing is
+cached at its start. Each request is one of ``--groups`` beginnings and an end of its own, in random
+order. The KV cache of one instance holds about ``--fit`` of all groups.
+
+The instances are stand-ins that keep the latest blocks of prompts and take 100 us per token of a
+prompt that they do not have. With ``--served`` they are real: 2A1F on this host.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from afd.control.operator import status
 from afd.errors import AfdError
 from afd.records import Record, command_line, machine, results_file, today, write_records
+from afd_bench.gateway.caching import BLOCK_TOKENS, caching_instance
 from afd_bench.gateway.clients import percentile
 from afd_bench.servers import disaggregated
 from afd_bench.workload import FIRST_TOKEN, open_session
@@ -36,7 +40,7 @@ from afd_gateway.upstreams import Upstream
 
 SIDES = ("fewest", "prefix")
 VOCAB = 2000
-_BLOCK_TOKENS = 32
+_PREFILL_S, _TOKEN_S = 100e-6, 5e-3  # of a stand-in
 _END = 24
 _ANSWER = 12
 
@@ -54,33 +58,49 @@ class Turn:
 
 def main(argv: Sequence[str]) -> int:
     args = _arguments(argv)
-    model: Path = args.model
-    if not (model / "config.json").exists():
-        make_model("qwen3_moe", model, resolve("qwen3_moe", "bench"))
-    blocks = int(args.fit * args.groups * args.prefix / _BLOCK_TOKENS) + 64
-    config = {
-        "model": str(model.absolute()),
-        "attention": {
-            "instances": 2,
-            "dtype": "bfloat16",
-            "max_model_len": 2048,
-            "max_num_seqs": 16,
-            "max_num_batched_tokens": 1024,
-            "kv_cache_gib": 0.5,
-            "vllm_args": [
-                f"--block-size={_BLOCK_TOKENS}",
-                f"--num-gpu-blocks-override={blocks}",
-            ],
-        },
-    }
-    with disaggregated(config) as server:
-        urls = [member.api_url for member in status(server.control).of("attention")]
-        turns = asyncio.run(measure(urls, server.model, args))
+    if args.served:
+        with disaggregated(served_config(args)) as server:
+            urls = [member.api_url for member in status(server.control).of("attention")]
+            turns = asyncio.run(measure(urls, server.model, args))
+    else:
+        turns = asyncio.run(_measure_stand_ins(args))
     print(table(turns))
     if args.out is not None:
         found = list(records(turns, args, machine(), command_line("routing", argv), today()))
         write_records(args.out, found)
     return 0
+
+
+def blocks_of(args: argparse.Namespace) -> int:
+    """Returns the KV blocks of an instance."""
+    return int(args.fit * args.groups * args.prefix / BLOCK_TOKENS) + 64
+
+
+def served_config(args: argparse.Namespace) -> dict[str, object]:
+    """Returns the deployment of ``--served``; makes its model if it is missing."""
+    model: Path = args.model
+    if not (model / "config.json").exists():
+        make_model("qwen3_moe", model, resolve("qwen3_moe", "bench"))
+    vllm = [f"--block-size={BLOCK_TOKENS}", f"--num-gpu-blocks-override={blocks_of(args)}"]
+    attention = {
+        "instances": 2,
+        "dtype": "bfloat16",
+        "max_model_len": 2048,
+        "max_num_seqs": 16,
+        "kv_cache_gib": 0.5,
+        "vllm_args": vllm,
+    }
+    return {"model": str(model.absolute()), "attention": attention}
+
+
+async def _measure_stand_ins(args: argparse.Namespace) -> list[Turn]:
+    async with contextlib.AsyncExitStack() as stack:
+        made = [
+            caching_instance(blocks_of(args), prefill_s=_PREFILL_S, token_s=_TOKEN_S)
+            for _ in range(2)
+        ]
+        urls = [await stack.enter_async_context(one) for one in made]
+        return await measure(urls, "model", args)
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -89,7 +109,8 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", type=Path, default=Path("models/bench"), help="made if missing")
+    parser.add_argument("--served", action="store_true", help="real instances")
+    parser.add_argument("--model", type=Path, default=Path("models/bench"), help="with --served")
     parser.add_argument("--groups", type=int, default=12, help="different beginnings")
     parser.add_argument("--prefix", type=int, default=960, help="tokens of a beginning")
     parser.add_argument("--fit", type=float, default=0.6, help="share of the groups, see above")
@@ -235,9 +256,9 @@ def records(
     """Yields the numbers of routing by prefix beside routing by fewest requests."""
     found = medians(turns)
     ours, theirs = found["prefix"], found["fewest"]
-    case = (
-        f"2A1F, {args.groups} beginnings of {args.prefix} tokens, {args.at_once} requests at a time"
-    )
+    kind = "2A1F" if args.served else "2 stand-ins"
+    sizes = f"{args.groups} beginnings of {args.prefix} tokens"
+    case = f"{kind}, {sizes}, {args.at_once} requests at a time"
     for metric, unit, value, peer, more_is_better in (
         ("requests_per_s", "requests/s", ours.requests_per_s, theirs.requests_per_s, True),
         ("first_token_p50_ms", "ms", ours.first_p50_ms, theirs.first_p50_ms, False),

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 
+from afd.config.deployment import Deployment
 from afd_bench import routing
+from afd_bench.gateway.caching import PrefixCache
 from afd_bench.gateway.cli import Cell, Load, main, medians, records
 from afd_bench.gateway.clients import Seen, percentile
 
@@ -44,9 +47,35 @@ def test_records_compare_with_direct_and_with_the_gateway_before() -> None:
     assert ("8 streams, 50 tokens/s, before", "cpu_us_per_event") not in found
 
 
+def test_routing_by_prefix_finds_more_in_the_caches(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two stand-ins, of which each has room for a little more than half of the beginnings."""
+    assert routing.main(["--turns", "1", "--requests", "48", "--prefix", "480"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    cached = {
+        row[0].strip("| "): float(row[-1].rstrip(" |"))
+        for line in lines
+        if len(row := line.split(" | ")) == 5 and row[0].strip("| ") in routing.SIDES
+    }
+    assert cached["prefix"] > cached["fewest"] + 0.15
+
+
+def test_the_served_deployment_is_valid(tmp_path: Path) -> None:
+    args = Namespace(groups=12, prefix=960, fit=0.6, model=tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    assert Deployment.from_plain(routing.served_config(args)).attention.instances == 2
+
+
+def test_the_stand_in_keeps_the_latest_blocks() -> None:
+    cache = PrefixCache(limit=4)
+    first, second = list(range(64)), list(range(100, 164))
+    assert [cache.compute(first), cache.compute(first + [1] * 40)] == [64, 40]
+    assert cache.compute(second) == 64 and cache.compute(first) == 0
+    assert cache.compute(list(range(200, 264))) == 64 and cache.compute(second) == 64
+
+
 def test_routing_records_have_the_medians_of_both_sides() -> None:
     turns = [routing.Turn("fewest", 2.0, 100, 200, 0.4), routing.Turn("prefix", 3.0, 50, 100, 0.8)]
-    args = Namespace(groups=12, prefix=960, at_once=8)
+    args = Namespace(groups=12, prefix=960, at_once=8, served=False)
     found = {r.metric: r for r in routing.records(turns, args, "m", "c", "2026-01-01")}
     assert found["requests_per_s"].ratio == 1.5 and found["first_token_p50_ms"].ratio == 2
     assert found["cached"].ratio == 2 and found["cached"].peer == "fewest"
