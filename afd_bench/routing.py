@@ -1,9 +1,9 @@
 """`afd bench routing`: prompts that share beginnings, routed by prefix and by fewest requests.
 
 Two gateways that differ in ``gateway.routing`` only are in front of the same two attention
-instances and take turns with the same kind of requests. Every turn has beginnings of its own, so nothing is
-cached at its start. Each request is one of ``--groups`` beginnings and an end of its own, in random
-order. The KV cache of one instance holds about ``--fit`` of all groups.
+instances and take turns with the same kind of requests. Every turn has beginnings of its own, so
+nothing is cached at its start. Each request is one of ``--groups`` beginnings and an end of its
+own, in random order. The KV cache of one instance holds about ``--fit`` of all groups.
 
 The instances are stand-ins that keep the latest blocks of prompts and take 100 us per token of a
 prompt that they do not have. With ``--served`` they are real: 2A1F on this host.
