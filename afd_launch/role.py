@@ -23,6 +23,8 @@ from afd.host.versions import installed_versions
 from afd.topology import ffn_number
 from afd_launch.serve import run_directory
 
+logger = logging.getLogger("afd.attention")
+
 
 def standalone_spec(
     deployment: Deployment, role: Role, index: int, control: str | None, rank: int = 0
@@ -90,7 +92,11 @@ def run_role(spec: RoleSpec, file: Path | None) -> int:
 
 def _attention(spec: RoleSpec, file: Path | None) -> int:
     from attention_worker.vllm_hooks.command import attention_command
+    from attention_worker.vllm_hooks.versions import installed, warning
 
+    vllm = installed()
+    if vllm is not None and (untested := warning(vllm)) is not None:
+        logger.warning("%s", untested)
     if file is not None:  # the supervisor removes the file
         argv, environment = attention_command(spec)
         os.execvpe(argv[0], argv, {**environment, ROLE_FILE_ENV: str(file.absolute())})
