@@ -287,8 +287,21 @@ class Gateway(Section):
 
     host: str = "127.0.0.1"  # address on which the gateway listens
     port: Port = 8000  # 0: any free port
+    # Processes that serve the port; one of several that dies loses only its own connections
+    processes: int = Field(default=1, ge=1, le=64)
+    # Instance of a request. prefix: the one that computed the beginning of its prompt, unless it is
+    # clearly busier; fewest: the one with the fewest requests
+    routing: Literal["prefix", "fewest"] = "prefix"
+    # Requests that one attention instance has at a time; auto: twice attention.max_num_seqs
+    max_running: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
+        default="auto", description="auto or a whole number of at least 1"
+    )
+    slow_client_s: float = Field(default=60.0, gt=0)  # a client that reads nothing for this long
     api_keys: Path | None = None  # hashes of the API keys that clients need; null: none needed
     tls: Tls | None = None  # null: plain HTTP
+    waiting: int = Field(default=1024, ge=0)  # requests that may wait for an attention instance
+    waiting_s: float = Field(default=60.0, ge=0)  # how long they wait until one is back or free
+    replay_s: float = Field(default=120.0, ge=0)  # the same, for answers that have begun
 
 
 class Deadlines(Section):

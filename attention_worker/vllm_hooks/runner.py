@@ -22,6 +22,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from afd.schedule import choose_depth, padded_depth, reads_block_written_in_step
 from attention_worker.instance import AttentionInstance, reported
 from attention_worker.vllm_hooks.lora import attention_projections, check_adapter, unpacked
+from attention_worker.vllm_hooks.resume import restore, resumed_tokens
 from attention_worker.vllm_hooks.support import check_supported
 
 if TYPE_CHECKING:
@@ -102,6 +103,14 @@ class DisaggregatedRunner(_Base):
             return super().execute_model(scheduler_output, intermediate_tensors)
         finally:
             self._scheduled = None
+
+    def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
+        """Also gives resumed requests the tokens that another instance generated."""
+        deferred = super()._update_states(scheduler_output)
+        for request in scheduler_output.scheduled_new_reqs:
+            if tokens := resumed_tokens(request.sampling_params):
+                restore(self, request.req_id, tokens)
+        return deferred
 
     def _determine_batch_execution_and_padding(
         self,
