@@ -50,7 +50,11 @@ def run_attention(spec: RoleSpec, file: Path | None) -> int:
         the exit status of vLLM; 0 after it was told to end.
     """
     from attention_worker.vllm_hooks.command import attention_command
+    from attention_worker.vllm_hooks.versions import installed, warning
 
+    vllm = installed()
+    if vllm is not None and (untested := warning(vllm)) is not None:
+        logger.warning("%s", untested)
     if file is not None:
         argv, environment = attention_command(spec)
         environment = {**environment, ROLE_FILE_ENV: str(file.absolute())}

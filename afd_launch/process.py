@@ -25,6 +25,7 @@ class Command:
     holds_requests: the role is restarted only once it can no longer serve its requests.
     spare: the role is started only when an operator adds it. replaced_at_once: a process that has
     imported everything waits to take the role over (afd_launch.standby).
+    descriptors: of this process, which the role inherits.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Command:
     holds_requests: bool = False
     spare: bool = False
     replaced_at_once: bool = False
+    descriptors: tuple[int, ...] = ()
 
 
 class RoleProcess:
@@ -58,6 +60,7 @@ class RoleProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             bufsize=0,
+            pass_fds=command.descriptors,
             start_new_session=True,  # the supervisor passes Ctrl-C on, in order
             preexec_fn=lambda: _die_with(parent),
         )

@@ -72,6 +72,7 @@ class Supervisor:
         watchdog: Watchdog,
         log_dir: Path | None = None,
         on_ready: Callable[[], None] = lambda: None,
+        on_stop: Callable[[], None] = lambda: None,
         stall_monitor: StallMonitor | None = None,
         leave_monitor: StallMonitor | None = None,
         leave_s: float = 60.0,
@@ -82,10 +83,11 @@ class Supervisor:
         """
         Args:
             start_s: seconds until all roles must be ready. watchdog: ends the roles if this process
-                is killed. stall_monitor: finds stalled stateless roles, which are then killed and
-                restarted; None: stalled roles are left alone. leave_monitor: the same for roles
-                that hold requests and have left the deployment. leave_s: seconds that a role gets
-                to leave when it is asked to. orders: what operators want. hosts: the other hosts;
+                is killed. on_stop: called before the roles are stopped, perhaps repeatedly.
+                stall_monitor: finds stalled stateless roles, which are then killed and restarted;
+                None: stalled roles are left alone. leave_monitor: the same for roles that hold
+                requests and have left the deployment. leave_s: seconds that a role gets to leave
+                when it is asked to. orders: what operators want. hosts: the other hosts;
                 None: there are none.
         """
         self._stages = tuple(stages)
@@ -96,6 +98,7 @@ class Supervisor:
         self._start_s = start_s
         self._restart = restart
         self._on_ready = on_ready
+        self._on_stop = on_stop
         self._stall_monitor = stall_monitor
         self._leave_monitor = leave_monitor
         self._leave_s = leave_s
@@ -379,6 +382,7 @@ class Supervisor:
     # -- stopping
 
     def _stop_all(self) -> None:
+        self._on_stop()
         self._due.clear()
         for stage in reversed(self._stages):
             names = [command.name for command in stage.commands]

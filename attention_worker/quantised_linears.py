@@ -9,20 +9,24 @@ from os import PathLike
 from afd.models import Quantization, read_model, read_quantization
 from afd.models.checkpoint import TensorInfo, tensor_table
 from afd.models.family import Family
-from afd.models.weight_format import WeightFormat, tensor_name
+from afd.models.weight_format import FLOATS, WeightFormat, tensor_name
 
 Table = dict[str, TensorInfo]
-
-_PLAIN_DTYPES = ("F32", "BF16", "F16")
 
 
 @dataclass(frozen=True)
 class StoredLinear:
-    """A quantised weight. name: that of an unquantised checkpoint. parts: its tensors' names."""
+    """A quantised weight [n, k]. name: that of an unquantised checkpoint."""
 
     name: str
     stored: WeightFormat
-    parts: dict[str, str]
+    n: int
+    k: int
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """The names of its tensors, by their last part."""
+        return {part: tensor_name(self.name, part) for part in self.stored.parts(self.n, self.k)}
 
 
 def quantised_linears(
@@ -37,14 +41,8 @@ def quantised_linears(
         stored = quantization.of(module)
         if not stored.is_quantised or suffix != stored.codes or family.is_expert_weight(name):
             continue
-        if info.dtype not in _PLAIN_DTYPES:
-            weight = f"{module}.weight"
-            parts = {
-                part: tensor_name(weight, part)
-                for part in (stored.codes, stored.scales, stored.zeros, stored.order)
-                if part
-            }
-            found[name] = StoredLinear(weight, stored, parts)
+        if info.dtype not in FLOATS:
+            found[name] = StoredLinear(f"{module}.weight", stored, *stored.size(info.shape))
     return found
 
 

@@ -9,6 +9,7 @@ import time
 import urllib.error
 import urllib.request
 
+import psutil
 import pytest
 from deployments import Host
 from helpers import (
@@ -64,6 +65,23 @@ def test_a_drain_refuses_new_requests_and_survives_an_ffn_crash(deployment: Runn
     finally:
         operator.drain(deployment.server.control, on=False)
     wait_until(lambda: answers(models), 10, "the gateway takes requests again")
+
+
+def test_sigterm_to_vllm_itself_loses_nothing(deployment: Running) -> None:
+    """vLLM ends its engine and then waits for its open connections, which say nothing more. The
+    gateway gives them up; begun and new requests wait for the restarted instance."""
+    wanted = tokens_when_whole(start_streams(deployment.url, 4, 300), 60)
+    fresh = tokens_when_whole(start_streams(deployment.url, 2, 20, name="fresh"), 60)
+    before = deployment.member("attention-0")
+    streams = start_streams(deployment.url, 4, 300)
+    all_begun(streams)
+    os.kill(psutil.Process(before.pid).ppid(), signal.SIGTERM)  # its API server
+    wait_until(lambda: deployment.generation("attention-0") is None, 20, "attention-0 has left")
+    waiting = start_streams(deployment.url, 2, 20, name="fresh")
+    assert tokens_when_whole(streams, 90) == wanted
+    assert tokens_when_whole(waiting, 90) == fresh
+    after = deployment.member("attention-0")
+    assert after.pid != before.pid and after.generation > before.generation
 
 
 def test_ctrl_c_lets_requests_finish_and_leaves_nothing(deployment: Running) -> None:
