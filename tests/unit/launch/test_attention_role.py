@@ -46,7 +46,9 @@ server.serve_forever()
 LEADER = """
 import json, logging, sys
 from afd.config.roles import load_role
+from afd_launch import attention_role
 from afd_launch.attention_role import AttentionServer
+attention_role.SETTLE_S, attention_role.POLL_S, attention_role._ASK_S = 0.3, 0.05, 0.3
 logging.basicConfig(level=logging.INFO)
 sys.exit(AttentionServer(load_role(sys.argv[1]), json.loads(sys.argv[2]), {}, own_session=False)
     .run())
@@ -108,7 +110,7 @@ def test_sigterm_lets_running_requests_finish(start):
         instance.process.send_signal(signal.SIGTERM)
         eventually(lambda: member.members.seat("attention-0").wish == "drain", 10)
         instance.process.send_signal(signal.SIGTERM)  # an orchestrator may repeat it
-        time.sleep(1.5)
+        time.sleep(0.6)
         assert not instance.got_term and alive(instance.child)
         instance.set_requests(0)
         assert instance.process.wait(10) == 0
