@@ -106,7 +106,6 @@ class Supervisor:
         self._hosts = hosts
         self._out = out or sys.stdout
         self._signals: list[int] = []
-        self._watchdog = watchdog
         self._table = RoleTable(watchdog, self._out, log_dir, lambda: len(self._signals) > 1)
         self._running = self._table.running
         self._deaths: dict[str, list[float]] = {}
