@@ -77,15 +77,3 @@ def test_a_stopped_ffn_instance_is_replaced(faults: Faults) -> None:
     faults.inject("SIGSTOP FFN 15 s")
     assert faults.generations("ffn") != before
     assert "is stalled: its process lives" in faults.subject.server.log.read_text()
-
-
-def test_a_killed_control_plane_is_not_noticed(faults: Faults) -> None:
-    before = faults.generations("ffn"), faults.generations("attention")
-    faults.inject("kill -9 control plane")
-    assert (faults.generations("ffn"), faults.generations("attention")) == before
-
-
-def test_sigterm_drains_an_attention_instance(faults: Faults) -> None:
-    before = faults.generations("attention")
-    faults.inject("SIGTERM attention")
-    assert faults.generations("attention") != before

@@ -182,16 +182,16 @@ def test_a_killed_attention_instance_loses_nothing(
 
 def test_an_instance_is_added_drained_and_removed_under_load(deployment: Running) -> None:
     """No stream of those that run meanwhile fails or changes a token."""
-    wanted = tokens_when_whole(start_streams(deployment.url, 6, 200, name="elastic"), 60)
+    wanted = tokens_when_whole(start_streams(deployment.url, 6, 80, name="elastic"), 60)
     instances = Operator(deployment.server.control, operator_keys(deployment.server.control), 120)
     served: list[Stream] = []
 
     def keep_serving(act: Callable[[], object]) -> set[str]:
         """Runs ``act`` beside streams; returns the instances of those that began afterwards."""
-        before = start_streams(deployment.url, 6, 200, name="elastic")
+        before = start_streams(deployment.url, 6, 80, name="elastic")
         all_begun(before)
         act()
-        after = start_streams(deployment.url, 6, 200, name="elastic")
+        after = start_streams(deployment.url, 6, 80, name="elastic")
         for streams in (before, after):
             assert tokens_when_whole(streams, 60) == wanted
         served.extend(before)
