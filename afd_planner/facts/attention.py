@@ -9,7 +9,6 @@ mean and is therefore a float. A multiply-add counts as 2 FLOPs.
 """
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Protocol
 
 from afd_planner.facts.precision import dtype_bytes
@@ -55,7 +54,6 @@ def projection_parameters(attention: Attention) -> int:
     return sum(p.parameters for p in attention.projections())
 
 
-@cache
 def projection_parameters_per_gpu(attention: Attention, tp: int) -> float:
     """Returns the parameters that each of ``tp`` GPUs holds; every GPU holds unsplit matrices."""
     return sum(p.parameters / (tp if p.split else 1) for p in attention.projections())
