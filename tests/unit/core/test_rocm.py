@@ -6,7 +6,7 @@ import pytest
 from afd.config.deployment import Deployment
 from afd.config.resolve import region_options, resolve, wire_fp8
 from afd.config.roles import RoleSpec
-from afd.config.settle import BAD_GRAPHS, check_graphs, needs_pool, with_architecture
+from afd.config.seen_gpus import BAD_GRAPHS, check_graphs, needs_pool, with_architecture
 from afd.devices import ROCM, device_named, device_of_region, device_of_torch
 from afd.devices.rocm import FP8_OF_ARCH
 from afd.errors import ConfigError
