@@ -1,7 +1,5 @@
 """Plans fit the GPUs: the planned sequences, weights as served, and the slots of the transport."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from planner_support import request, scaled
@@ -31,6 +29,7 @@ from afd_planner.sizing.search import Search, afd_operating
         ("qwen3-235b-a22b", "h800", {"precision": PRECISIONS["bf16"], "gpus": 128}),
         ("step-3", "mi300x", {"precision": PRECISIONS["all-fp8"], "gpus": 64}),
         ("qwen3-235b-a22b", "h200", {"precision": PRECISIONS["fp8-bf16-cache"], "gpus": 64}),
+        ("qwen3-30b-a3b", "h200", {"context": 1024, "positions": 4, "accepted": 2.0}),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -44,6 +43,8 @@ def test_a_file_holds_its_planned_sequences_and_passes_the_check(model, gpu, cha
     assert check_memory(deployment).startswith("; memory per GPU: attention")
     attention = deployment.attention
     assert attention.max_num_seqs * attention.instances >= point.shape.batch
+    drafts = attention.speculation.num_speculative_tokens if attention.speculation else 0
+    assert drafts == asked.positions - 1
     held = attention.kv_cache_gib * 2**30 / sequence_bytes(asked)
     assert held >= attention.max_num_seqs
 
@@ -91,7 +92,6 @@ def test_what_is_not_served_has_no_file():
     plan = make_plan(request("pangu-pro-moe", gpus=16))
     with pytest.raises(ConfigError, match="afd serve does not run PanguProMoEForCausalLM"):
         deployment_yaml(plan, "m")
-    plan = make_plan(request("step-3", "h200", gpus=16))
-    drafting = make_plan(replace(plan.request, positions=2, accepted=1.7))
-    with pytest.raises(ConfigError, match="does not run speculative decoding"):
+    drafting = make_plan(request("step-3", "h200", gpus=16, positions=18, accepted=1.7))
+    with pytest.raises(ConfigError, match="does not run speculation with more than 16 drafts"):
         deployment_yaml(drafting, "m")
