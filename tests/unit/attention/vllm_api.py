@@ -166,7 +166,7 @@ class Sources:
         return self._module(module) is not None
 
     def describe(self, name: str) -> str | None:
-        """Returns a signature, "class", "value", "attribute" or "module"; None: it does not exist."""
+        """Returns a signature, "class", "value", "attribute" or "module"; None: there is none."""
         module, _, path = name.partition(":")
         outer, _, inner = path.partition(".")
         if outer and self.has_module(f"{module}.{outer}"):
