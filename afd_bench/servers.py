@@ -79,7 +79,7 @@ def disaggregated(
     ):
         control = f"tcp://127.0.0.1:{control_port}"
         merged = dict(config)
-        merged["gateway"] = {"port": port}
+        merged["gateway"] = {**_section(config, "gateway"), "port": port}
         merged["control"] = {**_section(config, "control"), "address": control}
         merged["attention"] = {**_section(config, "attention"), "port": 0}
         merged.setdefault("served_model_name", "model")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from afd.config.settle import BAD_GRAPHS
+from afd.config.seen_gpus import BAD_GRAPHS
 from afd.devices.rocm import PRODUCTS
 from afd.host.amd_gpus import rocm_version
 from afd_launch import pcie, rdma

@@ -85,7 +85,7 @@ def attention_command(
         graphs = {
             "mode": 0,
             "cudagraph_mode": "FULL_DECODE_ONLY",
-            "cudagraph_capture_sizes": captured_rows(attention.max_num_seqs),
+            "cudagraph_capture_sizes": captured_rows(attention.max_num_seqs, attention.decode_rows),
         }
         argv.append(f"--compilation-config={json.dumps(graphs, separators=(',', ':'))}")
     else:
@@ -93,6 +93,8 @@ def attention_command(
     if not (on_gpu and attention_is_quantised(deployment.model)):
         quantised = bool(read_quantization(deployment.model).formats)
         argv += unquantised(read_config(deployment.model), quantised=quantised)
+    if attention.speculation is not None:
+        argv.append(f"--speculative-config={attention.speculation.model_dump_json()}")
     if not on_gpu:
         argv.append("--distributed-executor-backend=uni")
         argv += family.cpu_args

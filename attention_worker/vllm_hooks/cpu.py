@@ -7,7 +7,10 @@ stubs (vllm/v1/worker/cpu/shm.py).
 from typing import Any
 
 import torch
+from torch import nn
 from vllm.config import VllmConfig
+from vllm.lora.layers import BaseLayerWithLoRA
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -22,6 +25,26 @@ from attention_worker.instance import reported
 from attention_worker.vllm_hooks.runner import DisaggregatedRunner
 from attention_worker.vllm_hooks.store import file_store
 from attention_worker.vllm_hooks.versions import layout
+
+
+class CpuAdapterRows(PunicaWrapperCPU):
+    """vLLM's LoRA arithmetic for CPUs, right for rows without an adapter beside rows with one.
+
+    Such a row has the index -1, which vLLM takes as the last adapter of the tensor
+    (vllm/lora/ops/torch_ops/lora_ops.py: bgmv_shrink). Here its product with A is 0.
+    """
+
+    def _shrink_prefill(
+        self, y: torch.Tensor, x: torch.Tensor, w_t_all: torch.Tensor, scale: float
+    ) -> None:
+        super()._shrink_prefill(y, x, w_t_all, scale)
+        y[self.token_lora_indices < 0] = 0
+
+    def _shrink_decode(
+        self, y: torch.Tensor, x: torch.Tensor, w_t_all: torch.Tensor, scale: float
+    ) -> None:
+        super()._shrink_decode(y, x, w_t_all, scale)
+        y[self.token_lora_indices < 0] = 0
 
 
 class AfdCpuModelRunner(DisaggregatedRunner, CPUModelRunner):
@@ -44,6 +67,15 @@ class AfdCpuModelRunner(DisaggregatedRunner, CPUModelRunner):
             if isinstance(module, Attention) and isinstance(module.impl, CPUAttentionBackendImpl):
                 sinks = module.impl.sinks
                 module.impl.sinks = None if sinks is None else sinks.bfloat16()
+
+    def load_lora_model(
+        self, model: nn.Module, vllm_config: VllmConfig, device: torch.device
+    ) -> nn.Module:
+        loaded = super().load_lora_model(model, vllm_config, device)
+        for module in loaded.modules():
+            if isinstance(module, BaseLayerWithLoRA):
+                module.punica_wrapper.__class__ = CpuAdapterRows
+        return loaded
 
     def _sample(
         self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None

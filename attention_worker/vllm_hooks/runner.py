@@ -7,15 +7,22 @@ on as they come.
 
 import copy
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from vllm.config import ParallelConfig
+import numpy as np
+import torch
+from torch import nn
+from vllm.config import ParallelConfig, VllmConfig
+from vllm.lora.request import LoRARequest
 from vllm.sequence import IntermediateTensors
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
 from afd.schedule import choose_depth, padded_depth, reads_block_written_in_step
 from attention_worker.instance import AttentionInstance, reported
+from attention_worker.vllm_hooks.lora import attention_projections, check_adapter, unpacked
+from attention_worker.vllm_hooks.resume import restore, resumed_tokens
 from attention_worker.vllm_hooks.support import check_supported
 
 if TYPE_CHECKING:
@@ -49,6 +56,25 @@ class DisaggregatedRunner(_Base):
         self.parallel_config: ParallelConfig = copy.copy(self.parallel_config)
         self.parallel_config.ubatch_size = self._instance.max_depth
 
+    def load_lora_model(
+        self, model: nn.Module, vllm_config: VllmConfig, device: torch.device
+    ) -> nn.Module:
+        """Makes vLLM's adapter layers, in attention only. Called by :meth:`load_model`."""
+        names = attention_projections(model, self._instance.family)
+        self.lora_config.target_modules = names
+        loaded = super().load_lora_model(model, vllm_config, device)
+        self._adapter_modules = unpacked(loaded.packed_modules_mapping, names)
+        return loaded
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Loads an adapter. Raises ConfigError if it changes more than attention."""
+        with reported():
+            check_adapter(
+                lora_request.lora_name, Path(lora_request.lora_path), self._adapter_modules
+            )
+        added: bool = super().add_lora(lora_request)
+        return added
+
     def profile_run(self, *arguments: Any, **named: Any) -> None:
         """Runs vLLM's warm-up, which calls the FFN; then goes idle."""
         super().profile_run(*arguments, **named)
@@ -78,22 +104,41 @@ class DisaggregatedRunner(_Base):
         finally:
             self._scheduled = None
 
+    def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
+        """Also gives resumed requests the tokens that another instance generated."""
+        deferred = super()._update_states(scheduler_output)
+        for request in scheduler_output.scheduled_new_reqs:
+            if tokens := resumed_tokens(request.sampling_params):
+                restore(self, request.req_id, tokens)
+        return deferred
+
     def _determine_batch_execution_and_padding(
-        self, num_tokens: int, num_reqs: int, *arguments: Any, **named: Any
+        self,
+        num_tokens: int,
+        num_reqs: int,
+        num_scheduled_tokens_np: np.ndarray,
+        max_num_scheduled_tokens: int,
+        *arguments: Any,
+        **named: Any,
     ) -> tuple[Any, ...]:
         """Returns vLLM's decision with our number of micro-batches, instead of its own for data
         parallelism."""
         mode, descriptor, _, across_dp, stats = super()._determine_batch_execution_and_padding(
-            num_tokens, num_reqs, *arguments, **named
+            num_tokens,
+            num_reqs,
+            num_scheduled_tokens_np,
+            max_num_scheduled_tokens,
+            *arguments,
+            **named,
         )
         if self._scheduled is not None:
-            decode = num_tokens == num_reqs
+            decode = max_num_scheduled_tokens <= self.uniform_decode_query_len
             depth = choose_depth(
                 num_tokens,
                 num_reqs,
                 self._instance.depth(num_tokens, decode=decode),
                 self._instance.min_rows,
-                splittable=not self._prefix_hazard(self._scheduled),
+                splittable=not (self._uses_adapters() or self._prefix_hazard(self._scheduled)),
             )
             depth = padded_depth(depth, num_tokens, descriptor.num_tokens)
             self._instance.steps.begin(num_tokens, depth, time.monotonic(), decode=decode)
@@ -103,6 +148,14 @@ class DisaggregatedRunner(_Base):
             return mode, descriptor, False, across_dp, stats
         self.parallel_config.ubatch_size = depth
         return mode, descriptor, depth > 1, across_dp, stats
+
+    def _uses_adapters(self) -> bool:
+        """Returns whether a request of the step has a LoRA adapter.
+
+        vLLM's adapter layers look rows up by their place in the whole step, not in a micro-batch
+        (vllm/lora/punica_wrapper/punica_base.py: token_lora_indices).
+        """
+        return bool(self.lora_config and self.input_batch.lora_id_to_lora_request)
 
     def _prefix_hazard(self, scheduled: SchedulerOutput) -> bool:
         """Returns whether a request starts on prefix blocks that the same step fills."""

@@ -54,22 +54,6 @@ def client(deployment: Running) -> "openai.OpenAI":
     return deployment.client()
 
 
-@pytest.fixture(scope="module")
-def terse(tiny_models: Models) -> dict[str, float]:
-    """A logit_bias against blanks and control characters. The grammar for tool calls allows them,
-    and a model with random weights would fill its JSON with them."""
-    from tokenizers import Tokenizer
-
-    file: Path = tiny_models("qwen3_moe") / "tokenizer.json"
-    tokenizer = Tokenizer.from_file(str(file))
-    texts = {i: tokenizer.decode([i]) for i in range(tokenizer.get_vocab_size())}
-    return {
-        str(i): -100.0
-        for i, text in texts.items()
-        if not text.strip() or any(ord(letter) < 32 for letter in text)
-    }
-
-
 def test_lists_the_model(client: "openai.OpenAI") -> None:
     (model,) = client.models.list().data
     assert (model.id, model.object) == ("model", "model")
