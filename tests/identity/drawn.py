@@ -57,6 +57,15 @@ def sizes_of(model: Model) -> Sizes:
     return PRESETS["tiny"] if model.stored_as != "plain" else drawn_sizes(model, SEED)
 
 
+def beside_vllm(model: Model) -> bool:
+    """Whether a model is compared with colocated vLLM: what only Transformers can answer is not.
+
+    Nor are formats of families that Transformers has. An engine of vLLM takes seconds to start, and
+    both read the same unquantised checkpoint; `afd bench families` compares them with vLLM.
+    """
+    return not model.colocated and not (model.stored_as != "plain" and model.transformers)
+
+
 def described(model: Model) -> str:
     return f"{model.name}, AFD_TEST_SEED={SEED}, {sizes_of(model)}"
 
