@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import aiohttp
@@ -81,13 +80,20 @@ async def send(
         raise UpstreamLost(_words(error), delivered=True) from None
 
 
-async def chunks_of(answer: aiohttp.ClientResponse, lease: Lease) -> AsyncIterator[bytes]:
-    """Yields the body as it arrives. Raises UpstreamLost if it ends early."""
-    try:
-        async for chunk in answer.content.iter_any():
-            yield chunk
-    except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
-        raise UpstreamLost(lease.lost_reason or _words(error), delivered=True) from None
+class Chunks:
+    """The body of an answer, as it arrives. No generator: this runs for every token."""
+
+    def __init__(self, answer: aiohttp.ClientResponse, lease: Lease) -> None:
+        self._content = answer.content
+        self._lease = lease
+
+    async def next(self) -> bytes:
+        """Returns the next bytes, b"" at the end. Raises UpstreamLost if the body ends early."""
+        try:
+            return await self._content.readany()
+        except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+            reason = self._lease.lost_reason or _words(error)
+            raise UpstreamLost(reason, delivered=True) from None
 
 
 def _words(error: BaseException) -> str:

@@ -9,19 +9,23 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
+from afd_gateway.admission import Room
+from afd_gateway.counts import Counts
 from afd_gateway.owner import ForeignListener
+from afd_gateway.routing import Router
 from afd_gateway.settings import GatewaySettings
 from afd_gateway.upstreams import (
     Condition,
     Health,
+    MemberState,
     Probe,
     Provider,
     Upstream,
     View,
-    choose,
     probed,
     request_failed,
     why_lost,
+    why_none,
 )
 
 log = logging.getLogger("afd.gateway")
@@ -39,11 +43,13 @@ class _Entry:
 class Lease:
     """Counts one request as running on one upstream, until the ``with`` block ends."""
 
-    def __init__(self, entry: _Entry) -> None:
+    def __init__(self, entry: _Entry, counts: Counts) -> None:
         self._entry = entry
+        self._counts = counts
         self._on_lost: Callable[[], object] | None = None
         self.lost_reason: str | None = None
         entry.leases.add(self)
+        counts.add(entry.upstream.id, 1)
 
     @property
     def upstream(self) -> Upstream:
@@ -54,6 +60,7 @@ class Lease:
 
     def __exit__(self, *_: object) -> None:
         self._entry.leases.discard(self)
+        self._counts.add(self._entry.upstream.id, -1)
         self._on_lost = None
 
     def on_lost(self, callback: Callable[[], object]) -> None:
@@ -70,11 +77,19 @@ class Lease:
 
 
 class Pool:
-    """The provider's members with the results of probes and requests."""
+    """The provider's members with the results of probes and requests.
 
-    def __init__(self, settings: GatewaySettings, provider: Provider) -> None:
+    kv_usage: see afd_gateway.kv_load, which keeps it current.
+    """
+
+    def __init__(
+        self, settings: GatewaySettings, provider: Provider, counts: Counts | None = None
+    ) -> None:
         self._settings = settings
         self._provider = provider
+        self._counts = counts or Counts()
+        self._router = Router(settings.routing, settings.max_running, settings.process)
+        self.kv_usage: dict[tuple[str, int, str], float] = {}
         self._entries: dict[tuple[str, int, str], _Entry] = {}
         self._wake = asyncio.Event()
         self._waiters: set[asyncio.Future[None]] = set()
@@ -101,38 +116,81 @@ class Pool:
                 if entry.probe is not None:
                     entry.probe.cancel()
                 del self._entries[key]
+                self._router.forget(key)
 
     def views(self) -> tuple[View, ...]:
         """Returns the present members in a stable order."""
         self.refresh()
         present = (entry for entry in self._entries.values() if entry.present)
-        views = [View(entry.upstream, entry.health, len(entry.leases)) for entry in present]
+        views = [
+            View(
+                entry.upstream,
+                entry.health,
+                len(entry.leases),
+                self._counts.others(entry.upstream.id),
+                self.kv_usage.get(entry.upstream.key, 0.0),
+            )
+            for entry in present
+        ]
         return tuple(sorted(views, key=lambda view: (view.upstream.role, view.upstream.place)))
 
-    def acquire(self, exclude: Collection[tuple[str, int, str]] = ()) -> Lease | None:
-        """Returns a lease on the best upstream that is not excluded, or None."""
-        return self._lease(None if self.closed else choose(self.views(), exclude))
+    @property
+    def settled(self) -> bool:
+        """Whether there are instances, and a probe has told of every one."""
+        instances = [view for view in self.views() if view.upstream.role == "attention"]
+        proven = (view.health.condition is not Condition.UNPROVEN for view in instances)
+        return bool(instances) and all(proven)
 
-    def _acquire_any(self, *, begun: bool) -> Lease | None:
+    def acquire(
+        self,
+        exclude: Collection[tuple[str, int, str]] = (),
+        body: bytes = b"",
+        state: MemberState = "ready",
+    ) -> Lease | None:
+        """Returns a lease on the best upstream that is not excluded, or None.
+
+        Args:
+            body: of the request; what it begins with decides, see afd_gateway.routing.
+            state: only members in this state.
+        """
+        if self.closed:
+            return None
+        view = self._router.choose(self.views(), exclude, body, state)
+        return None if view is None else Lease(self._entries[view.upstream.key], self._counts)
+
+    def _acquire_any(self, body: bytes, *, begun: bool) -> Lease | None:
         """Begun answers also go on at an instance that drains."""
-        lease = self.acquire()
-        if lease is None and begun and not self.closed:
-            lease = self._lease(choose(self.views(), state="draining"))
-        return lease
+        lease = self.acquire((), body)
+        return self.acquire((), body, "draining") if lease is None and begun else lease
 
-    def _lease(self, view: View | None) -> Lease | None:
-        return None if view is None else Lease(self._entries[view.upstream.key])
+    def room(self) -> Room:
+        """Returns how many requests may run. Others wait while instances are busy or may come back;
+        not while the deployment ends or drains."""
+        limit = self._settings.max_running
+        if limit is None:
+            return Room(0, wait=False)
+        ready = sum(view.eligible for view in self.views())
+        return Room(ready * limit, wait=ready > 0 or self._may_come_back(begun=False))
+
+    def why_none(self) -> str | None:
+        """Says why no attention instance can take a request; None if one can."""
+        views = self.views()
+        if any(view.eligible for view in views):
+            return None
+        return self.closed or why_none(views, self._settings.expected_ids())
 
     async def acquire_soon(
-        self, tried: Collection[tuple[str, int, str]], *, begun: bool
+        self, tried: Collection[tuple[str, int, str]], body: bytes = b"", *, begun: bool
     ) -> Lease | None:
         """Returns a lease on the best upstream; waits for one, if one may come back.
 
-        tried: upstreams that have failed the request; taken if there is no other. begun: the client
+        tried: upstreams that have failed the request; taken if there is no other. body: see
+        :meth:`acquire`. begun: the client
         has the beginning of the answer. Others wait only if few enough wait already. Returns None
         after the time limit, or at once if there is no use in waiting.
         """
-        if (lease := self.acquire(tried) or self._acquire_any(begun=begun)) is not None:
+        lease = self.acquire(tried, body) or self._acquire_any(body, begun=begun)
+        if lease is not None:
             return lease
         if not begun and self._new_waiting >= self._settings.waiting:
             return None
@@ -149,7 +207,7 @@ class Pool:
                     return None
                 finally:
                     self._waiters.discard(waiter)
-                if (lease := self._acquire_any(begun=begun)) is not None:
+                if (lease := self._acquire_any(body, begun=begun)) is not None:
                     return lease
         finally:
             self._new_waiting -= not begun

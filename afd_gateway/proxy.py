@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 
 import aiohttp
 from aiohttp import web
 
 from afd_gateway.attempt import Refused, UpstreamLost, send
 from afd_gateway.errors import GatewayError
-from afd_gateway.headers import INSTANCE_HEADER, wants_upgrade
+from afd_gateway.headers import INSTANCE_HEADER
 from afd_gateway.journal import JournalSpace
 from afd_gateway.owner import make_connector
 from afd_gateway.pool import Lease, Pool
@@ -68,29 +69,36 @@ class Proxy:
             skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
         )
 
-    async def handle(self, request: web.Request) -> web.StreamResponse:
-        """Forwards ``request`` to an attention instance. Raises GatewayError."""
-        if wants_upgrade(request.headers):
-            raise GatewayError(501, "the gateway forwards HTTP requests, not WebSocket connections")
-        body = await read_body(request, self._settings.max_body_bytes)
+    async def handle(
+        self,
+        request: web.Request,
+        body: bytes,
+        avoid: Collection[tuple[str, int, str]] = (),
+    ) -> web.StreamResponse:
+        """Forwards ``request`` with its ``body`` to an attention instance. Raises GatewayError.
+
+        avoid: keys of instances that cannot serve it.
+        """
         replay = replay_of(request.method, request.path, request.headers, body)
         relay = Relay(request, body, self._settings, replay, self._space)
         try:
-            return await self._attempts(request, relay)
+            return await self._attempts(request, relay, avoid)
         finally:
             relay.close()
 
-    async def _attempts(self, request: web.Request, relay: Relay) -> web.StreamResponse:
+    async def _attempts(
+        self, request: web.Request, relay: Relay, avoid: Collection[tuple[str, int, str]]
+    ) -> web.StreamResponse:
         """Tries until the response is complete, or there is no use in trying again."""
-        tried: set[tuple[str, int, str]] = set()
+        tried = set(avoid)
         deliveries = 0  # in a row, without a further token
         lost: UpstreamLost | None = None
         failed = ""
         while (body := relay.next_body()) is not None:
-            lease = await self._pool.acquire_soon(tried, begun=relay.begun)
+            lease = await self._pool.acquire_soon(tried, body, begun=relay.begun)
             if lease is None:
                 return await self._nobody(relay, failed)
-            if tried:
+            if lost is not None:
                 self._telemetry.retry(begun=relay.begun)
             tried.add(lease.upstream.key)
             moved = relay.moved

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncIterator
 
 import aiohttp
 from aiohttp import hdrs, web
 
-from afd_gateway.attempt import Refused, UpstreamLost, chunks_of
+from afd_gateway.attempt import Chunks, Refused, UpstreamLost
 from afd_gateway.headers import response_headers
 from afd_gateway.journal import Journal, JournalSpace
 from afd_gateway.pool import Lease
@@ -75,8 +74,8 @@ class Relay:
         """
         # vLLM sends the head of a stream before the first token. Wait for the first byte of the
         # body, so that a request whose instance dies in prefill gets an error status.
-        chunks = chunks_of(answer, lease)
-        first = await anext(chunks, b"")
+        chunks = Chunks(answer, lease)
+        first = await chunks.next()
         encoded = answer.headers.get(hdrs.CONTENT_ENCODING, "identity") != "identity"
         is_sse = answer.content_type == "text/event-stream" and not encoded
         if self._response is not None and not (is_sse and answer.status == 200):
@@ -98,7 +97,7 @@ class Relay:
         try:
             while data:
                 await response.write(data)
-                data = await anext(chunks, b"")
+                data = await chunks.next()
         except UpstreamLost as lost:
             log.warning("request %s: %s failed: %s", self._request.path, lease.upstream.id, lost)
             return self._break_off()
@@ -126,7 +125,7 @@ class Relay:
     async def _pump_events(
         self,
         first: bytes,
-        chunks: AsyncIterator[bytes],
+        chunks: Chunks,
         answer: aiohttp.ClientResponse,
         lease: Lease,
     ) -> web.StreamResponse:
@@ -146,7 +145,7 @@ class Relay:
             if failure is not None:
                 raise UpstreamLost(failure.reason, delivered=True, answer=failure.event)
             try:
-                data = await anext(chunks, b"")
+                data = await chunks.next()
             except UpstreamLost:
                 if not ended:
                     raise
@@ -176,10 +175,10 @@ class Relay:
         if events.endswith(DONE):
             self._request[ANSWERED] = response.status
 
-    async def _gather(self, first: bytes, chunks: AsyncIterator[bytes]) -> bytes:
+    async def _gather(self, first: bytes, chunks: Chunks) -> bytes:
         """Reads the body to its end, or up to ``max_json_bytes``."""
         parts, size = [first], len(first)
-        while size <= self._settings.max_json_bytes and (part := await anext(chunks, b"")):
+        while size <= self._settings.max_json_bytes and (part := await chunks.next()):
             parts.append(part)
             size += len(part)
         return b"".join(parts)

@@ -34,6 +34,8 @@ class EventSplitter:
 
     def feed(self, chunk: bytes) -> bytes:
         """Returns the bytes to forward now: everything up to the last end of an event."""
+        if not self._tail and chunk.endswith(b"\n\n"):  # nearly always
+            return chunk
         data = self._tail + chunk if self._tail else chunk
         end = _end_of_last_event(data)
         if len(data) - end > self._limit:

@@ -44,10 +44,12 @@ _PATHS = frozenset(
 )
 # connections: too many are open. descriptors: an accept failed. malformed: not valid HTTP.
 # body_timeout: a body came too slowly. bodies: all bodies together are too large. unauthorized: no
-# valid API key. key_limit: the API key runs as many requests as it may.
+# valid API key. key_limit: the API key runs as many requests as it may. queue_full, queue_time: too
+# many requests wait, or one waited too long. queue_share: the queue is full, and the key has its
+# share of it. slow_client: a client did not read.
 REFUSALS = (
     "connections", "descriptors", "malformed", "body_timeout", "bodies",
-    "unauthorized", "key_limit",
+    "unauthorized", "key_limit", "queue_full", "queue_time", "queue_share", "slow_client",
 )  # fmt: skip
 _PREFIXES = {"/v1/models/": "/v1/models/{model}", "/v1/responses/": "/v1/responses/{id}"}
 
@@ -62,7 +64,8 @@ def path_template(path: str) -> str:
 class Telemetry:
     """Keeps the counters; gauges are read from the pool's views when the page is built.
 
-    The label ``instance`` is the gateway for request counts, and the member for other metrics.
+    The label ``instance`` is the gateway for request counts, and the member for other metrics;
+    ``gateway`` is the process that tells of it.
     """
 
     def __init__(self, instance: str) -> None:
@@ -114,7 +117,7 @@ class Telemetry:
 
         Args:
             peer_up: member id -> whether all its pages were scraped.
-            waiting: requests that wait for an attention instance.
+            waiting: requests that wait for an attention instance or for their turn.
         """
         registry = CollectorRegistry()
         registry.register(_Gauges(self._instance, tuple(views), peer_up, waiting))
@@ -134,16 +137,17 @@ class _Gauges:
         inflight = GaugeMetricFamily(
             "afd_gateway_inflight_requests",
             "Requests forwarded to an attention instance and not yet finished.",
-            labels=["instance"],
+            labels=["instance", "gateway"],
         )
         up = GaugeMetricFamily(
             "afd_gateway_upstream_up",
             "1 if the gateway sends requests to this attention instance.",
-            labels=["instance"],
+            labels=["instance", "gateway"],
         )
         for view in self._views:
-            inflight.add_metric([view.upstream.id], view.outstanding)
-            up.add_metric([view.upstream.id], float(view.eligible))
+            labels = [view.upstream.id, self._instance]
+            inflight.add_metric(labels, view.outstanding)
+            up.add_metric(labels, float(view.eligible))
         peers = GaugeMetricFamily(
             "afd_peer_up", "1 if the metrics of this member could be scraped.", labels=["instance"]
         )
@@ -151,7 +155,7 @@ class _Gauges:
             peers.add_metric([member_id], float(is_up))
         waiting = GaugeMetricFamily(
             "afd_gateway_waiting_requests",
-            "Requests that wait for an attention instance to come back.",
+            "Requests that wait for their turn, or for an attention instance to come back.",
             labels=["instance"],
         )
         waiting.add_metric([self._instance], self._waiting)

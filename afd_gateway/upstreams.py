@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -129,11 +129,22 @@ def why_lost(
 
 @dataclass(frozen=True)
 class View:
-    """One upstream at one moment. outstanding: its unfinished requests."""
+    """One upstream at one moment.
+
+    outstanding: its unfinished requests of this gateway process; elsewhere: of the other processes.
+    kv_usage: share of its KV cache in use, 0 to 1; 0 if it is not known.
+    """
 
     upstream: Upstream
     health: Health = Health()
     outstanding: int = 0
+    elsewhere: int = 0
+    kv_usage: float = 0.0
+
+    @property
+    def load(self) -> int:
+        """Unfinished requests of all gateway processes."""
+        return self.outstanding + self.elsewhere
 
     @property
     def eligible(self) -> bool:
@@ -146,21 +157,6 @@ class View:
             and self.upstream.state == state
             and self.health.condition is Condition.HEALTHY
         )
-
-
-def choose(
-    views: Iterable[View],
-    exclude: Collection[tuple[str, int, str]] = (),
-    state: MemberState = "ready",
-) -> View | None:
-    """Returns the healthy view with the fewest outstanding requests; ties go to the lowest index.
-
-    Args:
-        exclude: keys of upstreams that this request has tried already.
-        state: only members in this state.
-    """
-    able = (view for view in views if view.in_state(state) and view.upstream.key not in exclude)
-    return min(able, key=lambda view: (view.outstanding, view.upstream.index), default=None)
 
 
 def describe(member_id: str, view: View | None) -> str:

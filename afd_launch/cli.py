@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
         command = _add(commands, role, _role, f"{text} of a deployment over several hosts")
         add_config(command, optional=True)
         command.set_defaults(role=role, index=0, rank=0)
-        if role in ("ffn", "attention"):
+        if role != "control":
             command.add_argument("--index", type=int, metavar="N", help="instance number, from 0")
         if role == "ffn":
             command.add_argument("--rank", type=int, metavar="R", help="rank in it, from 0")

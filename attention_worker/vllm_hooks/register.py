@@ -4,6 +4,7 @@ import importlib
 
 from vllm import ModelRegistry
 from vllm.model_executor.model_loader import register_model_loader
+from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from afd.config.roles import RoleSpec
@@ -34,7 +35,11 @@ def register_model(role: RoleSpec) -> None:
         register_backend(
             AttentionBackendEnum.CUSTOM, "attention_worker.vllm_hooks.mqa_backend.MqaBackend"
         )
-    remote = split(base) if family.split else disaggregated(base, family)
+    if family.split:
+        # Where vLLM has no sparse attention, resolve() limits requests to what it would keep.
+        remote = split(base, sparse=family.sparse if current_platform.is_cpu() else "")
+    else:
+        remote = disaggregated(base, family)
     ModelRegistry.register_model(model.architecture, remote)
 
 

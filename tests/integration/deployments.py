@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from adapters import ATTENTION, make_adapter
 from helpers import HEALTH_S, Running, environment, wait_until
 from leftovers import shared_memory
 
@@ -70,9 +71,25 @@ def _step3(model: Path) -> dict[str, object]:
     return {"model": str(model), "attention": attention, "pipeline": {"depth": 3, "min_rows": 1}}
 
 
+ADAPTERS = ("first", "second")
+
+
 def _ranks(model: Path) -> dict[str, object]:
-    """2A1F; the FFN instance has two ranks."""
-    attention = {**SETTINGS, "instances": 2, "max_num_batched_tokens": 128, "vllm_args": [BLOCK]}
+    """2A1F; the FFN instance has two ranks. With speculation, and LoRA adapters of attention."""
+    folder = model.parent / "adapters"
+    if not folder.exists():
+        folder.mkdir()
+        for seed, name in enumerate(ADAPTERS):
+            make_adapter(folder / name, model, seed, ATTENTION)
+    lora = ["--enable-lora", f"--max-loras={len(ADAPTERS)}", "--max-lora-rank=8", "--lora-modules"]
+    lora += [f"{name}={folder / name}" for name in ADAPTERS]
+    attention = {
+        **SETTINGS,
+        "instances": 2,
+        "max_num_batched_tokens": 128,
+        "speculation": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1},
+        "vllm_args": [BLOCK, *lora],
+    }
     return {
         "model": str(model),
         "attention": attention,
