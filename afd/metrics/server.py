@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Iterable
@@ -37,6 +38,12 @@ class _ThreadingServer(ThreadingMixIn, WSGIServer):
 
 
 class _Silent(WSGIRequestHandler):
+    timeout = 10.0  # seconds without a byte; an idle connection would keep its thread
+
+    def handle(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            super().handle()
+
     def log_message(self, format: str, *args: object) -> None:
         """Scrapes are not logged."""
 

@@ -166,9 +166,11 @@ class Sources:
         return self._module(module) is not None
 
     def describe(self, name: str) -> str | None:
-        """Returns a signature, "class", "value" or "attribute"; None if it does not exist."""
+        """Returns a signature, "class", "value", "attribute" or "module"; None: it does not exist."""
         module, _, path = name.partition(":")
         outer, _, inner = path.partition(".")
+        if outer and self.has_module(f"{module}.{outer}"):
+            return "module"
         found = self._find(module, outer)
         if found is None:
             return None

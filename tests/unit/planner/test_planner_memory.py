@@ -13,11 +13,12 @@ from afd.wire.layout import layouts
 from afd_launch.memory_check import check_memory
 from afd_planner.cost.served import USABLE, Buffers, attention_weights, step_tokens
 from afd_planner.facts.precision import PRECISIONS
-from afd_planner.report.emit import deployment_yaml
+from afd_planner.report.emit import deployment_yaml, file_text
 from afd_planner.report.presets import FOLDER
 from afd_planner.sizing.afd_units import afd_units
 from afd_planner.sizing.decide import make_plan
 from afd_planner.sizing.memory import sequence_bytes
+from afd_planner.sizing.search import Search, afd_operating
 
 
 @pytest.mark.parametrize(
@@ -34,14 +35,16 @@ from afd_planner.sizing.memory import sequence_bytes
     ids=lambda value: value if isinstance(value, str) else None,
 )
 def test_a_file_holds_its_planned_sequences_and_passes_the_check(model, gpu, changes, tmp_path):
-    plan = make_plan(request(model, gpu, **changes))
+    asked = request(model, gpu, **changes)
+    search = Search(asked)
+    point, _ = afd_operating(search.best_afd(search.limits))
     path = tmp_path / "d.yaml"
-    path.write_text(deployment_yaml(plan, str(FOLDER / model)))
+    path.write_text(file_text(point, asked, str(FOLDER / model), "a test"))
     deployment = load_config(path)
     assert check_memory(deployment).startswith("; memory per GPU: attention")
     attention = deployment.attention
-    assert attention.max_num_seqs * attention.instances >= plan.afd.shape.batch
-    held = attention.kv_cache_gib * 2**30 / sequence_bytes(plan.request)
+    assert attention.max_num_seqs * attention.instances >= point.shape.batch
+    held = attention.kv_cache_gib * 2**30 / sequence_bytes(asked)
     assert held >= attention.max_num_seqs
 
 
