@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -82,9 +83,15 @@ def _parser() -> argparse.ArgumentParser:
     ):
         command = _add(commands, role, _role, f"{text} of a deployment over several hosts")
         add_config(command, optional=True)
-        command.set_defaults(role=role, index=0, rank=0)
+        command.set_defaults(role=role, index=0, rank=0, metrics_port=0)
         if role in ("ffn", "attention"):
             command.add_argument("--index", type=int, metavar="N", help="instance number, from 0")
+            command.add_argument(
+                "--metrics-port",
+                type=int,
+                metavar="PORT",
+                help="port of /metrics, /ready and /live (default: any free port)",
+            )
         if role == "ffn":
             command.add_argument("--rank", type=int, metavar="R", help="rank in it, from 0")
         command.add_argument("--control", metavar="ADDR", help="control plane, tcp://HOST:PORT")
@@ -274,7 +281,7 @@ def _role(args: argparse.Namespace) -> int:
         raise ConfigError(f"afd {args.role} needs a deployment file; run afd {args.role} CONFIG")
     deployment = load_deployment(args)
     spec = standalone_spec(deployment, args.role, args.index, args.control, args.rank)
-    return run_role(of_role(spec), None)
+    return run_role(of_role(replace(spec, metrics_port=args.metrics_port)), None)
 
 
 def _keys(args: argparse.Namespace) -> int:
