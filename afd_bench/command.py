@@ -18,6 +18,7 @@ BENCHES = {
     "identity": "afd_bench.identity",
     "load": "afd_bench.load",
     "moe": "afd_bench.moe.cli",
+    "operate": "afd_bench.operate.command",
     "paper": "afd_bench.paper",
     "report": "afd_bench.report.command",
     "scale": "afd_bench.scale.cli",

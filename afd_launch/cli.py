@@ -125,6 +125,12 @@ def _parser() -> argparse.ArgumentParser:
     drain.set_defaults(action="drain")
     drain.add_argument("--undo", action="store_true", help="accept requests again")
 
+    slow = actions.add_parser("why-slow", help="name the member that slows all, and the cause")
+    slow.set_defaults(action="why-slow")
+    slow.add_argument(
+        "--over", type=float, default=5.0, metavar="SECONDS", help="how long to watch (default 5)"
+    )
+
     moves = actions.add_parser("rebalance", help="move experts to balance their load")
     moves.set_defaults(action="rebalance")
     _policy(moves)
@@ -134,6 +140,12 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     moves.add_argument("-o", "--out", type=Path, metavar="FILE", help="also write the placement")
     moves.add_argument("--dry-run", action="store_true", help="print the gain, move nothing")
+
+    top = _add(commands, "top", _top, "watch the members of a running deployment")
+    top.add_argument("--control", metavar="ADDR", required=True, help="tcp://HOST:PORT")
+    top.add_argument("--keys", type=Path, metavar="FILE", help=_KEYS_HELP)
+    top.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="(default 2)")
+    top.add_argument("--once", action="store_true", help="print one reading and exit")
 
     place = _add(
         commands, "placement", _placement, "create a file for ffn.placement from a measured load"
@@ -307,7 +319,17 @@ def _api_key(args: argparse.Namespace) -> int:
     return 0
 
 
+def _top(args: argparse.Namespace) -> int:
+    from afd_launch.top import run_top
+
+    return run_top(args.control, args.keys, args.every, once=args.once)
+
+
 def _ctl(args: argparse.Namespace) -> int:
+    if args.action == "why-slow":
+        from afd_launch.top import run_why_slow
+
+        return run_why_slow(args.control, args.keys, args.over)
     from afd_launch.ctl import run_ctl
     from afd_launch.rebalance import Rebalance
 

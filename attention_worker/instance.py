@@ -62,7 +62,7 @@ def reported() -> Iterator[None]:
 
 def _read_at_scrape(resolved: Resolved) -> list[Callable[[], Iterable[Metric]]]:
     deployment = resolved.deployment
-    found: list[Callable[[], Iterable[Metric]]] = [at_scrape.threads]
+    found: list[Callable[[], Iterable[Metric]]] = [at_scrape.threads, at_scrape.processor]
     if deployment.transport.verbs.ports:
         found.append(partial(at_scrape.rdma_ports, deployment.transport.verbs.ports))
     if deployment.pipeline.tpot_ms is not None:

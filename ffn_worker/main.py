@@ -60,7 +60,7 @@ def run_ffn(role: RoleSpec) -> None:
     metrics = RoleMetrics(
         "ffn", slots=resolved.slots.ffn_region_slots, max_depth=resolved.contract.max_depth
     )
-    metrics.more.append(at_scrape.threads)
+    metrics.more += [at_scrape.threads, at_scrape.processor]
     if deployment.transport.verbs.ports:
         verbs_ports = deployment.transport.verbs.ffn_ports or deployment.transport.verbs.ports
         metrics.more.append(partial(at_scrape.rdma_ports, verbs_ports))

@@ -73,6 +73,27 @@ def threads(folder: Path = _THREADS) -> Iterator[Metric]:
     yield family
 
 
+def processor(folder: Path = _THREADS) -> Iterator[Metric]:
+    """Yields the time of all threads on a core, and ready but without one (Linux: schedstat)."""
+    from prometheus_client.core import CounterMetricFamily
+
+    family = CounterMetricFamily(
+        "afd_cpu_seconds",
+        "Time of all threads of the process on a core, and in the run queue.",
+        labels=["state"],
+    )
+    running = waiting = 0
+    for task in folder.iterdir():
+        try:
+            on_core, in_queue, _ = (task / "schedstat").read_text().split()
+        except (OSError, ValueError):  # the thread has ended meanwhile
+            continue
+        running, waiting = running + int(on_core), waiting + int(in_queue)
+    family.add_metric(["running"], running / 1e9)
+    family.add_metric(["waiting"], waiting / 1e9)
+    yield family
+
+
 def rdma_ports(ports: Sequence[str], folder: Path = _INFINIBAND) -> Iterator[Metric]:
     """Yields the counters of RDMA ports. ports: such as ``mlx5_0:1``; port 1 if none is named.
 

@@ -16,7 +16,9 @@ from afd_bench.operate.perses import perses_json
 ROOT = Path(__file__).parents[2]
 _DATA = ROOT / "afd_launch" / "data" / "dashboards"
 _CHART = ROOT / "deploy" / "helm" / "afd" / "files"
-_HEAD = "# Written by `python -m afd_bench.operate.files`; the source is afd_bench/operate/alerts.py.\n"
+_HEAD = (
+    "# Written by `python -m afd_bench.operate.files`; the source is afd_bench/operate/alerts.py.\n"
+)
 
 
 def alerts_yaml() -> str:

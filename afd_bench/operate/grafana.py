@@ -23,7 +23,9 @@ def grafana_json() -> str:
         .tags(["afd", "vllm"])
         .refresh("10s")
         .time("now-30m", "now")
-        .with_variable(build.DatasourceVariable("datasource").label("Data source").type("prometheus"))
+        .with_variable(
+            build.DatasourceVariable("datasource").label("Data source").type("prometheus")
+        )
         .with_variable(
             build.QueryVariable("instance")
             .label("Member")

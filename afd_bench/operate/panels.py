@@ -231,9 +231,7 @@ PIPELINE = Row(
             "Mean stage time of a member over the median of all members in that stage. 1: like the"
             " others. `afd ctl why-slow` names the cause.",
             "short",
-            (
-                Query(f"afd:stage_straggler:ratio{{{MEMBER}}}", "{{instance}} {{stage}}"),
-            ),
+            (Query(f"afd:stage_straggler:ratio{{{MEMBER}}}", "{{instance}} {{stage}}"),),
         ),
         Panel(
             "Rows per FFN call",
@@ -258,9 +256,8 @@ PIPELINE = Row(
             "short",
             (
                 Query(
-                    f"max by (layer) (sum by (layer, expert) (rate(afd_expert_rows_total{{{MEMBER}}}"
-                    f"[{RATE}]))) / avg by (layer) (sum by (layer, expert) "
-                    f"(rate(afd_expert_rows_total{{{MEMBER}}}[{RATE}])))",
+                    f"max by (layer) ({_rate('afd_expert_rows_total', 'layer, expert')}) / "
+                    f"avg by (layer) ({_rate('afd_expert_rows_total', 'layer, expert')})",
                     "layer {{layer}}",
                 ),
             ),
@@ -269,11 +266,7 @@ PIPELINE = Row(
             "Slots in flight",
             "Share of a member's slots that are posted and not yet answered.",
             "percentunit",
-            (
-                Query(
-                    f"afd_slots_in_flight{{{MEMBER}}} / afd_slots{{{MEMBER}}}", "{{instance}}"
-                ),
-            ),
+            (Query(f"afd_slots_in_flight{{{MEMBER}}} / afd_slots{{{MEMBER}}}", "{{instance}}"),),
         ),
         Panel(
             "Peers up",
@@ -348,7 +341,7 @@ FAULTS = Row(
         Panel(
             "Retries",
             "Rows sent again after an FFN instance was lost, and requests sent again by the"
-            " gateway, by cause.",
+            " gateway.",
             "short",
             (
                 Query(
@@ -356,8 +349,8 @@ FAULTS = Row(
                     "{{instance}}: FFN lost",
                 ),
                 Query(
-                    f"sum by (reason) (increase(afd_gateway_retries_total[{RATE}]))",
-                    "gateway: {{reason}}",
+                    f"sum by (instance) (increase(afd_gateway_retries_total[{RATE}]))",
+                    "{{instance}}",
                 ),
             ),
         ),
@@ -390,11 +383,7 @@ FAULTS = Row(
             "Graph captures after start",
             "Graphs that an FFN rank captured while it served; each delays requests.",
             "short",
-            (
-                Query(
-                    f'afd_ffn_graph_captures_total{{when="after", {MEMBER}}}', "{{instance}}"
-                ),
-            ),
+            (Query(f'afd_ffn_graph_captures_total{{when="after", {MEMBER}}}', "{{instance}}"),),
             needs="graphs",
         ),
         Panel(

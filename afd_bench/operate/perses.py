@@ -30,9 +30,7 @@ def perses_json() -> str:
             place = {"x": x, "y": y, "width": panel.width, "height": panel.height}
             items.append({**place, "content": {"$ref": f"#/spec/panels/{r}_{p}"}})
             x += panel.width
-        layouts.append(
-            {"kind": "Grid", "spec": {"display": {"title": row.title}, "items": items}}
-        )
+        layouts.append({"kind": "Grid", "spec": {"display": {"title": row.title}, "items": items}})
     member = {
         "name": "instance",
         "display": {"name": "Member"},

@@ -55,9 +55,9 @@ class AfdGpuModelRunner(DisaggregatedRunner, GPUModelRunner):
         decision = super()._determine_batch_execution_and_padding(
             num_tokens, num_reqs, *arguments, **named
         )
-        if self._scheduled is not None and self._graphs is not None:
-            if decision[0] != CUDAGraphMode.FULL:
-                self._instance.ran_eagerly("rows" if num_tokens == num_reqs else "prefill")
+        serving = self._scheduled is not None and self._graphs is not None
+        if serving and decision[0] != CUDAGraphMode.FULL:
+            self._instance.ran_eagerly("rows" if num_tokens == num_reqs else "prefill")
         return decision
 
     def sample_tokens(

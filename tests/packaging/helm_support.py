@@ -1,4 +1,4 @@
-"""Renders the Helm chart with Helm's own engine, and checks the result with the cluster's schemas."""
+"""Renders the Helm chart with Helm's own engine, and checks the result with Kubernetes' schemas."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-helm = pytest.importorskip("helm_python", reason="helm-python-sdk is not installed; ./run test does")
+helm = pytest.importorskip(
+    "helm_python", reason="helm-python-sdk is not installed; ./run test does"
+)
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
 jsonschema = pytest.importorskip("jsonschema")
 
@@ -80,7 +82,7 @@ def chart() -> Any:
 
 
 def render(values: Mapping[str, Any], release: str = "afd") -> Rendered:
-    """Renders the chart. values: over ``NEEDED``. Raises helm.HelmError, as `helm template` does."""
+    """Renders the chart. values: over ``NEEDED``. Raises helm.HelmError as `helm template`."""
     text = chart().render({**NEEDED, **values}, name=release, namespace="models")
     objects = {}
     for name, manifest in text.items():

@@ -96,7 +96,10 @@ def test_rdma_pods_take_a_device_and_may_lock_memory() -> None:
     for role in ("attention", "ffn"):
         container = rendered.container(role)
         assert container["resources"]["limits"]["rdma/hca_shared_devices_a"] == "1"
-        assert container["securityContext"]["capabilities"] == {"add": ["IPC_LOCK"], "drop": ["ALL"]}
+        assert container["securityContext"]["capabilities"] == {
+            "add": ["IPC_LOCK"],
+            "drop": ["ALL"],
+        }
         annotations = rendered.pod(role)["metadata"]["annotations"]
         assert annotations["k8s.v1.cni.cncf.io/networks"] == "rdma/rail-0,rdma/rail-1"
     assert "add" not in rendered.container("gateway")["securityContext"]["capabilities"]
@@ -182,11 +185,15 @@ def test_helm_unittest_passes() -> None:
 
 def test_kubeconform_accepts_the_release(tmp_path: Path) -> None:
     if (tool := shutil.which("kubeconform")) is None:
-        pytest.skip("no kubeconform; go install github.com/yannh/kubeconform/cmd/kubeconform@v0.7.0")
+        pytest.skip(
+            "no kubeconform; go install github.com/yannh/kubeconform/cmd/kubeconform@v0.7.0"
+        )
     # The schemas have addresses, from which kubeconform would download what they refer to.
     for name in ("_definitions", *BUILTIN):
         text = (builtin_schemas() / f"{name}.json").read_text()
-        text = re.sub(r',?\s*"\$id": "[^"]*"', "", text).replace("/api/_definitions", "_definitions")
+        text = re.sub(r',?\s*"\$id": "[^"]*"', "", text).replace(
+            "/api/_definitions", "_definitions"
+        )
         (tmp_path / f"{name}.json").write_text(text)
     rendered = render({"deployment": GPUS, "workload": "leaderworkerset"})
     release = tmp_path / "release.yaml"

@@ -2,8 +2,8 @@
 
     python from_crd.py VERSION < CRD.yaml > KIND-VERSION.json
 
-Descriptions, the status, and pod templates are left out: Kubernetes' own schema checks pods. Unknown
-keys are refused where the definition lists the known ones.
+Descriptions, the status, and pod templates are left out: Kubernetes' own schema checks pods.
+Unknown keys are refused where the definition lists the known ones.
 """
 
 import json
