@@ -46,8 +46,16 @@ def test_every_deployment_file_becomes_a_release(path: Path) -> None:
         assert str(deployment.control.keys) == "/etc/afd/keys/control.keys"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("wire", ["tcp", "rdma", "node"])
+@pytest.mark.parametrize(
+    ("kind", "wire"),
+    [
+        ("statefulset", "tcp"),
+        ("leaderworkerset", "rdma"),
+        ("disaggregatedset", "node"),
+        ("statefulset", "node"),
+        ("pod", "tcp"),
+    ],
+)
 def test_kubernetes_accepts_every_object(kind: str, wire: str) -> None:
     rdma = {
         "tcp": {},
@@ -174,11 +182,8 @@ def test_files_of_the_chart_are_those_of_the_package() -> None:
 
 
 def test_helm_unittest_passes() -> None:
-    if (tool := shutil.which("helm-unittest") or shutil.which("untt")) is None:
-        pytest.skip(
-            "no helm-unittest; go install"
-            " github.com/helm-unittest/helm-unittest/cmd/helm-unittest@v1.0.3"
-        )
+    if (tool := shutil.which("helm-unittest")) is None:
+        pytest.skip("no helm-unittest on PATH; docs/kubernetes.md says how to build it")
     done = subprocess.run([tool, str(CHART)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
