@@ -50,6 +50,32 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_ray(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--ray",
+        nargs="?",
+        const="auto",
+        metavar="ADDRESS",
+        help="place the instances on a Ray cluster (default ADDRESS: the one of this node)",
+    )
+    parser.add_argument(
+        "--ray-cpus", type=float, default=1.0, metavar="N", help="CPUs that Ray books per process"
+    )
+
+
+def add_top(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--control", metavar="ADDR", required=True, help="tcp://HOST:PORT")
+    parser.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="(default 2)")
+    parser.add_argument("--once", action="store_true", help="print one reading and exit")
+
+
+def add_why_slow(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(action="why-slow")
+    parser.add_argument(
+        "--over", type=float, default=5.0, metavar="SECONDS", help="how long to watch (default 5)"
+    )
+
+
 def load_deployment(args: argparse.Namespace) -> Deployment:
     """Loads the deployment and checks it against its checkpoint. Raises ConfigError."""
     from afd.config.deployment import load_config

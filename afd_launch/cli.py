@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from afd.errors import AfdError, ConfigError
-from afd_launch.arguments import add_config, add_doctor, add_overrides, load_deployment
+from afd_launch.arguments import (
+    add_config,
+    add_doctor,
+    add_overrides,
+    add_ray,
+    add_top,
+    add_why_slow,
+    load_deployment,
+)
 from afd_planner.arguments import add_arguments as add_plan_arguments
 
 if TYPE_CHECKING:
@@ -63,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         help="this host's name in the file's hosts (default: the one whose address is local)",
     )
     serve.add_argument("--log-dir", type=Path, metavar="DIR", help="one log file per role in DIR")
+    add_ray(serve)
     checks = serve.add_mutually_exclusive_group()
     checks.add_argument(
         "--check",
@@ -125,11 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     drain.set_defaults(action="drain")
     drain.add_argument("--undo", action="store_true", help="accept requests again")
 
-    slow = actions.add_parser("why-slow", help="name the member that slows all, and the cause")
-    slow.set_defaults(action="why-slow")
-    slow.add_argument(
-        "--over", type=float, default=5.0, metavar="SECONDS", help="how long to watch (default 5)"
-    )
+    add_why_slow(actions.add_parser("why-slow", help="name the member that slows all, and why"))
 
     moves = actions.add_parser("rebalance", help="move experts to balance their load")
     moves.set_defaults(action="rebalance")
@@ -142,10 +147,8 @@ def _parser() -> argparse.ArgumentParser:
     moves.add_argument("--dry-run", action="store_true", help="print the gain, move nothing")
 
     top = _add(commands, "top", _top, "watch the members of a running deployment")
-    top.add_argument("--control", metavar="ADDR", required=True, help="tcp://HOST:PORT")
     top.add_argument("--keys", type=Path, metavar="FILE", help=_KEYS_HELP)
-    top.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="(default 2)")
-    top.add_argument("--once", action="store_true", help="print one reading and exit")
+    add_top(top)
 
     place = _add(
         commands, "placement", _placement, "create a file for ffn.placement from a measured load"
@@ -266,6 +269,10 @@ def _serve(args: argparse.Namespace) -> int:
         notes += weights_note(deployment) if args.check_file else ""
         print(f"{args.config} is good: {summary(deployment)}{notes}")
         return 0
+    if args.ray is not None:
+        from afd_launch.ray_cluster.serve import serve_on_ray
+
+        return serve_on_ray(deployment, args.ray, args.ray_cpus, args.log_dir)
     return serve(deployment, host=args.host, log_dir=args.log_dir)
 
 
