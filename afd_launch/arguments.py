@@ -40,7 +40,13 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
     far = parser.add_mutually_exclusive_group()
     far.add_argument("--listen", metavar="HOST:PORT", help="wait for --peer of another host")
     far.add_argument(
-        "--peer", metavar="HOST:PORT", help="move bytes to the host that listens there"
+        "--peer", metavar="HOST:PORT", help="compare this host with the one that listens there"
+    )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="with --listen and --peer: compare this checkpoint",
     )
     parser.add_argument(
         "--ports", nargs="+", default=[], metavar="DEVICE:PORT", help="RDMA ports for --peer"

@@ -403,7 +403,7 @@ def _doctor(args: argparse.Namespace) -> int:
         return doctor()
     from afd_launch.active import active
 
-    return active(args.device, args.listen, args.peer, args.ports, args.verbs_host)
+    return active(args.device, args.listen, args.peer, args.ports, args.verbs_host, args.model)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,9 @@ from afd_bench.operate.watched import Watched, watch
 def main(argv: Sequence[str]) -> int:
     """Returns the exit status: 1 if a panel is empty or an alert is wrong."""
     parser = argparse.ArgumentParser(prog="afd bench operate", description=__doc__)
-    parser.add_argument("--pictures", type=Path, metavar="DIR", help="write one PNG per panel")
+    parser.add_argument(
+        "--page", type=Path, metavar="FILE", help="write a page with one picture per panel"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write records as JSON")
     parser.add_argument(
         "--cache",
@@ -35,10 +37,10 @@ def main(argv: Sequence[str]) -> int:
     found = judged(watched)
     for case, good, text in found:
         print(f"{'ok ' if good else 'BAD'}  {case:40} {text}")
-    if args.pictures is not None:
-        from afd_bench.operate.pictures import draw
+    if args.page is not None:
+        from afd_bench.operate.pictures import write_page
 
-        print(f"{len(draw(watched, args.pictures))} pictures in {args.pictures}")
+        print(f"{write_page(watched, args.page)} pictures on {args.page}")
     if args.out is not None:
         command = command_line("operate", argv)
         write_records(args.out, [_record(case, good, command) for case, good, _ in found])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
+from afd_bench.operate.panels import ROWS
 from afd_bench.operate.watched import Shown, Watched
 
 _SCALE = {
@@ -17,6 +19,37 @@ _SCALE = {
 }
 
 
+_PAGE = """# The dashboard, seen with data
+
+Written by `afd bench operate --page docs/dashboard.md`: a real Prometheus watched 2A2F of the demo
+model on two CPU cores under load. The dashed line marks where an FFN instance was killed. Panels
+marked * need GPUs or RDMA ports; a stand-in fed them. Each picture is drawn from Prometheus' answer
+to the panel's query, in place of a screen of Grafana.
+"""
+
+
+def write_page(watched: Watched, page: Path) -> int:
+    """Writes a page with all pictures, which go to images/dashboard beside it. Returns how many."""
+    folder = page.parent / "images" / "dashboard"
+    drawn = dict(
+        zip((shown.panel.title for shown in watched.shown), draw(watched, folder), strict=True)
+    )
+    lines = [_PAGE]
+    for row in ROWS:
+        lines += [f"## {row.title}", ""]
+        for panel in row.panels:
+            mark = " *" if panel.needs in ("graphs", "rdma") else ""
+            place = drawn[panel.title].relative_to(page.parent)
+            lines += [
+                f"**{panel.title}**{mark}. {panel.text}",
+                "",
+                f"![{panel.title}]({place})",
+                "",
+            ]
+    page.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+    return len(drawn)
+
+
 def draw(watched: Watched, folder: Path) -> list[Path]:
     """Writes one PNG per panel into ``folder``; a dashed line marks the kill. Returns the files."""
     import matplotlib
@@ -27,7 +60,7 @@ def draw(watched: Watched, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     made = []
     for shown in watched.shown:
-        figure, axes = plt.subplots(figsize=(5.2, 2.6), dpi=80)
+        figure, axes = plt.subplots(figsize=(5.2, 2.4), dpi=72)
         factor, unit = _SCALE[shown.panel.unit]
         lines = _lines(shown)
         first = min((t for _, points in lines for t, _ in points), default=0.0)
@@ -52,7 +85,9 @@ def draw(watched: Watched, folder: Path) -> list[Path]:
 
 def _lines(shown: Shown) -> list[tuple[str, tuple[tuple[float, float], ...]]]:
     return [
-        (re.sub(r"\{\{(\w+)\}\}", lambda m, s=one: s.labels.get(m[1], ""), legend), one.points)
-        for legend, found in shown.series
-        for one in found
+        (_named(legend, one.labels), one.points) for legend, found in shown.series for one in found
     ]
+
+
+def _named(legend: str, labels: Mapping[str, str]) -> str:
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: labels.get(match[1], ""), legend)

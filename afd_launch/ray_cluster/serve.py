@@ -8,6 +8,7 @@ the instance there; it registers with the same control plane as a new generation
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -83,7 +84,7 @@ def _connected(address: str) -> Any:
     except ModuleNotFoundError:
         raise ConfigError("--ray needs the package ray; pip install ray") from None
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR", namespace="afd")
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace="afd")
     except ConnectionError as error:
         raise ConfigError(
             f"no Ray cluster at {address} ({error}); run `ray start --head` here, or pass"
@@ -182,8 +183,8 @@ class _Driver:
         file, keys = self._run_dir / f"{name}.yaml", self._run_dir / f"{name}.keys"
         file.write_text(self._file())
         (self._keys if role == "control" else self._keys.member(name)).save(keys)
-        argv = (sys.executable, "-m", "afd_launch.cli", role, str(file), "--control", control)
-        argv += ("--set", f"control.keys={keys}")
+        command = (sys.executable, "-m", "afd_launch.cli", role, str(file), "--control", control)
+        argv = (*command, "--set", f"control.keys={keys}")
         self._local[name] = RoleProcess(Command(name, argv, {"PYTHONUNBUFFERED": "1"}))
 
     def _file(self) -> str:
