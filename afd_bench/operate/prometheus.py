@@ -99,7 +99,7 @@ class Prometheus:
 
 @contextlib.contextmanager
 def prometheus(program: Path, targets: Mapping[str, str], folder: Path) -> Iterator[Prometheus]:
-    """Runs Prometheus with the shipped configuration and rules, scraping every second.
+    """Runs Prometheus with the shipped configuration and rules, scraping every two seconds.
 
     Args:
         targets: HOST:PORT by job. The job ``afd`` has the settings of the shipped file.
@@ -108,7 +108,7 @@ def prometheus(program: Path, targets: Mapping[str, str], folder: Path) -> Itera
     shipped = data_folder("afd_launch") / "dashboards" / "prometheus" / "prometheus.yml"
     config = yaml.safe_load(shipped.read_text())
     config["global"] = {
-        "scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"
+        "scrape_interval": "2s", "scrape_timeout": "2s", "evaluation_interval": "1s"
     }  # fmt: skip
     (job,) = config["scrape_configs"]
     config["scrape_configs"] = [
