@@ -75,7 +75,12 @@ def watch(program: Path, folder: Path) -> Watched:
     """
     config: dict[str, object] = {
         "model": str(data_folder("afd_launch") / "demo" / "afd-tiny-chat"),
-        "attention": {"instances": 2, "max_num_seqs": 8, "kv_cache_gib": 0.25},
+        "attention": {
+            "instances": 2,
+            "max_model_len": 1024,
+            "max_num_seqs": 8,
+            "kv_cache_gib": 0.25,
+        },
         "ffn": {"instances": 2},
         "pipeline": {"depth": 2, "min_rows": 1, "tpot_ms": 1000},
         "transport": {"backend": "tcp"},
