@@ -207,9 +207,9 @@ def test_an_instance_that_stops_within_a_step_costs_the_others_one_deadline(
     deploy, tiny_models, rows, late_ms, dies
 ):
     """rows: 12 run on streams, 60 on the host."""
-    # step_wait_ms: on a busy host the two announcements may be far apart.
+    # On a busy host the two announcements may be far apart, so step_wait_ms is as long as it may be.
     late_s = late_ms / 1e3
-    sections = {"ffn": {"late_ms": late_ms, "step_wait_ms": 2000.0}}
+    sections = {"ffn": {"late_ms": late_ms, "step_wait_ms": late_ms}}
     deployed = deploy("qwen3_moe", 2, 1, **sections)
     resolved, expected = deployed.resolved, reference_model(tiny_models("qwen3_moe"))
     stopping, other = deployed.clients
@@ -240,7 +240,7 @@ def test_an_instance_that_stops_within_a_step_costs_the_others_one_deadline(
         stopped, went_on = pool.submit(stop), pool.submit(go_on)
         stopped.result(20)
         took = went_on.result(20)
-    assert took < 2.0 + 2 * late_s + 1.0 and (dies or took >= late_s)
+    assert took < 3 * late_s + 1.0 and (dies or took >= late_s)
     for step in range(3):  # its session has ended
         run_on_streams(other, streams[1], resolved, expected, rows, 3, 2 + step)
     assert deployed.late == [1] and deployed.captures[0][Captured.AFTER] == 0
