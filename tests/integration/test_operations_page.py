@@ -12,7 +12,7 @@ from deployments import Host, Models
 from helpers import Running, Stream, tokens_of
 from roles import write_config
 
-pytestmark = pytest.mark.serve
+pytestmark = [pytest.mark.serve, pytest.mark.long]
 
 PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
 COMMANDS = re.findall(r"^\$ afd (.*)$", PAGE.read_text(), re.MULTILINE)

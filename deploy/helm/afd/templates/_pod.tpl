@@ -149,6 +149,7 @@ spec:
     - name: keys
       secret:
         secretName: {{ $root.Values.keys.existingSecret }}
+        defaultMode: 288 # 0440
         items: [{key: {{ $root.Values.keys.key }}, path: control.keys}]
     {{- end }}
     {{- if .data }}
