@@ -90,10 +90,11 @@ def find(works: Sequence[Work]) -> Finding | None:
         why = f"messages from {worst.peer} arrive late, and both ends have their cores"
         return _finding(worst, worst.work, "wire", why)
     load, usual = worst.work.load, of_others(worst.work, works, lambda w: w.load)
-    if usual and load / usual >= _UNEVEN and worst.seconds / worst.usual <= 1.5 * load / usual:
+    more = load / usual if usual else float("inf") if load else 0.0
+    if more >= _UNEVEN and worst.seconds / worst.usual <= 1.5 * more:
         what = "rows of experts" if worst.work.role == "ffn" else "rows"
-        why = f"it computes {load / usual:.1f} times the {what} of its peers"
-        return _finding(worst, worst.work, "imbalance", why)
+        times = f"{more:.1f} times the {what} of its peers" if usual else f"all {what}"
+        return _finding(worst, worst.work, "imbalance", f"it computes {times}")
     return _finding(
         worst, worst.work, "accelerator", "it has its cores and no more rows than its peers"
     )

@@ -41,12 +41,16 @@ def _patch_experts(module) -> None:  # type: ignore[no-untyped-def]
 
 
 def _patch_send(module) -> None:  # type: ignore[no-untyped-def]
+    import torch
+
     send = module.RemoteExperts.send
 
     def skewed(self, layer, micro_batch, hidden, ids, weights):  # type: ignore[no-untyped-def]
         if _fault("skew"):
-            half = int(os.environ["AFD_TEST_EXPERTS"]) // 2
-            ids = ids % half + half
+            half, top_k = int(os.environ["AFD_TEST_EXPERTS"]) // 2, ids.shape[1]
+            first = ids[:, :1] % (half - top_k + 1)  # a row's experts stay different ones
+            there = first + torch.arange(top_k, dtype=ids.dtype) + half
+            ids = torch.where(ids < 0, ids, there)
         return send(self, layer, micro_batch, hidden, ids, weights)
 
     module.RemoteExperts.send = skewed

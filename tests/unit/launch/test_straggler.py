@@ -73,6 +73,16 @@ def test_healthy_members_do_not_stand_out(seed: int) -> None:
     assert text.startswith("no member stands out") and "ffn: " in text
 
 
+def test_a_member_that_gets_all_rows_is_an_imbalance() -> None:
+    busy, idle = (
+        Work(f"ffn-{j}", "ffn", stage=Mean(100, 100 * s), load=load)
+        for j, s, load in ((0, 0.004, 64.0), (1, 0.001, 0.0))
+    )
+    found = find([busy, idle])
+    assert found is not None and (found.member, found.cause) == ("ffn-0", "imbalance")
+    assert "it computes all rows of experts" in str(found)
+
+
 def test_a_member_alone_is_compared_with_nobody() -> None:
     assert find(healthy(random.Random(0), 1, 1)) is None
 
