@@ -207,7 +207,7 @@ def test_an_instance_that_stops_within_a_step_costs_the_others_one_deadline(
     deploy, tiny_models, rows, late_ms, dies
 ):
     """rows: 12 run on streams, 60 on the host."""
-    # On a busy host the two announcements may be far apart, so step_wait_ms is as long as it may be.
+    # The two announcements may be far apart on a busy host: step_wait_ms is as long as it may be.
     late_s = late_ms / 1e3
     sections = {"ffn": {"late_ms": late_ms, "step_wait_ms": late_ms}}
     deployed = deploy("qwen3_moe", 2, 1, **sections)
