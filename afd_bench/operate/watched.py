@@ -25,7 +25,7 @@ from afd_bench.operate.prometheus import Prometheus, Series, prometheus
 from afd_bench.servers import Server, disaggregated
 
 RATE_S = 10
-QUIET_S, BEFORE_S, AFTER_S = 4.0, 18.0, 25.0
+QUIET_S, BEFORE_S, AFTER_S = 2.0, 15.0, 20.0
 _KEPT_ALERTS = {"AfdFfnLost"}
 """What killing an FFN instance makes fire within the run."""
 _STREAMS = 6
