@@ -63,11 +63,10 @@ def draw(watched: Watched, folder: Path) -> list[Path]:
         figure, axes = plt.subplots(figsize=(5.2, 2.4), dpi=72)
         factor, unit = _SCALE[shown.panel.unit]
         lines = _lines(shown)
-        first = min((t for _, points in lines for t, _ in points), default=0.0)
         for label, points in lines:
-            times = [t - first for t, _ in points]
+            times = [t - watched.began for t, _ in points]
             axes.plot(times, [v * factor for _, v in points], label=label, linewidth=1.2)
-        axes.axvline(watched.killed_at, color="grey", linestyle="--", linewidth=0.8)
+        axes.axvline(watched.killed_at - watched.began, color="grey", linestyle="--", linewidth=0.8)
         axes.set_title(shown.panel.title, fontsize=9, loc="left")
         axes.set_ylabel(unit, fontsize=7)
         axes.set_xlabel("s", fontsize=7)

@@ -112,7 +112,11 @@ def prometheus(program: Path, targets: Mapping[str, str], folder: Path) -> Itera
     }  # fmt: skip
     (job,) = config["scrape_configs"]
     config["scrape_configs"] = [
-        {**job, "job_name": name, "static_configs": [{"targets": [address]}]}
+        {
+            **job,
+            "job_name": name,
+            "static_configs": [{"targets": [address], "labels": {"instance": name}}],
+        }
         for name, address in targets.items()
     ]
     rules = rule_groups()

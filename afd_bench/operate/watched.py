@@ -50,11 +50,13 @@ class Shown:
 
 @dataclass(frozen=True)
 class Watched:
-    """The result of a run. before, after: alerts that fired before and after the kill."""
+    """The result of a run. before, after: alerts that fired before and after the kill. began,
+    killed_at: unix seconds."""
 
     shown: tuple[Shown, ...]
     before: frozenset[str]
     after: frozenset[str]
+    began: float
     killed_at: float
     failed_requests: int
 
@@ -109,7 +111,7 @@ def _run(server: Server, found: Prometheus) -> Watched:
             time.sleep(0.5)
         end = time.time()
     shown = tuple(_shown(found, panel, start, end) for panel in panels())
-    return Watched(shown, before, frozenset(seen), killed_at - start, load.failed)
+    return Watched(shown, before, frozenset(seen), start, killed_at, load.failed)
 
 
 def _shown(found: Prometheus, panel: Panel, start: float, end: float) -> Shown:
