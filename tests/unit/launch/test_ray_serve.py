@@ -1,7 +1,7 @@
 """`afd serve FILE --ray` on two raylets of this machine, with roles that only register.
 
 Placement, restarts, a lost node and the order of the end are Ray's and the driver's; the roles need
-neither vLLM nor torch for that. tests/integration/test_ray.py serves requests.
+neither vLLM nor torch for that.
 """
 
 import os
