@@ -20,14 +20,19 @@ MOST_ROWS = 512
 _set_cudagraph_sizes)."""
 
 
-def captured_rows(max_rows: int) -> tuple[int, ...]:
+def captured_rows(max_requests: int, rows_each: int = 1) -> tuple[int, ...]:
     """Returns the rows of the decode steps that an attention instance captures, ascending.
 
-    This is vLLM's own list, but it ends at the largest decode step, ``max_rows``.
+    This is vLLM's own list, but it ends at the largest decode step. With speculation it has
+    multiples of ``rows_each`` only, because vLLM replays steps in which every request has all its
+    drafts (vllm/config/compilation.py: adjust_cudagraph_sizes_for_spec_decode).
+
+    Args:
+        rows_each: rows of one request in a decode step.
     """
-    most = min(max_rows, MOST_ROWS)
+    most = min(max_requests, MOST_ROWS // rows_each)
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, most, 16)]
-    return (*[size for size in sizes if size < most], most)
+    return tuple(rows_each * size for size in (*[size for size in sizes if size < most], most))
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,8 @@ class GraphSizes:
             sizes: from :func:`captured_rows`.
             min_rows: ``pipeline.min_rows``; a step with fewer rows per micro-batch is not split.
         """
-        kept = [size for size in sizes if _is_round(size) or size == sizes[-1]]
+        one = sizes[0] if sizes else 1  # rows of one request
+        kept = [size for size in sizes if _is_round(size // one) or size == sizes[-1]]
         return cls(tuple(_of_depth(kept, sizes, d, min_rows) for d in range(1, max_depth + 1)))
 
     def bucket_of(self, steps: Iterable[tuple[int, int]]) -> int:

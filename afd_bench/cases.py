@@ -8,9 +8,11 @@ from pathlib import Path
 
 from afd.errors import ConfigError
 from afd.records import results_file
+from afd_bench.stand_in_nic import PORTS
 from afd_demo.make_model import make_model
 from afd_demo.sizes import FAMILIES, resolve
 
+AUTO = "auto"
 BLOCK = 32  # tokens; vLLM's CPU attention has fast kernels for multiples of 32
 MAX_MODEL_LEN = 256
 MAX_LOGPROBS = 2048  # vocabulary size of the tiny models; distributions are also compared over all
@@ -28,12 +30,16 @@ BFLOAT16_TOPOLOGIES = ("1A1F", "2A2F")
 
 @dataclass(frozen=True)
 class Case:
-    """One server under test. topology: "colocated" for the reference, else a name like "2A1F"."""
+    """One server under test.
+
+    topology: "colocated" for the reference, else a name like "2A1F". over: the transport's backend.
+    """
 
     family: str
     dtype: str
     wire: str
     topology: str
+    over: str = AUTO
 
     @property
     def is_reference(self) -> bool:
@@ -53,9 +59,11 @@ class Case:
 
     @property
     def name(self) -> str:
-        """A name such as ``qwen3_moe float32 2A1F``, with the wire format if it is not exact."""
+        """A name such as ``qwen3_moe float32 2A1F``, with the wire format if it is not exact, and
+        the backend if one is named: ``qwen3_moe float32 2A1F over tcp``."""
         wire = f"{self.wire} " if self.wire != "exact" else ""
-        return f"{self.family} {self.dtype} {wire}{self.topology}"
+        over = f" over {self.over}" if self.over != AUTO else ""
+        return f"{self.family} {self.dtype} {wire}{self.topology}{over}"
 
 
 def instances(topology: str) -> tuple[int, int]:
@@ -76,11 +84,13 @@ def cases(
     dtypes: Sequence[str],
     topologies: Sequence[str],
     wires: Sequence[str],
+    overs: Sequence[str] = (AUTO,),
 ) -> Iterator[Case]:
     """Yields the cases in running order: each reference before the cases compared with it.
 
     float32 runs every topology on the exact wire. bfloat16 runs every wire format, on those of
-    :data:`BFLOAT16_TOPOLOGIES` that are in ``topologies``.
+    :data:`BFLOAT16_TOPOLOGIES` that are in ``topologies``. Each runs over every backend of
+    ``overs``.
     """
     few = [topology for topology in topologies if topology in BFLOAT16_TOPOLOGIES]
     for family in families:
@@ -92,7 +102,8 @@ def cases(
                 if wire == "fp8" and dtype == "float32":
                     continue
                 for topology in topologies if dtype == "float32" else few:
-                    yield Case(family, dtype, wire, topology)
+                    for over in overs:
+                        yield Case(family, dtype, wire, topology, over)
 
 
 def vllm_args(attention_instances: int) -> list[str]:
@@ -104,9 +115,15 @@ def vllm_args(attention_instances: int) -> list[str]:
     ]
 
 
-def deployment(case: Case, model: Path, max_depth: int) -> dict[str, object]:
-    """Returns the contents of a case's deployment file."""
+def deployment(
+    case: Case, model: Path, max_depth: int, nic: Path | None = None
+) -> dict[str, object]:
+    """Returns the contents of a case's deployment file.
+
+    nic: libibverbs without hardware, for cases over verbs.
+    """
     attention, ffn = instances(case.topology)
+    verbs = {"verbs": {"ports": list(PORTS), "library": str(nic)}} if nic is not None else {}
     return {
         "model": str(model.absolute()),
         "attention": {
@@ -118,6 +135,7 @@ def deployment(case: Case, model: Path, max_depth: int) -> dict[str, object]:
         "ffn": {"instances": ffn},
         "pipeline": {"depth": max_depth, "min_rows": 1},
         "wire": {"format": case.wire},
+        "transport": {"backend": case.over, **verbs},
         # Long deadlines: several servers start at a time on few cores.
         "control": {"timeout_s": 15.0},
         "deadlines": {"start_s": 600.0},

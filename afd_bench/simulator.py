@@ -126,15 +126,33 @@ def _paper() -> list[Cell]:
 
 
 def _scale() -> list[Cell]:
-    """Measures the seconds to simulate 50 steps with jitter on every stage."""
+    """Measures the seconds to simulate 50 steps, and 20,000 requests, with jitter everywhere."""
     cells = []
     for x, y in ((1000, 1000), (10_000, 1000), (10_000, 10_000)):
-        started = time.monotonic()
-        simulate(large(x, y, steps=50))
-        took = time.monotonic() - started
         case = f"{x} attention + {y} FFN instances, 61 layers, depth 3, jitter, 50 steps"
-        cells.append(Cell(case, "wall_s", took, "s", "target", SCALE_S, True))
-    return cells
+        cells.append(_timed(case, large(x, y, steps=50)))
+    spec = requests(9000, 1000, 20_000)
+    case = "9000 attention + 1000 FFN instances, 61 layers, depth 3, jitter, 20000 requests"
+    return [*cells, _timed(case, spec)]
+
+
+def _timed(case: str, spec: Spec) -> Cell:
+    started = time.monotonic()
+    simulate(spec)
+    return Cell(case, "wall_s", time.monotonic() - started, "s", "target", SCALE_S, True)
+
+
+def requests(x: int, y: int, count: int) -> Spec:
+    """Returns the spec of xAyF that serves ``count`` requests of 100 tokens within a second."""
+    load = {
+        "arrivals": {"kind": "poisson", "per_s": count},
+        "count": count,
+        "prompt": {"kind": "lognormal", "tokens": 4000, "spread": 0.5},
+        "output": {"kind": "lognormal", "tokens": 100, "spread": 0.5},
+        "prefill": "elsewhere",
+    }
+    constant = large(x, y, steps=1).model_dump(mode="json", exclude_unset=True)
+    return parse_spec({**constant, "constant": None, "requests": load}, "requests")
 
 
 def large(x: int, y: int, *, steps: int) -> Spec:

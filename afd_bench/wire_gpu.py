@@ -17,19 +17,16 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from afd.errors import AfdError
 from afd.records import Record, command_line, machine, results_file, today, write_records
+from afd_bench import stand_in_nic
 
 UP, DOWN = 917_504, 1_835_008
 """Bytes of 128 rows of 7168: FP8 to the FFN, BF16 back, as in the Step-3 report."""
-FAKE_SOURCE = Path(__file__).parents[1] / "comm" / "tests" / "fake_ibverbs.cc"
 PEER = "ipc"
 
 
@@ -53,7 +50,7 @@ class Cell:
 def main(argv: Sequence[str]) -> int:
     args = _arguments(argv)
     with tempfile.TemporaryDirectory() as folder:
-        library = args.library or build_fake(Path(folder))
+        library = args.library or stand_in_nic.build(Path(folder))
         # Read by the library when it sends first.
         os.environ["AFD_FAKE_NIC_GBPS"] = str(args.gbps)
         from afd_bench.wire_gpu_torch import Settings, measure
@@ -113,20 +110,6 @@ def records(cells: Sequence[Cell], host: str, command: str, day: str) -> list[Re
         for cell in cells
         if cell.backend != PEER and (cell.depth, cell.metric) in ipc
     ]
-
-
-def build_fake(folder: Path) -> Path:
-    """Compiles the libibverbs without hardware. Raises AfdError."""
-    compiler = shutil.which("c++") or shutil.which("g++")
-    if compiler is None or not FAKE_SOURCE.exists():
-        raise AfdError(
-            "afd bench wire_gpu compiles comm/tests/fake_ibverbs.cc: run it in a checkout with a"
-            " C++ compiler, or name the compiled file with --library"
-        )
-    library = folder / "libfake_ibverbs.so"
-    command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-pthread", str(FAKE_SOURCE)]
-    subprocess.run([*command, "-o", str(library), "-ldl"], check=True, timeout=300)
-    return library
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import socket
 import ssl
@@ -67,6 +68,8 @@ class Acceptor:
 
     def start(self) -> None:
         self._timer = None
+        if self._closed:
+            return
         self._loop.add_reader(self._listener.fileno(), self._ready)
 
     def close(self) -> None:
@@ -87,6 +90,9 @@ class Acceptor:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
+                if error.errno == errno.EINVAL:  # the supervisor has shut the listener down
+                    self._loop.remove_reader(self._listener.fileno())
+                    return
                 self._refused("descriptors")
                 self._refusals.note(
                     f"cannot accept a connection: {error.strerror}; raise the limit of open files"

@@ -14,7 +14,6 @@ import os
 import re
 import secrets
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from pathlib import Path
 from aiohttp import hdrs
 
 from afd.errors import ConfigError
+from afd_gateway.counts import Counts
 from afd_gateway.errors import GatewayError
 
 log = logging.getLogger("afd.gateway")
@@ -113,6 +113,7 @@ class ApiKeys:
 
     Args:
         refused: called with the reason: "unauthorized" or "key_limit".
+        counts: shared by the processes of the port.
         clock: seconds.
     """
 
@@ -122,12 +123,13 @@ class ApiKeys:
         retry_after_s: int,
         refused: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
+        counts: Counts | None = None,
     ) -> None:
         self._path = path
         self._retry_after_s = retry_after_s
         self._refused = refused
         self._clock = clock
-        self._running: Counter[str] = Counter()  # by name
+        self._counts = counts or Counts()
         self._date = self._date_of_file()
         self._keys = read_api_keys(path)
         self._looked = clock()
@@ -147,18 +149,19 @@ class ApiKeys:
             raise GatewayError(
                 401, f"{what}; send a valid one as Authorization: Bearer KEY", _CHALLENGE
             )
-        if key.running is not None and self._running[key.name] >= key.running:
+        name = f"key {key.name}"
+        if key.running is not None and self._counts.total(name) >= key.running:
             self._refused("key_limit")
             raise GatewayError(
                 429,
                 f"this API key may run {key.running} requests at a time; try again later",
                 {"Retry-After": str(self._retry_after_s)},
             )
-        self._running[key.name] += 1
+        self._counts.add(name, 1)
         try:
             yield key
         finally:
-            self._running[key.name] -= 1
+            self._counts.add(name, -1)
 
     def _refresh(self) -> None:
         now = self._clock()

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import aiohttp
 from aiohttp import hdrs, web
 
+from afd.control.refusals import Refusals
+from afd_gateway.admission import Admission, takes_a_turn
 from afd_gateway.api_keys import ApiKeys
 from afd_gateway.bodies import Bodies
+from afd_gateway.counts import Counts
 from afd_gateway.errors import GatewayError, error_response
+from afd_gateway.headers import request_headers, wants_upgrade
+from afd_gateway.kv_load import watch
 from afd_gateway.owner import make_connector
 from afd_gateway.pool import Pool
-from afd_gateway.proxy import ANSWERED, Proxy
+from afd_gateway.proxy import Proxy, read_body
+from afd_gateway.relay import ANSWERED
 from afd_gateway.scrape import CONTENT_TYPE, metrics_page
 from afd_gateway.settings import GatewaySettings
+from afd_gateway.stored import others_than_holder, response_id
 from afd_gateway.telemetry import Telemetry
 from afd_gateway.upstreams import Provider, View, fleet_problem
 
@@ -34,18 +40,29 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Gateway:
     """State of one running gateway."""
 
-    def __init__(self, settings: GatewaySettings, provider: Provider) -> None:
+    def __init__(self, settings: GatewaySettings, provider: Provider, counts: Counts) -> None:
         self.settings = settings
-        self.pool = Pool(settings, provider)
+        self.pool = Pool(settings, provider, counts)
         self.telemetry = Telemetry(settings.instance)
         self.bodies = Bodies(settings, self.telemetry.refused)
         self.keys = None
         if settings.api_keys is not None:
-            self.keys = ApiKeys(settings.api_keys, settings.retry_after_s, self.telemetry.refused)
+            self.keys = ApiKeys(
+                settings.api_keys, settings.retry_after_s, self.telemetry.refused, counts=counts
+            )
+        self.admission = Admission(
+            settings, counts, self.pool.room, self.pool.why_none, self.telemetry.refused
+        )
+        self.failures = Refusals(log)
         self.draining = False
         self._running = 0
         self._idle = asyncio.Event()
         self._idle.set()
+
+    def own_page(self, peer_up: dict[str, bool]) -> str:
+        """Returns the metrics of this process. peer_up: see Telemetry.text."""
+        waiting = self.admission.waiting + self.pool.waiting
+        return self.telemetry.text(self.pool.views(), peer_up, waiting)
 
     def begin(self) -> None:
         self._running += 1
@@ -70,9 +87,9 @@ class Gateway:
 GATEWAY = web.AppKey("gateway", Gateway)
 
 
-def make_app(settings: GatewaySettings, provider: Provider) -> web.Application:
+def make_app(settings: GatewaySettings, provider: Provider, counts: Counts) -> web.Application:
     """Returns the application. It needs ``handler_cancellation``, as in afd_gateway.server."""
-    gateway = Gateway(settings, provider)
+    gateway = Gateway(settings, provider, counts)
     app = web.Application(middlewares=[_count, _shape_errors, _admit])
     app[GATEWAY] = gateway
     app.cleanup_ctx.append(_run_background)
@@ -85,6 +102,7 @@ def make_app(settings: GatewaySettings, provider: Provider) -> web.Application:
 
 
 _PROXY = web.AppKey("proxy", Proxy)
+_KEY_NAME = web.RequestKey("key_name", str)
 _INNER = web.AppKey("inner", aiohttp.ClientSession)
 
 
@@ -99,13 +117,26 @@ async def _run_background(app: web.Application) -> AsyncIterator[None]:
     ):
         app[_PROXY] = Proxy(gateway.settings, gateway.pool, gateway.telemetry, outer)
         app[_INNER] = inner
-        probing = asyncio.create_task(gateway.pool.probe_forever(inner))
+        tasks = [asyncio.create_task(gateway.pool.probe_forever(inner))]
+        if gateway.settings.routing == "prefix":
+            tasks.append(asyncio.create_task(_watch_kv(gateway, inner)))
         try:
             yield
         finally:
-            probing.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await probing
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _watch_kv(gateway: Gateway, session: aiohttp.ClientSession) -> None:
+    settings, pool = gateway.settings, gateway.pool
+    await watch(
+        session,
+        pool.views,
+        pool.kv_usage,
+        interval_s=settings.kv_interval_s * settings.processes,
+        deadline_s=settings.scrape_deadline_s,
+    )
 
 
 @web.middleware
@@ -131,7 +162,9 @@ async def _shape_errors(request: web.Request, handler: _Handler) -> web.StreamRe
     except GatewayError as error:
         response = error_response(error)
         if error.status in (502, 503):
-            log.warning("%s %s: %d %s", request.method, request.path, error.status, error)
+            request.app[GATEWAY].failures.note(
+                f"{request.method} {request.path}: {error.status} {error}"
+            )
     except web.HTTPNotFound:
         known = ", ".join(("/v1/*", *FORWARDED[1:], "/health and /metrics"))
         response = error_response(
@@ -162,7 +195,8 @@ async def _admit(request: web.Request, handler: _Handler) -> web.StreamResponse:
     keys = request.app[GATEWAY].keys
     if keys is None or request.path in OPEN_PATHS:
         return await handler(request)
-    with keys.admit(request.headers):
+    with keys.admit(request.headers) as key:
+        request[_KEY_NAME] = key.name
         return await handler(request)
 
 
@@ -174,8 +208,31 @@ async def _forward(request: web.Request) -> web.StreamResponse:
             "the gateway is shutting down",
             {"Retry-After": str(gateway.settings.retry_after_s)},
         )
+    if wants_upgrade(request.headers):
+        raise GatewayError(501, "the gateway forwards HTTP requests, not WebSocket connections")
+    proxy = request.app[_PROXY]
     with gateway.bodies.hold(request):
-        return await request.app[_PROXY].handle(request)
+        body = await read_body(request, gateway.settings.max_body_bytes)
+        if not takes_a_turn(request):
+            return await proxy.handle(request, body, await _not_holding(request, body))
+        async with gateway.admission.turn(request.get(_KEY_NAME, "")):
+            return await proxy.handle(request, body, await _not_holding(request, body))
+
+
+async def _not_holding(request: web.Request, body: bytes) -> set[tuple[str, int, str]]:
+    """Returns the keys of the instances that lack the stored response that a request refers to."""
+    wanted = response_id(request, body)
+    if wanted is None:
+        return set()
+    gateway = request.app[GATEWAY]
+    settings = gateway.settings
+    return await others_than_holder(
+        request.app[_INNER],
+        gateway.pool.views(),
+        wanted,
+        request_headers(request.headers, pass_credentials=settings.pass_credentials),
+        settings.connect_timeout_s,
+    )
 
 
 async def _health(request: web.Request) -> web.Response:
@@ -184,7 +241,8 @@ async def _health(request: web.Request) -> web.Response:
     problem = "the gateway is shutting down" if gateway.draining else None
     problem = problem or fleet_problem(views, expected)
     by_id = {view.upstream.id: view for view in views}
-    members = [_member(name, by_id.get(name)) for name in dict.fromkeys([*expected, *by_id])]
+    known = (name for name in by_id if not name.startswith("gateway-"))
+    members = [_member(name, by_id.get(name)) for name in dict.fromkeys([*expected, *known])]
     body = {"status": "unavailable" if problem else "ok", "reason": problem, "members": members}
     return web.json_response(body, status=503 if problem else 200)
 
@@ -204,6 +262,6 @@ def _member(member_id: str, view: View | None) -> dict[str, str | int | None]:
 async def _metrics(request: web.Request) -> web.Response:
     gateway = request.app[GATEWAY]
     text = await metrics_page(
-        request.app[_INNER], gateway.settings, gateway.telemetry, gateway.pool.views()
+        request.app[_INNER], gateway.settings, gateway.own_page, gateway.pool.views()
     )
     return web.Response(body=text.encode(), headers={hdrs.CONTENT_TYPE: CONTENT_TYPE})

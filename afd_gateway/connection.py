@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from typing import cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
@@ -16,6 +18,8 @@ class ClientConnection(web.RequestHandler):
     Args:
         on_end: called once, when the connection has ended.
         on_malformed: called for each malformed request.
+        on_slow: called when the connection ends because its client does not read.
+        slow_s: seconds without a byte read while some wait.
         options: aiohttp's.
     """
 
@@ -25,15 +29,50 @@ class ClientConnection(web.RequestHandler):
         *,
         on_end: Callable[[], None],
         on_malformed: Callable[[], None],
+        on_slow: Callable[[], None],
+        slow_s: float,
         **options: object,
     ) -> None:
         super().__init__(server, **options)  # type: ignore[arg-type]  # aiohttp checks them
         self._on_end = on_end
         self._on_malformed = on_malformed
+        self._on_slow = on_slow
+        self._slow_s = slow_s
+        self._slow_timer: asyncio.TimerHandle | None = None
 
     def connection_lost(self, exc: BaseException | None) -> None:
+        self._stop_timer()
         super().connection_lost(exc)
         self._on_end()
+
+    def pause_writing(self) -> None:
+        """Called by the transport when bytes wait because the client does not read."""
+        super().pause_writing()
+        self._watch_client()
+
+    def resume_writing(self) -> None:
+        self._stop_timer()
+        super().resume_writing()
+
+    def _stop_timer(self) -> None:
+        if self._slow_timer is not None:
+            self._slow_timer.cancel()
+            self._slow_timer = None
+
+    def _watch_client(self, before: int | None = None) -> None:
+        """Ends the connection if no fewer bytes wait than ``before``; else looks again later."""
+        self._slow_timer = None
+        transport = self.transport
+        if transport is None:
+            return
+        # uvloop's transports have no base class of asyncio's
+        waiting = cast("asyncio.Transport", transport).get_write_buffer_size()
+        if before is not None and waiting >= before:
+            self._on_slow()
+            transport.abort()
+            return
+        loop = asyncio.get_running_loop()
+        self._slow_timer = loop.call_later(self._slow_s, self._watch_client, waiting)
 
     def handle_error(
         self,

@@ -15,18 +15,22 @@ from collections.abc import Callable
 from afd.control.client import ControlClient
 from afd.control.messages import Members
 from afd.errors import HandshakeRefused
+from afd_gateway.counts import Counts
 from afd_gateway.descriptors import raise_descriptor_limit
-from afd_gateway.server import bind_listener, start_gateway
+from afd_gateway.listener import bind_listener
+from afd_gateway.loop import run
+from afd_gateway.server import GatewayServer, start_gateway
 from afd_gateway.settings import GatewaySettings
 from afd_gateway.upstreams import Upstream
 
 log = logging.getLogger("afd.gateway")
 
-_ROLES = ("attention", "ffn")
+_SETTLE_S = 3.0
+_LOOK_S = 0.02
 
 
-def upstreams_of(members: Members) -> tuple[Upstream, ...]:
-    """Returns the attention and FFN members; those that are ready drain with the deployment."""
+def upstreams_of(members: Members, own_id: str = "") -> tuple[Upstream, ...]:
+    """Returns the members but ``own_id``; those that are ready drain with the deployment."""
     return tuple(
         Upstream(
             id=member.id,
@@ -36,22 +40,23 @@ def upstreams_of(members: Members) -> tuple[Upstream, ...]:
             state="draining" if members.draining and member.state == "ready" else member.state,
         )
         for member in members.members
-        if member.role in _ROLES
+        if member.id != own_id
     )
 
 
 class ControlProvider:
     """A Provider that converts each snapshot of the control client once."""
 
-    def __init__(self, client: ControlClient) -> None:
+    def __init__(self, client: ControlClient, own_id: str) -> None:
         self._client = client
+        self._own_id = own_id
         self._seen: Members | None = None
         self._upstreams: tuple[Upstream, ...] = ()
 
     def __call__(self) -> tuple[Upstream, ...]:
         members = self._client.members
         if members is not self._seen:
-            self._upstreams = upstreams_of(members)
+            self._upstreams = upstreams_of(members, self._own_id)
             self._seen = members
         return self._upstreams
 
@@ -63,6 +68,7 @@ def run_gateway(
     join_deadline_s: float,
     on_listening: Callable[[str], None] | None = None,
     listener: socket.socket | None = None,
+    counts: Counts | None = None,
 ) -> int:
     """Serves until SIGTERM or SIGINT, drains, and returns exit code 0.
 
@@ -72,15 +78,18 @@ def run_gateway(
         connect: makes the control client; called after the port is bound.
         on_listening: called with the URL.
         listener: from ``bind_listener``, if the caller has bound the port already.
+        counts: shared with the other processes of the port.
 
     Raises:
         ConfigError: the port cannot be used.
         HandshakeRefused, DeadlineExceeded: the control plane refused the gateway or is silent.
     """
     raise_descriptor_limit()
-    listener = listener or bind_listener(settings.host, settings.port)
+    listener = listener or bind_listener(
+        settings.host, settings.port, shared=settings.processes > 1
+    )
     try:
-        asyncio.run(_run(settings, connect, listener, join_deadline_s, on_listening))
+        run(_run(settings, connect, listener, counts, join_deadline_s, on_listening))
     finally:
         listener.close()
     return 0
@@ -90,6 +99,7 @@ async def _run(
     settings: GatewaySettings,
     connect: Callable[[], ControlClient],
     listener: socket.socket,
+    counts: Counts | None,
     join_deadline_s: float,
     on_listening: Callable[[str], None] | None,
 ) -> None:
@@ -99,7 +109,8 @@ async def _run(
         loop.add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
     client = connect()
     try:
-        server = await start_gateway(settings, ControlProvider(client), listener)
+        provider = ControlProvider(client, settings.instance)
+        server = await start_gateway(settings, provider, listener, counts, accept=counts is None)
 
         def changed() -> None:
             server.members_changed()
@@ -107,7 +118,8 @@ async def _run(
                 stop.set()
 
         client.on_change(lambda _: _tell(loop, changed))
-        joining = asyncio.create_task(_join(client, server.url, join_deadline_s))
+        opening = asyncio.create_task(_accept_soon(server))
+        joining = asyncio.create_task(_join(client, server, join_deadline_s))
         stopping = asyncio.create_task(stop.wait())
         drain_s = 0.0
         try:
@@ -122,6 +134,7 @@ async def _run(
         finally:
             await server.stop(drain_s, hurry)
             joining.cancel()
+            opening.cancel()
             stopping.cancel()
         if client.refused:
             raise HandshakeRefused(client.refused)
@@ -130,12 +143,29 @@ async def _run(
         client.close()
 
 
-async def _join(client: ControlClient, url: str, deadline_s: float) -> None:
+async def _accept_soon(server: GatewayServer) -> None:
+    """Accepts once the instances are known.
+
+    A held port has connections that waited while this process was started again. They would be told
+    that no instance is ready.
+    """
+    loop = asyncio.get_running_loop()
+    end = loop.time() + _SETTLE_S
+    while not server.gateway.pool.settled and loop.time() < end:
+        await asyncio.sleep(_LOOK_S)
+    server.accept()
+
+
+async def _join(client: ControlClient, server: GatewayServer, deadline_s: float) -> None:
     generation = await asyncio.to_thread(
-        client.join, addresses=(), api_url=url, metrics_url=f"{url}/metrics", deadline_s=deadline_s
+        client.join,
+        addresses=(),
+        api_url=server.url,
+        metrics_url=server.metrics_url,
+        deadline_s=deadline_s,
     )
     client.set_state("ready")
-    log.info("gateway at %s, generation %d", url, generation)
+    log.info("gateway at %s, generation %d", server.url, generation)
 
 
 def _tell(loop: asyncio.AbstractEventLoop, changed: Callable[[], None]) -> None:

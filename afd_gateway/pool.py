@@ -9,19 +9,23 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
+from afd_gateway.admission import Room
+from afd_gateway.counts import Counts
 from afd_gateway.owner import ForeignListener
+from afd_gateway.routing import Router
 from afd_gateway.settings import GatewaySettings
 from afd_gateway.upstreams import (
     Condition,
     Health,
+    MemberState,
     Probe,
     Provider,
     Upstream,
     View,
-    choose,
     probed,
     request_failed,
     why_lost,
+    why_none,
 )
 
 log = logging.getLogger("afd.gateway")
@@ -39,11 +43,13 @@ class _Entry:
 class Lease:
     """Counts one request as running on one upstream, until the ``with`` block ends."""
 
-    def __init__(self, entry: _Entry) -> None:
+    def __init__(self, entry: _Entry, counts: Counts) -> None:
         self._entry = entry
+        self._counts = counts
         self._on_lost: Callable[[], object] | None = None
         self.lost_reason: str | None = None
         entry.leases.add(self)
+        counts.add(entry.upstream.id, 1)
 
     @property
     def upstream(self) -> Upstream:
@@ -54,6 +60,7 @@ class Lease:
 
     def __exit__(self, *_: object) -> None:
         self._entry.leases.discard(self)
+        self._counts.add(self._entry.upstream.id, -1)
         self._on_lost = None
 
     def on_lost(self, callback: Callable[[], object]) -> None:
@@ -70,13 +77,24 @@ class Lease:
 
 
 class Pool:
-    """The provider's members with the results of probes and requests."""
+    """The provider's members with the results of probes and requests.
 
-    def __init__(self, settings: GatewaySettings, provider: Provider) -> None:
+    kv_usage: see afd_gateway.kv_load, which keeps it current.
+    """
+
+    def __init__(
+        self, settings: GatewaySettings, provider: Provider, counts: Counts | None = None
+    ) -> None:
         self._settings = settings
         self._provider = provider
+        self._counts = counts or Counts()
+        self._router = Router(settings.routing, settings.max_running, settings.process)
+        self.kv_usage: dict[tuple[str, int, str], float] = {}
         self._entries: dict[tuple[str, int, str], _Entry] = {}
         self._wake = asyncio.Event()
+        self._waiters: set[asyncio.Future[None]] = set()
+        self._served = False  # an instance has been healthy
+        self._new_waiting = 0
         self.closed: str | None = None  # why new requests are refused
 
     def refresh(self) -> None:
@@ -88,6 +106,8 @@ class Pool:
                 self._entries[key] = _Entry(upstream)
                 self._wake.set()  # probe it now, not at the next tick
             else:
+                if entry.upstream.state != upstream.state:
+                    self._tell_waiters()
                 entry.upstream = upstream
                 entry.present = True
         for key, entry in list(self._entries.items()):
@@ -96,18 +116,121 @@ class Pool:
                 if entry.probe is not None:
                     entry.probe.cancel()
                 del self._entries[key]
+                self._router.forget(key)
 
     def views(self) -> tuple[View, ...]:
         """Returns the present members in a stable order."""
         self.refresh()
         present = (entry for entry in self._entries.values() if entry.present)
-        views = [View(entry.upstream, entry.health, len(entry.leases)) for entry in present]
+        views = [
+            View(
+                entry.upstream,
+                entry.health,
+                len(entry.leases),
+                self._counts.others(entry.upstream.id),
+                self.kv_usage.get(entry.upstream.key, 0.0),
+            )
+            for entry in present
+        ]
         return tuple(sorted(views, key=lambda view: (view.upstream.role, view.upstream.place)))
 
-    def acquire(self, exclude: Collection[tuple[str, int, str]] = ()) -> Lease | None:
-        """Returns a lease on the best upstream that is not excluded, or None."""
-        view = None if self.closed else choose(self.views(), exclude)
-        return None if view is None else Lease(self._entries[view.upstream.key])
+    @property
+    def settled(self) -> bool:
+        """Whether there are instances, and a probe has told of every one."""
+        instances = [view for view in self.views() if view.upstream.role == "attention"]
+        proven = (view.health.condition is not Condition.UNPROVEN for view in instances)
+        return bool(instances) and all(proven)
+
+    def acquire(
+        self,
+        exclude: Collection[tuple[str, int, str]] = (),
+        body: bytes = b"",
+        state: MemberState = "ready",
+    ) -> Lease | None:
+        """Returns a lease on the best upstream that is not excluded, or None.
+
+        Args:
+            body: of the request; what it begins with decides, see afd_gateway.routing.
+            state: only members in this state.
+        """
+        if self.closed:
+            return None
+        view = self._router.choose(self.views(), exclude, body, state)
+        return None if view is None else Lease(self._entries[view.upstream.key], self._counts)
+
+    def _acquire_any(self, body: bytes, *, begun: bool) -> Lease | None:
+        """Begun answers also go on at an instance that drains."""
+        lease = self.acquire((), body)
+        return self.acquire((), body, "draining") if lease is None and begun else lease
+
+    def room(self) -> Room:
+        """Returns how many requests may run. Others wait while instances are busy or may come back;
+        not while the deployment ends or drains."""
+        limit = self._settings.max_running
+        if limit is None:
+            return Room(0, wait=False)
+        ready = sum(view.eligible for view in self.views())
+        return Room(ready * limit, wait=ready > 0 or self._may_come_back(begun=False))
+
+    def why_none(self) -> str | None:
+        """Says why no attention instance can take a request; None if one can."""
+        views = self.views()
+        if any(view.eligible for view in views):
+            return None
+        return self.closed or why_none(views, self._settings.expected_ids())
+
+    async def acquire_soon(
+        self, tried: Collection[tuple[str, int, str]], body: bytes = b"", *, begun: bool
+    ) -> Lease | None:
+        """Returns a lease on the best upstream; waits for one, if one may come back.
+
+        tried: upstreams that have failed the request; taken if there is no other. body: see
+        :meth:`acquire`. begun: the client
+        has the beginning of the answer. Others wait only if few enough wait already. Returns None
+        after the time limit, or at once if there is no use in waiting.
+        """
+        lease = self.acquire(tried, body) or self._acquire_any(body, begun=begun)
+        if lease is not None:
+            return lease
+        if not begun and self._new_waiting >= self._settings.waiting:
+            return None
+        loop = asyncio.get_running_loop()
+        end = loop.time() + (self._settings.replay_s if begun else self._settings.waiting_s)
+        self._new_waiting += not begun
+        try:
+            while self._may_come_back(begun=begun) and (left := end - loop.time()) > 0:
+                waiter: asyncio.Future[None] = loop.create_future()
+                self._waiters.add(waiter)
+                try:
+                    await asyncio.wait_for(waiter, left)
+                except asyncio.TimeoutError:
+                    return None
+                finally:
+                    self._waiters.discard(waiter)
+                if (lease := self._acquire_any(body, begun=begun)) is not None:
+                    return lease
+        finally:
+            self._new_waiting -= not begun
+        return None
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for an attention instance."""
+        return len(self._waiters)
+
+    def _may_come_back(self, *, begun: bool) -> bool:
+        """Whether an instance has served before, and those that are left do not all drain."""
+        if self.closed or not self._served:
+            return False
+        if begun:
+            return True
+        states = [view.upstream.state for view in self.views() if view.upstream.role == "attention"]
+        return not states or any(state != "draining" for state in states)
+
+    def _tell_waiters(self) -> None:
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
 
     def mark_failed(self, upstream: Upstream, reason: str) -> None:
         """Marks an upstream that failed a request; it gets no requests until /health is good."""
@@ -120,6 +243,7 @@ class Pool:
     def close(self, reason: str) -> None:
         """Refuses new requests and ends the running ones with an error."""
         self.closed = reason
+        self._tell_waiters()
         for entry in self._entries.values():
             for lease in tuple(entry.leases):
                 lease.give_up(reason)
@@ -155,6 +279,9 @@ class Pool:
         if entry.health.condition is not before:
             word = "healthy" if entry.health.condition is Condition.HEALTHY else "unhealthy"
             log.info("upstream %s is %s: %s", entry.upstream.id, word, result.value)
+            if entry.health.condition is Condition.HEALTHY:
+                self._served = True
+                self._tell_waiters()
         lost = why_lost(
             entry.health,
             registered=entry.present,

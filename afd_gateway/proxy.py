@@ -1,45 +1,26 @@
-"""One request through the gateway: choose an instance, forward, retry elsewhere, relay."""
+"""One request through the gateway: choose an instance, forward, go on elsewhere, relay."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import io
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import Collection
 
 import aiohttp
-from aiohttp import hdrs, web
+from aiohttp import web
 
+from afd_gateway.attempt import Refused, UpstreamLost, send
 from afd_gateway.errors import GatewayError
-from afd_gateway.headers import (
-    INSTANCE_HEADER,
-    request_headers,
-    response_headers,
-    upstream_url,
-    wants_upgrade,
-)
-from afd_gateway.owner import ForeignListener, make_connector
+from afd_gateway.headers import INSTANCE_HEADER
+from afd_gateway.journal import JournalSpace
+from afd_gateway.owner import make_connector
 from afd_gateway.pool import Lease, Pool
+from afd_gateway.relay import Relay
+from afd_gateway.replay import Departed, replay_of
 from afd_gateway.settings import GatewaySettings
-from afd_gateway.sse import DONE, EventSplitter, error_event
 from afd_gateway.telemetry import Telemetry
 from afd_gateway.upstreams import why_none
 
 log = logging.getLogger("afd.gateway")
-
-ANSWERED = web.RequestKey("answered", int)
-"""Status of a stream whose last event was forwarded; the client may disconnect after it."""
-
-
-class UpstreamLost(Exception):
-    """The upstream failed. delivered: it may have seen the request. begun: its response began."""
-
-    def __init__(self, reason: str, *, delivered: bool, begun: bool = False) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.delivered = delivered
-        self.begun = begun
 
 
 async def read_body(request: web.Request, limit: int) -> bytes:
@@ -73,6 +54,7 @@ class Proxy:
         self._pool = pool
         self._telemetry = telemetry
         self._session = session
+        self._space = JournalSpace(settings.replay_bytes)
 
     @staticmethod
     def make_session(settings: GatewaySettings) -> aiohttp.ClientSession:
@@ -87,165 +69,86 @@ class Proxy:
             skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
         )
 
-    async def handle(self, request: web.Request) -> web.StreamResponse:
-        """Forwards ``request`` to an attention instance. Raises GatewayError."""
-        if wants_upgrade(request.headers):
-            raise GatewayError(501, "the gateway forwards HTTP requests, not WebSocket connections")
-        body = await read_body(request, self._settings.max_body_bytes)
-        tried: set[tuple[str, int, str]] = set()
-        deliveries = 0
-        while (lease := self._pool.acquire(tried)) is not None:
+    async def handle(
+        self,
+        request: web.Request,
+        body: bytes,
+        avoid: Collection[tuple[str, int, str]] = (),
+    ) -> web.StreamResponse:
+        """Forwards ``request`` with its ``body`` to an attention instance. Raises GatewayError.
+
+        avoid: keys of instances that cannot serve it.
+        """
+        replay = replay_of(request.method, request.path, request.headers, body)
+        relay = Relay(request, body, self._settings, replay, self._space)
+        try:
+            return await self._attempts(request, relay, avoid)
+        finally:
+            relay.close()
+
+    async def _attempts(
+        self, request: web.Request, relay: Relay, avoid: Collection[tuple[str, int, str]]
+    ) -> web.StreamResponse:
+        """Tries until the response is complete, or there is no use in trying again."""
+        tried = set(avoid)
+        deliveries = 0  # in a row, without a further token
+        lost: UpstreamLost | None = None
+        failed = ""
+        while (body := relay.next_body()) is not None:
+            lease = await self._pool.acquire_soon(tried, body, begun=relay.begun)
+            if lease is None:
+                return await self._nobody(relay, failed)
+            if lost is not None:
+                self._telemetry.retry(begun=relay.begun)
             tried.add(lease.upstream.key)
-            if len(tried) > 1:
-                self._telemetry.retry()
+            moved = relay.moved
             try:
                 with lease:
-                    return await self._forward(request, body, lease)
-            except UpstreamLost as lost:
-                if self._pool.closed:
-                    break
-                self._pool.mark_failed(lease.upstream, lost.reason)
-                deliveries += lost.delivered
-                if lost.begun or deliveries >= self._settings.max_deliveries:
-                    raise GatewayError(
-                        502,
-                        f"{lease.upstream.id} failed while it answered: {lost.reason}",
-                        {INSTANCE_HEADER: lease.upstream.id},
-                    ) from None
-        raise GatewayError(
-            503,
-            self._pool.closed or why_none(self._pool.views(), self._settings.expected_ids()),
-            {"Retry-After": str(self._settings.retry_after_s)},
-        )
+                    return await self._forward(request, body, relay, lease)
+            except Departed as error:
+                words = f"{lease.upstream.id} cannot continue the answer: {error}"
+                return await relay.fail(f"{failed}; {words}")
+            except UpstreamLost as error:
+                lost = error
+            failed = f"{lease.upstream.id} failed while it answered: {lost.reason}"
+            if self._pool.closed:
+                return await self._nobody(relay, failed)
+            self._pool.mark_failed(lease.upstream, lost.reason)
+            if relay.moved > moved:  # so the request is not what instances fail at
+                deliveries, tried = 0, {lease.upstream.key}
+            deliveries += lost.delivered
+            if deliveries >= self._settings.max_deliveries:
+                return await self._give_up(relay, lost, failed, lease.upstream.id)
+        return await relay.fail(f"{failed}; this answer cannot go on elsewhere")
 
-    async def _forward(self, request: web.Request, body: bytes, lease: Lease) -> web.StreamResponse:
-        """One attempt. Raises UpstreamLost only before anything was sent to the client."""
-        answer = await self._send(request, body, lease)
+    async def _forward(
+        self, request: web.Request, body: bytes, relay: Relay, lease: Lease
+    ) -> web.StreamResponse:
+        """One attempt. Raises UpstreamLost and Departed."""
+        answer = await send(self._session, self._settings, request, body, lease)
         try:
             lease.on_lost(answer.close)  # wakes the reader
-            return await self._relay(request, answer, lease)
+            return await relay.pump(answer, lease)
         except BaseException:
             answer.close()  # at once: vLLM aborts a request whose connection is gone
             raise
         finally:
             answer.release()
 
-    async def _send(
-        self, request: web.Request, body: bytes, lease: Lease
-    ) -> aiohttp.ClientResponse:
-        """Sends the request and waits for the response head, without a time limit."""
-        attempt = asyncio.ensure_future(
-            self._session.request(
-                request.method,
-                upstream_url(lease.upstream.api_url, request.rel_url),
-                headers=request_headers(
-                    request.headers, pass_credentials=self._settings.pass_credentials
-                ),
-                # aiohttp writes a file object in chunks
-                data=io.BytesIO(body) if request.body_exists else None,
-                allow_redirects=False,
-            )
-        )
-        lease.on_lost(attempt.cancel)
-        try:
-            return await attempt
-        except asyncio.CancelledError:
-            if lease.lost_reason is None:
-                attempt.cancel()
-                raise  # the client is gone
-            raise UpstreamLost(lease.lost_reason, delivered=True) from None
-        except (
-            aiohttp.ClientConnectorError,
-            aiohttp.ConnectionTimeoutError,
-            ForeignListener,
-        ) as error:
-            raise UpstreamLost(_words(error), delivered=False) from None
-        except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
-            raise UpstreamLost(_words(error), delivered=True) from None
+    async def _nobody(self, relay: Relay, failed: str) -> web.StreamResponse:
+        """Ends a request for which there is no instance. Raises GatewayError 503."""
+        why = self._pool.closed or why_none(self._pool.views(), self._settings.expected_ids())
+        if relay.begun:
+            return await relay.fail(f"{failed}; {why}")
+        raise GatewayError(503, why, {"Retry-After": str(self._settings.retry_after_s)})
 
-    async def _relay(
-        self, request: web.Request, answer: aiohttp.ClientResponse, lease: Lease
+    async def _give_up(
+        self, relay: Relay, lost: UpstreamLost, failed: str, instance: str
     ) -> web.StreamResponse:
-        # vLLM sends the head of a stream before the first token. Wait for the first byte of the
-        # body, so that a request whose instance dies in prefill can be retried.
-        chunks = _chunks(answer, lease)
-        first = await anext(chunks, b"")
-        encoded = answer.headers.get(hdrs.CONTENT_ENCODING, "identity") != "identity"
-        is_sse = answer.content_type == "text/event-stream" and not encoded
-        is_json = answer.content_type == "application/json"
-        # JSON is sent once it is complete, so that a failure before still gets an error status.
-        data = await self._gather(first, chunks) if is_json else first
-        response = web.StreamResponse(
-            status=answer.status,
-            reason=answer.reason,
-            headers=response_headers(answer.headers, lease.upstream.id),
-        )
-        await response.prepare(request)
-        events = EventSplitter() if is_sse else None
-        try:
-            while data:
-                whole = events.feed(data) if events else data
-                if whole:
-                    await response.write(whole)
-                if whole.endswith(DONE):
-                    request[ANSWERED] = response.status
-                data = await anext(chunks, b"")
-        except UpstreamLost as lost:
-            if not self._pool.closed:
-                self._pool.mark_failed(lease.upstream, lost.reason)
-            message = f"{lease.upstream.id} failed while it answered: {lost.reason}"
-            log.warning("request %s: %s", request.path, message)
-            if events is None:
-                return _break_off(request, response)
-            await response.write(error_event(502, message))
-        except ConnectionError:
-            raise  # the client's
-        except Exception:  # a bug here; too late for an error status
-            log.exception("request %s", request.path)
-            return _break_off(request, response)
-        else:
-            if events is not None and (rest := events.flush()):
-                await response.write(rest)
-        with contextlib.suppress(ConnectionError):  # the client has everything and may be gone
-            await response.write_eof()
-        return response
-
-    async def _gather(self, first: bytes, chunks: AsyncIterator[bytes]) -> bytes:
-        """Reads the body to its end, or up to ``max_json_bytes``."""
-        parts, size = [first], len(first)
-        try:
-            while size <= self._settings.max_json_bytes and (part := await anext(chunks, b"")):
-                parts.append(part)
-                size += len(part)
-        except UpstreamLost as lost:
-            raise UpstreamLost(lost.reason, delivered=True, begun=True) from None
-        return b"".join(parts)
-
-
-async def _chunks(answer: aiohttp.ClientResponse, lease: Lease) -> AsyncIterator[bytes]:
-    """Yields the body as it arrives. Raises UpstreamLost if it ends early."""
-    try:
-        async for chunk in answer.content.iter_any():
-            yield chunk
-    except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
-        raise UpstreamLost(lease.lost_reason or _words(error), delivered=True) from None
-
-
-def _break_off(request: web.Request, response: web.StreamResponse) -> web.StreamResponse:
-    """Aborts the connection, so that no client takes an incomplete body for a complete one."""
-    response.force_close()
-    if request.transport is not None:
-        request.transport.abort()
-    return response
-
-
-def _words(error: BaseException) -> str:
-    """Returns the reason for an error message, without internal addresses."""
-    if isinstance(error, aiohttp.ClientConnectorError):
-        refused = isinstance(error.os_error, ConnectionRefusedError)
-        return "connection refused" if refused else "cannot be reached"
-    if isinstance(error, ForeignListener):
-        return "another user listens at its port"
-    if isinstance(error, aiohttp.ConnectionTimeoutError):
-        return "no connection within the connect timeout"
-    return "the connection was closed before the answer was complete"
+        """Ends a request that several instances failed. Raises GatewayError 502."""
+        if relay.begun:
+            return await relay.fail(failed, lost.answer if isinstance(lost.answer, bytes) else b"")
+        if isinstance(lost.answer, Refused):
+            refused = lost.answer
+            return web.Response(status=refused.status, body=refused.body, headers=refused.headers)
+        raise GatewayError(502, failed, {INSTANCE_HEADER: instance})

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import aiohttp
 
 from afd_gateway.exposition import Page, merge
 from afd_gateway.settings import GatewaySettings
-from afd_gateway.telemetry import Telemetry
 from afd_gateway.upstreams import Upstream, View
 
 log = logging.getLogger("afd.gateway")
@@ -35,7 +34,9 @@ async def fetch_page(
             if answer.status != 200:
                 log.debug("metrics of %s at %s: HTTP %d", instance, url, answer.status)
                 return None
-            return Page(await answer.text(encoding="utf-8"), instance)
+            text = await answer.text(encoding="utf-8")
+            # Other gateway processes name the instances of their samples themselves.
+            return Page(text, None if instance.startswith("gateway-") else instance)
     except (aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError) as error:
         # ValueError: not a URL, or not UTF-8
         log.debug("metrics of %s at %s: %r", instance, url, error)
@@ -45,10 +46,13 @@ async def fetch_page(
 async def metrics_page(
     session: aiohttp.ClientSession,
     settings: GatewaySettings,
-    telemetry: Telemetry,
+    own_page: Callable[[dict[str, bool]], str],
     views: Iterable[View],
 ) -> str:
-    """Returns the metrics of all members. Takes at most the scrape deadline, never raises."""
+    """Returns the metrics of all members. Takes at most the scrape deadline, never raises.
+
+    own_page: returns this process's own metrics, given whether each member was scraped.
+    """
     views = tuple(views)
     wanted = [(view.upstream.id, url) for view in views for url in targets(view.upstream)]
     pages = await asyncio.gather(
@@ -60,6 +64,6 @@ async def metrics_page(
     up |= {view.upstream.id: bool(targets(view.upstream)) for view in views}
     for (name, _), page in zip(wanted, pages, strict=True):
         up[name] = up[name] and page is not None
-    own = Page(telemetry.text(views, up))
+    own = Page(own_page(up))
     # In a thread: thousands of lines take tens of milliseconds, which would delay streams.
     return await asyncio.to_thread(merge, [own, *(page for page in pages if page is not None)])

@@ -3,73 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import socket
 from collections.abc import Callable, Coroutine
 
-from aiohttp import web
+from aiohttp import hdrs, web
 from aiohttp.http import HttpProcessingError
 
 from afd.control.refusals import Refusals
-from afd.errors import ConfigError
 from afd_gateway.accept import Acceptor
 from afd_gateway.app import GATEWAY, Gateway, make_app
 from afd_gateway.connection import ClientConnection
+from afd_gateway.counts import Counts
 from afd_gateway.descriptors import connections_allowed_now
 from afd_gateway.errors import GatewayError
+from afd_gateway.scrape import CONTENT_TYPE
 from afd_gateway.settings import GatewaySettings
 from afd_gateway.upstreams import Provider
 
 log = logging.getLogger("afd.gateway")
 
-_BACKLOG = 1024
 _LAST_WORDS_S = 2.0  # for requests that were given up to send their error
-
-
-def bind_listener(host: str, port: int) -> socket.socket:
-    """Returns a listening socket; port 0 picks a free port. Call it before starting anything.
-
-    Raises ConfigError if the address cannot be used.
-    """
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except socket.gaierror as error:
-        raise ConfigError(
-            f"gateway: {host} is not a host name or address of this machine ({error.strerror});"
-            " set gateway.host"
-        ) from None
-    # One socket, so prefer IPv4: "localhost" is 127.0.0.1.
-    found.sort(key=lambda info: info[0] != socket.AF_INET)
-    family, kind, proto, _, address = found[0]
-    listener = socket.socket(family, kind, proto)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(
-            _BACKLOG
-        )  # reserves the port: after bind alone, a second process could bind too
-    except OSError as error:
-        listener.close()
-        raise ConfigError(_cannot_listen(host, port, error)) from None
-    listener.setblocking(False)
-    return listener
-
-
-def _cannot_listen(host: str, port: int, error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return (
-            f"gateway: port {port} on {host} is in use; choose another with gateway.port or stop"
-            " the process that holds it"
-        )
-    if error.errno == errno.EADDRNOTAVAIL:
-        return f"gateway: {host} is not an address of this machine; set gateway.host"
-    if error.errno == errno.EACCES:
-        return (
-            f"gateway: port {port} needs privileges that this user lacks; choose a gateway.port"
-            " above 1023"
-        )
-    return f"gateway: cannot listen on port {port} of {host}: {error.strerror}; set gateway.port"
 
 
 class _MalformedRequests(logging.Filter):
@@ -100,12 +54,23 @@ class GatewayServer:
     """A running gateway, made by ``await start_gateway(...)``."""
 
     def __init__(
-        self, gateway: Gateway, runner: web.AppRunner, acceptor: Acceptor, url: str
+        self,
+        gateway: Gateway,
+        runner: web.AppRunner,
+        acceptor: Acceptor,
+        url: str,
+        own_metrics: OwnMetrics | None,
     ) -> None:
         self.gateway = gateway
         self.url = url
+        self.metrics_url = own_metrics.url if own_metrics else f"{url}/metrics"
+        self._own_metrics = own_metrics
         self._runner = runner
         self._acceptor = acceptor
+
+    def accept(self) -> None:
+        """Begins to accept connections. A second call does nothing."""
+        self._acceptor.start()
 
     def members_changed(self) -> None:
         """Reads the members from the provider now. Call it on the event loop."""
@@ -126,8 +91,36 @@ class GatewayServer:
             log.warning("ending the requests that still run")
             self.gateway.pool.close("the gateway is shutting down")
             await self.gateway.wait_idle(_LAST_WORDS_S)
+        if self._own_metrics is not None:
+            await self._own_metrics.close()
         await self._runner.cleanup()
         return finished
+
+
+class OwnMetrics:
+    """The metrics of this process alone, for the other processes of the port, at a loopback port.
+
+    A scrape of the common port reaches any of them, which then asks the others.
+    """
+
+    def __init__(self, runner: web.ServerRunner, url: str) -> None:
+        self._runner = runner
+        self.url = url
+
+    @classmethod
+    async def start(cls, gateway: Gateway) -> OwnMetrics:
+        async def page(_: web.BaseRequest) -> web.StreamResponse:
+            body = gateway.own_page({}).encode()
+            return web.Response(body=body, headers={hdrs.CONTENT_TYPE: CONTENT_TYPE})
+
+        runner = web.ServerRunner(web.Server(page))
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        return cls(runner, f"http://127.0.0.1:{site.port}/metrics")
+
+    async def close(self) -> None:
+        await self._runner.cleanup()
 
 
 async def _unless(hurry: asyncio.Event | None, work: Coroutine[None, None, bool]) -> bool:
@@ -144,10 +137,19 @@ async def _unless(hurry: asyncio.Event | None, work: Coroutine[None, None, bool]
 
 
 async def start_gateway(
-    settings: GatewaySettings, provider: Provider, listener: socket.socket
+    settings: GatewaySettings,
+    provider: Provider,
+    listener: socket.socket,
+    counts: Counts | None = None,
+    *,
+    accept: bool = True,
 ) -> GatewayServer:
-    """Serves on ``listener`` (see ``bind_listener``) with the members from ``provider``."""
-    app = make_app(settings, provider)
+    """Serves on ``listener`` (see ``bind_listener``) with the members from ``provider``.
+
+    counts: shared with the other processes of the port. accept: False leaves connections waiting
+    until ``GatewayServer.accept``.
+    """
+    app = make_app(settings, provider, counts or Counts())
     # A logger of its own, so that the filter is this server's.
     http_log = logging.Logger("afd.gateway.http")
     http_log.parent = log
@@ -167,6 +169,8 @@ async def start_gateway(
             server,
             on_end=on_end,
             on_malformed=lambda: gateway.telemetry.refused("malformed"),
+            on_slow=lambda: gateway.telemetry.refused("slow_client"),
+            slow_s=settings.slow_client_s,
             loop=asyncio.get_running_loop(),
             logger=http_log,
             access_log=access_log,
@@ -182,8 +186,12 @@ async def start_gateway(
         refused=gateway.telemetry.refused,
         tls=settings.tls,
     )
-    acceptor.start()
+    if accept:
+        acceptor.start()
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     scheme = "http" if settings.tls is None else "https"
-    return GatewayServer(gateway, runner, acceptor, f"{scheme}://{shown}:{port}")
+    own = None
+    if settings.processes > 1 and settings.metrics:
+        own = await OwnMetrics.start(gateway)
+    return GatewayServer(gateway, runner, acceptor, f"{scheme}://{shown}:{port}", own)

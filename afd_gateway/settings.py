@@ -3,6 +3,7 @@
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from afd.topology import member_id
 
@@ -24,10 +25,20 @@ class GatewaySettings:
     probe_misses: probes without a reply after which an instance gets no more requests; refused
         probes after which the requests of an instance that left the control plane are given up.
     abandon_after_s: requests of an instance without a good /health for this long are given up.
-    max_deliveries: instances that may fail with a request before it is given up.
+    max_deliveries: instances in a row that may fail with a request, and add no token to its answer,
+        before it is given up.
+    waiting, waiting_s: requests that may wait for an attention instance to come back or for their
+        turn, and how long.
+    replay_s: the same time for requests whose answer has begun.
+    replay_bytes: memory for what unfinished streams have sent (afd_gateway.journal).
     pass_credentials: forward the Authorization header (see SECURITY.md).
     api_keys: file of the API keys that clients need (afd_gateway.api_keys); None: none needed.
     tls: for HTTPS; None: plain HTTP.
+    routing, max_running: see the section gateway of the deployment file, afd_gateway.routing and
+        admission; max_running None: no limit, and no request waits for its turn.
+    slow_client_s: a connection whose client reads nothing for so long while bytes wait is ended.
+    kv_interval_s: between two looks at the KV caches, of one gateway process of one.
+    process, processes: number of this process among those of the port.
     own_upstreams: the same user runs the attention instances, on this host: refuse to connect to
         loopback ports at which another user listens.
     """
@@ -53,6 +64,10 @@ class GatewaySettings:
     drain_s: float = 30.0
     retry_after_s: int = 5
     max_deliveries: int = 2
+    waiting: int = 1024
+    waiting_s: float = 60.0
+    replay_s: float = 120.0
+    replay_bytes: int = 256 * 2**20
     instance: str = "gateway-0"
     access_log: bool = False
     metrics: bool = True
@@ -60,6 +75,12 @@ class GatewaySettings:
     api_keys: Path | None = None
     tls: ssl.SSLContext | None = None
     own_upstreams: bool = False
+    routing: Literal["prefix", "fewest"] = "prefix"
+    max_running: int | None = None
+    slow_client_s: float = 60.0
+    kv_interval_s: float = 2.0
+    process: int = 0
+    processes: int = 1
 
     def expected_ids(self) -> tuple[str, ...]:
         """Returns the member ids of the complete deployment."""

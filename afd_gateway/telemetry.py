@@ -12,8 +12,10 @@ from afd_gateway.upstreams import View
 GATEWAY_METRICS = (
     "afd_gateway_requests_total",
     "afd_gateway_retries_total",
+    "afd_gateway_replays_total",
     "afd_gateway_refused_total",
     "afd_gateway_inflight_requests",
+    "afd_gateway_waiting_requests",
     "afd_gateway_upstream_up",
     "afd_peer_up",
 )
@@ -42,10 +44,12 @@ _PATHS = frozenset(
 )
 # connections: too many are open. descriptors: an accept failed. malformed: not valid HTTP.
 # body_timeout: a body came too slowly. bodies: all bodies together are too large. unauthorized: no
-# valid API key. key_limit: the API key runs as many requests as it may.
+# valid API key. key_limit: the API key runs as many requests as it may. queue_full, queue_time: too
+# many requests wait, or one waited too long. queue_share: the queue is full, and the key has its
+# share of it. slow_client: a client did not read.
 REFUSALS = (
     "connections", "descriptors", "malformed", "body_timeout", "bodies",
-    "unauthorized", "key_limit",
+    "unauthorized", "key_limit", "queue_full", "queue_time", "queue_share", "slow_client",
 )  # fmt: skip
 _PREFIXES = {"/v1/models/": "/v1/models/{model}", "/v1/responses/": "/v1/responses/{id}"}
 
@@ -60,7 +64,8 @@ def path_template(path: str) -> str:
 class Telemetry:
     """Keeps the counters; gauges are read from the pool's views when the page is built.
 
-    The label ``instance`` is the gateway for request counts, and the member for other metrics.
+    The label ``instance`` is the gateway for request counts, and the member for other metrics;
+    ``gateway`` is the process that tells of it.
     """
 
     def __init__(self, instance: str) -> None:
@@ -78,6 +83,12 @@ class Telemetry:
             ["instance"],
             registry=self._registry,
         )
+        self._replays = Counter(
+            "afd_gateway_replays",
+            "Begun answers that went on after an attention instance failed them.",
+            ["instance"],
+            registry=self._registry,
+        )
         self._refused = Counter(
             "afd_gateway_refused",
             "Connections and requests that the gateway refused to protect itself.",
@@ -87,27 +98,38 @@ class Telemetry:
         for reason in REFUSALS:
             self._refused.labels(instance, reason)
         self._retries.labels(instance)  # shows 0 before the first retry
+        self._replays.labels(instance)
 
     def request(self, method: str, path: str, code: int) -> None:
         known = method if method in _METHODS else "other"
         self._requests.labels(self._instance, known, path_template(path), str(code)).inc()
 
-    def retry(self) -> None:
-        self._retries.labels(self._instance).inc()
+    def retry(self, *, begun: bool) -> None:
+        """begun: the client has the beginning of the answer."""
+        (self._replays if begun else self._retries).labels(self._instance).inc()
 
     def refused(self, reason: str) -> None:
         """reason: one of REFUSALS."""
         self._refused.labels(self._instance, reason).inc()
 
-    def text(self, views: Iterable[View], peer_up: dict[str, bool]) -> str:
-        """Returns Prometheus text. peer_up: member id -> whether all its pages were scraped."""
+    def text(self, views: Iterable[View], peer_up: dict[str, bool], waiting: int = 0) -> str:
+        """Returns Prometheus text.
+
+        Args:
+            peer_up: member id -> whether all its pages were scraped.
+            waiting: requests that wait for an attention instance or for their turn.
+        """
         registry = CollectorRegistry()
-        registry.register(_Gauges(tuple(views), peer_up))
+        registry.register(_Gauges(self._instance, tuple(views), peer_up, waiting))
         return (generate_latest(self._registry) + generate_latest(registry)).decode()
 
 
 class _Gauges:
-    def __init__(self, views: tuple[View, ...], peer_up: dict[str, bool]) -> None:
+    def __init__(
+        self, instance: str, views: tuple[View, ...], peer_up: dict[str, bool], waiting: int
+    ) -> None:
+        self._instance = instance
+        self._waiting = waiting
         self._views = [view for view in views if view.upstream.role == "attention"]
         self._peer_up = peer_up
 
@@ -115,19 +137,26 @@ class _Gauges:
         inflight = GaugeMetricFamily(
             "afd_gateway_inflight_requests",
             "Requests forwarded to an attention instance and not yet finished.",
-            labels=["instance"],
+            labels=["instance", "gateway"],
         )
         up = GaugeMetricFamily(
             "afd_gateway_upstream_up",
             "1 if the gateway sends requests to this attention instance.",
-            labels=["instance"],
+            labels=["instance", "gateway"],
         )
         for view in self._views:
-            inflight.add_metric([view.upstream.id], view.outstanding)
-            up.add_metric([view.upstream.id], float(view.eligible))
+            labels = [view.upstream.id, self._instance]
+            inflight.add_metric(labels, view.outstanding)
+            up.add_metric(labels, float(view.eligible))
         peers = GaugeMetricFamily(
             "afd_peer_up", "1 if the metrics of this member could be scraped.", labels=["instance"]
         )
         for member_id, is_up in self._peer_up.items():
             peers.add_metric([member_id], float(is_up))
-        return [inflight, up, peers]
+        waiting = GaugeMetricFamily(
+            "afd_gateway_waiting_requests",
+            "Requests that wait for their turn, or for an attention instance to come back.",
+            labels=["instance"],
+        )
+        waiting.add_metric([self._instance], self._waiting)
+        return [inflight, up, peers, waiting]

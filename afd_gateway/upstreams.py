@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -129,28 +129,34 @@ def why_lost(
 
 @dataclass(frozen=True)
 class View:
-    """One upstream at one moment. outstanding: its unfinished requests."""
+    """One upstream at one moment.
+
+    outstanding: its unfinished requests of this gateway process; elsewhere: of the other processes.
+    kv_usage: share of its KV cache in use, 0 to 1; 0 if it is not known.
+    """
 
     upstream: Upstream
     health: Health = Health()
     outstanding: int = 0
+    elsewhere: int = 0
+    kv_usage: float = 0.0
+
+    @property
+    def load(self) -> int:
+        """Unfinished requests of all gateway processes."""
+        return self.outstanding + self.elsewhere
 
     @property
     def eligible(self) -> bool:
+        return self.in_state("ready")
+
+    def in_state(self, state: MemberState) -> bool:
+        """Whether this is a healthy attention instance in ``state``."""
         return (
             self.upstream.role == "attention"
-            and self.upstream.state == "ready"
+            and self.upstream.state == state
             and self.health.condition is Condition.HEALTHY
         )
-
-
-def choose(views: Iterable[View], exclude: Collection[tuple[str, int, str]] = ()) -> View | None:
-    """Returns the eligible view with the fewest outstanding requests; ties go to the lowest index.
-
-    exclude: keys of upstreams that this request has tried already.
-    """
-    able = (view for view in views if view.eligible and view.upstream.key not in exclude)
-    return min(able, key=lambda view: (view.outstanding, view.upstream.index), default=None)
 
 
 def describe(member_id: str, view: View | None) -> str:

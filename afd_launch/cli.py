@@ -93,8 +93,9 @@ def _parser() -> argparse.ArgumentParser:
         command = _add(commands, role, _role, f"{text} of a deployment over several hosts")
         add_config(command, optional=True)
         command.set_defaults(role=role, index=0, rank=0, metrics_port=0)
-        if role in ("ffn", "attention"):
+        if role != "control":
             command.add_argument("--index", type=int, metavar="N", help="instance number, from 0")
+        if role in ("ffn", "attention"):
             command.add_argument(
                 "--metrics-port",
                 type=int,

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 
 import psutil
 
-from afd.config.settle import BAD_GRAPHS
+from afd.config.seen_gpus import BAD_GRAPHS
 from afd.devices.rocm import PRODUCTS
 from afd.host.amd_gpus import rocm_version
 from afd_launch import pcie, rdma
 from afd_launch.installation import Gpus, amd_remedy, find_gpus, vllm_build, vllm_remedy
+from attention_worker.vllm_hooks.versions import installed, refusal, warning
 
 PROBE_S = 120
 
@@ -135,7 +136,22 @@ def _vllm() -> Finding:
     build = vllm_build()
     if build is None:
         return Finding("bad", "vllm", f"not installed; {vllm_remedy(find_gpus())}")
-    return _import("vllm", f"import vllm; print(vllm.__version__, '(for {build})')")
+    found = _import("vllm", f"import vllm; print(vllm.__version__, '(for {build})')")
+    version = vllm_version()
+    if found.level != "ok" or version is None:
+        return found
+    return Finding(version.level, "vllm", f"{found.text}: {version.text}")
+
+
+def vllm_version() -> Finding | None:
+    """A finding if the installed vLLM was not tested, or is known not to work."""
+    vllm = installed()
+    if vllm is None:
+        return None
+    if (refused := refusal(vllm)) is not None:
+        return Finding("bad", "vllm version", refused)
+    untested = warning(vllm)
+    return None if untested is None else Finding("note", "vllm version", untested)
 
 
 def _import(name: str, code: str) -> Finding:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from afd.config.deployment import Deployment
 from afd.config.fp8 import DEFAULT
 from afd.config.roles import RoleSpec
-from afd.config.settle import check_graphs, needs_pool, with_architecture, with_fp8
+from afd.config.seen_gpus import check_graphs, needs_pool, with_architecture, with_fp8
 from afd.control.connect import NO_KEYS
 from afd.control.keys import load_client
 from afd.control.operator import contract

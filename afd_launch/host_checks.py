@@ -76,9 +76,12 @@ def check_gpus(deployment: Deployment, name: str, facts: HostFacts) -> None:
     declared = accelerators.count if accelerators else 0
     if processes and facts.gpus < max(needed, declared):
         said = f"the file gives it {declared}" if declared >= needed else f"it needs {needed}"
+        on_gpu = (deployment.attention.device, deployment.ffn.device)
+        kind = next(d for d in map(device_named, on_gpu) if d.visible_variables)
+        where = f"{kind.listed_by}, {kind.visible_variables[0]}"
         raise ConfigError(
             f"host {name} has {facts.gpus} usable GPUs, but {said}; look for the missing ones"
-            " (nvidia-smi -L, CUDA_VISIBLE_DEVICES), or correct its accelerators.count"
+            f" ({where}), or correct its accelerators.count"
         )
 
 

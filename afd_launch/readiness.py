@@ -1,8 +1,8 @@
 """Whether the roles that `afd serve` started are ready.
 
 The control plane is ready when its port accepts connections; an FFN or attention instance when it
-is a member in state "ready" and its process belongs to the group that we started; the gateway when
-/health returns 200.
+is a member in state "ready" and its process belongs to the group that we started; a gateway process
+when it is such a member and /health returns 200.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Readiness:
             up = accepts(endpoint.host, endpoint.port)
             return None if up else f"to listen at {self._control}"
         if spec.role == "gateway":
-            return _gateway_wait(spec)
+            return _member_wait(self._snapshot(), spec, group) or _gateway_wait(spec)
         return _member_wait(self._snapshot(), spec, group)
 
     def is_member(self, name: str) -> bool | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,8 @@ from afd.host.versions import installed_versions
 from afd.topology import ffn_number
 from afd_launch.serve import run_directory
 
+logger = logging.getLogger("afd.attention")
+
 
 def standalone_spec(
     deployment: Deployment, role: Role, index: int, control: str | None, rank: int = 0
@@ -35,11 +38,13 @@ def standalone_spec(
         )
     pools: dict[str, Attention | Ffn] = {"attention": deployment.attention, "ffn": deployment.ffn}
     pool = pools.get(role)
-    instances = pool.instances if pool else 1
+    if role == "gateway":
+        instances, setting = deployment.gateway.processes, "gateway.processes"
+    else:
+        instances, setting = pool.instances if pool else 1, f"{role}.instances"
     if not 0 <= index < instances:
         raise ConfigError(
-            f"--index {index} does not exist with {role}.instances = {instances};"
-            f" use 0 to {instances - 1}"
+            f"--index {index} does not exist with {setting} = {instances}; use 0 to {instances - 1}"
         )
     ranks = deployment.ffn.tp if role == "ffn" else 1
     if not 0 <= rank < ranks:
@@ -87,7 +92,11 @@ def run_role(spec: RoleSpec, file: Path | None) -> int:
 
 def _attention(spec: RoleSpec, file: Path | None) -> int:
     from attention_worker.vllm_hooks.command import attention_command
+    from attention_worker.vllm_hooks.versions import installed, warning
 
+    vllm = installed()
+    if vllm is not None and (untested := warning(vllm)) is not None:
+        logger.warning("%s", untested)
     if file is not None:  # the supervisor removes the file
         argv, environment = attention_command(spec)
         os.execvpe(argv[0], argv, {**environment, ROLE_FILE_ENV: str(file.absolute())})
@@ -154,11 +163,15 @@ def _gateway(spec: RoleSpec, *, supervised: bool) -> int:
     """supervised: the same user runs the attention instances, on this host."""
     from afd.config.vllm_arguments import checks_api_key
     from afd.control.connect import client_for
+    from afd_gateway.counts import Counts
+    from afd_gateway.inherited import inherited
+    from afd_gateway.listener import listening
     from afd_gateway.main import run_gateway
     from afd_gateway.settings import GatewaySettings
     from afd_gateway.tls import server_context
 
     deployment = spec.deployment
+    gateway, attention = deployment.gateway, deployment.attention
     tls, from_environment = deployment.gateway.tls, "VLLM_API_KEY" in os.environ
     if from_environment and deployment.gateway.api_keys is not None:
         raise ConfigError(
@@ -176,10 +189,27 @@ def _gateway(spec: RoleSpec, *, supervised: bool) -> int:
         metrics=deployment.metrics.enabled,
         pass_credentials=checks_api_key(deployment.attention.vllm_args) or from_environment,
         api_keys=deployment.gateway.api_keys,
+        waiting=deployment.gateway.waiting,
+        waiting_s=deployment.gateway.waiting_s,
+        replay_s=deployment.gateway.replay_s,
         tls=None if tls is None else server_context(tls.certificate, tls.key),
         own_upstreams=supervised,
+        routing=gateway.routing,
+        max_running=(
+            2 * attention.max_num_seqs if gateway.max_running == "auto" else gateway.max_running
+        ),
+        slow_client_s=gateway.slow_client_s,
+        process=spec.index,
+        processes=gateway.processes,
     )
-
+    listener = counts = None
+    if (port := inherited()) is not None:
+        listener = listening(socket.socket(fileno=port.listener))
+        counts = Counts(port.counts, spec.index, gateway.processes)
     return run_gateway(
-        settings, lambda: client_for(spec), join_deadline_s=deployment.deadlines.start_s
+        settings,
+        lambda: client_for(spec),
+        join_deadline_s=deployment.deadlines.start_s,
+        listener=listener,
+        counts=counts,
     )

@@ -15,6 +15,7 @@ from afd.config.roles import RoleSpec
 from afd.control.address import to_connect
 from afd.control.keys import CurveKeys
 from afd.host.ports import check_free, held_ports
+from afd_gateway.inherited import Inherited
 from afd_launch.cpus import plan_for
 from afd_launch.process import Command
 from afd_launch.supervisor import Stage
@@ -94,7 +95,10 @@ def role_specs(
             )
             for i in place.attention
         ),
-        *([replace(base, role="gateway", api_port=ports.gateway)] if leads else []),
+        *(
+            replace(base, role="gateway", index=i, api_port=ports.gateway)
+            for i in range(deployment.gateway.processes if leads else 0)
+        ),
     ]
 
 
@@ -119,12 +123,17 @@ def with_keys(specs: Sequence[RoleSpec], folder: Path) -> list[RoleSpec]:
     return found
 
 
-def stages(specs: Sequence[RoleSpec], run_dir: Path) -> list[Stage]:
-    """Writes the role files into ``run_dir`` and returns the commands by role, in start order."""
+def stages(specs: Sequence[RoleSpec], run_dir: Path, port: Inherited | None = None) -> list[Stage]:
+    """Writes the role files into ``run_dir`` and returns the commands by role, in start order.
+
+    port: what the gateway processes inherit.
+    """
     found = []
     for role, stop_s in STOP_S.items():
         commands = tuple(_command(spec, run_dir) for spec in specs if spec.role == role)
         if role == "gateway":
+            if port is not None:
+                commands = tuple(_with_port(command, port) for command in commands)
             stop_s += specs[0].deployment.deadlines.drain_s
         # Attention instances start without waiting for FFN instances: importing vLLM takes long,
         # and they wait for the FFN instances themselves before they serve.
@@ -150,6 +159,11 @@ def _command(spec: RoleSpec, run_dir: Path) -> Command:
         stateless=spec.role == "ffn",
         holds_requests=spec.role == "attention",
     )
+
+
+def _with_port(command: Command, port: Inherited) -> Command:
+    env = {**command.env, **port.environment()}
+    return replace(command, env=env, descriptors=port.descriptors)
 
 
 def available_cores() -> list[int]:

@@ -17,6 +17,7 @@ from afd.control.local_keys import announced
 from afd.errors import ConfigError
 from afd.host.logs import say
 from afd_gateway.files import check_files
+from afd_gateway.inherited import held_port
 from afd_launch.gpus import of_this_host
 from afd_launch.host_checks import HostFacts, look, prepared, rails_of
 from afd_launch.host_watch import HostWatch
@@ -118,14 +119,19 @@ def _serve(
         if hosts is not None:
             others.rails(rails_of(specs, facts))
         readiness = stack.enter_context(Readiness(specs, operator))
+        port = None
+        if ports.gateway:
+            gateway = deployment.gateway
+            port = stack.enter_context(held_port(gateway.host, ports.gateway, gateway.processes))
         supervisor = Supervisor(
-            stages(specs, run_dir),
+            stages(specs, run_dir, port.inherited if port else None),
             readiness.awaited,
             start_s=deployment.deadlines.start_s,
             restart=deployment.restart,
             run_dir=run_dir,
             log_dir=log_dir,
             on_ready=ready,
+            on_stop=port.refuse if port else lambda: None,
             stall_monitor=StallMonitor(readiness.is_member),
             leave_monitor=StallMonitor(
                 readiness.is_serving, max(RETURN_S, deployment.deadlines.drain_s)

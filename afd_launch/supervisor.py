@@ -74,6 +74,7 @@ class Supervisor:
         run_dir: Path,
         log_dir: Path | None = None,
         on_ready: Callable[[], None] = lambda: None,
+        on_stop: Callable[[], None] = lambda: None,
         stall_monitor: StallMonitor | None = None,
         leave_monitor: StallMonitor | None = None,
         hosts: HostWatch | None = None,
@@ -82,7 +83,8 @@ class Supervisor:
         """
         Args:
             start_s: seconds until all roles must be ready. run_dir: the watchdog removes it if this
-                process is killed. stall_monitor: finds stalled stateless roles, which are then
+                process is killed. on_stop: called before the roles are stopped, perhaps
+                repeatedly. stall_monitor: finds stalled stateless roles, which are then
                 killed and restarted; None: stalled roles are left alone. leave_monitor: the same
                 for roles that hold requests and have left the deployment. hosts: the other hosts;
                 None: there are none.
@@ -94,6 +96,7 @@ class Supervisor:
         self._run_dir = run_dir
         self._log_dir = log_dir
         self._on_ready = on_ready
+        self._on_stop = on_stop
         self._stall_monitor = stall_monitor
         self._leave_monitor = leave_monitor
         self._hosts = hosts
@@ -341,6 +344,7 @@ class Supervisor:
     # -- stopping
 
     def _stop_all(self) -> None:
+        self._on_stop()
         self._due.clear()
         for stage in reversed(self._stages):
             names = [command.name for command in stage.commands]

@@ -43,8 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--precision",
         default="fp8",
         metavar="NAME",
-        help="number formats: fp8, fp8-bf16-attention, bf16, or mxfp4 for MXFP4 FFN weights"
-        " (default: %(default)s)",
+        help="number formats: fp8 (experts and cache), fp8-bf16-cache, bf16, mxfp4 (experts), or"
+        " all-fp8 with FP8 attention weights (default: %(default)s)",
     )
     request.add_argument(
         "--accepted",
@@ -59,6 +59,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     request.add_argument(
         "--wire", choices=("exact", "fp8"), help="wire format (default: best of both)"
+    )
+    request.add_argument(
+        "--layout",
+        action="append",
+        default=[],
+        metavar="L",
+        help="price this deployment instead of searching: 2A2F or 2A2Fx8-tp8 (x GPUs per instance),"
+        " TP8, DP8+EP, TP2xDP4+EP8; give one of each kind to compare them",
+    )
+    request.add_argument(
+        "--batch",
+        type=int,
+        metavar="N",
+        help="sequences in flight in each --layout, whatever its TPOT",
+    )
+    request.add_argument(
+        "--redundant-experts",
+        type=int,
+        metavar="N",
+        help="copies of experts per expert group (default: best of 0 and 1)",
     )
     request.add_argument(
         "--routing",
@@ -82,6 +102,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--json", type=Path, metavar="FILE", help="the plan as JSON")
     out.add_argument("--report", type=Path, metavar="FILE", help="plots, as .html or .png")
     out.add_argument("--emit", type=Path, metavar="FILE", help="a deployment file for afd serve")
+    out.add_argument(
+        "--simulate", type=Path, metavar="FILE", help="a file for afd simulate, with jitter"
+    )
     out.add_argument(
         "--presets",
         action="store_true",

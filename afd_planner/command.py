@@ -9,13 +9,13 @@ import math
 import os
 import textwrap
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from afd.errors import ConfigError
 from afd_planner.cost.measured import load_measured
-from afd_planner.cost.shape import Efficiency
+from afd_planner.cost.shape import Efficiency, calibrated
 from afd_planner.facts.files import DATA
 from afd_planner.facts.hardware import Accelerator, accelerators, load_accelerator
 from afd_planner.facts.model import ModelSpec
@@ -24,12 +24,17 @@ from afd_planner.facts.precision import PRECISIONS, Precision
 from afd_planner.report.as_json import plan_data
 from afd_planner.report.emit import deployment_yaml
 from afd_planner.report.presets import FOLDER, PRESET_MODELS, write_presets
+from afd_planner.report.simulation import simulation_yaml
 from afd_planner.report.text import render
 from afd_planner.sizing.context import parse_context
 from afd_planner.sizing.decide import make_plan
 from afd_planner.sizing.imbalance import EVEN_SPREAD, ExpertSpread, load_spread
+from afd_planner.sizing.layout import parse_layout
 from afd_planner.sizing.plan import Plan
 from afd_planner.sizing.request import Request
+
+MOST_ACCEPTED = 64
+"""Tokens per step that no draft model reaches."""
 
 
 def plan_command(args: argparse.Namespace) -> int:
@@ -51,6 +56,8 @@ def plan_command(args: argparse.Namespace) -> int:
         _write(args.report, report(plan))
     if args.emit:
         _write(args.emit, deployment_yaml(plan, _model_path(args.model, args.emit)))
+    if args.simulate:
+        _write(args.simulate, simulation_yaml(plan))
     print(render(plan))
     for warning in _partition_warnings(request):
         print(f"note: {warning}")
@@ -98,11 +105,17 @@ def request_of(args: argparse.Namespace) -> Request:
         )
     drafts = args.draft_tokens
     if drafts is None:
+        if not 1 <= args.accepted < MOST_ACCEPTED:
+            raise ConfigError(
+                f"--accepted {args.accepted:g} is out of range; give a number of at least 1 and"
+                f" below {MOST_ACCEPTED}"
+            )
         drafts = math.ceil(args.accepted) - 1
+    attention, ffn = _accelerators(first), _accelerators(second)
     return Request(
         model=_model(args.model),
-        attention=_accelerators(first),
-        ffn=_accelerators(second),
+        attention=attention,
+        ffn=ffn,
         context=parse_context(args.context),
         tpot_s=args.tpot / 1e3,
         gpus=args.gpus,
@@ -112,9 +125,12 @@ def request_of(args: argparse.Namespace) -> Request:
         positions=1 + drafts,
         wires=(args.wire,) if args.wire else ("exact", "fp8"),
         depths=(args.depth,) if args.depth else (1, 2, 3),
-        efficiency=_efficiency(args.efficiency),
+        redundant=(0, 1) if args.redundant_experts is None else (args.redundant_experts,),
+        efficiency=_efficiency(args.efficiency, calibrated((*attention, *ffn))),
         spread=_spread(args.routing),
         measured=load_measured(args.measured) if args.measured else None,
+        layouts=tuple(parse_layout(text) for text in args.layout),
+        batch=args.batch,
     )
 
 
@@ -162,7 +178,7 @@ def _precision(name: str) -> Precision:
     return PRECISIONS[name]
 
 
-def _efficiency(changes: list[str]) -> Efficiency:
+def _efficiency(changes: list[str], base: Efficiency) -> Efficiency:
     values: dict[str, Any] = {}
     known = [field.name for field in fields(Efficiency)]
     for change in changes:
@@ -176,7 +192,7 @@ def _efficiency(changes: list[str]) -> Efficiency:
             values[name] = float(text)
         except ValueError:
             raise ConfigError(f"--efficiency {change} is not KEY=NUMBER") from None
-    return Efficiency(**values)
+    return replace(base, **values)
 
 
 def _spread(routing: str | None) -> ExpertSpread:

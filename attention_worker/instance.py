@@ -22,6 +22,7 @@ from afd.metrics.decode_steps import DecodeSteps
 from afd.metrics.role import RoleMetrics, Weights
 from afd.metrics.server import MetricsServer, serve_metrics
 from afd.metrics.work import work_of
+from afd.models import Family
 from afd.topology import PINNED_SPIN_US
 from afd.wire.streams_torch import make_streams, runtime_of, torch_device
 from afd_comm import Region, VerbsOptions
@@ -185,6 +186,10 @@ class AttentionInstance:
         return StreamExperts(self._resolved, index, self._region, streams, slots), guard
 
     @property
+    def family(self) -> Family:
+        return self._resolved.family
+
+    @property
     def max_depth(self) -> int:
         return self._resolved.contract.max_depth
 
@@ -195,7 +200,7 @@ class AttentionInstance:
         use the measured best depth and other steps the maximum.
 
         Args:
-            decode: every request has one row.
+            decode: every request has one row, or one and its drafts.
         """
         members = self._control.members
         wanted = self._configured if members.depth is None else members.depth

@@ -6,6 +6,7 @@ weights are decoded here, and vLLM loads an unquantised model.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -14,24 +15,29 @@ import torch
 from safetensors import safe_open
 
 from afd.models import Quantization, read_model, read_quantization
-from afd.models.checkpoint import TensorInfo, tensor_table
+from afd.models.checkpoint import TensorInfo, check_parts, tensor_table
 from afd.models.family import Family
 from afd.models.stored_torch import StoredParts, decode
-from afd.models.weight_format import SUFFIXES, WeightFormat, tensor_name
+from afd.models.weight_format import FLOATS, SUFFIXES, WeightFormat, tensor_name
 
 Table = dict[str, TensorInfo]
 
-_PLAIN_DTYPES = ("F32", "BF16", "F16")
 _SCALES_OF_CACHE = ("k_scale", "v_scale", "q_scale", "prob_scale", "kv_scale", "output_scale")
 
 
 @dataclass(frozen=True)
 class StoredLinear:
-    """A quantised weight. name: that of an unquantised checkpoint. parts: its tensors' names."""
+    """A quantised weight [n, k]. name: that of an unquantised checkpoint."""
 
     name: str
     stored: WeightFormat
-    parts: dict[str, str]
+    n: int
+    k: int
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """The names of its tensors, by their last part."""
+        return {part: tensor_name(self.name, part) for part in self.stored.parts(self.n, self.k)}
 
 
 def quantised_linears(
@@ -46,14 +52,8 @@ def quantised_linears(
         stored = quantization.of(module)
         if not stored.is_quantised or suffix != stored.codes or family.is_expert_weight(name):
             continue
-        if info.dtype not in _PLAIN_DTYPES:
-            weight = f"{module}.weight"
-            parts = {
-                part: tensor_name(weight, part)
-                for part in (stored.codes, stored.scales, stored.zeros, stored.order)
-                if part
-            }
-            found[name] = StoredLinear(weight, stored, parts)
+        if info.dtype not in FLOATS:
+            found[name] = StoredLinear(f"{module}.weight", stored, *stored.size(info.shape))
     return found
 
 
@@ -68,20 +68,29 @@ class AttentionTensors:
 
     Attributes:
         bytes_read: size of the tensors that were read, in bytes.
-        decoded: number of weights that were decoded.
+        decoded: number of weights that are decoded.
         formats: of those weights.
+        current: the tensor that was handed out last, and its file; "": none, or all were.
     """
 
     def __init__(self, path: str | PathLike[str], *, decoding: bool) -> None:
-        """decoding: decode quantised weights to float32, and leave out their scales."""
+        """decoding: decode quantised weights to float32, and leave out their scales.
+
+        Raises:
+            ConfigError: a tensor of a weight to decode is missing, or has another shape or dtype.
+        """
         self._table: Table = tensor_table(path)
         self._family, model = read_model(path)
         self._architecture = model.architecture
         self._linears: dict[str, StoredLinear] = {}
         if decoding:
             self._linears = quantised_linears(self._table, read_quantization(path), self._family)
+        for linear in self._linears.values():
+            stored = linear.stored
+            check_parts(self._table, path, linear.name, stored, stored.parts(linear.n, linear.k))
         self._open: dict[Path, Any] = {}  # safetensors has no types
         self.bytes_read = 0
+        self.current = ""
 
     @property
     def decoded(self) -> int:
@@ -91,8 +100,29 @@ class AttentionTensors:
     def formats(self) -> str:
         return ", ".join(sorted({str(linear.stored) for linear in self._linears.values()}))
 
+    def nbytes(self, itemsize: int) -> int:
+        """Returns the size of the loaded weights in a dtype of ``itemsize`` bytes per value.
+
+        Quantised weights that are not decoded count as stored. Reads only headers.
+        """
+        total, skipped = 0, self._parts_of_decoded()
+        for name, info in self._table.items():
+            linear = self._linears.get(name)
+            if linear is None and name in skipped:
+                continue
+            plain = name if linear is None else linear.name
+            if self._family.attention_name(self._architecture, plain) is None:
+                continue
+            if linear is not None:
+                total += linear.n * linear.k * itemsize
+            elif info.dtype in FLOATS:
+                total += prod(info.shape) * itemsize
+            else:
+                total += info.nbytes
+        return total
+
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields names as vLLM's model class knows them. Raises ConfigError for a missing tensor"""
+        """Yields names as vLLM's model class knows them."""
         skipped = self._parts_of_decoded()
         by_file = sorted(self._table, key=lambda name: self._table[name].file)
         for name in by_file:
@@ -103,7 +133,9 @@ class AttentionTensors:
                 self._architecture, name if linear is None else linear.name
             )
             if wanted is not None:
+                self.current = f"tensor {name} of {self._table[name].file}"
                 yield wanted, self._read(name) if linear is None else self._decode(linear)
+        self.current = ""
         self._open.clear()
 
     def _parts_of_decoded(self) -> set[str]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from afd.wire.orders import Part
+from afd.wire.orders import Part, Parts
 
 
 class RowTable:
@@ -36,10 +36,12 @@ class RowTable:
 
     def fill(self, parts: Sequence[Part], present: Sequence[bool]) -> None:
         """Takes the parts of an announced step. Those that are not present count as absent."""
-        fields = np.array(parts)
+        fields = Parts.of(parts).table
         if not all(present):
             fields = fields[np.asarray(present, bool)]
-        attention, _, rows, depth, _, _ = fields.T
+        attention, rows, depth = (
+            fields[name].astype(np.int64) for name in ("attention", "rows", "depth")
+        )
         self.depths[:] = 0
         self.depths[attention] = depth
         # afd.schedule.split_rows: the last micro-batch has the remainder.

@@ -11,7 +11,7 @@ from afd.devices import device_named
 from afd.devices.rocm import FP8_OF_ARCH
 from afd.errors import ConfigError
 from afd.graph_sizes import GraphSizes, captured_rows
-from afd.models import Family, MoeModel, read_model
+from afd.models import Family, MoeModel, fields, read_config, read_model
 from afd.models.checkpoint import fingerprint
 from afd.placement.dispatch import Dispatch, cheaper_dispatch
 from afd.placement.tables import Placement, contiguous, load_placement, slot_bounds
@@ -146,7 +146,8 @@ def _graph_buckets(deployment: Deployment) -> tuple[tuple[int, ...], ...]:
     pipeline = deployment.pipeline
     if not pipeline.graphs:
         return ()
-    rows = captured_rows(deployment.attention.max_num_seqs)
+    attention = deployment.attention
+    rows = captured_rows(attention.max_num_seqs, attention.decode_rows)
     return GraphSizes.of(rows, pipeline.max_depth, pipeline.min_rows).buckets
 
 
@@ -173,12 +174,16 @@ def check_model(deployment: Deployment) -> None:
 
 
 def _check_device(deployment: Deployment, family: Family, model: MoeModel) -> None:
-    """Raises ConfigError if the model's attention runs on GPUs only and this is none."""
-    device = deployment.attention.device
-    if family.gpu_only and device_named(device).host_memory:
+    """Raises ConfigError if the model's attention is sparse and this device cannot compute that."""
+    attention = deployment.attention
+    if not family.sparse or not device_named(attention.device).host_memory:
+        return
+    kept = fields.integer(read_config(deployment.model), family.sparse)
+    if attention.max_model_len > kept:
         raise ConfigError(
-            f"{model.architecture} has {family.gpu_only}, which vLLM runs on GPUs only, but "
-            f"attention.device is {device}; use cuda"
+            f"{model.architecture} attends to {kept} tokens ({family.sparse}), which vLLM computes "
+            f"on GPUs only. On device {attention.device} all tokens take part, which is the same "
+            f"up to {kept}; set attention.max_model_len to at most {kept}"
         )
 
 

@@ -45,6 +45,28 @@ def _check_core_lists(cpus: CoreLists, processes: int) -> None:
         raise ValueError("cpus has an empty core list; give every process at least one core")
 
 
+class Speculation(Section):
+    """Speculative decoding: a step verifies draft tokens of its requests (docs/vllm-features.md).
+
+    The names are those of vLLM's ``--speculative-config``.
+    """
+
+    # ngram: drafts are what followed the same tokens earlier in the request; no draft model
+    method: Literal["ngram"] = "ngram"
+    num_speculative_tokens: int = Field(default=3, ge=1, le=16)  # drafts per request and step
+    prompt_lookup_min: int = Field(default=2, ge=1)  # tokens of the shortest match
+    prompt_lookup_max: int = Field(default=5, ge=1)  # tokens of the longest match
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Speculation:
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min {self.prompt_lookup_min} is above prompt_lookup_max"
+                f" {self.prompt_lookup_max}; lower prompt_lookup_min"
+            )
+        return self
+
+
 class Attention(Section):
     """The attention instances: vLLM servers that hold all weights except the experts."""
 
@@ -65,6 +87,7 @@ class Attention(Section):
     # with one key/value head, device cuda only (docs/gpu.md); aiter, triton: vLLM's backends of
     # these names, device rocm only (docs/amd.md)
     kernel: Literal["vllm", "mqa", "aiter", "triton"] = "vllm"
+    speculation: Speculation | None = None  # null: one new token per request and step
     # Extra arguments for vLLM's server, passed unchanged; those that AFD sets itself or does not
     # support are refused
     vllm_args: tuple[str, ...] = ()
@@ -75,10 +98,11 @@ class Attention(Section):
         check_device("kernel", _KERNELS[self.kernel], self.device, "leave kernel at vllm")
         if refused := refusal(self.vllm_args):
             raise ValueError(f"vllm_args has {refused}")
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if self.max_num_batched_tokens < self.max_num_seqs * self.decode_rows:
             raise ValueError(
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs"
-                f" {self.max_num_seqs}, but a step has at least one token per request;"
+                f" {self.max_num_seqs}{f' x {self.decode_rows}' if self.speculation else ''}, but a"
+                f" decode step has {self.decode_rows} or more tokens per request;"
                 " raise max_num_batched_tokens or lower max_num_seqs"
             )
         if self.port + self.instances - 1 > 65535:
@@ -87,6 +111,11 @@ class Attention(Section):
                 " lower port"
             )
         return self
+
+    @property
+    def decode_rows(self) -> int:
+        """Most rows of one request in a decode step: the last token and its drafts."""
+        return 1 + (self.speculation.num_speculative_tokens if self.speculation else 0)
 
     def api_ports(self) -> tuple[int, ...]:
         """One port per instance; all 0 if any free port may be used."""
@@ -258,8 +287,21 @@ class Gateway(Section):
 
     host: str = "127.0.0.1"  # address on which the gateway listens
     port: Port = 8000  # 0: any free port
+    # Processes that serve the port; one of several that dies loses only its own connections
+    processes: int = Field(default=1, ge=1, le=64)
+    # Instance of a request. prefix: the one that computed the beginning of its prompt, unless it is
+    # clearly busier; fewest: the one with the fewest requests
+    routing: Literal["prefix", "fewest"] = "prefix"
+    # Requests that one attention instance has at a time; auto: twice attention.max_num_seqs
+    max_running: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
+        default="auto", description="auto or a whole number of at least 1"
+    )
+    slow_client_s: float = Field(default=60.0, gt=0)  # a client that reads nothing for this long
     api_keys: Path | None = None  # hashes of the API keys that clients need; null: none needed
     tls: Tls | None = None  # null: plain HTTP
+    waiting: int = Field(default=1024, ge=0)  # requests that may wait for an attention instance
+    waiting_s: float = Field(default=60.0, ge=0)  # how long they wait until one is back or free
+    replay_s: float = Field(default=120.0, ge=0)  # the same, for answers that have begun
 
 
 class Deadlines(Section):

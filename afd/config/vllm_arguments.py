@@ -11,8 +11,8 @@ from types import MappingProxyType
 _SET = "which AFD sets"
 _UNSUPPORTED = "which attention instances do not support"
 _INSTANCES = f"{_UNSUPPORTED}; use attention.instances"
-_LORA = f"{_UNSUPPORTED} (LoRA adapters); remove it"
-_DRAFT = f"{_UNSUPPORTED} (speculative decoding); remove it"
+_LORA = f"{_UNSUPPORTED} (LoRA adapters outside attention); remove it"
+_DRAFT = f"{_SET}; use attention.speculation"
 _QUANTISED = f"{_UNSUPPORTED} (quantised attention weights); for experts use ffn.weights"
 _PLAIN_HTTP = "but the gateway speaks plain HTTP with attention instances; put TLS in front of it"
 
@@ -22,13 +22,13 @@ REFUSED = MappingProxyType(
         "--data-parallel-*": _INSTANCES,
         "--default-mm-loras": _LORA,
         "--dtype": f"{_SET}; use attention.dtype",
-        "--enable-lora": _LORA,
         "--enable-prefix-caching": f"{_SET}; use attention.enable_prefix_caching",
         "--enable-ssl-refresh": _PLAIN_HTTP,
         "--host": f"{_SET}; use attention.host",
         "--kv-cache-memory-bytes": f"{_SET}; use attention.kv_cache_gib",
         "--load-format": f"{_SET}; remove it, or use ffn.load for dummy experts",
-        "--lora-modules": _LORA,
+        "--enable-tower-connector-lora": _LORA,
+        "--lora-target-modules": f"{_SET} to the attention projections; remove it",
         "--max-model-len": f"{_SET}; use attention.max_model_len",
         "--max-num-batched-tokens": f"{_SET}; use attention.max_num_batched_tokens",
         "--max-num-seqs": f"{_SET}; use attention.max_num_seqs",

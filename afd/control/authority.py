@@ -35,7 +35,7 @@ def member_ids(deployment: Deployment) -> tuple[str, ...]:
             for i in range(ffn.instances + _SPARE)
             for rank in range(ffn.tp)
         ),
-        member_id("gateway", 0),
+        *(member_id("gateway", i) for i in range(deployment.gateway.processes)),
     )
 
 

@@ -12,4 +12,5 @@ CUDA = Device(
     stamps_in_graphs=True,
     host_memory=False,
     visible_variables=("CUDA_VISIBLE_DEVICES",),
+    listed_by="nvidia-smi -L",
 )

@@ -20,6 +20,7 @@ class Device:
         one is written, the others are older names of it that are kept equal. (): every process of
         the host shares the device.
     hiding_variable: a variable below those: devices that it does not list do not exist for them.
+    listed_by: the command that lists the host's devices, for messages.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Device:
     host_memory: bool
     visible_variables: tuple[str, ...]
     hiding_variable: str | None = None
+    listed_by: str = ""
 
     @property
     def torch_type(self) -> str:

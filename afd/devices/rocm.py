@@ -23,6 +23,7 @@ ROCM = Device(
     host_memory=False,
     visible_variables=("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
     hiding_variable="ROCR_VISIBLE_DEVICES",
+    listed_by="rocminfo",
 )
 
 FP8_OF_ARCH = {"gfx942": "e4m3fnuz", "gfx950": "e4m3fn"}

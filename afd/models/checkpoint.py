@@ -6,12 +6,14 @@ Format: header length N in 8 bytes, little-endian; N bytes of JSON; the tensors'
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
 from afd.errors import ConfigError
 from afd.models import read_config
+from afd.models.weight_format import Part, WeightFormat, tensor_name
 
 INDEX_FILE = "model.safetensors.index.json"
 FINGERPRINT_TENSORS = 256
@@ -113,6 +115,43 @@ def tensor_table(path: str | PathLike[str]) -> dict[str, TensorInfo]:
                 )
             table[name] = info
     return table
+
+
+def check_parts(
+    table: Mapping[str, TensorInfo],
+    path: object,
+    weight: str,
+    stored: WeightFormat,
+    parts: Mapping[str, Part],
+    stacked: tuple[int, ...] = (),
+) -> None:
+    """Checks the headers of all tensors of one weight.
+
+    Args:
+        weight: its name in an unquantised checkpoint. parts: as ``stored.parts`` returns them.
+        stacked: leading dimensions of the tensors.
+
+    Raises:
+        ConfigError: a tensor is missing or has another shape or dtype. The message names it and
+            its file.
+    """
+    for suffix, part in parts.items():
+        name = tensor_name(weight, suffix)
+        info = table.get(name)
+        if info is None:
+            raise ConfigError(f"{path} has no tensor {name}; finish or repeat the download")
+        if info.dtype not in part.dtypes:
+            raise ConfigError(
+                f"tensor {name} in {info.file} is stored as {info.dtype}, but a weight in {stored} "
+                f"needs {' or '.join(part.dtypes)}; use the config.json that belongs to these "
+                "weights"
+            )
+        allowed = [(*stacked, *shape) for shape in part.shapes]
+        if info.shape not in allowed:
+            raise ConfigError(
+                f"tensor {name} in {info.file} has shape {list(info.shape)}, config.json asks for "
+                f"{list(allowed[0])}; use the config.json that belongs to these weights"
+            )
 
 
 def fingerprint(path: str | PathLike[str]) -> str:

@@ -86,5 +86,5 @@ V32 = replace(
         ("DeepseekV32ForCausalLM",),
         "its sparse-attention indexer has not been run in micro-batches",
     ),
-    gpu_only="a sparse-attention indexer with FP8 kernels",
+    sparse="index_topk",
 )

@@ -121,7 +121,8 @@ class Family:
         attention_none: further arguments of the attention module's forward; all are None.
         cpu_env, cpu_args: environment and vLLM arguments that vLLM's CPU platform needs.
         split: why the layers cannot be pipelined; "": they can. See `split_form`.
-        gpu_only: what the model needs that vLLM has on GPUs only; "": nothing.
+        sparse: config key of the number of tokens that sparse attention keeps, which vLLM computes
+            on GPUs only; "": attention is over all tokens.
     """
 
     name: str
@@ -142,7 +143,7 @@ class Family:
     cpu_env: Mapping[str, str] = field(default_factory=dict)
     cpu_args: tuple[str, ...] = ()
     split: str = ""
-    gpu_only: str = ""
+    sparse: str = ""
 
     @property
     def architectures(self) -> tuple[str, ...]:

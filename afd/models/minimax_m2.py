@@ -1,37 +1,15 @@
-"""MiniMax-M2: routed experts only, a router in float32. Source: vLLM 0.26 models/minimax_m2.py."""
+"""MiniMax-M2: Mixtral's keys and names, another router. Source: vLLM 0.26 models/minimax_m2.py."""
 
-from afd.models import fields
-from afd.models.family import Family, MlpNames, MoeModel
+from dataclasses import replace
+from functools import partial
 
+from afd.models import mixtral
 
-def parse(config: fields.Config) -> MoeModel:
-    """Returns the MoeModel of a MiniMax-M2 config.json. Raises ConfigError if it is unsupported."""
-    fields.require_silu(config)
-    num_layers = fields.integer(config, "num_hidden_layers")
-    return MoeModel(
-        family=FAMILY.name,
-        architecture=fields.architecture(config),
-        num_layers=num_layers,
-        moe_layers=tuple(range(num_layers)),
-        hidden=fields.integer(config, "hidden_size"),
-        moe_intermediate=fields.integer(config, "intermediate_size"),
-        num_experts=fields.integer(config, "num_local_experts"),
-        top_k=fields.integer(config, "num_experts_per_tok"),
-        shared_intermediate=0,
-        routed_scaling=1.0,
-        dtype=fields.dtype(config),
-    )
-
-
-_EXPERT = "model.layers.{layer}.block_sparse_moe.experts.{expert}."
-
-FAMILY = Family(
+FAMILY = replace(
+    mixtral.FAMILY,
     name="minimax_m2",
     vllm_class={
         "MiniMaxM2ForCausalLM": "vllm.model_executor.models.minimax_m2:MiniMaxM2ForCausalLM"
     },
-    parse=parse,
-    gate="block_sparse_moe.gate",
-    experts="block_sparse_moe.experts",
-    routed_names=(MlpNames((_EXPERT + "w1.weight", _EXPERT + "w3.weight"), _EXPERT + "w2.weight"),),
+    parse=partial(mixtral.parse, family="minimax_m2"),
 )

@@ -4,12 +4,16 @@ from afd.models import fields
 from afd.models.family import Family, MlpNames, MoeModel
 
 
-def parse(config: fields.Config) -> MoeModel:
-    """Returns the MoeModel of a Mixtral config.json. Raises ConfigError if it is unsupported."""
+def parse(config: fields.Config, family: str = "mixtral") -> MoeModel:
+    """Returns the MoeModel of a config.json with Mixtral's keys.
+
+    Raises:
+        ConfigError: it is unsupported.
+    """
     fields.require_silu(config)
     num_layers = fields.integer(config, "num_hidden_layers")
     return MoeModel(
-        family=FAMILY.name,
+        family=family,
         architecture=fields.architecture(config),
         num_layers=num_layers,
         moe_layers=tuple(range(num_layers)),

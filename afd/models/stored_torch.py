@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from afd.models.weight_format import FP8_BLOCK_SIZE, INT4_PER_WORD, MX_GROUP, Layout, WeightFormat
+from afd.models.weight_format import FP8_BLOCK_SIZE, MX_GROUP, Layout, WeightFormat
 from afd.wire.codecs_torch import dequantise_mxfp4
 
 _AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -37,7 +37,7 @@ class StoredParts:
 
 def decode(stored: WeightFormat, parts: StoredParts) -> torch.Tensor:
     """Returns the values of a weight, float32 [n, k]."""
-    n, k = shape_of(stored, parts)
+    n, k = stored.size(tuple(parts.codes.shape))
     if stored.layout is Layout.PLAIN:
         return parts.codes.float()
     assert parts.scales is not None
@@ -82,24 +82,6 @@ def _group_of_columns(stored: WeightFormat, parts: StoredParts, k: int) -> torch
         return parts.order.long()
     columns = torch.arange(k, device=parts.codes.device)
     return columns // stored.group if stored.group else torch.zeros_like(columns)
-
-
-def shape_of(stored: WeightFormat, parts: StoredParts) -> tuple[int, int]:
-    """Returns (n, k), counted in values."""
-    first, *rest = parts.codes.shape
-    second = 1
-    for size in rest:
-        second *= size
-    match stored.layout:
-        case Layout.MXFP4:
-            return first, 2 * second
-        case Layout.INT4:
-            return first, INT4_PER_WORD * second
-        case Layout.GPTQ:
-            return second, INT4_PER_WORD * first
-        case Layout.AWQ:
-            return INT4_PER_WORD * second, first
-    return first, second
 
 
 def _nibbles(words: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:

@@ -12,6 +12,7 @@ gpt_oss.py`` (``_load_weights_mxfp4``), and the tensors of the published checkpo
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from math import prod
 
 FP8_BLOCK_SIZE = 128
 """Rows and columns that share a scale in Layout.FP8_BLOCK; no other size is supported."""
@@ -20,7 +21,8 @@ MX_GROUP = 32
 INT4_PER_WORD = 8
 """Values in one int32 of the INT4 layouts."""
 
-_FLOATS = ("F32", "BF16", "F16")
+FLOATS = ("F32", "BF16", "F16")
+"""Dtypes of weights that are not quantised, and of scales."""
 
 
 class Layout(Enum):
@@ -108,15 +110,15 @@ class WeightFormat:
         order = {self.order: Part(("I32",), ((k,),))} if self.order else {}
         match self.layout:
             case Layout.PLAIN:
-                return {self.codes: Part(_FLOATS, ((n, k),))}
+                return {self.codes: Part(FLOATS, ((n, k),))}
             case Layout.FP8_BLOCK:
                 blocks = -(-n // FP8_BLOCK_SIZE), -(-k // FP8_BLOCK_SIZE)
                 shapes = blocks, (blocks[0], 1, blocks[1], 1)
-                scales = Part(_FLOATS, shapes)
+                scales = Part(FLOATS, shapes)
             case Layout.FP8_CHANNEL:
-                scales = Part(_FLOATS, ((n, 1), (n,)))
+                scales = Part(FLOATS, ((n, 1), (n,)))
             case Layout.FP8_TENSOR:
-                scales = Part(_FLOATS, ((), (1,), (1, 1)))
+                scales = Part(FLOATS, ((), (1,), (1, 1)))
             case Layout.MXFP4:
                 shape = n, k // MX_GROUP
                 codes = Part(("U8",), ((n, k // 2), (*shape, MX_GROUP // 2)))
@@ -124,7 +126,7 @@ class WeightFormat:
             case Layout.INT4:
                 parts = {
                     self.codes: Part(("I32",), ((n, k // INT4_PER_WORD),)),
-                    self.scales: Part(_FLOATS, ((n, groups),)),
+                    self.scales: Part(FLOATS, ((n, groups),)),
                 }
                 if self.zeros:
                     parts[self.zeros] = Part(("I32",), ((n // INT4_PER_WORD, groups),))
@@ -135,11 +137,25 @@ class WeightFormat:
                     packed = (k // INT4_PER_WORD, n)
                 return {
                     self.codes: Part(("I32",), (packed,)),
-                    self.scales: Part(_FLOATS, ((groups, n),)),
+                    self.scales: Part(FLOATS, ((groups, n),)),
                     self.zeros: Part(("I32",), ((groups, n // INT4_PER_WORD),)),
                     **order,
                 }
         return {self.codes: Part(("F8_E4M3",), ((n, k),)), self.scales: scales}
+
+    def size(self, codes: tuple[int, ...]) -> tuple[int, int]:
+        """Returns (n, k) of a weight whose tensor of codes has this shape."""
+        first, second = codes[0], prod(codes[1:])
+        match self.layout:
+            case Layout.MXFP4:
+                return first, 2 * second
+            case Layout.INT4:
+                return first, INT4_PER_WORD * second
+            case Layout.GPTQ:
+                return second, INT4_PER_WORD * first
+            case Layout.AWQ:
+                return INT4_PER_WORD * second, first
+        return first, second
 
     def cut(self, rows: Range, columns: Range, n: int, k: int) -> Cut:
         """Returns what to read for W[rows, columns] of a weight [n, k].
@@ -258,13 +274,10 @@ def weight_names(tensor: str) -> tuple[str, ...]:
 
 def bytes_of(parts: Mapping[str, Part]) -> int:
     """Returns the size of a weight's tensors, bytes; an upper bound where dtypes may differ."""
-    total = 0
-    for part in parts.values():
-        count = 1
-        for size in part.shapes[0]:
-            count *= size
-        total += count * max(_BYTES[dtype] for dtype in part.dtypes)
-    return total
+    return sum(
+        prod(part.shapes[0]) * max(_BYTES[dtype] for dtype in part.dtypes)
+        for part in parts.values()
+    )
 
 
 _BYTES = {"F32": 4, "I32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E8M0": 1, "U8": 1}

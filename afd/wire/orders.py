@@ -5,8 +5,12 @@ knows what to run before it runs or replays it.
 """
 
 import struct
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, overload
+
+import numpy as np
+import numpy.typing as npt
 
 from afd.schedule import Position
 from afd.wire.layout import Kind
@@ -33,6 +37,43 @@ class Part(NamedTuple):
     step: int
 
 
+PARTS = np.dtype(
+    [
+        ("attention", "<u4"), ("generation", "<u4"), ("rows", "<u4"), ("depth", "<u4"),
+        ("moves", "<u4"), ("step", "<i8"),
+    ]
+)  # fmt: skip
+"""A part as it is in an order's payload."""
+
+
+class Parts(Sequence[Part]):
+    """Parts in one array. With dozens of members, making their tuples takes longer than what the
+    leader decides."""
+
+    def __init__(self, table: npt.NDArray[np.void]) -> None:
+        """table: of :data:`PARTS`."""
+        self.table = table
+
+    @classmethod
+    def of(cls, parts: Sequence[Part]) -> "Parts":
+        return parts if isinstance(parts, cls) else cls(np.array(list(parts), PARTS))
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    @overload
+    def __getitem__(self, at: int) -> Part: ...
+    @overload
+    def __getitem__(self, at: slice) -> "Parts": ...
+    def __getitem__(self, at: int | slice) -> "Part | Parts":
+        if isinstance(at, slice):
+            return Parts(self.table[at])
+        return Part(*self.table[at].item())
+
+    def __iter__(self) -> Iterator[Part]:
+        return map(Part._make, self.table.tolist())
+
+
 @dataclass(frozen=True)
 class Order:
     """One expert call (kind DATA) over the rows of all parts, concatenated; or a whole announced
@@ -44,15 +85,19 @@ class Order:
 
     kind: Kind
     position: Position
-    parts: tuple[Part, ...]
+    parts: Sequence[Part]
     bucket: int = 0
     settled: int = 0
 
     @property
     def depth(self) -> int:
+        if isinstance(self.parts, Parts):
+            return int(self.parts.table["depth"].max())
         return max([part.depth for part in self.parts])
 
     def payload(self) -> bytes:
+        if isinstance(self.parts, Parts):
+            return _BUCKET.pack(self.bucket) + self.parts.table.tobytes()
         parts = [_PART.pack(*part) for part in self.parts]
         return b"".join([_BUCKET.pack(self.bucket), *parts])
 

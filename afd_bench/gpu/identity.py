@@ -5,6 +5,7 @@ prefixes) to colocated vLLM and to each deployment at each depth, and compares g
 next-token distributions. vLLM's kernels select tiles by the number of rows, so that in bfloat16 a
 step split into micro-batches rounds differently. The yardsticks for this effect are colocated vLLM
 against itself, with other arrivals and with CUDA graphs. All servers run at once; nothing is timed.
+--over verbs runs the RDMA proxy on a libibverbs without hardware, --over tcp the staged path.
 
 On GPUs the default expert backend rounds differently from vLLM.
 --backend vllm_cuda runs vLLM's own expert kernels in the deployments instead.
@@ -15,12 +16,14 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import product
 
 from afd.config.choices import choices
 from afd.errors import AfdError, ConfigError
 from afd.records import gpu_names
+from afd_bench import stand_in_nic
 from afd_bench.agreement import Agreement, compare, score
-from afd_bench.cases import MAX_LOGPROBS, SETTINGS
+from afd_bench.cases import AUTO, MAX_LOGPROBS, SETTINGS
 from afd_bench.gpu.common import (
     Budget,
     Report,
@@ -119,6 +122,10 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         help="wire formats",
     )  # fmt: skip
     options.add_argument(
+        "--over", nargs="+", default=[AUTO], choices=(AUTO, "ipc", "tcp", "verbs"),
+        help="backends of the transport",
+    )  # fmt: skip
+    options.add_argument(
         "--backend", default=DEFAULT_BACKEND, choices=tuple(choices("moe_backend")), metavar="NAME",
         help="ffn.backend of the deployments, such as vllm_cuda for vLLM's own expert kernels; one"
         f" of {', '.join(choices('moe_backend'))}; default: {DEFAULT_BACKEND}",
@@ -143,8 +150,10 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def variants(args: argparse.Namespace) -> list[Target]:
-    """Returns the deployments to compare; on the exact wire also some eager or with lookahead."""
+    """Returns the deployments to compare; on the exact wire and the usual transport also some eager
+    or with lookahead."""
     gpus = len(gpu_names())
+    nic = str(stand_in_nic.build(args.logs.absolute())) if "verbs" in args.over else ""
     names = args.targets or [
         name
         for name in TOPOLOGIES
@@ -152,15 +161,16 @@ def variants(args: argparse.Namespace) -> list[Target]:
     ]
     found: list[Target] = []
     for name in names:
-        for wire in args.wires:
+        for wire, over in product(args.wires, args.over):
             target = parse(name, wire)
             if not isinstance(target, Afd):
                 raise ConfigError(f"{name} is not a topology; use deployments such as 2A2F")
-            target = replace(target, backend=args.backend)
+            library = nic if over == "verbs" else ""
+            target = replace(target, backend=args.backend, over=over, nic=library)
             if args.shared_gpus:
                 target = fitted(target, gpus)
             found.append(target)
-            if wire == "exact" and args.device != "cpu":
+            if wire == "exact" and over == AUTO and args.device != "cpu":
                 if name in args.lookahead:
                     found.append(replace(target, lookahead=True))
                 if name in args.eager:

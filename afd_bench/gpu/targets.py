@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Literal, TypedDict
 
 from afd.errors import AfdError, ConfigError
+from afd_bench.cases import AUTO
 from afd_bench.servers import Server, colocated, disaggregated
+from afd_bench.stand_in_nic import PORTS
 
 START_S = 240.0
 PEER = "vllm colocated"
@@ -39,7 +41,8 @@ class Afd:
     Each attention instance has one GPU and each FFN instance ``tp`` GPUs, or all of them share
     ``shared`` GPUs. The keys of the deployment file are: wire (wire.format), graphs
     (pipeline.graphs), stage_every (metrics.stage_every), lookahead (pipeline.lookahead), kernel
-    (attention.kernel), dummy (ffn.load is dummy), backend (ffn.backend).
+    (attention.kernel), dummy (ffn.load is dummy), backend (ffn.backend), over (transport.backend),
+    nic (transport.verbs.library, of a libibverbs without hardware).
     """
 
     attention: int
@@ -53,6 +56,8 @@ class Afd:
     kernel: str = "vllm"
     dummy: bool = False
     backend: str = DEFAULT_BACKEND
+    over: str = AUTO
+    nic: str = ""
 
     @property
     def gpus(self) -> int:
@@ -81,7 +86,8 @@ class Afd:
         kernel = f" {self.kernel}" if self.kernel != "vllm" else ""
         dummy = " dummy experts" if self.dummy else ""
         backend = f" backend {self.backend}" if self.backend != DEFAULT_BACKEND else ""
-        return f"{self.name} {self.wire}{kernel}{ahead}{eager}{shared}{dummy}{backend}"
+        over = f" over {self.over}" if self.over != AUTO else ""
+        return f"{self.name} {self.wire}{kernel}{ahead}{eager}{shared}{dummy}{backend}{over}"
 
 
 def fitted(target: Afd, gpus: int) -> Afd:
@@ -249,6 +255,7 @@ def deployment(
     target: Afd, model: Path, sizes: Sizes, device: str, args: Sequence[str], depth: int = 3
 ) -> dict[str, object]:
     """Returns the contents of the deployment file. args: arguments of vLLM."""
+    verbs = {"verbs": {"ports": list(PORTS), "library": target.nic}} if target.nic else {}
     return {
         "model": str(model.absolute()),
         "gpus": target.shared,
@@ -277,6 +284,7 @@ def deployment(
             "lookahead": target.lookahead,
         },
         "wire": {"format": target.wire},
+        "transport": {"backend": target.over, **verbs},
         "control": {"timeout_s": 15.0},
         "deadlines": {"start_s": START_S, "stuck_s": 60.0},
         "metrics": {"stage_every": target.stage_every},

@@ -83,7 +83,7 @@ SERVICE = Row(
         _stat(
             "Instances taking requests",
             "Attention instances to which the gateway sends requests.",
-            Query("sum(afd_gateway_upstream_up)", "up"),
+            Query("sum(max by (instance) (afd_gateway_upstream_up))", "up"),
         ),
         _stat(
             "Running",
@@ -143,13 +143,21 @@ INSTANCES = Row(
             "Requests in flight",
             "Requests that the gateway has forwarded to each instance.",
             "short",
-            (Query(f"afd_gateway_inflight_requests{{{MEMBER}}}", "{{instance}}"),),
+            (
+                Query(
+                    f"sum by (instance) (afd_gateway_inflight_requests{{{MEMBER}}})", "{{instance}}"
+                ),
+            ),
         ),
         Panel(
             "Queue",
-            "Requests waiting in each instance: it lacks KV cache, or max_num_seqs is reached.",
+            "Requests waiting in each instance (it lacks KV cache, or max_num_seqs is reached), and in"
+            " the gateway.",
             "short",
-            (Query(f"vllm:num_requests_waiting{{{MEMBER}}}", "{{instance}}"),),
+            (
+                Query(f"vllm:num_requests_waiting{{{MEMBER}}}", "{{instance}}"),
+                Query("sum by (instance) (afd_gateway_waiting_requests)", "{{instance}}"),
+            ),
         ),
         Panel(
             "KV cache in use",
@@ -350,7 +358,11 @@ FAULTS = Row(
                 ),
                 Query(
                     f"sum by (instance) (increase(afd_gateway_retries_total[{RATE}]))",
-                    "{{instance}}",
+                    "{{instance}}: before the first byte",
+                ),
+                Query(
+                    f"sum by (instance) (increase(afd_gateway_replays_total[{RATE}]))",
+                    "{{instance}}: answer went on elsewhere",
                 ),
             ),
         ),

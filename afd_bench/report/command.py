@@ -16,7 +16,7 @@ from afd.records import Record, read_records
 from afd_bench.report import pages, readme
 from afd_bench.report.sources import Checkout
 
-OWN_RENDERER = {"eval.md", "paper.md"}
+OWN_RENDERER = {"eval.md", "paper.md", "planner.md"}
 """Pages that a benchmark writes whole; tests compare them with their records."""
 
 

@@ -17,6 +17,7 @@ CODE_OF = {
     "eval": _SERVER,
     "finetuning": ("training",),
     "fused": ("afd_bench/step3",),
+    "gateway": ("afd_gateway", "afd_bench/gateway"),
     "gpu": _SERVER,
     "hf": _SERVER,
     "identity": _SERVER,
@@ -24,11 +25,14 @@ CODE_OF = {
     "moe": ("ffn_worker/moe", "ffn_worker/kernels"),
     "operate": ("afd", "afd_gateway", "afd_bench/operate"),
     "paper": ("afd_planner",),
+    "planner": ("afd_planner", "afd_bench/planner"),
     "rounding": ("training", "afd/wire"),
+    "routing": ("afd_gateway/routing.py", "afd_gateway/kv_load.py"),
     "scale": _SERVER,
     "simulator": (*_SERVER, "afd_planner/simulate"),
     "step3": (*_SERVER, "afd_bench/step3"),
     "training": ("training",),
+    "versions": (*_SERVER, "tests/integration", "tests/identity"),
 }
 """Paths that decide a benchmark's numbers. A benchmark that is missing here depends on all code."""
 

@@ -38,9 +38,13 @@ def main(argv: Sequence[str]) -> int:
             cell = measured(case, Path(folder), args.seconds)
         cells.append(cell)
         print(cell.line, flush=True)
+    announced = announced_us(args.members) if args.members else None
+    if announced is not None:
+        print(f"{args.members} members announce a step: leader {announced:.0f} us", flush=True)
     command = command_line("scale", argv)
-    write_records(args.out, records(cells, machine(), command, today()))
-    text = page(cells, machine(), command, today())
+    steps = {args.members: announced} if announced is not None else {}
+    write_records(args.out, records(cells, steps, machine(), command, today()))
+    text = page(cells, steps, machine(), command, today())
     args.out.with_suffix(".md").write_text(text, encoding="utf-8")
     return 0
 
@@ -77,6 +81,16 @@ def measured(case: Case, folder: Path, seconds: float) -> Cell:
     return Cell(case, start_s, window, back_s, load)
 
 
+def announced_us(members: int) -> float:
+    """The leader's time for an announced step, us."""
+    from afd_bench.scale.announced_torch import leader_us
+
+    with tempfile.TemporaryDirectory(prefix="afd-scale-") as folder:
+        checkpoint = Path(folder) / "model"
+        make_model(FAMILY, checkpoint, resolve(FAMILY, "tiny"), dtype="float32")
+        return leader_us(checkpoint, members)
+
+
 def rows_of(checkpoint: Path) -> list[Rows]:
     """Returns the rows of each MoE layer and their answers by the whole model."""
     from afd_bench.scale.reference_torch import reference
@@ -100,6 +114,9 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "cases", nargs="*", default=["2A2F", "8A4F", "40A24F"], help="topologies, such as 40A24F"
+    )
+    parser.add_argument(
+        "--members", type=int, default=64, help="that announce a step to a leader; 0: none"
     )
     parser.add_argument("--seconds", type=float, default=10.0, help="of the measured window")
     parser.add_argument(

@@ -36,9 +36,15 @@ class Cell:
         )
 
 
-def records(cells: Sequence[Cell], host: str, command: str, date: str) -> list[Record]:
+def records(
+    cells: Sequence[Cell], announced: Mapping[int, float], host: str, command: str, date: str
+) -> list[Record]:
+    """announced: by members, the leader's time for a step that they announce, us."""
     limits = Deadlines()
-    out = []
+    found = [
+        (f"{members}A1F announced", [("leader_us_per_step", us, "us", "aim", LEADER_AIM_US)])
+        for members, us in announced.items()
+    ]
     for cell in cells:
         rows = [
             ("leader_us_per_step", cell.window.leader_us, "us", "aim", LEADER_AIM_US),
@@ -49,23 +55,24 @@ def records(cells: Sequence[Cell], host: str, command: str, date: str) -> list[R
             (f"{role}_back_s", seconds, "s", "deadlines.ffn_s", limits.ffn_s)
             for role, seconds in cell.back_s.items()
         ]
-        out += [
-            Record(
-                bench="scale",
-                case=cell.case.name,
-                metric=metric,
-                value=value,
-                unit=unit,
-                peer=peer,
-                peer_value=limit,
-                ratio=limit / max(value, 1e-9),
-                machine=host,
-                command=command,
-                date=date,
-            )
-            for metric, value, unit, peer, limit in rows
-        ]
-    return out
+        found.append((cell.case.name, rows))
+    return [
+        Record(
+            bench="scale",
+            case=case,
+            metric=metric,
+            value=value,
+            unit=unit,
+            peer=peer,
+            peer_value=limit,
+            ratio=limit / max(value, 1e-9),
+            machine=host,
+            command=command,
+            date=date,
+        )
+        for case, rows in found
+        for metric, value, unit, peer, limit in rows
+    ]
 
 
 _HEAD = """\
@@ -73,10 +80,12 @@ Every instance is a process on one host, without vLLM: real control plane, share
 leader, heads and remote experts. A step has 2 layers of depth 1, so 2 expert calls, each of which
 the host handles. Each attention instance sends 2 rows per layer and checks every answer.
 
+- *A step that members have announced*: time of the leader from the last announcement to the replay:
+  who takes part, the order, the table of rows, the gate. No other process runs. The aim is 100 us.
 - *Leader*: CPU time of the leader's thread per step for its decisions and its orders to the heads.
-  It includes no wait, no expert and no answer. The aim is 100 us. All processes share the cores, so
-  the leader's caches are cold, and each of its orders wakes a sleeping head: with a core of its own
-  it takes less.
+  It includes no wait, no expert and no answer. Here the host handles each call. All processes share
+  the cores, so the leader's caches are cold, and each of its orders wakes a sleeping head: with a
+  core of its own it takes less.
 - *Waits*: CPU time inside of its waits: system calls and wake-ups.
 - *Calls*: CPU time of that thread for the rest: reading rows, its experts, the answers.
 - *Start*: from the first process to the first step of every attention instance. Processes are forks
@@ -88,7 +97,9 @@ the host handles. Each attention instance sends 2 rows per layer and checks ever
 """
 
 
-def page(cells: Sequence[Cell], host: str, command: str, date: str) -> str:
+def page(
+    cells: Sequence[Cell], announced: Mapping[int, float], host: str, command: str, date: str
+) -> str:
     lines = [
         "# Scale: many processes on one CPU host",
         "",
@@ -105,6 +116,10 @@ def page(cells: Sequence[Cell], host: str, command: str, date: str) -> str:
             f" | {_seconds(back, 'attention')} | {_seconds(back, 'ffn')} | {w.control_cores:.3f}"
             f" | {w.steps_per_s:.1f} | {cell.load:.1f} |"
         )
+    lines += [
+        f"\nA step that {members} members have announced, as on GPUs: {us:.0f} us of the leader."
+        for members, us in announced.items()
+    ]
     lines += ["", f"`{command}`, {host}, {date}.", "", _HEAD]
     return "\n".join(lines)
 

@@ -10,6 +10,8 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from afd.config.resolve import Resolved, region_options, resolve
@@ -59,6 +61,14 @@ class _TimedRegion(Region):
     def wait_any(self, slots: list[int], flags: list[int], timeout_us: int) -> int:
         began = time.thread_time_ns()
         first = super().wait_any(slots, flags, timeout_us)
+        self.waited_ns += time.thread_time_ns() - began
+        return first
+
+    def wait_any_of(
+        self, slots: npt.NDArray[np.uint32], flags: npt.NDArray[np.uint64], timeout_us: int
+    ) -> int:
+        began = time.thread_time_ns()
+        first = super().wait_any_of(slots, flags, timeout_us)
         self.waited_ns += time.thread_time_ns() - began
         return first
 

@@ -21,7 +21,7 @@ def kimi_k2(w: Sink, s: Sizes, dtype: str) -> Config:
 
 
 def deepseek_v32(w: Sink, s: Sizes, dtype: str) -> Config:
-    """deepseek-ai/DeepSeek-V3.2-Exp. Not served on CPUs."""
+    """deepseek-ai/DeepSeek-V3.2-Exp."""
     heads, size, q_rank = 4, 64, s.mla[4]
     config = deepseek_v3(w, s, dtype)
     for i in range(s.layers):
@@ -36,5 +36,5 @@ def deepseek_v32(w: Sink, s: Sizes, dtype: str) -> Config:
         "model_type": "deepseek_v32",
         "index_head_dim": size,
         "index_n_heads": heads,
-        "index_topk": 64,
+        "index_topk": 128,
     }

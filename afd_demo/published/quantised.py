@@ -8,7 +8,7 @@ Layouts: config.json of the checkpoint that each function names, and ``create_we
 (model_executor/layers/quantization).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import ml_dtypes
@@ -100,7 +100,16 @@ def fp8_tensor(tensors: Tensors) -> Quantised:
 
 def int4(tensors: Tensors) -> Quantised:
     """moonshotai/Kimi-K2-Thinking: compressed-tensors, routed experts only."""
+    ignored = ["re:.*self_attn.*", "re:.*shared_experts.*", _DENSE]
+    return _int4(tensors, ignored, only=".experts.")
 
+
+def int4_all(tensors: Tensors) -> Quantised:
+    """RedHatAI/*-quantized.w4a16: compressed-tensors, attention too."""
+    return _int4(tensors, ["re:.*mlp.gate$"])
+
+
+def _int4(tensors: Tensors, ignored: Sequence[str], only: str = "") -> Quantised:
     def weight(w: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
         groups = w.reshape(w.shape[0], -1, _GROUP)
         scales = (np.abs(groups).max(-1) / 7).astype(ml_dtypes.bfloat16)
@@ -122,8 +131,8 @@ def int4(tensors: Tensors) -> Quantised:
         "type": "int",
     }
     config = _compressed("pack-quantized", weights, None)
-    config["ignore"] = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", _DENSE]
-    return _each(tensors, weight, config, only=".experts.")
+    config["ignore"] = ["lm_head", *ignored]
+    return _each(tensors, weight, config, only)
 
 
 _DENSE = "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"
@@ -131,23 +140,33 @@ _DENSE = "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"
 
 def gptq(tensors: Tensors) -> Quantised:
     """Qwen/Qwen3-235B-A22B-GPTQ-Int4: transposed, eight input rows in a word."""
+    return _gptq(tensors, lambda k: np.arange(k) // _GROUP, desc_act=False)
 
+
+def gptq_ordered(tensors: Tensors) -> Quantised:
+    """GPTQ with desc_act: the groups of input rows are not in order."""
+    draw = np.random.default_rng(0)
+    return _gptq(tensors, lambda k: draw.permutation(k) // _GROUP, desc_act=True)
+
+
+def _gptq(tensors: Tensors, groups_of: Callable[[int], np.ndarray], *, desc_act: bool) -> Quantised:
     def weight(w: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        scales, spread = _scales_by_group(w)
+        group = groups_of(w.shape[1])
+        scales, _ = _scales_by_group(w[:, np.argsort(group, kind="stable")])
+        spread = scales.astype(np.float32)[:, group]
         codes = np.clip(np.rint(w / spread), -8, 7).astype(np.int32)
-        groups = scales.shape[1]
         parts = {
             "qweight": np.ascontiguousarray(_packed(codes + 8, range(8)).T),
-            "qzeros": np.full((groups, w.shape[0] // 8), 0x77777777, np.int32),
+            "qzeros": np.full((scales.shape[1], w.shape[0] // 8), 0x77777777, np.int32),
             "scales": np.ascontiguousarray(scales.T),
-            "g_idx": (np.arange(w.shape[1]) // _GROUP).astype(np.int32),
+            "g_idx": group.astype(np.int32),
         }
         return parts, codes.astype(np.float32) * spread
 
     config: Config = {
         "bits": 4,
         "checkpoint_format": "gptq",
-        "desc_act": False,
+        "desc_act": desc_act,
         "dynamic": {"-:.*mlp\\.gate$": {}, "-:.*shared_expert_gate$": {}},
         "group_size": _GROUP,
         "lm_head": False,
@@ -199,16 +218,44 @@ def mxfp4(tensors: Tensors) -> Quantised:
         if not name.endswith((".gate_up_proj", "experts.down_proj")):
             result.stored[name] = result.twin[name] = tensor
             continue
-        w = tensor.astype(np.float32).swapaxes(1, 2)  # [experts, out, in]
-        groups = w.reshape(*w.shape[:-1], -1, _GROUP)
-        exponents = np.ceil(np.log2(np.maximum(np.abs(groups).max(-1), 1e-9) / 6))
-        scaled = groups / np.exp2(exponents)[..., None].astype(np.float32)
-        codes = np.abs(scaled[..., None] - _E2M1).argmin(-1).astype(np.uint8)
-        result.stored[f"{name}_blocks"] = codes[..., 0::2] | (codes[..., 1::2] << 4)
-        result.stored[f"{name}_scales"] = (exponents + 127).astype(np.uint8)
-        values = _E2M1[codes] * np.exp2(exponents)[..., None].astype(np.float32)
-        result.twin[name] = np.ascontiguousarray(values.reshape(w.shape).swapaxes(1, 2))
+        codes, scales, values = _mx(tensor.astype(np.float32).swapaxes(1, 2))  # [experts, out, in]
+        result.stored[f"{name}_blocks"] = codes.reshape(*scales.shape, _GROUP // 2)
+        result.stored[f"{name}_scales"] = scales
+        result.twin[name] = np.ascontiguousarray(values.swapaxes(1, 2))
     return result
+
+
+def mxfp4_quark(tensors: Tensors) -> Quantised:
+    """amd/*-MXFP4: Quark, two-dimensional tensors, attention too."""
+
+    def weight(w: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        codes, scales, values = _mx(w)
+        return {"weight": codes, "weight_scale": scales}, values
+
+    kind = {
+        "dtype": "fp4",
+        "group_size": _GROUP,
+        "is_dynamic": False,
+        "qscheme": "per_group",
+        "scale_format": "e8m0",
+    }
+    config: Config = {
+        "exclude": ["lm_head", "re:.*mlp.gate$"],
+        "export": {"pack_method": "reorder", "weight_format": "real_quantized"},
+        "global_quant_config": {"input_tensors": kind | {"is_dynamic": True}, "weight": kind},
+        "quant_method": "quark",
+    }
+    return _each(tensors, weight, config)
+
+
+def _mx(w: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns codes uint8 [..., n, k/2], scales uint8 [..., n, k/32], and what they stand for."""
+    groups = w.reshape(*w.shape[:-1], -1, _GROUP)
+    exponents = np.ceil(np.log2(np.maximum(np.abs(groups).max(-1), 1e-9) / 6))
+    powers = np.exp2(exponents)[..., None].astype(np.float32)
+    codes = np.abs((groups / powers)[..., None] - _E2M1).argmin(-1).astype(np.uint8)
+    packed = (codes[..., 0::2] | (codes[..., 1::2] << 4)).reshape(*w.shape[:-1], -1)
+    return packed, (exponents + 127).astype(np.uint8), (_E2M1[codes] * powers).reshape(w.shape)
 
 
 FORMATS: Mapping[str, Callable[[Tensors], Quantised]] = {
@@ -216,8 +263,11 @@ FORMATS: Mapping[str, Callable[[Tensors], Quantised]] = {
     "fp8_channel": fp8_channel,
     "fp8_tensor": fp8_tensor,
     "mxfp4": mxfp4,
+    "mxfp4_quark": mxfp4_quark,
     "int4": int4,
+    "int4_all": int4_all,
     "gptq": gptq,
+    "gptq_ordered": gptq_ordered,
     "awq": awq,
 }
 """By name, what quantises the tensors of a checkpoint."""

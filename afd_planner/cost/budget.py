@@ -90,7 +90,8 @@ def ffn_memory(model: ModelSpec, shape: AfdShape, efficiency: Efficiency) -> Mem
     """FFN pool: the GPU with the most experts, with its share of shared experts and dense FFNs."""
     remote = (MoeFfn, DenseFfn) if shape.dense_on_ffn else (MoeFfn,)
     pool = shape.ffn
-    weights = _ffn_weights(model, shape.precision, remote, pool.groups, pool.tp)
+    redundant = shape.routing.redundant
+    weights = _ffn_weights(model, shape.precision, remote, pool.groups, pool.tp, redundant)
     return _use(weights, pool.accelerator, efficiency)
 
 
@@ -98,7 +99,14 @@ def colocated_memory(model: ModelSpec, shape: ColocatedShape, efficiency: Effici
     """Colocated serving: attention and dense FFNs per TP group, experts over all GPUs."""
     weights = _attention_weights(model, shape.precision, shape.tp)
     weights += _ffn_weights(model, shape.precision, (DenseFfn,), 1, shape.tp)
-    weights += _ffn_weights(model, shape.precision, (MoeFfn,), shape.ep, shape.gpus // shape.ep)
+    weights += _ffn_weights(
+        model,
+        shape.precision,
+        (MoeFfn,),
+        shape.ep,
+        shape.gpus // shape.ep,
+        shape.routing.redundant,
+    )
     return _use(weights, shape.accelerator, efficiency)
 
 
@@ -134,6 +142,7 @@ def _ffn_weights(
     kinds: tuple[type[Ffn], ...],
     shards: int,
     tp: int,
+    redundant: int = 0,
 ) -> float:
     unit = dtype_bytes(precision.ffn_weights)
     total = 0.0
@@ -141,7 +150,8 @@ def _ffn_weights(
         if not isinstance(group.ffn, kinds):
             continue
         if isinstance(group.ffn, MoeFfn):
-            experts = math.ceil(group.ffn.experts / shards) * group.ffn.expert_parameters
+            held = math.ceil(group.ffn.experts / shards) + redundant
+            experts = held * group.ffn.expert_parameters
             per_gpu = experts / tp + group.ffn.shared_parameters / (shards * tp)
         else:
             per_gpu = group.ffn.parameters / (shards * tp)

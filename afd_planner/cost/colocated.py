@@ -2,7 +2,13 @@
 
 from dataclasses import dataclass
 
-from afd_planner.cost.disaggregated import attention_parts, collective_s, ffn_part, rest_seconds
+from afd_planner.cost.disaggregated import (
+    attention_overhead_s,
+    attention_parts,
+    collective_s,
+    ffn_part,
+    rest_seconds,
+)
 from afd_planner.cost.shape import EVEN_ROUTING, ColocatedShape, Efficiency
 from afd_planner.cost.stages import StageTime
 from afd_planner.facts.ffn import MoeFfn
@@ -141,5 +147,5 @@ def _layer(
     reduces = 1 if exchange else 2
     nbytes = own * queries * group.ffn.hidden * dtype_bytes(precision.activations)
     link += 2 * reduces * collective_s(nbytes, shape.tp, accelerator, efficiency)
-    overhead = efficiency.attention_overhead_s + efficiency.ffn_overhead_s
+    overhead = attention_overhead_s(group, efficiency) + efficiency.ffn_overhead_s
     return ColocatedLayer(group.layers, StageTime((*attention, mlp), link, overhead), exchange)

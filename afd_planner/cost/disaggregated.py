@@ -10,7 +10,7 @@ import math
 from afd.errors import ConfigError
 from afd_planner.cost.shape import EVEN_ROUTING, AfdShape, Efficiency, Pool, Routing
 from afd_planner.cost.stages import AfdStages, LayerStages, Part, StageTime
-from afd_planner.facts.attention import projection_parameters_per_gpu
+from afd_planner.facts.attention import Latent, projection_parameters_per_gpu
 from afd_planner.facts.ffn import DenseFfn, Ffn, MoeFfn
 from afd_planner.facts.hardware import Accelerator
 from afd_planner.facts.model import LayerGroup, ModelSpec
@@ -65,6 +65,12 @@ def attention_parts(
     return projections, core
 
 
+def attention_overhead_s(group: LayerGroup, efficiency: Efficiency) -> float:
+    """Returns the fixed seconds of one attention layer."""
+    latent = efficiency.latent_overhead_s if isinstance(group.attention, Latent) else 0.0
+    return efficiency.attention_overhead_s + latent
+
+
 def ffn_part(
     ffn: Ffn,
     accelerator: Accelerator,
@@ -102,7 +108,7 @@ def ffn_part(
         pairs = rows * ffn.top_k * routing.imbalance / shards
         shared = ffn.shared_parameters / gpus
         flops = 2.0 * (pairs * ffn.expert_parameters / tp + rows * shared)
-        held = math.ceil(ffn.experts / shards) / ffn.experts
+        held = (math.ceil(ffn.experts / shards) + routing.redundant) / ffn.experts
         experts = ffn.expected_experts(rows, routing.load) * held
         weights = experts * ffn.expert_parameters / tp + shared * min(1.0, rows)
     traffic = weights * unit + pairs * ffn.hidden * _BYTES_PER_PAIR
@@ -181,7 +187,7 @@ def attention_stage(
         parts += (Part("reduce", 0.0, _memory_s(moved, pool.accelerator, efficiency)),)
     # An all-reduce is a reduce-scatter and an all-gather.
     link = 2 * collectives * collective_s(nbytes, pool.tp, pool.accelerator, efficiency)
-    return StageTime(parts, link, efficiency.attention_overhead_s)
+    return StageTime(parts, link, attention_overhead_s(group, efficiency))
 
 
 def ffn_stage(ffn: Ffn, shape: AfdShape, efficiency: Efficiency) -> StageTime:

@@ -19,6 +19,30 @@ USABLE = 0.92
 """Share of a GPU's memory for all that is counted here. The rest is for the driver's context,
 activations and graphs. It is the planner's own share (``Efficiency.memory_use``)."""
 
+SERVED_ATTENTION = "bfloat16"
+"""Format in which a deployment file is checked to hold attention weights. vLLM may hold those of an
+FP8 checkpoint in fewer bytes."""
+
+TOKENS_PER_BLOCK = 1024
+"""Limits of a deployment file are rounded up to a multiple of this."""
+
+STEP_TOKENS = 2 * TOKENS_PER_BLOCK
+"""Smallest limit of tokens per step in a deployment file."""
+
+
+def round_up(tokens: float) -> int:
+    """Returns ``tokens``, rounded up to a multiple of TOKENS_PER_BLOCK."""
+    return math.ceil(tokens / TOKENS_PER_BLOCK) * TOKENS_PER_BLOCK
+
+
+def step_tokens(sequences: float) -> int:
+    """Returns ``max_num_batched_tokens`` for an attention instance of ``sequences`` sequences.
+
+    It is also the number of rows of every slot, of which an FFN rank has one per attention instance
+    and micro-batch.
+    """
+    return max(round_up(sequences), STEP_TOKENS)
+
 
 @dataclass(frozen=True)
 class Buffers:

@@ -1,5 +1,6 @@
 """What the cost model prices: pools, micro-batches, number formats and efficiencies."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -7,6 +8,16 @@ from afd.errors import ConfigError
 from afd.topology import expert_ranges
 from afd_planner.facts.hardware import Accelerator
 from afd_planner.facts.precision import Precision
+
+FIXED_TIMES = (
+    "attention_overhead_s",
+    "ffn_overhead_s",
+    "latent_overhead_s",
+    "wire_latency_s",
+    "collective_latency_s",
+    "step_overhead_s",
+)
+"""Fields of Efficiency that are seconds."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +39,7 @@ class Efficiency:
         query_tile: Rows of a matrix tile that an attention kernel fills with the query heads of one
             key-value head. Fewer heads cost the same (Hopper's wgmma has 64 rows).
         attention_overhead_s, ffn_overhead_s: Fixed seconds per layer and micro-batch in each pool.
+        latent_overhead_s: Further ones of latent attention (MLA), which runs more kernels.
         wire_latency_s: Fixed seconds per message.
         collective_latency_s: Fixed seconds per collective.
         step_overhead_s: Fixed seconds per step (scheduling, sampling).
@@ -44,20 +56,36 @@ class Efficiency:
     query_tile: int = 64
     attention_overhead_s: float = 60e-6
     ffn_overhead_s: float = 30e-6
+    latent_overhead_s: float = 0.0
     wire_latency_s: float = 20e-6
     collective_latency_s: float = 10e-6
     step_overhead_s: float = 1e-3
 
     def __post_init__(self) -> None:
+        # Every comparison with NaN is false, so NaN is refused too.
         shares = ("matmul", "attention", "memory", "network", "scale_up", "memory_use")
         for name in shares:
             if not 0 < self.__dict__[name] <= 1:
                 raise ConfigError(f"efficiency {name} is {self.__dict__[name]}; give (0, 1]")
-        if self.query_tile < 1:
+        if not 1 <= self.query_tile < math.inf:
             raise ConfigError(f"efficiency query_tile is {self.query_tile}; give at least 1")
         for name in ("hidden_collectives", "hidden_exchange"):
             if not 0 <= self.__dict__[name] <= 1:
                 raise ConfigError(f"efficiency {name} is {self.__dict__[name]}; give [0, 1]")
+        for name in FIXED_TIMES:
+            if not 0 <= self.__dict__[name] <= 1:
+                raise ConfigError(
+                    f"efficiency {name} is {self.__dict__[name]}; give seconds between 0 and 1"
+                )
+
+
+def calibrated(accelerators: Sequence[Accelerator]) -> Efficiency:
+    """Returns the efficiencies measured on these accelerators, if they are of one kind that has
+    some, else the defaults."""
+    fitted = {accelerator.name: accelerator.efficiency for accelerator in accelerators}
+    if len(fitted) > 1:
+        return Efficiency()
+    return Efficiency(**{k: v for each in fitted.values() for k, v in each.items()})  # type: ignore[arg-type]  # query_tile is the one int
 
 
 IDEAL = Efficiency(
@@ -72,6 +100,7 @@ IDEAL = Efficiency(
     query_tile=1,
     attention_overhead_s=0,
     ffn_overhead_s=0,
+    latent_overhead_s=0,
     wire_latency_s=0,
     collective_latency_s=0,
     step_overhead_s=0,
@@ -87,14 +116,18 @@ class Routing:
         load: Share of all choices per routed expert, summing to 1; None for an even load.
         imbalance: Rows of the busiest expert shard over the mean, at least 1. It multiplies the
             rows that an FFN GPU computes.
+        redundant: Copies of experts per shard and layer, beside its own (ffn.redundant_experts).
     """
 
     load: tuple[float, ...] | None = None
     imbalance: float = 1.0
+    redundant: int = 0
 
     def __post_init__(self) -> None:
         if self.imbalance < 1:
             raise ConfigError(f"expert imbalance is {self.imbalance}; it must be at least 1")
+        if self.redundant < 0:
+            raise ConfigError(f"{self.redundant} redundant experts are invalid; give 0 or more")
         if self.load is not None and abs(sum(self.load) - 1) > 0.01:
             raise ConfigError(f"the routing load sums to {sum(self.load):.3f}; it must sum to 1")
 

@@ -61,6 +61,13 @@ class MoeFfn:
     top_k: int
     shared_intermediate: int = 0
 
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.experts:
+            raise ConfigError(
+                f"a row cannot use {self.top_k} of {self.experts} experts; check the number of"
+                " experts and of experts per token in config.json"
+            )
+
     @property
     def expert_parameters(self) -> int:
         return _MATRICES * self.hidden * self.intermediate

@@ -1,7 +1,7 @@
 """Accelerators: one file each in afd_planner/data/hardware, with a source for every value."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -46,6 +46,7 @@ class Accelerator:
             rented and owned prices in one comparison.
         sources: Field name to the source of its value.
         architecture: LLVM's name of an AMD GPU, such as gfx942; None for other makers.
+        efficiency: Fields of ``cost.shape.Efficiency`` that were fitted to measurements on it.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Accelerator:
     sources: Mapping[str, str]
     owned_price_per_hour: float | None = None
     architecture: str | None = None
+    efficiency: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def device(self) -> str:
@@ -122,6 +124,7 @@ class _File(_Section):
     gpus_per_server: Annotated[int, Field(ge=1)]
     price_per_hour: Positive
     owned_price_per_hour: Positive | None = None
+    efficiency: dict[str, Positive] = {}
     partitions: tuple[_PartitionFile, ...] = ()
     sources: dict[str, str]
 
@@ -165,6 +168,7 @@ def read_accelerator(path: Path) -> Accelerator:
         gpus_per_server=file.gpus_per_server,
         price_per_hour=file.price_per_hour,
         owned_price_per_hour=file.owned_price_per_hour,
+        efficiency=file.efficiency,
         partitions=tuple(Partition(**p.model_dump()) for p in file.partitions),
         sources=file.sources,
     )

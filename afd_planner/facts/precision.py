@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from afd.errors import ConfigError
-from afd.wire.layout import layouts
+from afd.wire.layout import SCALE_BLOCK, layouts
 
 DTYPE_BYTES = {
     "float32": 4.0,
@@ -16,6 +16,11 @@ DTYPE_BYTES = {
 
 WIRE_FORMATS = ("exact", "fp8", "mxfp4")
 """Wire formats that the planner can price: those of afd/wire/layout.py."""
+
+
+def wire_formats(hidden: int) -> tuple[str, ...]:
+    """Returns the wire formats for rows of ``hidden`` columns: without whole blocks, only exact."""
+    return ("exact",) if hidden % SCALE_BLOCK else WIRE_FORMATS
 
 
 def dtype_bytes(dtype: str) -> float:
@@ -70,13 +75,16 @@ class Precision:
 
 
 PRECISIONS = {
-    "fp8": Precision(),
-    "fp8-bf16-attention": Precision(kv="bfloat16", attention_math="bfloat16"),
+    "fp8": Precision(attention_weights="bfloat16"),
+    "fp8-bf16-cache": Precision("bfloat16", "fp8", "bfloat16", "bfloat16"),
     "bf16": Precision("bfloat16", "bfloat16", "bfloat16", "bfloat16", wire="exact"),
-    "mxfp4": Precision(ffn_weights="mxfp4"),
+    "mxfp4": Precision(attention_weights="bfloat16", ffn_weights="mxfp4"),
+    "all-fp8": Precision(),
 }
-"""Choices of `--precision`: FP8 everywhere (Step-3 report section 4.1), FP8 with BF16 attention
-(Table 8, 3A2F), BF16 everywhere, and FP8 with MXFP4 FFN weights."""
+"""Choices of `--precision`. ``fp8``, ``fp8-bf16-cache``, ``bf16`` and ``mxfp4`` (FFN weights) are
+what `afd serve` runs from a checkpoint with unquantised attention. ``all-fp8`` also has FP8
+attention weights (Step-3 report section 4.1): a published FP8 checkpoint, whose attention vLLM
+reads; that has not run on GPUs."""
 
 
 def wire_bytes(precision: Precision, hidden: int, top_k: int) -> tuple[float, float]:

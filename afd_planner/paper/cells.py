@@ -12,6 +12,7 @@ class Cell:
         printed: The digits as text, without thousands separators.
         value: The recomputed value.
         unit: Unit of both.
+        given: Whether the value is an input that we took from the report, not computed.
     """
 
     where: str
@@ -20,6 +21,7 @@ class Cell:
     printed: str
     value: float
     unit: str
+    given: bool = False
 
     @property
     def key(self) -> tuple[str, str, str]:

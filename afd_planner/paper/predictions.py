@@ -18,7 +18,7 @@ from afd_planner.cost.shape import AfdShape, ColocatedShape, Efficiency, Pool
 from afd_planner.cost.stages import step_seconds
 from afd_planner.facts.hardware import load_accelerator
 from afd_planner.facts.model_hf import load_model
-from afd_planner.facts.precision import PRECISIONS, Precision, dtype_bytes
+from afd_planner.facts.precision import Precision, dtype_bytes
 
 TABLE_9 = {
     ("step-3", 8192): (281, 438, 531),
@@ -29,6 +29,9 @@ TABLE_9 = {
     ("qwen3-235b-a22b", 32768): (1391, 3042, 3010),
 }
 """(model, context) to microseconds per attention layer on H800, H20, A800."""
+
+BF16_ATTENTION = Precision(kv="bfloat16", attention_math="bfloat16")
+"""FP8 weights with a bfloat16 cache."""
 
 TABLE_9_GPUS = ("h800", "h20", "a800")
 TABLE_9_BATCH = 256
@@ -61,9 +64,9 @@ def _table_8(efficiency: Efficiency) -> list[Prediction]:
     """Three micro-batches, a total batch of 6144 (3A2F: 6048), FFN under EP only (section 7.3)."""
     step3, h800 = load_model("step-3"), load_accelerator("h800")
     runs = (
-        ("2A2F", 2, 4096, 6144, "fp8", 4039),
-        ("3A2F, BF16 attention", 3, 4096, 6048, "fp8-bf16-attention", 3321),
-        ("4A2F", 4, 8192, 6144, "fp8", 2643),
+        ("2A2F", 2, 4096, 6144, Precision(), 4039),
+        ("3A2F, BF16 attention", 3, 4096, 6048, BF16_ATTENTION, 3321),
+        ("4A2F", 4, 8192, 6144, Precision(), 2643),
     )
     found = []
     for row, x, context, batch, precision, measured in runs:
@@ -73,7 +76,7 @@ def _table_8(efficiency: Efficiency) -> list[Prediction]:
             depth=3,
             rows=batch / 3,
             context=context,
-            precision=PRECISIONS[precision],
+            precision=precision,
             dense_on_ffn=True,
         )
         step_s = step_seconds(afd_stages(step3, shape, efficiency), shape.depth)
@@ -92,7 +95,7 @@ def _deepseek(efficiency: Efficiency) -> list[Prediction]:
         ep=128,
         rows=128 * 128,
         context=4096,
-        precision=PRECISIONS["fp8-bf16-attention"],
+        precision=BF16_ATTENTION,
         overlap=True,
     )
     seconds = colocated_step(load_model("deepseek-v3"), shape, efficiency).seconds

@@ -98,7 +98,8 @@ def _section_6() -> list[Cell]:
     per_token = attention.kv_read_bytes(1.0, "fp8")
     tokens = kv_mb * 1e6 / per_token
     per_layer = reach * 0.5
-    per_gpu_gb = round(117e6 * step3.num_layers / 1e9, 1)
+    # The report truncates the MB per layer before it continues.
+    per_gpu_gb = round(math.floor(per_layer / 1e6) * step3.num_layers / 1e3, 1)
     servers = math.ceil(300 / (per_gpu_gb * SERVER_GPUS))
     slower = round(l20.memory_bandwidth / load_accelerator("l4").memory_bandwidth)
     return [

@@ -146,7 +146,8 @@ def _table_4() -> list[Cell]:
         )
         for (column, unit, value), text in zip(values, texts.split(), strict=True):
             if text != "N/A" and value is not None:
-                cells.append(Cell("Table 4", name, column, text, value, unit))
+                given = column != "roofline"
+                cells.append(Cell("Table 4", name, column, text, value, unit, given))
     return cells
 
 

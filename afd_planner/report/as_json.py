@@ -7,12 +7,13 @@ from typing import Any
 
 from afd_planner.cost.shape import AfdShape, Pool
 from afd_planner.cost.stages import AfdStages
-from afd_planner.report.text import change_text, headline, reason_text, verdict_lines
+from afd_planner.report.text import headline
+from afd_planner.report.verdict_text import change_text, reason_text, verdict_lines
 from afd_planner.sizing.plan import OperatingPoint, Plan
 from afd_planner.sizing.request import Request
 from afd_planner.sizing.unit_cost import STAGES
 
-SCHEMA = "afd-plan-1"
+SCHEMA = "afd-plan-2"
 
 
 def plan_data(plan: Plan) -> dict[str, Any]:
@@ -23,9 +24,16 @@ def plan_data(plan: Plan) -> dict[str, Any]:
         "schema": SCHEMA,
         "request": request_data(plan.request),
         "verdict": {
+            "decision": verdict.decision.value,
             "disaggregate": verdict.disaggregate,
             "ratio": _finite(verdict.ratio),
-            "needed": verdict.needed,
+            "error": {
+                "low": verdict.error.low,
+                "high": verdict.error.high,
+                "basis": verdict.error.basis,
+            },
+            "by_expert_load": {each.name: _finite(each.ratio) for each in verdict.routed},
+            "not_served": list(verdict.not_served),
             "reasons": [
                 {
                     "kind": reason.kind.name.lower(),
@@ -106,6 +114,7 @@ def operating_data(point: OperatingPoint) -> dict[str, Any]:
             "wire": shape.precision.wire,
             "dispatch": "broadcast",
             "expert_imbalance": shape.routing.imbalance,
+            "redundant_experts": shape.routing.redundant,
         }
     else:
         unit = {
@@ -114,12 +123,14 @@ def operating_data(point: OperatingPoint) -> dict[str, Any]:
             "dp": shape.dp,
             "tp": shape.tp,
             "ep": shape.ep,
+            "redundant_experts": shape.routing.redundant,
             "micro_batches": 2 if shape.overlap else 1,
             "rows_per_step": shape.rows,
         }
     return {
         "unit": unit,
         "copies": point.copies,
+        "others": [operating_data(other) for other in point.others],
         "gpus": point.gpus,
         "tpot_ms": point.tpot_s * 1e3,
         "step_ms": point.step_s * 1e3,

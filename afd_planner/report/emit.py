@@ -18,11 +18,20 @@ import yaml
 from afd.errors import ConfigError
 from afd.topology import SlotMap
 from afd.wire.layout import layouts
-from afd_planner.cost.served import USABLE, Buffers, attention_weights
+from afd_planner.cost.served import (
+    SERVED_ATTENTION,
+    USABLE,
+    Buffers,
+    attention_weights,
+    round_up,
+    step_tokens,
+)
 from afd_planner.cost.shape import AfdShape
 from afd_planner.cost.stages import step_seconds
 from afd_planner.facts.precision import Precision, dtype_bytes
 from afd_planner.report.text import headline, parallelism_text, unit_text
+from afd_planner.sizing.error import Decision
+from afd_planner.sizing.memory import sequence_bytes
 from afd_planner.sizing.plan import OperatingPoint, Plan
 from afd_planner.sizing.request import Request
 from afd_planner.sizing.unit_cost import afd_point
@@ -30,18 +39,8 @@ from afd_planner.sizing.unit_cost import afd_point
 CACHE_HEADROOM = 1.2
 """KV cache over the planned mean, because requests start and end unevenly."""
 
-TOKENS_PER_BLOCK = 1024
-"""Limits are rounded up to a multiple of this."""
-
 EXPERT_WEIGHTS = {"fp8": "fp8_block", "mxfp4": "mxfp4"}
 """Planned format of FFN weights to the value of ``ffn.weights`` that keeps experts in it."""
-
-STEP_TOKENS = 2 * TOKENS_PER_BLOCK
-"""Smallest limit of tokens per step. It is also the size of every slot, of which an FFN rank has
-one per attention instance and micro-batch."""
-
-SERVED_ATTENTION = "bfloat16"
-"""Format in which `afd serve` holds attention weights."""
 
 PLAIN = ("bfloat16", "float16", "float32")
 """Formats of weights that are not quantised."""
@@ -57,15 +56,21 @@ def deployment_data(point: OperatingPoint, request: Request, model: str) -> dict
         model: Value of the key ``model``.
 
     Raises:
-        ConfigError: ``point`` is not an xAyF plan.
+        ConfigError: ``point`` is not an xAyF plan, or a stated layout that does not fit.
     """
     shape = _afd(point)
     instances = shape.attention.groups
     rows = math.ceil(shape.batch / instances)
     length = _model_len(request)
-    tokens = max(_round_up(rows), STEP_TOKENS)
-    wanted = rows * per_sequence(request) * CACHE_HEADROOM
-    cache = min(wanted, free_for_cache(shape, request, tokens)) / 2**30
+    tokens = step_tokens(rows)
+    needed, free = rows * sequence_bytes(request), free_for_cache(shape, request, tokens)
+    if free < needed:
+        raise ConfigError(
+            "there is no file for this layout: beside weights and slots as afd serve holds them,"
+            f" an attention GPU has {max(free, 0.0) / 2**30:.1f} GiB for a cache of"
+            f" {needed / 2**30:.1f} GiB; lower --batch or the context"
+        )
+    cache = min(needed * CACHE_HEADROOM, free) / 2**30
     attention: dict[str, Any] = {
         "instances": instances,
         "device": shape.attention.accelerator.device,
@@ -87,6 +92,8 @@ def deployment_data(point: OperatingPoint, request: Request, model: str) -> dict
         ffn["tp"] = shape.ffn.tp
     if request.precision.ffn_weights in EXPERT_WEIGHTS:
         ffn["weights"] = EXPERT_WEIGHTS[request.precision.ffn_weights]
+    if shape.routing.redundant:
+        ffn["redundant_experts"] = shape.routing.redundant
     data: dict[str, Any] = {
         "model": model,
         "attention": attention,
@@ -98,13 +105,6 @@ def deployment_data(point: OperatingPoint, request: Request, model: str) -> dict
     if len(hosts) > 1:
         data["control"] = {"keys": "control.keys"}
     return {**data, "hosts": hosts}
-
-
-def per_sequence(request: Request) -> float:
-    """Returns the planned bytes of KV cache of one sequence."""
-    return request.context.average(
-        lambda tokens: request.model.kv_stored_bytes(tokens, request.precision.kv)
-    )
 
 
 def free_for_cache(shape: AfdShape, request: Request, tokens: int) -> float:
@@ -171,10 +171,16 @@ def split_from_rows(point: OperatingPoint, request: Request) -> int:
 def _step(request: Request, shape: AfdShape, depth: int, rows: int) -> float:
     """Returns the seconds of a step with ``rows`` rows per attention rank and micro-batch."""
     whole = float(rows * shape.attention.groups)
-    _, stages, _ = afd_point(
-        request, shape.attention, shape.ffn, depth, whole, shape.precision.wire
-    )
+    pools = shape.attention, shape.ffn
+    redundant = shape.routing.redundant
+    _, stages, _ = afd_point(request, *pools, depth, whole, shape.precision.wire, redundant)
     return step_seconds(stages, depth)
+
+
+def _unit_rate(point: OperatingPoint, request: Request) -> float:
+    """Returns the tokens per second and GPU of one unit, without the plan's other units."""
+    shape = _afd(point)
+    return shape.batch * request.accepted / point.step_s / shape.total_gpus
 
 
 def _afd(point: OperatingPoint) -> AfdShape:
@@ -185,12 +191,8 @@ def _afd(point: OperatingPoint) -> AfdShape:
 
 def _model_len(request: Request) -> int:
     """Returns the context limit, twice the planned context so that requests can grow."""
-    tokens = _round_up(2 * request.context.longest)
+    tokens = round_up(2 * request.context.longest)
     return min(tokens, request.model.max_context or tokens)
-
-
-def _round_up(tokens: float) -> int:
-    return math.ceil(tokens / TOKENS_PER_BLOCK) * TOKENS_PER_BLOCK
 
 
 def _format_notes(precision: Precision) -> list[str]:
@@ -199,8 +201,8 @@ def _format_notes(precision: Precision) -> list[str]:
     attention = precision.attention_weights
     if attention not in PLAIN:
         notes.append(
-            f"planned with {attention} attention weights, which afd serve does not support;"
-            " bfloat16 ones are larger and slower"
+            f"planned with {attention} attention weights: serve a checkpoint that has them; vLLM"
+            " reads them, which has not run on GPUs"
         )
     return notes
 
@@ -210,11 +212,24 @@ def deployment_yaml(plan: Plan, model: str) -> str:
     if plan.afd is None:
         raise ConfigError("there is no xAyF plan to emit: " + plan.verdict.reasons[0].kind.value)
     verdict = plan.verdict
-    against = "no colocated plan fits"
-    if plan.colocated is not None:
-        against = f"{verdict.ratio:.2f} times the best colocated plan"
-    advice = "recommended" if verdict.disaggregate else "NOT recommended"
-    return file_text(plan.afd, plan.request, model, f"{advice}: {against}")
+    if verdict.not_served:
+        raise ConfigError(
+            f"afd serve does not run {verdict.not_served[0]}: there is no file for it"
+        )
+    ratio = verdict.ratio if plan.colocated else None
+    return file_text(plan.afd, plan.request, model, advice_text(verdict.decision, ratio))
+
+
+def advice_text(decision: Decision, ratio: float | None) -> str:
+    """Returns the comment that says whether to serve the file; ``ratio`` None: no colocated plan"""
+    word = {
+        Decision.DISAGGREGATE: "recommended",
+        Decision.COLOCATED: "NOT recommended",
+        Decision.UNDECIDED: "undecided, within the model's error",
+    }[decision]
+    if ratio is None:
+        return f"{word}: no colocated plan fits"
+    return f"{word}: {ratio:.2f} times the best colocated plan"
 
 
 def file_text(point: OperatingPoint, request: Request, model: str, advice: str) -> str:
@@ -224,7 +239,8 @@ def file_text(point: OperatingPoint, request: Request, model: str, advice: str) 
         headline(replace(request, gpus=None)),
         f"plan: {unit_text(point)}; {parallelism_text(point)};"
         f" {shape.rows:.0f} rows per micro-batch",
-        f"expected: TPOT {point.tpot_s * 1e3:.1f} ms, {point.per_gpu:,.0f} tokens/s/GPU,"
+        f"expected: TPOT {point.tpot_s * 1e3:.1f} ms, {_unit_rate(point, request):,.0f}"
+        " tokens/s/GPU,"
         f" bound by {point.binding.value}",
         advice,
         *_format_notes(request.precision),
@@ -232,23 +248,12 @@ def file_text(point: OperatingPoint, request: Request, model: str, advice: str) 
     if shape.attention.accelerator.device != shape.ffn.accelerator.device:
         notes.append("planned with GPUs of two makers; no such deployment has run yet")
     data = deployment_data(point, request, model)
-    held = int(data["attention"]["kv_cache_gib"] * 2**30 / per_sequence(request))
-    if held < data["attention"]["max_num_seqs"]:
-        notes.append(
-            f"beside these weights, the KV cache holds {held} of the planned"
-            f" {data['attention']['max_num_seqs']} sequences per instance; the rest waits"
-        )
     if max(shape.attention.gpus, shape.ffn.gpus) > 1:
         groups, tp = shape.ffn.groups, shape.ffn.tp
         ranks = f"{groups} x {tp}" if tp > 1 else f"{groups}"
         notes.append(
             f"processes: {shape.attention.groups} + {ranks} (attention + FFN); an instance of the"
             " plan is a server that runs several"
-        )
-    if shape.attention.tp > 1:
-        notes.append(
-            f"planned with TP over {shape.attention.tp} GPUs in attention, which afd serve does not"
-            " support"
         )
     if len(data["hosts"]) > 1:
         notes.append(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from html import escape
 
 from afd_planner.report.plots import PLOTS, svg
-from afd_planner.report.text import assumption_lines, headline, table_rows, verdict_lines
+from afd_planner.report.text import assumption_lines, headline, table_rows
+from afd_planner.report.verdict_text import verdict_lines
 from afd_planner.sizing.plan import Plan
 
 _STYLE = """

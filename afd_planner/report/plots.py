@@ -8,8 +8,9 @@ from collections.abc import Callable
 from afd.errors import ConfigError
 from afd_planner.cost.shape import AfdShape
 from afd_planner.cost.stages import Part
-from afd_planner.report.text import headline, verdict_lines
+from afd_planner.report.text import headline
 from afd_planner.report.timeline import LANES, timeline
+from afd_planner.report.verdict_text import verdict_lines
 from afd_planner.sizing.plan import ParetoPoint, Plan
 
 try:

@@ -13,17 +13,17 @@ from pathlib import Path
 import yaml
 
 from afd.errors import ConfigError
-from afd_planner.cost.shape import AfdShape
+from afd_planner.cost.shape import AfdShape, calibrated
 from afd_planner.facts.files import DATA
 from afd_planner.facts.hardware import Accelerator, load_accelerator
 from afd_planner.facts.model import ModelSpec
 from afd_planner.facts.model_hf import FOLDER as MODELS
 from afd_planner.facts.model_hf import load_model
-from afd_planner.report.emit import file_text
+from afd_planner.report.emit import advice_text, file_text
 from afd_planner.sizing.context import fixed
+from afd_planner.sizing.error import CALIBRATED_ERROR, MODEL_ERROR, Decision, error_of
 from afd_planner.sizing.request import Request
 from afd_planner.sizing.search import Search, afd_operating
-from afd_planner.sizing.verdict import NEEDED
 
 FOLDER = DATA / "topologies"
 
@@ -35,13 +35,15 @@ TPOT_S = 0.050
 _README_HEAD = """# Presets
 
 Deployment files per model, accelerator and mean context length, written by `afd plan --presets`.
-They are planned for a TPOT of 50 ms, FP8 weights and cache, and at most 256 GPUs per unit. The
-comment in each file says what `afd serve` does not support yet. Each names its hosts, with example
-addresses, and passes `afd serve --check-file`, memory included. Usage: [docs/planner.md].
+They are planned for a TPOT of 50 ms, experts and cache in FP8, attention weights in bfloat16, and
+at most 256 GPUs per unit. Each names its hosts, with example addresses, and passes
+`afd serve --check-file`: its GPUs hold the weights, the cache of all planned sequences and the
+slots of the transport. Usage: [docs/planner.md].
 
 Cells show xAyF and its tokens per USD relative to the best colocated plan. An instance is one
-server, or one GPU if both pools fit into one server. **Bold**: disaggregation is recommended (ratio
-of at least 1.05). The other presets are for users who disaggregate anyway.
+server, or one GPU if both pools fit into one server. **Bold**: disaggregation wins also with the
+model's error, a factor of {fitted:.2f} on H200 and {default:.2f} on others. The rest is within that
+error or below it, for users who disaggregate anyway.
 
 [docs/planner.md]: ../../../docs/planner.md"""
 
@@ -60,6 +62,7 @@ class Preset:
     thousands: int
     plan: str
     ratio: float | None
+    decision: Decision
     text: str
 
     @property
@@ -84,7 +87,8 @@ def preset_files() -> dict[str, str]:
 
 def _summary(presets: list[Preset]) -> str:
     """Returns the README: a table per model with xAyF and its ratio to the colocated plan."""
-    lines = [_README_HEAD]
+    head = _README_HEAD.format(fitted=CALIBRATED_ERROR.high, default=MODEL_ERROR.high)
+    lines = [head]
     by_place = {(p.model, p.accelerator, p.thousands): p for p in presets}
     for name in PRESET_MODELS:
         lines.append(f"\n## {name}\n")
@@ -103,14 +107,14 @@ def _cell(preset: Preset | None) -> str:
     if preset.ratio is None:
         return f"**{preset.plan}**, no colocated plan"
     text = f"{preset.plan} {preset.ratio:.2f}"
-    return f"**{text}**" if preset.ratio >= NEEDED else text
+    return f"**{text}**" if preset.decision is Decision.DISAGGREGATE else text
 
 
 def config_text(name: str) -> str:
     """Returns the config.json of a model that comes with the planner, as of a bfloat16 checkpoint.
 
-    ``quantization_config`` is omitted, because afd serve does not support the quantised attention
-    weights of the published checkpoints.
+    ``quantization_config`` is omitted: files are checked with bfloat16 attention weights, which
+    need the most memory. ``ffn.weights`` says how experts are held.
     """
     file = yaml.safe_load((MODELS / f"{name}.yaml").read_text(encoding="utf-8"))
     keys = {key: value for key, value in file["config"].items() if key != "quantization_config"}
@@ -120,7 +124,8 @@ def config_text(name: str) -> str:
 def _of_all_contexts(model: ModelSpec, accelerator: Accelerator) -> Iterator[Preset]:
     """Yields a preset per context that the model supports and an xAyF unit can serve in time."""
     shortest = fixed(CONTEXTS_K[0] * 1024)
-    search = Search(Request(model, (accelerator,), (accelerator,), shortest, TPOT_S))
+    gpus = (accelerator,)
+    search = Search(Request(model, gpus, gpus, shortest, TPOT_S, efficiency=calibrated(gpus)))
     for thousands in CONTEXTS_K:
         if not model.max_context or thousands * 1024 <= model.max_context:
             preset = _preset(search.at_context(fixed(thousands * 1024)), thousands)
@@ -137,17 +142,15 @@ def _preset(search: Search, thousands: int) -> Preset | None:
     point, _ = afd_operating(afd)
     assert isinstance(point.shape, AfdShape)
     ratio = afd.score / colocated.score if colocated else None
-    if ratio is None:
-        advice = "recommended: no colocated plan fits"
-    else:
-        word = "recommended" if ratio >= NEEDED else "NOT recommended"
-        advice = f"{word}: {ratio:.2f} times the best colocated plan"
+    decision = Decision.DISAGGREGATE if ratio is None else error_of(request).decide(ratio)
+    advice = advice_text(decision, ratio)
     return Preset(
         request.model.name,
         request.attention[0].name,
         thousands,
         f"{point.shape.attention.instances}A{point.shape.ffn.instances}F",
         ratio,
+        decision,
         _HEAD + file_text(point, request, ".", advice),
     )
 

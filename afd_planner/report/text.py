@@ -1,19 +1,17 @@
-"""The plan as text: a table, the verdict and the assumptions."""
+"""The plan as text: a table and the assumptions."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
-from afd.models import FAMILIES
 from afd.placement.dispatch import instances_per_row
 from afd.topology import expert_ranges
 from afd_planner.cost.shape import AfdShape, ColocatedShape
 from afd_planner.facts.ffn import MoeFfn
-from afd_planner.sizing.plan import Change, ChangeKind, OperatingPoint, Plan, Reason, ReasonKind
+from afd_planner.report.verdict_text import verdict_lines
+from afd_planner.sizing.plan import OperatingPoint, Plan
 from afd_planner.sizing.request import Request
 from afd_planner.sizing.unit_cost import STAGES
-from afd_planner.sizing.verdict import DOUBTFUL
 
 MOST_NOTES = 3
 """Largest number of notes on measured times to print."""
@@ -70,12 +68,28 @@ def parallelism_text(point: OperatingPoint) -> str:
             f" x TP{shape.gpus // shape.ep}" if shape.gpus > shape.ep else ""
         )
         attention = f"DP{shape.dp}" + (f" x TP{shape.tp}" if shape.tp > 1 else "")
-        return f"attention {attention}, FFN {experts}"
+        return f"attention {attention}, FFN {experts}{_copies_text(shape)}"
     experts = f"EP{shape.ffn.groups}" + (f" x TP{shape.ffn.tp}" if shape.ffn.tp > 1 else "")
     attention = f"DP{shape.attention.groups}" + (
         f" x TP{shape.attention.tp}" if shape.attention.tp > 1 else ""
     )
-    return f"attention {attention}, FFN {experts}"
+    return f"attention {attention}, FFN {experts}{_copies_text(shape)}"
+
+
+def _copies_text(shape: AfdShape | ColocatedShape) -> str:
+    return f" +{shape.routing.redundant}" if shape.routing.redundant else ""
+
+
+def others_text(point: OperatingPoint) -> str:
+    """Returns, for example, ``1 x 8 h200 colocated``: what runs on GPUs that no copy fits into."""
+    return " + ".join(f"{other.copies} x {_short_unit(other)}" for other in point.others) or "-"
+
+
+def _short_unit(point: OperatingPoint) -> str:
+    shape = point.shape
+    if isinstance(shape, ColocatedShape):
+        return f"{shape.gpus} {shape.accelerator.name} colocated"
+    return f"{shape.attention.instances}A{shape.ffn.instances}F ({shape.total_gpus})"
 
 
 def table_rows(plan: Plan) -> list[tuple[str, str, str]]:
@@ -87,7 +101,9 @@ def table_rows(plan: Plan) -> list[tuple[str, str, str]]:
         rows.append((label, disaggregated, colocated))
 
     each("unit", unit_text)
-    each("copies (GPUs)", lambda p: f"{p.copies} ({p.gpus})")
+    each("copies (GPUs)", lambda p: f"{p.copies} ({p.gpus - sum(o.gpus for o in p.others)})")
+    if any(p is not None and p.others for p in (plan.afd, plan.colocated)):
+        each("other GPUs", others_text)
     each("split", parallelism_text)
     each("pipeline", _pipeline)
     each("rows per micro-batch", lambda p: f"{_micro_rows(p):.0f}")
@@ -111,81 +127,6 @@ def _micro_rows(point: OperatingPoint) -> float:
     if isinstance(shape, AfdShape):
         return shape.rows
     return shape.rows / (2 if shape.overlap else 1)
-
-
-# -- the verdict
-
-
-def verdict_lines(plan: Plan) -> list[str]:
-    """Returns the verdict: a sentence, its reasons, and the requests for which it changes."""
-    verdict, request = plan.verdict, plan.request
-    measure = "tokens per USD" if request.objective == "cost" else "tokens/s"
-    if plan.colocated is None:
-        return ["Disaggregate: no colocated plan fits these accelerators and meets the TPOT."]
-    if verdict.disaggregate:
-        lines = [
-            f"Disaggregate: {verdict.ratio:.2f} times the {measure} of the best colocated plan"
-            f" (recommended from {verdict.needed:.2f})."
-        ]
-        if verdict.ratio < DOUBTFUL and request.measured is None:
-            lines.append(
-                "The gain is within the error of the model, which favoured disaggregation by up to"
-                " 19 % on H200: measure both before you rely on it."
-            )
-        return lines
-    if plan.afd is None:
-        lines = ["Do NOT disaggregate: there is no xAyF plan. Reasons:"]
-    else:
-        lines = [
-            f"Do NOT disaggregate: {verdict.ratio:.2f} times the {measure} of the best"
-            f" colocated plan (recommended from {verdict.needed:.2f}). Reasons:"
-        ]
-    lines += [f"  - {reason_text(reason)}" for reason in verdict.reasons]
-    if verdict.changes:
-        changes = "; ".join(change_text(c) for c in verdict.changes)
-        lines.append(f"Disaggregation would win {changes}.")
-    elif verdict.reasons[0].kind is not ReasonKind.DENSE_MODEL:
-        lines.append("More GPUs, longer contexts or another TPOT do not change the verdict.")
-    return lines
-
-
-def reason_text(reason: Reason) -> str:
-    """Returns one reason as a sentence with its numbers."""
-    value, limit = reason.value, reason.limit
-    text = {
-        ReasonKind.DENSE_MODEL: "dense model: without experts, pooling rows saves no weight reads;"
-        " afd serve does not disaggregate dense models",
-        ReasonKind.TOO_FEW_GPUS: f"too few GPUs: {value:.0f}; disaggregation wins from {limit:.0f}",
-        ReasonKind.DEAD_ZONE: f"dead zone: {value:.0f} rows per micro-batch"
-        + (f", compute-bound from {limit:.0f}" if value < limit else "")
-        + "; every micro-batch reads the expert weights again",
-        ReasonKind.SPARSITY_FLOOR: f"sparsity floor: a row uses {value:.3f} of the FFN weights;"
-        f" below {limit:.3f} the network cannot keep these GPUs compute-bound",
-        ReasonKind.NETWORK: f"network: the wire takes {value:.0f} us per layer; a slot has"
-        f" {limit:.0f} us",
-        ReasonKind.KV_CAPACITY: f"KV capacity: an attention GPU holds {value:.0f} rows;"
-        f" {limit:.0f} would meet the TPOT",
-        ReasonKind.EXPERT_IMBALANCE: f"expert imbalance: the busiest expert group gets {value:.2f}"
-        " times the mean",
-        ReasonKind.FIXED_TIMES: f"fixed times: launches and latency take {value:.0f} us of the"
-        f" {limit:.0f} us per layer",
-        ReasonKind.DOES_NOT_FIT: f"no xAyF unit fits into {value:.0f} GPUs"
-        + (f"; the smallest has {limit:.0f}" if math.isfinite(limit) else ""),
-        ReasonKind.SLO: f"no xAyF unit reaches {value:g} ms between tokens",
-        ReasonKind.NO_ADVANTAGE: "no advantage: both plans do the same work; no single cost of"
-        " disaggregation explains the difference",
-    }[reason.kind]
-    return text + (f" (without it: {reason.gain:.2f}x)" if 1 < reason.gain < math.inf else "")
-
-
-def change_text(change: Change) -> str:
-    """Returns, for example, ``with 96 GPUs or more (1.10x)``."""
-    place = {
-        ChangeKind.GPUS: f"with {change.value:.0f} GPUs or more",
-        ChangeKind.CONTEXT: f"at contexts of {change.value:.0f} tokens",
-        ChangeKind.TPOT: f"at a TPOT of {change.value:g} ms",
-    }[change.kind]
-    return f"{place} ({change.ratio:.2f}x)"
 
 
 def dispatch_lines(shape: AfdShape | ColocatedShape, request: Request) -> list[str]:
@@ -226,7 +167,6 @@ def assumption_lines(plan: Plan) -> list[str]:
     )
     if plan.afd is not None:
         lines += dispatch_lines(plan.afd.shape, request)
-    served = {name for family in FAMILIES for name in family.architectures}
-    if request.model.architecture not in served:
-        lines.append(f"note: afd serve does not support {request.model.architecture} yet")
+    if any(p and p.shape.routing.redundant for p in (plan.afd, plan.colocated)):
+        lines.append("FFN +1: each expert group also holds a copy of one popular expert per layer")
     return lines

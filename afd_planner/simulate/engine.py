@@ -45,6 +45,8 @@ def _constant(spec: Spec, load: Constant, sources: Sources, seed: int, traced_st
     for step in range(load.steps):
         given = step_input(sources, work, start, outages(windows, float(start.min())))
         done = run_step(given, spans=step < traced_steps)
+        if np.isinf(done.end).any():
+            break  # an FFN instance is lost for good
         end = done.end + rest_times(sources, work)
         tally.add(step, range(x), given, done, end, rows)
         tally.gaps(end - start, rows)

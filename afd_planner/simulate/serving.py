@@ -42,10 +42,11 @@ class Serving:
         self._died: list[tuple[Window, int, int]] = []  # with requests and tokens to replay
         self._tally = Tally()
         self._step = 0
+        self._stopped = False  # an FFN instance is lost for good
 
     def run(self, seed: int) -> Result:
         """Runs until all requests have finished or ``max_steps`` is reached."""
-        while self._step < self._load.max_steps:
+        while self._step < self._load.max_steps and not self._stopped:
             start = self._next_start()
             if start is None:
                 break
@@ -66,6 +67,8 @@ class Serving:
                 opens = float(begun.max())
             elif self._queue:
                 opens = max(self._queue[0][0], float(self._down_until.min()))
+                if np.isinf(opens):
+                    return None  # all attention instances are lost for good
             else:
                 return None
             if self._handle_next_death(np.where(np.isfinite(start), start, opens)):
@@ -116,6 +119,9 @@ class Serving:
             self._ffn_from,
         )
         done = run_step(given, spans=self._step < self._traced_steps)
+        if np.isinf(done.end).any():
+            self._stopped = True
+            return
         end = done.end + rest_times(self._sources, mine)
         for i, window in dying.items():
             if not end[place[i]] <= window.begin:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -204,12 +205,21 @@ class Requests(_Section):
 
 
 class Failure(_Section):
-    """One instance fails at ``at_s`` and is back ``back_after_s`` later. Give ffn or attention."""
+    """One instance fails at ``at_s`` and is back ``back_after_s`` later, or never without it.
+
+    Give ffn or attention. An FFN instance that is lost for good ends the run: its experts are on no
+    other instance.
+    """
 
     at_s: NotNegative
-    back_after_s: Positive
+    back_after_s: Positive | None = None
     ffn: Index | None = None
     attention: Index | None = None
+
+    @property
+    def back_at_s(self) -> float:
+        """Moment at which the instance is back; inf if never."""
+        return math.inf if self.back_after_s is None else self.at_s + self.back_after_s
 
     @model_validator(mode="after")
     def _names_one(self) -> Failure:

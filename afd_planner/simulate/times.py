@@ -20,6 +20,10 @@ from afd_planner.simulate.workload import Counts
 
 _US = 1e-6
 
+MOST_DRAWN = 262_147
+"""Most factors that are drawn for one stage of one step; a larger one repeats them. The number is
+prime, so that no instance meets the same factors in two layers."""
+
 
 @dataclass(frozen=True)
 class StageTimes:
@@ -115,18 +119,21 @@ def jittered(times: Array, jitter: Jitter, rng: np.random.Generator) -> Array:
     """
     if jitter.kind == "none" and jitter.spike_chance == 0.0:
         return times
-    out = np.array(times)
+    out = np.asarray(times)
     if jitter.kind == "lognormal" and jitter.variation:
-        sigma = np.sqrt(np.log1p(jitter.variation**2))
-        out *= rng.lognormal(-(sigma**2) / 2, sigma, out.shape)
+        sigma = np.float32(np.sqrt(np.log1p(jitter.variation**2)))
+        factor = rng.standard_normal(min(out.size, MOST_DRAWN), dtype=np.float32)
+        factor *= sigma
+        factor -= sigma**2 / 2
+        out = out * np.resize(np.exp(factor, out=factor), out.shape)
     elif jitter.kind == "uniform" and jitter.variation:
-        out *= 1.0 + jitter.variation * np.sqrt(3.0) * rng.uniform(-1.0, 1.0, out.shape)
+        out = out * (1.0 + jitter.variation * np.sqrt(3.0) * rng.uniform(-1.0, 1.0, out.shape))
     elif jitter.kind == "values":
         values = np.array(jitter.values)
-        out *= rng.choice(values / values.mean(), out.shape)
+        out = out * rng.choice(values / values.mean(), out.shape)
     if jitter.spike_chance:
         spikes = rng.random(out.shape) < jitter.spike_chance
-        out += spikes * (jitter.spike_us * _US) * (times > 0)
+        out = out + spikes * (jitter.spike_us * _US) * (times > 0)
     return out
 
 

@@ -17,7 +17,9 @@ from afd_planner.facts.ffn import Ffn, MoeFfn
 from afd_planner.facts.hardware import Accelerator
 from afd_planner.facts.precision import wire_bytes
 from afd_planner.sizing.imbalance import EVEN_SPREAD
+from afd_planner.sizing.layout import AfdLayout
 from afd_planner.sizing.lines import ExpertLines, experts_used, take
+from afd_planner.sizing.memory import Ranks, sequences_beside_weights, sequences_that_fit
 from afd_planner.sizing.pools import AttentionPools, FfnPools, attention_pools, ffn_pools
 from afd_planner.sizing.request import MAX_UNIT_GPUS, Request
 
@@ -61,6 +63,7 @@ class AfdUnits:
         x: Attention instances, float64.
         depth: Micro-batches in flight, float64.
         which: Index into the arrays of ``ffn``.
+        capacity: Sequences that one attention GPU holds.
     """
 
     request: Request
@@ -71,6 +74,7 @@ class AfdUnits:
     x: Array
     depth: Array
     which: Index
+    capacity: Array
 
     @property
     def attention_gpus(self) -> Array:
@@ -83,6 +87,11 @@ class AfdUnits:
     @property
     def y(self) -> Array:
         return self.ffn.instances[self.which]
+
+    @property
+    def redundant(self) -> Array:
+        """Copies of experts per expert group and layer."""
+        return self.ffn.redundant[self.which]
 
     @property
     def gpus(self) -> Array:
@@ -103,7 +112,8 @@ class AfdUnits:
 
     def picked(self, keep: NDArray[np.bool_]) -> AfdUnits:
         """Returns only the units where ``keep`` is true."""
-        return replace(self, x=self.x[keep], depth=self.depth[keep], which=self.which[keep])
+        names = ("x", "depth", "which", "capacity")
+        return replace(self, **{name: vars(self)[name][keep] for name in names})
 
     def step(self, rows: Array, relief: Relief = NO_RELIEF) -> Array:
         """Returns the seconds [n] of one decode step: ``cost.stages.step_seconds`` for all units.
@@ -153,7 +163,7 @@ class AfdUnits:
             return measured.ffn.at(tokens, np.broadcast_to(held, tokens.shape))
         lines: ExpertLines = take(table, self.which)
         spread = EVEN_SPREAD if relief.imbalance else request.spread
-        slowest = spread.slowest(tokens, groups, experts, ffn.top_k)
+        slowest = spread.slowest(tokens, groups, experts, ffn.top_k, self.redundant)
         reads = 1.0 / self.depth if relief.rereads else 1.0
         seconds = lines.at(tokens, experts_used(ffn, tokens), slowest, reads)
         fixed = 0.0 if relief.overheads else lines.overhead_s
@@ -190,11 +200,17 @@ class AfdUnits:
         return accelerator.nic_bandwidth * efficiency.network
 
     def rows(self, tpot_s: float, relief: Relief = NO_RELIEF) -> Array:
-        """Returns the most rows [n] per data-parallel group and micro-batch within ``tpot_s``."""
+        """Returns the most rows [n] per data-parallel group and micro-batch within ``tpot_s``.
+
+        With a stated batch, these are its rows, or 0 if they do not fit.
+        """
         limit = tpot_s * self.request.accepted
         low = np.zeros_like(self.x)
-        capacity = np.inf if relief.kv else self.attention.kv_rows
+        capacity = np.full_like(self.x, np.inf) if relief.kv else self.capacity
         high = np.floor(np.minimum(capacity / self.depth, MOST_ROWS))
+        if self.request.batch is not None and self.request.afd_layout is not None:
+            asked = self.request.batch / (self.depth * self.groups)
+            return np.asarray(np.where(asked * self.depth <= capacity, asked, 0.0))
         while np.any(low < high):
             middle = np.ceil((low + high) / 2)
             good = self.step(np.maximum(middle, 1), relief) <= limit
@@ -208,8 +224,9 @@ class AfdUnits:
         return self.depth * rows * self.groups * self.request.accepted / step
 
 
-FfnTables = dict[tuple[str, int, str], FfnPools | None]
-"""FFN pools by accelerator, GPUs per instance and wire format. They are context-independent."""
+FfnTables = dict[tuple[str, int, int, str], FfnPools | None]
+"""FFN pools by accelerator, GPUs per instance, most instances and wire format. They are
+context-independent."""
 
 
 def afd_units(request: Request, tables: FfnTables) -> list[AfdUnits]:
@@ -217,6 +234,9 @@ def afd_units(request: Request, tables: FfnTables) -> list[AfdUnits]:
     found = []
     for attention in request.attention:
         for ffn in request.ffn:
+            if request.afd_layout is not None:
+                found += _stated(request, request.afd_layout, attention, ffn, tables)
+                continue
             found += _between_servers(request, attention, ffn, tables)
             if attention.name == ffn.name:
                 found += _in_one_server(request, attention, tables)
@@ -226,7 +246,7 @@ def afd_units(request: Request, tables: FfnTables) -> list[AfdUnits]:
 def _ffn(
     request: Request, accelerator: Accelerator, gpus: int, most: int, wire: str, tables: FfnTables
 ) -> FfnPools | None:
-    key = (accelerator.name, gpus, wire)
+    key = (accelerator.name, gpus, most, wire)
     if key not in tables:
         tables[key] = ffn_pools(request, accelerator, gpus, most, wire)
     return tables[key]
@@ -237,14 +257,40 @@ def _between_servers(
 ) -> list[AfdUnits]:
     most_x = MAX_UNIT_GPUS // first.gpus_per_server
     most_y = MAX_UNIT_GPUS // second.gpus_per_server
-    tps = dict.fromkeys((1, first.gpus_per_server))
-    pools = [attention_pools(request, first, first.gpus_per_server, tp) for tp in tps]
+    # `afd serve` has no TP inside an attention instance, so it is not searched.
+    attention = attention_pools(request, first, first.gpus_per_server, 1)
     found = []
-    for wire in request.wires:
+    for wire in request.usable_wires:
         ffn = _ffn(request, second, second.gpus_per_server, most_y, wire, tables)
-        for attention in pools:
-            if ffn is not None and attention is not None:
-                found.append(_pairs(request, attention, ffn, wire, most_x, MAX_UNIT_GPUS))
+        if ffn is not None and attention is not None:
+            found.append(_pairs(request, attention, ffn, wire, most_x, MAX_UNIT_GPUS))
+    return found
+
+
+def _stated(
+    request: Request,
+    layout: AfdLayout,
+    first: Accelerator,
+    second: Accelerator,
+    tables: FfnTables,
+) -> list[AfdUnits]:
+    """Returns the stated deployment, in every depth and wire format to search."""
+    gpus = [layout.gpus or accelerator.gpus_per_server for accelerator in (first, second)]
+    attention = attention_pools(request, first, gpus[0], 1)
+    one_server = first.name == second.name and layout.x * gpus[0] + layout.y * gpus[1] <= (
+        first.gpus_per_server
+    )
+    found = []
+    for wire in request.usable_wires:
+        ffn = _ffn(request, second, gpus[1], layout.y, wire, tables)
+        if ffn is None or attention is None:
+            continue
+        which = np.flatnonzero((ffn.instances == layout.y) & (ffn.tp == layout.tp))
+        depths = np.array(sorted(request.depths), dtype=np.float64)
+        depth, index = np.repeat(depths, which.size), np.tile(which, depths.size)
+        x = np.full_like(depth, layout.x)
+        if x.size:
+            found.append(_units(request, attention, ffn, wire, one_server, x, depth, index))
     return found
 
 
@@ -252,7 +298,7 @@ def _in_one_server(request: Request, accelerator: Accelerator, tables: FfnTables
     gpus = accelerator.gpus_per_server
     attention = attention_pools(request, accelerator, 1, 1)
     found = []
-    for wire in request.wires:
+    for wire in request.usable_wires:
         ffn = _ffn(request, accelerator, 1, gpus - 1, wire, tables)
         if ffn is not None and attention is not None:
             found.append(_pairs(request, attention, ffn, wire, gpus - 1, gpus))
@@ -280,4 +326,29 @@ def _pairs(
     small = (np.minimum(x, y) <= SMALL_SIDE) | (y < y.min() + SMALL_SIDE)
     keep = (gpus <= most_gpus) & small
     one_server = most_gpus <= attention.accelerator.gpus_per_server
-    return AfdUnits(request, attention, ffn, wire, one_server, x[keep], depth[keep], which[keep])
+    return _units(request, attention, ffn, wire, one_server, x[keep], depth[keep], which[keep])
+
+
+def _units(
+    request: Request,
+    attention: AttentionPools,
+    ffn: FfnPools,
+    wire: str,
+    one_server: bool,
+    x: Array,
+    depth: Array,
+    which: Index,
+) -> AfdUnits:
+    ranks = Ranks(
+        attention=x * attention.gpus,
+        ffn=ffn.instances[which] * ffn.gpus,
+        depth=depth,
+        ffn_weights=ffn.weights[which],
+        copied=not one_server,
+    )
+    most = MOST_ROWS * max(request.depths)
+    if request.afd_layout is not None:
+        capacity = np.full_like(x, min(sequences_beside_weights(request, attention), most))
+    else:
+        capacity = sequences_that_fit(request, attention, ffn, wire, ranks, most)
+    return AfdUnits(request, attention, ffn, wire, one_server, x, depth, which, capacity)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from afd.errors import ConfigError
 from afd_planner.cost.budget import colocated_memory, kv_capacity_rows
 from afd_planner.cost.colocated import ColocatedLayer, colocated_step
 from afd_planner.cost.interpolate import Array
@@ -27,7 +28,7 @@ from afd_planner.sizing.lines import (
     line_through,
     stack,
 )
-from afd_planner.sizing.pools import IMBALANCE_OF_2, NARROWEST
+from afd_planner.sizing.pools import NARROWEST, spare_experts
 from afd_planner.sizing.request import MAX_UNIT_GPUS, Request
 
 
@@ -56,6 +57,7 @@ class ColocatedUnits:
 
     Attributes:
         gpus, tp, ep: As in ``ColocatedShape``.
+        redundant: Copies of experts per expert shard and layer.
         micro_batches: 1, or 2 with overlap.
         kv_rows: Sequences that the cache of one data-parallel group holds.
         weights_share: Share of the usable memory that weights take.
@@ -66,6 +68,7 @@ class ColocatedUnits:
     gpus: Array
     tp: Array
     ep: Array
+    redundant: Array
     micro_batches: Array
     kv_rows: Array
     weights_share: Array
@@ -96,7 +99,9 @@ class ColocatedUnits:
             exchange = np.zeros_like(rows)
             if lines.exchange is not None and isinstance(group.ffn, MoeFfn):
                 ffn = group.ffn
-                slowest = request.spread.slowest(all_rows, self.ep, ffn.experts, ffn.top_k)
+                slowest = request.spread.slowest(
+                    all_rows, self.ep, ffn.experts, ffn.top_k, self.redundant
+                )
                 compute = compute + self._experts(lines, ffn, all_rows, slowest)
                 exchange = lines.exchange.base + lines.exchange.slope * all_rows * slowest
             exposed = compute + exchange * (1 - request.efficiency.hidden_exchange)
@@ -133,8 +138,14 @@ class ColocatedUnits:
         return seconds + lines.uneven_link * tokens * (slowest - 1)
 
     def rows(self, tpot_s: float) -> Array:
-        """Returns the most rows [n] per data-parallel group and micro-batch within ``tpot_s``."""
+        """Returns the most rows [n] per data-parallel group and micro-batch within ``tpot_s``.
+
+        With a stated batch, these are its rows, or 0 if they do not fit.
+        """
         limit = tpot_s * self.request.accepted
+        if self.request.batch is not None and self.request.colocated_layout is not None:
+            asked = self.request.batch / (self.micro_batches * self.groups)
+            return np.asarray(np.where(asked * self.micro_batches <= self.kv_rows, asked, 0.0))
         low = np.zeros_like(self.gpus)
         high = np.floor(np.minimum(self.kv_rows / self.micro_batches, MOST_ROWS))
         while np.any(low < high):
@@ -166,9 +177,10 @@ def _sizes(per_server: int) -> list[int]:
 
 def _units(request: Request, accelerator: Accelerator) -> ColocatedUnits | None:
     shapes = [
-        shape
-        for gpus in _sizes(accelerator.gpus_per_server)
-        for shape in _shapes(request, accelerator, gpus)
+        replace(shape, routing=Routing(redundant=redundant))
+        for shape in _every_shape(request, accelerator)
+        for redundant in request.redundant
+        if redundant <= spare_experts(request.model, shape.ep)
     ]
     kept, memory, layers, rests = [], [], [], []
     for shape in shapes:
@@ -206,11 +218,41 @@ def _units(request: Request, accelerator: Accelerator) -> ColocatedUnits | None:
         np.array([s.gpus for s in kept], dtype=np.float64),
         np.array([s.tp for s in kept], dtype=np.float64),
         np.array([s.ep for s in kept], dtype=np.float64),
+        np.array([s.routing.redundant for s in kept], dtype=np.float64),
         np.array([2 if s.overlap else 1 for s in kept], dtype=np.float64),
         np.array([kv_rows for kv_rows, _ in memory]),
         np.array([weights_share for _, weights_share in memory]),
         stack(rests),
         tuple(columns),
+    )
+
+
+def _every_shape(request: Request, accelerator: Accelerator) -> list[ColocatedShape]:
+    layout = request.colocated_layout
+    if layout is None:
+        sizes = _sizes(accelerator.gpus_per_server)
+        return [shape for gpus in sizes for shape in _shapes(request, accelerator, gpus)]
+    experts = [g.ffn.experts for g in request.model.groups if isinstance(g.ffn, MoeFfn)]
+    if layout.ep > min(experts, default=1):
+        raise ConfigError(
+            f"--layout {layout.text} has {layout.ep} expert shards, but {request.model.title} has"
+            f" {min(experts, default=0)} experts; use fewer"
+        )
+    return [_shape(request, accelerator, layout.gpus, layout.tp, layout.ep)]
+
+
+def _shape(
+    request: Request, accelerator: Accelerator, gpus: int, tp: int, ep: int
+) -> ColocatedShape:
+    return ColocatedShape(
+        accelerator,
+        gpus,
+        tp,
+        ep,
+        1.0,
+        request.context.mean,
+        request.exchange_precision,
+        draft=request.positions - 1,
     )
 
 
@@ -232,18 +274,7 @@ def _shapes(request: Request, accelerator: Accelerator, gpus: int) -> list[Coloc
                 continue
             if ep == 1 and tp != gpus:
                 continue  # experts under TP over all GPUs need the same rows on all of them
-            found.append(
-                ColocatedShape(
-                    accelerator,
-                    gpus,
-                    tp,
-                    ep,
-                    1.0,
-                    request.context.mean,
-                    replace(request.precision, wire="fp8"),
-                    draft=request.positions - 1,
-                )
-            )
+            found.append(_shape(request, accelerator, gpus, tp, ep))
     return found
 
 
@@ -276,7 +307,8 @@ def _layers(request: Request, shape: ColocatedShape) -> list[ColocatedLayers]:
     lengths, shares = request.context.lengths, request.context.shares
     draft, dp = shape.draft, shape.dp
     by_length = [(at(dp, length, draft), at(2 * dp, length, draft)) for length in lengths]
-    one, two, uneven = (at(1, 1), at(2, 1), at(1, 1, routing=IMBALANCE_OF_2))
+    imbalanced = replace(shape.routing, imbalance=2.0)
+    one, two, uneven = (at(1, 1), at(2, 1), at(1, 1, routing=imbalanced))
     found = []
     for index, group in enumerate(request.model.groups):
         moe = isinstance(group.ffn, MoeFfn)

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 from afd.errors import ConfigError
+from afd_planner.sizing.layout import Layout
 from afd_planner.sizing.plan import ParetoPoint, Plan
 from afd_planner.sizing.request import MAX_UNIT_GPUS, Request
 from afd_planner.sizing.search import Limits, Search, afd_operating, colocated_operating
@@ -22,6 +23,9 @@ def make_plan(request: Request) -> Plan:
     search = Search(request)
     found = search.best_afd(search.limits)
     other = search.best_colocated(search.limits)
+    for layout, best in ((request.afd_layout, found), (request.colocated_layout, other)):
+        if layout is not None and best is None:
+            raise ConfigError(_layout_impossible(search, layout))
     if found is None and other is None:
         raise ConfigError(_impossible(search))
     afd = (found, *afd_operating(found)) if found else None
@@ -32,6 +36,19 @@ def make_plan(request: Request) -> Plan:
         colocated=colocated_operating(other) if other else None,
         verdict=judge(search, afd, other),
         pareto=_pareto(search),
+    )
+
+
+def _layout_impossible(search: Search, layout: Layout) -> str:
+    request = search.request
+    if request.batch is not None:
+        limit = f"memory for {request.batch} sequences"
+    else:
+        limit = f"a TPOT of {request.tpot_s * 1e3:g} ms"
+    budget = f", or does not fit {request.gpus} GPUs" if request.gpus is not None else ""
+    return (
+        f"--layout {layout.text} does not hold {request.model.title} with {request.context}, or"
+        f" lacks {limit}{budget}; try more or larger GPUs, a smaller --batch or a longer --tpot"
     )
 
 

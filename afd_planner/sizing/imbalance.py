@@ -7,6 +7,7 @@ the ``imbalance`` of :class:`afd_planner.cost.shape.Routing`.
 
 from __future__ import annotations
 
+import heapq
 import json
 import math
 from dataclasses import dataclass
@@ -33,13 +34,23 @@ class ExpertSpread:
         spread: Standard deviation of expert loads over their mean, averaged over layers. 0 means
             that all experts are equally popular.
         chance: Whether rows choose experts at random (True) or exactly evenly (False).
+        placed: Whether the placement of experts and of their copies follows these loads.
+        worst: Spread of the most uneven layer of any text; 0 if unknown.
     """
 
     name: str
     spread: float
     chance: bool = True
+    placed: bool = True
+    worst: float = 0.0
 
-    def slowest(self, rows: Array, groups: Array, experts: int, top_k: int) -> Array:
+    def at_worst(self) -> ExpertSpread:
+        """Returns the loads of the most uneven layer, with a placement that does not help."""
+        return ExpertSpread("worst", max(self.worst, self.spread), self.chance, placed=False)
+
+    def slowest(
+        self, rows: Array, groups: Array, experts: int, top_k: int, copies: Array | float = 0.0
+    ) -> Array:
         """Returns the rows of the busiest of ``groups`` equal expert groups over the mean.
 
         The rows of an expert vary with its popularity (``spread``) and by chance (a Poisson count
@@ -47,20 +58,31 @@ class ExpertSpread:
         largest of n normal values lies ``_largest(n)`` standard deviations above the mean. The
         result is at least 1 and at most ``groups`` (all rows in one group).
 
+        With ``copies``, experts are placed by their popularity and the most popular ones are
+        copied (``_packed``); only chance and what the placement cannot even out remain.
+
         Args:
             rows: float64 array, rows of the micro-batch over all groups.
             groups: float64 array that broadcasts with ``rows``.
+            copies: Copies of experts per group, broadcasts with ``rows``.
         """
         if top_k >= experts:
             return np.ones(np.broadcast_shapes(rows.shape, groups.shape))
-        variance: float | Array = self.spread**2
+        largest = _largest(groups)
+        popular = self.spread * np.sqrt(groups / experts) * largest
+        for count in range(1, int(np.max(copies)) + 1) if self.spread and self.placed else ():
+            table = _packed(self.spread, experts, count)
+            even = table[np.minimum(groups, experts).astype(np.intp)]
+            popular = np.where(copies == count, np.minimum(even, popular), popular)
+        chance: Array | float = 0.0
         if self.chance:
-            variance = variance + experts / np.maximum(rows * top_k, 1.0)
-        deviation = np.sqrt(variance * groups / experts)
-        return np.minimum(1.0 + deviation * _largest(groups), np.maximum(groups, 1.0))
+            chance = np.sqrt(groups / np.maximum(rows * top_k, 1.0)) * largest
+        return np.minimum(1.0 + np.hypot(popular, chance), np.maximum(groups, 1.0))
 
 
 EVEN_SPREAD = ExpertSpread("even", 0.0, chance=False)
+EQUAL_SPREAD = ExpertSpread("equal", 0.0)
+"""Equally popular experts, which rows still choose at random."""
 
 
 def _largest(groups: Array) -> Array:
@@ -75,6 +97,33 @@ def _table() -> Array:
     return np.array([0.0, 0.0, *values])
 
 
+@cache
+def _packed(spread: float, experts: int, copies: int) -> Array:
+    """Returns the excess of the busiest of n groups over the mean, for n = 0..experts.
+
+    Loads are the quantiles of a log-normal distribution with this coefficient of variation. Each of
+    the n * copies copies halves (thirds, ...) the load of the expert that is then largest. All are
+    dealt to the groups in descending order, back and forth.
+    """
+    sigma = math.sqrt(math.log1p(spread**2))
+    normal = NormalDist(0.0, sigma)
+    loads = [math.exp(normal.inv_cdf((i + 0.5) / experts)) for i in range(experts)]
+    mean = sum(loads) / experts
+    heap = [(-load / mean, 1, load / mean) for load in loads]
+    heapq.heapify(heap)
+    table = np.zeros(experts + 1)
+    for groups in range(1, experts + 1):
+        for _ in range(copies):
+            _, held, load = heap[0]
+            heapq.heapreplace(heap, (-load / (held + 1), held + 1, load))
+        shares = np.sort(np.repeat([-e for e, _, _ in heap], [held for _, held, _ in heap]))[::-1]
+        rounds = np.zeros((math.ceil(shares.size / groups), groups))
+        rounds.ravel()[: shares.size] = shares
+        rounds[1::2] = rounds[1::2, ::-1]
+        table[groups] = rounds.sum(axis=0).max() * groups / experts - 1.0
+    return table
+
+
 def load_spread(path: Path = NATURAL_LOADS) -> ExpertSpread:
     """Returns the spread over all texts and layers of a file of expert loads, weighted by rows.
 
@@ -85,13 +134,12 @@ def load_spread(path: Path = NATURAL_LOADS) -> ExpertSpread:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         experts = int(data["experts"])
-        weighted = [
-            (
-                float(text["rows"]),
-                fmean(pstdev(layer["load"]) * experts for layer in text["layers"]),
-            )
+        texts = [
+            (float(text["rows"]), [pstdev(layer["load"]) * experts for layer in text["layers"]])
             for text in data["texts"].values()
         ]
+        weighted = [(rows, fmean(layers)) for rows, layers in texts]
+        worst = max(max(layers) for _, layers in texts)
         spread = sum(rows * value for rows, value in weighted) / sum(rows for rows, _ in weighted)
     except OSError as err:
         raise ConfigError(f"cannot read routing data {path}: {err.strerror}") from None
@@ -101,4 +149,4 @@ def load_spread(path: Path = NATURAL_LOADS) -> ExpertSpread:
         ) from None
     if not math.isfinite(spread):
         raise ConfigError(f"{path} has loads that are not finite; measure them again")
-    return ExpertSpread(path.stem, spread)
+    return ExpertSpread(path.stem, spread, worst=worst)

@@ -7,6 +7,7 @@ from enum import Enum
 
 from afd_planner.cost.shape import AfdShape, ColocatedShape
 from afd_planner.cost.stages import AfdStages
+from afd_planner.sizing.error import Decision, ErrorBand
 from afd_planner.sizing.request import Request
 
 
@@ -35,15 +36,16 @@ class OperatingPoint:
 
     Attributes:
         shape: One unit with its rows per micro-batch (per step if colocated).
-        copies: Number of independent units.
+        copies: Number of independent units of this shape.
         step_s: Seconds of one decode step.
         tpot_s: Seconds between two tokens of a request.
-        tokens_per_s: Output tokens per second of all copies.
-        gpus: GPUs of all copies.
-        price_per_hour: USD per hour of all copies.
+        tokens_per_s: Output tokens per second of all copies and ``others``.
+        gpus: GPUs of all copies and others.
+        price_per_hour: USD per hour of all copies and others.
         usd_per_million: USD per 10^6 output tokens.
         binding: The limit that keeps it from serving more rows.
         measured: Names of stages with measured times, out of attention, ffn, wire and rest.
+        others: Other units, on GPUs that no further copy fits into.
     """
 
     shape: AfdShape | ColocatedShape
@@ -56,6 +58,7 @@ class OperatingPoint:
     usd_per_million: float
     binding: Constraint
     measured: tuple[str, ...] = ()
+    others: tuple[OperatingPoint, ...] = ()
 
     @property
     def per_gpu(self) -> float:
@@ -81,6 +84,7 @@ class ReasonKind(Enum):
     DOES_NOT_FIT = "no xAyF unit fits"
     SLO = "no xAyF unit meets the SLO"
     NO_ADVANTAGE = "nothing to gain on these accelerators"
+    NOT_SERVED = "not served"
 
 
 @dataclass(frozen=True)
@@ -115,22 +119,39 @@ class Change:
 
 
 @dataclass(frozen=True)
+class Routed:
+    """The ratio of a verdict under one assumption about expert loads."""
+
+    name: str
+    ratio: float
+
+
+@dataclass(frozen=True)
 class Verdict:
     """Whether to disaggregate, and why.
 
     Attributes:
+        decision: UNDECIDED if the error of the model, or expert loads, could change the answer.
         ratio: Score of the xAyF plan over that of the colocated plan (tokens/s, or tokens per USD);
             0 without an xAyF plan, inf without a colocated plan.
-        needed: Smallest ratio at which disaggregation is recommended.
-        reasons: Reasons against disaggregation, largest gain first; empty if recommended.
+        error: The model's error of the ratio.
+        routed: The ratio under even, measured and worst expert loads.
+        reasons: Costs of disaggregation, largest gain first; empty if recommended.
         changes: Other requests for which disaggregation would win.
+        not_served: What of the request `afd serve` does not run.
     """
 
-    disaggregate: bool
+    decision: Decision
     ratio: float
-    needed: float
+    error: ErrorBand
+    routed: tuple[Routed, ...]
     reasons: tuple[Reason, ...]
     changes: tuple[Change, ...]
+    not_served: tuple[str, ...] = ()
+
+    @property
+    def disaggregate(self) -> bool:
+        return self.decision is Decision.DISAGGREGATE
 
 
 @dataclass(frozen=True)
@@ -157,7 +178,7 @@ class Plan:
 
     @property
     def chosen(self) -> OperatingPoint:
-        """The recommended operating point."""
+        """The recommended operating point; the colocated one while undecided."""
         best = self.afd if self.verdict.disaggregate else self.colocated
         found = best or self.afd
         assert found is not None, "make_plan raises where neither exists"

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 
-from afd_planner.cost.budget import attention_memory, ffn_memory, kv_capacity_rows
+from afd_planner.cost.budget import attention_memory, ffn_memory
 from afd_planner.cost.disaggregated import attention_stage, ffn_stage
 from afd_planner.cost.interpolate import Array
+from afd_planner.cost.served import SERVED_ATTENTION, attention_weights
 from afd_planner.cost.shape import EVEN_ROUTING, AfdShape, Pool, Routing
 from afd_planner.cost.stages import StageTime
 from afd_planner.facts.ffn import MoeFfn
 from afd_planner.facts.hardware import Accelerator
 from afd_planner.facts.model import LayerGroup, ModelSpec
+from afd_planner.facts.precision import dtype_bytes
 from afd_planner.sizing.lines import (
     ExpertLines,
     Line,
@@ -30,18 +34,22 @@ NARROWEST = 128
 REDUCE = "reduce"
 """Part of an attention stage that adds up the answers of the FFN instances."""
 
-IMBALANCE_OF_2 = Routing(imbalance=2.0)
-"""A second point from which the effect of imbalance is read off."""
-
 
 @dataclass(frozen=True)
 class FfnPools:
-    """FFN pools of one accelerator: arrays [n] over (number of instances, TP)."""
+    """FFN pools of one accelerator: arrays [n] over (instances, TP, redundant experts).
+
+    Attributes:
+        redundant: Copies of experts per expert-parallel group and layer.
+        weights: Bytes on the fullest GPU.
+    """
 
     accelerator: Accelerator
     gpus: int  # per instance
     instances: Array
     tp: Array
+    redundant: Array
+    weights: Array
     groups: tuple[ExpertLines | None, ...]  # per layer group; None if its FFN runs with attention
 
 
@@ -53,7 +61,8 @@ class AttentionPools:
         groups: Attention stage per layer group.
         reduces: Per layer group, seconds per row to add up the answers of the FFN instances, as a
             line in the number of FFN instances. None if the FFN runs with attention.
-        kv_rows: Sequences whose cache one data-parallel group holds.
+        weights: Bytes on each GPU, as `afd serve --check` counts them; of a stated layout, in the
+            planned format.
         weights_share: Share of the usable memory that weights take.
     """
 
@@ -63,7 +72,7 @@ class AttentionPools:
     groups: tuple[StageLines, ...]
     reduces: tuple[Line | None, ...]
     rest: RestLines
-    kv_rows: float
+    weights: float
     weights_share: float
 
 
@@ -103,7 +112,7 @@ def shape_of(
 def attention_pools(
     request: Request, accelerator: Accelerator, gpus: int, tp: int
 ) -> AttentionPools | None:
-    """Returns the pools, or None if the weights or the longest request do not fit."""
+    """Returns the pools, or None if the weights do not fit."""
     model, efficiency = request.model, request.efficiency
     pool = Pool(accelerator, 1, gpus, tp)
 
@@ -111,13 +120,10 @@ def attention_pools(
         return shape_of(request, pool, pool, 1, rows * pool.groups, context=context)
 
     use = attention_memory(model, probe(1, 1), efficiency)
+    # Dense models are not served, and a stated layout may be another system's.
+    if model.moe_layers and request.afd_layout is None:
+        use = replace(use, weights=attention_weights(model, dtype_bytes(SERVED_ATTENTION)))
     if not use.fits:
-        return None
-
-    def capacity(context: float) -> float:
-        return kv_capacity_rows(model, use, context, request.precision, tp)
-
-    if capacity(request.context.longest) < 1:
         return None
     groups: list[StageLines] = []
     reduces: list[Line | None] = []
@@ -136,10 +142,9 @@ def attention_pools(
         by_instances = [_reduce_s(stage(1, 1, y)) for y in (1, 2)]
         reduces.append(None if own else line_through(*by_instances))
     rest = RestLines.of(model, accelerator, request.precision, tp, efficiency)
-    kv_rows = 1 / request.context.average(lambda length: 1 / capacity(length))
     share = use.weights / use.usable
     return AttentionPools(
-        accelerator, gpus, tp, tuple(groups), tuple(reduces), rest, kv_rows, share
+        accelerator, gpus, tp, tuple(groups), tuple(reduces), rest, use.weights, share
     )
 
 
@@ -159,25 +164,28 @@ def ffn_pools(
     ``wire`` is the format of arriving rows, which the GPUs of an instance all-gather.
     """
     model, efficiency = request.model, request.efficiency
-    found: list[tuple[int, int]] = []
+    found: list[tuple[float, ...]] = []
     lines: list[list[ExpertLines | None]] = []
     probe_pool = Pool(accelerator, 1, gpus)
     for instances in range(1, most + 1):
-        for tp in _tp_choices(model, gpus):
+        for tp, redundant in product(_tp_choices(model, gpus), request.redundant):
             pool = Pool(accelerator, instances, gpus, tp)
-            if not _divides(model, pool):
+            if not _divides(model, pool) or redundant > spare_experts(model, pool.groups):
                 continue
-            shape = replace(shape_of(request, probe_pool, pool, 1, 1, wire=wire), draft=0)
-            if not ffn_memory(model, shape, efficiency).fits:
+            routing = Routing(redundant=redundant)
+            shape = shape_of(request, probe_pool, pool, 1, 1, wire=wire, routing=routing)
+            shape, uneven = replace(shape, draft=0), replace(routing, imbalance=2.0)
+            use = ffn_memory(model, shape, efficiency)
+            if not use.fits:
                 continue
-            found.append((instances, tp))
+            found.append((instances, tp, redundant, use.weights))
             lines.append(
                 [
                     ExpertLines.of(
                         group.ffn,
                         ffn_stage(group.ffn, shape, efficiency),
                         ffn_stage(group.ffn, replace(shape, rows=2), efficiency),
-                        ffn_stage(group.ffn, replace(shape, routing=IMBALANCE_OF_2), efficiency),
+                        ffn_stage(group.ffn, replace(shape, routing=uneven), efficiency),
                     )
                     if remote(model, group)
                     else None
@@ -190,8 +198,19 @@ def ffn_pools(
         None if column[0] is None else stack([line for line in column if line is not None])
         for column in zip(*lines, strict=True)
     ]
-    instances_of, tp_of = np.array(found, dtype=np.float64).T
-    return FfnPools(accelerator, gpus, instances_of, tp_of, tuple(columns))
+    instances_of, tp_of, redundant_of, weights_of = np.array(found, dtype=np.float64).T
+    return FfnPools(
+        accelerator, gpus, instances_of, tp_of, redundant_of, weights_of, tuple(columns)
+    )
+
+
+def spare_experts(model: ModelSpec, groups: int) -> int:
+    """Returns the most copies that each of ``groups`` expert groups can hold.
+
+    These are the experts that it does not own; a single group needs no copy.
+    """
+    experts = [g.ffn.experts for g in model.groups if isinstance(g.ffn, MoeFfn)]
+    return min((count - math.ceil(count / groups) for count in experts), default=0)
 
 
 def _tp_choices(model: ModelSpec, gpus: int) -> tuple[int, ...]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from afd.errors import ConfigError
@@ -10,9 +11,10 @@ from afd_planner.cost.measured import MeasuredTimes
 from afd_planner.cost.shape import Efficiency
 from afd_planner.facts.hardware import Accelerator
 from afd_planner.facts.model import ModelSpec
-from afd_planner.facts.precision import Precision
+from afd_planner.facts.precision import PRECISIONS, Precision, wire_formats
 from afd_planner.sizing.context import ContextMix
 from afd_planner.sizing.imbalance import ExpertSpread, load_spread
+from afd_planner.sizing.layout import AfdLayout, ColocatedLayout, Layout
 
 Objective = Literal["tokens", "cost"]
 
@@ -32,10 +34,14 @@ class Request:
         accepted: Tokens that a sequence gains per step; 1 without speculative decoding.
         positions: Tokens computed per sequence and step, 1 + draft tokens. Experts, projections and
             wire process that many rows; the KV cache is read once (Step-3 report section 5.2).
-        wires: Wire formats to search.
+        wires: Wire formats to search; those that the model's width excludes are left out.
         depths: Numbers of micro-batches in flight to search.
+        redundant: Copies of experts per expert group and layer to search, in both plans.
         spread: How uneven expert loads are.
         measured: Stage times that replace the roofline where available.
+        layouts: Stated deployments, at most one of each kind; a kind without one is searched.
+        batch: Sequences in flight in a stated deployment, whatever its TPOT; None: as many as the
+            TPOT allows.
     """
 
     model: ModelSpec
@@ -45,30 +51,42 @@ class Request:
     tpot_s: float = 0.050
     gpus: int | None = None
     tokens_per_s: float | None = None
-    precision: Precision = field(default_factory=Precision)
+    precision: Precision = PRECISIONS["fp8"]
     accepted: float = 1.0
     positions: int = 1
     wires: tuple[str, ...] = ("exact", "fp8")
     depths: tuple[int, ...] = (1, 2, 3)
+    redundant: tuple[int, ...] = (0, 1)
     efficiency: Efficiency = field(default_factory=Efficiency)
     spread: ExpertSpread = field(default_factory=load_spread)
     measured: MeasuredTimes | None = None
+    layouts: tuple[Layout, ...] = ()
+    batch: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.tpot_s < 60:
             raise ConfigError(
                 f"a TPOT of {self.tpot_s * 1e3:g} ms is out of range; give 1 to 60000 ms"
             )
-        if not 1 <= self.accepted <= self.positions:
+        if not 1 <= self.accepted <= self.positions < math.inf:
             raise ConfigError(
                 f"{self.accepted:g} accepted tokens per step are not between 1 and the"
                 f" {self.positions} computed ones; raise --draft-tokens or lower --accepted"
             )
         if self.gpus is not None and self.gpus < 1:
             raise ConfigError(f"a budget of {self.gpus} GPUs is too small; give at least 1")
-        if self.tokens_per_s is not None and not self.tokens_per_s > 0:
+        if self.tokens_per_s is not None and not 0 < self.tokens_per_s < math.inf:
             raise ConfigError(
-                f"a target of {self.tokens_per_s:g} tokens/s is invalid; give more than 0"
+                f"a target of {self.tokens_per_s:g} tokens/s is invalid; give a number above 0"
+            )
+        if len({type(layout) for layout in self.layouts}) < len(self.layouts):
+            raise ConfigError("give at most one xAyF and one colocated --layout")
+        if self.batch is not None and (self.batch < 1 or not self.layouts):
+            raise ConfigError("--batch needs a --layout, and at least 1 sequence")
+        if not self.usable_wires:
+            raise ConfigError(
+                f"rows of {self.model.title} have {self.model.hidden} columns, which wire format"
+                f" {self.wires[0]} cannot divide into blocks; give --wire exact"
             )
         if self.gpus is not None and self.tokens_per_s is not None:
             raise ConfigError("give a GPU budget or a target of tokens/s, not both")
@@ -78,6 +96,28 @@ class Request:
                 f"{self.model.title} reads at most {longest} tokens, but the longest context is"
                 f" {self.context.longest:.0f}; give contexts of up to {longest}"
             )
+
+    @property
+    def afd_layout(self) -> AfdLayout | None:
+        """The stated xAyF deployment."""
+        return next((each for each in self.layouts if isinstance(each, AfdLayout)), None)
+
+    @property
+    def colocated_layout(self) -> ColocatedLayout | None:
+        """The stated colocated deployment."""
+        return next((each for each in self.layouts if isinstance(each, ColocatedLayout)), None)
+
+    @property
+    def usable_wires(self) -> tuple[str, ...]:
+        """The wire formats to search that the model's rows allow."""
+        allowed = wire_formats(self.model.hidden)
+        return tuple(wire for wire in self.wires if wire in allowed)
+
+    @property
+    def exchange_precision(self) -> Precision:
+        """Formats of a colocated plan: its all-to-all sends FP8 rows where the width allows it."""
+        allowed = wire_formats(self.model.hidden)
+        return replace(self.precision, wire="fp8" if "fp8" in allowed else "exact")
 
     @property
     def objective(self) -> Objective:

@@ -13,7 +13,6 @@ from afd_planner.cost.stages import AfdStages, Part, StageTime, layer_period
 from afd_planner.facts.ffn import MoeFfn
 from afd_planner.facts.model import LayerGroup
 from afd_planner.facts.precision import wire_bytes
-from afd_planner.sizing.imbalance import ExpertSpread
 from afd_planner.sizing.plan import Constraint
 from afd_planner.sizing.pools import shape_of
 from afd_planner.sizing.request import Request
@@ -22,24 +21,38 @@ STAGES = ("attention", "ffn", "wire", "rest")
 """Stages of a decode step that a file of measured times may contain."""
 
 
-def routing_for(request: Request, rows: float, groups: int) -> Routing:
-    """Returns the routing of a micro-batch of ``rows`` rows over ``groups`` expert groups."""
+def routing_for(request: Request, rows: float, groups: int, redundant: int = 0) -> Routing:
+    """Returns the routing of a micro-batch of ``rows`` rows over ``groups`` expert groups.
+
+    ``redundant``: copies of experts per group.
+    """
     moe = [g.ffn for g in request.model.groups if isinstance(g.ffn, MoeFfn)]
     if not moe:
         return Routing()
-    return Routing(imbalance=_slowest(request.spread, rows, groups, moe[0]))
-
-
-def _slowest(spread: ExpertSpread, rows: float, groups: int, ffn: MoeFfn) -> float:
-    found = spread.slowest(np.array([rows]), np.array([float(groups)]), ffn.experts, ffn.top_k)
-    return float(found[0])
+    slowest = request.spread.slowest(
+        np.array([rows]),
+        np.array([float(groups)]),
+        moe[0].experts,
+        moe[0].top_k,
+        np.array([redundant]),
+    )
+    return Routing(imbalance=float(slowest[0]), redundant=redundant)
 
 
 def afd_point(
-    request: Request, attention: Pool, ffn: Pool, depth: int, rows: float, wire: str
+    request: Request,
+    attention: Pool,
+    ffn: Pool,
+    depth: int,
+    rows: float,
+    wire: str,
+    redundant: int = 0,
 ) -> tuple[AfdShape, AfdStages, tuple[str, ...]]:
-    """Returns (shape, stages, names of measured stages) of one unit; ``rows`` per micro-batch."""
-    routing = routing_for(request, rows * request.positions, ffn.groups)
+    """Returns (shape, stages, names of measured stages) of one unit.
+
+    ``rows`` are per micro-batch, ``redundant`` copies of experts per group.
+    """
+    routing = routing_for(request, rows * request.positions, ffn.groups, redundant)
     shape = shape_of(request, attention, ffn, depth, rows, wire=wire, routing=routing)
     stages = afd_stages(request.model, shape, request.efficiency)
     return shape, *_with_measured(request, shape, stages)
@@ -130,7 +143,7 @@ def binding_colocated(request: Request, shape: ColocatedShape) -> Constraint:
     """Returns the longest of attention, FFN and exchange, of the slowest layer group."""
     micro_batches = 2 if shape.overlap else 1
     tokens = shape.rows * request.positions
-    routing = routing_for(request, tokens / micro_batches, shape.ep)
+    routing = routing_for(request, tokens / micro_batches, shape.ep, shape.routing.redundant)
     step = colocated_step(request.model, replace(shape, routing=routing), request.efficiency)
     layer, group = max(
         zip(step.layers, request.model.groups, strict=True),

@@ -14,23 +14,27 @@ from afd_planner.cost.shape import AfdShape
 from afd_planner.cost.stages import AfdStages
 from afd_planner.facts.ffn import MoeFfn
 from afd_planner.sizing.afd_units import AfdUnits, Relief
-from afd_planner.sizing.plan import Change, ChangeKind, OperatingPoint, Reason, ReasonKind, Verdict
+from afd_planner.sizing.error import Decision, ErrorBand, error_of
+from afd_planner.sizing.imbalance import EQUAL_SPREAD
+from afd_planner.sizing.plan import (
+    Change,
+    ChangeKind,
+    OperatingPoint,
+    Reason,
+    ReasonKind,
+    Routed,
+    Verdict,
+)
 from afd_planner.sizing.request import MAX_UNIT_GPUS, Request
 from afd_planner.sizing.search import Best, Limits, Search
-
-NEEDED = 1.05
-"""Ratio from which disaggregation is recommended. A smaller gain is within the model's error."""
-
-DOUBTFUL = 1.2
-"""Ratio up to which a gain may be a model error: on H200, the model favoured disaggregation by up
-to 19 % (docs/planner-model.md)."""
+from afd_planner.sizing.supported import not_served
 
 NOTICEABLE = 1.02
 """Smallest gain for which a cost is listed as a reason."""
 
 GPU_STEPS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 TPOT_STEPS_S = (0.010, 0.015, 0.020, 0.025, 0.030, 0.040, 0.050, 0.075, 0.100, 0.150, 0.200)
-CONTEXT_FACTORS = (2, 4, 8, 16, 32)
+CONTEXT_FACTORS = (2, 4, 16)
 LONGEST_CONTEXT = 131072
 
 
@@ -40,15 +44,18 @@ def judge(
     colocated: Best | None,
 ) -> Verdict:
     """Returns the verdict for one request. One of ``afd`` and ``colocated`` may be None."""
-    request = search.request
-    if colocated is None:
-        return Verdict(True, math.inf, NEEDED, (), ())
-    ratio = afd[0].score / colocated.score if afd else 0.0
+    request, error = search.request, error_of(search.request)
+    refused = not_served(request)
+    ratio = _ratio(afd[0] if afd else None, colocated)
+    routed = _routed(search, ratio)
+    decision = _decide(error, ratio, routed)
+    if refused:
+        decision = Decision.COLOCATED if colocated else Decision.UNDECIDED
+    if decision is Decision.DISAGGREGATE or colocated is None:
+        return Verdict(decision, ratio, error, routed, (), (), refused)
     dense = not request.model.moe_layers
-    if ratio >= NEEDED and not dense:
-        return Verdict(True, ratio, NEEDED, (), ())
     reasons = _reasons(search, *afd) if afd else [_absent(search)]
-    changes = [] if dense else _changes(search)
+    changes = [] if refused else _changes(search, error.high)
     more = next((c for c in changes if c.kind is ChangeKind.GPUS), None)
     if more is not None and request.gpus is not None:
         gain = more.ratio / ratio if ratio else math.inf
@@ -57,9 +64,40 @@ def judge(
     reasons.sort(key=lambda reason: -reason.gain)
     if dense:
         reasons = [Reason(ReasonKind.DENSE_MODEL, 0, 1, "mixture-of-experts layers"), *reasons]
+    if refused and not dense:
+        reasons = [Reason(ReasonKind.NOT_SERVED, 0, 0, "; ".join(refused)), *reasons]
     if not reasons:
-        reasons = [Reason(ReasonKind.NO_ADVANTAGE, ratio, NEEDED, "times colocated")]
-    return Verdict(False, ratio, NEEDED, tuple(reasons), tuple(changes))
+        reasons = [Reason(ReasonKind.NO_ADVANTAGE, ratio, error.high, "times colocated")]
+    return Verdict(decision, ratio, error, routed, tuple(reasons), tuple(changes), refused)
+
+
+def _ratio(afd: Best | None, colocated: Best | None) -> float:
+    if afd is None:
+        return 0.0
+    return afd.score / colocated.score if colocated else math.inf
+
+
+def _routed(search: Search, ratio: float) -> tuple[Routed, ...]:
+    """Returns the ratio under equal, the requested and the worst popularity of experts.
+
+    Rows choose at random in all of them.
+    """
+    spread = search.request.spread
+    if spread.spread == 0 or not search.request.model.moe_layers:
+        return (Routed(spread.name, ratio),)
+    found = [Routed(spread.name, ratio)]
+    for place, other in ((0, EQUAL_SPREAD), (2, spread.at_worst())):
+        again = search.with_spread(other)
+        found.insert(place, Routed(other.name, ratio_at(again, again.limits)))
+    return tuple(found)
+
+
+def _decide(error: ErrorBand, ratio: float, routed: tuple[Routed, ...]) -> Decision:
+    """Returns the decision for the requested loads, or UNDECIDED if other loads contradict it."""
+    decision = error.decide(ratio)
+    against = {Decision.DISAGGREGATE: Decision.COLOCATED, Decision.COLOCATED: Decision.DISAGGREGATE}
+    others = {error.decide(each.ratio) for each in routed}
+    return Decision.UNDECIDED if against.get(decision) in others else decision
 
 
 def _absent(search: Search) -> Reason:
@@ -153,36 +191,34 @@ def _slot(request: Request, shape: AfdShape, stages: AfdStages) -> float:
 # -- changes: requests for which disaggregation wins
 
 
-def _changes(search: Search) -> list[Change]:
-    found = [_more_gpus(search), _longer_context(search), _other_tpot(search)]
+def _changes(search: Search, needed: float) -> list[Change]:
+    found = [
+        _more_gpus(search, needed),
+        _longer_context(search, needed),
+        _other_tpot(search, needed),
+    ]
     return [change for change in found if change is not None]
 
 
 def ratio_at(search: Search, limits: Limits) -> float:
     """Returns the ratio of xAyF to colocated within ``limits``; see ``Verdict.ratio``."""
-    afd, colocated = search.best_afd(limits), search.best_colocated(limits)
-    if afd is None:
-        return 0.0
-    return afd.score / colocated.score if colocated else math.inf
+    return _ratio(search.best_afd(limits), search.best_colocated(limits))
 
 
-def _more_gpus(search: Search) -> Change | None:
-    """Returns the smallest budget at and above which disaggregation always wins."""
+def _more_gpus(search: Search, needed: float) -> Change | None:
+    """Returns the smallest larger budget of GPU_STEPS with which disaggregation wins."""
     request = search.request
     if request.gpus is None:
         return None
-    steps = [n for n in GPU_STEPS if n > request.gpus]
-    ratios = [ratio_at(search, replace(search.limits, gpus=n)) for n in steps]
-    first = None
-    for index in range(len(steps) - 1, -1, -1):
-        if ratios[index] < NEEDED:
-            break
-        first = index
-    return None if first is None else Change(ChangeKind.GPUS, steps[first], ratios[first])
+    for gpus in (n for n in GPU_STEPS if n > request.gpus):
+        ratio = ratio_at(search, replace(search.limits, gpus=gpus))
+        if needed <= ratio < math.inf:
+            return Change(ChangeKind.GPUS, gpus, ratio)
+    return None
 
 
-def _longer_context(search: Search) -> Change | None:
-    """Returns the first longer context (doubling) at which disaggregation wins."""
+def _longer_context(search: Search, needed: float) -> Change | None:
+    """Returns the first longer context of CONTEXT_FACTORS at which disaggregation wins."""
     request = search.request
     longest = min(request.model.max_context or LONGEST_CONTEXT, LONGEST_CONTEXT)
     for factor in CONTEXT_FACTORS:
@@ -191,18 +227,18 @@ def _longer_context(search: Search) -> Change | None:
             return None
         longer = search.at_context(context)
         ratio = ratio_at(longer, longer.limits)
-        if NEEDED <= ratio < math.inf:
+        if needed <= ratio < math.inf:
             return Change(ChangeKind.CONTEXT, context.mean, ratio)
     return None
 
 
-def _other_tpot(search: Search) -> Change | None:
+def _other_tpot(search: Search, needed: float) -> Change | None:
     """Returns the TPOT closest to the requested one, by ratio, at which disaggregation wins."""
     asked = search.request.tpot_s
     for tpot in sorted(TPOT_STEPS_S, key=lambda value: abs(math.log(value / asked))):
         if math.isclose(tpot, asked):
             continue
         ratio = ratio_at(search, replace(search.limits, tpot_s=tpot))
-        if NEEDED <= ratio < math.inf:
+        if needed <= ratio < math.inf:
             return Change(ChangeKind.TPOT, tpot * 1e3, ratio)
     return None

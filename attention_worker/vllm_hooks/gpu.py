@@ -35,8 +35,8 @@ class GuardedOutput(AsyncModelRunnerOutput):
 class AfdGpuModelRunner(DisaggregatedRunner, GPUModelRunner):
     """CUDA or ROCm runner of an attention instance."""
 
-    def load_model(self, load_dummy_weights: bool = False) -> None:
-        super().load_model(load_dummy_weights)
+    def load_model(self, load_dummy_weights: bool = False, **further: Any) -> None:
+        super().load_model(load_dummy_weights, **further)
         self._graphs: StepGraphs | None = None
         # Dummy runs, which include captures, read the number of micro-batches from this config.
         self.vllm_config: VllmConfig = copy.copy(self.vllm_config)

@@ -12,6 +12,7 @@ from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 
+from afd.errors import ConfigError
 from attention_worker.instance import AttentionModel
 from attention_worker.stored_weights import AttentionTensors
 
@@ -19,6 +20,8 @@ logger = logging.getLogger("afd.attention")
 
 LOAD_FORMAT = "afd"
 """Value of vLLM's ``--load-format`` on attention instances."""
+PROGRESS_S = 2.0
+"""Seconds between two log lines about the bytes that were read."""
 
 
 class AttentionWeightLoader(DefaultModelLoader):
@@ -31,6 +34,7 @@ class AttentionWeightLoader(DefaultModelLoader):
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(load_config)
         self.bytes_read = 0
+        self._tensors: AttentionTensors | None = None
 
     def get_all_weights(
         self, model_config: ModelConfig, model: nn.Module
@@ -48,15 +52,39 @@ class AttentionWeightLoader(DefaultModelLoader):
                 tensors.formats,
                 str(model_config.dtype).removeprefix("torch."),
             )
-        yield from tensors
+        self._tensors = tensors
+        began = logged = time.monotonic()
+        for named in tensors:
+            yield named
+            if time.monotonic() - logged > PROGRESS_S:
+                logged = time.monotonic()
+                _log_progress(tensors.bytes_read, logged - began)
         self.bytes_read = tensors.bytes_read
+        _log_progress(self.bytes_read, time.monotonic() - began)
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        """Fills the model. Raises ConfigError with the tensor and the file that do not fit."""
         # A null key came from our command line; gpt-oss asks only whether there is one.
         if vars(model_config.hf_config).get("quantization_config", {}) is None:
             del model_config.hf_config.quantization_config
-        super().load_weights(model, model_config)
+        try:
+            super().load_weights(model, model_config)
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever the parameter's loader raises
+            at = self._tensors.current if self._tensors else ""
+            if not at:
+                raise
+            said = str(error) or type(error).__name__
+            raise ConfigError(
+                f"vLLM cannot load {at} ({said}); use the config.json that belongs to these weights"
+            ) from error
         counts = cast(AttentionModel, model)
         counts.weight_bytes_read = self.bytes_read
         # Counted here, because on CPU vLLM then moves the linear layers into packed copies.
         counts.weight_bytes_held = sum(p.nbytes for p in model.parameters())
+
+
+def _log_progress(nbytes: int, seconds: float) -> None:
+    rate = nbytes / max(seconds, 1e-9) / 1e9
+    logger.info("attention weights: %.3f GB read, %.2f GB/s", nbytes / 1e9, rate)

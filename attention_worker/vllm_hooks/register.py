@@ -1,15 +1,18 @@
-"""Registers our classes in vLLM's own registries; nothing of vLLM is patched."""
+"""Registers our classes in vLLM's own registries. Only resume.py replaces classes of vLLM."""
 
 import importlib
 
 from vllm import ModelRegistry
 from vllm.model_executor.model_loader import register_model_loader
+from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from afd.config.roles import RoleSpec
-from afd.models import read_model
+from afd.errors import ConfigError
+from afd.models import read_config, read_model
 from attention_worker.vllm_hooks.loader import LOAD_FORMAT, AttentionWeightLoader
 from attention_worker.vllm_hooks.model import disaggregated, text_only
+from attention_worker.vllm_hooks.resume import install
 from attention_worker.vllm_hooks.routing import register_remote_experts
 from attention_worker.vllm_hooks.split import split
 
@@ -25,11 +28,26 @@ def register_model(role: RoleSpec) -> None:
     base = getattr(importlib.import_module(module), name)
     if model.architecture in family.text_prefix:
         base = text_only(base)
+    install(_vocabulary(role))
     register_remote_experts()
     register_model_loader(LOAD_FORMAT)(AttentionWeightLoader)
     if role.deployment.attention.kernel == "mqa":
         register_backend(
             AttentionBackendEnum.CUSTOM, "attention_worker.vllm_hooks.mqa_backend.MqaBackend"
         )
-    remote = split(base) if family.split else disaggregated(base, family)
+    if family.split:
+        # Where vLLM has no sparse attention, resolve() limits requests to what it would keep.
+        remote = split(base, sparse=family.sparse if current_platform.is_cpu() else "")
+    else:
+        remote = disaggregated(base, family)
     ModelRegistry.register_model(model.architecture, remote)
+
+
+def _vocabulary(role: RoleSpec) -> int:
+    """Returns the number of token ids of the role's checkpoint."""
+    config = read_config(role.deployment.model)
+    text = config.get("text_config")
+    size = (text if isinstance(text, dict) else config).get("vocab_size")
+    if not isinstance(size, int):
+        raise ConfigError(f"config.json of {role.deployment.model} names no vocab_size")
+    return size

@@ -5,6 +5,11 @@ Registers a RoutedExperts without weights. In a pipelined model our loop runs vL
 experts (:meth:`RemoteRoutedExperts.compute`).
 """
 
+import importlib
+from collections.abc import Callable
+from functools import cache
+from typing import TypeAlias
+
 import torch
 from torch import nn
 from vllm.model_executor.custom_op import PluggableLayer
@@ -21,6 +26,9 @@ from afd.models import Family
 from attention_worker.model import Router
 from attention_worker.pipeline import Experts
 from attention_worker.top_k import biased_top_k
+from attention_worker.vllm_hooks.versions import layout
+
+_TopK: TypeAlias = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 class RemoteRoutedExperts(RoutedExperts):
@@ -134,10 +142,6 @@ def make_router(layer: nn.Module, family: Family) -> Router:
 def _top_k_cpu(
     experts: RoutedExperts, hidden: torch.Tensor, logits: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # On CPU, vLLM 0.26 routes inside the wrapper of the expert kernel, not in the router object
-    # (vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py: apply_monolithic).
-    from vllm.model_executor.layers.fused_moe.cpu_fused_moe import select_experts
-
     plain = experts.scoring_func == "softmax" and experts.e_score_correction_bias is None
     if not (experts.use_grouped_topk or experts.custom_routing_function or plain):
         # Here vLLM's function asserts, or leaves out the bias without a word.
@@ -149,7 +153,7 @@ def _top_k_cpu(
             renormalise=experts.renormalize,
             scaling=experts.routed_scaling_factor,
         )
-    weights, ids = select_experts(
+    weights, ids = _select_experts()(
         hidden_states=hidden,
         router_logits=logits,
         top_k=experts.top_k,
@@ -163,3 +167,11 @@ def _top_k_cpu(
         e_score_correction_bias=experts.e_score_correction_bias,
     )
     return weights, ids
+
+
+@cache
+def _select_experts() -> _TopK:
+    # Before 0.30, vLLM's router object is not for CPUs. Its top-k for CPUs is a function in every
+    # version, and from 0.30 on the router object calls the same code.
+    select: _TopK = importlib.import_module(layout().cpu_top_k_module).select_experts
+    return select

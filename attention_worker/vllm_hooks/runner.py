@@ -1,21 +1,28 @@
 """What an attention instance adds to vLLM's model runner: micro-batches and the remote experts.
 
 It only overrides methods. Scheduling, KV cache, attention metadata and sampling stay vLLM's
-(vllm/v1/worker/gpu_model_runner.py, 0.26.0).
+(vllm/v1/worker/gpu_model_runner.py). Arguments that some versions have and others do not are passed
+on as they come.
 """
 
 import copy
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-from vllm.config import ParallelConfig
+import torch
+from torch import nn
+from vllm.config import ParallelConfig, VllmConfig
+from vllm.lora.request import LoRARequest
 from vllm.sequence import IntermediateTensors
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
 from afd.schedule import choose_depth, padded_depth, reads_block_written_in_step
 from attention_worker.instance import AttentionInstance, reported
+from attention_worker.vllm_hooks.lora import attention_projections, check_adapter, unpacked
+from attention_worker.vllm_hooks.resume import restore, resumed_tokens
 from attention_worker.vllm_hooks.support import check_supported
 
 if TYPE_CHECKING:
@@ -33,14 +40,14 @@ class DisaggregatedRunner(_Base):
     :meth:`load_model` is the first call that vLLM makes on the result.
     """
 
-    def load_model(self, load_dummy_weights: bool = False) -> None:
+    def load_model(self, load_dummy_weights: bool = False, **further: Any) -> None:
         """Joins the deployment, loads the attention half, and waits for the FFN instances."""
         with reported():
             check_supported(self.vllm_config)
             self._instance = AttentionInstance.join()
         self._scheduled: SchedulerOutput | None = None
         self._capture_depth: int | None = None
-        super().load_model(load_dummy_weights)
+        super().load_model(load_dummy_weights, **further)
         with reported():
             self._instance.serve(self.get_model())
         # With ubatch_size, vLLM makes one attention metadata builder per micro-batch
@@ -49,9 +56,28 @@ class DisaggregatedRunner(_Base):
         self.parallel_config: ParallelConfig = copy.copy(self.parallel_config)
         self.parallel_config.ubatch_size = self._instance.max_depth
 
-    def profile_run(self) -> None:
+    def load_lora_model(
+        self, model: nn.Module, vllm_config: VllmConfig, device: torch.device
+    ) -> nn.Module:
+        """Makes vLLM's adapter layers, in attention only. Called by :meth:`load_model`."""
+        names = attention_projections(model, self._instance.family)
+        self.lora_config.target_modules = names
+        loaded = super().load_lora_model(model, vllm_config, device)
+        self._adapter_modules = unpacked(loaded.packed_modules_mapping, names)
+        return loaded
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Loads an adapter. Raises ConfigError if it changes more than attention."""
+        with reported():
+            check_adapter(
+                lora_request.lora_name, Path(lora_request.lora_path), self._adapter_modules
+            )
+        added: bool = super().add_lora(lora_request)
+        return added
+
+    def profile_run(self, *arguments: Any, **named: Any) -> None:
         """Runs vLLM's warm-up, which calls the FFN; then goes idle."""
-        super().profile_run()
+        super().profile_run(*arguments, **named)
         self.go_idle()
 
     def go_idle(self) -> None:
@@ -78,19 +104,22 @@ class DisaggregatedRunner(_Base):
         finally:
             self._scheduled = None
 
+    def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
+        """Also gives resumed requests the tokens that another instance generated."""
+        deferred = super()._update_states(scheduler_output)
+        for request in scheduler_output.scheduled_new_reqs:
+            if tokens := resumed_tokens(request.sampling_params):
+                restore(self, request.req_id, tokens)
+        return deferred
+
     def _determine_batch_execution_and_padding(
         self,
         num_tokens: int,
         num_reqs: int,
         num_scheduled_tokens_np: np.ndarray,
         max_num_scheduled_tokens: int,
-        use_cascade_attn: bool,
-        allow_microbatching: bool = True,
-        force_eager: bool = False,
-        force_uniform_decode: bool | None = None,
-        force_has_lora: bool | None = None,
-        force_num_active_loras: int | None = None,
-        num_encoder_reqs: int = 0,
+        *arguments: Any,
+        **named: Any,
     ) -> tuple[Any, ...]:
         """Returns vLLM's decision with our number of micro-batches, instead of its own for data
         parallelism."""
@@ -99,22 +128,17 @@ class DisaggregatedRunner(_Base):
             num_reqs,
             num_scheduled_tokens_np,
             max_num_scheduled_tokens,
-            use_cascade_attn,
-            allow_microbatching,
-            force_eager,
-            force_uniform_decode,
-            force_has_lora,
-            force_num_active_loras,
-            num_encoder_reqs,
+            *arguments,
+            **named,
         )
         if self._scheduled is not None:
-            decode = num_tokens == num_reqs
+            decode = max_num_scheduled_tokens <= self.uniform_decode_query_len
             depth = choose_depth(
                 num_tokens,
                 num_reqs,
                 self._instance.depth(num_tokens, decode=decode),
                 self._instance.min_rows,
-                splittable=not self._prefix_hazard(self._scheduled),
+                splittable=not (self._uses_adapters() or self._prefix_hazard(self._scheduled)),
             )
             depth = padded_depth(depth, num_tokens, descriptor.num_tokens)
             self._instance.steps.begin(num_tokens, depth, time.monotonic(), decode=decode)
@@ -124,6 +148,14 @@ class DisaggregatedRunner(_Base):
             return mode, descriptor, False, across_dp, stats
         self.parallel_config.ubatch_size = depth
         return mode, descriptor, depth > 1, across_dp, stats
+
+    def _uses_adapters(self) -> bool:
+        """Returns whether a request of the step has a LoRA adapter.
+
+        vLLM's adapter layers look rows up by their place in the whole step, not in a micro-batch
+        (vllm/lora/punica_wrapper/punica_base.py: token_lora_indices).
+        """
+        return bool(self.lora_config and self.input_batch.lora_id_to_lora_request)
 
     def _prefix_hazard(self, scheduled: SchedulerOutput) -> bool:
         """Returns whether a request starts on prefix blocks that the same step fills."""

@@ -13,13 +13,18 @@ from attention_worker.pipeline import Experts
 from attention_worker.vllm_hooks.routing import RemoteRoutedExperts
 
 
-def split(base: type[nn.Module]) -> type[nn.Module]:
-    """Returns a subclass of the vLLM model class ``base`` whose routed experts are remote."""
+def split(base: type[nn.Module], sparse: str = "") -> type[nn.Module]:
+    """Returns a subclass of the vLLM model class ``base`` whose routed experts are remote.
+
+    sparse: config key whose presence makes vLLM build sparse attention; it is removed, so that
+        attention is over all tokens. "": none.
+    """
 
     class Split(base):  # type: ignore[valid-type,misc]  # known at run time only
         """The model without expert weights. Its MoE layers call the FFN over the transport."""
 
         def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+            vars(vllm_config.model_config.hf_config).pop(sparse, None)
             super().__init__(vllm_config=vllm_config, prefix=prefix)
             self.remote: Experts | None = None
 

@@ -16,8 +16,9 @@ def check_supported(config: VllmConfig) -> None:
         "data parallelism of vLLM (use attention.instances)": (
             config.parallel_config.data_parallel_size > 1
         ),
-        "speculative decoding": config.speculative_config is not None,
-        "LoRA adapters": config.lora_config is not None,
+        "speculative decoding with a draft model": (
+            config.speculative_config is not None and config.speculative_config.method != "ngram"
+        ),
     }
     found = [what for what, present in problems.items() if present]
     if found:

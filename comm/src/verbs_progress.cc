@@ -40,15 +40,15 @@ std::vector<int> parse_cpulist(const std::string& text) {
   return out;
 }
 
-std::vector<int> cpus_near(const std::string& device) {
-  const std::string node = first_line("/sys/class/infiniband/" + device + "/device/numa_node");
+std::vector<int> cpus_near(const std::string& device, const std::string& sysfs) {
+  const std::string node = first_line(sysfs + "/class/infiniband/" + device + "/device/numa_node");
   if (node.empty() || node[0] == '-') return {};
   cpu_set_t allowed;
   CPU_ZERO(&allowed);
   if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return {};
   std::vector<int> out;
   for (const int cpu :
-       parse_cpulist(first_line("/sys/devices/system/node/node" + node + "/cpulist")))
+       parse_cpulist(first_line(sysfs + "/devices/system/node/node" + node + "/cpulist")))
     if (cpu < CPU_SETSIZE && CPU_ISSET(static_cast<std::size_t>(cpu), &allowed)) out.push_back(cpu);
   return out;
 }

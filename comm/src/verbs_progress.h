@@ -63,6 +63,6 @@ class Progress {
 std::vector<int> parse_cpulist(const std::string& text);
 // Returns the CPUs of the RDMA device's NUMA node that this thread may use. Empty if the kernel
 // does not tell, or none is allowed.
-std::vector<int> cpus_near(const std::string& device);
+std::vector<int> cpus_near(const std::string& device, const std::string& sysfs = "/sys");
 
 }  // namespace afd_comm

@@ -1,15 +1,19 @@
 // Pollers, tickets and proxied links under a sanitizer.
 // Usage: stress_proxy FAKE_LIBRARY [SECONDS]
 #include <dlfcn.h>
+#include <sched.h>
 
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
 #include <random>
 #include <thread>
 
 #include "../src/poller.h"
 #include "../src/tickets.h"
+#include "../src/verbs_progress.h"
 #include "stress.h"
 
 using namespace afd_comm;
@@ -57,6 +61,58 @@ void items_come_and_go(double seconds) {
   for (auto& thread : threads) thread.join();
   check(rounds > 10, "a sleeping poller takes changes at once");
   printf("poller ok: %llu items\n", static_cast<unsigned long long>(rounds.load()));
+}
+
+// Notes where its poller's thread may run.
+struct Place final : Polled {
+  bool poll() override {
+    if (!known) sched_getaffinity(0, sizeof cpus, &cpus);
+    known = true;
+    return false;
+  }
+  bool armed() const override { return !known.load(); }
+  cpu_set_t cpus{};
+  std::atomic<bool> known{false};
+};
+
+// The thread of a NIC runs on the CPUs of the NIC's NUMA node that the process may use.
+void a_nic_has_a_thread_on_its_node() {
+  const std::vector<int> listed{0, 1, 2, 3, 8, 10, 11};
+  check(parse_cpulist("0-3,8,10-11") == listed, "a list of CPUs");
+  check(parse_cpulist("").empty(), "an empty list");
+  cpu_set_t allowed;
+  CPU_ZERO(&allowed);
+  sched_getaffinity(0, sizeof allowed, &allowed);
+  int last = CPU_SETSIZE - 1;
+  while (!CPU_ISSET(static_cast<std::size_t>(last), &allowed)) --last;
+  char name[] = "/tmp/stress_proxy_XXXXXX";
+  check(mkdtemp(name) != nullptr, "a folder");
+  const std::filesystem::path root(name), node = root / "devices/system/node/node1";
+  std::filesystem::create_directories(node);
+  std::ofstream(node / "cpulist") << last << ",1022-1023\n";
+  for (const auto& [nic, on] : {std::pair("near", "1"), {"far", "7"}, {"none", "-1"}}) {
+    const std::filesystem::path device = root / "class/infiniband" / nic / "device";
+    std::filesystem::create_directories(device);
+    std::ofstream(device / "numa_node") << on << "\n";
+  }
+  check(cpus_near("near", name) == std::vector<int>{last}, "the node's CPUs that are allowed");
+  check(cpus_near("far", name).empty() && cpus_near("none", name).empty(), "an unknown node");
+  Place place;
+  Poller poller("nic", cpus_near("near", name), 0);
+  poller.add(place);
+  const uint64_t end = deadline_after_us(kTimeoutUs);
+  while (true) {
+    while (!place.known && now_ns() < end) std::this_thread::yield();
+    // The thread may look once before it is moved.
+    if (CPU_COUNT(&place.cpus) == 1 || now_ns() >= end) break;
+    place.known = false;
+    poller.wake();
+  }
+  poller.remove(place);
+  check(CPU_COUNT(&place.cpus) == 1 && CPU_ISSET(static_cast<std::size_t>(last), &place.cpus),
+        "the thread is on the node");
+  std::filesystem::remove_all(root);
+  printf("node ok\n");
 }
 
 // Eager messages come back; captured ones are freed by recording, and the memory is used again.
@@ -207,6 +263,7 @@ int main(int argc, char** argv) {
   check(argc > 1, "usage: stress_proxy FAKE_LIBRARY [SECONDS]");
   const double seconds = argc > 2 ? atof(argv[2]) : 2;
   tickets_are_used_again();
+  a_nic_has_a_thread_on_its_node();
   items_come_and_go(seconds / 3);
   enqueue_while_ports_fail("verbs", argv[1], seconds);
   enqueue_while_ports_fail("tcp", argv[1], seconds / 3);

@@ -5,17 +5,23 @@ from dataclasses import dataclass
 
 import torch
 
-from afd.errors import ConfigError
 from afd.models import Quantization
+from afd.models.checkpoint import check_parts
 from afd.models.stored_torch import StoredParts, decode
-from afd.models.weight_format import PLAIN, Layout, Part, Range, WeightFormat, tensor_name
+from afd.models.weight_format import (
+    FLOATS,
+    PLAIN,
+    Layout,
+    Part,
+    Range,
+    WeightFormat,
+    tensor_name,
+)
 from afd.wire.layout import Tag
 from ffn_worker.experts.tensor_files import Table, TensorFiles
 from ffn_worker.moe.quantise import Weight, in_scheme
 from ffn_worker.moe.scheme import Scheme
 from ffn_worker.moe.stored import as_weight, held_as
-
-_PLAIN_DTYPES = ("F32", "BF16", "F16")
 
 
 @dataclass(frozen=True)
@@ -46,23 +52,7 @@ class StoredWeight:
                 file.
         """
         leading = (self.stacked,) if self.stacked else ()
-        for suffix, part in self._parts.items():
-            name = tensor_name(self.name, suffix)
-            info = table.get(name)
-            if info is None:
-                raise ConfigError(f"{path} has no tensor {name}; finish or repeat the download")
-            if info.dtype not in part.dtypes:
-                raise ConfigError(
-                    f"tensor {name} in {info.file} is stored as {info.dtype}, but experts in "
-                    f"{self.stored} need {' or '.join(part.dtypes)}; use the config.json that "
-                    "belongs to these weights"
-                )
-            allowed = [(*leading, *shape) for shape in part.shapes]
-            if info.shape not in allowed:
-                raise ConfigError(
-                    f"tensor {name} in {info.file} has shape {list(info.shape)}, config.json asks "
-                    f"for {list(allowed[0])}; use the config.json that belongs to these weights"
-                )
+        check_parts(table, path, self.name, self.stored, self._parts, leading)
 
     def nbytes(self, table: Table) -> int:
         """Returns the size of the tensors in the files; missing ones count nothing."""
@@ -189,4 +179,4 @@ def stored_format(quantization: Quantization, table: Table, name: str) -> Weight
     """
     found = quantization.of(name.removesuffix(".weight"))
     info = table.get(name)
-    return PLAIN if info is not None and info.dtype in _PLAIN_DTYPES else found
+    return PLAIN if info is not None and info.dtype in FLOATS else found

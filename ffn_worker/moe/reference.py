@@ -4,33 +4,15 @@ import torch
 import torch.nn.functional as F
 
 from afd.wire.rows_torch import EncodedRows
-from ffn_worker.moe.activation import SILU, ExpertMath
-from ffn_worker.moe.base import Linear, MoeBackend
+from ffn_worker.moe.activation import SILU
+from ffn_worker.moe.base import Linear
+from ffn_worker.moe.kept import KeptWeights
 from ffn_worker.moe.quantise import Weight, dequantise_weight
 from ffn_worker.moe.sorting import PlacedPairs
 
 
-class ReferenceBackend(MoeBackend):
+class ReferenceBackend(KeptWeights):
     """Rounds once, at the end, to the serving dtype. All other backends are tested against it."""
-
-    def __init__(self, experts: tuple[int, int], num_experts: int | None = None) -> None:
-        super().__init__(experts, num_experts)
-        self._weights: dict[int, tuple[Weight, Weight]] = {}
-        self._math: dict[int, ExpertMath] = {}
-
-    def prepare_math(self, layer: int, math: ExpertMath) -> None:
-        self._math[layer] = math
-
-    def prepare(self, layer: int, w13: Weight, w2: Weight) -> None:
-        self._weights[layer] = (w13, w2)
-
-    def tensors(self, layer: int) -> tuple[torch.Tensor, ...]:
-        w13, w2 = self._weights[layer]
-        return (*w13.tensors, *w2.tensors, *self._math.get(layer, SILU).tensors)
-
-    def release(self, layer: int) -> None:
-        del self._weights[layer]
-        self._math.pop(layer, None)
 
     def forward(
         self,

@@ -2,7 +2,7 @@
 
 import torch
 
-from afd.models.stored_torch import StoredParts, decode, shape_of
+from afd.models.stored_torch import StoredParts, decode
 from afd.models.weight_format import FP8_BLOCK_SIZE, Layout, WeightFormat
 from afd.wire.layout import Tag
 from ffn_worker.moe.quantise import Weight
@@ -22,7 +22,7 @@ def held_as(stored: WeightFormat, n: int, k: int) -> Scheme:
 
 def as_weight(stored: WeightFormat, parts: StoredParts) -> Weight:
     """Returns a weight as stored, without rounding: in :func:`held_as`'s scheme, else float32."""
-    n, k = shape_of(stored, parts)
+    n, k = stored.size(tuple(parts.codes.shape))
     scheme = held_as(stored, n, k)
     if stored.layout is Layout.PLAIN:
         return Weight.of(parts.codes)

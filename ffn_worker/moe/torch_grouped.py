@@ -3,38 +3,19 @@
 import torch
 import torch.nn.functional as F
 
-from ffn_worker.moe.activation import SILU, ExpertMath
-from ffn_worker.moe.base import MoeBackend
+from ffn_worker.moe.activation import SILU
+from ffn_worker.moe.kept import KeptWeights
 from ffn_worker.moe.pairs import LocalPairs, local_pairs, sum_pairs
 from ffn_worker.moe.quantise import Weight, dequantise_weight
 
 
-class TorchBackend(MoeBackend):
+class TorchBackend(KeptWeights):
     """Runs on every device that PyTorch supports.
 
     Expert outputs are rounded to the serving dtype, then weighted and summed in float32, as in
     vLLM's fallback (cpu_fused_moe.py, `cpu_fused_moe_torch`). Quantised weights stay quantised;
     each call decodes one active expert at a time.
     """
-
-    def __init__(self, experts: tuple[int, int], num_experts: int | None = None) -> None:
-        super().__init__(experts, num_experts)
-        self._weights: dict[int, tuple[Weight, Weight]] = {}
-        self._math: dict[int, ExpertMath] = {}
-
-    def prepare_math(self, layer: int, math: ExpertMath) -> None:
-        self._math[layer] = math
-
-    def prepare(self, layer: int, w13: Weight, w2: Weight) -> None:
-        self._weights[layer] = (w13, w2)
-
-    def tensors(self, layer: int) -> tuple[torch.Tensor, ...]:
-        w13, w2 = self._weights[layer]
-        return (*w13.tensors, *w2.tensors, *self._math.get(layer, SILU).tensors)
-
-    def release(self, layer: int) -> None:
-        del self._weights[layer]
-        self._math.pop(layer, None)
 
     def forward(
         self,

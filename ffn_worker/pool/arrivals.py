@@ -3,20 +3,25 @@
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
+
 from afd.config.resolve import Resolved
 from afd.schedule import Position
 from afd.wire.layout import Kind
 from afd.wire.message import Received, received
-from afd.wire.orders import Part
+from afd.wire.orders import PARTS, Part, Parts
 from afd_comm import Status
 from ffn_worker.pool.doorbells import Doorbells
 from ffn_worker.pool.late_peers import LatePeers
-from ffn_worker.pool.peers import Announced, Arrival, Peer, PeerTable
+from ffn_worker.pool.peers import Arrival, Peer, PeerTable
 from ffn_worker.slots import RankSlots
 
 _PAUSE_S = 0.005
+_FIELDS = ("seen", "kind", "rows", "depth", "step", "moves")
 SLICE_US = 200_000
 """Length of one wait before membership and shutdown are checked, microseconds."""
+
+_new = tuple.__new__  # skips the constructor of a NamedTuple, which takes as long as the rest
 
 OnPause = Callable[[], None]
 """Called in the pauses of a wait: follows the membership, raises PeerLost if waiting is useless."""
@@ -36,6 +41,8 @@ class Arrivals:
         self._known: Doorbells | None = None  # of several peers
         self._single: dict[str, Doorbells] = {}
         self.first = Position(resolved.model.moe_layers[0], 0)
+        # By attention instance: its part of an order for the step that it has announced last.
+        self._parts = np.zeros(resolved.contract.attention_instances, PARTS)
 
     def wait_for_any(self, peers: Sequence[Peer], timeout_us: int) -> bool:
         """Returns whether one of these peers has sent a message that was not taken yet."""
@@ -43,14 +50,14 @@ class Arrivals:
         return self._region.wait_any_of(slots, flags, timeout_us) >= 0
 
     def pending(self, peers: Sequence[Peer]) -> list[Arrival]:
-        """Returns each peer's earliest message that has arrived and was not taken yet. Takes
-        messages of the control slots: leaves and announcements."""
-        self._read_controls(self._doorbells(peers))
-        arrivals, first = [], self.first
+        """Returns each peer's earliest message that has arrived and was not taken yet.
+
+        Announcements are those that :meth:`read_controls` has taken.
+        """
+        arrivals = []
         for peer in peers:
             if peer.announced is not None:
-                rows, depth, step, moves = peer.announced
-                arrivals.append(Arrival(peer, first, depth, rows, step, moves))
+                arrivals.append(peer.announced)
                 continue
             header = self.earliest(peer, range(self._max_depth))
             if header is not None:
@@ -71,6 +78,14 @@ class Arrivals:
             return headers[0] if headers else None
         return min(headers, key=lambda h: (h.layer, h.micro_batch))
 
+    def read_controls(self, peers: Sequence[Peer]) -> None:
+        """Takes the messages on the control slots of these peers: leaves and announcements."""
+        self._read_controls(self._doorbells(peers))
+
+    def parts_of(self, arrivals: Sequence[Arrival]) -> Parts:
+        """Returns the parts of an order for these announced steps."""
+        return Parts(self._parts[[arrival.peer.index for arrival in arrivals]])
+
     def read_control(self, peer: Peer) -> None:
         """Takes the message on the peer's control slot, if there is one."""
         known = self._single.get(peer.id)
@@ -86,14 +101,25 @@ class Arrivals:
         after an announcement the peer waits for the step, and between two leaves it sends a step,
         whose first request makes us read the first leave.
         """
-        announces = int(Kind.STEP)  # comparing with an IntEnum takes longer
-        for peer, seen, kind, depth, moves, step, rows in doorbells.read_controls(self._region):
+        senders, headers, parts = doorbells.read_controls(self._region)
+        if not senders:
+            return
+        self._parts[parts["attention"]] = parts
+        columns = [headers[name].tolist() for name in _FIELDS]
+        # Most members announce steps of the same shape.
+        problems = {
+            shape: self._slots.problem_of_step(*shape, self._max_depth)
+            for shape in set(zip(columns[2], columns[3], strict=True))
+            if shape[1] > 0
+        }
+        announces, first = int(Kind.STEP), self.first  # comparing with an IntEnum takes longer
+        for peer, seen, kind, rows, depth, step, moves in zip(senders, *columns, strict=True):
             peer.seq[-1] += seen
             peer.active = kind == announces
             if peer.active:
-                problem = self._slots.problem_of_step(rows, depth, self._max_depth)
+                problem = problems.get((rows, depth), "a step of no micro-batches")
                 if problem is None:
-                    peer.announced = Announced(rows, depth, step, moves)
+                    peer.announced = _new(Arrival, (peer, first, depth, rows, step, moves))
                 else:
                     self._late.drop_invalid(peer, problem)
 

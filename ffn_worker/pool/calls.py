@@ -1,14 +1,15 @@
 """One thing to run: an expert call or a step on streams, and whose rows are in it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from afd.graph_sizes import GraphSizes
 from afd.schedule import Position
 from afd.wire.layout import Kind
 from afd.wire.message import Received
-from afd.wire.orders import Order, Part
+from afd.wire.orders import Order, Part, Parts
 from ffn_worker.pool.peers import Peer
 
 Settled = Callable[[], int]
@@ -33,11 +34,11 @@ class Call:
 
     order: Order
     senders: tuple[Sender | None, ...]
-    rows: tuple[int, ...] = field(init=False)
-    """Of each part."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "rows", tuple([part.rows for part in self.order.parts]))
+    @cached_property
+    def rows(self) -> tuple[int, ...]:
+        """Of each part."""
+        return tuple([part.rows for part in self.order.parts])
 
     @property
     def position(self) -> Position:
@@ -54,15 +55,15 @@ class Call:
         return cls(Order(Kind.DATA, position, tuple(parts)), tuple(senders))
 
 
-def step_order(first: Position, parts: tuple[Part, ...], sizes: GraphSizes, settled: int) -> Order:
+def step_order(first: Position, parts: Parts, sizes: GraphSizes, settled: int) -> Order:
     """Returns the order for an announced step.
 
     The hosts run it if an attention instance uses another expert placement than ``settled``: a
     graph computes only the banks at home (ffn_worker/experts/banks.py).
     """
-    bucket = 0
-    if all(part.moves == settled for part in parts):
-        bucket = sizes.bucket_of((part.rows, part.depth) for part in parts)
+    table, bucket = parts.table, 0
+    if (table["moves"] == settled).all():
+        bucket = sizes.bucket_of(zip(table["rows"].tolist(), table["depth"].tolist(), strict=True))
     return Order(Kind.STEP, first, parts, bucket, settled)
 
 

@@ -6,15 +6,9 @@ import numpy as np
 import numpy.typing as npt
 
 from afd.wire.message import HEADERS
+from afd.wire.orders import PARTS
 from afd_comm import Region
 from ffn_worker.pool.peers import Peer
-
-_FIELDS = ("seen", "kind", "depth", "moves", "step", "rows")
-
-
-Control = tuple[Peer, int, int, int, int, int, int]
-"""Sender, number of the message (1: the next one; 2: the one after it), and of its header kind,
-depth, moves, step and rows."""
 
 
 class Doorbells:
@@ -23,6 +17,9 @@ class Doorbells:
     def __init__(self, peers: Sequence[Peer], first_slots: Sequence[int], max_depth: int) -> None:
         """first_slots: of each peer; its control slot is the last one of ``max_depth`` + 1."""
         self.peers = peers
+        self._identity = np.zeros(len(peers), PARTS)
+        self._identity["attention"] = [peer.index for peer in peers]
+        self._identity["generation"] = [peer.generation for peer in peers]
         self._each = max_depth + 1
         slots = np.zeros((len(peers), self._each), np.uint32)
         slots[:] = np.arange(self._each)
@@ -43,15 +40,21 @@ class Doorbells:
         flags = taken.reshape(len(self.peers), self._each) + self._first[:, None]
         return self._slots, np.concatenate([flags.reshape(-1), flags[:, -1] + np.uint64(1)])
 
-    def read_controls(self, region: Region) -> list[Control]:
-        """Returns the messages on control slots that were not taken yet."""
+    def read_controls(
+        self, region: Region
+    ) -> tuple[Sequence[Peer], npt.NDArray[np.void], npt.NDArray[np.void]]:
+        """Returns the messages on control slots that were not taken yet: their senders, their
+        headers (:data:`afd.wire.message.HEADERS`; ``seen`` is 1 for the next message and 2 for the
+        one after it), and the part of each in an order, if it announces a step."""
         taken = np.array([peer.seq[-1] for peer in self.peers], np.uint64)
         count = region.read_headers(self._controls, self._first + taken, 2, self._words)
+        senders, headers, parts = self.peers, self._headers, self._identity
         if not count:
-            return []
-        if count == len(self.peers):
-            senders, headers = self.peers, self._headers
-        else:
-            found = np.flatnonzero(self._headers["seen"])
-            senders, headers = [self.peers[i] for i in found.tolist()], self._headers[found]
-        return list(zip(senders, *(headers[name].tolist() for name in _FIELDS), strict=True))
+            return [], headers[:0], parts[:0]
+        if count < len(self.peers):
+            found = np.flatnonzero(headers["seen"])
+            senders = [self.peers[i] for i in found.tolist()]
+            headers, parts = headers[found], parts[found]
+        for name in ("rows", "depth", "moves", "step"):
+            parts[name] = headers[name]
+        return senders, headers, parts

@@ -23,13 +23,13 @@ from afd.graph_sizes import GraphSizes
 from afd.schedule import Position
 from afd.wire.layout import Kind
 from afd.wire.message import Received
-from afd.wire.orders import Order, Part
+from afd.wire.orders import Order, Part, Parts
 from afd_comm import Status
 from ffn_worker.pool.arrivals import SLICE_US, Arrivals, OnPause
 from ffn_worker.pool.calls import Call, Sender, Settled, part_of, step_order
 from ffn_worker.pool.late_peers import LatePeers
 from ffn_worker.pool.orders import OrderInbox
-from ffn_worker.pool.peers import Announced, Peer, PeerTable
+from ffn_worker.pool.peers import Arrival, Peer, PeerTable
 
 logger = logging.getLogger("afd.ffn")
 
@@ -104,10 +104,11 @@ class Head:
                 return self._unordered_call(peer, Position(header.layer, header.micro_batch))
         return None
 
-    def _unordered_step(self, peer: Peer, step: Announced) -> Call:
+    def _unordered_step(self, peer: Peer, step: Arrival) -> Call:
         peer.announced = None
         part = part_of(peer, step.rows, step.depth, step.step, step.moves)
-        order = step_order(self._arrivals.first, (part,), self._sizes, self._settled())
+        parts = Parts.of([part])
+        order = step_order(self._arrivals.first, parts, self._sizes, self._settled())
         return Call(order, (Sender(peer, None),))
 
     def _unordered_call(self, peer: Peer, position: Position) -> Call | None:

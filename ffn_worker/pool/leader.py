@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from afd.config.resolve import Resolved
 from afd.graph_sizes import GraphSizes
 from afd.schedule import Position, walk
-from afd.wire.orders import Part
 from afd_comm import Status
 from ffn_worker.pool.arrivals import SLICE_US, Arrivals, OnPause
 from ffn_worker.pool.calls import Call, Sender, Settled, step_order
@@ -26,6 +25,7 @@ from ffn_worker.pool.late_peers import LatePeers
 from ffn_worker.pool.peers import Arrival, PeerTable
 
 _PAUSE_S = 0.005
+_new = tuple.__new__  # skips the constructor of a NamedTuple, which takes as long as the rest
 
 
 class Leader:
@@ -67,16 +67,22 @@ class Leader:
         """Waits for messages that begin a step. Returns one per instance that takes part in it; []
         if nothing came for a while."""
         peers = self._table.peers
-        if not any(p.announced for p in peers) and not self._arrivals.wait_for_any(peers, SLICE_US):
-            time.sleep(_PAUSE_S)  # without live peers the wait returns at once
-            return []
+        self._arrivals.read_controls(peers)
+        if not any([peer.announced for peer in peers]):
+            if not self._arrivals.wait_for_any(peers, SLICE_US):
+                time.sleep(_PAUSE_S)  # without live peers the wait returns at once
+                return []
+            self._arrivals.read_controls(peers)
+        announced = [peer.announced for peer in peers]
+        if all(announced):  # nobody is awaited
+            return [arrival for arrival in announced if arrival is not None]
         arrived = self._arrivals.pending(peers)
         first = self._arrivals.first
         resumed = [a for a in arrived if a.start is not first and a.start != first]
         if resumed:  # it begins in the middle of a step, so no other instance can join it
             return resumed[:1]
         deadline = time.monotonic() + self._step_wait_s
-        while arrived:
+        while 0 < len(arrived) < len(peers):
             here = {a.peer.index for a in arrived}
             awaited = [p for p in peers if p.active and p.index not in here]
             left_us = int((deadline - time.monotonic()) * 1e6)
@@ -84,6 +90,7 @@ class Leader:
                 break
             # Only those awaited: with many peers, each look at all of them would cost as much as
             # the step.
+            self._arrivals.read_controls(awaited)
             arrived += [a for a in self._arrivals.pending(awaited) if a.start == first]
             arrived.sort(key=lambda a: a.peer.index)
         # A graph cannot wait for messages that the host posts. So either all instances of a step
@@ -92,13 +99,14 @@ class Leader:
 
     def _stream_step(self, arrivals: list[Arrival]) -> Call:
         """Returns the call for an announced step."""
-        parts, senders = [], []
-        for peer, _, depth, rows, step, moves in arrivals:
+        senders = []
+        for arrival in arrivals:
+            peer = arrival.peer
             peer.active = True
             peer.announced = None
-            parts.append(Part(peer.index, peer.generation, rows, depth, moves, step))
-            senders.append(Sender(peer, None))
-        order = step_order(self._arrivals.first, tuple(parts), self._sizes, self._settled())
+            senders.append(_new(Sender, (peer, None)))
+        parts = self._arrivals.parts_of(arrivals)
+        order = step_order(self._arrivals.first, parts, self._sizes, self._settled())
         return Call(order, tuple(senders))
 
     def _host_step(self, arrivals: list[Arrival]) -> Iterator[Call]:

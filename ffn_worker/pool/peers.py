@@ -29,7 +29,7 @@ class Peer:
     taken: per micro-batch, step and layer of that request.
     unordered: micro-batches that no order may ever name (:mod:`ffn_worker.pool.follower`).
     active: has taken part in a step and not left since.
-    announced: the step that it has announced and not begun.
+    announced: the step that it has announced and not begun, which runs on streams.
     """
 
     id: str
@@ -43,25 +43,15 @@ class Peer:
     taken: list[tuple[int, int]]
     unordered: set[int]
     active: bool = False
-    announced: Announced | None = None
-
-
-class Announced(NamedTuple):
-    """A step that a peer runs on streams: its rows, its micro-batches, the peer's number of the
-    step, and the last expert move in the placement that it uses."""
-
-    rows: int
-    depth: int
-    step: int
-    moves: int
+    announced: Arrival | None = None
 
 
 class Arrival(NamedTuple):
     """A message that begins a peer's part of a step.
 
     start: where the peer begins. depth: micro-batches of its step. rows: of the whole step if it
-    was announced; 0 if each request carries its own. step: the peer's number of the step. moves: as
-    in :class:`Announced`.
+    was announced; 0 if each request carries its own. step: the peer's number of the step. moves: of
+    an announced step, the last expert move in the placement that the peer uses.
     """
 
     peer: Peer

@@ -183,7 +183,7 @@ def dispatch_builds(target: str) -> Iterator[Build]:
     bytes_ = ("payload_ptr", "scales_ptr", "to_payload_ptr", "to_scales_ptr")
     for suffix, block in (("", 32), ("[unscaled]", 0)):
         yield Build(
-            f"gather_rows{suffix}",
+            f"gather_message{suffix}",
             dispatch.gather_rows_kernel,
             {
                 **dict.fromkeys(bytes_, "*u8"),
@@ -626,7 +626,8 @@ def decode_builds(target: str) -> Iterator[Build]:
 
 
 def builds(target: str) -> list[Build]:
-    return [
+    """Raises ValueError if two builds have one name: one code would replace the other."""
+    found = [
         *codec_builds(target),
         *slot_builds(target),
         *dispatch_builds(target),
@@ -636,3 +637,7 @@ def builds(target: str) -> list[Build]:
         *placed_builds(target),
         *decode_builds(target),
     ]
+    names = [build.name for build in found]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"two builds are called {', '.join(twice)}; rename one")
+    return found

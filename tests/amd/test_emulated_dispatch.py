@@ -71,7 +71,7 @@ def test_messages_are_gathered(compiled, arch, wire):
     given = [payload, scales, slots, weights]
     outputs = [np.full((instances, *part.shape), 7, part.dtype) for part in given]
     got = Runner(compiled, arch)(
-        "gather_rows" if layout.scale_columns else "gather_rows[unscaled]",
+        "gather_message" if layout.scale_columns else "gather_message[unscaled]",
         [*given, listed, counts],
         outputs,
         [("i", layout.row_bytes), ("i", layout.scale_row_bytes)],

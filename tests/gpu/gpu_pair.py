@@ -4,9 +4,11 @@ Its layers have no attention: the input of an expert layer is the previous layer
 step's input, and routing is fixed. So a step can be compared with the same experts on one GPU.
 """
 
+import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -22,7 +24,7 @@ from afd.metrics.role import RoleMetrics
 from afd.metrics.step_trace import NoTimestamps, StageTimestamps
 from afd.schedule import split_rows
 from afd.wire.streams_torch import make_streams, runtime_of, torch_device
-from afd_comm import Region, Status
+from afd_comm import Region, Status, VerbsOptions
 from attention_worker.remote.host import RemoteExperts
 from attention_worker.remote.stream import StreamExperts, Waits
 from attention_worker.vllm_hooks.padding import padding_of
@@ -38,10 +40,16 @@ class Pair:
     """Control plane and FFN instance as processes; the attention side is the calling thread."""
 
     def __init__(
-        self, checkpoint: Path, folder: Path, kind: str = KIND, **sections: dict[str, object]
+        self,
+        checkpoint: Path,
+        folder: Path,
+        kind: str = KIND,
+        ffn_environment: Mapping[str, str] = os.environ,
+        **sections: dict[str, object],
     ) -> None:
         """kind: a name of afd.devices.DEVICES."""
         self._held = ExitStack()
+        self._environments = {"ffn": ffn_environment, "control": os.environ}
         (port,) = self._held.enter_context(held_ports(["127.0.0.1"]))
         deployment = Deployment.from_plain(
             {
@@ -68,11 +76,13 @@ class Pair:
         self.device = torch_device(kind)
         runtime_of(self.device).enter(self.device)
         r = self.resolved
+        verbs = deployment.transport.verbs_keywords("attention")
         self.region = Region(
             r.slots.attention_region_slots,
             r.f2a.nbytes,
             name="attention-0",
             **region_options(deployment, kind),
+            verbs=VerbsOptions(**verbs) if verbs else None,
         )
         self.control = client_for(self._specs["attention"], r.contract)
         self.control.join(addresses=tuple(self.region.addresses), deadline_s=START_S)
@@ -88,7 +98,9 @@ class Pair:
         self._specs[role].save(file)
         argv = [sys.executable, "-m", "afd_launch.cli", role, "--role-file", str(file)]
         with open(self._folder / f"{role}.log", "ab") as log:
-            self.processes[role] = subprocess.Popen(argv, stdout=log, stderr=log)
+            self.processes[role] = subprocess.Popen(
+                argv, stdout=log, stderr=log, env=self._environments[role]
+            )
 
     def log(self, role: str) -> str:
         return (self._folder / f"{role}.log").read_text(errors="replace")

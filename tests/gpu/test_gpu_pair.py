@@ -58,6 +58,34 @@ def test_host_and_graph_steps_match_one_gpu(make_pair, wire):
     pair.host.leave()
 
 
+def test_graph_steps_over_tcp_are_staged(make_pair):
+    """As between hosts without RDMA: the proxy copies messages through host memory."""
+    pair = make_pair(transport={"backend": "tcp"})
+    model = pair.reference()
+    (link,) = [peer.link for peer in pair.host.peers]
+    assert link.backend == "tcp" and "through host memory" in link.notes
+    for depth in (1, 3):
+        step = Step(pair, 3 * depth + 8, depth, seed=depth)
+        graph = Graph(step)
+        graph.capture()
+        for seed in range(5):
+            step.fill(100 + seed)
+            assert set(graph.replay()) == {Status.OK}
+            assert step.error(model) < BF16
+    pair.host.leave()
+
+
+def test_ffn_instances_on_cpus(make_pair):
+    """A mixed pool: the host sends the steps."""
+    pair = make_pair(ffn={"device": "cpu"})
+    model = pair.reference()
+    for depth in (1, 3):
+        step = Step(pair, 3 * depth + 8, depth, seed=depth)
+        step.run(pair.host)
+        assert step.error(model) < BF16
+    pair.host.leave()
+
+
 @pytest.mark.parametrize("depth", [1, 3])
 def test_timestamps_of_a_captured_step_are_read_after_each_replay(make_pair, depth):
     pair = make_pair(metrics={"stage_every": 1})

@@ -14,6 +14,7 @@ from contextlib import suppress
 
 import pytest
 import torch
+from gpu_pair import KIND
 
 from afd.control import operator
 from afd.errors import AfdError
@@ -46,8 +47,8 @@ def deployed(model, ffn_s, tp=1):
         fitted(Afd(1, 1, tp=tp), GPUS),
         model,
         Sizes(8, 1024, 1.0),
-        "cuda",
-        vllm_args("cuda", filled=False),
+        KIND,
+        vllm_args(KIND, filled=False),
     )
     # A prefix cache hit would split the second run's prefill differently.
     config["attention"]["enable_prefix_caching"] = False
@@ -192,6 +193,7 @@ def _restarted(server, pid):
     return True
 
 
+@pytest.mark.skipif(KIND == "rocm", reason="attention.kernel mqa is not offered on rocm")
 def test_our_decode_kernel_gives_the_tokens_of_flash_attention(tmp_path):
     """With an FP8 cache, FlashAttention 3 also rounds the softmax weights to FP8."""
     sizes = resolve("step3", "tiny", heads=16, head_dim=256)
@@ -199,8 +201,8 @@ def test_our_decode_kernel_gives_the_tokens_of_flash_attention(tmp_path):
 
     def answers(kernel):
         target, log = fitted(Afd(1, 1, kernel=kernel), GPUS), tmp_path / f"{kernel}.log"
-        args = vllm_args("cuda", filled=False, kv="fp8")
-        config = deployment(target, tmp_path / "model", Sizes(8, 1024, 1.0), "cuda", args)
+        args = vllm_args(KIND, filled=False, kv="fp8")
+        config = deployment(target, tmp_path / "model", Sizes(8, 1024, 1.0), KIND, args)
         with disaggregated(config, log=log) as server:
             found = run(server.url, server.model, TOGETHER, salt=kernel)
             assert replayed(server) > TOKENS / 2
@@ -246,8 +248,8 @@ def test_routed_dispatch_matches_broadcast_also_while_experts_move(tiny_models, 
 
     def config(dispatch):
         target = fitted(Afd(1, 2, graphs=graphs), GPUS)
-        args = vllm_args("cuda", filled=False)
-        made = deployment(target, tiny_models("qwen3_moe"), Sizes(8, 1024, 1.0), "cuda", args)
+        args = vllm_args(KIND, filled=False)
+        made = deployment(target, tiny_models("qwen3_moe"), Sizes(8, 1024, 1.0), KIND, args)
         made["attention"]["enable_prefix_caching"] = False
         made["ffn"]["redundant_experts"] = 2
         made["wire"]["dispatch"] = dispatch
@@ -302,8 +304,8 @@ def test_two_ranks_of_an_ffn_instance_match_one(tmp_path):
 
     def answers(instances, tp, reduce):
         target, log = fitted(Afd(1, instances, tp=tp), GPUS), tmp_path / f"{tp}-{reduce}.log"
-        args = vllm_args("cuda", filled=False)
-        config = deployment(target, tmp_path / "model", Sizes(8, 1024, 1.0), "cuda", args)
+        args = vllm_args(KIND, filled=False)
+        config = deployment(target, tmp_path / "model", Sizes(8, 1024, 1.0), KIND, args)
         config["ffn"]["reduce"] = reduce
         with disaggregated(config, log=log) as server:
             found = run(server.url, server.model, requests, salt=log.name)

@@ -1,119 +1,82 @@
-"""Checkpoints of every family and format, and what engines.py found for them."""
+"""Checkpoints of every family and format, and what engines of both sides found for them."""
 
-import json
-import os
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from cases import ALL, Model, drawn_sizes
-from engines import Case
+from drawn import DAMAGED, SEED, described, models_of, sizes_of
 
-from afd_demo.published.make import make_published
-from afd_demo.sizes import PRESETS, Sizes
-
-ROOT = Path(__file__).parents[2]
-SEED = int(os.environ.get("AFD_TEST_SEED") or time.time())
-"""Sizes of families are drawn from it. Every failure prints it; AFD_TEST_SEED repeats a run."""
+from afd_bench.families.cases import Model
+from afd_bench.families.engines import Case, Result
+from afd_bench.families.process import Engines, write_checkpoint
+from afd_demo.sizes import PRESETS
 
 
-def sizes_of(model: Model) -> Sizes:
-    return PRESETS["tiny"] if model.stored_as != "plain" else drawn_sizes(model, SEED)
-
-
-def described(model: Model) -> str:
-    return f"{model.name}, AFD_TEST_SEED={SEED}, {sizes_of(model)}"
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    terminalreporter.write_line(f"tests/identity: sizes were drawn with AFD_TEST_SEED={SEED}")
 
 
 @pytest.fixture(scope="session")
 def models(request: pytest.FixtureRequest) -> list[Model]:
     """Returns the models of the tests that were selected."""
-    called = [i.callspec.params for i in request.session.items if hasattr(i, "callspec")]
-    named = {params["model"].name for params in called}
-    return [model for model in ALL if model.name in named]
+    items = request.session.items
+    return models_of(item.callspec.params for item in items if hasattr(item, "callspec"))
 
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory, models: list[Model]) -> Path:
-    """Returns a folder with a checkpoint per model, and in ``twin/`` those that vLLM alone reads:
-    unquantised, and without image encoders."""
+    """Returns a folder of a checkpoint per model, and in ``twin/`` one that vLLM alone reads."""
     root = tmp_path_factory.mktemp("identity")
     for model in models:
-        twin, sizes = root / "twin" / model.name, sizes_of(model)
-        make_published(
-            model.layout, root / model.name, sizes, stored_as=model.stored_as, twin=twin, seed=SEED
-        )
-        if model.text_twin:
-            make_published(model.text_twin, twin, sizes, seed=SEED)
-        elif model.stored_as == "plain":
-            twin.parent.mkdir(exist_ok=True)
-            twin.symlink_to(root / model.name)
+        write_checkpoint(model, root, sizes_of(model), SEED)
     return root
 
 
-class _Engines:
-    """Starts engines.py for a side when it is first asked for, and waits for it once."""
+@pytest.fixture(scope="session")
+def damaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from safetensors.torch import load_file, save_file  # torch may be missing
 
-    def __init__(self, checkpoints: Path, models: Sequence[Model]) -> None:
-        self._folder = checkpoints
-        self._models = models
-        self._running: dict[str, subprocess.Popen[bytes]] = {}
-        self._found: dict[str, dict[str, dict[str, Any]]] = {}
-
-    def start(self, side: str) -> None:
-        if side in self._running:
-            return
-        models = [m for m in self._models if side == "remote" or not m.colocated]
-        where = self._folder if side == "remote" else self._folder / "twin"
-        cases = [
-            asdict(Case(m.name, str(where / m.name), m.dtype, m.instances, m.split)) for m in models
-        ]
-        (self._folder / f"{side}.json").write_text(json.dumps(cases))
-        argv = [sys.executable, str(Path(__file__).with_name("engines.py")), side]
-        argv += [str(self._folder / f"{side}.json"), str(self._folder / f"{side}-results.json")]
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        with (self._folder / f"{side}.log").open("wb") as log:
-            self._running[side] = subprocess.Popen(
-                argv, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": path}
-            )
-
-    def answer(self, side: str, model: Model) -> dict[str, Any]:
-        self.start(side)
-        if side not in self._found:
-            self._running[side].wait(280)
-            results = self._folder / f"{side}-results.json"
-            log = (self._folder / f"{side}.log").read_text(errors="replace")
-            assert results.is_file(), log[-2000:]
-            self._found[side] = {r["name"]: r for r in json.loads(results.read_text())}
-        entry = self._found[side][model.name]
-        assert not entry["error"], f"{described(model)}: {entry['error']}"
-        return entry
-
-    def close(self) -> None:
-        for process in self._running.values():
-            process.kill()
-            process.wait()
+    folder = tmp_path_factory.mktemp(DAMAGED)
+    write_checkpoint(Model("qwen3_moe"), folder, PRESETS["tiny"], seed=0)
+    file = folder / "qwen3_moe" / "model-00001-of-00002.safetensors"
+    stored = load_file(file)
+    name = "model.layers.0.self_attn.o_proj.weight"
+    save_file(stored | {name: stored[name][:-8].contiguous()}, file)
+    return folder / "qwen3_moe"
 
 
 @pytest.fixture(scope="session")
-def engines(checkpoints: Path, models: list[Model]) -> Iterator[_Engines]:
-    engines = _Engines(checkpoints, models)
+def engines(checkpoints: Path, models: list[Model], damaged: Path) -> Iterator[Engines]:
+    def case(model: Model, root: Path) -> Case:
+        path = str(root / model.name)
+        return Case(model.name, path, model.dtype, model.instances, model.split)
+
+    alone = [model for model in models if not model.colocated]
+    engines = Engines(
+        checkpoints,
+        {
+            # The damaged one is last: an engine that fails leaves its process groups behind.
+            "remote": [*(case(m, checkpoints) for m in models), Case(DAMAGED, str(damaged))],
+            "colocated": [case(model, checkpoints / "twin") for model in alone],
+        },
+    )
     yield engines
     engines.close()
 
 
-@pytest.fixture
-def colocated(engines: _Engines) -> Callable[[Model], dict[str, Any]]:
-    return lambda model: engines.answer("colocated", model)
+def _answer(engines: Engines, side: str, model: Model) -> Result:
+    result = engines.result(side, model.name)
+    assert not result.error, f"{described(model)}: {result.error}"
+    return result
 
 
 @pytest.fixture
-def remote(engines: _Engines) -> Callable[[Model], dict[str, Any]]:
+def colocated(engines: Engines) -> Callable[[Model], Result]:
+    return lambda model: _answer(engines, "colocated", model)
+
+
+@pytest.fixture
+def remote(engines: Engines) -> Callable[[Model], Result]:
     engines.start("remote")
     engines.start("colocated")  # beside it
-    return lambda model: engines.answer("remote", model)
+    return lambda model: _answer(engines, "remote", model)

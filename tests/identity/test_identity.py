@@ -2,18 +2,19 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from cases import ALL, FORMATS, Model
-from conftest import described
-from engines import prompts
-from hf import disagreements
+from drawn import DAMAGED, described, models_of
+
+from afd_bench.families.cases import ALL, FORMATS, Model
+from afd_bench.families.engines import Result, prompts
+from afd_bench.families.hf import disagreements
+from afd_bench.families.process import Engines
 
 pytest.importorskip("vllm", reason="the package vllm is not installed; ./run test installs it")
 pytestmark = pytest.mark.serve
 
-Answer = Callable[[Model], dict[str, Any]]
+Answer = Callable[[Model], Result]
 
 
 @pytest.mark.parametrize("model", ALL, ids=lambda model: model.name)
@@ -24,18 +25,33 @@ def test_same_tokens(model: Model, checkpoints: Path, remote: Answer, colocated:
     vLLM cannot answer: a format makes no difference to it.
     """
     found = remote(model)
-    assert len(found["tokens"]) == len(prompts())
-    assert max(found["depths"]) == model.depth, described(model)
+    assert len(found.tokens) == len(prompts())
+    assert max(found.depths) == model.depth, described(model)
     if not model.colocated:
-        assert found["tokens"] == colocated(model)["tokens"], described(model)
+        assert found.tokens == colocated(model).tokens, described(model)
     if model.transformers and (model.colocated or model.stored_as == "plain"):
         twin = checkpoints / "twin" / model.name
-        assert disagreements(twin, prompts(), found["tokens"]) == [], described(model)
+        assert disagreements(twin, prompts(), found.tokens) == [], described(model)
 
 
 @pytest.mark.parametrize("model", FORMATS, ids=lambda model: model.name)
-def test_decoded_attention_is_logged(model: Model, remote: Answer) -> None:
-    log = remote(model)["log"]
+def test_formats_and_bytes_are_logged(model: Model, remote: Answer) -> None:
+    log = remote(model).log
     decoded = [line for line in log if "are decoded to float32 at load" in line]
     experts_only = model.stored_as in ("int4", "mxfp4")
     assert len(decoded) == (not experts_only), log
+    experts = [line for line in log if line.startswith("experts: ") and line.endswith(" GB")]
+    assert len(experts) == model.instances, log
+    assert [line for line in log if line.startswith("attention weights: ") and "GB/s" in line], log
+
+
+def test_a_weight_that_does_not_fit_names_its_file(engines: Engines, damaged: Path) -> None:
+    *_, last = engines.result("remote", DAMAGED).error.strip().splitlines()
+    file = damaged / "model-00001-of-00002.safetensors"
+    assert f"cannot load tensor model.layers.0.self_attn.o_proj.weight of {file} (" in last
+    assert last.endswith("; use the config.json that belongs to these weights")
+
+
+def test_parameters_of_other_tests_name_no_model() -> None:
+    """In a run of several folders, other tests have parameters of the same name, or none of it."""
+    assert models_of([{}, {"model": "mixtral"}, {"model": ALL[3]}, {"depth": 1}]) == [ALL[3]]

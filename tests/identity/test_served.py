@@ -5,15 +5,14 @@ Only one runs by default; the others: ``./run test -m long tests/identity``.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from cases import ALL, Model
-from conftest import described
-from engines import TOKENS, Case, prompts, settings
-from hf import disagreements
+from drawn import described
 
 from afd.models import read_model
+from afd_bench.families.cases import ALL, Model
+from afd_bench.families.engines import TOKENS, Case, Result, prompts, settings
+from afd_bench.families.hf import disagreements
 from afd_bench.servers import disaggregated
 from afd_bench.workload import Request, run
 
@@ -30,7 +29,7 @@ MODELS = [
 
 @pytest.mark.parametrize("model", MODELS)
 def test_served_tokens(
-    model: Model, checkpoints: Path, colocated: Callable[[Model], dict[str, Any]], tmp_path: Path
+    model: Model, checkpoints: Path, colocated: Callable[[Model], Result], tmp_path: Path
 ) -> None:
     """1A1F answers concurrent requests with the tokens of vLLM alone, or of Transformers."""
     path, log = checkpoints / model.name, tmp_path / "serve.log"
@@ -41,7 +40,7 @@ def test_served_tokens(
             list(answer.tokens) for answer in run(server.url, server.model, requests, salt="s")
         ]
     if not model.colocated:
-        assert found == colocated(model)["tokens"], described(model)
+        assert found == colocated(model).tokens, described(model)
     if model.transformers:
         assert disagreements(checkpoints / "twin" / model.name, prompts(), found) == []
     text = log.read_text(errors="replace")

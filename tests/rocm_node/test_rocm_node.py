@@ -1,4 +1,4 @@
-"""Device rocm on the stand-in node: slots in hip:N, ipc links, captured and replayed steps.
+"""Device rocm on the stand-in node: slots in hip:N, links, captured and replayed steps.
 
 Every case runs in processes whose libamdhip64 is hip.cc. The FFN instance is the product's process;
 the attention side is a stub without vLLM (tests/gpu/gpu_pair.py), the same that runs on real GPUs.
@@ -12,6 +12,8 @@ from pathlib import Path
 
 import node
 import pytest
+
+from afd_bench import stand_in_nic
 
 pytest.importorskip("torch")
 
@@ -27,15 +29,22 @@ def library(tmp_path_factory):
     return built
 
 
-def run(library, script, *words, torch=True):
-    environment = {**os.environ, **node.variables(library, torch=torch)}
+def run(library, script, *words, torch=True, **more):
+    environment = {**os.environ, **node.variables(library, torch=torch), **more}
     command = [sys.executable, str(HERE / script), *map(str, words)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
 
 
-@pytest.mark.parametrize("case", ["steps", "formats"])
-def test_a_pair_on_the_node(case, library, tiny_models, tmp_path):
-    done = run(library, "pair_cases.py", case, tiny_models("qwen3_moe"), tmp_path)
+@pytest.fixture(scope="session")
+def nic(tmp_path_factory):
+    """The libibverbs without hardware."""
+    return str(stand_in_nic.build(tmp_path_factory.mktemp("verbs")))
+
+
+@pytest.mark.parametrize("case", ["steps", "formats", "verbs", "tcp", "mixed"])
+def test_a_pair_on_the_node(case, library, nic, tiny_models, tmp_path):
+    words = (case, tiny_models("qwen3_moe"), tmp_path)
+    done = run(library, "pair_cases.py", *words, FAKE_IBVERBS=nic)
     log = tmp_path / "ffn.log"
     print(log.read_text(errors="replace")[-3000:] if log.exists() else "the FFN wrote no log")
     assert done.returncode == 0, done.stderr

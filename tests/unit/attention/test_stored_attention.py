@@ -25,7 +25,10 @@ STORED = [
     ("glm4_moe", "fp8_channel", True),
     ("qwen3_moe", "fp8_tensor", True),
     ("qwen3_moe", "gptq", True),
+    ("qwen3_moe", "gptq_ordered", True),
     ("qwen3_moe", "awq", True),
+    ("qwen3_moe", "int4_all", True),
+    ("deepseek_v3", "mxfp4_quark", True),
     ("kimi_k2", "int4", False),
     ("gpt_oss", "mxfp4", False),
 ]

@@ -35,6 +35,22 @@ def test_identity_names_a_backend_that_is_not_the_default(monkeypatch, tmp_path)
         assert Deployment.from_plain(config).ffn.backend == backend
 
 
+def test_identity_runs_over_every_transport(monkeypatch, tmp_path):
+    nic = tmp_path / "nic.so"
+    monkeypatch.setattr(identity, "gpu_names", lambda: ["H200"])
+    monkeypatch.setattr(identity.stand_in_nic, "build", lambda _folder: nic)
+    argv = ["--targets", "2A2F", "--over", "ipc", "tcp", "verbs", "--shared-gpus"]
+    found = identity.variants(identity._arguments(argv))
+    label = "2A2F exact on 1 GPUs over"
+    assert [t.label for t in found] == [f"{label} {over}" for over in ("ipc", "tcp", "verbs")]
+    for target in found:
+        config = deployment(target, tmp_path, Sizes(4, 64, 1.0), "cuda", [])
+        transport = Deployment.from_plain(config).transport
+        assert transport.backend == target.over
+        verbs = transport.verbs_keywords("attention")
+        assert (verbs and verbs["library"]) == (str(nic) if target.over == "verbs" else None)
+
+
 def test_identity_refuses_an_unknown_backend(capsys):
     with pytest.raises(SystemExit):
         identity._arguments(["--backend", "nonsense"])

@@ -89,6 +89,19 @@ def test_references_come_first_and_fp8_only_in_bfloat16() -> None:
         assert order.index(case.reference) <= order.index(case)
 
 
+def test_a_backend_is_part_of_the_name(tmp_path: Path) -> None:
+    overs = ["auto", "tcp", "verbs"]
+    names = [c.name for c in cases(["step3"], ["float32"], ["2A2F"], ["exact"], overs)]
+    served = ("", " over tcp", " over verbs")
+    assert names[1:] == [f"step3 float32 2A2F{over}" for over in served]
+    case = Case("step3", "float32", "exact", "2A2F", "verbs")
+    plain = deployment(case, tmp_path, 3, tmp_path / "nic.so")
+    transport = Deployment.from_plain({**plain, "served_model_name": "m"}).transport
+    verbs = transport.verbs_keywords("ffn")
+    assert verbs is not None and verbs["ports"] == ["fake0:1", "fake1:1"]
+    assert (transport.backend, verbs["library"]) == ("verbs", str(tmp_path / "nic.so"))
+
+
 @pytest.mark.parametrize("wrong", ["1A", "A1F", "0A1F", "11A1F", "4A1F", "1a1f"])
 def test_a_wrong_topology_is_refused(wrong: str) -> None:
     with pytest.raises(ConfigError):

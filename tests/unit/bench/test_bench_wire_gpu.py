@@ -9,8 +9,8 @@ import pytest
 
 from afd.errors import AfdError
 from afd.records import read_records
-from afd_bench import wire_gpu
-from afd_bench.wire_gpu import Cell, build_fake, main, records
+from afd_bench import stand_in_nic
+from afd_bench.wire_gpu import Cell, main, records
 
 
 def test_all_backends_run_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,7 +18,7 @@ def test_all_backends_run_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyP
     out = tmp_path / "wire.json"
     sizes = ["--up", "5000", "--down", "9000", "--positions", "4", "--replays", "3"]
     given = ["--device", "cpu", "--depths", "3", "--work-us", "1", "--out", str(out)]
-    library = build_fake(tmp_path)
+    library = stand_in_nic.build(tmp_path)
     assert main([*given, *sizes, "--gbps", "100", "--library", str(library)]) == 0
     found = {(r.case, r.metric): r for r in read_records(out)}
     cases = [(f"{name} {depth} {gbps}", metric)
@@ -39,9 +39,9 @@ def test_ratios_are_above_one_where_ipc_is_slower() -> None:
     assert record.ratio == pytest.approx(1.013)
 
 
-def test_without_a_checkout_the_library_is_asked_for(
+def test_without_a_checkout_there_is_no_stand_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wire_gpu, "FAKE_SOURCE", tmp_path / "absent.cc")
-    with pytest.raises(AfdError, match="--library"):
-        build_fake(tmp_path)
+    monkeypatch.setattr(stand_in_nic, "SOURCE", tmp_path / "absent.cc")
+    with pytest.raises(AfdError, match="run this in a checkout with a C"):
+        stand_in_nic.build(tmp_path)

@@ -14,10 +14,12 @@ from ffn_worker.row_table import RowTable
 @settings(deadline=None)
 @given(st.data())
 def test_every_step_that_can_be_announced_has_a_graph(data):
-    max_rows, min_rows = data.draw(st.integers(1, 700)), data.draw(st.integers(1, 40))
-    rows = captured_rows(max_rows)
+    max_requests, min_rows = data.draw(st.integers(1, 700)), data.draw(st.integers(1, 40))
+    each = data.draw(st.integers(1, 8))  # the last token of a request, and drafts
+    rows = captured_rows(max_requests, each)
     sizes = GraphSizes.of(rows, 3, min_rows)
-    assert rows[-1] == min(max_rows, MOST_ROWS) and list(rows) == sorted(set(rows))
+    assert rows[-1] == min(max_requests, MOST_ROWS // each) * each
+    assert list(rows) == sorted(set(rows)) and not any(size % each for size in rows)
     for depth, buckets in enumerate(sizes.buckets, start=1):
         for size in rows:
             if depth > 1 and size // depth < min_rows:
@@ -26,7 +28,7 @@ def test_every_step_that_can_be_announced_has_a_graph(data):
             bucket = sizes.bucket_of([(size, depth)])
             assert bucket in buckets and bucket >= most
             # The sizes below 64 are 8 apart, so that small buckets are up to twice as large.
-            assert bucket <= max(1.25 * most, most + 8, min_rows + 8)
+            assert bucket <= max(1.25 * most, most, min_rows) + 8 * each
     assert len(sizes.all()) == sum(map(len, sizes.buckets)) == len(set(sizes.all()))
     assert len(sizes.all()) <= 24 * 3
     for micro_batch, largest in enumerate(sizes.largest):

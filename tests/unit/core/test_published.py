@@ -48,12 +48,16 @@ def test_every_family_has_a_layout(tmp_path):
     assert names == {family.name for family in FAMILIES}
 
 
-def test_what_needs_a_gpu_is_refused_on_cpus(tmp_path):
+def test_sparse_attention_on_cpus_is_limited_to_the_tokens_it_keeps(tmp_path):
     make_published("deepseek_v32", tmp_path, SIZES)
-    deployment = Deployment.from_plain({"model": str(tmp_path)})
+    short, long = (
+        Deployment.from_plain({"model": str(tmp_path), "attention": {"max_model_len": n}})
+        for n in (128, 129)
+    )
     for check in (check_model, resolve):
-        with pytest.raises(ConfigError, match=r"sparse-attention indexer .* on GPUs only"):
-            check(deployment)
+        check(short)
+        with pytest.raises(ConfigError, match=r"attends to 128 tokens \(index_topk\), which vLLM"):
+            check(long)
 
 
 def test_split_models_have_one_micro_batch_and_no_graphs(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 from afd.config.deployment import Deployment
 from afd.config.resolve import region_options, resolve, wire_fp8
 from afd.config.roles import RoleSpec
-from afd.config.settle import BAD_GRAPHS, check_graphs, needs_pool, with_architecture
+from afd.config.seen_gpus import BAD_GRAPHS, check_graphs, needs_pool, with_architecture
 from afd.devices import ROCM, device_named, device_of_region, device_of_torch
 from afd.devices.rocm import FP8_OF_ARCH
 from afd.errors import ConfigError
@@ -159,6 +159,9 @@ def test_graphs_are_refused_on_versions_that_replay_wrongly(tmp_path):
     assert rocm_version(tmp_path / "none") is None
     with pytest.raises(ConfigError, match=r"gfx942 with ROCm 7\.2\.1 .*set pipeline.graphs: false"):
         check_graphs(on_rocm(), ("gfx942",), version)
+    with pytest.raises(ConfigError, match=r"set pipeline\.graphs: false"):
+        check_graphs(on_rocm(ffn={"device": "cuda"}), ("gfx942",), version)
+    check_graphs(on_rocm(ffn={"device": "cpu"}), ("gfx942",), version)  # steps are not captured
     check_graphs(on_rocm(), ("gfx950",), version)
     check_graphs(on_rocm(), ("gfx942",), "7.13.0")
     check_graphs(on_rocm(pipeline={"graphs": False}), ("gfx942",), version)

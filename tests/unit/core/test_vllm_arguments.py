@@ -1,6 +1,7 @@
 """Arguments of vLLM that a deployment file must not set."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -23,9 +24,10 @@ from afd.errors import ConfigError
         ("[-dpl, '2']", "has -dpl, which attention instances do not support"),
         ("[--data_parallel_size_local=2]", "use attention.instances"),
         ("[--tensor-par=2]", "use attention.instances"),
-        ("[--speculative-config.method=ngram]", "speculative decoding"),
-        ("[--spec-method=ngram]", "speculative decoding"),
-        ("[--enable-lora]", "LoRA"),
+        ("[--speculative-config.method=ngram]", "which AFD sets; use attention.speculation"),
+        ("[--spec-method=ngram]", "which AFD sets; use attention.speculation"),
+        ("[--default-mm-loras=x]", "LoRA adapters outside attention"),
+        ("[--lora-target-modules, q_proj]", "which AFD sets to the attention projections"),
         ("[--worker-cls=x.Y]", "which AFD sets; remove it"),
     ],
 )
@@ -51,10 +53,14 @@ def test_other_arguments_are_passed():
         "--distributed-executor-backend=mp",
         "--enable-auto-tool-choice",
         "--gpu-memory-utilization=0.4",
+        "--enable-lora",
         "--kv-cache-dtype",
         "fp8",
         f"--kv-transfer-config={json.dumps(connector)}",
+        "--lora-modules",
+        "name=folder",
         "--max-logprobs=20",
+        "--max-loras=2",
         "--model-impl=auto",
         "--num-gpu-blocks-override=64",
         "--seed=1",
@@ -78,3 +84,12 @@ def test_short_names_stand_for_refused_ones():
     for short, long in SHORT.items():
         assert refusal([short]) is not None and refusal([f"{short}=1"]) is not None
         assert refusal([long]) is not None
+
+
+def test_the_documentation_lists_what_is_refused():
+    """Replace the part between the marks by what this test expects if it fails."""
+    page = Path(__file__).parents[3] / "docs" / "vllm-features.md"
+    _, _, listed = page.read_text().partition("<!-- refused: begin -->\n")
+    listed, _, _ = listed.partition("<!-- refused: end -->")
+    rows = [f"| `{name}` | {reason} |" for name, reason in sorted(REFUSED.items())]
+    assert listed == "\n".join(["| argument | reason |", "|---|---|", *rows, ""])

@@ -14,21 +14,11 @@ import torch
 from remote_support import DEPTH, Deployed, random_rows, reference_model, run_step
 from test_stream_steps import run_on_streams, stream_of
 
-from afd.config.resolve import Resolved, resolve
-from afd.metrics.role import Captured, RoleMetrics
+from afd.config.resolve import Resolved
+from afd.metrics.role import Captured
 from afd.metrics.step_trace import NoTimestamps
 from afd.schedule import split_rows
-from afd.topology import FfnPlace
-from afd.wire.layout import Kind
-from afd.wire.message import message
-from afd.wire.streams_torch import HostStreams
-from afd_comm import Link, Region, Status, make_flag
-from ffn_worker.pool.arrivals import Arrivals
-from ffn_worker.pool.late_peers import LatePeers
-from ffn_worker.pool.leader import Leader
-from ffn_worker.pool.peers import Peer, PeerTable
-from ffn_worker.slots import RankSlots
-from ffn_worker.stream_exchange import StepShape, StreamExchange
+from afd_bench.scale.announced_torch import leader_us
 
 NO_TIMESTAMPS = NoTimestamps()
 SMALL = {"max_num_seqs": 16}
@@ -267,69 +257,9 @@ def test_an_instance_that_joins_later_needs_no_capture(deploy, tiny_models):
     assert deployed.captures == [[graphs, 0]] and not hosted
 
 
-class Crowd:
-    """A leader with members that announce steps; nothing else of them exists."""
-
-    def __init__(self, checkpoint, x):
-        sections = {"attention": {"instances": x, "dtype": "float32"}, "pipeline": {"depth": DEPTH}}
-        self.resolved = r = resolve(Deployed.parsed(checkpoint, sections))
-        self.region = Region(r.slots.ffn_region_slots, r.a2f.nbytes, name="ffn-0")
-        self.link = Link(self.region.addresses, timeout_us=1_000_000)
-        slots, table = RankSlots(r, self.region, 0), PeerTable(r, 0, "cpu")
-        for i in range(x):
-            first = r.slots.to_ffn(i, 0)
-            peer = Peer(
-                f"attention-{i}",
-                index=i,
-                generation=1,
-                session=7 + i,
-                link=self.link,
-                slots=tuple(range(first, first + DEPTH + 1)),
-                first_flag=make_flag(7 + i, 1),
-                seq=[0] * 4,
-                taken=[(-1, -1)] * 3,
-                unordered=set(),
-            )
-            table._peers[peer.id] = peer
-        self.peers = table.peers
-        late = LatePeers(table, RoleMetrics("ffn"))
-        self.calls = Leader(
-            r, table, Arrivals(r, slots, table, late), late, lambda: None, lambda: 0
-        ).calls()
-        device = torch.device("cpu")
-        self.exchange = StreamExchange(
-            r, FfnPlace(0, 0, 1, 1), slots, HostStreams(), device, in_order=False
-        )
-        self.exchange.allocate([8] * DEPTH)
-        for peer in self.peers:
-            self.exchange.greet(peer)
-
-    def announce(self, step):
-        for peer in self.peers:
-            slot = self.resolved.slots.control_to_ffn(peer.index)
-            said = message(
-                slot, [], 24, layer=-1, micro_batch=-1, depth=3, kind=Kind.STEP, step=step
-            )
-            assert self.link.post(said, make_flag(peer.session, step)) == Status.OK
-
-
 def test_the_leader_needs_little_time_per_step_with_64_members(tiny_models, capsys):
-    """From the last announcement to the replay: the order, the table, the gate."""
-    x, shape, times = 64, StepShape(8, 3), []
-    crowd = Crowd(tiny_models("qwen3_moe"), x)
-    exchange, table = crowd.exchange, crowd.exchange.table
-    plan = exchange.plan(shape)
-    for step in range(1, 201):
-        crowd.announce(step)
-        began = time.perf_counter()
-        call = next(crowd.calls)
-        call.order.payload()
-        table.fill(call.order.parts, [sender is not None for sender in call.senders])
-        exchange.gate.begin(plan, table.depths, table.answers, 1_000_000)
-        times.append(time.perf_counter() - began)
-        exchange.gate.cancel()
-        assert len(call.order.parts) == x and call.order.bucket == shape.bucket
-    usual = sorted(times)[len(times) // 2]
+    """From the last announcement to the replay. The bench asserts who is in the order."""
+    usual = leader_us(tiny_models("qwen3_moe"), 64, steps=200)
     with capsys.disabled():
-        print(f"\nleader with {x} members: {usual * 1e6:.0f} us per step")
-    assert usual < 5e-3
+        print(f"\nleader with 64 members: {usual:.0f} us per step")
+    assert usual < 5e3

@@ -12,7 +12,9 @@ from typing import TypeVar
 import aiohttp
 from aiohttp import web
 
-from afd_gateway.server import GatewayServer, bind_listener, start_gateway
+from afd_gateway import loop
+from afd_gateway.listener import bind_listener
+from afd_gateway.server import GatewayServer, start_gateway
 from afd_gateway.settings import GatewaySettings
 from afd_gateway.upstreams import Condition, Upstream
 
@@ -24,7 +26,7 @@ def run(work: Coroutine[None, None, T], deadline_s: float = 9.0) -> T:
     async def bounded() -> T:
         return await asyncio.wait_for(work, deadline_s)
 
-    return asyncio.run(bounded())
+    return loop.run(bounded())  # the one of the role
 
 
 @dataclass(eq=False)

@@ -16,12 +16,13 @@ from dataclasses import replace
 
 import aiohttp
 import pytest
+from aiohttp import web
 from gateway_fakes import QUICK, FakeInstance, Rig, rig, run
 
 from afd_gateway.accept import Acceptor
 from afd_gateway.bodies import is_too_slow
 from afd_gateway.descriptors import connections_allowed
-from afd_gateway.server import bind_listener
+from afd_gateway.listener import bind_listener
 
 GET = b"GET /v1/models HTTP/1.1\r\nHost: h\r\n\r\n"
 Pipe = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -223,7 +224,8 @@ def test_accepts_without_a_descriptor_are_counted_and_retried(
 SERVES = """
 import asyncio, resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-from afd_gateway.server import bind_listener, start_gateway
+from afd_gateway.listener import bind_listener
+from afd_gateway.server import start_gateway
 from afd_gateway.settings import GatewaySettings
 from afd_gateway.upstreams import Upstream
 async def work():
@@ -349,3 +351,33 @@ def test_credentials_of_a_refused_request_are_never_logged(
     run(work())
     assert "malformed" in caplog.text
     assert "s3c" not in caplog.text
+
+
+def test_a_client_that_does_not_read_loses_its_connection_and_its_request() -> None:
+    async def work() -> None:
+        flooding = asyncio.Event()
+
+        class Flood(FakeInstance):
+            async def _stream(self, request: web.BaseRequest) -> web.StreamResponse:
+                response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+                await response.prepare(request)
+                flooding.set()
+                while True:
+                    await response.write(b"data: " + b"x" * 60_000 + b"\n\n")
+
+        instance = Flood()
+        async with rig(instance, settings=replace(QUICK, slow_client_s=0.3)) as gw:
+            request = b"POST /v1/stream HTTP/1.1\r\nHost: h\r\nContent-Length: 0\r\n\r\n"
+            slow, writer = await connect(gw.url, request)
+            slow._transport.pause_reading()  # type: ignore[attr-defined]
+            steady, other = await connect(gw.url, request)
+            await flooding.wait()
+            read = 0
+            while not instance.aborted.is_set():
+                read += len(await asyncio.wait_for(steady.read(65536), 3.0))
+            assert read > 0 and not steady.at_eof()
+            assert await refused(gw, "slow_client") == 1
+            for pipe in (writer, other):
+                pipe.close()
+
+    run(work())

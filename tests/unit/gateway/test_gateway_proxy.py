@@ -313,7 +313,7 @@ def test_draining_instance_finishes_but_gets_nothing_new() -> None:
 def test_a_new_generation_needs_a_health_check_first() -> None:
     async def work() -> None:
         instance = FakeInstance()
-        async with rig(instance) as gw:
+        async with rig(instance, settings=replace(QUICK, waiting=0)) as gw:
             instance.health = 503
             gw.members[0] = instance.upstream(generation=2)
             async with gw.client.get(f"{gw.url}/v1/models") as answer:

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from afd.errors import ConfigError
 from afd.metrics.role import RoleMetrics, Stage
 from afd.metrics.server import serve_metrics
-from afd_gateway.server import bind_listener
+from afd_gateway.listener import bind_listener
 from afd_gateway.telemetry import path_template
 from afd_gateway.upstreams import Condition, Upstream
 
@@ -112,8 +112,11 @@ def test_metrics_of_the_whole_deployment_on_one_page() -> None:
             "ffn-0": 1,
             "ffn-1": 0,  # has no page
         }
-        assert got[key("afd_gateway_upstream_up", instance="attention-0")] == 1
-        assert got[key("afd_gateway_inflight_requests", instance="attention-0")] == 0
+        assert got[key("afd_gateway_upstream_up", instance="attention-0", gateway="gateway-0")] == 1
+        assert (
+            got[key("afd_gateway_inflight_requests", instance="attention-0", gateway="gateway-0")]
+            == 0
+        )
         ask = {"instance": "gateway-0", "method": "GET", "path_template": "/v1/models"}
         assert got[key("afd_gateway_requests_total", code="200", **ask)] == 1
         assert text.count("# TYPE vllm:num_requests_running ") == 1

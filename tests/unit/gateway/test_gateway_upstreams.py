@@ -6,13 +6,13 @@ import random
 
 import pytest
 
+from afd_gateway.routing import Router
 from afd_gateway.upstreams import (
     Condition,
     Health,
     Probe,
     Upstream,
     View,
-    choose,
     fleet_problem,
     probed,
     request_failed,
@@ -21,6 +21,7 @@ from afd_gateway.upstreams import (
 )
 
 HEALTHY = Health(Condition.HEALTHY)
+choose = Router("fewest").choose
 
 
 def attention(index: int, state: str = "ready", health: Health = HEALTHY, busy: int = 0) -> View:

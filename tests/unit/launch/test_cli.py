@@ -1,22 +1,28 @@
 """The command line: exit status, one-line errors, and a cheap --help."""
 
 import json
+import os
 import resource
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from afd.config.deployment import Deployment, load_config
 from afd.config.roles import load_role
+from afd.control.authority import member_ids
 from afd.control.keys import CurveKeys, load_client
 from afd.control.messages import Member, Members
 from afd.errors import ConfigError
 from afd.host.package_data import data_folder
+from afd_gateway.inherited import Inherited, inherited
 from afd_launch import cli
 from afd_launch.ctl import table
 from afd_launch.demo import TRAINED, hints
+from afd_launch.process import Command, RoleProcess
 from afd_launch.role import standalone_spec
 from afd_launch.roles_of_host import (
     OPERATOR_KEYS,
@@ -198,6 +204,38 @@ def test_stages_start_control_first_and_pass_role_files(tmp_path):
     assert commands["attention-0"].env["OMP_NUM_THREADS"] == "2"
     assert commands["gateway-0"].env["OMP_NUM_THREADS"] == "1"
     assert commands["ffn-1"].argv[-2:] == ("--role-file", str(tmp_path / "ffn-1.json"))
+
+
+def test_gateway_processes_inherit_one_port(tmp_path):
+    plan = deployment(gateway={"processes": 2})
+    specs = role_specs(plan, Ports(8000, (8100,), "tcp://127.0.0.1:5"), [0, 1])
+    port = Inherited(listener=11, counts=12)
+    commands = {c.name: c for stage in stages(specs, tmp_path, port) for c in stage.commands}
+    for name in ("gateway-0", "gateway-1"):
+        assert commands[name].descriptors == (11, 12)
+        assert inherited(commands[name].env) == port
+        assert load_role(tmp_path / f"{name}.json").api_port == 8000
+    assert commands["attention-0"].descriptors == ()
+    assert inherited(commands["attention-0"].env) is None
+
+
+def test_a_role_inherits_the_descriptors_of_its_command():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        code = f"import socket; print(socket.socket(fileno={listener.fileno()}).getsockname()[1])"
+        command = Command("x", (sys.executable, "-c", code), descriptors=(listener.fileno(),))
+        process = RoleProcess(command)
+        while process.exit_code() is None:
+            time.sleep(0.01)
+        assert int(os.read(process.output, 99)) == listener.getsockname()[1]
+        process.close()
+
+
+def test_a_gateway_process_by_hand_has_a_number_below_gateway_processes():
+    plan = deployment(gateway={"processes": 2}, control={"address": "tcp://h:1", "keys": "k"})
+    assert standalone_spec(plan, "gateway", 1, None).id == "gateway-1"
+    with pytest.raises(ConfigError, match=r"--index 2 does not exist with gateway\.processes = 2"):
+        standalone_spec(plan, "gateway", 2, None)
+    assert {"gateway-0", "gateway-1"} <= set(member_ids(plan))
 
 
 def test_a_role_by_hand_takes_its_settings_from_the_file():

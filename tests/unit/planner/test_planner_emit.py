@@ -11,6 +11,7 @@ from afd.config.deployment import load_config
 from afd.config.resolve import check_model
 from afd.errors import ConfigError
 from afd_planner.cost.stages import step_seconds
+from afd_planner.facts.precision import PRECISIONS
 from afd_planner.report.emit import (
     CACHE_HEADROOM,
     deployment_data,
@@ -69,14 +70,17 @@ def test_the_comment_has_the_plan_and_what_no_key_can_express(plan):
     text = "\n".join(comment)
     shape = plan.afd.shape
     assert f"plan: {shape.attention.instances}A{shape.ffn.instances}F" in text
-    assert f"recommended: {plan.verdict.ratio:.2f} times" in text
+    assert f"undecided, within the model's error: {plan.verdict.ratio:.2f} times" in text
     assert f"{shape.attention.groups} + {shape.ffn.groups}" in text
     assert "hosts: set their addresses, then run `afd serve FILE --host NAME`" in text
-    assert "planned with fp8 attention weights, which afd serve does not support" in text
+    assert "attention weights" not in text
+    published = replace(plan, request=replace(plan.request, precision=PRECISIONS["all-fp8"]))
+    text = deployment_yaml(published, "m")
+    assert "planned with fp8 attention weights: serve a checkpoint" in text
 
 
 def test_a_plan_that_loses_says_so_in_its_file():
-    plan = make_plan(request("step-3", "mi355x", gpus=16))
+    plan = make_plan(request("deepseek-v3", "h200", context=1024, gpus=8))
     assert "# NOT recommended: " in deployment_yaml(plan, "m")
     with pytest.raises(ConfigError, match="no xAyF plan to emit"):
         deployment_yaml(replace(plan, afd=None), "m")

@@ -10,19 +10,16 @@ from afd_bench.gpu.checkpoint import listing
 from afd_bench.gpu.predict import predict
 from afd_bench.gpu.slices import find
 from afd_bench.gpu.targets import PEER, Afd, Colocated
-from afd_planner.cost.shape import Efficiency
+from afd_bench.planner.command import found_errors
+from afd_bench.planner.page import errors_page
+from afd_planner.cost.shape import Efficiency, calibrated
 from afd_planner.facts.hardware import load_accelerator
 from afd_planner.facts.model_hf import from_config
+from afd_planner.sizing.error import CALIBRATED_ERROR, COMPOSED_ERROR, MODEL_ERROR
 
 RECORDS = Path(__file__).parents[3] / "docs/results/gpu.json"
 CASE = re.compile(r"qwen3-30b 48 layers 1A1F exact lookahead depth (\d) batch (\d+) context (\d+)")
-FITTED = Efficiency(
-    memory=0.9,
-    attention_overhead_s=25e-6,
-    ffn_overhead_s=20e-6,
-    step_overhead_s=0.5e-3,
-    collective_latency_s=5e-6,
-)
+FITTED = calibrated((load_accelerator("h200"),))
 
 
 def measured():
@@ -54,3 +51,28 @@ def test_predicted_over_measured(efficiency, colocated, split):
     assert (len(ratios[Colocated]), len(ratios[Afd])) == (5, 10)
     for kind, told in ((Colocated, colocated), (Afd, split)):
         assert (min(ratios[kind]), max(ratios[kind])) == pytest.approx(told, abs=0.006)
+
+
+@pytest.fixture(scope="module")
+def errors():
+    return found_errors(RECORDS)
+
+
+def test_the_stated_errors_cover_every_measured_ratio(errors):
+    for found, band in zip(errors, (CALIBRATED_ERROR, MODEL_ERROR), strict=True):
+        ratios = [error.ratio for metric, error in found if metric == "ratio_error"]
+        assert len(ratios) == 14
+        assert band.low <= min(ratios) and max(ratios) <= band.high
+        assert max(max(ratios), 1 / min(ratios)) > band.high * 0.97  # no wider than that
+
+
+def test_the_composition_is_within_12_percent(errors):
+    composed = [error.size for _, error in errors[0] if error.method == "composed"]
+    assert len(composed) == 31 and max(composed) < 1.12
+    assert sum(size <= 1.1 for size in composed) >= 29
+    assert COMPOSED_ERROR.high >= 1.12**2 * 0.99
+
+
+def test_the_results_page_equals_the_output_of_the_bench(errors):
+    page = RECORDS.with_name("planner.md").read_text()
+    assert page == errors_page(*errors), "stale; run: afd bench planner --parts errors"

@@ -25,6 +25,8 @@ KINDS = {
     "minimax-m1": {"linear": 70, "gqa": 10},
     "ernie-4.5-300b-a47b": {"gqa": 54},
     "pangu-pro-moe": {"gqa": 48},
+    "glm-4.6": {"gqa": 92},
+    "gpt-oss-120b": {"sliding": 18, "gqa": 18},
 }
 MOE_LAYERS = {
     "step-3": tuple(range(4, 60)),
@@ -33,6 +35,8 @@ MOE_LAYERS = {
     "qwen3-32b": (),
     "llama4-maverick": tuple(range(1, 48, 2)),
     "ernie-4.5-300b-a47b": tuple(range(3, 54)),
+    "glm-4.6": tuple(range(3, 92)),
+    "gpt-oss-120b": tuple(range(36)),
 }
 
 

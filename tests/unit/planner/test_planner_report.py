@@ -12,26 +12,29 @@ import pytest
 from planner_support import request
 
 from afd_planner.cost.stages import layer_period
+from afd_planner.facts.precision import PRECISIONS
 from afd_planner.report.as_json import SCHEMA, plan_data
-from afd_planner.report.text import change_text, reason_text, render
+from afd_planner.report.text import render
 from afd_planner.report.timeline import LANES, busy, timeline
+from afd_planner.report.verdict_text import change_text, reason_text
 from afd_planner.sizing.decide import make_plan
 from afd_planner.sizing.plan import Change, ChangeKind, Reason, ReasonKind
 
 
 @pytest.fixture(scope="module")
 def wins():
-    return make_plan(request("deepseek-v3", "h200", context=8192, gpus=128))
+    precision = PRECISIONS["all-fp8"]
+    return make_plan(request("qwen3-235b-a22b", "h200", tpot_s=0.02, gpus=256, precision=precision))
 
 
 @pytest.fixture(scope="module")
 def loses():
-    return make_plan(request("step-3", "mi355x", gpus=16))
+    return make_plan(request("deepseek-v3", "h200", context=1024, gpus=8))
 
 
 def test_the_table_shows_both_plans(wins):
     text = render(wins)
-    assert "DeepSeek-V3 on h200, 8192 tokens, TPOT <= 50 ms, up to 128 GPUs" in text
+    assert "Qwen3-235B-A22B on h200, 4096 tokens, TPOT <= 20 ms, up to 256 GPUs" in text
     assert f"{wins.afd.tokens_per_s:,.0f}" in text and f"{wins.colocated.per_gpu:,.0f}" in text
     shape = wins.afd.shape
     assert f"{shape.attention.instances}A{shape.ffn.instances}F" in text
@@ -57,8 +60,12 @@ def test_the_table_says_that_only_xayf_fits():
 
 
 def test_an_architecture_that_is_not_served_is_noted(wins):
-    assert "does not support" not in render(wins)
-    assert "does not support" in render(make_plan(request("qwen3-32b", gpus=8)))
+    assert "not served" not in render(wins)
+    text = render(make_plan(request("pangu-pro-moe", gpus=16)))
+    assert "not served: afd serve does not run PanguProMoEForCausalLM" in text
+    assert "Do NOT disaggregate" in text
+    drafting = render(make_plan(request("step-3", "h200", gpus=16, positions=2, accepted=1.7)))
+    assert "afd serve does not run speculative decoding" in drafting
 
 
 @pytest.mark.parametrize("kind", ReasonKind)
@@ -77,6 +84,9 @@ def test_json_says_what_the_plan_says(loses):
     data = json.loads(json.dumps(plan_data(loses), allow_nan=False))
     assert data["schema"] == SCHEMA
     assert data["verdict"]["disaggregate"] is False
+    assert data["verdict"]["decision"] == "colocated"
+    assert data["verdict"]["error"]["high"] == loses.verdict.error.high
+    assert set(data["verdict"]["by_expert_load"]) == {"equal", "afd-tiny-chat", "worst"}
     assert [r["kind"] for r in data["verdict"]["reasons"]] == [
         reason.kind.name.lower() for reason in loses.verdict.reasons
     ]

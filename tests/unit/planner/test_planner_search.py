@@ -62,7 +62,8 @@ def test_units_cost_what_the_cost_model_says(model, accelerator, ffn):
                 int(units.ffn.tp[which]),
             )
             depth, whole = int(units.depth[i]), float(rows[i] * attention.groups)
-            _, stages, _ = afd_point(asked, attention, pool, depth, whole, units.wire)
+            copies = int(units.redundant[i])
+            _, stages, _ = afd_point(asked, attention, pool, depth, whole, units.wire, copies)
             assert seconds[i] == pytest.approx(step_seconds(stages, depth), rel=1e-9)
 
 
@@ -97,7 +98,8 @@ def test_units_with_measured_stages_cost_what_the_cost_model_says(experts):
                 )
             )
             depth, whole = int(units.depth[i]), 37.0 * attention.groups
-            _, stages, names = afd_point(asked, attention, ffn, depth, whole, units.wire)
+            copies = int(units.redundant[i])
+            _, stages, names = afd_point(asked, attention, ffn, depth, whole, units.wire, copies)
             assert names == ("attention", "ffn", "wire", "rest")
             assert seconds[i] == pytest.approx(step_seconds(stages, depth), rel=1e-9)
 
@@ -120,7 +122,7 @@ def test_colocated_units_cost_what_the_cost_model_says(model):
             whole * micro_batches,
             5000,
             replace(asked.precision, wire="fp8"),
-            routing_for(asked, whole * 2, int(units.ep[i])),
+            routing_for(asked, whole * 2, int(units.ep[i]), int(units.redundant[i])),
             overlap=micro_batches == 2,
             draft=1,
         )
@@ -156,7 +158,10 @@ def test_a_plan_keeps_tpot_budget_and_memory(model):
     assert point.tpot_s <= asked.tpot_s * (1 + 1e-9)
     assert step_seconds(stages, point.shape.depth) == pytest.approx(point.step_s, rel=1e-9)
     assert point.gpus <= 48
-    assert point.tokens_per_s == pytest.approx(point.copies * point.shape.batch / point.step_s)
+    own = point.copies * point.shape.batch / point.step_s
+    others = sum(other.tokens_per_s for other in point.others)
+    assert point.tokens_per_s == pytest.approx(own + others)
+    assert all(other.tpot_s <= asked.tpot_s * (1 + 1e-9) for other in point.others)
     other = colocated_operating(search.best_colocated(search.limits))
     assert other.tpot_s <= asked.tpot_s * (1 + 1e-9) and other.gpus <= 48
 
@@ -277,7 +282,7 @@ def test_the_best_plan_may_lower_depth_and_x_for_longer_contexts():
         search = Search(request("qwen3-235b-a22b", "h800", context=context))
         shape = afd_operating(search.best_afd(search.limits))[0].shape
         found.append((shape.attention.instances, shape.ffn.instances, shape.depth))
-    assert found == [(12, 2, 3), (8, 2, 2)]
+    assert found == [(12, 2, 3), (6, 1, 2)]
 
 
 def _two_contexts(asked, factor):
@@ -324,7 +329,12 @@ def test_a_model_that_never_fits_is_one_sentence():
         ({"tpot_s": 0}, "is out of range; give 1 to 60000 ms"),
         ({"gpus": 0}, "too small; give at least 1"),
         ({"gpus": 8, "tokens_per_s": 100.0}, "not both"),
-        ({"tokens_per_s": -1.0}, "is invalid; give more than 0"),
+        ({"tokens_per_s": -1.0}, "is invalid; give a number above 0"),
+        ({"tokens_per_s": math.inf}, "is invalid; give a number above 0"),
+        ({"tokens_per_s": math.nan}, "is invalid; give a number above 0"),
+        ({"accepted": math.nan}, "between 1 and the 1 computed"),
+        ({"tpot_s": math.nan}, "is out of range"),
+        ({"batch": 64}, "--batch needs a --layout"),
         ({"accepted": 2.0}, "between 1 and the 1 computed"),
         ({"context": 100_000}, "reads at most 65536 tokens"),
     ],

@@ -19,8 +19,8 @@ from afd_planner.simulate.closed_form import efficiency, step_seconds
 from afd_planner.simulate.command import as_json
 from afd_planner.simulate.engine import simulate
 from afd_planner.simulate.inputs import micro_batch_rows
-from afd_planner.simulate.spec import Spec, load_spec, parse_spec
-from afd_planner.simulate.times import routing_loads
+from afd_planner.simulate.spec import Jitter, Spec, load_spec, parse_spec
+from afd_planner.simulate.times import MOST_DRAWN, jittered, routing_loads
 from afd_planner.simulate.trace import chrome_trace, spans
 
 CONFIGS = Path(__file__).parents[3] / "afd_planner/data"
@@ -271,6 +271,37 @@ def test_micro_batches_equal_those_of_the_schedule(rows, depth, min_rows):
 
 
 # -- failures
+
+
+def test_an_attention_instance_that_is_lost_for_good_leaves_its_requests_to_the_others():
+    result = simulate(serving(failures=[{"attention": 0, "at_s": 0.01}]))
+    assert result.requests.finished == result.requests.total and result.requests.replays > 0
+    assert result.failures[0].what == "attention-0 down for good"
+    both = [{"attention": i, "at_s": 0.06} for i in (0, 1)]
+    result = simulate(serving(failures=both))
+    assert 0 < result.requests.unfinished < result.requests.total
+    assert np.isfinite(result.elapsed_s)
+
+
+@pytest.mark.parametrize("load", [serving, spec])
+def test_an_ffn_instance_that_is_lost_for_good_ends_the_run(load):
+    whole, ended = simulate(load()), simulate(load(failures=[{"ffn": 1, "at_s": 0.005}]))
+    assert 0 < ended.steps < whole.steps and ended.tokens < whole.tokens
+    assert np.isfinite(ended.elapsed_s) and ended.elapsed_s < whole.elapsed_s
+    assert ended.failures[0].what == "ffn-1 down for good"
+
+
+def test_many_instances_meet_as_much_jitter_as_few():
+    """Large stages repeat factors; the mean and the spread of a step's stages stay the same."""
+    rng = np.random.default_rng(3)
+    jitter = Jitter(kind="lognormal", variation=0.3)
+    drawn = jittered(np.ones((61, 3, 5000)), jitter, rng)
+    assert drawn.size > 3 * MOST_DRAWN
+    assert drawn.mean() == pytest.approx(1.0, abs=0.003)
+    assert drawn.std() == pytest.approx(0.3, abs=0.003)
+    sums = drawn.sum(axis=(0, 1))  # over the layers of one instance
+    assert sums.std() == pytest.approx(0.3 * np.sqrt(183), rel=0.05)
+    assert len(np.unique(drawn[:, :, 7])) == 183
 
 
 def test_an_ffn_restart_stalls_one_step_and_loses_nothing():

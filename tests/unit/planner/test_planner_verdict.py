@@ -9,12 +9,14 @@ from planner_support import request, scaled
 
 from afd_planner.cost.measured import load_measured
 from afd_planner.cost.shape import Efficiency
+from afd_planner.facts.precision import PRECISIONS
 from afd_planner.sizing.decide import make_plan
 from afd_planner.sizing.imbalance import ExpertSpread
 from afd_planner.sizing.plan import ChangeKind, Constraint, ReasonKind
 from afd_planner.sizing.search import Limits, Search
-from afd_planner.sizing.verdict import NEEDED, ratio_at
+from afd_planner.sizing.verdict import ratio_at
 
+ALL_FP8 = PRECISIONS["all-fp8"]
 NO_FIXED_TIMES = Efficiency(
     attention_overhead_s=0,
     ffn_overhead_s=0,
@@ -29,8 +31,8 @@ def kinds(plan):
 
 
 def test_a_winning_plan_has_no_reasons_against_it():
-    plan = make_plan(request("deepseek-v3", "h200", context=8192))
-    assert plan.verdict.disaggregate and plan.verdict.ratio >= NEEDED
+    plan = make_plan(request("qwen3-235b-a22b", "h200", tpot_s=0.02, gpus=256, precision=ALL_FP8))
+    assert plan.verdict.disaggregate and plan.verdict.ratio >= plan.verdict.error.high
     assert plan.verdict.reasons == () and plan.chosen is plan.afd
 
 
@@ -49,7 +51,7 @@ def test_a_dense_model_is_never_split():
 
 
 def test_too_few_gpus_names_the_number_that_is_enough():
-    asked = request("deepseek-v3", "h200", context=8192, gpus=24)
+    asked = request("qwen3-235b-a22b", "h200", tpot_s=0.02, gpus=24, precision=ALL_FP8)
     plan = make_plan(asked)
     assert not plan.verdict.disaggregate
     assert ReasonKind.TOO_FEW_GPUS in kinds(plan)
@@ -72,7 +74,7 @@ def test_no_unit_in_the_budget_is_a_reason():
 def test_the_dead_zone_is_named_where_rows_are_few():
     """A tight TPOT leaves few rows, and every micro-batch reads all experts again."""
     asked = request("deepseek-v3", "h200", tpot_s=0.015, gpus=64, efficiency=NO_FIXED_TIMES)
-    plan = make_plan(replace(asked, depths=(3,)))
+    plan = make_plan(replace(asked, depths=(3,), precision=ALL_FP8))
     assert not plan.verdict.disaggregate
     (reason,) = (r for r in plan.verdict.reasons if r.kind is ReasonKind.DEAD_ZONE)
     assert reason.value < reason.limit and reason.gain > 1.02
@@ -105,6 +107,7 @@ def test_kv_capacity_is_named_where_the_cache_is_small():
 
 def test_expert_imbalance_is_named_where_loads_are_uneven():
     asked = request("step-3", "mi300x", gpus=256, spread=ExpertSpread("uneven", 3.0))
+    asked = replace(asked, redundant=(0,))
     asked = replace(asked, depths=(3,))
     plan = make_plan(asked)
     assert not plan.verdict.disaggregate
@@ -119,7 +122,7 @@ def test_reasons_are_sorted_and_changes_are_true():
     assert gains == sorted(gains, reverse=True) and all(gain > 1 for gain in gains)
     search = Search(plan.request)
     for change in plan.verdict.changes:
-        assert change.ratio >= NEEDED
+        assert change.ratio >= plan.verdict.error.high
         if change.kind is ChangeKind.TPOT:
             limits = Limits(change.value / 1e3, 64)
             assert ratio_at(search, limits) == pytest.approx(change.ratio)

@@ -48,15 +48,20 @@ def test_moe_equals_the_expert_by_expert_reference(seed):
 
 
 def test_gradients_equal_those_of_the_reference():
+    """In float64: in float32, sums of thousands that cancel are off by more than small gradients.
+
+    How much depends on the CPU's kernels. What both sides compute in float32 (the router, the sum
+    over experts) is off by 1e-7 of the largest gradient.
+    """
     torch.manual_seed(3)
-    moe = Moe(TINY)
+    moe = Moe(TINY).double()
     for parameter in moe.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    x = torch.randn(2, 5, TINY.hidden)
+    x = torch.randn(2, 5, TINY.hidden, dtype=torch.float64)
     fast = torch.autograd.grad(moe(x)[0].square().sum(), list(moe.parameters()))
     slow = torch.autograd.grad(moe.reference(x).square().sum(), list(moe.parameters()))
     for a, b in zip(fast, slow, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6 * float(b.abs().max()))
 
 
 def test_exported_model_equals_transformers(tmp_path):

@@ -1,6 +1,7 @@
 """What Transformers says about the tokens of an engine."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,9 +23,10 @@ def disagreements(path: Path, prompts: list[list[int]], answers: list[list[int]]
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     assert AutoConfig.from_pretrained(path).model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    model, loading = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(  # its type leaves out the second value
         path, dtype=torch.float32, output_loading_info=True, attn_implementation="eager"
     )
+    model, loading = loaded
     family, described = read_model(path)
     draft = f"model.layers.{described.num_layers}."
     unknown = [

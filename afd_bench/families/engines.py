@@ -1,10 +1,10 @@
 """Runs many tiny models in one process, with vLLM alone or with remote experts.
 
-``python engines.py colocated|remote CASES RESULTS``: CASES is a JSON file with a list of
-:class:`Case`, RESULTS gets a list of :class:`Result`. One process for all models, because importing
-vLLM takes longer than a tiny model. ``remote`` has the attention side of the product, except that
-the FFN side is called directly instead of through the transport: the transport knows no model, and
-tests/integration checks it.
+``python -m afd_bench.families.engines colocated|remote CASES RESULTS``: CASES is a JSON file with a
+list of :class:`Case`, RESULTS gets a list of :class:`Result`. One process for all models, because
+importing vLLM takes longer than a tiny model. ``remote`` has the attention side of the product. It
+calls the FFN side directly instead of through the transport, which knows no model and has its own
+tests (tests/integration).
 """
 
 import contextlib
@@ -37,29 +37,39 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 TOKENS = 12
+TOP = 64
+"""Likeliest tokens per position that are reported."""
 DEPTH = 3
 
 
 @dataclass(frozen=True)
 class Case:
-    """One model. dtype: that it is served in. instances: FFN instances. split: serve it in split
-    form, although its layers can be pipelined."""
+    """One model.
+
+    dtype: that it is served in. instances: FFN instances. split: serve it in split form, although
+    its layers can be pipelined. scored: report next-token distributions too.
+    """
 
     name: str
     path: str
     dtype: str = "float32"
     instances: int = 2
     split: bool = False
+    scored: bool = False
 
 
 @dataclass
 class Result:
-    """Greedy tokens by prompt, and the depths of the steps. error: why the engine could not run.
-    log: our log lines."""
+    """Greedy tokens by prompt, and the depths of the steps.
+
+    scores: by text and position, token and its natural log-probability, of the likeliest tokens.
+    error: why the engine could not run. log: our log lines.
+    """
 
     name: str
     tokens: list[list[int]] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
+    scores: list[list[list[tuple[int, float]]]] = field(default_factory=list)
     error: str = ""
     log: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -70,8 +80,14 @@ def prompts() -> list[list[int]]:
     return [[draw.randrange(16, 500) for _ in range(n)] for n in (3, 11, 40)]
 
 
-def greedy(argv: list[str]) -> list[list[int]]:
-    """Returns the tokens of an engine with these vLLM arguments."""
+def texts() -> list[list[int]]:
+    """Returns what engines score: the distribution behind every token of it."""
+    draw = random.Random(2)
+    return [[draw.randrange(16, 500) for _ in range(n)] for n in (50, 80, 110)]
+
+
+def answers(argv: list[str], name: str, *, scored: bool) -> Result:
+    """Returns tokens and scores of an engine with these vLLM arguments."""
     from vllm import SamplingParams, TokensPrompt
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -80,16 +96,29 @@ def greedy(argv: list[str]) -> list[list[int]]:
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     engine = LLMEngine.from_engine_args(EngineArgs.from_cli_args(parser.parse_args(argv)))
     try:
-        found: dict[str, list[int]] = {}
+
+        def run(inputs: list[list[int]], sampling: Any) -> list[Any]:
+            found: dict[str, Any] = {}
+            for index, tokens in enumerate(inputs):
+                engine.add_request(str(index), TokensPrompt(prompt_token_ids=tokens), sampling)
+            while engine.has_unfinished_requests():
+                found |= {output.request_id: output for output in engine.step()}
+            return [found[str(index)] for index in range(len(inputs))]
+
         sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-        for index, tokens in enumerate(prompts()):
-            engine.add_request(str(index), TokensPrompt(prompt_token_ids=tokens), sampling)
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                found[output.request_id] = list(output.outputs[0].token_ids)
-        return [found[str(index)] for index in range(len(prompts()))]
+        result = Result(name, [list(o.outputs[0].token_ids) for o in run(prompts(), sampling)])
+        if scored:
+            sampling = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=TOP)
+            for output in run(texts(), sampling):
+                result.scores.append([_likeliest(at) for at in output.prompt_logprobs[1:]])
+        return result
     finally:
         _close(engine)
+
+
+def _likeliest(position: Any) -> list[tuple[int, float]]:
+    """vLLM also reports the text's own token, whatever its rank."""
+    return [(token, found.logprob) for token, found in position.items() if found.rank <= TOP]
 
 
 def _close(engine: Any) -> None:
@@ -113,7 +142,7 @@ def settings(case: Case) -> dict[str, Any]:
             "max_num_seqs": 4,
             "max_num_batched_tokens": 128,
             "kv_cache_gib": 0.02,
-            "vllm_args": ["--block-size=32", "--disable-log-stats"],
+            "vllm_args": ["--block-size=32", "--disable-log-stats", f"--max-logprobs={TOP}"],
         },
         "ffn": {"instances": case.instances},
         "pipeline": {"depth": DEPTH, "min_rows": 1},
@@ -214,7 +243,8 @@ def run_colocated(case: Case, role_file: Path) -> Result:
     ours = ("--worker-cls", "--load-format")
     with _environment(environment):
         _register_class(case.path)
-        return Result(case.name, greedy([a for a in argv if not a.startswith(ours)]))
+        argv = [a for a in argv if not a.startswith(ours)]
+        return answers(argv, case.name, scored=case.scored)
 
 
 def run_remote(case: Case, role_file: Path) -> Result:
@@ -238,12 +268,13 @@ def _run_remote(case: Case, role_file: Path) -> Result:
     from attention_worker.vllm_hooks import runner
     from attention_worker.vllm_hooks.register import register_model
 
-    runner.AttentionInstance = LocalInstance  # type: ignore[misc,assignment]  # stands in for it
+    runner.AttentionInstance = LocalInstance  # type: ignore[assignment,attr-defined]  # stands in for it
     op_registry_oot.pop("RoutedExperts", None)  # registered by the case before; vLLM refuses twice
     with _environment({**environment, ROLE_FILE_ENV: str(role_file)}):
         register_model(load_role())
-        tokens = greedy(argv)
-    return Result(case.name, tokens, sorted(LocalInstance.joined.remote.depths))
+        result = answers(argv, case.name, scored=case.scored)
+    result.depths = sorted(LocalInstance.joined.remote.depths)
+    return result
 
 
 def _register_class(path: str) -> None:
@@ -296,7 +327,9 @@ def main() -> None:
                 result = Result(case.name, error=traceback.format_exc())
             result.log, result.seconds = handler.lines, time.monotonic() - began
             results.append(asdict(result))
-            Path(results_file).write_text(json.dumps(results))
+            partial = Path(f"{results_file}.partial")
+            partial.write_text(json.dumps(results))
+            partial.replace(results_file)  # others read it while this goes on
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from pydantic import ValidationError
 from afd.config.deployment import Deployment
 from afd.config.fp8 import fp8_of
 from afd.config.messages import sentence
+from afd.devices import device_named
 from afd.devices.rocm import FP8_OF_ARCH, ROCM
 from afd.errors import ConfigError
 
@@ -53,7 +54,9 @@ def check_graphs(deployment: Deployment, seen: Sequence[str], rocm: str | None) 
 
     seen: as :func:`with_architecture`. rocm: version of this host's ROCm, such as "7.2.1".
     """
-    if deployment.ffn.device != ROCM.name or not deployment.pipeline.graphs or rocm is None:
+    sides = deployment.attention.device, deployment.ffn.device
+    replays = deployment.pipeline.graphs and all(device_named(s).captures_graphs for s in sides)
+    if ROCM.name not in sides or not replays or rocm is None:
         return
     for arch in seen:
         if rocm in BAD_GRAPHS.get(arch, ()):

@@ -1,0 +1,166 @@
+"""The cells of docs/results/gpu.json that the planner can be compared with. Pure.
+
+Three kinds:
+- a step of 1A1F, timed on the devices, with or without times of its stages;
+- the best colocated vLLM on the same two GPUs, by its tokens/s;
+- the ratio of the two, by their tokens/s at the best depth.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from afd.records import Record
+from afd_bench.gpu.targets import PEER, Afd, Colocated
+
+GPUS = 2
+AFD = Afd(1, 1)
+COLOCATED = {
+    # model, layers -> the targets that docs/results/gpu.md measured
+    ("qwen3-30b", 12): (Colocated(2), Colocated(1, 2)),
+    ("qwen3-30b", 48): (Colocated(2),),
+    ("qwen3-30b-coarse-mqa", 12): (Colocated(2), Colocated(1, 2)),
+    ("qwen3-30b-coarse-mqa", 24): (Colocated(2), Colocated(1, 2)),
+}
+DEFAULT_CONTEXT = 1024
+"""Of `afd bench gpu efficiency`; early records do not name it."""
+
+_CASE = re.compile(
+    r"(?P<model>\S+) (?P<layers>\d+) layers (?P<kv>fp8 cache )?1A1F exact (?P<mqa>mqa )?"
+    r"(?P<ahead>lookahead )?depth (?P<depth>\d)(?P<streams>, a stream per micro-batch,)?"
+    r" batch (?P<batch>\d+)(?: context (?P<context>\d+))?"
+)
+_STAGES = ("attention_us", "to_ffn_us", "ffn_us", "to_attention_us")
+
+
+@dataclass(frozen=True)
+class Place:
+    """What ran: a model slice, its cache, requests and tokens per request."""
+
+    model: str
+    layers: int
+    kv: str
+    requests: int
+    context: int
+
+    @property
+    def text(self) -> str:
+        cache = "" if self.kv == "bfloat16" else f", {self.kv} cache"
+        return (
+            f"{self.model}, {self.layers} layers{cache}, {self.requests} requests of"
+            f" {self.context} tokens"
+        )
+
+
+@dataclass(frozen=True)
+class StepCell:
+    """A measured step of 1A1F on two GPUs.
+
+    Attributes:
+        seconds: Of a step on the devices, or per micro-batch and layer (``position``).
+        stages: Seconds of (attention, to FFN, FFN, to attention) per micro-batch and layer.
+        position: ``seconds`` is a step divided by its layers with experts and micro-batches.
+    """
+
+    place: Place
+    depth: int
+    seconds: float
+    stages: tuple[float, float, float, float] | None = None
+    position: bool = False
+    streams: bool = False
+
+    @property
+    def text(self) -> str:
+        streams = ", a stream per micro-batch" if self.streams else ""
+        return f"{self.place.text}, 1A1F depth {self.depth}{streams}"
+
+
+@dataclass(frozen=True)
+class RatioCell:
+    """Tokens/s of the best depth of 1A1F over those of the best colocated vLLM, both served.
+
+    colocated_s: seconds of a step of the colocated server, its host included.
+    """
+
+    place: Place
+    depths: tuple[int, ...]
+    ratio: float
+    colocated_s: float
+
+
+def step_cells(records: Iterable[Record]) -> list[StepCell]:
+    """Returns every step that was timed on the devices."""
+    stages: dict[str, dict[str, Record]] = {}
+    found = []
+    for record in records:
+        match = _CASE.fullmatch(record.case)
+        if match is None or record.bench != "gpu":
+            continue
+        if record.metric == "device_step_ms":
+            found.append(StepCell(_place(match), int(match["depth"]), record.value / 1e3))
+        elif record.metric in _STAGES:
+            stages.setdefault(record.case, {})[record.metric] = record
+    for case, by_name in stages.items():
+        match = _CASE.fullmatch(case)
+        if match is None or set(by_name) != set(_STAGES):
+            continue
+        attention, out, ffn, back = (by_name[name].value / 1e6 for name in _STAGES)
+        found.append(
+            StepCell(
+                _place(match),
+                int(match["depth"]),
+                by_name["ffn_us"].peer_value / 1e6,
+                (attention, out, ffn, back),
+                position=True,
+                streams=match["streams"] is not None,
+            )
+        )
+    return found
+
+
+def ratio_cells(records: Iterable[Record]) -> list[RatioCell]:
+    """Returns every cell with both servers, with ``pipeline.lookahead`` where it was measured."""
+    rates: dict[Place, dict[int, Record]] = {}
+    for record in records:
+        match = _CASE.fullmatch(record.case)
+        if match is None or record.metric != "tokens_per_s_per_gpu" or record.peer != PEER:
+            continue
+        if match["ahead"]:
+            rates.setdefault(_place(match), {})[int(match["depth"])] = record
+    return [_ratio(place, by_depth) for place, by_depth in rates.items()]
+
+
+def _ratio(place: Place, by_depth: Mapping[int, Record]) -> RatioCell:
+    best = max(by_depth.values(), key=lambda record: record.value)
+    return RatioCell(
+        place,
+        tuple(sorted(by_depth)),
+        best.value / best.peer_value,
+        place.requests / best.peer_value / GPUS,
+    )
+
+
+def _place(match: re.Match[str]) -> Place:
+    return Place(
+        match["model"],
+        int(match["layers"]),
+        "fp8" if match["kv"] else "bfloat16",
+        int(match["batch"]),
+        int(match["context"] or DEFAULT_CONTEXT),
+    )
+
+
+def stage_tables(cells: Sequence[StepCell]) -> dict[tuple[object, ...], StepCell]:
+    """Returns the cells with stage times by what decides them: all but the number of layers.
+
+    Of several, the last: it is the newest code.
+    """
+    return {stage_key(cell): cell for cell in cells if cell.stages is not None}
+
+
+def stage_key(cell: StepCell) -> tuple[object, ...]:
+    """Returns model, cache, requests, context and depth of a cell."""
+    place = cell.place
+    return place.model, place.kv, place.requests, place.context, cell.depth

@@ -1,0 +1,148 @@
+"""`afd bench planner`: the planner against what was measured end to end, and where AFD wins.
+
+Two parts, both arithmetic over data in the repository:
+- ``errors``: predicts every step and ratio of docs/results/gpu.json;
+- ``map``: AFD over the best colocated plan for five models, five kinds of GPUs, 8 to 256 GPUs,
+  contexts of 1K to 128K and TPOT limits of 20, 50 and 100 ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from afd.records import Record, command_line, machine, read_records, today, write_records
+from afd_bench.planner.cells import ratio_cells, stage_tables, step_cells
+from afd_bench.planner.compare import (
+    GPU,
+    Error,
+    colocated_errors,
+    ratio_errors,
+    step_errors,
+)
+from afd_bench.planner.map import (
+    MODELS,
+    POOLS,
+    MapCell,
+    largest,
+    map_cells,
+    write_csv,
+)
+from afd_bench.planner.page import errors_page, map_page
+from afd_planner.cost.shape import Efficiency, calibrated
+from afd_planner.facts.hardware import load_accelerator
+
+PARTS = ("errors", "map")
+MEASURED = "measured (docs/results/gpu.json)"
+COLOCATED = "best colocated plan"
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="afd bench planner", description=__doc__)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="parts to run")
+    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="folder")
+    args = parser.parse_args(argv)
+    command = command_line("planner", argv)
+    records: list[Record] = []
+    if "errors" in args.parts:
+        fitted, defaults = found_errors(args.out / "gpu.json")
+        records += [_error_record(metric, error, command) for metric, error in fitted]
+        records += winner_records(fitted, command)
+        page = errors_page(fitted, defaults)
+        (args.out / "planner.md").write_text(page, encoding="utf-8")
+    if "map" in args.parts:
+        cells = list(map_cells())
+        write_csv(args.out / "planner_map.csv", cells)
+        _plot(args.out / "planner_map.png", cells)
+        (args.out / "planner_map.md").write_text(map_page(cells), encoding="utf-8")
+        records += _map_records(cells, command)
+    write_records(args.out / "planner.json", records)
+    print(f"{len(records)} records written to {args.out / 'planner.json'}")
+    return 0
+
+
+Errors = list[tuple[str, Error]]
+"""(metric, error) of every cell; metrics are step_error and ratio_error."""
+
+
+def found_errors(path: Path) -> tuple[Errors, Errors]:
+    """Returns the errors with the efficiencies fitted to H200, and with the defaults."""
+    records = read_records(path)
+    steps, ratios = step_cells(records), ratio_cells(records)
+    tables = stage_tables(steps)
+
+    def errors(efficiency: Efficiency) -> Errors:
+        found = [
+            ("step_error", error)
+            for error in (
+                *step_errors(steps, tables, efficiency),
+                *colocated_errors(ratios, efficiency),
+            )
+        ]
+        return found + [("ratio_error", error) for error in ratio_errors(ratios, efficiency)]
+
+    return errors(calibrated((load_accelerator(GPU),))), errors(Efficiency())
+
+
+def winner_records(errors: Errors, command: str) -> list[Record]:
+    """Returns, per ratio, 1 if the prediction names the side that won, else 0."""
+    return [
+        _record(
+            error.cell,
+            "winner_right",
+            float((error.predicted > 1) == (error.measured > 1)),
+            "1 if right",
+            "aim",
+            1.0,
+            command,
+        )
+        for metric, error in errors
+        if metric == "ratio_error"
+    ]
+
+
+def _error_record(metric: str, error: Error, command: str) -> Record:
+    return _record(
+        f"{error.cell} ({error.method})",
+        metric,
+        error.predicted * (1e3 if metric == "step_error" else 1),
+        "ms" if metric == "step_error" else "x",
+        MEASURED,
+        error.measured * (1e3 if metric == "step_error" else 1),
+        command,
+    )
+
+
+def _map_records(cells: Sequence[MapCell], command: str) -> list[Record]:
+    found = []
+    for model in MODELS:
+        for pools in POOLS:
+            cell = largest(cells, model, pools)
+            if cell is not None:
+                case = (
+                    f"{model} on {cell.gpus} {pools}, {cell.context_k}K, TPOT {cell.tpot_ms} ms,"
+                    f" {cell.plan}: largest modelled gain"
+                )
+                found.append(
+                    _record(case, "modelled_gain", cell.ratio, "x", COLOCATED, 1.0, command)
+                )
+    return found
+
+
+def _record(
+    case: str, metric: str, value: float, unit: str, peer: str, peer_value: float, command: str
+) -> Record:
+    """``ratio`` is 1 for a perfect prediction and less for any error; for gains, the gain."""
+    ratio = value / peer_value
+    if metric != "modelled_gain":
+        ratio = min(ratio, 1 / ratio) if ratio else 0.0
+    return Record(
+        "planner", case, metric, value, unit, peer, peer_value, ratio, machine(), command, today()
+    )
+
+
+def _plot(path: Path, cells: Sequence[MapCell]) -> None:
+    from afd_bench.planner.plot import map_png
+
+    path.write_bytes(map_png(cells))

@@ -1,0 +1,163 @@
+"""Predictions of the cost model for measured cells, and their errors. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal
+
+from afd_bench.gpu.checkpoint import listing
+from afd_bench.gpu.predict import predict
+from afd_bench.gpu.slices import find
+from afd_bench.planner.cells import (
+    AFD,
+    COLOCATED,
+    Place,
+    RatioCell,
+    StepCell,
+    stage_key,
+)
+from afd_planner.cost.disaggregated import afd_stages
+from afd_planner.cost.shape import AfdShape, Efficiency, Pool
+from afd_planner.cost.stages import AfdStages, LayerStages, Part, StageTime, step_seconds
+from afd_planner.facts.hardware import load_accelerator
+from afd_planner.facts.model import ModelSpec
+from afd_planner.facts.model_hf import from_config
+from afd_planner.facts.precision import PRECISIONS
+
+GPU = "h200"
+
+Method = Literal["modelled", "composed"]
+"""modelled: from data sheets and efficiencies. composed: from stage times measured at the same
+batch, by the pipeline's formula; what has no stage time (dense layers, rest of a step) is
+modelled."""
+
+
+@dataclass(frozen=True)
+class Error:
+    """A predicted and a measured value of one cell."""
+
+    cell: str
+    method: Method
+    predicted: float
+    measured: float
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over measured."""
+        return self.predicted / self.measured
+
+    @property
+    def size(self) -> float:
+        """Factor by which the prediction is off, at least 1."""
+        return max(self.ratio, 1 / self.ratio)
+
+
+@cache
+def model_of(name: str, layers: int) -> ModelSpec:
+    """Returns the slice of a model as the planner sees it."""
+    return from_config(listing(find(name, layers))[0], name)
+
+
+def modelled_step(cell: StepCell, efficiency: Efficiency) -> float:
+    """Returns the predicted seconds of the cell, per position if the cell is."""
+    place, model = cell.place, model_of(cell.place.model, cell.place.layers)
+    said = predict(
+        AFD, cell.depth, place.requests, place.context, model, load_accelerator(GPU), efficiency,
+        place.kv,
+    )  # fmt: skip
+    return said.tpot_s / (positions(model, cell.depth) if cell.position else 1)
+
+
+def composed_step(cell: StepCell, source: StepCell, efficiency: Efficiency) -> float:
+    """Returns the seconds of the cell's step, composed from the stage times of ``source``.
+
+    The attention time of ``source`` is all of the attention side's work over the positions of its
+    step. Its work outside of the layers with experts is modelled, and taken out of it first.
+    """
+    assert source.stages is not None
+    attention, out, ffn, back = source.stages
+    measured = _modelled_stages(source, efficiency)
+    beside = measured.rest_s + sum(
+        source.depth * len(group.layers) * group.attention.seconds
+        for group in measured.groups
+        if group.ffn is None
+    )
+    model = model_of(source.place.model, source.place.layers)
+    own = attention - beside / positions(model, source.depth)
+    stages = _modelled_stages(cell, efficiency)
+    groups = tuple(
+        group if group.ffn is None else LayerStages(group.layers, _flat(own), _flat(ffn), out, back)
+        for group in stages.groups
+    )
+    seconds = step_seconds(AfdStages(groups, stages.rest_s), cell.depth)
+    count = positions(model_of(cell.place.model, cell.place.layers), cell.depth)
+    return seconds / (count if cell.position else 1)
+
+
+def _modelled_stages(cell: StepCell, efficiency: Efficiency) -> AfdStages:
+    place, pool = cell.place, Pool(load_accelerator(GPU), 1, 1)
+    precision = replace(PRECISIONS["bf16"], kv=place.kv)
+    rows = place.requests / cell.depth
+    shape = AfdShape(pool, pool, cell.depth, rows, place.context, precision)
+    return afd_stages(model_of(place.model, place.layers), shape, efficiency)
+
+
+def _flat(seconds: float) -> StageTime:
+    return StageTime((Part("measured", seconds, 0.0),), measured=True)
+
+
+def positions(model: ModelSpec, depth: int) -> int:
+    """Returns the (layer, micro-batch) pairs of a step whose experts are remote."""
+    return len(model.moe_layers) * depth
+
+
+def colocated_step_s(place: Place, efficiency: Efficiency) -> float:
+    """Returns the predicted seconds of a step of the best colocated vLLM that was measured."""
+    model, gpu = model_of(place.model, place.layers), load_accelerator(GPU)
+    return min(
+        predict(target, 1, place.requests, place.context, model, gpu, efficiency, place.kv).tpot_s
+        for target in COLOCATED[place.model, place.layers]
+    )
+
+
+def step_errors(
+    cells: Sequence[StepCell],
+    tables: Mapping[tuple[object, ...], StepCell],
+    efficiency: Efficiency,
+) -> list[Error]:
+    """Returns the errors of every step, modelled, and composed where stages were measured."""
+    found = []
+    for cell in cells:
+        found.append(Error(cell.text, "modelled", modelled_step(cell, efficiency), cell.seconds))
+        source = cell if cell.stages else tables.get(stage_key(cell))
+        if source is not None:
+            seconds = composed_step(cell, source, efficiency)
+            found.append(Error(cell.text, "composed", seconds, cell.seconds))
+    return found
+
+
+def colocated_errors(cells: Sequence[RatioCell], efficiency: Efficiency) -> list[Error]:
+    """Returns the errors of the colocated steps, whose measured times include the host."""
+    return [
+        Error(
+            f"{cell.place.text}, colocated vLLM",
+            "modelled",
+            colocated_step_s(cell.place, efficiency),
+            cell.colocated_s,
+        )
+        for cell in cells
+    ]
+
+
+def ratio_errors(cells: Sequence[RatioCell], efficiency: Efficiency) -> list[Error]:
+    """Returns the errors of the ratio of 1A1F at its best depth to colocated vLLM."""
+    found = []
+    for cell in cells:
+        steps = (
+            modelled_step(StepCell(cell.place, depth, 0.0), efficiency) for depth in cell.depths
+        )
+        ratio = colocated_step_s(cell.place, efficiency) / min(steps)
+        found.append(Error(cell.place.text, "modelled", ratio, cell.ratio))
+    return found

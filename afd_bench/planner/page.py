@@ -1,0 +1,193 @@
+"""The result pages of `afd bench planner`. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from afd_bench.planner.compare import Error
+from afd_bench.planner.map import (
+    BUDGETS,
+    CONTEXTS_K,
+    MODELS,
+    POOLS,
+    TPOTS_MS,
+    MapCell,
+    largest,
+)
+from afd_planner.sizing.error import CALIBRATED_ERROR, COMPOSED_ERROR, MODEL_ERROR, Decision
+
+CLOSE = 1.10
+
+_ERRORS = """# The planner against what was measured
+
+`afd bench planner --parts errors`. Every step of [gpu.md](gpu.md) that was timed on the devices,
+every colocated vLLM beside them, and every ratio of the two, all on 2 x H200. Two predictions:
+
+- **composed**: attention, experts and wire as measured at the same batch, put together by the
+  planner's formula for the pipeline. What the stage times do not separate (dense layers, LM head,
+  sampling) is modelled. This tests the formula.
+- **modelled**: everything from data sheets and efficiencies. This tests the whole planner. The
+  efficiencies are those fitted to H200 ([file](../../afd_planner/data/hardware/h200.yaml)): to 15
+  steps of the whole Qwen3-30B-A3B, and to one attention layer of DeepSeek-V3. The right column of
+  the summary has the defaults, which all other accelerators use.
+
+Predicted over measured:
+
+| prediction | cells | within 10 % | lowest and highest | with default efficiencies |
+|---|---|---|---|---|
+"""
+
+_CAUSES = f"""
+The planner decides only where the predicted ratio leaves the largest error of all ratio cells: a
+factor of {CALIBRATED_ERROR.high:.2f} on H200, {MODEL_ERROR.high:.2f} elsewhere, and
+{COMPOSED_ERROR.high:.2f} with measured attention and experts (each plan may be off by 12 %).
+
+Known causes of large errors:
+
+- **Random routing.** qwen3-30b-coarse-mqa, deepseek-v3, and qwen3-235b at 32K ran random weights on
+  random caches. Their rows are alike and choose far fewer experts than the planner assumes, so a
+  micro-batch reads fewer weights. To be measured again with the routing of a trained model.
+- **The host.** At 256 requests and 12 layers, a step of 1A1F takes 7.1 ms on the device and 12 to
+  15 ms in the server. The planner does not model the host.
+- **Colocated vLLM at 12 layers** includes its host; with 48 layers it is hidden.
+
+Nothing between servers was measured: neither the NIC, nor expert parallelism over more than 2 GPUs.
+"""
+
+_MAP = f"""# Where AFD wins, by the planner
+
+`afd bench planner --parts map`. All of it is **modelled**: no deployment of this size was measured.
+H200 has efficiencies fitted to 2 H200 ([errors](planner.md)). H20, H800, MI300X and MI355X use the
+defaults, which no measurement on AMD supports.
+
+- Experts and KV cache in FP8, attention weights in bfloat16, prefill elsewhere.
+- Expert loads of the demo model, with one redundant expert per group where that helps.
+- Ratio: tokens/s of the best xAyF plan over the best colocated plan on as many GPUs. For
+  `h20+h200` (attention on H20, experts on H200, colocated on either): tokens per USD.
+- Error: a factor of {CALIBRATED_ERROR.high:.2f} (h200) or {MODEL_ERROR.high:.2f} either way.
+
+All {{count}} points, each with its band: [planner_map.csv](planner_map.csv).
+For a buyer: [when to use AFD](../when-to-use-afd.md).
+
+![AFD over the best colocated plan at 50 ms](planner_map.png)
+
+"""
+
+
+def errors_page(fitted: Sequence[tuple[str, Error]], defaults: Sequence[tuple[str, Error]]) -> str:
+    """Returns the page: summary, causes, and all errors, worst first."""
+    lines = [_ERRORS.rstrip("\n")]
+    for label, metric, method, colocated in (
+        ("steps, composed", "step_error", "composed", False),
+        ("steps of 1A1F, modelled", "step_error", "modelled", False),
+        ("steps of colocated vLLM, modelled", "step_error", "modelled", True),
+        ("ratios, modelled", "ratio_error", "modelled", None),
+    ):
+
+        def chosen(
+            errors: Sequence[tuple[str, Error]],
+            metric: str = metric,
+            method: str = method,
+            colocated: bool | None = colocated,
+        ) -> list[Error]:
+            return [
+                error
+                for name, error in errors
+                if (name, error.method) == (metric, method)
+                and (colocated is None or ("colocated" in error.cell) == colocated)
+            ]
+
+        ours, others = chosen(fitted), chosen(defaults)
+        lines.append(
+            f"| {label} | {len(ours)} | {_close(ours)} | {_largest(ours)} |"
+            f" {_close(others)}, {_largest(others)} |"
+        )
+    ratios = [error for name, error in fitted if name == "ratio_error"]
+    right = sum((error.predicted > 1) == (error.measured > 1) for error in ratios)
+    lines.append(
+        f"\nThe winner is right in {right} of {len(ratios)} cells. Colocated vLLM won all of them,"
+        " so this says little."
+    )
+    lines += [_CAUSES.rstrip("\n"), "\n## Ratios, worst first\n"]
+    lines += ["| cell | predicted | measured | predicted / measured |", "|---|---|---|---|"]
+    for error in sorted(ratios, key=lambda error: -error.size):
+        lines.append(
+            f"| {error.cell} | {error.predicted:.2f} | {error.measured:.2f} | {error.ratio:.2f} |"
+        )
+    for method, title in (("composed", "Steps, composed"), ("modelled", "Steps, modelled")):
+        lines += [f"\n## {title}, worst first\n"]
+        lines += ["Milliseconds; cells with stage times: per micro-batch and layer.\n"]
+        lines += ["| cell | predicted | measured | predicted / measured |", "|---|---|---|---|"]
+        steps = [e for name, e in fitted if name == "step_error" and e.method == method]
+        for error in sorted(steps, key=lambda error: -error.size):
+            lines.append(
+                f"| {error.cell} | {error.predicted * 1e3:.3f} | {error.measured * 1e3:.3f} |"
+                f" {error.ratio:.2f} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def _close(errors: Sequence[Error]) -> str:
+    return f"{sum(error.size <= CLOSE for error in errors)} of {len(errors)}"
+
+
+def _largest(errors: Sequence[Error]) -> str:
+    low, high = min(e.ratio for e in errors), max(e.ratio for e in errors)
+    return f"{low:.2f} to {high:.2f}"
+
+
+def map_page(cells: Sequence[MapCell]) -> str:
+    """Returns the page: decisions, largest gains, and a table per kind of GPUs at 50 ms."""
+    lines = [_MAP.format(count=f"{len(cells):,}").rstrip("\n")]
+    lines += ["\n## Decisions\n", "Points in which one of the two is certain, given the error.\n"]
+    lines += ["| GPUs | AFD | colocated | undecided | of these, predicted above 1 |"]
+    lines += ["|---|---|---|---|---|"]
+    for pools in POOLS:
+        own = [c for c in cells if c.pools == pools and c.decision != "neither"]
+        count = {d: sum(c.decision == d.value for c in own) for d in Decision}
+        above = sum(c.decision == Decision.UNDECIDED.value and c.ratio > 1 for c in own)
+        lines.append(
+            f"| {pools} | {count[Decision.DISAGGREGATE]} | {count[Decision.COLOCATED]} |"
+            f" {count[Decision.UNDECIDED]} | {above} |"
+        )
+    lines += ["\n## The largest predicted gain\n"]
+    lines += ["| model | GPUs | context, TPOT | plan | tokens/s/GPU, AFD and colocated | ratio |"]
+    lines += ["|---|---|---|---|---|---|"]
+    for model in MODELS:
+        for pools in POOLS:
+            cell = largest(cells, model, pools)
+            if cell is not None:
+                lines.append(
+                    f"| {model} | {cell.gpus} {pools} | {cell.context_k}K, {cell.tpot_ms} ms |"
+                    f" {cell.plan} | {cell.afd:,.0f}, {cell.colocated:,.0f} | {_ratio(cell)} |"
+                )
+    by_place = {(c.model, c.pools, c.context_k, c.tpot_ms, c.gpus): c for c in cells}
+    for pools in POOLS:
+        lines += [f"\n## {pools}\n", "Ratio at 20 / 50 / 100 ms; - : no such plan.\n"]
+        lines += ["| model | context | " + " | ".join(f"{n} GPUs" for n in BUDGETS) + " |"]
+        lines += ["|---|---|" + "---|" * len(BUDGETS)]
+        for model in MODELS:
+            for thousands in CONTEXTS_K:
+                found = [
+                    [by_place.get((model, pools, thousands, tpot, gpus)) for tpot in TPOTS_MS]
+                    for gpus in BUDGETS
+                ]
+                if all(cell is None for row in found for cell in row):
+                    continue
+                texts = (" / ".join(_short(cell) for cell in row) for row in found)
+                lines.append(f"| {model} | {thousands}K | " + " | ".join(texts) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _short(cell: MapCell | None) -> str:
+    if cell is None or cell.decision == "neither" or cell.ratio == 0:
+        return "-"
+    if math.isinf(cell.ratio):
+        return "only AFD"
+    text = f"{cell.ratio:.2f}"
+    return text if cell.decision == Decision.UNDECIDED.value else f"**{text}**"
+
+
+def _ratio(cell: MapCell) -> str:
+    return f"{cell.ratio:.2f} ({cell.lowest:.2f} to {cell.highest:.2f})"

@@ -1,0 +1,90 @@
+"""`afd bench versions`: runs tests on the vLLM of this environment and records how many passed.
+
+It needs a checkout with the test tools. Run it in each environment of `./run test-vllm VERSION`:
+`.venv-vllm-0.32.0/bin/afd bench versions tests/identity tests/integration/test_pair.py`.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from afd.errors import ConfigError
+from afd.records import Record, command_line, machine, results_file, today, write_records
+from attention_worker.vllm_hooks.versions import Installed, installed
+
+ROOT = Path(__file__).parents[1]
+RUNNER = "first-generation runner"
+DEFAULT = ("tests/unit/attention", "tests/identity", "tests/integration")
+
+
+@dataclass(frozen=True)
+class Count:
+    """Tests of one path. ran: those that were not skipped."""
+
+    path: str
+    passed: int
+    ran: int
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit status: 1 if a test failed, else 0."""
+    parser = argparse.ArgumentParser(prog="afd bench versions", description=__doc__)
+    parser.add_argument("paths", nargs="*", default=DEFAULT, help="files and folders of tests")
+    parser.add_argument(
+        "--out",
+        type=results_file,
+        default=ROOT / "docs/results/versions.json",
+        help="file of the records; default: %(default)s",
+    )
+    args = parser.parse_args(argv)
+    vllm = installed()
+    if vllm is None:
+        raise ConfigError("vLLM is not installed; run ./run test-vllm VERSION first")
+    missing = [path for path in args.paths if not (ROOT / path).exists()]
+    if missing:
+        raise ConfigError(f"{', '.join(missing)} does not exist in {ROOT}; run it in a checkout")
+    counts = []
+    for path in args.paths:
+        counts.append(run(path))
+        record = record_of(counts[-1], vllm, command_line("versions", [path]))
+        write_records(args.out, [record])
+        print(f"{record.case}: {counts[-1].passed} of {counts[-1].ran} passed", flush=True)
+    return 0 if all(c.passed == c.ran for c in counts) else 1
+
+
+def run(path: str) -> Count:
+    """Runs pytest on a path and returns how many tests passed.
+
+    Raises:
+        ConfigError: pytest collected nothing, or could not run.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", path]
+        status = subprocess.run(command, cwd=ROOT, check=False).returncode
+        if status not in (0, 1) or not report.exists():
+            raise ConfigError(f"pytest {path} ended with status {status}; see its output above")
+        return counted(path, report.read_text())
+
+
+def counted(path: str, report: str) -> Count:
+    """Returns the numbers of pytest's JUnit report."""
+    (suite,) = ElementTree.fromstring(report).iter("testsuite")
+    tests, skipped, failed = (int(suite.attrib[k]) for k in ("tests", "skipped", "failures"))
+    failed += int(suite.attrib["errors"])
+    return Count(path, tests - skipped - failed, tests - skipped)
+
+
+def record_of(count: Count, vllm: Installed, command: str) -> Record:
+    """Returns the record of one path on one version."""
+    case = f"{vllm.distribution} {vllm.version}, {RUNNER}, {count.path}"
+    ratio = round(count.passed / count.ran, 4) if count.ran else 0.0
+    return Record(
+        "versions", case, "passed", count.passed, "tests", "tests run", count.ran, ratio,
+        machine(), command, date=today(),
+    )  # fmt: skip

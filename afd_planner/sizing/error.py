@@ -1,0 +1,67 @@
+"""How wrong the model's ratio of xAyF to colocated serving may be, and what follows from that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from afd_planner.cost.shape import Efficiency, calibrated
+from afd_planner.sizing.request import Request
+
+
+class Decision(Enum):
+    """DISAGGREGATE and COLOCATED hold within the model's error; UNDECIDED is within it."""
+
+    DISAGGREGATE = "disaggregate"
+    COLOCATED = "colocated"
+    UNDECIDED = "undecided"
+
+
+@dataclass(frozen=True)
+class ErrorBand:
+    """Predicted over measured ratio of xAyF to colocated serving.
+
+    Attributes:
+        low, high: Lowest and highest value.
+        basis: What was measured.
+    """
+
+    low: float
+    high: float
+    basis: str
+
+    def within(self, ratio: float) -> tuple[float, float]:
+        """Returns the lowest and highest true ratio for a predicted one."""
+        return ratio / self.high, ratio / self.low
+
+    def decide(self, ratio: float) -> Decision:
+        """Returns the decision for a predicted ratio; 0 without an xAyF plan, inf without other."""
+        lowest, highest = self.within(ratio)
+        if lowest >= 1:
+            return Decision.DISAGGREGATE
+        return Decision.COLOCATED if highest <= 1 else Decision.UNDECIDED
+
+
+CELLS = "14 measured cells on 2 H200, docs/results/planner.md"
+
+CALIBRATED_ERROR = ErrorBand(1 / 1.42, 1.42, f"largest error in {CELLS}")
+"""Of the roofline on an accelerator whose efficiencies were fitted to measurements."""
+
+MODEL_ERROR = ErrorBand(1 / 1.60, 1.60, f"largest error in {CELLS}, without fitted efficiencies")
+"""Of the roofline with its default efficiencies."""
+
+COMPOSED_ERROR = ErrorBand(
+    1 / 1.25, 1.25, "composed steps are within 12 % in 31 cells on H200, docs/results/planner.md"
+)
+"""With measured times of attention and experts. Each of the two plans may be off by 12 %."""
+
+
+def error_of(request: Request) -> ErrorBand:
+    """Returns the error of the ratio that the model predicts for a request."""
+    measured = request.measured
+    if measured is not None and measured.attention is not None and measured.ffn is not None:
+        return COMPOSED_ERROR
+    fitted = calibrated((*request.attention, *request.ffn))
+    if request.efficiency == fitted != Efficiency():
+        return CALIBRATED_ERROR
+    return MODEL_ERROR

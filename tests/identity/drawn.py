@@ -1,0 +1,58 @@
+"""Which sizes a run of these tests draws, and how a failure names them."""
+
+import os
+import random
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from afd_bench.families.cases import ALL, Model
+from afd_demo.sizes import PRESETS, Sizes
+
+SEED = int(os.environ.get("AFD_TEST_SEED") or time.time())
+"""Sizes of families are drawn from it. Every run prints it; AFD_TEST_SEED repeats a run."""
+DAMAGED = "damaged"
+"""A case whose checkpoint has one attention weight of another shape than config.json says."""
+
+
+def drawn_sizes(model: Model, seed: int) -> Sizes:
+    """Returns random sizes that the family can have."""
+    draw = random.Random(f"{model.layout} {seed}")
+    heads, head_dim = draw.choice((4, 8)), draw.choice((32, 64))
+    experts = draw.choice((4, 6, 8, 12))
+    layers = draw.randint(2, 4)
+    sizes = Sizes(
+        hidden=heads * head_dim,
+        layers=layers,
+        experts=experts,
+        top_k=draw.randint(1, 3),
+        intermediate=draw.choice((32, 64, 96, 160)),
+        dense_intermediate=draw.choice((64, 192)),
+        heads=heads,
+        kv_heads=draw.choice([n for n in (1, 2, 4) if heads % n == 0]),
+        head_dim=head_dim,
+        vocab=512 + 32 * draw.randint(0, 3),
+        shared_experts=draw.randint(1, 3),
+        dense_first=draw.randint(0, layers - 1),
+        mla=(32, 16 * draw.randint(1, 2), 32, 32 * draw.randint(1, 3), 64),
+    )
+    if model.layout in ("llama4", "qwen3_next"):  # the last layer of two or four is the other kind
+        sizes = replace(sizes, layers=4)
+    if model.layout == "step3_vl":
+        sizes = replace(sizes, layers=max(layers, 3))
+    return sizes
+
+
+def sizes_of(model: Model) -> Sizes:
+    return PRESETS["tiny"] if model.stored_as != "plain" else drawn_sizes(model, SEED)
+
+
+def described(model: Model) -> str:
+    return f"{model.name}, AFD_TEST_SEED={SEED}, {sizes_of(model)}"
+
+
+def models_of(parameters: Iterable[Mapping[str, object]]) -> list[Model]:
+    """Returns the models among the parameters of selected tests, which may be of other folders."""
+    found = [values.get("model") for values in parameters]
+    named = {model.name for model in found if isinstance(model, Model)}
+    return [model for model in ALL if model.name in named]

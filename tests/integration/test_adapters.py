@@ -1,0 +1,39 @@
+"""LoRA adapters of attention: several in one batch, beside the base model and with speculation."""
+
+from pathlib import Path
+
+import pytest
+from adapters import ATTENTION, make_adapter, merged
+from deployments import ADAPTERS, Host, Models
+from helpers import Running, Stream, tokens_of
+from reference import References, same_tokens
+
+from afd_bench.families.hf import disagreements
+
+pytestmark = pytest.mark.serve
+
+
+@pytest.fixture
+def deployment(host: Host) -> Running:
+    return host.serve("ranks")
+
+
+def test_each_request_gets_its_adapter(
+    deployment: Running, references: References, tiny_models: Models, tmp_path: Path
+) -> None:
+    """Requests of two adapters and of the base model run at the same time."""
+    checkpoint = tiny_models("qwen3_moe")
+    prompts = [tokens_of(f"adapter{i}", 5 + 9 * i) for i in range(4)]
+    streams = {
+        name: [Stream(deployment.url, prompt, 24, model=name).start() for prompt in prompts]
+        for name in ADAPTERS
+    }
+    same_tokens(deployment.server, references("qwen3_moe"), "beside adapters")
+    for seed, (name, running) in enumerate(streams.items()):
+        answers = [stream.join(60).tokens for stream in running]
+        assert [stream.error for stream in running] == [None] * len(running)
+        adapter = make_adapter(tmp_path / name, checkpoint, seed, ATTENTION)
+        reference = merged(tmp_path / f"merged-{name}", checkpoint, adapter)
+        assert disagreements(reference, [list(p) for p in prompts], answers) == []
+        plain = disagreements(checkpoint, [list(p) for p in prompts], answers)
+        assert plain, "the adapter changed nothing"
