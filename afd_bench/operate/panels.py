@@ -151,7 +151,7 @@ INSTANCES = Row(
         ),
         Panel(
             "Queue",
-            "Requests waiting in each instance (it lacks KV cache, or max_num_seqs is reached), and in"
+            "Requests waiting in each instance, which lacks KV cache or has max_num_seqs, and in"
             " the gateway.",
             "short",
             (
