@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from afd.records import Record, command_line, machine, today, write_records
-from afd_bench.operate.prometheus import find_programs
+from afd_bench.operate.prometheus import CACHE, find_programs
 from afd_bench.operate.watched import Watched, watch
 
 
@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--cache",
         type=Path,
-        default=Path(tempfile.gettempdir(), "afd-prometheus"),
+        default=CACHE,
         metavar="DIR",
         help="where Debian's package of Prometheus is unpacked if PATH has none",
     )

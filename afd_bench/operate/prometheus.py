@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import tempfile
 import time
 import urllib.parse
 import urllib.request
@@ -22,6 +23,9 @@ from afd.host.package_data import data_folder
 from afd.host.ports import held_ports
 from afd_bench.operate.alerts import rule_groups
 from afd_bench.servers import server_process
+
+CACHE = Path(tempfile.gettempdir(), "afd-prometheus")
+"""Where Debian's package is unpacked by default."""
 
 _START_S = 20.0
 

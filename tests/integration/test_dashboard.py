@@ -6,7 +6,7 @@ import pytest
 
 from afd.errors import ConfigError
 from afd_bench.operate.command import judged
-from afd_bench.operate.prometheus import find_programs
+from afd_bench.operate.prometheus import CACHE, find_programs
 from afd_bench.operate.watched import watch
 
 pytestmark = [pytest.mark.serve, pytest.mark.long]
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.serve, pytest.mark.long]
 
 def test_panels_and_alerts_while_an_ffn_instance_is_killed(tmp_path: Path) -> None:
     try:
-        program, _ = find_programs(tmp_path / "prometheus")
+        program, _ = find_programs(CACHE)
     except ConfigError as reason:
         pytest.skip(str(reason))
     wrong = [(case, text) for case, good, text in judged(watch(program, tmp_path)) if not good]

@@ -12,7 +12,7 @@ import yaml
 from afd.errors import ConfigError
 from afd.host.package_data import data_folder
 from afd_bench.operate.alerts import ALERTS
-from afd_bench.operate.prometheus import find_programs
+from afd_bench.operate.prometheus import CACHE, find_programs
 
 RULES = data_folder("afd_launch") / "dashboards" / "prometheus" / "alerts.yaml"
 HEALTHY, LENGTH = 40, 120  # samples, one every 15 s: 10 minutes healthy, then 20 with the fault
@@ -119,9 +119,9 @@ def case(fault: Fault) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def promtool(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def promtool() -> Path:
     try:
-        return find_programs(tmp_path_factory.mktemp("prometheus"))[1]
+        return find_programs(CACHE)[1]
     except ConfigError as reason:
         pytest.skip(str(reason))
 
