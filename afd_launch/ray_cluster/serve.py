@@ -191,6 +191,7 @@ class _Driver:
         """The deployment file of every role; control.keys differs and is given by --set."""
         plain = self._deployment.plain()
         plain["control"] = {k: v for k, v in plain["control"].items() if k != "keys"}
+        plain["gateway"]["processes"] = 1  # the one beside this driver
         return yaml.safe_dump(plain)
 
     # -- serving

@@ -16,6 +16,7 @@ ports; everything else is the user's.
 {{- $address := printf "tcp://%s-control:5555" (include "afd.fullname" .) -}}
 {{- $_ := set $own "control" (dict "address" $address "keys" "/etc/afd/keys/control.keys") -}}
 {{- $_ := set $own "attention" (dict "port" 8100) -}}
+{{- $_ := set $own.gateway "processes" 1 -}}
 {{- $_ := set $own "transport" (dict "backend" (include "afd.backend" .)) -}}
 {{- end -}}
 {{- if .Values.rdma.ports -}}
