@@ -5,8 +5,9 @@ Members of a role do the same work, so each is compared with the median of the o
 stands out is judged in this order:
 
 processor    its threads were ready but waited for a core, much more than the others' threads
-wire         messages from one peer to it take long, and neither end lacks a core
-imbalance    it got more rows than the others, and its time has grown no more than its rows
+imbalance    it got more rows than the others, and its time, or that of its messages, has grown no
+             more than its rows
+wire         messages from one peer to it take long, with cores and rows like the others'
 accelerator  none of these: the same rows take longer
 """
 
@@ -86,15 +87,15 @@ def find(works: Sequence[Work]) -> Finding | None:
     starved = _starved(worst, works)
     if starved is not None:
         return starved
-    if worst.peer:
-        why = f"messages from {worst.peer} arrive late, and both ends have their cores"
-        return _finding(worst, worst.work, "wire", why)
     load, usual = worst.work.load, of_others(worst.work, works, lambda w: w.load)
     more = load / usual if usual else float("inf") if load else 0.0
     if more >= _UNEVEN and worst.seconds / worst.usual <= 1.5 * more:
         what = "rows of experts" if worst.work.role == "ffn" else "rows"
         times = f"{more:.1f} times the {what} of its peers" if usual else f"all {what}"
         return _finding(worst, worst.work, "imbalance", f"it computes {times}")
+    if worst.peer:
+        why = f"messages from {worst.peer} arrive late, though cores and rows are as elsewhere"
+        return _finding(worst, worst.work, "wire", why)
     return _finding(
         worst, worst.work, "accelerator", "it has its cores and no more rows than its peers"
     )
