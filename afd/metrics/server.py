@@ -6,6 +6,7 @@ answers 200: the process runs. A hung expert call ends the process by itself.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Iterable
@@ -41,6 +42,12 @@ class _ThreadingServer(ThreadingMixIn, WSGIServer):
 
 
 class _Silent(WSGIRequestHandler):
+    timeout = 10.0  # seconds without a byte; an idle connection would keep its thread
+
+    def handle(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            super().handle()
+
     def log_message(self, format: str, *args: object) -> None:
         """Scrapes are not logged."""
 

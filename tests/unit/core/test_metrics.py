@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import random
 import re
+import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from functools import partial
 from importlib.util import find_spec
@@ -230,6 +232,24 @@ def test_served_over_http_on_any_port() -> None:
         server.close()
     with pytest.raises(OSError):
         urllib.request.urlopen(server.url, timeout=1)
+
+
+def test_an_idle_connection_ends_and_frees_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("afd.metrics.server._Silent.timeout", 0.2)
+    server = serve_metrics(RoleMetrics("ffn", slots=1))
+    try:
+        address = ("127.0.0.1", int(server.url.split(":")[2].partition("/")[0]))
+        before = threading.active_count()
+        for sent in (b"", b"GET /metrics"):
+            with socket.create_connection(address, timeout=5) as idle:
+                idle.sendall(sent)
+                assert idle.recv(1) == b""
+        end = time.monotonic() + 5
+        while threading.active_count() > before and time.monotonic() < end:
+            time.sleep(0.01)
+        assert threading.active_count() <= before
+    finally:
+        server.close()
 
 
 def test_a_wildcard_address_is_not_advertised() -> None:
