@@ -161,7 +161,7 @@ def command_line(name: str, argv: Sequence[str]) -> str:
     words, kept = iter(argv), [f"afd bench {name}"]
     for word in words:
         option, equals, _ = word.partition("=")
-        if option not in ("--out", "--models"):
+        if option not in ("--out", "--models", "--cache"):
             kept.append(word)
         elif not equals:
             next(words, None)

@@ -21,6 +21,7 @@ BENCHES = {
     "identity": "afd_bench.identity",
     "load": "afd_bench.load",
     "moe": "afd_bench.moe.cli",
+    "operate": "afd_bench.operate.command",
     "paper": "afd_bench.paper",
     "planner": "afd_bench.planner.command",
     "report": "afd_bench.report.command",

@@ -21,6 +21,7 @@ class Sizes:
     dense_first: DeepSeek, GLM, ERNIE: dense layers before the first with experts.
     share_q_dim: Step-3: rank of queries; None: half of `hidden`.
     dense_last: Step-3: the last layer is dense too.
+    linear_head: Qwen3-Next: width of a head of linear attention.
     """
 
     hidden: int = 256
@@ -41,6 +42,7 @@ class Sizes:
     dense_first: int = 1
     share_q_dim: int | None = None
     dense_last: bool = False
+    linear_head: int = 32
 
 
 PRESETS: dict[str, Sizes] = {

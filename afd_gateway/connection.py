@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
@@ -65,8 +64,7 @@ class ClientConnection(web.RequestHandler):
         transport = self.transport
         if transport is None:
             return
-        # uvloop's transports have no base class of asyncio's
-        waiting = cast("asyncio.Transport", transport).get_write_buffer_size()
+        waiting = transport.get_write_buffer_size()
         if before is not None and waiting >= before:
             self._on_slow()
             transport.abort()

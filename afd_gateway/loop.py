@@ -10,10 +10,7 @@ T = TypeVar("T")
 
 
 def run(work: Coroutine[None, None, T]) -> T:
-    """Runs ``work`` like ``asyncio.run``, on uvloop if it is installed; vLLM installs it.
-
-    uvloop spends less CPU time per event (docs/results/gateway.md).
-    """
+    """Runs ``work`` like ``asyncio.run``, on uvloop if it is installed; vLLM installs it."""
     try:
         import uvloop
     except ImportError:

@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from afd.devices import DEVICES, ROCM
-from afd.errors import AfdError, ConfigError
+from afd.errors import AfdError
 from afd.host.amd_gpus import architectures
 from afd_comm import CommError, VerbsOptions
-from afd_launch import echo
+from afd_launch import echo, two_hosts
 from afd_launch.installation import find_gpus
 
 
 def active(
-    device: str, listen: str | None, peer: str | None, ports: list[str], verbs_host: str
+    device: str,
+    listen: str | None,
+    peer: str | None,
+    ports: list[str],
+    verbs_host: str,
+    model: Path | None = None,
 ) -> int:
-    """Prints what each round trip showed; returns 1 if one failed.
+    """Prints what each round trip showed; returns 1 if one failed or two hosts do not fit.
 
     Args:
         device: a name of :data:`afd.devices.DEVICES`, or "auto": this host's GPUs and its CPU.
-        listen, peer: HOST:PORT of this or of the other host of a round trip between two.
-        ports, verbs_host: RDMA ports, and the address of their handshake.
+        listen, peer: HOST:PORT of this or of the other host of a comparison of two.
+        ports, verbs_host: RDMA ports, and the address of their handshake; none: over TCP only.
+        model: a checkpoint that both hosts should have.
     """
+    verbs = VerbsOptions(ports=ports, host=verbs_host) if ports else None
     if listen is not None:
         chosen = _one(device)
         print(f"waiting at {listen} with slots on {DEVICES[chosen].region_device}", flush=True)
-        echo.listen(listen, chosen, _verbs(ports, verbs_host))
-        print("served one round trip", flush=True)
+        two_hosts.listen(listen, chosen, verbs, model)
+        print("served one host", flush=True)
         return 0
     if peer is not None:
-        found = echo.to_host(peer, _one(device), _verbs(ports, verbs_host))
-        print(f"ok    {'to ' + peer:16} {found.text}", flush=True)
-        return 0
+        rows = two_hosts.compare_with(peer, _one(device), verbs, model)
+        print("\n".join(map(str, rows)), flush=True)
+        return int(any(row.level == "bad" for row in rows))
     failed = False
     for name in [device] if device != "auto" else ["cpu", *_gpus()]:
         try:
@@ -49,9 +58,3 @@ def _one(device: str) -> str:
     if device != "auto":
         return device
     return ROCM.name if architectures() else (_gpus() or ["cpu"])[0]
-
-
-def _verbs(ports: list[str], host: str) -> VerbsOptions:
-    if not ports:
-        raise ConfigError("a round trip between hosts needs --ports, such as --ports mlx5_0:1")
-    return VerbsOptions(ports=ports, host=host)

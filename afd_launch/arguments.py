@@ -40,7 +40,13 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
     far = parser.add_mutually_exclusive_group()
     far.add_argument("--listen", metavar="HOST:PORT", help="wait for --peer of another host")
     far.add_argument(
-        "--peer", metavar="HOST:PORT", help="move bytes to the host that listens there"
+        "--peer", metavar="HOST:PORT", help="compare this host with the one that listens there"
+    )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="with --listen and --peer: compare this checkpoint",
     )
     parser.add_argument(
         "--ports", nargs="+", default=[], metavar="DEVICE:PORT", help="RDMA ports for --peer"
@@ -74,6 +80,32 @@ def add_instance_actions(
             metavar="SECONDS",
             help="until an instance must have done it (default 300)",
         )
+
+
+def add_ray(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--ray",
+        nargs="?",
+        const="auto",
+        metavar="ADDRESS",
+        help="place the instances on a Ray cluster (default ADDRESS: the one of this node)",
+    )
+    parser.add_argument(
+        "--ray-cpus", type=float, default=1.0, metavar="N", help="CPUs that Ray books per process"
+    )
+
+
+def add_top(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--control", metavar="ADDR", required=True, help="tcp://HOST:PORT")
+    parser.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="(default 2)")
+    parser.add_argument("--once", action="store_true", help="print one reading and exit")
+
+
+def add_why_slow(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(action="why-slow")
+    parser.add_argument(
+        "--over", type=float, default=5.0, metavar="SECONDS", help="how long to watch (default 5)"
+    )
 
 
 def load_deployment(args: argparse.Namespace) -> Deployment:

@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,9 @@ from afd_launch.arguments import (
     add_doctor,
     add_instance_actions,
     add_overrides,
+    add_ray,
+    add_top,
+    add_why_slow,
     load_deployment,
 )
 from afd_planner.arguments import add_arguments as add_plan_arguments
@@ -68,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
         help="this host's name in the file's hosts (default: the one whose address is local)",
     )
     serve.add_argument("--log-dir", type=Path, metavar="DIR", help="one log file per role in DIR")
+    add_ray(serve)
     checks = serve.add_mutually_exclusive_group()
     checks.add_argument(
         "--check",
@@ -88,9 +93,16 @@ def _parser() -> argparse.ArgumentParser:
     ):
         command = _add(commands, role, _role, f"{text} of a deployment over several hosts")
         add_config(command, optional=True)
-        command.set_defaults(role=role, index=0, rank=0)
+        command.set_defaults(role=role, index=0, rank=0, metrics_port=0)
         if role != "control":
             command.add_argument("--index", type=int, metavar="N", help="instance number, from 0")
+        if role in ("ffn", "attention"):
+            command.add_argument(
+                "--metrics-port",
+                type=int,
+                metavar="PORT",
+                help="port of /metrics, /ready and /live (default: any free port)",
+            )
         if role == "ffn":
             command.add_argument("--rank", type=int, metavar="R", help="rank in it, from 0")
         command.add_argument("--control", metavar="ADDR", help="control plane, tcp://HOST:PORT")
@@ -125,6 +137,8 @@ def _parser() -> argparse.ArgumentParser:
     drain.add_argument("--undo", action="store_true", help="accept requests again")
     add_instance_actions(actions, drain)
 
+    add_why_slow(actions.add_parser("why-slow", help="name the member that slows all, and why"))
+
     moves = actions.add_parser("rebalance", help="move experts to balance their load")
     moves.set_defaults(action="rebalance")
     _policy(moves)
@@ -134,6 +148,10 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     moves.add_argument("-o", "--out", type=Path, metavar="FILE", help="also write the placement")
     moves.add_argument("--dry-run", action="store_true", help="print the gain, move nothing")
+
+    top = _add(commands, "top", _top, "watch the members of a running deployment")
+    top.add_argument("--keys", type=Path, metavar="FILE", help=_KEYS_HELP)
+    add_top(top)
 
     place = _add(
         commands, "placement", _placement, "create a file for ffn.placement from a measured load"
@@ -254,6 +272,10 @@ def _serve(args: argparse.Namespace) -> int:
         notes += weights_note(deployment) if args.check_file else ""
         print(f"{args.config} is good: {summary(deployment)}{notes}")
         return 0
+    if args.ray is not None:
+        from afd_launch.ray_cluster.serve import serve_on_ray
+
+        return serve_on_ray(deployment, args.ray, args.ray_cpus, args.log_dir)
     return serve(deployment, host=args.host, log_dir=args.log_dir)
 
 
@@ -284,7 +306,7 @@ def _role(args: argparse.Namespace) -> int:
         raise ConfigError(f"afd {args.role} needs a deployment file; run afd {args.role} CONFIG")
     deployment = load_deployment(args)
     spec = standalone_spec(deployment, args.role, args.index, args.control, args.rank)
-    return run_role(of_role(spec), None)
+    return run_role(of_role(replace(spec, metrics_port=args.metrics_port)), None)
 
 
 def _keys(args: argparse.Namespace) -> int:
@@ -310,7 +332,17 @@ def _api_key(args: argparse.Namespace) -> int:
     return 0
 
 
+def _top(args: argparse.Namespace) -> int:
+    from afd_launch.top import run_top
+
+    return run_top(args.control, args.keys, args.every, once=args.once)
+
+
 def _ctl(args: argparse.Namespace) -> int:
+    if args.action == "why-slow":
+        from afd_launch.top import run_why_slow
+
+        return run_why_slow(args.control, args.keys, args.over)
     from afd_launch.ctl import run_ctl
     from afd_launch.rebalance import Rebalance
 
@@ -386,7 +418,7 @@ def _doctor(args: argparse.Namespace) -> int:
         return doctor()
     from afd_launch.active import active
 
-    return active(args.device, args.listen, args.peer, args.ports, args.verbs_host)
+    return active(args.device, args.listen, args.peer, args.ports, args.verbs_host, args.model)
 
 
 if __name__ == "__main__":

@@ -51,10 +51,14 @@ def far(
     device: str,
     verbs: VerbsOptions | None = None,
     backend: str = "auto",
+    host: str | None = None,
 ) -> None:
-    """Serves one near side over a pair of text streams, then returns."""
+    """Serves one near side over a pair of text streams, then returns.
+
+    host: this host's address, for backend tcp.
+    """
     where = device_named(device).region_device
-    region = Region(1, NBYTES, name="doctor-far", device=where, verbs=verbs)
+    region = Region(1, NBYTES, name="doctor-far", device=where, verbs=verbs, tcp_host=host)
     _send(out, region.addresses)
     link = _link(_received(stream), backend, where, verbs)
     address = _payload(region)
@@ -72,10 +76,14 @@ def near(
     device: str,
     verbs: VerbsOptions | None = None,
     backend: str = "auto",
+    host: str | None = None,
 ) -> Echo:
-    """Runs the round trips. Raises AfdError if the bytes differ or a message does not come."""
+    """Runs the round trips. Raises AfdError if the bytes differ or a message does not come.
+
+    host: this host's address, for backend tcp.
+    """
     where = device_named(device).region_device
-    region = Region(1, NBYTES, name="doctor-near", verbs=verbs)
+    region = Region(1, NBYTES, name="doctor-near", verbs=verbs, tcp_host=host)
     link = _link(_received(stream), backend, where, verbs)
     _send(out, region.addresses)
     random, best = np.random.default_rng(0), float("inf")
@@ -106,28 +114,13 @@ def on_this_host(device: str) -> Echo:
             raise AfdError(lines[-1] if lines else str(error)) from None
 
 
-def listen(address: str, device: str, verbs: VerbsOptions) -> None:
-    """Waits at HOST:PORT for one near side on another host, and serves it."""
-    with socket.create_server(_parsed(address)) as server:
-        connection, _ = server.accept()
-        with _streams(connection) as (stream, out):
-            far(stream, out, device, verbs, "verbs")
-
-
-def to_host(address: str, device: str, verbs: VerbsOptions) -> Echo:
-    """A round trip with :func:`listen` at HOST:PORT. Raises AfdError, CommError, OSError."""
-    connection = socket.create_connection(_parsed(address), TIMEOUT_US / 1e6)
-    with _streams(connection) as (stream, out):
-        return near(stream, out, device, verbs, "verbs")
-
-
 @contextmanager
-def _streams(connection: socket.socket) -> Iterator[tuple[IO[str], IO[str]]]:
+def streams(connection: socket.socket) -> Iterator[tuple[IO[str], IO[str]]]:
     with connection, connection.makefile("r") as stream, connection.makefile("w") as out:
         yield stream, out
 
 
-def _parsed(address: str) -> tuple[str, int]:
+def parsed(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise ConfigError(f"{address!r} is no address; use HOST:PORT")

@@ -6,8 +6,9 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
 from afd.config.resolve import Resolved, region_options, resolve
 from afd.config.roles import RoleSpec, load_role
@@ -16,6 +17,7 @@ from afd.control.connect import client_for
 from afd.control.ending import exit_if_refused
 from afd.depth import AUTO, depth_of
 from afd.errors import AfdError
+from afd.metrics import at_scrape
 from afd.metrics.decode_steps import DecodeSteps
 from afd.metrics.role import RoleMetrics, Weights
 from afd.metrics.server import MetricsServer, serve_metrics
@@ -29,6 +31,9 @@ from attention_worker.remote.host import RemoteExperts
 from attention_worker.remote.observer import ReplayObserver
 from attention_worker.remote.replay_guard import ReplayGuard, ReplaySettings
 from attention_worker.remote.stream import StreamExperts
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
 
 logger = logging.getLogger("afd.attention")
 
@@ -54,6 +59,18 @@ def reported() -> Iterator[None]:
     except AfdError as error:
         print(f"afd: error: {error}", file=sys.stderr, flush=True)
         raise
+
+
+def _read_at_scrape(resolved: Resolved) -> list[Callable[[], Iterable[Metric]]]:
+    deployment = resolved.deployment
+    found: list[Callable[[], Iterable[Metric]]] = [at_scrape.threads, at_scrape.processor]
+    if deployment.transport.verbs.ports:
+        found.append(partial(at_scrape.rdma_ports, deployment.transport.verbs.ports))
+    if deployment.pipeline.tpot_ms is not None:
+        layers, depth = len(resolved.model.moe_layers), resolved.contract.max_depth
+        target_s = deployment.pipeline.tpot_ms / 1e3
+        found.append(partial(at_scrape.budget, target_s, layers, depth))
+    return found
 
 
 class AttentionInstance:
@@ -96,6 +113,7 @@ class AttentionInstance:
             slots=resolved.slots.attention_region_slots,
             max_depth=resolved.contract.max_depth,
         )
+        metrics.more = _read_at_scrape(resolved)
         scraper = (
             serve_metrics(metrics, deployment.transport.host, role.metrics_port)
             if deployment.metrics.enabled
@@ -147,6 +165,7 @@ class AttentionInstance:
         self.remote.connect(self._resolved.deployment.deadlines.start_s)
         model.attach(self.remote, self._resolved.model.moe_layers)
         self._control.set_state("ready")
+        self._metrics.ready = True
 
     def stream_form(self) -> tuple[StreamExperts, ReplayGuard]:
         """Returns the remote experts in stream form, and the guard of the steps replayed with
@@ -188,6 +207,11 @@ class AttentionInstance:
         if wanted == AUTO:
             return depth_of(members.depths, rows, self.max_depth) if decode else self.max_depth
         return min(wanted, self.max_depth)
+
+    def ran_eagerly(self, reason: str) -> None:
+        """A step ran without a graph although graphs are on."""
+        counts = self._metrics.eager_steps
+        counts[reason] = counts.get(reason, 0) + 1
 
     @property
     def steps(self) -> DecodeSteps:

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from types import FrameType
 
 import torch
@@ -19,6 +20,7 @@ from afd.control.moves import settled
 from afd.devices import device_named
 from afd.errors import PeerLost
 from afd.host.affinity import bind_process
+from afd.metrics import at_scrape
 from afd.metrics.role import RoleMetrics, Weights
 from afd.metrics.server import serve_metrics
 from afd.metrics.work import work_of
@@ -58,6 +60,10 @@ def run_ffn(role: RoleSpec) -> None:
     metrics = RoleMetrics(
         "ffn", slots=resolved.slots.ffn_region_slots, max_depth=resolved.contract.max_depth
     )
+    metrics.more += [at_scrape.threads, at_scrape.processor]
+    if deployment.transport.verbs.ports:
+        verbs_ports = deployment.transport.verbs.ffn_ports or deployment.transport.verbs.ports
+        metrics.more.append(partial(at_scrape.rdma_ports, verbs_ports))
     metrics_url = ""
     if deployment.metrics.enabled:
         host = deployment.transport.host
@@ -106,6 +112,7 @@ def run_ffn(role: RoleSpec) -> None:
         if replays(deployment, resolved.family):
             loop.capture_graphs()
         control.set_state("ready")
+        metrics.ready = True
         logger.info(
             "ready: generation %d, backend %s, %s weights",
             generation,

@@ -127,6 +127,7 @@ class RoleMetrics:
         ffn_retries     attention: times that rows were sent again after an FFN instance was lost
         late_peers      ffn: times that a step continued without a late attention instance
         graph_captures  [Captured] ffn: graphs that were captured
+        eager_steps     attention: steps that no graph ran although graphs are on, by reason
     Traces:
         wire_traces     by member id of the peer; set during start-up. They provide the role's wire
                         stage, so nothing observes that stage.
@@ -136,9 +137,11 @@ class RoleMetrics:
         slots, slots_in_flight   slots of this process; slots posted and not yet answered
         peers_up                 connected members of the other role
     Set during start-up:
+        ready           the role has told the control plane that it is ready; /ready answers with it
         expert_rows     ffn: returns, by layer, the rows that each expert has computed here
         decode_depths   attention: returns (bucket, depth) of decode steps if depth is auto
         weights_read_bytes, weights_held_bytes   [Weights] read from the checkpoint; held in memory
+        more            families that are read at each scrape (afd.metrics.at_scrape)
     """
 
     __slots__ = (
@@ -146,13 +149,16 @@ class RoleMetrics:
         "bubble_seconds",
         "decode_depths",
         "decode_steps",
+        "eager_steps",
         "expert_rows",
         "ffn_retries",
         "graph_captures",
         "graph_seconds",
         "graph_steps",
         "late_peers",
+        "more",
         "peers_up",
+        "ready",
         "role",
         "rows_per_ffn_call",
         "slots",
@@ -180,11 +186,14 @@ class RoleMetrics:
         self.graph_steps = [0] * (max_depth + 1)
         self.graph_seconds = [0.0] * (max_depth + 1)
         self.graph_captures = [0] * len(Captured)
+        self.eager_steps: dict[str, int] = {}
         self.ffn_retries = 0
         self.late_peers = 0
         self.slots = slots
         self.slots_in_flight = 0
         self.peers_up = 0
+        self.ready = False
+        self.more: list[Callable[[], Iterable[Metric]]] = []
         self.weights_read_bytes = [0] * len(Weights)
         self.weights_held_bytes = [0] * len(Weights)
 
@@ -257,6 +266,8 @@ class RoleCollector:
         if metrics.role == "attention":
             yield from depth_families(metrics.decode_steps, metrics.decode_depths)
         yield from _gauges(metrics)
+        for families in metrics.more:
+            yield from families()
 
 
 def _counters(metrics: RoleMetrics) -> Iterator[Metric]:
@@ -288,6 +299,15 @@ def _counters(metrics: RoleMetrics) -> Iterator[Metric]:
         yield from _graph_counters(metrics)
     if any(metrics.graph_captures):
         yield _captures(metrics)
+    if metrics.eager_steps:
+        eager = CounterMetricFamily(
+            "afd_eager_steps",
+            "Steps that no graph ran although graphs are on, by reason.",
+            labels=["reason"],
+        )
+        for reason, count in sorted(metrics.eager_steps.items()):
+            eager.add_metric([reason], count)
+        yield eager
     if metrics.role == "attention" or metrics.ffn_retries:
         yield CounterMetricFamily(
             "afd_ffn_retries",

@@ -1,7 +1,12 @@
-"""A role's HTTP pages: /metrics for Prometheus, /trace for `afd trace`, and /steps."""
+"""A role's HTTP pages: /metrics for Prometheus, /trace for `afd trace`, /steps, and probes.
+
+/ready answers 200 once the role has told the control plane that it is ready, before that 503. /live
+answers 200: the process runs. A hung expert call ends the process by itself.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Iterable
@@ -37,6 +42,12 @@ class _ThreadingServer(ThreadingMixIn, WSGIServer):
 
 
 class _Silent(WSGIRequestHandler):
+    timeout = 10.0  # seconds without a byte; an idle connection would keep its thread
+
+    def handle(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            super().handle()
+
     def log_message(self, format: str, *args: object) -> None:
         """Scrapes are not logged."""
 
@@ -64,14 +75,19 @@ def serve_metrics(
 
     def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         answer: object
-        if environ["PATH_INFO"] == "/trace":
+        status = "200 OK"
+        if environ["PATH_INFO"] in ("/ready", "/live"):
+            answer = {"ready": metrics.ready}
+            if environ["PATH_INFO"] == "/ready" and not metrics.ready:
+                status = "503 Service Unavailable"
+        elif environ["PATH_INFO"] == "/trace":
             answer = events_of(dict(metrics.wire_traces))
         elif environ["PATH_INFO"] == "/steps":
             answer = [step.plain() for step in metrics.step_traces.all()]
         else:
             body: Iterable[bytes] = page(environ, start_response)
             return body
-        start_response("200 OK", [("Content-Type", "application/json")])
+        start_response(status, [("Content-Type", "application/json")])
         return [json.dumps(answer).encode()]
 
     class Server(_ThreadingServer):

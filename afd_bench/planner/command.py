@@ -30,6 +30,7 @@ from afd_bench.planner.map import (
     write_csv,
 )
 from afd_bench.planner.page import errors_page, map_page
+from afd_bench.planner.simulated import Simulated, simulated
 from afd_planner.cost.shape import Efficiency, calibrated
 from afd_planner.facts.hardware import load_accelerator
 
@@ -55,8 +56,9 @@ def main(argv: Sequence[str]) -> int:
         cells = list(map_cells())
         write_csv(args.out / "planner_map.csv", cells)
         _plot(args.out / "planner_map.png", cells)
-        (args.out / "planner_map.md").write_text(map_page(cells), encoding="utf-8")
-        records += _map_records(cells, command)
+        runs = list(simulated(cells))
+        (args.out / "planner_map.md").write_text(map_page(cells, runs), encoding="utf-8")
+        records += [*_map_records(cells, command), *_simulated_records(runs, command)]
     write_records(args.out / "planner.json", records)
     print(f"{len(records)} records written to {args.out / 'planner.json'}")
     return 0
@@ -128,6 +130,21 @@ def _map_records(cells: Sequence[MapCell], command: str) -> list[Record]:
                     _record(case, "modelled_gain", cell.ratio, "x", COLOCATED, 1.0, command)
                 )
     return found
+
+
+def _simulated_records(runs: Sequence[Simulated], command: str) -> list[Record]:
+    return [
+        _record(
+            f"{run.cell.model} on {run.cell.gpus} {run.cell.pools}, {run.cell.plan}, jitter",
+            "simulated_step",
+            run.noisy * 1e3,
+            "ms",
+            "planned step",
+            run.planned * 1e3,
+            command,
+        )
+        for run in runs
+    ]
 
 
 def _record(

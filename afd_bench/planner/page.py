@@ -15,6 +15,7 @@ from afd_bench.planner.map import (
     MapCell,
     largest,
 )
+from afd_bench.planner.simulated import Simulated, simulated_lines
 from afd_planner.sizing.error import CALIBRATED_ERROR, COMPOSED_ERROR, MODEL_ERROR, Decision
 
 CLOSE = 1.10
@@ -137,8 +138,8 @@ def _largest(errors: Sequence[Error]) -> str:
     return f"{low:.2f} to {high:.2f}"
 
 
-def map_page(cells: Sequence[MapCell]) -> str:
-    """Returns the page: decisions, largest gains, and a table per kind of GPUs at 50 ms."""
+def map_page(cells: Sequence[MapCell], runs: Sequence[Simulated]) -> str:
+    """Returns the page: decisions, largest gains, simulations, and a table per kind of GPUs."""
     lines = [_MAP.format(count=f"{len(cells):,}").rstrip("\n")]
     lines += ["\n## Decisions\n", "Points in which one of the two is certain, given the error.\n"]
     lines += ["| GPUs | AFD | colocated | undecided | of these, predicted above 1 |"]
@@ -162,6 +163,7 @@ def map_page(cells: Sequence[MapCell]) -> str:
                     f"| {model} | {cell.gpus} {pools} | {cell.context_k}K, {cell.tpot_ms} ms |"
                     f" {cell.plan} | {cell.afd:,.0f}, {cell.colocated:,.0f} | {_ratio(cell)} |"
                 )
+    lines += simulated_lines(runs)
     by_place = {(c.model, c.pools, c.context_k, c.tpot_ms, c.gpus): c for c in cells}
     for pools in POOLS:
         lines += [f"\n## {pools}\n", "Ratio at 20 / 50 / 100 ms; - : no such plan.\n"]

@@ -24,6 +24,7 @@ CODE_OF = {
     "identity": _SERVER,
     "load": ("ffn_worker/experts", "ffn_worker/moe/stored.py"),
     "moe": ("ffn_worker/moe", "ffn_worker/kernels"),
+    "operate": ("afd", "afd_gateway", "afd_bench/operate"),
     "paper": ("afd_planner",),
     "planner": ("afd_planner", "afd_bench/planner"),
     "rounding": ("training", "afd/wire"),

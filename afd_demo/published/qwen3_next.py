@@ -12,7 +12,7 @@ _EVERY = 4  # a layer of full attention
 
 def qwen3_next(w: Sink, s: Sizes, dtype: str) -> Config:
     """Qwen/Qwen3-Next-80B-A3B-Instruct. Its norms hold the difference from 1."""
-    key_heads, value_heads, size, kernel = 2, 4, 32, 4
+    key_heads, value_heads, size, kernel = 2, 4, s.linear_head, 4
     w.embedding("model.embed_tokens.weight", s.vocab, s.hidden)
     w.bias("model.norm.weight", s.hidden)
     w.projection("lm_head.weight", s.vocab, s.hidden)

@@ -1,6 +1,7 @@
 """Number formats: bytes per value, and which format each part of a deployment uses."""
 
 from dataclasses import dataclass
+from functools import cache
 
 from afd.errors import ConfigError
 from afd.wire.layout import SCALE_BLOCK, layouts
@@ -87,6 +88,7 @@ attention weights (Step-3 report section 4.1): a published FP8 checkpoint, whose
 reads; that has not run on GPUs."""
 
 
+@cache
 def wire_bytes(precision: Precision, hidden: int, top_k: int) -> tuple[float, float]:
     """Returns the bytes per row and FFN instance, without headers: (request, answer).
 

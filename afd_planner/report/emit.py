@@ -62,7 +62,7 @@ def deployment_data(point: OperatingPoint, request: Request, model: str) -> dict
     instances = shape.attention.groups
     rows = math.ceil(shape.batch / instances)
     length = _model_len(request)
-    tokens = step_tokens(rows)
+    tokens = step_tokens(rows * request.positions)
     needed, free = rows * sequence_bytes(request), free_for_cache(shape, request, tokens)
     if free < needed:
         raise ConfigError(
@@ -80,6 +80,9 @@ def deployment_data(point: OperatingPoint, request: Request, model: str) -> dict
         # Rounded down: it may be all that is left.
         "kv_cache_gib": max(math.floor(cache * 10) / 10, 0.5),
     }
+    if request.positions > 1:
+        drafts = request.positions - 1
+        attention["speculation"] = {"method": "ngram", "num_speculative_tokens": drafts}
     if request.precision.kv == "fp8":
         attention["vllm_args"] = ["--kv-cache-dtype", "fp8"]
     ffn: dict[str, Any] = {

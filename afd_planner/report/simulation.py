@@ -21,8 +21,8 @@ from afd_planner.sizing.request import Request
 from afd_planner.sizing.unit_cost import afd_point
 
 STEPS = 50
-JITTER = {"kind": "lognormal", "variation": 0.05}
-"""Assumed; replace it by that of your machines."""
+VARIATION = 0.05
+"""Coefficient of variation of every stage and link; assumed, replace it by your machines'."""
 
 
 def simulation_yaml(plan: Plan) -> str:
@@ -47,6 +47,7 @@ def simulation_data(point: OperatingPoint, request: Request) -> dict[str, Any]:
     fixed = _attention(whole) - rows * (by_row + by_token * context)
     ffn_row = (_ffn(whole) - _ffn(half)) / (shape.tokens / 2)
     remote = sum(len(group.layers) for group in whole.groups if group.ffn is not None)
+    noise = {"kind": "lognormal", "variation": VARIATION}
     out, back = wire_bytes(shape.precision, request.model.hidden, _top_k(request))
     return {
         "name": f"{headline(replace(request, gpus=None))}: {unit_text(point)}",
@@ -66,7 +67,7 @@ def simulation_data(point: OperatingPoint, request: Request) -> dict[str, Any]:
             "out_bytes_per_row": out,
             "back_bytes_per_row": back,
         },
-        "jitter": {stage: dict(JITTER) for stage in ("attention", "ffn", "wire", "rest")},
+        "jitter": {stage: dict(noise) for stage in ("attention", "ffn", "wire", "rest")},
         "constant": {"rows": round(shape.batch / x), "context": context, "steps": STEPS},
     }
 

@@ -43,7 +43,7 @@ def verdict_lines(plan: Plan) -> list[str]:
     if verdict.changes:
         changes = "; ".join(change_text(c) for c in verdict.changes)
         lines.append(f"Disaggregation would win {changes}.")
-    elif not verdict.not_served:
+    elif not verdict.not_served and not plan.request.layouts:
         lines.append(
             "No larger budget up to 256 GPUs, longer context or other TPOT that was tried is a"
             " certain win."

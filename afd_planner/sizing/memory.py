@@ -74,7 +74,8 @@ def sequences_that_fit(
     top_k = max(group.ffn.top_k for group in request.model.groups)
     best: Array = np.zeros_like(ranks.attention)
     tokens = STEP_TOKENS
-    while tokens < most + TOKENS_PER_BLOCK:
+    drafted = request.positions
+    while tokens < most * drafted + TOKENS_PER_BLOCK:
         slots = layouts(wire, SERVED_ATTENTION, tokens, request.model.hidden, top_k)
         out, back = (slot.nbytes for slot in slots)
         control = ranks.depth + 1  # slots of an attention instance in an FFN rank's region
@@ -82,9 +83,9 @@ def sequences_that_fit(
         used_f = ranks.attention * (control * out + ranks.copied * ranks.depth * back)
         room = free_a - used_a
         fits = (used_f <= free_f) & (room >= longest)
-        held = np.where(fits, np.minimum(np.floor(room / each), tokens), 0.0)
+        held = np.where(fits, np.minimum(np.floor(room / each), tokens // drafted), 0.0)
         best = np.maximum(best, held)
-        if np.all(held < tokens):
+        if np.all(held < tokens // drafted):
             break  # larger slots leave less room for the cache
         tokens += TOKENS_PER_BLOCK
     return np.minimum(best, most)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from afd.models import FAMILIES, Family
 from afd_planner.sizing.request import Request
 
+MOST_DRAFTS = 16
+"""Largest ``attention.speculation.num_speculative_tokens``."""
+
 
 def served_family(request: Request) -> Family | None:
     """Returns the family with which `afd serve` serves the model, or None."""
@@ -22,8 +25,8 @@ def not_served(request: Request) -> tuple[str, ...]:
         found.append(f"{request.model.architecture}")
     elif family.split and max(request.depths) > 1:
         found.append(f"{request.model.architecture} at a depth above 1 (give --depth 1)")
-    if request.positions > 1:
-        found.append("speculative decoding")
+    if request.positions - 1 > MOST_DRAFTS:
+        found.append(f"speculation with more than {MOST_DRAFTS} drafts")
     if len({gpu.vendor for gpu in (*request.attention, *request.ffn)}) > 1:
         found.append("accelerators of two makers in one deployment")
     if any(gpu.vendor not in ("nvidia", "amd") for gpu in (*request.attention, *request.ffn)):

@@ -55,7 +55,7 @@ def judge(
         return Verdict(decision, ratio, error, routed, (), (), refused)
     dense = not request.model.moe_layers
     reasons = _reasons(search, *afd) if afd else [_absent(search)]
-    changes = [] if refused else _changes(search, error.high)
+    changes = [] if refused or request.layouts else _changes(search, error.high)
     more = next((c for c in changes if c.kind is ChangeKind.GPUS), None)
     if more is not None and request.gpus is not None:
         gain = more.ratio / ratio if ratio else math.inf

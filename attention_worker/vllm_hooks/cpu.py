@@ -31,20 +31,16 @@ class CpuAdapterRows(PunicaWrapperCPU):
     """vLLM's LoRA arithmetic for CPUs, right for rows without an adapter beside rows with one.
 
     Such a row has the index -1, which vLLM takes as the last adapter of the tensor
-    (vllm/lora/ops/torch_ops/lora_ops.py: bgmv_shrink). Here its product with A is 0.
+    (vllm/lora/ops/torch_ops/lora_ops.py: bgmv_shrink). Here its product with A is 0. Model runners
+    use the prefill form in every step (vllm/v1/worker/lora_model_runner_mixin.py).
     """
 
     def _shrink_prefill(
         self, y: torch.Tensor, x: torch.Tensor, w_t_all: torch.Tensor, scale: float
     ) -> None:
         super()._shrink_prefill(y, x, w_t_all, scale)
-        y[self.token_lora_indices < 0] = 0
-
-    def _shrink_decode(
-        self, y: torch.Tensor, x: torch.Tensor, w_t_all: torch.Tensor, scale: float
-    ) -> None:
-        super()._shrink_decode(y, x, w_t_all, scale)
-        y[self.token_lora_indices < 0] = 0
+        if not self.no_lora:  # then the step is not split, so that y has all of its rows
+            y[self.token_lora_indices < 0] = 0
 
 
 class AfdCpuModelRunner(DisaggregatedRunner, CPUModelRunner):

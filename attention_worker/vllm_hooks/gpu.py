@@ -47,6 +47,19 @@ class AfdGpuModelRunner(DisaggregatedRunner, GPUModelRunner):
                 self.get_model(), self.vllm_config, self._instance.remote, stream, guard
             )
 
+    def _determine_batch_execution_and_padding(
+        self, num_tokens: int, num_reqs: int, *arguments: Any, **named: Any
+    ) -> tuple[Any, ...]:
+        """Counts the steps that vLLM does not replay: a request has several rows, or the rows are
+        more than the largest graph has."""
+        decision = super()._determine_batch_execution_and_padding(
+            num_tokens, num_reqs, *arguments, **named
+        )
+        serving = self._scheduled is not None and self._graphs is not None
+        if serving and decision[0] != CUDAGraphMode.FULL:
+            self._instance.ran_eagerly("rows" if num_tokens == num_reqs else "prefill")
+        return decision
+
     def sample_tokens(
         self, grammar_output: GrammarOutput | None
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput | IntermediateTensors:

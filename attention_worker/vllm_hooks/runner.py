@@ -8,7 +8,7 @@ on as they come.
 import copy
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -62,8 +62,9 @@ class DisaggregatedRunner(_Base):
         """Makes vLLM's adapter layers, in attention only. Called by :meth:`load_model`."""
         names = attention_projections(model, self._instance.family)
         self.lora_config.target_modules = names
-        loaded = super().load_lora_model(model, vllm_config, device)
-        self._adapter_modules = unpacked(loaded.packed_modules_mapping, names)
+        loaded: nn.Module = super().load_lora_model(model, vllm_config, device)
+        packed = cast("dict[str, list[str]]", loaded.packed_modules_mapping)
+        self._adapter_modules = unpacked(packed, names)
         return loaded
 
     def add_lora(self, lora_request: LoRARequest) -> bool:

@@ -104,20 +104,20 @@ class Arrivals:
         senders, headers, parts = doorbells.read_controls(self._region)
         if not senders:
             return
-        self._parts[parts["attention"]] = parts
+        announces, first = int(Kind.STEP), self.first  # comparing with an IntEnum takes longer
+        steps = parts[headers["kind"] == announces]
+        self._parts[steps["attention"]] = steps
         columns = [headers[name].tolist() for name in _FIELDS]
         # Most members announce steps of the same shape.
         problems = {
             shape: self._slots.problem_of_step(*shape, self._max_depth)
             for shape in set(zip(columns[2], columns[3], strict=True))
-            if shape[1] > 0
         }
-        announces, first = int(Kind.STEP), self.first  # comparing with an IntEnum takes longer
         for peer, seen, kind, rows, depth, step, moves in zip(senders, *columns, strict=True):
             peer.seq[-1] += seen
             peer.active = kind == announces
             if peer.active:
-                problem = problems.get((rows, depth), "a step of no micro-batches")
+                problem = problems[rows, depth]
                 if problem is None:
                     peer.announced = _new(Arrival, (peer, first, depth, rows, step, moves))
                 else:

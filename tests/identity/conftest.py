@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from drawn import DAMAGED, SEED, described, models_of, sizes_of
+from drawn import DAMAGED, SEED, beside_vllm, described, models_of, sizes_of
 
 from afd_bench.families.cases import Model
 from afd_bench.families.engines import Case, Result
@@ -51,7 +51,7 @@ def engines(checkpoints: Path, models: list[Model], damaged: Path) -> Iterator[E
         path = str(root / model.name)
         return Case(model.name, path, model.dtype, model.instances, model.split)
 
-    alone = [model for model in models if not model.colocated]
+    alone = [model for model in models if beside_vllm(model)]
     engines = Engines(
         checkpoints,
         {

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from drawn import described
+from drawn import beside_vllm, described
 
 from afd.models import read_model
 from afd_bench.families.cases import ALL, Model
@@ -39,7 +39,7 @@ def test_served_tokens(
         found = [
             list(answer.tokens) for answer in run(server.url, server.model, requests, salt="s")
         ]
-    if not model.colocated:
+    if beside_vllm(model):
         assert found == colocated(model).tokens, described(model)
     if model.transformers:
         assert disagreements(checkpoints / "twin" / model.name, prompts(), found) == []

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,12 +79,15 @@ class Role:
 
 
 @contextlib.contextmanager
-def role(name: str, *argv: str, folder: Path) -> Iterator[Role]:
-    """Starts a command that keeps running; stops it afterwards and kills what is left of it."""
+def role(name: str, *argv: str, folder: Path, program: Sequence[str] = AFD) -> Iterator[Role]:
+    """Starts a command that keeps running; stops it afterwards and kills what is left of it.
+
+    program: goes before ``argv``.
+    """
     log = folder / f"{name}.log"
     with environment(TMPDIR=str(folder), XDG_RUNTIME_DIR=""), log.open("wb") as out:
         process = subprocess.Popen(
-            [*AFD, *argv],
+            [*program, *argv],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,

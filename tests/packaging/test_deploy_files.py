@@ -8,7 +8,11 @@ import yaml
 from afd.config.deployment import Deployment
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-FILES = sorted(path for path in DEPLOY.rglob("*") if path.suffix in (".yaml", ".yml"))
+FILES = sorted(
+    path
+    for path in DEPLOY.rglob("*")
+    if path.suffix in (".yaml", ".yml") and "templates" not in path.parts  # Helm's are no YAML
+)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
@@ -17,12 +21,8 @@ def test_it_is_yaml(path: Path) -> None:
 
 
 def deployments() -> list[tuple[str, dict[str, object]]]:
-    found = [
-        (path.name, yaml.safe_load(path.read_text())) for path in DEPLOY.rglob("deployment*.yaml")
-    ]
-    pod = yaml.safe_load_all((DEPLOY / "kubernetes" / "afd-rocm.yaml").read_text())
-    text = next(part for part in pod if part["kind"] == "ConfigMap")["data"]["deployment.yaml"]
-    return [*found, ("afd-rocm.yaml", yaml.safe_load(text))]
+    files = (DEPLOY / "docker").glob("deployment*.yaml")
+    return [(path.name, yaml.safe_load(path.read_text())) for path in files]
 
 
 @pytest.mark.parametrize("named", deployments(), ids=lambda named: named[0])

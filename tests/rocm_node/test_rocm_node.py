@@ -41,7 +41,10 @@ def nic(tmp_path_factory):
     return str(stand_in_nic.build(tmp_path_factory.mktemp("verbs")))
 
 
-@pytest.mark.parametrize("case", ["steps", "formats", "verbs", "tcp", "mixed"])
+CASES = ("steps", "formats", "verbs", "mixed", pytest.param("tcp", marks=pytest.mark.long))
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_a_pair_on_the_node(case, library, nic, tiny_models, tmp_path):
     words = (case, tiny_models("qwen3_moe"), tmp_path)
     done = run(library, "pair_cases.py", *words, FAKE_IBVERBS=nic)

@@ -12,10 +12,13 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from afd.models import FAMILIES
 from attention_worker.vllm_hooks.versions import layout_of
 
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 ROOT = Path(__file__).parents[3]
 HOOKS = ROOT / "attention_worker" / "vllm_hooks"
 RECORD = Path(__file__).with_name("vllm_api.json")
@@ -30,15 +33,38 @@ STATE = (
     f"{RUNNER}.discard_request_mask",
     f"{RUNNER}.input_batch",
     f"{RUNNER}.lora_config",
+    f"{RUNNER}.lora_config",
     f"{RUNNER}.parallel_config",
     f"{RUNNER}.requests",
     f"{RUNNER}.uniform_decode_query_len",
+    f"{RUNNER}.uniform_decode_query_len",
     f"{RUNNER}.use_async_scheduling",
     f"{RUNNER}.vllm_config",
-    "vllm.v1.worker.gpu_input_batch:InputBatch.block_table",
-    "vllm.v1.worker.gpu_input_batch:InputBatch.generators",
+    "vllm.v1.engine.async_llm:OutputProcessor",
+    "vllm.v1.engine.core:Request",
+    "vllm.v1.engine.core:StructuredOutputManager",
+    "vllm.v1.engine.output_processor:RequestOutputCollector.get",
+    "vllm.v1.engine.output_processor:RequestOutputCollector.get_nowait",
+    "vllm.v1.request:Request.append_output_token_ids",
+    "vllm.v1.request:Request.prefill_stats",
+    "vllm.v1.structured_output:StructuredOutputManager.enable_in_reasoning",
+    *(
+        f"vllm.v1.worker.gpu_input_batch:InputBatch.{name}"
+        for name in (
+            "block_table",
+            "generators",
+            "is_token_ids",
+            "lora_id_to_lora_request",
+            "num_tokens_no_spec",
+            "req_id_to_index",
+            "token_ids_cpu",
+            "vocab_size",
+        )
+    ),
     "vllm.v1.worker.gpu_input_batch:InputBatch.lora_id_to_lora_request",
     "vllm.v1.worker.gpu_input_batch:CachedRequestState.block_ids",
+    "vllm.v1.worker.gpu_input_batch:CachedRequestState.generator",
+    "vllm.v1.worker.gpu_input_batch:CachedRequestState.output_token_ids",
     "vllm.v1.worker.gpu_input_batch:CachedRequestState.num_computed_tokens",
     "vllm.v1.worker.block_table:BlockTable.block_size",
     "vllm.v1.worker.block_table:MultiGroupBlockTable.block_tables",
@@ -82,7 +108,7 @@ STATE = (
         )
     ),
 )
-"""Attributes that we read or set."""
+"""Attributes that we read or set, and names of vLLM's modules that we replace."""
 
 
 @dataclass(frozen=True)
@@ -116,14 +142,14 @@ def overrides() -> Iterator[Override]:
             bases = [names[b.id] for b in node.bases if isinstance(b, ast.Name) and b.id in names]
             bases += [MIXINS[node.name]] if node.name in MIXINS else []
             for method in node.body:
-                if isinstance(method, ast.FunctionDef):
+                if isinstance(method, FUNCTIONS):
                     for base in dict.fromkeys(bases):
                         place = f"{path.name}: {node.name}.{method.name}"
                         target = f"{base}.{method.name}"
                         yield Override(target, place, _signature(method), tuple(_supers(method)))
 
 
-def _supers(method: ast.FunctionDef) -> Iterator[tuple[int, tuple[str, ...]]]:
+def _supers(method: Function) -> Iterator[tuple[int, tuple[str, ...]]]:
     for node in ast.walk(method):
         if (
             isinstance(node, ast.Call)
@@ -166,12 +192,12 @@ class Sources:
         return self._module(module) is not None
 
     def describe(self, name: str) -> str | None:
-        """Returns a signature, "class", "value" or "attribute"; None if it does not exist."""
+        """Returns a signature, "class", "value", "attribute" or "module"; None: there is none."""
         module, _, path = name.partition(":")
         outer, _, inner = path.partition(".")
         found = self._find(module, outer)
         if found is None:
-            return None
+            return "module" if not inner and self.has_module(f"{module}.{outer}") else None
         if not inner:
             return _described(found[1])
         return self._member(found, inner)
@@ -190,7 +216,7 @@ class Sources:
         if tree is None:
             return None
         for node in _statements(tree.body):
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == name:
+            if isinstance(node, (*FUNCTIONS, ast.ClassDef)) and node.name == name:
                 return module, node
             if isinstance(node, ast.ImportFrom):
                 for alias in node.names:
@@ -213,7 +239,7 @@ class Sources:
         if not isinstance(kind, ast.ClassDef):
             return None
         for node in kind.body:
-            if isinstance(node, ast.FunctionDef) and node.name == name:
+            if isinstance(node, FUNCTIONS) and node.name == name:
                 return _described(node)
             if name in _assigned(node):
                 return "attribute"
@@ -246,13 +272,13 @@ def _assigned(node: ast.AST, *, self: bool = False) -> set[str]:
 
 
 def _described(node: ast.AST) -> str:
-    if isinstance(node, ast.FunctionDef):
+    if isinstance(node, FUNCTIONS):
         kinds = {ast.unparse(d) for d in node.decorator_list}
         return "property" if kinds & {"property", "cached_property"} else str(_signature(node))
     return "class" if isinstance(node, ast.ClassDef) else "value"
 
 
-def _signature(node: ast.FunctionDef) -> inspect.Signature:
+def _signature(node: Function) -> inspect.Signature:
     """Returns the parameters without annotations; every default is shown as 0."""
     a, kind = node.args, inspect.Parameter
     positional = [*a.posonlyargs, *a.args]
@@ -273,7 +299,7 @@ def _signature(node: ast.FunctionDef) -> inspect.Signature:
 def parsed(text: str) -> inspect.Signature:
     """Returns the signature that :meth:`Sources.describe` gave as text."""
     (node,) = ast.parse(f"def f{text}: ...").body
-    assert isinstance(node, ast.FunctionDef)
+    assert isinstance(node, FUNCTIONS)
     return _signature(node)
 
 

@@ -6,14 +6,11 @@ from pathlib import Path
 import pytest
 
 from afd.errors import AfdError
-from afd.records import read_records
 from afd_bench.families import command
 from afd_bench.families.cases import FAMILIES, FORMATS, Model
 from afd_bench.families.engines import Result
-from afd_bench.families.page import page
 from afd_bench.families.process import Engines
 
-RESULTS = Path(__file__).parents[3] / "docs" / "results" / "families.json"
 EVEN = [[[(1, math.log(0.5)), (2, math.log(0.5))]]]
 SKEWED = [[[(1, math.log(0.25)), (2, math.log(0.75))]]]
 
@@ -69,11 +66,3 @@ def test_an_engine_that_failed_is_one_sentence() -> None:
     results = {("remote", "mixtral float32"): Result("", error="Traceback\n...\nValueError: no\n")}
     with pytest.raises(AfdError, match=r"^remote float32: ValueError: no$"):
         found(Model("mixtral"), results)
-
-
-def test_the_page_of_this_repository_shows_its_records() -> None:
-    records = read_records(RESULTS)
-    assert RESULTS.with_suffix(".md").read_text() == page(RESULTS.name, records)
-    named = {record.case.rpartition(" ")[0] for record in records}
-    models = [m for m in (*FAMILIES, *FORMATS) if m.transformers or not m.colocated]
-    assert named == {f"{model.layout} {model.stored_as}" for model in models}

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import random
 import re
+import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
+from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +22,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from afd.errors import ConfigError
+from afd.metrics import at_scrape
 from afd.metrics.role import (
     SECONDS_BOUNDS,
     Captured,
@@ -30,11 +34,19 @@ from afd.metrics.role import (
     Weights,
 )
 from afd.metrics.server import serve_metrics
+from afd_bench.operate.alerts import ALERTS, RECORDED
+from afd_bench.operate.files import texts
 from afd_gateway.telemetry import GATEWAY_METRICS
 
 ROOT = Path(__file__).parents[3]
 DASHBOARDS = sorted((ROOT / "afd_launch/data/dashboards/grafana").glob("*.json"))
 
+# Exported only where a host has RDMA ports and a process has threads of the transport.
+OF_THE_HOST = (
+    "afd_rdma_port_bytes_total",
+    "afd_rdma_port_events_total",
+    "afd_transport_thread_cpu_seconds_total",
+)
 # vLLM metrics that the dashboard and docs/metrics.md use, with the names in vLLM's source: counters
 # without _total, histograms without _bucket, _sum and _count.
 VLLM_METRICS = {
@@ -77,6 +89,13 @@ def exported_names() -> set[str]:
     """Returns the sample names of all metrics of a deployment, including the gateway's."""
     made = [RoleMetrics("attention"), RoleMetrics("ffn")]
     made[0].graph_steps[1] = 1  # exported only after a GPU has replayed a step
+    made[0].eager_steps["prefill"] = 1
+    made[0].more = [
+        partial(at_scrape.budget, 0.05, 4, 3),
+        at_scrape.threads,
+        at_scrape.processor,
+        partial(at_scrape.rdma_ports, ("mlx5_0:1",)),
+    ]
     made[1].graph_captures[Captured.START] = 1
     made[0].decode_depths = lambda: ((8, 2),)
     for now in (0.0, 0.5):
@@ -85,7 +104,7 @@ def exported_names() -> set[str]:
     for metrics in made:
         metrics.wire_traces["peer-0"] = FakeTrace()
     roles = {name for metrics in made for name, _ in samples(metrics)}
-    return roles | set(GATEWAY_METRICS)
+    return roles | set(GATEWAY_METRICS) | set(OF_THE_HOST)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -215,6 +234,24 @@ def test_served_over_http_on_any_port() -> None:
         urllib.request.urlopen(server.url, timeout=1)
 
 
+def test_an_idle_connection_ends_and_frees_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("afd.metrics.server._Silent.timeout", 0.2)
+    server = serve_metrics(RoleMetrics("ffn", slots=1))
+    try:
+        address = ("127.0.0.1", int(server.url.split(":")[2].partition("/")[0]))
+        before = threading.active_count()
+        for sent in (b"", b"GET /metrics"):
+            with socket.create_connection(address, timeout=5) as idle:
+                idle.sendall(sent)
+                assert idle.recv(1) == b""
+        end = time.monotonic() + 5
+        while threading.active_count() > before and time.monotonic() < end:
+            time.sleep(0.01)
+        assert threading.active_count() <= before
+    finally:
+        server.close()
+
+
 def test_a_wildcard_address_is_not_advertised() -> None:
     server = serve_metrics(RoleMetrics("ffn"), host="0.0.0.0", advertise="127.0.0.1")
     try:
@@ -261,21 +298,33 @@ def test_dashboard_is_well_formed() -> None:
 
 @pytest.mark.parametrize(("title", "query"), dashboard_queries())
 def test_each_query_names_an_exported_metric(title: str, query: str) -> None:
-    named = re.findall(r"(?<![\w:])(?:vllm:|afd_)\w+", query)
+    named = re.findall(r"(?<![\w:])(?:vllm:|afd_|afd:)[\w:]+", query)
     assert named, title
     vllm = {name + suffix for name in VLLM_METRICS for suffix in SUFFIXES}
-    assert set(named) <= exported_names() | vllm
+    assert set(named) <= exported_names() | vllm | set(RECORDED)
     assert query.count("(") == query.count(")") and query.count("{") == query.count("}")
 
 
 def test_labels_in_queries_exist() -> None:
     known = {"le", "instance", "stage", "side", "direction", "role", "depth", "kind", "code",
-             "path_template", "method", "model_name"}  # fmt: skip
+             "path_template", "method", "model_name", "reason", "layer", "expert", "peer", "path",
+             "thread", "host", "port", "event", "when"}  # fmt: skip
     for title, query in dashboard_queries():
         for group in re.findall(r"\bby\s*\(([^)]*)\)", query):
             assert {label.strip() for label in group.split(",")} <= known, title
         for selector in re.findall(r"\{([^}]*)\}", query):
             assert set(re.findall(r"(\w+)\s*(?:=~|!=|!~|=)", selector)) <= known, title
+
+
+def test_the_files_are_what_the_table_says() -> None:
+    """`python -m afd_bench.operate.files` writes dashboards and alerts, and the chart's copies."""
+    pytest.importorskip("grafana_foundation_sdk")
+    assert {path.name for path, text in texts().items() if path.read_text() != text} == set()
+
+
+def test_docs_name_every_alert() -> None:
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    assert {alert.name for alert in ALERTS} <= set(re.findall(r"`(Afd\w+)`", text))
 
 
 def test_vllm_still_has_the_metrics_we_rely_on() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from dataclasses import replace
 
 import pytest
 from gateway_fakes import QUICK, FakeInstance, rig, run
@@ -119,6 +121,25 @@ def test_the_usage_is_read_from_vllms_page() -> None:
     )
     assert usage_of(page) == 0.5 and usage_of(b"x 1\n") is None
     assert usage_of(b"vllm:kv_cache_usage_perc x\n") is None
+
+
+def test_the_kv_usage_of_the_instances_is_followed() -> None:
+    async def work() -> None:
+        instances = [FakeInstance(f"attention-{i}") for i in range(2)]
+        instances[0].metrics = 'vllm:kv_cache_usage_perc{engine="0"} 0.99\n'
+        async with rig(*instances, settings=replace(QUICK, kv_interval_s=0.05)) as gw:
+            usage = gw.server.gateway.pool.kv_usage
+            key = instances[0].upstream().key
+            while usage != {key: 0.99}:
+                await asyncio.sleep(0.01)
+            for _ in range(4):
+                async with gw.client.post(f"{gw.url}/v1/x", data=body(LONG)) as answer:
+                    assert (await answer.json())["me"] == "attention-1"
+            gw.members.pop(0)
+            while usage:
+                await asyncio.sleep(0.01)
+
+    run(work())
 
 
 def test_a_served_prompt_returns_to_its_instance_and_full_ones_are_avoided() -> None:

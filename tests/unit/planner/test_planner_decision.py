@@ -206,6 +206,7 @@ def test_two_stated_layouts_are_compared():
     assert plan.afd.shape.batch == plan.colocated.shape.rows == 64
     assert (plan.colocated.shape.tp, plan.colocated.shape.ep) == (2, 1)
     assert plan.verdict.ratio == pytest.approx(plan.afd.per_gpu / plan.colocated.per_gpu)
+    assert plan.verdict.changes == () and "larger budget" not in render(plan)
 
 
 @pytest.mark.parametrize(

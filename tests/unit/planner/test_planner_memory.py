@@ -1,7 +1,5 @@
 """Plans fit the GPUs: the planned sequences, weights as served, and the slots of the transport."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from planner_support import request, scaled
@@ -13,11 +11,12 @@ from afd.wire.layout import layouts
 from afd_launch.memory_check import check_memory
 from afd_planner.cost.served import USABLE, Buffers, attention_weights, step_tokens
 from afd_planner.facts.precision import PRECISIONS
-from afd_planner.report.emit import deployment_yaml
+from afd_planner.report.emit import deployment_yaml, file_text
 from afd_planner.report.presets import FOLDER
 from afd_planner.sizing.afd_units import afd_units
 from afd_planner.sizing.decide import make_plan
 from afd_planner.sizing.memory import sequence_bytes
+from afd_planner.sizing.search import Search, afd_operating
 
 
 @pytest.mark.parametrize(
@@ -30,18 +29,23 @@ from afd_planner.sizing.memory import sequence_bytes
         ("qwen3-235b-a22b", "h800", {"precision": PRECISIONS["bf16"], "gpus": 128}),
         ("step-3", "mi300x", {"precision": PRECISIONS["all-fp8"], "gpus": 64}),
         ("qwen3-235b-a22b", "h200", {"precision": PRECISIONS["fp8-bf16-cache"], "gpus": 64}),
+        ("qwen3-30b-a3b", "h200", {"context": 1024, "positions": 4, "accepted": 2.0}),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
 def test_a_file_holds_its_planned_sequences_and_passes_the_check(model, gpu, changes, tmp_path):
-    plan = make_plan(request(model, gpu, **changes))
+    asked = request(model, gpu, **changes)
+    search = Search(asked)
+    point, _ = afd_operating(search.best_afd(search.limits))
     path = tmp_path / "d.yaml"
-    path.write_text(deployment_yaml(plan, str(FOLDER / model)))
+    path.write_text(file_text(point, asked, str(FOLDER / model), "a test"))
     deployment = load_config(path)
     assert check_memory(deployment).startswith("; memory per GPU: attention")
     attention = deployment.attention
-    assert attention.max_num_seqs * attention.instances >= plan.afd.shape.batch
-    held = attention.kv_cache_gib * 2**30 / sequence_bytes(plan.request)
+    assert attention.max_num_seqs * attention.instances >= point.shape.batch
+    drafts = attention.speculation.num_speculative_tokens if attention.speculation else 0
+    assert drafts == asked.positions - 1
+    held = attention.kv_cache_gib * 2**30 / sequence_bytes(asked)
     assert held >= attention.max_num_seqs
 
 
@@ -88,7 +92,6 @@ def test_what_is_not_served_has_no_file():
     plan = make_plan(request("pangu-pro-moe", gpus=16))
     with pytest.raises(ConfigError, match="afd serve does not run PanguProMoEForCausalLM"):
         deployment_yaml(plan, "m")
-    plan = make_plan(request("step-3", "h200", gpus=16))
-    drafting = make_plan(replace(plan.request, positions=2, accepted=1.7))
-    with pytest.raises(ConfigError, match="does not run speculative decoding"):
+    drafting = make_plan(request("step-3", "h200", gpus=16, positions=18, accepted=1.7))
+    with pytest.raises(ConfigError, match="does not run speculation with more than 16 drafts"):
         deployment_yaml(drafting, "m")

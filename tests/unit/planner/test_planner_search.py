@@ -15,6 +15,7 @@ from afd_planner.cost.colocated import colocated_step
 from afd_planner.cost.measured import parse_measured
 from afd_planner.cost.shape import AfdShape, ColocatedShape, Efficiency, Pool
 from afd_planner.cost.stages import AfdStages, LayerStages, Part, StageTime, step_seconds
+from afd_planner.facts.precision import PRECISIONS
 from afd_planner.sizing.afd_units import Relief, afd_units
 from afd_planner.sizing.colocated_units import colocated_units
 from afd_planner.sizing.context import ContextMix, parse_context
@@ -24,6 +25,7 @@ from afd_planner.sizing.plan import Constraint
 from afd_planner.sizing.search import Limits, Search, afd_operating, colocated_operating
 from afd_planner.sizing.unit_cost import afd_point, binding_afd, routing_for
 
+ALL_FP8 = PRECISIONS["all-fp8"]
 MODELS = ("step-3", "deepseek-v3", "qwen3-30b-a3b", "qwen3-32b", "minimax-m1")
 few = settings(
     max_examples=10,
@@ -279,7 +281,8 @@ def test_the_best_plan_may_lower_depth_and_x_for_longer_contexts():
     keep the same FFN pool busy."""
     found = []
     for context in (8192, 16384):
-        search = Search(request("qwen3-235b-a22b", "h800", context=context))
+        asked = request("qwen3-235b-a22b", "h800", context=context, precision=ALL_FP8)
+        search = Search(asked)
         shape = afd_operating(search.best_afd(search.limits))[0].shape
         found.append((shape.attention.instances, shape.ffn.instances, shape.depth))
     assert found == [(12, 2, 3), (6, 1, 2)]
