@@ -26,14 +26,15 @@ from afd.control import operator
 from afd.control.keys import CurveKeys
 from afd.control.local_keys import announced
 from afd.errors import ConfigError, DeadlineExceeded
-from afd.host.logs import RoleLog, say
 from afd.host.ports import held_ports
 from afd_gateway.files import check_files
+from afd_launch.private_folder import private_folder
 from afd_launch.process import Command, RoleProcess, describe_exit
 from afd_launch.ray_cluster.keeper import Keeper
 from afd_launch.ray_cluster.plan import Instance, instances_of
 from afd_launch.restarts import backoff_s
-from afd_launch.serve import run_directory, summary
+from afd_launch.role_log import RoleLog, say
+from afd_launch.serve import summary
 
 _TURN_S = 0.3
 _STOP_S = {"attention": 15.0, "ffn": 5.0}
@@ -72,7 +73,7 @@ def serve_on_ray(
     check_files(deployment.gateway)
     ray = _connected(address)
     try:
-        with run_directory() as run_dir:
+        with private_folder() as (run_dir, _watchdog):
             return _Driver(ray, deployment, cpus, run_dir, log_dir).run()
     finally:
         ray.shutdown()
