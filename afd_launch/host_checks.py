@@ -12,13 +12,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from afd.config.deployment import Deployment
-from afd.config.host_view import find_host
 from afd.config.resolve import Resolved, resolve
 from afd.config.roles import RoleSpec, gpu_processes
 from afd.control.messages import Rail
 from afd.devices import CUDA, device_named
 from afd.errors import ConfigError
 from afd_launch import rdma
+from afd_launch.host_view import find_host
 from afd_launch.installation import find_gpus
 from afd_launch.pcie import nearest_ports, read_gpus, usable_ports
 from afd_launch.rdma import PciPlace, RdmaPort

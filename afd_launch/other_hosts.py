@@ -16,14 +16,14 @@ from dataclasses import dataclass
 import msgspec
 
 from afd.config.deployment import Deployment
-from afd.config.host_view import control_host, find_host, settings_of
 from afd.control.channel import Channel
 from afd.control.hosts import host_name
 from afd.control.keys import ClientKeys
 from afd.control.messages import HostReport, Hosts, Rail, Refused
 from afd.errors import ConfigError
-from afd.host.versions import installed_versions
 from afd.topology import member_id
+from afd_launch.host_view import control_host, find_host, settings_of
+from afd_launch.versions import installed_versions
 
 REPORT_S = 1.0
 _CONNECT_S = 2.0

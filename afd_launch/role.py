@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from afd.config.deployment import Deployment
-from afd.config.host_view import control_address, home_of, seen_from, settings_of
 from afd.config.roles import Role, RoleSpec
 from afd.config.sections import Attention, Ffn
 from afd.control.connect import NO_KEYS
 from afd.errors import ConfigError
 from afd.host.logs import LOG_FORMAT
-from afd.host.versions import installed_versions
 from afd.topology import ffn_number
+from afd_launch.host_view import control_address, home_of, seen_from, settings_of
+from afd_launch.versions import installed_versions
 
 
 def standalone_spec(

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from afd.config.deployment import Deployment
-from afd.config.host_view import control_address, home_of
 from afd.config.roles import RoleSpec
 from afd.control.address import to_connect
 from afd.control.keys import CurveKeys
 from afd.host.ports import check_free, held_ports
 from afd_gateway.inherited import Inherited
 from afd_launch.cpus import plan_for
+from afd_launch.host_view import control_address, home_of
 from afd_launch.names import numeric, resolved
 from afd_launch.process import Command
 from afd_launch.supervisor import Stage

@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from afd.config.deployment import Deployment
-from afd.config.host_view import control_address, seen_from
 from afd.control.keys import load_client
 from afd.control.local_keys import announced
 from afd.errors import ConfigError
@@ -16,6 +15,7 @@ from afd_gateway.files import check_files
 from afd_gateway.inherited import held_port
 from afd_launch.gpus import of_this_host
 from afd_launch.host_checks import HostFacts, look, prepared, rails_of
+from afd_launch.host_view import control_address, seen_from
 from afd_launch.host_watch import HostWatch
 from afd_launch.installation import require_vllm
 from afd_launch.other_hosts import OtherHosts, roles_of

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from afd.config.deployment import Deployment
-from afd.config.host_view import control_host, find_host
 from afd.errors import ConfigError
-from afd.host.addresses import is_local, own_addresses
+from afd_launch.addresses import is_local, own_addresses
+from afd_launch.host_view import control_host, find_host
 
 
 def this_host(

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import IO
 
 from afd.errors import AfdError
-from afd.host.versions import installed_versions
 from afd_comm import CommError, VerbsOptions
 from afd_launch import echo
+from afd_launch.versions import installed_versions
 
 Facts = Mapping[str, str]
 

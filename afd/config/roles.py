@@ -37,7 +37,7 @@ class RoleSpec:
     metrics_port: port of /metrics; 0: any free port.
     cpus: cores to run on; (): not pinned.
     host: name of the host that it runs on; "" if the deployment file names none.
-    deployment: as seen from this host, see afd.config.host_view.
+    deployment: as seen from this host, see afd_launch.host_view.
     """
 
     role: Role

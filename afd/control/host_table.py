@@ -21,7 +21,7 @@ _LONGEST = 48
 class HostRules:
     """What the control plane's own host has. names: the hosts of the file. home: its own name.
 
-    settings: see :func:`afd.config.host_view.settings_of`. versions: package -> version.
+    settings: see :func:`afd_launch.host_view.settings_of`. versions: package -> version.
     """
 
     home: str

@@ -280,7 +280,7 @@ class HostReport(msgspec.Struct, frozen=True, tag="host_report"):
     """What the supervisor of a host says of it, once a second. The reply is Hosts.
 
     process: a random id of the supervisor. machine, pid: where it runs. settings: JSON, see
-    :func:`afd.config.host_view.settings_of`. rails: its RDMA ports, in rail order. fault: why it
+    :func:`afd_launch.host_view.settings_of`. rails: its RDMA ports, in rail order. fault: why it
     cannot take part.
     """
 

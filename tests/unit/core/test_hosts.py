@@ -6,7 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from afd.config.deployment import Deployment, load_config
-from afd.config.host_view import (
+from afd.config.roles import RoleSpec
+from afd.errors import ConfigError
+from afd.places import HostOffer, Pool, place
+from afd_launch.host_view import (
     control_address,
     control_host,
     find_host,
@@ -14,9 +17,6 @@ from afd.config.host_view import (
     seen_from,
     settings_of,
 )
-from afd.config.roles import RoleSpec
-from afd.errors import ConfigError
-from afd.places import HostOffer, Pool, place
 
 
 def offers(*counts: int | None) -> list[HostOffer]:

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from afd.config.deployment import Deployment
-from afd.config.host_view import seen_from
 from afd.control.messages import Rail
 from afd.errors import ConfigError
 from afd_demo.make_model import make_model
@@ -20,6 +19,7 @@ from afd_launch.host_checks import (
     rails_of,
     with_ports,
 )
+from afd_launch.host_view import seen_from
 from afd_launch.pcie import Distance, describe, distance, nearest_ports, read_gpus, usable_ports
 from afd_launch.rdma import Gid, PciPlace, RdmaPort, has_dma_buf, read_ports
 from afd_launch.roles_of_host import Ports, role_specs

@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 
 from afd.config.deployment import Deployment
-from afd.config.host_view import settings_of
 from afd.control.host_table import HostRules
 from afd.control.keys import CurveKeys
 from afd.control.server import ControlServer
 from afd.errors import ConfigError
 from afd.host.ports import held_ports
-from afd.host.versions import installed_versions
+from afd_launch.host_view import settings_of
 from afd_launch.host_watch import HostWatch
 from afd_launch.other_hosts import Clocks, OtherHosts
 from afd_launch.this_host import this_host
+from afd_launch.versions import installed_versions
 
 KEYS = CurveKeys.generate()
 
