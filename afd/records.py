@@ -156,12 +156,12 @@ def write_records(path: Path, records: Sequence[Record]) -> None:
 def command_line(name: str, argv: Sequence[str]) -> str:
     """The command of a record: ``afd bench NAME`` with its arguments, but for folders of this host.
 
-    ``--out`` and ``--models`` say where files go and do not change what is measured.
+    ``--out``, ``--models`` and ``--log`` say where files go and do not change what is measured.
     """
     words, kept = iter(argv), [f"afd bench {name}"]
     for word in words:
         option, equals, _ = word.partition("=")
-        if option not in ("--out", "--models", "--cache"):
+        if option not in ("--out", "--models", "--cache", "--log"):
             kept.append(word)
         elif not equals:
             next(words, None)

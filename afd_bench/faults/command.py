@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import shlex
 import tempfile
 import time
 from collections.abc import Sequence
@@ -55,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
                             return 1
                         print(cells[-1].line, flush=True)
     if args.out is not None:
-        command = command_line("faults", argv)
+        command = command_line("faults", [shlex.quote(word) for word in argv])
         write_records(args.out, list(records(cells, chosen, machine(), command, today())))
     lost = sum(c.counts.failed + c.counts.wrong for c in cells if not FAULTS[c.fault].loses)
     return int(lost > 0)
