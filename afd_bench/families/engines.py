@@ -158,8 +158,8 @@ def arguments(case: Case, role_file: Path) -> tuple[list[str], dict[str, str]]:
     role = RoleSpec("attention", 0, Deployment.from_plain(settings(case)), "tcp://127.0.0.1:1")
     role.save(role_file)
     argv, environment = attention_command(role, {})
-    skipped = ("--host", "--port", "--served-model-name", "--disable-uvicorn-access-log")
-    return [a for a in argv[3:] if not a.startswith(skipped)], environment
+    server = ("--host", "--port", "--served-model-name", "--disable-uvicorn", "--middleware")
+    return [a for a in argv[3:] if not a.startswith(server)], environment
 
 
 class LocalExperts:
