@@ -67,6 +67,7 @@ def test_a_drain_refuses_new_requests_and_survives_an_ffn_crash(deployment: Runn
     wait_until(lambda: answers(models), 10, "the gateway takes requests again")
 
 
+@pytest.mark.long  # test_faults_long.py has it under load
 def test_sigterm_to_vllm_itself_loses_nothing(deployment: Running) -> None:
     """vLLM ends its engine and then waits for its open connections, which say nothing more. The
     gateway gives them up; begun and new requests wait for the restarted instance."""

@@ -4,7 +4,7 @@ import pytest
 
 from afd_bench.gpu import profile
 
-pytestmark = pytest.mark.serve
+pytestmark = [pytest.mark.serve, pytest.mark.long]
 
 
 def test_both_roles_write_a_trace(tmp_path, capsys):

@@ -11,7 +11,7 @@ from afd_planner.cost.measured import load_measured
 from afd_planner.simulate.engine import simulate
 from afd_planner.simulate.spec import parse_spec
 
-pytestmark = pytest.mark.serve
+pytestmark = [pytest.mark.serve, pytest.mark.long]
 
 
 def test_stage_times_of_a_running_deployment(tiny_models: Models, tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ def test_killed_ffn_instances(faults: Faults) -> None:
         assert faults.generations("ffn") != before
 
 
+@pytest.mark.long
 def test_an_ffn_instance_that_is_killed_again_while_it_starts(faults: Faults) -> None:
     faults.inject("kill -9 FFN while it starts")
 

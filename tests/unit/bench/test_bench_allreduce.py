@@ -109,6 +109,7 @@ def test_the_shipped_table_has_every_format_and_a_source(dtype: str):
             assert row.one_shot_max_bytes < row.two_shot_min_bytes
 
 
+@pytest.mark.long
 def test_two_ranks_on_this_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "cpu.json"
     argv = ["--device", "cpu", "--most", "4096", "--seconds", "0.01", "--out", str(out)]

@@ -151,6 +151,7 @@ def test_clocks_of_a_window_are_summarised_by_gpu():
     assert clocks.parse('Field "clocks_event_reasons.active" is not a valid field to query.') == []
 
 
+@pytest.mark.long
 def test_the_step3_slice_runs_without_a_gpu(tmp_path, monkeypatch, capsys):
     pytest.importorskip("torch")
     pytest.importorskip("afd_comm")

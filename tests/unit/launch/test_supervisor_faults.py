@@ -134,6 +134,7 @@ def test_a_supervisor_killed_at_any_moment_leaves_no_folder(tmp_path, monkeypatc
                 os.makedirs(folder + "/deep", exist_ok=True)
                 open(folder + "/deep/" + str(time.monotonic()), "w").close()
             except OSError: pass
+            time.sleep(0.002)  # else there are 100,000 files to remove
     """
     role(tmp_path, "ffn-0", READY + busy)
     for delay_s in (0.0, 0.5):
