@@ -10,7 +10,7 @@ with colocated vLLM on an unquantised checkpoint that has the decoded values.
 import argparse
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from afd.errors import AfdError
@@ -163,16 +163,5 @@ def _scores(result: Result) -> list[list[Position]]:
 
 
 def _record(finding: Finding, command: str) -> Record:
-    return Record(
-        bench="identity",
-        case=finding.case,
-        metric=finding.metric,
-        value=finding.value,
-        unit=finding.unit,
-        peer=finding.peer,
-        peer_value=finding.peer_value,
-        ratio=finding.ratio,
-        machine=machine(),
-        command=command,
-        date=today(),
-    )
+    measured = asdict(finding)
+    return Record(bench="identity", **measured, machine=machine(), command=command, date=today())
