@@ -7,7 +7,6 @@ asks the control plane to send no new requests, waits until vLLM has none, and t
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import signal
@@ -25,6 +24,7 @@ from afd.control.keys import load_client
 from afd.errors import AfdError
 from afd.host.ports import held_ports
 from afd_launch.private_folder import private_folder
+from afd_launch.process import die_with
 from afd_launch.readiness import DIRECT, local_address
 from attention_worker.running_requests import PATH
 
@@ -34,8 +34,6 @@ POLL_S = 0.25
 END_S = 15.0
 """Seconds from vLLM's SIGTERM to its SIGKILL."""
 _ASK_S = 2.0
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None, use_errno=True)  # opened here: a forked child must not take locks
 
 logger = logging.getLogger("afd.attention")
 
@@ -102,7 +100,7 @@ class AttentionServer:
             self._argv,
             env=self._environment,
             start_new_session=self._own_session,
-            preexec_fn=lambda: _die_with(parent),
+            preexec_fn=lambda: die_with(parent, signal.SIGKILL),
         )
         on_start(child.pid)
         while child.poll() is None:
@@ -179,10 +177,3 @@ class AttentionServer:
                 return int(answer.read())
         except (OSError, ValueError):
             return None
-
-
-def _die_with(parent: int) -> None:
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    with contextlib.suppress(ProcessLookupError):
-        if os.getppid() != parent:  # the parent died before the call above
-            os.kill(os.getpid(), signal.SIGKILL)

@@ -62,7 +62,7 @@ class RoleProcess:
             bufsize=0,
             pass_fds=command.descriptors,
             start_new_session=True,  # the supervisor passes Ctrl-C on, in order
-            preexec_fn=lambda: _die_with(parent),
+            preexec_fn=lambda: die_with(parent, signal.SIGTERM),
         )
         assert self._popen.stdout is not None
         self.output = self._popen.stdout.fileno()
@@ -114,10 +114,11 @@ class RoleProcess:
         self._popen.stdout.close()
 
 
-def _die_with(parent: int) -> None:
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+def die_with(parent: int, number: int) -> None:
+    """Makes the kernel send this process a signal when its parent ends. For ``preexec_fn``."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:  # the parent died before the call above
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
 
 
 def group_members(group: int) -> list[int]:
