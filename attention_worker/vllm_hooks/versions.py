@@ -69,9 +69,7 @@ _SINCE_29 = replace(
 )
 _SINCE_30 = replace(_SINCE_29, since=(0, 30), cpu_top_k_module=f"{_MOE}.router.cpu_router")
 _SINCE_31 = replace(_SINCE_30, since=(0, 31), cpu_sinks_bfloat16=False)
-_SINCE_32 = replace(
-    _SINCE_31, since=(0, 32), cascade_attention=False, cpu_seed_draws_integer=True
-)
+_SINCE_32 = replace(_SINCE_31, since=(0, 32), cascade_attention=False, cpu_seed_draws_integer=True)
 _SINCE_33 = replace(_SINCE_32, since=(0, 33), arguments_module="vllm.entrypoints.common.cli_args")
 LAYOUTS = (
     _FIRST,
