@@ -38,6 +38,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
+from attention_worker.running_requests import ENGINE_DIED
 from attention_worker.vllm_hooks.versions import layout
 
 if TYPE_CHECKING:
@@ -177,7 +178,7 @@ class ResumingOutputProcessor(OutputProcessor):
         super().propagate_error(e)
         if isinstance(e, EngineDeadError):
             logger.error("the engine has died; ending its API server")
-            threading.Timer(LAST_WORDS_S, os._exit, (1,)).start()
+            threading.Timer(LAST_WORDS_S, os._exit, (ENGINE_DIED,)).start()
 
     def _repeat(self, request_id: str, tokens: list[int], queue: Backlog, stepwise: bool) -> None:
         state = self.request_states[request_id]

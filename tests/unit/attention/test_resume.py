@@ -24,6 +24,7 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
+from attention_worker.running_requests import ENGINE_DIED
 from attention_worker.vllm_hooks import resume
 from attention_worker.vllm_hooks.resume import (
     RESUME,
@@ -198,7 +199,7 @@ def test_a_dead_engine_ends_its_api_server(monkeypatch: pytest.MonkeyPatch) -> N
     processor.propagate_error(ValueError("a request's"))
     assert not begun
     processor.propagate_error(EngineDeadError())
-    assert begun == [(resume.LAST_WORDS_S, os._exit, (1,)), ("started",)]
+    assert begun == [(resume.LAST_WORDS_S, os._exit, (ENGINE_DIED,)), ("started",)]
 
 
 def test_other_requests_are_left_alone(tokenizer: object) -> None:
