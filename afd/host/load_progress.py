@@ -15,8 +15,7 @@ _EVERY_S = 2.0
 def loading(what: str, logger: logging.Logger) -> Iterator[Callable[[float, float], None]]:
     """Gives a function that takes the bytes read so far and the bytes of all.
 
-    Lines have the mean rate since the start, GB/s; the last one is logged on a terminal too. Roles
-    of `afd serve` write to a pipe.
+    Lines have the mean rate since the start, GB/s. Roles of `afd serve` write to a pipe.
     """
     began = logged = time.monotonic()
     columns = "{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn()
@@ -28,7 +27,7 @@ def loading(what: str, logger: logging.Logger) -> Iterator[Callable[[float, floa
             nonlocal logged
             bar.update(task, completed=done, total=total)
             now = time.monotonic()
-            if done >= total or (bar.disable and now - logged > _EVERY_S):
+            if bar.disable and (done >= total or now - logged > _EVERY_S):
                 logged, rate = now, done / max(now - began, 1e-9)
                 text = "%s: %.3f of %.3f GB read, %.2f GB/s"
                 logger.info(text, what, done / 1e9, total / 1e9, rate / 1e9)

@@ -41,4 +41,4 @@ def test_bar_of_a_terminal(monkeypatch, caplog) -> None:
     load(monkeypatch)
     drawn = terminal.getvalue()
     assert "experts" in drawn and "6.0/6.0 GB" in drawn and "/s" in drawn
-    assert caplog.messages == ["experts: 6.000 of 6.000 GB read, 1.00 GB/s"]
+    assert not caplog.messages
