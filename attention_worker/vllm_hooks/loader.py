@@ -72,7 +72,7 @@ class AttentionWeightLoader(DefaultModelLoader):
             at = self._tensors.current if self._tensors else ""
             if not at:
                 raise
-            said = str(error) or type(error).__name__
+            said = str(error).rstrip(".") or type(error).__name__
             raise ConfigError(
                 f"vLLM cannot load {at} ({said}); use the config.json that belongs to these weights"
             ) from error
