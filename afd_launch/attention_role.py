@@ -90,6 +90,7 @@ class AttentionServer:
         self._told = threading.Event()
         self._hurry = threading.Event()
         self._drained = False
+        self._ended = False  # vLLM ran until this process ended it
 
     def run(self, on_start: Callable[[int], None] = lambda group: None) -> int:
         """Call it on the main thread (signals). on_start: gets the process group of vLLM."""
@@ -107,7 +108,11 @@ class AttentionServer:
             if self._told.wait(POLL_S):
                 self._end(child)
         status = child.returncode
-        if self._told.is_set() and status in (0, -signal.SIGTERM, -signal.SIGKILL):
+        expected = status in (0, -signal.SIGTERM, -signal.SIGKILL)
+        if self._ended and not expected:
+            # While vLLM ends its engine and itself, it can take the engine's end for a crash.
+            logger.warning("vLLM exited with status %d when it was told to end", status)
+        if self._ended or (self._told.is_set() and expected):
             return 0
         if status < 0:  # end in the same way, for the supervisor's message
             with contextlib.suppress(OSError):  # SIGKILL has no handler
@@ -126,6 +131,7 @@ class AttentionServer:
         if not self._drained:
             self._drained = True
             self._drain(child)
+        self._ended = self._ended or child.poll() is None
         child.terminate()
         try:
             child.wait(END_S)

@@ -1,4 +1,4 @@
-"""An attention instance without vLLM on the first GPU, with a real FFN instance on the second.
+"""An attention instance without vLLM and a real FFN instance. They share the first GPU.
 
 Its layers have no attention: the input of an expert layer is the previous layer's answer plus the
 step's input, and routing is fixed. So a step can be compared with the same experts on one GPU.

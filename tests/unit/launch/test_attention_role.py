@@ -28,7 +28,7 @@ import http.server, os, signal, sys, time
 here = sys.argv[1]
 def on_term(*_):
     open(here + "/term", "w").close()
-    os._exit(0)
+    os._exit(int(open(here + "/status").read()))
 signal.signal(signal.SIGTERM, on_term)
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -61,6 +61,7 @@ class Instance:
     def __init__(self, here: Path, control: str, port: int, drain_s: float = 20.0) -> None:
         self.here = here
         self.set_requests(0)
+        self.set_status(0)
         KEYS.member("attention-0").save(here / "keys")
         plan = {"model": "m", "deadlines": {"drain_s": drain_s}}
         spec = RoleSpec(
@@ -79,6 +80,10 @@ class Instance:
         fresh = self.here / "fresh"
         fresh.write_text(str(count))
         fresh.replace(self.here / "requests")
+
+    def set_status(self, status: int) -> None:
+        """Of the exit on SIGTERM."""
+        (self.here / "status").write_text(str(status))
 
     @property
     def got_term(self) -> bool:
@@ -121,6 +126,14 @@ def test_sigterm_lets_running_requests_finish(start):
 
 def test_without_a_control_plane_it_waits_for_its_requests_all_the_same(start):
     instance = start("tcp://127.0.0.1:9")
+    instance.process.send_signal(signal.SIGTERM)
+    assert instance.process.wait(15) == 0 and instance.got_term
+
+
+def test_how_vllm_exits_when_it_is_told_to_end_is_no_failure(start):
+    """It can take the end of its engine, which it ends itself, for a crash."""
+    instance = start("tcp://127.0.0.1:9")
+    instance.set_status(1)
     instance.process.send_signal(signal.SIGTERM)
     assert instance.process.wait(15) == 0 and instance.got_term
 
