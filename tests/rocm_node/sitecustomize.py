@@ -1,9 +1,9 @@
 """Makes device rocm the stand-in node in every Python process that has this folder in PYTHONPATH.
 
 Only data is replaced: entries of the tables of devices, MoE backends and all-reduce backends, and
-the name of vLLM's worker. Tensors are host memory, because torch for ROCm cannot be installed beside
-torch for CPUs; slots, streams, graphs and links are those of the stand-in libamdhip64 (hip.cc),
-through the product's own HIP code in comm/.
+the name of vLLM's worker. Tensors are host memory, because torch for ROCm cannot be installed
+beside torch for CPUs; slots, streams, graphs and links are those of the stand-in libamdhip64
+(hip.cc), through the product's own HIP code in comm/.
 """
 
 import dataclasses
