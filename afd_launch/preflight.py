@@ -232,7 +232,8 @@ def _experts(deployment: Deployment) -> Iterator[Finding]:
     for plan in plans if checkpoint is not None else ():
         plan.check()
     if not here:
-        yield Finding("note", "experts", f"tensors are complete; kernels not checked: no {kind}")
+        missing = deployment.ffn.device  # torch calls rocm cuda
+        yield Finding("note", "experts", f"tensors are complete; kernels not checked: no {missing}")
         return
     largest = max(plans, key=lambda plan: plan.held_bytes)
     level = "ok" if largest.as_stored else "note"
