@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import psutil
 
-from afd.config.seen_gpus import BAD_GRAPHS
 from afd.devices.rocm import PRODUCTS
 from afd.host.amd_gpus import rocm_version
 from afd_launch import pcie, rdma
 from afd_launch.installation import Gpus, amd_remedy, find_gpus, vllm_build, vllm_remedy
+from afd_launch.seen_gpus import BAD_GRAPHS
 from attention_worker.vllm_hooks.versions import installed, refusal, warning
 
 PROBE_S = 120

@@ -8,13 +8,13 @@ from dataclasses import replace
 from afd.config.deployment import Deployment
 from afd.config.fp8 import DEFAULT
 from afd.config.roles import RoleSpec
-from afd.config.seen_gpus import check_graphs, needs_pool, with_architecture, with_fp8
 from afd.control.connect import NO_KEYS
 from afd.control.keys import load_client
 from afd.control.operator import contract
 from afd.devices.rocm import FP8_OF_ARCH
 from afd.errors import ConfigError, DeadlineExceeded
 from afd.host.amd_gpus import architectures, rocm_version
+from afd_launch.seen_gpus import check_graphs, needs_pool, with_architecture, with_fp8
 
 _ASK_S = 0.2
 _REMEDY = f"set ffn.arch to {' or '.join(FP8_OF_ARCH)}"

@@ -6,13 +6,13 @@ import pytest
 from afd.config.deployment import Deployment
 from afd.config.resolve import region_options, resolve, wire_fp8
 from afd.config.roles import RoleSpec
-from afd.config.seen_gpus import BAD_GRAPHS, check_graphs, needs_pool, with_architecture
 from afd.devices import ROCM, device_named, device_of_region, device_of_torch
 from afd.devices.rocm import FP8_OF_ARCH
 from afd.errors import ConfigError
 from afd.host.amd_gpus import architectures, rocm_version
 from afd.topology import visible_gpus
 from afd_launch import gpus
+from afd_launch.seen_gpus import BAD_GRAPHS, check_graphs, needs_pool, with_architecture
 from attention_worker.rocm import attention_backend, switches
 
 
