@@ -10,7 +10,7 @@ from afd.errors import ConfigError
 from afd.models.checkpoint import INDEX_FILE
 from afd_demo import tokenizer, weights
 from afd_demo.published import grouped, multimodal
-from afd_demo.published.deepseek import deepseek_v32, kimi_k2
+from afd_demo.published.deepseek import deepseek_v3_mtp, deepseek_v32, kimi_k2
 from afd_demo.published.gpt_oss import gpt_oss
 from afd_demo.published.quantised import FORMATS
 from afd_demo.published.qwen3_next import qwen3_next
@@ -26,6 +26,7 @@ LAYOUTS: dict[str, Callable[[Sink, Sizes, str], Config]] = {
     "minimax_m2": grouped.minimax_m2,
     "deepseek_v2": weights.deepseek_v2,
     "deepseek_v3": weights.deepseek_v3,
+    "deepseek_v3_mtp": deepseek_v3_mtp,
     "deepseek_v32": deepseek_v32,
     "kimi_k2": kimi_k2,
     "gpt_oss": gpt_oss,

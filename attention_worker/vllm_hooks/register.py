@@ -10,6 +10,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from afd.config.roles import RoleSpec
 from afd.errors import ConfigError
 from afd.models import read_config, read_model
+from attention_worker.vllm_hooks.draft import drafting
 from attention_worker.vllm_hooks.loader import LOAD_FORMAT, AttentionWeightLoader
 from attention_worker.vllm_hooks.model import disaggregated, text_only
 from attention_worker.vllm_hooks.resume import install
@@ -41,6 +42,11 @@ def register_model(role: RoleSpec) -> None:
     else:
         remote = disaggregated(base, family)
     ModelRegistry.register_model(model.architecture, remote)
+    architecture, source = family.mtp
+    if architecture:
+        module, _, name = source.partition(":")
+        draft = getattr(importlib.import_module(module), name)
+        ModelRegistry.register_model(architecture, drafting(draft, family))
 
 
 def _vocabulary(role: RoleSpec) -> int:

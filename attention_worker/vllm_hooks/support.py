@@ -16,8 +16,9 @@ def check_supported(config: VllmConfig) -> None:
         "data parallelism of vLLM (use attention.instances)": (
             config.parallel_config.data_parallel_size > 1
         ),
-        "speculative decoding with a draft model": (
-            config.speculative_config is not None and config.speculative_config.method != "ngram"
+        "speculative decoding other than n-gram and MTP": (
+            config.speculative_config is not None
+            and config.speculative_config.method not in ("ngram", "mtp")
         ),
     }
     found = [what for what, present in problems.items() if present]
