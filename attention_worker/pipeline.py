@@ -58,12 +58,6 @@ class Experts(Protocol):
     def end_step(self) -> None: ...
 
 
-class DraftExperts(Experts, Protocol):
-    """Remote experts that also compute draft layers: the host form."""
-
-    def begin_step(self, depth: int, *, draft: bool = False) -> None: ...
-
-
 @dataclass
 class MicroBatch:
     """One micro-batch of a step: its inputs and its running state.
@@ -127,25 +121,3 @@ def run_layers(
     # Also copies the output of a single micro-batch. It may be in a receive slot, because the norm
     # works in place, and the next step overwrites that slot.
     return torch.cat(outputs)
-
-
-def run_draft_layer(
-    layer: Layer,
-    remote: DraftExperts,
-    positions: torch.Tensor,
-    hidden: torch.Tensor,
-    residual: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs one draft layer, as a step of its own: it runs once per draft token, after the step.
-
-    Returns:
-        FFN output and residual, model dtype [rows, hidden].
-    """
-    remote.begin_step(depth=1, draft=True)
-    hidden, residual = layer.attention_half(positions, hidden, residual)
-    with remote.sending(layer.index, 0, len(hidden)):
-        weights, ids = layer.route(hidden)
-        remote.send(layer.index, 0, hidden, ids, weights)
-    output = remote.recv(0).clone()  # the next step overwrites the receive slot
-    remote.end_step()
-    return output, residual

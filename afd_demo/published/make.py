@@ -36,6 +36,7 @@ LAYOUTS: dict[str, Callable[[Sink, Sizes, str], Config]] = {
     "step3_vl": multimodal.step3_vl,
 }
 """By name, what draws the tensors and returns config.json."""
+_FIRST_LIKELY = 16
 
 
 def make_published(
@@ -47,12 +48,15 @@ def make_published(
     twin: Path | None = None,
     seed: int = 0,
     dtype: str = "bfloat16",
+    likely: int = 0,
 ) -> None:
     """Writes config, index, two weight files and tokenizer to ``directory``; creates it.
 
     Args:
         layout: a key of LAYOUTS. stored_as: "plain" or a key of ``quantised.FORMATS``.
         twin: gets the unquantised checkpoint with the values of the quantised one.
+        likely: so many tokens are nearly always the likeliest, so that random draft layers draft
+            tokens that are accepted.
 
     Raises:
         ConfigError: the layout or the format is unknown.
@@ -63,6 +67,9 @@ def make_published(
         raise ConfigError(f"format {stored_as!r} is unknown; use one of {', '.join(known)}")
     drawn = Drawn(seed, sizes.hidden, dtype)
     config = LAYOUTS[layout](drawn, sizes, dtype)
+    if likely:
+        head = drawn.tensors["lm_head.weight"]
+        head[_FIRST_LIKELY : _FIRST_LIKELY + likely] *= head.dtype.type(6)
     if stored_as == "plain":
         write(directory, config, drawn.tensors, sizes.vocab)
         return

@@ -11,8 +11,8 @@ from torch import nn
 from vllm.config import VllmConfig
 
 from afd.models import Family
+from attention_worker.draft_layer import DraftExperts, run_draft_layer
 from attention_worker.model import LayerHalves
-from attention_worker.pipeline import DraftExperts, run_draft_layer
 from attention_worker.vllm_hooks.model import drop_shared_experts
 from attention_worker.vllm_hooks.routing import make_router
 

@@ -3,6 +3,7 @@
 from vllm.config import VllmConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from afd.config.vllm_arguments import BENCH_CONNECTOR
 from afd.errors import ConfigError
 from attention_worker.kernels.mqa import refusal
 
@@ -19,6 +20,10 @@ def check_supported(config: VllmConfig) -> None:
         "speculative decoding other than n-gram and MTP": (
             config.speculative_config is not None
             and config.speculative_config.method not in ("ngram", "mtp")
+        ),
+        "KV transfer (prefill/decode disaggregation)": (
+            config.kv_transfer_config is not None
+            and config.kv_transfer_config.kv_connector != BENCH_CONNECTOR
         ),
     }
     found = [what for what, present in problems.items() if present]

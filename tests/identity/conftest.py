@@ -49,7 +49,9 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engines(checkpoints: Path, models: list[Model], damaged: Path) -> Iterator[Engines]:
     def case(model: Model, root: Path) -> Case:
         path = str(root / model.name)
-        return Case(model.name, path, model.dtype, model.instances, model.split)
+        return Case(
+            model.name, path, model.dtype, model.instances, model.split, drafts=model.drafts
+        )
 
     alone = [model for model in models if beside_vllm(model)]
     engines = Engines(

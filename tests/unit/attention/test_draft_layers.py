@@ -12,7 +12,7 @@ from afd.config.resolve import resolve
 from afd.errors import ConfigError
 from afd_demo.published.make import make_published
 from afd_demo.sizes import Sizes
-from attention_worker.pipeline import run_draft_layer
+from attention_worker.draft_layer import run_draft_layer
 from ffn_worker.experts.build import load_ffn_model
 
 SIZES = Sizes(hidden=64, layers=3, experts=4, intermediate=32, dense_intermediate=64, heads=4)

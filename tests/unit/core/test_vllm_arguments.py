@@ -28,6 +28,9 @@ from afd.errors import ConfigError
         ("[--spec-method=ngram]", "which AFD sets; use attention.speculation"),
         ("[--default-mm-loras=x]", "LoRA adapters outside attention"),
         ("[--lora-target-modules, q_proj]", "which AFD sets to the attention projections"),
+        ("[--kv-transfer-config.kv_connector=NixlConnector]", "(KV transfer, prefill/decode"),
+        ('[--kv-transfer-config, \'{"kv_connector": "x"}\']', "disaggregation); remove it"),
+        ("[--kv_offloading_size=4]", "(KV transfer, prefill/decode disaggregation); remove it"),
         ("[--worker-cls=x.Y]", "which AFD sets; remove it"),
     ],
 )
