@@ -40,15 +40,21 @@ def drafting(base: type[nn.Module], family: Family) -> type[nn.Module]:
 
         def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
             super().__init__(vllm_config=vllm_config, prefix=prefix)
-            for layer in self.model.layers.values():
-                drop_shared_experts(layer.mtp_block, family)
+            for block in self._blocks().values():
+                drop_shared_experts(block, family)
 
         def attach(self, remote: DraftExperts, moe_layers: tuple[int, ...]) -> None:
             """Connects the draft layers, which have these numbers, to the FFN instances."""
+            blocks = self._blocks()
             for index in moe_layers:
-                block = self.model.layers[str(index)].mtp_block
+                block = blocks[index]
                 halves = LayerHalves(block, index, family, make_router(block, family))
-                block.forward = _forward(halves, remote)
+                vars(block)["forward"] = _forward(halves, remote)
+
+        def _blocks(self) -> dict[int, nn.Module]:
+            """Returns the decoder layers of the draft layers, by number."""
+            layers = self.get_submodule("model.layers").named_children()
+            return {int(name): layer.get_submodule("mtp_block") for name, layer in layers}
 
     Drafting.__name__ = Drafting.__qualname__ = f"Afd{base.__name__}"
     return Drafting

@@ -98,10 +98,9 @@ class Leader:
             arrived.sort(key=lambda a: a.peer.index)
         # A graph cannot wait for messages that the host posts. So either all instances of a step
         # have announced it, or none has.
-        announced = [a for a in arrived if a.rows]
         # Draft layers have the highest numbers: their instances come first, and catch up.
         start = max((a.start for a in arrived), default=first)
-        return announced or [a for a in arrived if a.start == start]
+        return [a for a in arrived if a.rows] or [a for a in arrived if a.start == start]
 
     def _stream_step(self, arrivals: list[Arrival]) -> Call:
         """Returns the call for an announced step."""
