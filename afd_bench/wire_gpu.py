@@ -3,7 +3,8 @@
 One process holds both sides, each with its own region, link, streams and captured graph, because
 two processes take turns on one GPU. A step is a walk over positions: attention sends a micro-batch,
 the FFN answers it. verbs runs on a libibverbs without hardware (comm/tests/fake_ibverbs.cc), which
-copies between registered memory at the rate of ``--gbps``. tcp is the staged path, over loopback.
+copies between registered memory at the rate of ``--gbps``. staged is the same NIC where it cannot
+register GPU memory: messages are copied through host memory. tcp is staged too, over loopback.
 
 - round_trip_us: depth 1, no work. One message up and one down.
 - step_us: ``--work-us`` of work per position and side, at each of ``--depths``. Time per position
@@ -28,6 +29,8 @@ from afd_bench import stand_in_nic
 UP, DOWN = 917_504, 1_835_008
 """Bytes of 128 rows of 7168: FP8 to the FFN, BF16 back, as in the Step-3 report."""
 PEER = "ipc"
+BACKENDS = ("ipc", "verbs", "staged", "tcp")
+ON_THE_NIC = ("verbs", "staged")
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
                     Cell(
                         backend,
                         settings.depth,
-                        args.gbps if backend == "verbs" else 0,
+                        args.gbps if backend in ON_THE_NIC else 0,
                         "step_us" if depth else "round_trip_us",
                         times[len(times) // 2],
                         times[int(0.99 * (len(times) - 1))],
@@ -119,9 +122,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--device", default="cuda:0", help="cuda:0, or cpu to test the code")
-    parser.add_argument(
-        "--backends", nargs="+", default=["ipc", "verbs", "tcp"], choices=["ipc", "verbs", "tcp"]
-    )
+    parser.add_argument("--backends", nargs="+", default=BACKENDS, choices=BACKENDS)
     parser.add_argument("--depths", nargs="+", type=int, default=[1, 3], help="of the steps")
     parser.add_argument("--gbps", type=int, default=400, help="rate of the emulated NIC, Gb/s")
     parser.add_argument("--work-us", type=float, default=150.0, help="per position and side")

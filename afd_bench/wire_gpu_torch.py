@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +17,8 @@ from afd_comm import Link, Message, Region, Status, VerbsOptions, make_flag
 TIMEOUT_US = 20_000_000
 WARM_UP = 3
 SLEEP_CYCLES = 1_000_000
+STAGED = "staged"
+"""Backend verbs on a NIC that cannot register GPU memory."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,11 @@ class Settings:
     replays: int
     library: str
 
+    @property
+    def over(self) -> str:
+        """The backend's name in afd_comm."""
+        return "verbs" if self.backend == STAGED else self.backend
+
 
 class Side:
     """One side: its receive region, its link, and the step that it repeats."""
@@ -41,7 +50,7 @@ class Side:
         self._on_gpu = settings.device != "cpu"
         self._options = (
             VerbsOptions(ports=["fake0:1"], host="127.0.0.1", library=settings.library)
-            if settings.backend == "verbs"
+            if settings.over == "verbs"
             else None
         )
         self.region = Region(
@@ -67,7 +76,7 @@ class Side:
     def connect(self, other: Side, settings: Settings) -> None:
         self.link = Link(
             other.region.addresses,
-            backend=settings.backend,
+            backend=settings.over,
             slots=(0, settings.depth),
             timeout_us=TIMEOUT_US,
             device=settings.device,
@@ -116,9 +125,10 @@ class Side:
 
 def measure(settings: Settings) -> list[float]:
     """Returns us per position and micro-batch, one value per replay."""
-    sides = [Side(rank, settings) for rank in range(2)]
-    for side, other in zip(sides, reversed(sides), strict=True):
-        side.connect(other, settings)
+    with _nic(settings):
+        sides = [Side(rank, settings) for rank in range(2)]
+        for side, other in zip(sides, reversed(sides), strict=True):
+            side.connect(other, settings)
     run = _on_gpu(sides) if settings.device != "cpu" else _on_cpu(sides)
     times = []
     for _ in range(WARM_UP + settings.replays):
@@ -132,6 +142,18 @@ def measure(settings: Settings) -> list[float]:
             raise AfdError(f"the link failed: {side.link.status.name}; {side.link.notes}")
         side.link.close()
     return times[WARM_UP:]
+
+
+@contextlib.contextmanager
+def _nic(settings: Settings) -> Iterator[None]:
+    """While regions and links are opened: what the NIC without hardware registers."""
+    if settings.backend != STAGED:
+        yield
+        return
+    nic = ctypes.CDLL(settings.library)
+    nic.fake_refuse_devices(1)
+    yield
+    nic.fake_refuse_devices(0)
 
 
 def _on_gpu(sides: list[Side]) -> Callable[[], None]:

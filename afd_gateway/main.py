@@ -137,7 +137,7 @@ async def _run(
 
         client.on_change(lambda _: _tell(loop, changed))
         opening = asyncio.create_task(_accept_soon(server))
-        joining = asyncio.create_task(_join(client, server, join_deadline_s))
+        joining = asyncio.create_task(_join(client, server, opening, join_deadline_s))
         stopping = asyncio.create_task(stop.wait())
         drain_s = 0.0
         try:
@@ -174,7 +174,10 @@ async def _accept_soon(server: GatewayServer) -> None:
     server.accept()
 
 
-async def _join(client: ControlClient, server: GatewayServer, deadline_s: float) -> None:
+async def _join(
+    client: ControlClient, server: GatewayServer, opening: asyncio.Task[None], deadline_s: float
+) -> None:
+    """Registers. Says that this process is ready once it accepts connections."""
     generation = await asyncio.to_thread(
         client.join,
         addresses=(),
@@ -182,6 +185,7 @@ async def _join(client: ControlClient, server: GatewayServer, deadline_s: float)
         metrics_url=server.metrics_url,
         deadline_s=deadline_s,
     )
+    await opening
     client.set_state("ready")
     log.info("gateway at %s, generation %d", server.url, generation)
 

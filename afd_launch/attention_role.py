@@ -26,7 +26,7 @@ from afd.host.ports import held_ports
 from afd_launch.private_folder import private_folder
 from afd_launch.process import die_with
 from afd_launch.readiness import DIRECT, local_address
-from attention_worker.running_requests import PATH
+from attention_worker.running_requests import ENGINE_DIED, PATH
 
 SETTLE_S = 1.0
 """Seconds after which every gateway has read that no new requests are wanted."""
@@ -107,7 +107,8 @@ class AttentionServer:
             if self._told.wait(POLL_S):
                 self._end(child)
         status = child.returncode
-        if self._told.is_set() and status in (0, -signal.SIGTERM, -signal.SIGKILL):
+        # vLLM ends its engine first, and its API server may take that for a death.
+        if self._told.is_set() and status in (0, ENGINE_DIED, -signal.SIGTERM, -signal.SIGKILL):
             return 0
         if status < 0:  # end in the same way, for the supervisor's message
             with contextlib.suppress(OSError):  # SIGKILL has no handler

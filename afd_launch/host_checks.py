@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from afd.config.deployment import Deployment
 from afd.config.resolve import Resolved, resolve
 from afd.config.roles import RoleSpec, gpu_processes
+from afd.config.transport import Verbs
 from afd.control.messages import Rail
 from afd.devices import CUDA, device_named
 from afd.errors import ConfigError
@@ -62,8 +63,15 @@ def prepared(specs: Sequence[RoleSpec], facts: HostFacts) -> list[RoleSpec]:
     """
     check_gpus(specs[0].deployment, specs[0].host, facts)
     found = with_ports(specs, facts)
-    check_rdma(found, facts)
+    if not _own_library(specs):
+        check_rdma(found, facts)
     return found
+
+
+def _own_library(specs: Sequence[RoleSpec]) -> bool:
+    """Whether the file names a libibverbs of its own. sysfs does not list the ports of that one."""
+    library = specs[0].deployment.transport.verbs.library
+    return bool(library != Verbs.model_fields["library"].default)
 
 
 def check_gpus(deployment: Deployment, name: str, facts: HostFacts) -> None:
@@ -147,6 +155,8 @@ def ports_in_use(specs: Iterable[RoleSpec]) -> tuple[str, ...]:
 
 def rails_of(specs: Sequence[RoleSpec], facts: HostFacts) -> tuple[Rail, ...]:
     """Returns what the other hosts compare with their own ports."""
+    if _own_library(specs):
+        return ()
     by_name = {port.name: port for port in facts.ports}
     index = specs[0].deployment.transport.verbs.gid_index
     rails = []

@@ -14,15 +14,16 @@ import psutil
 
 from afd.config.deployment import Deployment
 from afd.config.resolve import Resolved, resolve
-from afd.config.roles import gpu_processes
+from afd.config.roles import RoleSpec, gpu_processes
 from afd.devices import device_named
 from afd.errors import AfdError
-from afd.models import read_quantization
+from afd.models import read_model, read_quantization
 from afd.models.checkpoint import tensor_table
 from afd.topology import ffn_number, gpu_order
 from afd_launch.doctor import Finding, vllm_version
 from afd_launch.installation import find_gpus, vllm_build, vllm_remedy
 from afd_planner.cost.served import USABLE, Buffers, GpuUse
+from afd_planner.facts.model_hf import load_model
 
 GIB = 2**30
 _PROCESS_GIB = {"attention": 1.6, "ffn": 0.5}
@@ -31,7 +32,7 @@ _PROCESS_GIB = {"attention": 1.6, "ffn": 0.5}
 
 def findings(deployment: Deployment) -> Iterator[Finding]:
     """Yields one line per question, the bad ones included."""
-    for check in (_keys, _vllm, _devices, _arguments):
+    for check in (_keys, _vllm, _devices, _arguments, _settings):
         yield from _guarded(check, deployment)
     if not any(deployment.model.glob("*.safetensors")):
         yield Finding(
@@ -41,7 +42,11 @@ def findings(deployment: Deployment) -> Iterator[Finding]:
             "checkpoint with --set model=/path/to/it",
         )
         return
-    yield from _guarded(_weights, deployment)
+    weights = list(_guarded(_weights, deployment))
+    yield from weights
+    if any(found.level == "bad" for found in weights):
+        return  # the others would say the same
+    yield from _guarded(_cache, deployment)
     if vllm_build() is not None:  # it brings torch
         yield from _guarded(_attention, deployment)
         yield from _guarded(_experts, deployment)
@@ -118,12 +123,49 @@ def _arguments(deployment: Deployment) -> Iterator[Finding]:
         yield Finding("ok", "vllm_args", "vLLM's parser takes them")
 
 
+def _settings(deployment: Deployment) -> Iterator[Finding]:
+    """Whether vLLM can be configured as an attention instance here."""
+    if vllm_build() != deployment.attention.device:
+        return  # _vllm has said so
+    from attention_worker.vllm_hooks.arguments import problem_with, refused
+
+    if problem_with(deployment.attention.vllm_args) is not None:
+        return  # _arguments has said so
+    role = RoleSpec("attention", 0, deployment, control_address="")  # it is not started
+    refusal = refused(role)
+    if refusal is not None:
+        text = f"vLLM refuses the configuration ({refusal}); correct the keys of attention"
+        yield Finding("bad", "vllm settings", text)
+    else:
+        yield Finding("ok", "vllm settings", "vLLM takes the configuration")
+
+
 def _weights(deployment: Deployment) -> Iterator[Finding]:
     table = tensor_table(deployment.model)
     files = len({info.file for info in table.values()})
     stored = sum(info.nbytes for info in table.values())
     found = read_quantization(deployment.model)
     yield Finding("ok", "weights", f"{found}; {len(table)} tensors, {files} files, {_size(stored)}")
+
+
+def _cache(deployment: Deployment) -> Iterator[Finding]:
+    """Whether the cache holds one request of the greatest length; else vLLM does not start."""
+    attention = deployment.attention
+    family, checkpoint = read_model(deployment.model)
+    dtype = family.serve_as(checkpoint, attention.dtype).dtype
+    if any("kv-cache-dtype" in argument for argument in attention.vllm_args):
+        dtype = "fp8"  # the smallest that it can be
+    model = load_model(str(deployment.model))
+    need = model.kv_stored_bytes(attention.max_model_len, dtype)
+    text = (
+        f"one request of {attention.max_model_len} tokens takes {_size(need)} of "
+        f"{_size(attention.kv_cache_gib * GIB)}"
+    )
+    if need > attention.kv_cache_gib * GIB:
+        text += "; raise attention.kv_cache_gib or lower attention.max_model_len"
+        yield Finding("bad", "cache", text)
+    else:
+        yield Finding("ok", "cache", text)
 
 
 def _attention(deployment: Deployment) -> Iterator[Finding]:
@@ -205,26 +247,36 @@ def _experts(deployment: Deployment) -> Iterator[Finding]:
 
 def _memory(resolved: Resolved, expert_bytes: Sequence[int]) -> Iterator[Finding]:
     deployment = resolved.deployment
-    attention = deployment.attention
     weights, _, _ = _attention_weights(deployment)
-    cache = attention.kv_cache_gib * GIB
-    if not device_named(attention.device).host_memory:
-        yield from _gpu_memory(resolved, GpuUse("attention", weights, cache, 0), expert_bytes)
-        return
-    total = psutil.virtual_memory().total
-    tp = deployment.ffn.tp
-    experts = [size + _PROCESS_GIB["ffn"] * GIB for size in expert_bytes]
-    each = cache + weights + _PROCESS_GIB["attention"] * GIB
-    need = max(  # on the fullest host
+    attention = GpuUse("attention", weights, deployment.attention.kv_cache_gib * GIB, 0)
+    on_host = [
+        device_named(device).host_memory
+        for device in (deployment.attention.device, deployment.ffn.device)
+    ]
+    if any(on_host):
+        yield _host_memory(deployment, attention, expert_bytes)
+    if not all(on_host):
+        yield from _gpu_memory(resolved, attention, expert_bytes)
+
+
+def _host_memory(deployment: Deployment, attention: GpuUse, expert_bytes: Sequence[int]) -> Finding:
+    """Compares what is not on GPUs, on the fullest host, with this host's memory."""
+    each, experts, tp = 0.0, [0.0] * len(expert_bytes), deployment.ffn.tp
+    if device_named(deployment.attention.device).host_memory:
+        each = attention.total + _PROCESS_GIB["attention"] * GIB
+    if device_named(deployment.ffn.device).host_memory:
+        experts = [size + _PROCESS_GIB["ffn"] * GIB for size in expert_bytes]
+    need = max(
         len((*place.attention, *place.spare)) * each
         + sum(sum(experts[j * tp : (j + 1) * tp]) for j in place.ffn)
         for place in deployment.places()
     )
+    total = psutil.virtual_memory().total
     text = f"{_size(need)} of this host's {_size(total)}"
-    if need > total:
-        yield Finding("bad", "memory", f"{text}: {_largest(cache, sum(expert_bytes))}")
-    else:
-        yield Finding("ok", "memory", text)
+    if need <= total:
+        return Finding("ok", "memory", text)
+    cache = attention.cache if each else 0.0
+    return Finding("bad", "memory", f"{text}: {_largest(cache, sum(experts))}")
 
 
 def _gpu_memory(

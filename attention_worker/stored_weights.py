@@ -79,14 +79,9 @@ class AttentionTensors:
 
         Quantised weights that are not decoded count as stored. Reads only headers.
         """
-        total, skipped = 0, self._parts_of_decoded()
-        for name, info in self._table.items():
-            linear = self._linears.get(name)
-            if linear is None and name in skipped:
-                continue
-            plain = name if linear is None else linear.name
-            if self._family.attention_name(self._architecture, plain) is None:
-                continue
+        total = 0
+        for name, _, linear in self._wanted():
+            info = self._table[name]
             if linear is not None:
                 total += linear.n * linear.k * itemsize
             elif info.dtype in FLOATS:
@@ -95,22 +90,35 @@ class AttentionTensors:
                 total += info.nbytes
         return total
 
+    @property
+    def stored_bytes(self) -> int:
+        """Size of all tensors that are read, in bytes. Reads only headers."""
+        return sum(
+            self._table[part].nbytes
+            for name, _, linear in self._wanted()
+            for part in ((name,) if linear is None else linear.parts.values())
+        )
+
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields names as vLLM's model class knows them."""
+        by_file = sorted(self._wanted(), key=lambda found: self._table[found[0]].file)
+        for name, wanted, linear in by_file:
+            self.current = f"tensor {name} of {self._table[name].file}"
+            yield wanted, self._read(name) if linear is None else self._decode(linear)
+        self.current = ""
+        self._open.clear()
+
+    def _wanted(self) -> Iterator[tuple[str, str, StoredLinear | None]]:
+        """Yields names in the checkpoint, names of vLLM's model class, and what is decoded."""
         skipped = self._parts_of_decoded()
-        by_file = sorted(self._table, key=lambda name: self._table[name].file)
-        for name in by_file:
+        for name in self._table:
             linear = self._linears.get(name)
             if linear is None and name in skipped:
                 continue
-            wanted = self._family.attention_name(
-                self._architecture, name if linear is None else linear.name
-            )
+            plain = name if linear is None else linear.name
+            wanted = self._family.attention_name(self._architecture, plain)
             if wanted is not None:
-                self.current = f"tensor {name} of {self._table[name].file}"
-                yield wanted, self._read(name) if linear is None else self._decode(linear)
-        self.current = ""
-        self._open.clear()
+                yield name, wanted, linear
 
     def _parts_of_decoded(self) -> set[str]:
         """Returns the names of all tensors that say something about decoded weights."""

@@ -20,6 +20,7 @@ from afd.control.moves import settled
 from afd.devices import device_named
 from afd.errors import PeerLost
 from afd.host.affinity import bind_process
+from afd.host.load_progress import loading
 from afd.metrics import at_scrape
 from afd.metrics.role import RoleMetrics, Weights
 from afd.metrics.server import serve_metrics
@@ -134,42 +135,36 @@ def run_ffn(role: RoleSpec) -> None:
 
 
 def _load(role: RoleSpec, resolved: Resolved, metrics: RoleMetrics, members: Members) -> FfnModel:
-    """Loads the experts that this rank holds now. Logs progress about every two seconds."""
-    began = logged = time.monotonic()
-
-    def progress(done: int, total: int, nbytes: int) -> None:
-        nonlocal logged
-        metrics.weights_read_bytes[Weights.EXPERT] = nbytes
-        if done == total or time.monotonic() - logged > 2.0:
-            logged = time.monotonic()
-            rate = nbytes / max(logged - began, 1e-9) / 1e9
-            logger.info(
-                "experts: %d of %d layers, %.3f GB read, %.2f GB/s", done, total, nbytes / 1e9, rate
-            )
-
+    """Loads the experts that this rank holds now, and shows the progress."""
     attention = resolved.deployment.attention
     places = settled(members, resolved.placement, resolved.model.moe_layers)
     tables = tuple(table for _, table in places.values())
-    model = load_ffn_model(
-        resolved.deployment.model,
-        resolved.family,
-        resolved.model,
-        instances=resolved.contract.ffn_instances,
-        index=role.index,
-        tp=resolved.contract.ffn_tp,
-        rank=role.rank,
-        placement=replace(resolved.placement, tables=tables),
-        banks={layer: bank for layer, (bank, _) in places.items()},
-        shared_by_rows=resolved.shared_by_rows,
-        backend=resolved.deployment.ffn.backend,
-        device=torch_device(resolved.deployment.ffn.device),
-        # Readers wait for the disk most of the time.
-        threads=min(8, 2 * len(os.sched_getaffinity(0))),
-        progress=progress,
-        weights=resolved.deployment.ffn.weights,
-        dummy=resolved.deployment.ffn.load == "dummy",
-        decode_rows=attention.max_num_seqs * attention.capacity,
-    )
+    with loading("experts", logger) as show:
+
+        def progress(done: int, count: int, nbytes: int) -> None:
+            metrics.weights_read_bytes[Weights.EXPERT] = nbytes
+            show(nbytes, nbytes * count / done)  # layers are alike
+
+        model = load_ffn_model(
+            resolved.deployment.model,
+            resolved.family,
+            resolved.model,
+            instances=resolved.contract.ffn_instances,
+            index=role.index,
+            tp=resolved.contract.ffn_tp,
+            rank=role.rank,
+            placement=replace(resolved.placement, tables=tables),
+            banks={layer: bank for layer, (bank, _) in places.items()},
+            shared_by_rows=resolved.shared_by_rows,
+            backend=resolved.deployment.ffn.backend,
+            device=torch_device(resolved.deployment.ffn.device),
+            # Readers wait for the disk most of the time.
+            threads=min(8, 2 * len(os.sched_getaffinity(0))),
+            progress=progress,
+            weights=resolved.deployment.ffn.weights,
+            dummy=resolved.deployment.ffn.load == "dummy",
+            decode_rows=attention.max_num_seqs * attention.capacity,
+        )
     metrics.weights_held_bytes[Weights.EXPERT] = model.weight_bytes
     if role.rank == 0:  # all ranks compute the same rows
         metrics.expert_rows = model.banks.expert_rows

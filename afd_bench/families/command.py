@@ -2,9 +2,9 @@
 
 Tiny random checkpoints, laid out as they are published. In float32 the greedy tokens must be equal:
 to those of colocated vLLM, or to Transformers' where vLLM cannot serve the family on CPUs. In
-bfloat16 the next-token distributions are compared; the yardstick is colocated vLLM in bfloat16
-against itself in float32, which is the effect of rounding alone. Quantised checkpoints are compared
-with colocated vLLM on an unquantised checkpoint that has the decoded values.
+bfloat16 the next-token distributions are compared with those of the same peer; the yardstick is the
+peer in bfloat16 against itself in float32, which is the effect of rounding alone. Quantised
+checkpoints are compared with the peer on an unquantised checkpoint that has the decoded values.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from afd.records import (
 from afd_bench.agreement import Position, compare
 from afd_bench.differences import KL_TARGET
 from afd_bench.families.cases import FAMILIES, FORMATS, SINKS, Model
-from afd_bench.families.engines import Case, Result, prompts
+from afd_bench.families.engines import TOP, Case, Result, prompts, texts
 from afd_bench.families.page import page
 from afd_bench.families.process import Engines, write_checkpoint
 from afd_demo.sizes import PRESETS
@@ -142,16 +142,35 @@ def _findings(model: Model, engines: Engines, root: Path) -> Iterator[Finding]:
         which = {line.partition(",")[0] for line in wrong}
         yield _match(case, 1 - len(which) / len(prompts()), "transformers")
     rounded, rounded_peer = result("remote", "bfloat16"), result("colocated", "bfloat16")
-    if rounded is None or rounded_peer is None:
+    if rounded is None:
         return
-    yardstick = KL_TARGET
-    if exact_peer is not None:
-        yardstick = compare(_scores(exact_peer), _scores(rounded_peer)).kl
-    found = compare(_scores(rounded_peer), _scores(rounded))
+    name, yardstick = f"{case} bfloat16", KL_TARGET
+    if rounded_peer is not None:
+        peer, theirs = PEER, _scores(rounded_peer)
+        if exact_peer is not None:
+            yardstick = compare(_scores(exact_peer), theirs).kl
+    elif model.transformers:
+        peer = "transformers"
+        exactly, theirs = _scores_of_transformers(root / "twin" / model.name)
+        yardstick = compare(exactly, theirs).kl
+    else:
+        return
+    found = compare(theirs, _scores(rounded))
     ratio = max(yardstick, _FLOOR) / max(found.kl, _FLOOR)
-    name = f"{case} bfloat16"
-    yield Finding(name, "kl", found.kl, "nats", PEER, yardstick, ratio)
-    yield Finding(name, "top1", found.top1, "fraction of positions", PEER, 1.0, found.top1)
+    yield Finding(name, "kl", found.kl, "nats", peer, yardstick, ratio)
+    yield Finding(name, "top1", found.top1, "fraction of positions", peer, 1.0, found.top1)
+
+
+def _scores_of_transformers(path: Path) -> tuple[list[list[Position]], list[list[Position]]]:
+    """Returns its distributions in float32 and in bfloat16."""
+    import torch
+
+    from afd_bench.families.hf import distributions
+
+    exact, rounded = (
+        distributions(path, texts(), dtype, TOP) for dtype in (torch.float32, torch.bfloat16)
+    )
+    return exact, rounded
 
 
 def _match(case: str, value: float, peer: str) -> Finding:

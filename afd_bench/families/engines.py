@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -262,10 +261,12 @@ class LocalInstance:
 
 
 def run_colocated(case: Case, role_file: Path) -> Result:
+    from attention_worker.vllm_hooks.arguments import process_environment
+
     argv, environment = arguments(case, role_file)
     ours = ("--worker-cls", "--load-format")
-    with _environment(environment):
-        _register_class(case.path)
+    with process_environment(environment):
+        _register_class(case.path, drafts=case.drafts > 0)
         argv = [a for a in argv if not a.startswith(ours)]
         return answers(argv, case.name, scored=case.scored)
 
@@ -289,18 +290,19 @@ def _run_remote(case: Case, role_file: Path) -> Result:
 
     from afd.config.roles import ROLE_FILE_ENV, load_role
     from attention_worker.vllm_hooks import runner
+    from attention_worker.vllm_hooks.arguments import process_environment
     from attention_worker.vllm_hooks.register import register_model
 
     runner.AttentionInstance = LocalInstance  # type: ignore[assignment,attr-defined]  # stands in for it
     op_registry_oot.pop("RoutedExperts", None)  # registered by the case before; vLLM refuses twice
-    with _environment({**environment, ROLE_FILE_ENV: str(role_file)}):
+    with process_environment({**environment, ROLE_FILE_ENV: str(role_file)}):
         register_model(load_role())
         result = answers(argv, case.name, scored=case.scored)
     result.depths = sorted(LocalInstance.joined.remote.depths)
     return result
 
 
-def _register_class(path: str) -> None:
+def _register_class(path: str, *, drafts: bool) -> None:
     """Gives vLLM classes instead of names: it would look at those in a process of its own."""
     from vllm import ModelRegistry
 
@@ -308,22 +310,11 @@ def _register_class(path: str) -> None:
 
     family, model = read_model(path)
     sources = {model.architecture: family.vllm_class[model.architecture]}
-    if family.mtp[0]:
+    if drafts:
         sources |= [family.mtp]
     for architecture, source in sources.items():
         module, _, name = source.partition(":")
         ModelRegistry.register_model(architecture, getattr(importlib.import_module(module), name))
-
-
-@contextlib.contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 class _Lines(logging.Handler):

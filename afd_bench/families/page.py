@@ -12,10 +12,11 @@ is called directly, not through the transport.
 
 - `match`: fraction of 3 prompts whose 12 greedy tokens are all equal, in float32: to those of
   colocated vLLM, or (T) to Transformers' where vLLM cannot serve the family on CPUs.
-- `kl`: mean KL divergence from colocated vLLM in bfloat16, nats per position, over 237 positions
-  and the 64 likeliest tokens of each.
-- `rounding`: the same between colocated vLLM in float32 and in bfloat16, which is the effect of
-  rounding alone. Where vLLM cannot serve float32, it is not measured, and 1.0e-03 stands there.
+- `kl`: mean KL divergence from colocated vLLM in bfloat16, or (T) from Transformers in bfloat16
+  where vLLM cannot serve the family on CPUs; nats per position, over 237 positions and the 64
+  likeliest tokens of each.
+- `rounding`: the same between that peer in float32 and in bfloat16, which is the effect of rounding
+  alone. Where vLLM serves bfloat16 only, it is not measured, and 1.0e-03 stands there.
 - `top1`: fraction of positions with the same likeliest token, in bfloat16.
 
 Quantised checkpoints are compared with vLLM on an unquantised checkpoint of the decoded values.
@@ -43,7 +44,7 @@ def _row(family: str, stored_as: str, found: dict[str, Record]) -> str:
     match, kl, top1 = (found.get(metric) for metric in ("match", "kl", "top1"))
     cells = [
         "" if match is None else f"{match.value:.2f}{_mark(match)}",
-        "" if kl is None else f"{kl.value:.1e}",
+        "" if kl is None else f"{kl.value:.1e}{_mark(kl)}",
         "" if kl is None else f"{kl.peer_value:.1e}",
         "" if top1 is None else f"{top1.value:.3f}",
     ]

@@ -10,7 +10,7 @@ import math
 import os
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import ml_dtypes
@@ -20,6 +20,7 @@ from afd.errors import ConfigError
 from afd.models import family_of
 from afd_bench.gpu.slices import Slice
 from afd_demo import weights
+from afd_demo.published.make import make_published
 
 _BLOCK = 1 << 22  # numbers of each kind
 _THREADS = 8
@@ -88,6 +89,8 @@ def make(name: str, model_slice: Slice, folder: Path, *, experts: bool = True) -
         ConfigError: the disk is too small.
     """
     path = folder / f"{name}-{model_slice.sizes.layers}{'' if experts else '-dummy'}"
+    if model_slice.layout:
+        return _published(path, model_slice)
     config, tensors = listing(model_slice)
     if not experts:
         is_expert = family_of(config).is_expert_weight
@@ -115,6 +118,16 @@ def make(name: str, model_slice: Slice, folder: Path, *, experts: bool = True) -
     (path / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     write_tokenizer(path, model_slice.sizes.vocab)
     done.write_text(description, encoding="utf-8")
+    return path
+
+
+def _published(path: Path, model_slice: Slice) -> Path:
+    """Writes a checkpoint as published; it is small, and its experts are always there."""
+    done = path / _DONE
+    description = json.dumps(asdict(model_slice), sort_keys=True)
+    if not done.exists() or done.read_text(encoding="utf-8") != description:
+        make_published(model_slice.layout, path, model_slice.sizes, stored_as=model_slice.stored_as)
+        done.write_text(description, encoding="utf-8")
     return path
 
 

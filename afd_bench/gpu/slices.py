@@ -20,13 +20,16 @@ class Slice:
     """A model slice.
 
     family: key of afd_demo.sizes. full_layers: layers of the published model. of: its name in
-    afd_planner/data/models, "" if it has none.
+    afd_planner/data/models, "" if it has none. layout, stored_as: see
+    afd_demo.published.make; layout "" for the family's own, in bfloat16.
     """
 
     family: str
     sizes: Sizes
     full_layers: int
     of: str = ""
+    layout: str = ""
+    stored_as: str = "plain"
 
     def with_layers(self, layers: int | None) -> "Slice":
         if layers is None:
@@ -61,6 +64,19 @@ _STEP3 = Sizes(
 )
 _COARSE = replace(_QWEN_30B, experts=32, top_k=2, intermediate=3072)
 _TINY = Sizes(max_positions=40_960)
+# Small, but with widths that vLLM's FP8 and MLA kernels take.
+_SMALL = replace(
+    _TINY,
+    hidden=1024,
+    layers=4,
+    experts=32,
+    top_k=4,
+    intermediate=512,
+    dense_intermediate=2048,
+    heads=16,
+    kv_heads=2,
+    head_dim=128,
+)
 
 SLICES: dict[str, Slice] = {
     "qwen3-30b": Slice("qwen3_moe", _QWEN_30B, 48, "qwen3-30b-a3b"),
@@ -126,6 +142,17 @@ SLICES: dict[str, Slice] = {
     "step-3": Slice("step3", _STEP3, 61, "step-3"),
     # for the long runs of `afd bench gpu jitter`
     "qwen3-30b-short": Slice("qwen3_moe", replace(_QWEN_30B, layers=4), 48, "qwen3-30b-a3b"),
+    "small-fp8": Slice("qwen3_moe", _SMALL, 4, layout="qwen3_moe", stored_as="fp8_block"),
+    "small-deepseek-fp8": Slice(
+        "deepseek_v3",
+        replace(_SMALL, heads=16, mla=(128, 64, 128, 512, 1536), groups=8, top_groups=4),
+        4,
+        layout="deepseek_v3",
+        stored_as="fp8_block",
+    ),
+    "small-gpt-oss": Slice(
+        "gpt_oss", replace(_SMALL, head_dim=64), 4, layout="gpt_oss", stored_as="mxfp4"
+    ),
     "tiny": Slice("qwen3_moe", _TINY, _TINY.layers),
     "tiny-deepseek": Slice("deepseek_v2", _TINY, _TINY.layers),
     "tiny-step3": Slice("step3", _TINY, _TINY.layers),

@@ -4,6 +4,7 @@ Kept apart from the GPU ones, because importing vLLM's CPU worker replaces torch
 stubs (vllm/v1/worker/cpu/shm.py).
 """
 
+import importlib
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from vllm.config import VllmConfig
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import SamplerOutput
@@ -44,8 +46,9 @@ class CpuAdapterRows(PunicaWrapperCPU):
 
 
 class AfdCpuModelRunner(DisaggregatedRunner, CPUModelRunner):
-    """CPU runner of an attention instance. Fixes attention sinks in float32 (vLLM before 0.31), and
-    requests with a seed and a chunked prompt.
+    """CPU runner of an attention instance. Fixes float32 gates in bfloat16 models, attention sinks
+    in float32 (vLLM before 0.31), speculation (vLLM 0.30), and requests with a seed and a chunked
+    prompt.
 
     A request with a seed draws random numbers in every step, also in the steps that prefill a chunk
     of its prompt. vLLM then rewinds the generator by its offset, but CPU generators have none: vLLM
@@ -55,6 +58,7 @@ class AfdCpuModelRunner(DisaggregatedRunner, CPUModelRunner):
 
     def load_model(self, load_dummy_weights: bool = False, **further: Any) -> None:
         super().load_model(load_dummy_weights, **further)
+        restore_linear_dtypes(self.get_model())
         if not layout().cpu_sinks_bfloat16:
             return
         # The CPU kernel reads attention sinks as bfloat16, whatever the model's dtype
@@ -63,6 +67,15 @@ class AfdCpuModelRunner(DisaggregatedRunner, CPUModelRunner):
             if isinstance(module, Attention) and isinstance(module.impl, CPUAttentionBackendImpl):
                 sinks = module.impl.sinks
                 module.impl.sinks = None if sinks is None else sinks.bfloat16()
+
+    def _postprocess_triton(self) -> None:
+        """Puts kernels for CPUs in place of Triton's. vLLM 0.30 forgets the greedy verification of
+        drafts, so that the first draft ends the engine. Later versions do not call this method."""
+        super()._postprocess_triton()
+        if layout().cpu_greedy_verification_missing:
+            kernels = importlib.import_module("vllm.utils.cpu_triton_utils")
+            sampler = importlib.import_module("vllm.v1.sample.rejection_sampler")
+            sampler._rejection_greedy_sample.kernel = kernels.rejection_greedy_sample_kernel
 
     def load_lora_model(
         self, model: nn.Module, vllm_config: VllmConfig, device: torch.device
@@ -106,6 +119,22 @@ class AfdCpuModelRunner(DisaggregatedRunner, CPUModelRunner):
     def _still_prefilling(self, request: int) -> bool:
         """Returns whether vLLM discards this step's token of the request with this batch index."""
         return bool(self.discard_request_mask.np[request])
+
+
+def restore_linear_dtypes(model: nn.Module) -> None:
+    """Gives emptied weights of linear layers the dtype of the packed copies that replaced them.
+
+    On CPUs vLLM packs a weight and leaves an empty one in the model's dtype
+    (vllm/model_executor/layers/utils.py: dispatch_cpu_unquantized_gemm). A float32 gate of a
+    bfloat16 model, as in MiniMax-M2, converts its input to the dtype of that empty weight. The
+    product then writes float32 results into a bfloat16 tensor, beyond its end.
+    """
+    for module in model.modules():
+        if not isinstance(module, LinearBase):
+            continue
+        weight = module._parameters.get("weight")
+        if weight is not None and weight.numel() == 0 and weight.dtype != module.params_dtype:
+            module.weight = nn.Parameter(weight.data.to(module.params_dtype), requires_grad=False)
 
 
 class AfdCpuWorker(CPUWorker):

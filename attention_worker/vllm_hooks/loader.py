@@ -13,6 +13,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 
 from afd.errors import ConfigError
+from afd.host.load_progress import loading
 from attention_worker.instance import AttentionModel
 from attention_worker.stored_weights import AttentionTensors
 from attention_worker.vllm_hooks.draft import SHARED_WEIGHTS, DraftModel
@@ -21,8 +22,6 @@ logger = logging.getLogger("afd.attention")
 
 LOAD_FORMAT = "afd"
 """Value of vLLM's ``--load-format`` on attention instances."""
-PROGRESS_S = 2.0
-"""Seconds between two log lines about the bytes that were read."""
 
 
 class AttentionWeightLoader(DefaultModelLoader):
@@ -58,14 +57,12 @@ class AttentionWeightLoader(DefaultModelLoader):
                 str(model_config.dtype).removeprefix("torch."),
             )
         self._tensors = tensors
-        began = logged = time.monotonic()
-        for named in tensors:
-            yield named
-            if time.monotonic() - logged > PROGRESS_S:
-                logged = time.monotonic()
-                _log_progress(tensors.bytes_read, logged - began)
+        total = tensors.stored_bytes
+        with loading("attention weights", logger) as show:
+            for named in tensors:
+                yield named
+                show(tensors.bytes_read, total)
         self.bytes_read = tensors.bytes_read
-        _log_progress(self.bytes_read, time.monotonic() - began)
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
         """Fills the model. Raises ConfigError with the tensor and the file that do not fit."""
@@ -80,7 +77,7 @@ class AttentionWeightLoader(DefaultModelLoader):
             at = self._tensors.current if self._tensors else ""
             if not at:
                 raise
-            said = str(error) or type(error).__name__
+            said = str(error).rstrip(".") or type(error).__name__
             raise ConfigError(
                 f"vLLM cannot load {at} ({said}); use the config.json that belongs to these weights"
             ) from error
@@ -92,8 +89,3 @@ class AttentionWeightLoader(DefaultModelLoader):
             for name, parameter in model.named_parameters()
             if not (isinstance(model, DraftModel) and name.endswith(SHARED_WEIGHTS))
         )
-
-
-def _log_progress(nbytes: int, seconds: float) -> None:
-    rate = nbytes / max(seconds, 1e-9) / 1e9
-    logger.info("attention weights: %.3f GB read, %.2f GB/s", nbytes / 1e9, rate)

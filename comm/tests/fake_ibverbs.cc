@@ -39,7 +39,8 @@ int post_send(ib::Qp* base, ib::SendWr* wr, ib::SendWr** bad) {
       *bad = wr;
       return ENOMEM;
     }
-    Request request{*wr, wr->num_sge != 0 ? *wr->sg_list : ib::Sge{}, {}};
+    Request request{*wr, wr->num_sge != 0 ? *wr->sg_list : ib::Sge{}, {}, {}};
+    request.line = take_line(qp->index, request.sge.length);
     if (wr->num_sge != 0 && wr->send_flags & ib::kInline) {
       const auto* data = reinterpret_cast<const uint8_t*>(wr->sg_list->addr);
       request.copied.assign(data, data + wr->sg_list->length);
@@ -50,6 +51,7 @@ int post_send(ib::Qp* base, ib::SendWr* wr, ib::SendWr** bad) {
       qp->sends.push_back(std::move(request));
     }
   }
+  qp->posted.fetch_add(1, std::memory_order_release);
   qp->changed.notify_one();
   return 0;
 }

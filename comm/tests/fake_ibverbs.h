@@ -76,6 +76,7 @@ struct Request {
   ib::SendWr wr;
   ib::Sge sge;
   std::vector<uint8_t> copied;  // inline
+  Clock::time_point line{};     // when the device's line will have carried it
 };
 
 struct FakeQp : ib::Qp {
@@ -97,6 +98,7 @@ struct FakeQp : ib::Qp {
   std::deque<Request> sends;
   std::deque<uint64_t> receives;
   std::condition_variable changed;
+  std::atomic<uint32_t> posted{0};  // requests, ever
   std::thread wire;
 
   FakeCq* send_queue() const { return static_cast<FakeCq*>(send_cq); }
@@ -119,7 +121,8 @@ struct FakeQp : ib::Qp {
     receives.clear();
   }
   void run();
-  int send_away(const Request& request, Clock::time_point line);
+  void linger(std::unique_lock<std::mutex>& lock, uint32_t seen);
+  int send_away(const Request& request);
   uint64_t mapped(const fake_remote::Frame& frame);
   bool is_device(const ib::Sge& sge);
 };
@@ -171,13 +174,18 @@ void give(FakeQp& to, uint32_t imm) {
   to.receives.pop_front();
 }
 
-// When the device's line (AFD_FAKE_NIC_GBPS) will have carried these bytes. Under `world`.
-Clock::time_point take_line(int index, uint64_t bytes) {
+// Rate of a device's line, Gb/s (AFD_FAKE_NIC_GBPS). 0: no limit.
+double line_gbps() {
   static const char* const text = std::getenv("AFD_FAKE_NIC_GBPS");
   static const double gbps = text != nullptr ? std::atof(text) : 0;
+  return gbps;
+}
+
+// When the device's line will have carried these bytes, which were posted now. Under `world`.
+Clock::time_point take_line(int index, uint64_t bytes) {
   static Clock::time_point free_at[kDevices];
-  if (gbps <= 0 || bytes == 0) return {};
-  const auto ns = static_cast<int64_t>(static_cast<double>(bytes) * 8 / gbps);
+  if (line_gbps() <= 0 || bytes == 0) return {};
+  const auto ns = static_cast<int64_t>(static_cast<double>(bytes) * 8 / line_gbps());
   return free_at[index] = std::max(Clock::now(), free_at[index]) + std::chrono::nanoseconds(ns);
 }
 
@@ -233,7 +241,7 @@ void serve_peer(int fd) {
 }
 
 // Sends one request to another process. Without `world`. Returns a status.
-int FakeQp::send_away(const Request& request, Clock::time_point line) {
+int FakeQp::send_away(const Request& request) {
   using namespace fake_remote;
   if (away < 0) away = connect_to(peer_pid);
   const bool last = request.wr.opcode == ib::kWriteWithImm;
@@ -253,7 +261,7 @@ int FakeQp::send_away(const Request& request, Clock::time_point line) {
       from = scratch.data();
     }
   }
-  wait_until(line);
+  wait_until(request.line);
   while (true) {
     int status = ib::kWcSuccess;
     if (!send_all(away, &frame, sizeof frame) || !send_all(away, from, frame.bytes) ||
@@ -294,9 +302,21 @@ bool FakeQp::is_device(const ib::Sge& sge) {
   return true;
 }
 
+// Looks for the next request for a while without sleeping, as a NIC does: waking a thread takes as
+// long as carrying a message. `seen`: value of `posted` when there was nothing to do.
+void FakeQp::linger(std::unique_lock<std::mutex>& lock, uint32_t seen) {
+  if (line_gbps() <= 0) return;
+  lock.unlock();
+  const auto end = Clock::now() + std::chrono::milliseconds(1);
+  while (posted.load(std::memory_order_acquire) == seen && Clock::now() < end) {
+  }
+  lock.lock();
+}
+
 void FakeQp::run() {
   std::unique_lock<std::mutex> lock(world);
   while (true) {
+    if (!stop && connected && sends.empty()) linger(lock, posted.load());
     changed.wait(lock, [this] { return stop || (connected && !sends.empty() && !mute[index]); });
     if (stop) return;
     if (delay_us > 0) {
@@ -328,11 +348,10 @@ void FakeQp::run() {
     const void* from =
         request.copied.empty() ? reinterpret_cast<void*>(request.sge.addr) : request.copied.data();
     // The bytes may be there early: nobody looks before the immediate.
-    const auto line = take_line(index, length);
     int status = ib::kWcSuccess;
     if (peer_pid != 0) {
       lock.unlock();
-      status = send_away(request, line);
+      status = send_away(request);
       lock.lock();
     } else {
       if (length != 0)
@@ -342,9 +361,9 @@ void FakeQp::run() {
                     sizeof damage);
         damage_at = -1;
       }
-      if (line > Clock::now()) {
+      if (request.line > Clock::now()) {
         lock.unlock();
-        wait_until(line);
+        wait_until(request.line);
         lock.lock();
       }
       to = find_qp(peer);

@@ -1,4 +1,4 @@
-"""An attention instance without vLLM on the first GPU, with a real FFN instance on the second.
+"""An attention instance without vLLM and a real FFN instance. They share the first GPU.
 
 Its layers have no attention: the input of an expert layer is the previous layer's answer plus the
 step's input, and routing is fixed. So a step can be compared with the same experts on one GPU.
@@ -55,6 +55,7 @@ class Pair:
             {
                 "model": str(checkpoint),
                 "served_model_name": "m",
+                "gpus": 1,
                 "attention": {"device": kind, "dtype": "bfloat16", "max_num_batched_tokens": 512},
                 "ffn": {"device": kind, **sections.pop("ffn", {})},
                 "deadlines": {"ffn_s": 60.0, **sections.pop("deadlines", {})},

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from drawn import DAMAGED, SEED, beside_vllm, described, models_of, sizes_of
+from drawn import DAMAGED, FLOAT32_GATE, SEED, beside_vllm, described, models_of, sizes_of
 
 from afd_bench.families.cases import Model
 from afd_bench.families.engines import Case, Result
@@ -33,6 +33,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory, models: list[Model]) -
 
 
 @pytest.fixture(scope="session")
+def float32_gate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(FLOAT32_GATE)
+    write_checkpoint(Model("minimax_m2"), folder, PRESETS["tiny"], seed=0)
+    return folder / "minimax_m2"
+
+
+@pytest.fixture(scope="session")
 def damaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from safetensors.torch import load_file, save_file  # torch may be missing
 
@@ -46,7 +53,9 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def engines(checkpoints: Path, models: list[Model], damaged: Path) -> Iterator[Engines]:
+def engines(
+    checkpoints: Path, models: list[Model], damaged: Path, float32_gate: Path
+) -> Iterator[Engines]:
     def case(model: Model, root: Path) -> Case:
         path = str(root / model.name)
         return Case(
@@ -58,7 +67,11 @@ def engines(checkpoints: Path, models: list[Model], damaged: Path) -> Iterator[E
         checkpoints,
         {
             # The damaged one is last: an engine that fails leaves its process groups behind.
-            "remote": [*(case(m, checkpoints) for m in models), Case(DAMAGED, str(damaged))],
+            "remote": [
+                *(case(model, checkpoints) for model in models),
+                Case(FLOAT32_GATE, str(float32_gate), "bfloat16", scored=True),
+                Case(DAMAGED, str(damaged)),
+            ],
             "colocated": [case(model, checkpoints / "twin") for model in alone],
         },
     )

@@ -15,6 +15,9 @@ SEED = int(os.environ.get("AFD_TEST_SEED") or time.time())
 DAMAGED = "damaged"
 """A case whose checkpoint has one attention weight of another shape than config.json says."""
 
+FLOAT32_GATE = "float32-gate"
+"""A case whose routers are float32 in a bfloat16 model."""
+
 
 def published_linear_heads() -> bool:
     """Whether vLLM's CPU kernel for linear attention takes heads of 128, as published, but not of

@@ -4,14 +4,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from drawn import DAMAGED, beside_vllm, described, models_of
+from drawn import DAMAGED, FLOAT32_GATE, beside_vllm, described, models_of
 
+from afd_bench.agreement import compare
 from afd_bench.families.cases import ALL, DRAFTS, FORMATS, Model
-from afd_bench.families.engines import Result, prompts
-from afd_bench.families.hf import disagreements
+from afd_bench.families.engines import TOP, Result, prompts, texts
+from afd_bench.families.hf import disagreements, distributions
 from afd_bench.families.process import Engines
 
 pytest.importorskip("vllm", reason="the package vllm is not installed; ./run test installs it")
+torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.serve
 
 Answer = Callable[[Model], Result]
@@ -56,6 +58,19 @@ def test_formats_and_bytes_are_logged(model: Model, remote: Answer) -> None:
     experts = [line for line in log if line.startswith("experts: ") and line.endswith(" GB")]
     assert len(experts) == model.instances, log
     assert [line for line in log if line.startswith("attention weights: ") and "GB/s" in line], log
+
+
+def test_float32_gates_of_a_bfloat16_model(engines: Engines, float32_gate: Path) -> None:
+    """vLLM alone ends with a signal: its float32 product writes into a bfloat16 tensor."""
+    found = engines.result("remote", FLOAT32_GATE)
+    assert not found.error, found.error
+    exact, rounded = (
+        distributions(float32_gate, texts(), dtype, TOP)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    scores = [[dict(position) for position in text] for text in found.scores]
+    # Both round on their own way from the same exact values.
+    assert compare(rounded, scores).kl < 2 * compare(exact, rounded).kl
 
 
 def test_a_weight_that_does_not_fit_names_its_file(engines: Engines, damaged: Path) -> None:

@@ -22,7 +22,7 @@ def test_all_backends_run_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert main([*given, *sizes, "--gbps", "100", "--library", str(library)]) == 0
     found = {(r.case, r.metric): r for r in read_records(out)}
     cases = [(f"{name} {depth} {gbps}", metric)
-             for name, gbps in (("verbs", 100), ("tcp", 0))
+             for name, gbps in (("verbs", 100), ("staged", 100), ("tcp", 0))
              for depth, metric in ((1, "round_trip_us"), (3, "step_us"))]  # fmt: skip
     assert set(found) == set(cases)
     assert all(r.peer == "ipc" and r.bench == "wire_gpu" and r.value > 0 for r in found.values())

