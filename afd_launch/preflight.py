@@ -189,9 +189,14 @@ def _attention_weights(deployment: Deployment) -> tuple[int, int, str]:
     from attention_worker.stored_weights import AttentionTensors
 
     decoding = device_named(deployment.attention.device).host_memory
+    model = resolve(deployment).model
+    dtype: torch.dtype = vars(torch)[model.dtype]
     tensors = AttentionTensors(deployment.model, decoding=decoding)
-    dtype: torch.dtype = vars(torch)[resolve(deployment).model.dtype]
-    return tensors.nbytes(dtype.itemsize), tensors.decoded, tensors.formats
+    nbytes = tensors.nbytes(dtype.itemsize)
+    if model.draft_layers:
+        drafts = AttentionTensors(deployment.model, decoding=decoding, drafts=True)
+        nbytes += drafts.nbytes(dtype.itemsize)
+    return nbytes, tensors.decoded, tensors.formats
 
 
 def _experts(deployment: Deployment) -> Iterator[Finding]:
