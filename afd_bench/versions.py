@@ -1,7 +1,8 @@
 """`afd bench versions`: runs tests on the vLLM of this environment and records how many passed.
 
 It needs a checkout with the test tools. Run it in each environment of `./run test-vllm VERSION`:
-`.venv-vllm-0.32.0/bin/afd bench versions tests/identity tests/integration/test_pair.py`.
+`.venv-vllm-0.32.0/bin/afd bench versions tests/identity tests/integration/test_pair.py`. A path
+that takes too long for one run is run in parts with `pytest --junitxml`; `--reports` counts them.
 """
 
 import argparse
@@ -41,6 +42,14 @@ def main(argv: Sequence[str]) -> int:
         default=ROOT / "docs/results/versions.json",
         help="file of the records; default: %(default)s",
     )
+    parser.add_argument(
+        "--reports",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="JUnit reports of pytest in this environment that together ran the one path, oldest"
+        " first: a test that several have counts as in the last one",
+    )
     args = parser.parse_args(argv)
     vllm = installed()
     if vllm is None:
@@ -48,9 +57,11 @@ def main(argv: Sequence[str]) -> int:
     missing = [path for path in args.paths if not (ROOT / path).exists()]
     if missing:
         raise ConfigError(f"{', '.join(missing)} does not exist in {ROOT}; run it in a checkout")
+    if args.reports and len(args.paths) != 1:
+        raise ConfigError("--reports needs one path; give the one that the reports are of")
     counts = []
     for path in args.paths:
-        counts.append(run(path))
+        counts.append(counted(path, _texts(args.reports)) if args.reports else run(path))
         record = record_of(counts[-1], vllm, command_line("versions", [path]))
         write_records(args.out, [record])
         print(f"{record.case}: {counts[-1].passed} of {counts[-1].ran} passed", flush=True)
@@ -69,15 +80,29 @@ def run(path: str) -> Count:
         status = subprocess.run(command, cwd=ROOT, check=False).returncode
         if status not in (0, 1) or not report.exists():
             raise ConfigError(f"pytest {path} ended with status {status}; see its output above")
-        return counted(path, report.read_text())
+        return counted(path, [report.read_text()])
 
 
-def counted(path: str, report: str) -> Count:
-    """Returns the numbers of pytest's JUnit report."""
-    (suite,) = ElementTree.fromstring(report).iter("testsuite")
-    tests, skipped, failed = (int(suite.attrib[k]) for k in ("tests", "skipped", "failures"))
-    failed += int(suite.attrib["errors"])
-    return Count(path, tests - skipped - failed, tests - skipped)
+def counted(path: str, reports: Sequence[str]) -> Count:
+    """Returns the numbers of pytest's JUnit reports. A test counts as in the last that has it."""
+    found: dict[tuple[str, str], set[str]] = {}
+    for report in reports:
+        cases: dict[tuple[str, str], set[str]] = {}
+        for case in ElementTree.fromstring(report).iter("testcase"):
+            # One that fails again in its teardown has two entries.
+            key = (case.attrib["classname"], case.attrib["name"])
+            cases.setdefault(key, set()).update(child.tag for child in case)
+        found |= cases
+    ran = [tags for tags in found.values() if "skipped" not in tags]
+    return Count(path, sum(not tags & {"failure", "error"} for tags in ran), len(ran))
+
+
+def _texts(files: Sequence[Path]) -> list[str]:
+    """Raises ConfigError."""
+    try:
+        return [file.read_text() for file in files]
+    except OSError as err:
+        raise ConfigError(f"cannot read the report {err.filename}: {err.strerror}") from None
 
 
 def record_of(count: Count, vllm: Installed, command: str) -> Record:

@@ -122,9 +122,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--device", default="cuda:0", help="cuda:0, or cpu to test the code")
-    parser.add_argument(
-        "--backends", nargs="+", default=BACKENDS, choices=BACKENDS
-    )
+    parser.add_argument("--backends", nargs="+", default=BACKENDS, choices=BACKENDS)
     parser.add_argument("--depths", nargs="+", type=int, default=[1, 3], help="of the steps")
     parser.add_argument("--gbps", type=int, default=400, help="rate of the emulated NIC, Gb/s")
     parser.add_argument("--work-us", type=float, default=150.0, help="per position and side")

@@ -35,7 +35,6 @@ class Settings:
     replays: int
     library: str
 
-
     @property
     def over(self) -> str:
         """The backend's name in afd_comm."""

@@ -26,7 +26,7 @@ from afd.host.ports import held_ports
 from afd_launch.private_folder import private_folder
 from afd_launch.process import die_with
 from afd_launch.readiness import DIRECT, local_address
-from attention_worker.running_requests import PATH
+from attention_worker.running_requests import ENGINE_DIED, PATH
 
 SETTLE_S = 1.0
 """Seconds after which every gateway has read that no new requests are wanted."""
@@ -90,7 +90,6 @@ class AttentionServer:
         self._told = threading.Event()
         self._hurry = threading.Event()
         self._drained = False
-        self._ended = False  # vLLM ran until this process ended it
 
     def run(self, on_start: Callable[[int], None] = lambda group: None) -> int:
         """Call it on the main thread (signals). on_start: gets the process group of vLLM."""
@@ -108,11 +107,8 @@ class AttentionServer:
             if self._told.wait(POLL_S):
                 self._end(child)
         status = child.returncode
-        expected = status in (0, -signal.SIGTERM, -signal.SIGKILL)
-        if self._ended and not expected:
-            # While vLLM ends its engine and itself, it can take the engine's end for a crash.
-            logger.warning("vLLM exited with status %d when it was told to end", status)
-        if self._ended or (self._told.is_set() and expected):
+        # vLLM ends its engine first, and its API server may take that for a death.
+        if self._told.is_set() and status in (0, ENGINE_DIED, -signal.SIGTERM, -signal.SIGKILL):
             return 0
         if status < 0:  # end in the same way, for the supervisor's message
             with contextlib.suppress(OSError):  # SIGKILL has no handler
@@ -131,7 +127,6 @@ class AttentionServer:
         if not self._drained:
             self._drained = True
             self._drain(child)
-        self._ended = self._ended or child.poll() is None
         child.terminate()
         try:
             child.wait(END_S)

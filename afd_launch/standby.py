@@ -86,7 +86,9 @@ def main() -> int:
     import ffn_worker.main  # noqa: F401  takes seconds
     from afd.config.roles import load_role
     from afd_launch.role import end_at_once, run_role
+    from ffn_worker.moe.late_imports import import_all
 
+    import_all()
     os.write(1, READY)
     file = sys.stdin.readline().strip()
     if not file:

@@ -12,6 +12,8 @@ from typing import Any
 MIDDLEWARE = "attention_worker.running_requests.RunningRequests"
 PATH = "/afd/running"
 """Answers with the number of running requests, in decimal digits."""
+ENGINE_DIED = 3
+"""Exit status of an API server that ended because its engine had died."""
 
 Message = MutableMapping[str, Any]  # as ASGI defines it
 Receive = Callable[[], Awaitable[Message]]

@@ -14,11 +14,13 @@ _INSTANCES = f"{_UNSUPPORTED}; use attention.instances"
 _LORA = f"{_UNSUPPORTED} (LoRA adapters outside attention); remove it"
 _DRAFT = f"{_SET}; use attention.speculation"
 _QUANTISED = f"{_UNSUPPORTED} (quantised attention weights); for experts use ffn.weights"
+_GRAPHS = f"{_SET} to what both sides capture; use pipeline.graphs and attention.max_num_seqs"
 _PLAIN_HTTP = "but the gateway speaks plain HTTP with attention instances; put TLS in front of it"
 
 REFUSED = MappingProxyType(
     {
         "--config": "a file whose arguments cannot be checked; list them in attention.vllm_args",
+        "--cudagraph-capture-sizes": _GRAPHS,
         "--data-parallel-*": _INSTANCES,
         "--default-mm-loras": _LORA,
         "--dtype": f"{_SET}; use attention.dtype",
@@ -29,6 +31,7 @@ REFUSED = MappingProxyType(
         "--load-format": f"{_SET}; remove it, or use ffn.load for dummy experts",
         "--enable-tower-connector-lora": _LORA,
         "--lora-target-modules": f"{_SET} to the attention projections; remove it",
+        "--max-cudagraph-capture-size": _GRAPHS,
         "--max-model-len": f"{_SET}; use attention.max_model_len",
         "--max-num-batched-tokens": f"{_SET}; use attention.max_num_batched_tokens",
         "--max-num-seqs": f"{_SET}; use attention.max_num_seqs",

@@ -126,9 +126,7 @@ def _published(path: Path, model_slice: Slice) -> Path:
     done = path / _DONE
     description = json.dumps(asdict(model_slice), sort_keys=True)
     if not done.exists() or done.read_text(encoding="utf-8") != description:
-        make_published(
-            model_slice.layout, path, model_slice.sizes, stored_as=model_slice.stored_as
-        )
+        make_published(model_slice.layout, path, model_slice.sizes, stored_as=model_slice.stored_as)
         done.write_text(description, encoding="utf-8")
     return path
 

@@ -37,7 +37,6 @@ from afd_bench.gpu.targets import (
     Sizes,
     deployment,
     fitted,
-    graph_args,
     vllm_args,
 )
 from afd_bench.servers import Server, await_health, server_process
@@ -176,7 +175,6 @@ def roles(
     target = fitted(Afd(1, 1), gpus)  # may share a GPU: calls are counted, not timed
     flags = [
         *vllm_args(args.device, True),
-        *([] if args.device == "cpu" else graph_args(target, sizes)),
         f"--profiler-config={json.dumps(profiler)}",
         *args.vllm_args,
     ]

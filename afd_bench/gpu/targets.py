@@ -225,10 +225,11 @@ def share(target: Target, requests: int) -> int:
     return -(-(each + max(4, each // 8)) // 8) * 8
 
 
-def graph_args(target: Target, sizes: Sizes) -> list[str]:
+def graph_args(target: Colocated, sizes: Sizes) -> list[str]:
     """Returns vLLM's arguments for the graph sizes of ``sizes.batches``.
 
-    vLLM's defaults end at 512; a run needs only a few sizes, some of them larger.
+    vLLM's defaults end at 512; a run needs only a few sizes, some of them larger. Our
+    deployments choose their sizes themselves (afd/graph_sizes.py).
     """
     even = {-(-batch // target.replicas) for batch in sizes.batches}
     found = sorted(even | {share(target, batch) for batch in sizes.batches})
@@ -313,11 +314,11 @@ def serve(
     timestamped = "-timestamped" if isinstance(target, Afd) and target.stage_every else ""
     log = logs.absolute() / f"{target.label.replace(' ', '-')}{timestamped}.log"
     with contextlib.ExitStack() as stack:
-        flags = [*args, *([] if device == "cpu" else graph_args(target, sizes))]
         if isinstance(target, Afd):
-            config = deployment(target, model, sizes, device, flags)
+            config = deployment(target, model, sizes, device, args)
             yield stack.enter_context(disaggregated(config, deadline_s=START_S, log=log))
             return
+        flags = [*args, *([] if device == "cpu" else graph_args(target, sizes))]
         parallel = []
         if device == "cpu" and target.gpus > 1:
             raise ConfigError(f"{target.name} needs {target.gpus} GPUs; use TP1 on CPU")

@@ -4,6 +4,7 @@ Kept apart from the GPU ones, because importing vLLM's CPU worker replaces torch
 stubs (vllm/v1/worker/cpu/shm.py).
 """
 
+import importlib
 from typing import Any
 
 import torch
@@ -46,7 +47,8 @@ class CpuAdapterRows(PunicaWrapperCPU):
 
 class AfdCpuModelRunner(DisaggregatedRunner, CPUModelRunner):
     """CPU runner of an attention instance. Fixes float32 gates in bfloat16 models, attention sinks
-    in float32 (vLLM before 0.31), and requests with a seed and a chunked prompt.
+    in float32 (vLLM before 0.31), speculation (vLLM 0.30), and requests with a seed and a chunked
+    prompt.
 
     A request with a seed draws random numbers in every step, also in the steps that prefill a chunk
     of its prompt. vLLM then rewinds the generator by its offset, but CPU generators have none: vLLM
@@ -65,6 +67,15 @@ class AfdCpuModelRunner(DisaggregatedRunner, CPUModelRunner):
             if isinstance(module, Attention) and isinstance(module.impl, CPUAttentionBackendImpl):
                 sinks = module.impl.sinks
                 module.impl.sinks = None if sinks is None else sinks.bfloat16()
+
+    def _postprocess_triton(self) -> None:
+        """Puts kernels for CPUs in place of Triton's. vLLM 0.30 forgets the greedy verification of
+        drafts, so that the first draft ends the engine. Later versions do not call this method."""
+        super()._postprocess_triton()
+        if layout().cpu_greedy_verification_missing:
+            kernels = importlib.import_module("vllm.utils.cpu_triton_utils")
+            sampler = importlib.import_module("vllm.v1.sample.rejection_sampler")
+            sampler._rejection_greedy_sample.kernel = kernels.rejection_greedy_sample_kernel
 
     def load_lora_model(
         self, model: nn.Module, vllm_config: VllmConfig, device: torch.device

@@ -1,4 +1,7 @@
-"""Registers our classes in vLLM's own registries. Only resume.py replaces classes of vLLM."""
+"""Registers our classes in vLLM's own registries.
+
+Only resume.py and engine_process.py replace parts of vLLM.
+"""
 
 import importlib
 
@@ -10,6 +13,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from afd.config.roles import RoleSpec
 from afd.errors import ConfigError
 from afd.models import read_config, read_model
+from attention_worker.vllm_hooks import engine_process
 from attention_worker.vllm_hooks.loader import LOAD_FORMAT, AttentionWeightLoader
 from attention_worker.vllm_hooks.model import disaggregated, text_only
 from attention_worker.vllm_hooks.resume import install
@@ -29,6 +33,8 @@ def register_model(role: RoleSpec) -> None:
     if model.architecture in family.text_prefix:
         base = text_only(base)
     install(_vocabulary(role))
+    if current_platform.is_cpu():
+        engine_process.install()
     register_remote_experts()
     register_model_loader(LOAD_FORMAT)(AttentionWeightLoader)
     if role.deployment.attention.kernel == "mqa":

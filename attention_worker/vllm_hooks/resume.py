@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.exceptions import VLLMValidationError
 from vllm.logprobs import Logprob
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -36,6 +37,9 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
+
+from attention_worker.running_requests import ENGINE_DIED
+from attention_worker.vllm_hooks.versions import layout
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import BlockHash
@@ -77,10 +81,11 @@ class Resumed:
 def read_resumed(told: object, choice: int, *, vocab_size: int, max_tokens: int) -> Resumed | None:
     """Returns what the gateway says of a choice; None: it has no token yet.
 
-    Raises ValueError if it cannot be: such a request would end the engine.
+    Raises VLLMValidationError, which vLLM answers with status 400, if it cannot be: such a request
+    would end the engine.
     """
     if not isinstance(told, str):
-        raise ValueError(f"vllm_xargs.{RESUME} is for the gateway only; remove it")
+        raise VLLMValidationError(f"vllm_xargs.{RESUME} is for the gateway only; remove it")
     try:
         fields = json.loads(told)
         tokens, finished = fields["choices"].get(str(choice), ([], False))
@@ -89,7 +94,7 @@ def read_resumed(told: object, choice: int, *, vocab_size: int, max_tokens: int)
     except (ValueError, KeyError, TypeError, AttributeError):
         valid = False
     if not valid or len(tokens) > max_tokens - (not finished):
-        raise ValueError(f"vllm_xargs.{RESUME} is for the gateway only; remove it")
+        raise VLLMValidationError(f"vllm_xargs.{RESUME} is for the gateway only; remove it")
     return Resumed(tokens, bool(finished), stepwise) if tokens else None
 
 
@@ -152,7 +157,7 @@ class ResumingOutputProcessor(OutputProcessor):
             max_tokens=params.max_tokens,
         )
         if queue is None or params.output_kind is not RequestOutputKind.DELTA:
-            raise ValueError(f"vllm_xargs.{RESUME} needs a streamed answer")
+            raise VLLMValidationError(f"vllm_xargs.{RESUME} needs a streamed answer")
         tokens = [] if resumed is None else resumed.tokens
         own = request.sampling_params = copy.copy(params)  # params are shared by all choices
         if resumed is not None and resumed.finished:
@@ -173,7 +178,7 @@ class ResumingOutputProcessor(OutputProcessor):
         super().propagate_error(e)
         if isinstance(e, EngineDeadError):
             logger.error("the engine has died; ending its API server")
-            threading.Timer(LAST_WORDS_S, os._exit, (1,)).start()
+            threading.Timer(LAST_WORDS_S, os._exit, (ENGINE_DIED,)).start()
 
     def _repeat(self, request_id: str, tokens: list[int], queue: Backlog, stepwise: bool) -> None:
         state = self.request_states[request_id]
@@ -260,7 +265,14 @@ def restore(runner: "GPUModelRunner", request_id: str, tokens: list[int]) -> Non
     batch.is_token_ids[row, start : start + len(tokens)] = True
     batch.num_tokens_no_spec[row] = state.num_tokens
     if state.generator is not None:
-        # The sampler draws one row of numbers per token (topk_topp_sampler.py: random_sample).
-        drawn: Any = torch.empty(batch.vocab_size, device=state.generator.device)
-        for _ in tokens:
-            drawn.exponential_(generator=state.generator)
+        _draw(state.generator, len(tokens), batch.vocab_size)
+
+
+def _draw(generator: torch.Generator, tokens: int, vocab_size: int) -> None:
+    """Draws what the sampler has drawn for these tokens (topk_topp_sampler.py)."""
+    if generator.device.type == "cpu" and layout().cpu_seed_draws_integer:
+        torch.randint(0, 2**31, (tokens,), generator=generator, dtype=torch.long)
+        return
+    drawn: Any = torch.empty(vocab_size, device=generator.device)
+    for _ in range(tokens):
+        drawn.exponential_(generator=generator)

@@ -18,7 +18,7 @@ from ffn_worker.moe.scheme import Scheme
 
 
 def _fused_experts() -> Callable[..., torch.Tensor]:
-    # Imported late, because importing vLLM takes seconds.
+    # Imported late, because importing vLLM takes seconds (late_imports.py).
     from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
 
     call: Callable[..., torch.Tensor] = fused_experts

@@ -55,6 +55,7 @@ class Pair:
             {
                 "model": str(checkpoint),
                 "served_model_name": "m",
+                "gpus": 1,
                 "attention": {"device": kind, "dtype": "bfloat16", "max_num_batched_tokens": 512},
                 "ffn": {"device": kind, **sections.pop("ffn", {})},
                 "deadlines": {"ffn_s": 60.0, **sections.pop("deadlines", {})},

@@ -1,9 +1,11 @@
 """The deployments under test, and the host that runs them one at a time, shared by tests."""
 
 import contextlib
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from adapters import ATTENTION, make_adapter
 from helpers import HEALTH_S, Running, environment, wait_until
@@ -102,17 +104,32 @@ def _ranks(model: Path) -> dict[str, object]:
     }
 
 
-def _rocm(model: Path) -> dict[str, object]:
-    """2A2F on device rocm, for the stand-in node (tests/rocm_node). vLLM's CPU worker captures no
-    graphs; tests/rocm_node/test_rocm_node.py replays some without vLLM."""
-    attention = {**SETTINGS, "instances": 2, "max_num_batched_tokens": 128, "vllm_args": [BLOCK]}
+def _rocm(
+    model: Path, instances: int = 2, ffn: dict[str, object] | None = None, **sections: object
+) -> dict[str, Any]:
+    """Device rocm, for the stand-in node (tests/rocm_node): decode steps are replayed on both
+    sides. instances: on each side."""
+    attention = {**SETTINGS, "max_num_batched_tokens": 128, "vllm_args": [BLOCK]}
     return {
         "model": str(model),
-        "attention": {**attention, "device": "rocm"},
-        "ffn": {"instances": 2, "device": "rocm"},
-        "pipeline": {"depth": 3, "min_rows": 1, "graphs": False},
+        "attention": {**attention, "instances": instances, "device": "rocm"},
+        "ffn": {"instances": instances, "device": "rocm", "backend": "reference", **(ffn or {})},
+        "pipeline": {"depth": 3, "min_rows": 1},
         "deadlines": {"ffn_s": 150},
+        **sections,
     }
+
+
+def _rocm_ngram(model: Path) -> dict[str, object]:
+    found = _rocm(model)
+    speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    return {**found, "attention": {**found["attention"], "speculation": speculation}}
+
+
+def _rocm_verbs(model: Path) -> dict[str, object]:
+    """FAKE_IBVERBS names the libibverbs without hardware."""
+    verbs = {"ports": ["fake0", "fake1"], "library": os.environ["FAKE_IBVERBS"]}
+    return _rocm(model, transport={"backend": "verbs", "verbs": verbs})
 
 
 DEPLOYMENTS: dict[str, tuple[str, Callable[[Path], dict[str, object]]]] = {
@@ -122,6 +139,13 @@ DEPLOYMENTS: dict[str, tuple[str, Callable[[Path], dict[str, object]]]] = {
     "pair": ("qwen3_moe", _pair),
     "ranks": ("qwen3_moe", _ranks),
     "rocm": ("qwen3_moe", _rocm),
+    "rocm_1A1F": ("qwen3_moe", partial(_rocm, instances=1)),
+    "rocm_ngram": ("qwen3_moe", _rocm_ngram),
+    "rocm_routed": (
+        "qwen3_moe",
+        partial(_rocm, ffn={"redundant_experts": 1}, wire={"dispatch": "routed"}),
+    ),
+    "rocm_verbs": ("qwen3_moe", _rocm_verbs),
     "step3": ("step3", _step3),
 }
 

@@ -62,6 +62,10 @@ def test_vllm_metrics_keep_their_names(deployment: Running) -> None:
         assert wanted <= {tuple(sorted(labels.items())) for labels in found}
 
 
+def test_the_engine_imports_nothing_again(deployment: Running) -> None:
+    assert "the engine starts as a fork of its API server" in deployment.server.log.read_text()
+
+
 def test_counters_grow_by_the_work_done(deployment: Running) -> None:
     """60 prompt tokens and 9 generated ones are 68 rows through every MoE layer."""
     before = deployment.metrics()

@@ -31,6 +31,7 @@ WEATHER = {
     "function": {
         "name": "get_weather",
         "description": "The weather of a city.",
+        "strict": True,  # since 0.31, vLLM keeps to a schema only where a tool asks for it
         "parameters": {
             "type": "object",
             "properties": {

@@ -64,24 +64,29 @@ struct Graph {
 // One run of a graph. A node runs once all nodes before it are done.
 struct Run {
   std::shared_ptr<Graph> graph;
-  std::vector<char> done;
-  std::map<const Node*, std::size_t> index;
+  std::map<const Node*, std::size_t> missing;  // how many of the nodes before it are not done
+  std::map<const Node*, std::vector<const Node*>> behind;
+  std::vector<const Node*> ready;  // tried each turn: waits may stay, all others leave at once
 
   explicit Run(std::shared_ptr<Graph> whole) : graph(std::move(whole)) {
-    done.resize(graph->nodes.size());
-    for (std::size_t i = 0; i < done.size(); ++i) index[graph->nodes[i].get()] = i;
+    for (const auto& node : graph->nodes) {
+      if (node->before.empty()) ready.push_back(node.get());
+      missing[node.get()] = node->before.size();
+      for (const Node* one : node->before) behind[one].push_back(node.get());
+    }
   }
   bool turn() {
-    bool all = true;
-    for (std::size_t i = 0; i < done.size(); ++i) {
-      if (done[i] != 0) continue;
-      const Node& node = *graph->nodes[i];
-      bool ready = true;
-      for (const Node* one : node.before) ready = ready && done[index.at(one)] != 0;
-      if (ready && node.work()) done[i] = 1;
-      all = all && done[i] != 0;
+    for (std::size_t i = 0; i < ready.size();) {
+      const Node* node = ready[i];
+      if (!node->work()) {
+        ++i;
+        continue;
+      }
+      ready.erase(ready.begin() + static_cast<std::ptrdiff_t>(i));
+      for (const Node* next : behind[node])
+        if (--missing[next] == 0) ready.push_back(next);
     }
-    return all;
+    return ready.empty();
   }
 };
 

@@ -1,6 +1,7 @@
 """Makes device rocm the stand-in node in every Python process that has this folder in PYTHONPATH.
 
-Only data is replaced: the entries of the tables of devices and of MoE backends. Tensors are host
+Only data is replaced: the entries of the tables of devices and of MoE backends, and the name of
+vLLM's worker. Tensors are host
 memory, because torch for ROCm cannot be installed beside torch for CPUs; slots, streams, graphs and
 links are those of the stand-in libamdhip64 (hip.cc), through the product's own HIP code in comm/.
 """
@@ -8,6 +9,7 @@ links are those of the stand-in libamdhip64 (hip.cc), through the product's own 
 import dataclasses
 
 from afd import devices
+from attention_worker.vllm_hooks import command
 from ffn_worker.moe import registry
 
 _ROCM = dataclasses.replace(
@@ -18,3 +20,4 @@ devices._OF_TORCH["cpu"] = _ROCM
 registry.BACKENDS["reference"] = dataclasses.replace(
     registry.BACKENDS["reference"], target="stand_in_rocm:CapturedReference"
 )
+command._HOST_WORKER = "stand_in_vllm.NodeWorker"

@@ -9,7 +9,7 @@ import ctypes
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -136,6 +136,10 @@ class StandInStreams:
         raise AssertionError("ROCm takes no stamps in graphs: Device.stamps_in_graphs")
 
 
+_EMPTY = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty}
+"""Operations whose results have no content yet."""
+
+
 class Recorder(TorchDispatchMode):
     """Adds every operation of torch to the graph that is captured, as a host function."""
 
@@ -164,19 +168,23 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
-        out = func(*args, **kwargs)
+        bind = rebound.get(func)
+        run = bind(*args, **kwargs) if bind else partial(func, *args, **kwargs)
+        out = run()
         given = {t.untyped_storage().data_ptr() for t in _tensors((args, kwargs))}
         results = _tensors(out)
         fresh = [t.untyped_storage().data_ptr() not in given for t in results]
-        if results and not any(fresh) and not func._schema.is_mutable:
-            return out  # a view: nothing to compute
+        is_view = results and not any(fresh) and not func._schema.is_mutable
+        if is_view or func.overloadpacket in _EMPTY:
+            return out  # nothing to compute
 
         def again(_data: int) -> None:
             with torch.inference_mode():
-                now = _tensors(func(*args, **kwargs))
-                for old, new, is_fresh in zip(results, now, fresh, strict=True):
-                    if is_fresh:
-                        old.copy_(new)
+                now = run()
+                if any(fresh):
+                    for old, new, is_fresh in zip(results, _tensors(now), fresh, strict=True):
+                        if is_fresh:
+                            old.copy_(new)
 
         function = _HostFunction(again)
         self.kept += [function, args, kwargs, out]
@@ -185,6 +193,10 @@ class Recorder(TorchDispatchMode):
 
 
 _recorders: list[Recorder] = []  # the running one, if any
+
+rebound: dict[object, Callable[..., Callable[[], Any]]] = {}
+"""Operations that read more than their arguments -> function of the arguments that returns what a
+replay runs."""
 
 
 def capturable(function: Callable[..., None]) -> Callable[..., None]:
@@ -213,6 +225,27 @@ class Replay:
 
     def __call__(self) -> None:
         hip().hipGraphLaunch(self._executable, current())
+
+
+class TorchGraph:
+    """In place of torch.cuda.CUDAGraph."""
+
+    replay: Replay
+
+
+@contextmanager
+def captured(graph: TorchGraph, **_further: object) -> Iterator[None]:
+    """In place of torch.cuda.graph; captures the current stream."""
+    stream, made = current(), ctypes.c_void_p()
+    hip().hipStreamBeginCapture(stream, THREAD_LOCAL)
+    with Recorder() as recorder:
+        _recorders.append(recorder)
+        try:
+            yield
+        finally:
+            _recorders.pop()
+    hip().hipStreamEndCapture(stream, ctypes.byref(made))
+    graph.replay = Replay(made, recorder.kept)
 
 
 class StandInRuntime:
@@ -248,16 +281,10 @@ class StandInRuntime:
     def capture(
         self, device: torch.device, record: Callable[[], _Recorded], memory: object = None
     ) -> tuple[_Recorded, Callable[[], None]]:
-        stream, graph = current(), ctypes.c_void_p()
-        hip().hipStreamBeginCapture(stream, THREAD_LOCAL)
-        with Recorder() as recorder:
-            _recorders.append(recorder)
-            try:
-                recorded = record()
-            finally:
-                _recorders.pop()
-        hip().hipStreamEndCapture(stream, ctypes.byref(graph))
-        return recorded, Replay(graph, recorder.kept)
+        graph = TorchGraph()
+        with captured(graph):
+            recorded = record()
+        return recorded, graph.replay
 
     def step_timer(self) -> StepTimer:
         return HostTimer()

@@ -9,6 +9,7 @@ import pytest
 from afd.config.deployment import Deployment
 from afd.errors import ConfigError
 from attention_worker.kernels.mqa import is_decode, is_plain, refusal
+from attention_worker.vllm_hooks.versions import installed
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,20 @@ def test_unsupported_models_are_refused_at_loading():
     check_supported(config)
 
 
+def cache_shape(backend, pages, page, dim):
+    """Returns vLLM's shape of an FP8 cache with one head."""
+    import torch
+
+    vllm = installed()
+    assert vllm is not None
+    if vllm.number < (0, 29):
+        return backend.get_kv_cache_shape(pages, page, 1, dim, "fp8")
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, compute_layer_kv_cache_shape_bytes
+
+    spec = FullAttentionSpec(page, num_kv_heads=1, head_size=dim, dtype=torch.uint8)
+    return compute_layer_kv_cache_shape_bytes(spec, pages)
+
+
 def test_the_backend_finds_keys_and_values_in_vllms_cache(monkeypatch):
     """FP8 on the CPU with the reference kernel, vLLM's cache layout, and padding rows."""
     pytest.importorskip("vllm.v1.attention.backends.flash_attn")
@@ -128,7 +143,7 @@ def test_the_backend_finds_keys_and_values_in_vllms_cache(monkeypatch):
     torch.manual_seed(0)
     backend, fp8 = mqa_backend.MqaBackend, torch.float8_e4m3fn
     pages, page, heads, dim = 6, backend.get_preferred_block_size(16), 4, 64
-    shape = backend.get_kv_cache_shape(pages, page, 1, dim, "fp8")
+    shape = cache_shape(backend, pages, page, dim)
     keys, values = (torch.randn(pages, page, 1, dim).to(fp8) for _ in range(2))
     stored = torch.cat([keys, values], -1)  # the memory layout: [pages, page, 1, 2 * dim]
     cache = stored.transpose(1, 2).view(torch.uint8)

@@ -15,12 +15,16 @@ import torch
 pytest.importorskip("vllm")
 
 from transformers import AutoTokenizer
+from vllm.exceptions import VLLMValidationError
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
+from attention_worker.running_requests import ENGINE_DIED
 from attention_worker.vllm_hooks import resume
 from attention_worker.vllm_hooks.resume import (
     RESUME,
@@ -177,7 +181,7 @@ def test_waiting_for_an_output_sees_the_repeated_ones(tokenizer: object) -> None
      told({"0": [[1] * 13, True]}), told({"0": [[1]]}), told({"0": 3})],
 )  # fmt: skip
 def test_what_no_gateway_sends_is_refused(bad: object) -> None:
-    with pytest.raises(ValueError, match="for the gateway only"):
+    with pytest.raises(VLLMValidationError, match="for the gateway only"):
         read_resumed(bad, 0, vocab_size=2000, max_tokens=12)
 
 
@@ -195,7 +199,7 @@ def test_a_dead_engine_ends_its_api_server(monkeypatch: pytest.MonkeyPatch) -> N
     processor.propagate_error(ValueError("a request's"))
     assert not begun
     processor.propagate_error(EngineDeadError())
-    assert begun == [(resume.LAST_WORDS_S, os._exit, (1,)), ("started",)]
+    assert begun == [(resume.LAST_WORDS_S, os._exit, (ENGINE_DIED,)), ("started",)]
 
 
 def test_other_requests_are_left_alone(tokenizer: object) -> None:
@@ -205,7 +209,7 @@ def test_other_requests_are_left_alone(tokenizer: object) -> None:
     queue = RequestOutputCollector(RequestOutputKind.DELTA, request.request_id)
     processor.add_request(request, "", queue=queue)
     assert request.sampling_params is params and type(queue) is RequestOutputCollector
-    with pytest.raises(ValueError, match="streamed"):
+    with pytest.raises(VLLMValidationError, match="streamed"):
         whole = request_of("b", told({}), output_kind=RequestOutputKind.FINAL_ONLY)
         processor.add_request(whole, "", queue=queue)
 
@@ -249,11 +253,12 @@ def test_a_grammar_sees_what_it_would_have_seen(
     manager._get_reasoner = lambda _: reasoner  # type: ignore[method-assign]
     accepted: list[int] = []
     grammar = SimpleNamespace(accept_tokens=lambda _, new: accepted.extend(new) or True)
-    manager.backend = SimpleNamespace(compile_grammar=lambda *_: grammar)
+    manager.backend = SimpleNamespace(compile_grammar=lambda *_, **__: grammar)
     wanted = SimpleNamespace(reasoning_ended=ended, structured_output_key=("json", "{}"))
     request = SimpleNamespace(
         request_id="a",
         structured_output_request=wanted,
+        sampling_params=None,
         prompt_token_ids=PROMPT,
         output_token_ids=tokens,
     )
@@ -283,6 +288,8 @@ def test_the_runner_gets_the_tokens_and_the_generator_goes_on(seeded: bool) -> N
     assert batch.num_tokens_no_spec.tolist() == [0, 5]
     if generator is not None:
         fresh = torch.Generator().manual_seed(5)
+        current_platform.import_kernels()
+        sampler = TopKTopPSampler()
         for _ in range(2):
-            torch.empty(4, 50)[1].exponential_(generator=fresh)
+            sampler.forward_cpu(torch.zeros(1, 50), {0: fresh}, None, None)
         assert torch.equal(generator.get_state(), fresh.get_state())

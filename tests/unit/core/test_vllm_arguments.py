@@ -28,6 +28,7 @@ from afd.errors import ConfigError
         ("[--spec-method=ngram]", "which AFD sets; use attention.speculation"),
         ("[--default-mm-loras=x]", "LoRA adapters outside attention"),
         ("[--lora-target-modules, q_proj]", "which AFD sets to the attention projections"),
+        ("[--cudagraph-capture-sizes, '8']", "to what both sides capture; use pipeline.graphs"),
         ("[--worker-cls=x.Y]", "which AFD sets; remove it"),
     ],
 )
@@ -47,8 +48,6 @@ def test_other_arguments_are_passed():
         "--chat-template",
         "--port of a template",
         "--compilation-config.cudagraph_capture_sizes=[1]",
-        "--cudagraph-capture-sizes",
-        "4",
         "--config-format=hf",
         "--distributed-executor-backend=mp",
         "--enable-auto-tool-choice",

@@ -20,7 +20,7 @@ from test_supervisor import alive, soon
 from afd.config.deployment import Deployment
 from afd.config.roles import RoleSpec
 from afd.host.ports import held_ports
-from attention_worker.running_requests import PATH, RunningRequests
+from attention_worker.running_requests import ENGINE_DIED, PATH, RunningRequests
 
 # Says how many requests it has: the number in the file "requests". Notes when it gets SIGTERM.
 VLLM = """
@@ -28,7 +28,7 @@ import http.server, os, signal, sys, time
 here = sys.argv[1]
 def on_term(*_):
     open(here + "/term", "w").close()
-    os._exit(int(open(here + "/status").read()))
+    os._exit(int(sys.argv[4]))
 signal.signal(signal.SIGTERM, on_term)
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -58,17 +58,18 @@ sys.exit(AttentionServer(load_role(sys.argv[1]), json.loads(sys.argv[2]), {}, ow
 class Instance:
     """The process of `afd attention`, with the stand-in below it."""
 
-    def __init__(self, here: Path, control: str, port: int, drain_s: float = 20.0) -> None:
+    def __init__(
+        self, here: Path, control: str, port: int, drain_s: float = 20.0, status: int = 0
+    ) -> None:
         self.here = here
         self.set_requests(0)
-        self.set_status(0)
         KEYS.member("attention-0").save(here / "keys")
         plan = {"model": "m", "deadlines": {"drain_s": drain_s}}
         spec = RoleSpec(
             "attention", 0, Deployment.from_plain(plan), control, here / "keys", api_port=port
         )
         spec.save(here / "role.json")
-        argv = [sys.executable, "-S", "-c", VLLM, str(here), str(port), PATH]
+        argv = [sys.executable, "-S", "-c", VLLM, str(here), str(port), PATH, str(status)]
         self.process = subprocess.Popen(
             [sys.executable, "-c", LEADER, str(here / "role.json"), json.dumps(argv)],
             start_new_session=True,
@@ -80,10 +81,6 @@ class Instance:
         fresh = self.here / "fresh"
         fresh.write_text(str(count))
         fresh.replace(self.here / "requests")
-
-    def set_status(self, status: int) -> None:
-        """Of the exit on SIGTERM."""
-        (self.here / "status").write_text(str(status))
 
     @property
     def got_term(self) -> bool:
@@ -130,14 +127,6 @@ def test_without_a_control_plane_it_waits_for_its_requests_all_the_same(start):
     assert instance.process.wait(15) == 0 and instance.got_term
 
 
-def test_how_vllm_exits_when_it_is_told_to_end_is_no_failure(start):
-    """It can take the end of its engine, which it ends itself, for a crash."""
-    instance = start("tcp://127.0.0.1:9")
-    instance.set_status(1)
-    instance.process.send_signal(signal.SIGTERM)
-    assert instance.process.wait(15) == 0 and instance.got_term
-
-
 def test_requests_that_do_not_finish_end_at_the_deadline(start):
     with control_server() as server:
         instance = start(server.address, drain_s=1.0)
@@ -155,6 +144,13 @@ def test_a_second_ctrl_c_hurries(start):
         assert not instance.got_term
         instance.process.send_signal(signal.SIGINT)
         assert instance.process.wait(10) == 0 and instance.got_term
+
+
+@pytest.mark.parametrize(("status", "found"), [(ENGINE_DIED, 0), (1, 1)])
+def test_an_engine_that_ends_before_its_api_server_is_no_failure(start, status, found):
+    instance = start("tcp://127.0.0.1:9", status=status)
+    instance.process.send_signal(signal.SIGTERM)
+    assert instance.process.wait(15) == found and instance.got_term
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])

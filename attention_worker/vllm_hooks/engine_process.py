@@ -1,0 +1,92 @@
+"""Starts vLLM's engine as a fork of its API server, which has imported everything already.
+
+On CPUs vLLM starts its engine anew (vllm/platforms/cpu.py: spawn), and it imports for eight seconds
+what its parent has imported. A fork has only the thread that made it. It is sound while no other
+thread of the parent can hold what the engine needs: a lock, or a share of a parallel loop. So
+:func:`_context` looks which threads run, and leaves the start to vLLM if it does not know them all.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import stat
+import time
+from multiprocessing.context import BaseContext, ForkContext, ForkProcess
+from pathlib import Path
+
+from vllm.utils.system_utils import get_mp_context
+from vllm.v1.engine import utils
+
+logger = logging.getLogger("afd.attention")
+
+FORKED = "the engine starts as a fork of its API server"
+_ZEROMQ = "ZMQbg/"
+"""Names of libzmq's threads begin so. Their locks belong to a context, and the engine makes one of
+its own."""
+_NAMED_S = 0.5
+"""A thread has its parent's name before it has its own; longest wait for that."""
+
+
+def install() -> None:
+    """Makes the API server of this process fork its engine where that is sound."""
+    utils.get_mp_context = _context
+
+
+class _EngineProcess(ForkProcess):
+    def run(self) -> None:
+        signal.set_wakeup_fd(-1)  # else the parent's event loop handles the engine's signals
+        _close_listeners()
+        super().run()
+
+
+class _EngineContext(ForkContext):
+    Process = _EngineProcess
+
+
+def _context() -> BaseContext:
+    obstacle = _obstacle()
+    if obstacle is None:
+        logger.info("%s", FORKED)
+        return _EngineContext()
+    logger.info("the engine imports vLLM again, because its API server %s", obstacle)
+    return get_mp_context()
+
+
+def _obstacle() -> str | None:
+    """Returns why this process must not fork an engine; None: it may."""
+    end = time.monotonic() + _NAMED_S
+    while threads := _unknown_threads():
+        if time.monotonic() > end:
+            return f"has other threads: {', '.join(threads)}"
+        time.sleep(0.01)
+    mapped = Path("/proc/self/maps").read_text()
+    for library in os.environ.get("LD_PRELOAD", "").split(":"):
+        if library not in mapped:  # vLLM wants it in its engine (vllm/platforms/cpu.py)
+            return f"has not loaded {library}"
+    return None
+
+
+def _unknown_threads() -> list[str]:
+    """Returns the names of the other threads of this process, without those of ZeroMQ."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            name = (task / "comm").read_text().strip()
+            if int(task.name) != os.getpid() and not name.startswith(_ZEROMQ):
+                found.append(name)
+    return found
+
+
+def _close_listeners() -> None:
+    """Closes the sockets on which the parent takes connections: they must end with it."""
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the descriptor of the folder itself
+            number = int(entry)
+            if not stat.S_ISSOCK(os.fstat(number).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(number)) as one:
+                listens = one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if listens:
+                os.close(number)
