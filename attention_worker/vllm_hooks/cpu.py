@@ -47,8 +47,7 @@ class CpuAdapterRows(PunicaWrapperCPU):
 
 class AfdCpuModelRunner(DisaggregatedRunner, CPUModelRunner):
     """CPU runner of an attention instance. Fixes float32 gates in bfloat16 models, attention sinks
-    in float32 (vLLM before 0.31), speculation (vLLM 0.30), and requests with a seed and a chunked
-    prompt.
+    in float32 (vLLM before 0.31), and requests with a seed and a chunked prompt.
 
     A request with a seed draws random numbers in every step, also in the steps that prefill a chunk
     of its prompt. vLLM then rewinds the generator by its offset, but CPU generators have none: vLLM
@@ -67,15 +66,6 @@ class AfdCpuModelRunner(DisaggregatedRunner, CPUModelRunner):
             if isinstance(module, Attention) and isinstance(module.impl, CPUAttentionBackendImpl):
                 sinks = module.impl.sinks
                 module.impl.sinks = None if sinks is None else sinks.bfloat16()
-
-    def _postprocess_triton(self) -> None:
-        """Puts kernels for CPUs in place of Triton's. vLLM 0.30 forgets the greedy verification of
-        drafts, so that the first draft ends the engine. Later versions do not call this method."""
-        super()._postprocess_triton()
-        if layout().cpu_greedy_verification_missing:
-            kernels = importlib.import_module("vllm.utils.cpu_triton_utils")
-            sampler = importlib.import_module("vllm.v1.sample.rejection_sampler")
-            sampler._rejection_greedy_sample.kernel = kernels.rejection_greedy_sample_kernel
 
     def load_lora_model(
         self, model: nn.Module, vllm_config: VllmConfig, device: torch.device
@@ -165,6 +155,12 @@ class AfdCpuWorker(CPUWorker):
         self.distributed_init_method = file_store()
         super().init_device()
         self.model_runner.__class__ = AfdCpuModelRunner
+        if layout().cpu_greedy_verification_missing:
+            # vLLM forgets one of the kernels for CPUs that it puts in place of Triton's
+            # (cpu_model_runner.py: _postprocess_triton), and the first draft would end the engine.
+            kernels = importlib.import_module("vllm.utils.cpu_triton_utils")
+            sampler = importlib.import_module("vllm.v1.sample.rejection_sampler")
+            sampler._rejection_greedy_sample.kernel = kernels.rejection_greedy_sample_kernel
 
     def shutdown(self) -> None:
         self.model_runner.close_instance()

@@ -51,7 +51,8 @@ def _context() -> BaseContext:
         logger.info("%s", FORKED)
         return _EngineContext()
     logger.info("the engine imports vLLM again, because its API server %s", obstacle)
-    return get_mp_context()
+    theirs: BaseContext = get_mp_context()
+    return theirs
 
 
 def _obstacle() -> str | None:
