@@ -24,6 +24,7 @@ BENCHES = {
     "operate": "afd_bench.operate.command",
     "paper": "afd_bench.paper",
     "planner": "afd_bench.planner.command",
+    "prefill": "afd_bench.prefill",
     "report": "afd_bench.report.command",
     "routing": "afd_bench.routing",
     "scale": "afd_bench.scale.cli",

@@ -9,6 +9,7 @@ import aiohttp
 from aiohttp import hdrs, web
 
 from afd_gateway.attempt import Chunks, Refused, UpstreamLost
+from afd_gateway.errors import GatewayError
 from afd_gateway.headers import response_headers
 from afd_gateway.journal import Journal, JournalSpace
 from afd_gateway.pool import Lease
@@ -21,6 +22,8 @@ log = logging.getLogger("afd.gateway")
 ANSWERED = web.RequestKey("answered", int)
 """Status of a stream whose last event was forwarded; the client may disconnect after it."""
 _SERVER_FAILED = frozenset({500, 502, 503, 504})
+_NO_ROUTE = b'{"detail":"NotFound"}'
+"""What vLLM's web server says of a path that it does not have, without blanks."""
 
 
 class Relay:
@@ -69,8 +72,8 @@ class Relay:
     async def pump(self, answer: aiohttp.ClientResponse, lease: Lease) -> web.StreamResponse:
         """Forwards the answer of one attempt to its end.
 
-        Raises UpstreamLost. If the response has begun then, only :meth:`pump` and :meth:`fail` may
-        follow.
+        Raises GatewayError for a path that vLLM does not have, and UpstreamLost. If the response
+        has begun then, only :meth:`pump` and :meth:`fail` may follow.
         """
         # vLLM sends the head of a stream before the first token. Wait for the first byte of the
         # body, so that a request whose instance dies in prefill gets an error status.
@@ -93,6 +96,12 @@ class Relay:
                 )
                 words = f"vLLM reported an error {answer.status}"
                 raise UpstreamLost(words, delivered=True, answer=failed)
+            if answer.status == 404 and data.replace(b" ", b"") == _NO_ROUTE:
+                raise GatewayError(
+                    404,
+                    f"{self._request.path} is not served, because the model generates text; use"
+                    " /v1/chat/completions, /v1/completions or /v1/responses",
+                )
         response = await self._begin(answer, lease)
         try:
             while data:

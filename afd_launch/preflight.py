@@ -189,9 +189,14 @@ def _attention_weights(deployment: Deployment) -> tuple[int, int, str]:
     from attention_worker.stored_weights import AttentionTensors
 
     decoding = device_named(deployment.attention.device).host_memory
+    model = resolve(deployment).model
+    dtype: torch.dtype = vars(torch)[model.dtype]
     tensors = AttentionTensors(deployment.model, decoding=decoding)
-    dtype: torch.dtype = vars(torch)[resolve(deployment).model.dtype]
-    return tensors.nbytes(dtype.itemsize), tensors.decoded, tensors.formats
+    nbytes = tensors.nbytes(dtype.itemsize)
+    if model.draft_layers:
+        drafts = AttentionTensors(deployment.model, decoding=decoding, drafts=True)
+        nbytes += drafts.nbytes(dtype.itemsize)
+    return nbytes, tensors.decoded, tensors.formats
 
 
 def _experts(deployment: Deployment) -> Iterator[Finding]:
@@ -232,7 +237,8 @@ def _experts(deployment: Deployment) -> Iterator[Finding]:
     for plan in plans if checkpoint is not None else ():
         plan.check()
     if not here:
-        yield Finding("note", "experts", f"tensors are complete; kernels not checked: no {kind}")
+        missing = deployment.ffn.device  # torch calls rocm cuda
+        yield Finding("note", "experts", f"tensors are complete; kernels not checked: no {missing}")
         return
     largest = max(plans, key=lambda plan: plan.held_bytes)
     level = "ok" if largest.as_stored else "note"

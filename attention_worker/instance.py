@@ -26,7 +26,6 @@ from afd.models import Family
 from afd.topology import PINNED_SPIN_US
 from afd.wire.streams_torch import make_streams, runtime_of, torch_device
 from afd_comm import Region, VerbsOptions
-from attention_worker.pipeline import Experts
 from attention_worker.remote.host import RemoteExperts
 from attention_worker.remote.observer import ReplayObserver
 from attention_worker.remote.replay_guard import ReplayGuard, ReplaySettings
@@ -48,7 +47,7 @@ class AttentionModel(Protocol):
     weight_bytes_read: int
     weight_bytes_held: int
 
-    def attach(self, remote: Experts, moe_layers: tuple[int, ...]) -> None: ...
+    def attach(self, remote: RemoteExperts, moe_layers: tuple[int, ...]) -> None: ...
 
 
 @contextlib.contextmanager
@@ -67,7 +66,7 @@ def _read_at_scrape(resolved: Resolved) -> list[Callable[[], Iterable[Metric]]]:
     if deployment.transport.verbs.ports:
         found.append(partial(at_scrape.rdma_ports, deployment.transport.verbs.ports))
     if deployment.pipeline.tpot_ms is not None:
-        layers, depth = len(resolved.model.moe_layers), resolved.contract.max_depth
+        layers, depth = len(resolved.model.step_layers), resolved.contract.max_depth
         target_s = deployment.pipeline.tpot_ms / 1e3
         found.append(partial(at_scrape.budget, target_s, layers, depth))
     return found
@@ -143,18 +142,23 @@ class AttentionInstance:
         logger.info("%s joined as generation %d (pid %d)", role.id, generation, os.getpid())
         return instance
 
-    def serve(self, model: AttentionModel) -> None:
-        """Connects the loaded model and waits for the FFN instances: vLLM's warm-up calls them.
+    def serve(self, model: AttentionModel, draft: AttentionModel | None = None) -> None:
+        """Connects the loaded models and waits for the FFN instances: vLLM's warm-up calls them.
+
+        draft: the model of the draft layers; None: there is none.
 
         Raises:
             DeadlineExceeded: names the FFN ranks that are not ready in ``deadlines.start_s``.
         """
-        self._metrics.weights_read_bytes[Weights.ATTENTION] = model.weight_bytes_read
-        self._metrics.weights_held_bytes[Weights.ATTENTION] = model.weight_bytes_held
+        models = [model] if draft is None else [model, draft]
+        read = sum(m.weight_bytes_read for m in models)
+        held = sum(m.weight_bytes_held for m in models)
+        self._metrics.weights_read_bytes[Weights.ATTENTION] = read
+        self._metrics.weights_held_bytes[Weights.ATTENTION] = held
         logger.info(
             "attention weights: read %.1f MB, hold %.1f MB; no expert weights",
-            model.weight_bytes_read / 1e6,
-            model.weight_bytes_held / 1e6,
+            read / 1e6,
+            held / 1e6,
         )
         if self._resolved.family.split:
             logger.info(
@@ -163,7 +167,10 @@ class AttentionInstance:
                 self._resolved.family.split,
             )
         self.remote.connect(self._resolved.deployment.deadlines.start_s)
-        model.attach(self.remote, self._resolved.model.moe_layers)
+        shape = self._resolved.model
+        model.attach(self.remote, shape.step_layers)
+        if draft is not None:
+            draft.attach(self.remote, shape.draft_layers)
         self._control.set_state("ready")
         self._metrics.ready = True
 

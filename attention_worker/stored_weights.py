@@ -4,6 +4,7 @@ vLLM has readers and kernels for quantised linear layers on GPUs. On CPUs it has
 weights are decoded here, and vLLM loads an unquantised model.
 """
 
+import re
 from collections.abc import Iterator
 from math import prod
 from os import PathLike
@@ -20,6 +21,13 @@ from afd.models.weight_format import FLOATS, SUFFIXES
 from attention_worker.quantised_linears import StoredLinear, Table, quantised_linears
 
 _SCALES_OF_CACHE = ("k_scale", "v_scale", "q_scale", "prob_scale", "kv_scale", "output_scale")
+_DRAFT = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def _is_draft(name: str, layers: int) -> bool:
+    """Returns whether a tensor belongs to a layer behind the last of ``layers`` decoder layers."""
+    found = _DRAFT.match(name)
+    return found is not None and int(found[1]) >= layers
 
 
 class AttentionTensors:
@@ -32,14 +40,21 @@ class AttentionTensors:
         current: the tensor that was handed out last, and its file; "": none, or all were.
     """
 
-    def __init__(self, path: str | PathLike[str], *, decoding: bool) -> None:
-        """decoding: decode quantised weights to float32, and leave out their scales.
+    def __init__(self, path: str | PathLike[str], *, decoding: bool, drafts: bool = False) -> None:
+        """
+        Args:
+            decoding: decode quantised weights to float32, and leave out their scales.
+            drafts: read the draft layers; False: everything else.
 
         Raises:
             ConfigError: a tensor of a weight to decode is missing, or has another shape or dtype.
         """
-        self._table: Table = tensor_table(path)
         self._family, model = read_model(path)
+        self._table: Table = {
+            name: info
+            for name, info in tensor_table(path).items()
+            if _is_draft(name, model.num_layers) is drafts
+        }
         self._architecture = model.architecture
         self._linears: dict[str, StoredLinear] = {}
         if decoding:

@@ -66,7 +66,7 @@ class FfnLoop:
 
     def _stream_steps(self, reduce: RankReduce) -> StreamSteps:
         rank, resolved = self.rank, self.rank.resolved
-        device, layers = rank.model.device, resolved.model.moe_layers
+        device, layers = rank.model.device, resolved.model.step_layers
         late_us = int(resolved.deployment.ffn.late_ms * 1e3)
         exchange = StreamExchange(
             resolved,

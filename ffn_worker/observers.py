@@ -19,7 +19,7 @@ class HostObserver:
     ``metrics.stage_every``-th step."""
 
     def __init__(self, resolved: Resolved, metrics: RoleMetrics) -> None:
-        layers = resolved.model.moe_layers
+        layers = resolved.model.step_layers
         self._metrics = metrics
         self._first, self._last_layer = Position(layers[0], 0), layers[-1]
         self._answer_row_bytes = resolved.f2a.message_bytes(1)

@@ -90,7 +90,7 @@ class StreamExchange:
         self._counted = np.zeros(instances, np.bool_)
         self._routed = resolved.dispatch == "routed"
         self._hidden = resolved.model.hidden
-        self._layers = resolved.model.moe_layers
+        self._layers = resolved.model.step_layers
         self._device = device
         self._in_order = in_order
         self.send_memory: list[EncodedAnswers] = []

@@ -1,6 +1,6 @@
 """Derives model, contract and slots from a deployment file and its checkpoint. No torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypedDict
 
 from afd.config.contract import Contract
@@ -102,8 +102,7 @@ def resolve(deployment: Deployment) -> Resolved:
     Raises:
         ConfigError: the checkpoint cannot be served, or not with this deployment's topology.
     """
-    family, model = read_model(deployment.model)
-    _check_device(deployment, family, model)
+    family, model = _model(deployment)
     model = family.serve_as(model, deployment.attention.dtype)
     dtype = model.dtype
     placement = _placement(deployment, model)
@@ -160,8 +159,7 @@ def check_model(deployment: Deployment) -> None:
             " (config.json and *.safetensors), relative to the deployment file, or a name on the"
             " Hub after hf download NAME"
         )
-    family, model = read_model(deployment.model)
-    _check_device(deployment, family, model)
+    family, model = _model(deployment)
     if deployment.ffn.instances > model.num_experts:
         raise ConfigError(
             f"ffn.instances is {deployment.ffn.instances} but {deployment.model.name} has"
@@ -171,6 +169,24 @@ def check_model(deployment: Deployment) -> None:
     graphs = replays(deployment, family)
     _shared_by_rows(deployment, _dispatch(deployment, model, graphs))
     width_slices(model.moe_intermediate, deployment.ffn.tp)
+
+
+def _model(deployment: Deployment) -> tuple[Family, MoeModel]:
+    """Returns the checkpoint's model, with its draft layers if they are used."""
+    family, model = read_model(deployment.model)
+    _check_device(deployment, family, model)
+    speculation = deployment.attention.speculation
+    if speculation is None or speculation.method != "mtp":
+        return family, model
+    config = {"num_nextn_predict_layers": 0, **read_config(deployment.model)}
+    drafts = fields.integer(config, "num_nextn_predict_layers", minimum=0)
+    if not drafts or not family.mtp[0]:
+        why = "has no draft layers" if family.mtp[0] else "is not served with its draft layers"
+        raise ConfigError(
+            f"{model.architecture} {why}; set attention.speculation.method to ngram, or remove it"
+        )
+    layers = (*model.moe_layers, *range(model.num_layers, model.num_layers + drafts))
+    return family, replace(model, moe_layers=layers)
 
 
 def _check_device(deployment: Deployment, family: Family, model: MoeModel) -> None:

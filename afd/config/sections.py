@@ -51,11 +51,12 @@ class Speculation(Section):
     The names are those of vLLM's ``--speculative-config``.
     """
 
-    # ngram: drafts are what followed the same tokens earlier in the request; no draft model
-    method: Literal["ngram"] = "ngram"
+    # ngram: drafts are what followed the same tokens earlier in the request; no draft model.
+    # mtp: the checkpoint's draft layers make them
+    method: Literal["ngram", "mtp"] = "ngram"
     num_speculative_tokens: int = Field(default=3, ge=1, le=16)  # drafts per request and step
-    prompt_lookup_min: int = Field(default=2, ge=1)  # tokens of the shortest match
-    prompt_lookup_max: int = Field(default=5, ge=1)  # tokens of the longest match
+    prompt_lookup_min: int = Field(default=2, ge=1)  # ngram: tokens of the shortest match
+    prompt_lookup_max: int = Field(default=5, ge=1)  # ngram: tokens of the longest match
 
     @model_validator(mode="after")
     def _consistent(self) -> Speculation:

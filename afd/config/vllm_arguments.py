@@ -13,9 +13,13 @@ _UNSUPPORTED = "which attention instances do not support"
 _INSTANCES = f"{_UNSUPPORTED}; use attention.instances"
 _LORA = f"{_UNSUPPORTED} (LoRA adapters outside attention); remove it"
 _DRAFT = f"{_SET}; use attention.speculation"
+_TRANSFER = f"{_UNSUPPORTED} (KV transfer, prefill/decode disaggregation); remove it"
 _QUANTISED = f"{_UNSUPPORTED} (quantised attention weights); for experts use ffn.weights"
 _GRAPHS = f"{_SET} to what both sides capture; use pipeline.graphs and attention.max_num_seqs"
 _PLAIN_HTTP = "but the gateway speaks plain HTTP with attention instances; put TLS in front of it"
+
+BENCH_CONNECTOR = "DecodeBenchConnector"
+"""vLLM's KV connector that may be passed: it fills prompts for benchmarks and transfers nothing."""
 
 REFUSED = MappingProxyType(
     {
@@ -24,10 +28,13 @@ REFUSED = MappingProxyType(
         "--data-parallel-*": _INSTANCES,
         "--default-mm-loras": _LORA,
         "--dtype": f"{_SET}; use attention.dtype",
+        "--ec-transfer-config": _TRANSFER,
         "--enable-prefix-caching": f"{_SET}; use attention.enable_prefix_caching",
         "--enable-ssl-refresh": _PLAIN_HTTP,
         "--host": f"{_SET}; use attention.host",
         "--kv-cache-memory-bytes": f"{_SET}; use attention.kv_cache_gib",
+        "--kv-offloading-*": _TRANSFER,
+        "--kv-transfer-config": _TRANSFER,
         "--load-format": f"{_SET}; remove it, or use ffn.load for dummy experts",
         "--enable-tower-connector-lora": _LORA,
         "--lora-target-modules": f"{_SET} to the attention projections; remove it",
@@ -84,10 +91,12 @@ def refusal(arguments: Iterable[str]) -> str | None:
         arguments: command line of vLLM: ``--x=1``, ``--x 1``, ``--x.key=1``, ``_`` for ``-``, and
             abbreviations, as vLLM's parser accepts them.
     """
-    for argument in arguments:
+    listed = list(arguments)
+    for argument, following in zip(listed, [*listed[1:], ""], strict=False):
         name = _long_name(argument)
         reason = next((why for known, why in REFUSED.items() if _names(name, known)), None)
-        if reason is not None:
+        fills = reason is _TRANSFER and BENCH_CONNECTOR in argument + following
+        if reason is not None and not fills:
             return f"{argument.partition('=')[0]}, {reason}"
     return None
 

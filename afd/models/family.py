@@ -22,6 +22,7 @@ gate * sigmoid(1.702 * gate) * (up + 1)."""
 class MoeModel:
     """The parts of a checkpoint's shape that disaggregation needs.
 
+    moe_layers: whose experts are remote. Those from num_layers on are draft layers.
     moe_intermediate: width I of one routed expert; gate and up are [I, hidden].
     shared_intermediate: total width of all shared experts; 0: none.
     routed_scaling: factor on the weighted sum of routed experts, applied before the shared output
@@ -46,6 +47,15 @@ class MoeModel:
     activation: str = "silu"
     expert_bias: bool = False
     weight_on_input: bool = False
+
+    @property
+    def step_layers(self) -> tuple[int, ...]:
+        """The remote layers of a step: without the draft layers, each of which is a step."""
+        return tuple(layer for layer in self.moe_layers if layer < self.num_layers)
+
+    @property
+    def draft_layers(self) -> tuple[int, ...]:
+        return self.moe_layers[len(self.step_layers) :]
 
     @property
     def any_math(self) -> bool:
@@ -120,6 +130,8 @@ class Family:
         refused_dtypes: dtype -> reason why it cannot be served, and the remedy.
         attention_none: further arguments of the attention module's forward; all are None.
         cpu_env, cpu_args: environment and vLLM arguments that vLLM's CPU platform needs.
+        mtp: architecture that vLLM gives a model of draft layers, and its "module:Class"; both "":
+            draft layers are not served.
         split: why the layers cannot be pipelined; "": they can. See `split_form`.
         sparse: config key of the number of tokens that sparse attention keeps, which vLLM computes
             on GPUs only; "": attention is over all tokens.
@@ -142,6 +154,7 @@ class Family:
     text_prefix: Mapping[str, str] = field(default_factory=dict)
     cpu_env: Mapping[str, str] = field(default_factory=dict)
     cpu_args: tuple[str, ...] = ()
+    mtp: tuple[str, str] = ("", "")
     split: str = ""
     sparse: str = ""
 
@@ -209,5 +222,6 @@ def split_form(family: Family, name: str, architectures: tuple[str, ...], why: s
         shared=(),
         shared_names=None,
         shared_gate="",
+        mtp=("", ""),
         split=why,
     )

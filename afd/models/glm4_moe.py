@@ -1,7 +1,7 @@
 """GLM-4.5 and GLM-4.6: DeepSeek-V3's experts behind grouped-query attention.
 
-Source: vLLM 0.26 models/glm4_moe.py. Its checkpoints name the experts as DeepSeek's do; the layers
-of speculative decoding follow the last decoder layer and are not read.
+Source: vLLM 0.26 models/glm4_moe.py. Its checkpoints name the experts as DeepSeek's do; the
+draft layer follows the last decoder layer.
 """
 
 from afd.models import fields
@@ -35,6 +35,7 @@ FAMILY = Family(
     vllm_class={"Glm4MoeForCausalLM": "vllm.model_executor.models.glm4_moe:Glm4MoeForCausalLM"},
     parse=parse,
     float32_gate=True,
+    mtp=("Glm4MoeMTPModel", "vllm.model_executor.models.glm4_moe_mtp:Glm4MoeMTP"),
     shared=SHARED_MODULES,
     routed_names=ROUTED_NAMES,
     shared_names=SHARED_NAMES,

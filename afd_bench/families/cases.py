@@ -11,7 +11,7 @@ class Model:
     Transformers has the family. dtype, instances: see
     :class:`afd_bench.families.engines.Case`. text_twin: the layout of a
     text model with the same tensors, for vLLM alone. split: in split form, although its layers can
-    be pipelined. depth: the deepest step.
+    be pipelined. depth: the deepest step. drafts: tokens per step that the draft layers draft.
     """
 
     layout: str
@@ -23,10 +23,11 @@ class Model:
     text_twin: str = ""
     split: bool = False
     depth: int = 3
+    drafts: int = 0
 
     @property
     def name(self) -> str:
-        what = "split" if self.split else self.stored_as
+        what = "split" if self.split else "mtp" if self.drafts else self.stored_as
         return self.layout if what == "plain" else f"{self.layout}-{what}"
 
 
@@ -69,4 +70,6 @@ SPLIT = (
     Model("llama4", colocated="needs torchvision", split=True, depth=1),  # weights on the input
 )
 """The split form of models whose layers can be pipelined."""
+DRAFTS = (Model("deepseek_v3_mtp", drafts=3), Model("glm4_moe", drafts=2))
+"""With speculation by the checkpoint's draft layers; not among ALL."""
 ALL = (*FAMILIES, *FORMATS, *SPLIT)

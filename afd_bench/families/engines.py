@@ -46,7 +46,8 @@ class Case:
     """One model.
 
     dtype: that it is served in. instances: FFN instances. split: serve it in split form, although
-    its layers can be pipelined. scored: report next-token distributions too.
+    its layers can be pipelined. scored: report next-token distributions too. drafts: tokens per
+    step that its draft layers draft (MTP); 0: it runs without speculation.
     """
 
     name: str
@@ -55,11 +56,12 @@ class Case:
     instances: int = 2
     split: bool = False
     scored: bool = False
+    drafts: int = 0
 
 
 @dataclass
 class Result:
-    """Greedy tokens by prompt, and the depths of the steps.
+    """Greedy tokens by prompt, the depths of the steps, and drafted and accepted tokens.
 
     scores: by text and position, token and its natural log-probability, of the likeliest tokens.
     error: why the engine could not run. log: our log lines.
@@ -68,6 +70,8 @@ class Result:
     name: str
     tokens: list[list[int]] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
+    drafted: int = 0
+    accepted: int = 0
     scores: list[list[list[tuple[int, float]]]] = field(default_factory=list)
     error: str = ""
     log: list[str] = field(default_factory=list)
@@ -105,7 +109,9 @@ def answers(argv: list[str], name: str, *, scored: bool) -> Result:
             return [found[str(index)] for index in range(len(inputs))]
 
         sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-        result = Result(name, [list(o.outputs[0].token_ids) for o in run(prompts(), sampling)])
+        result = Result(name)
+        _count_drafts(engine, result)
+        result.tokens = [list(output.outputs[0].token_ids) for output in run(prompts(), sampling)]
         if scored:
             sampling = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=TOP)
             for output in run(texts(), sampling):
@@ -113,6 +119,18 @@ def answers(argv: list[str], name: str, *, scored: bool) -> Result:
         return result
     finally:
         _close(engine)
+
+
+def _count_drafts(engine: Any, result: Result) -> None:
+    """Makes the engine's scheduler count in ``result``; its own counts need its logs."""
+
+    def count(
+        stats: Any, num_draft_tokens: int, num_accepted_tokens: int, *_: Any, **__: Any
+    ) -> None:
+        result.drafted += num_draft_tokens
+        result.accepted += num_accepted_tokens
+
+    engine.engine_core.engine_core.scheduler.make_spec_decoding_stats = count
 
 
 def _likeliest(position: Any) -> list[tuple[int, float]]:
@@ -133,6 +151,7 @@ def _close(engine: Any) -> None:
 
 def settings(case: Case) -> dict[str, Any]:
     """Returns the deployment under test."""
+    drafts = {"method": "mtp", "num_speculative_tokens": case.drafts} if case.drafts else None
     return {
         "model": case.path,
         "attention": {
@@ -141,6 +160,7 @@ def settings(case: Case) -> dict[str, Any]:
             "max_num_seqs": 4,
             "max_num_batched_tokens": 128,
             "kv_cache_gib": 0.02,
+            "speculation": drafts,
             "vllm_args": ["--block-size=32", "--disable-log-stats", f"--max-logprobs={TOP}"],
         },
         "ffn": {"instances": case.instances},
@@ -182,8 +202,9 @@ class LocalExperts:
         self._outputs: dict[int, Any] = {}
         self.depths: set[int] = set()
 
-    def begin_step(self, depth: int) -> None:
-        self.depths.add(depth)
+    def begin_step(self, depth: int, *, draft: bool = False) -> None:
+        if not draft:
+            self.depths.add(depth)
 
     def sending(self, layer: int, micro_batch: int, rows: int) -> Any:
         return contextlib.nullcontext()
@@ -230,8 +251,10 @@ class LocalInstance:
     def depth(self, rows: int, *, decode: bool) -> int:
         return self.max_depth
 
-    def serve(self, model: Any) -> None:
-        model.attach(self.remote, self.resolved.model.moe_layers)
+    def serve(self, model: Any, draft: Any) -> None:
+        model.attach(self.remote, self.resolved.model.step_layers)
+        if draft is not None:
+            draft.attach(self.remote, self.resolved.model.draft_layers)
 
     def close(self) -> None:
         pass
@@ -243,7 +266,7 @@ def run_colocated(case: Case, role_file: Path) -> Result:
     argv, environment = arguments(case, role_file)
     ours = ("--worker-cls", "--load-format")
     with process_environment(environment):
-        _register_class(case.path)
+        _register_class(case.path, drafts=case.drafts > 0)
         argv = [a for a in argv if not a.startswith(ours)]
         return answers(argv, case.name, scored=case.scored)
 
@@ -279,16 +302,19 @@ def _run_remote(case: Case, role_file: Path) -> Result:
     return result
 
 
-def _register_class(path: str) -> None:
-    """Gives vLLM the class instead of its name: it would look at it in a process of its own."""
+def _register_class(path: str, *, drafts: bool) -> None:
+    """Gives vLLM classes instead of names: it would look at those in a process of its own."""
     from vllm import ModelRegistry
 
     from afd.models import read_model
 
     family, model = read_model(path)
-    module, _, name = family.vllm_class[model.architecture].partition(":")
-    kind = getattr(importlib.import_module(module), name)
-    ModelRegistry.register_model(model.architecture, kind)
+    sources = {model.architecture: family.vllm_class[model.architecture]}
+    if drafts:
+        sources |= [family.mtp]
+    for architecture, source in sources.items():
+        module, _, name = source.partition(":")
+        ModelRegistry.register_model(architecture, getattr(importlib.import_module(module), name))
 
 
 class _Lines(logging.Handler):

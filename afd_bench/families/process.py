@@ -24,7 +24,15 @@ def write_checkpoint(model: Model, root: Path, sizes: Sizes, seed: int) -> None:
     The twin is unquantised and has no image encoder.
     """
     twin, folder = root / "twin" / model.name, root / model.name
-    make_published(model.layout, folder, sizes, stored_as=model.stored_as, twin=twin, seed=seed)
+    make_published(
+        model.layout,
+        folder,
+        sizes,
+        stored_as=model.stored_as,
+        twin=twin,
+        seed=seed,
+        likely=4 if model.drafts else 0,
+    )
     if model.text_twin:
         make_published(model.text_twin, twin, sizes, seed=seed)
     elif model.stored_as == "plain":

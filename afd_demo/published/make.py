@@ -10,7 +10,7 @@ from afd.errors import ConfigError
 from afd.models.checkpoint import INDEX_FILE
 from afd_demo import tokenizer, weights
 from afd_demo.published import grouped, multimodal
-from afd_demo.published.deepseek import deepseek_v32, kimi_k2
+from afd_demo.published.deepseek import deepseek_v3_mtp, deepseek_v32, kimi_k2
 from afd_demo.published.gpt_oss import gpt_oss
 from afd_demo.published.quantised import FORMATS
 from afd_demo.published.qwen3_next import qwen3_next
@@ -26,6 +26,7 @@ LAYOUTS: dict[str, Callable[[Sink, Sizes, str], Config]] = {
     "minimax_m2": grouped.minimax_m2,
     "deepseek_v2": weights.deepseek_v2,
     "deepseek_v3": weights.deepseek_v3,
+    "deepseek_v3_mtp": deepseek_v3_mtp,
     "deepseek_v32": deepseek_v32,
     "kimi_k2": kimi_k2,
     "gpt_oss": gpt_oss,
@@ -35,6 +36,7 @@ LAYOUTS: dict[str, Callable[[Sink, Sizes, str], Config]] = {
     "step3_vl": multimodal.step3_vl,
 }
 """By name, what draws the tensors and returns config.json."""
+_FIRST_LIKELY = 16
 
 
 def make_published(
@@ -46,12 +48,15 @@ def make_published(
     twin: Path | None = None,
     seed: int = 0,
     dtype: str = "bfloat16",
+    likely: int = 0,
 ) -> None:
     """Writes config, index, two weight files and tokenizer to ``directory``; creates it.
 
     Args:
         layout: a key of LAYOUTS. stored_as: "plain" or a key of ``quantised.FORMATS``.
         twin: gets the unquantised checkpoint with the values of the quantised one.
+        likely: so many tokens are nearly always the likeliest, so that random draft layers draft
+            tokens that are accepted.
 
     Raises:
         ConfigError: the layout or the format is unknown.
@@ -62,6 +67,9 @@ def make_published(
         raise ConfigError(f"format {stored_as!r} is unknown; use one of {', '.join(known)}")
     drawn = Drawn(seed, sizes.hidden, dtype)
     config = LAYOUTS[layout](drawn, sizes, dtype)
+    if likely:
+        head = drawn.tensors["lm_head.weight"]
+        head[_FIRST_LIKELY : _FIRST_LIKELY + likely] *= head.dtype.type(6)
     if stored_as == "plain":
         write(directory, config, drawn.tensors, sizes.vocab)
         return

@@ -43,7 +43,7 @@ class Splitter:
     :func:`afd.placement.dispatch.rows_of_instances` is the reference implementation.
     """
 
-    def __init__(self, bounds: Sequence[int], tp: int, device: str) -> None:
+    def __init__(self, bounds: Sequence[int], tp: int, device: torch.device) -> None:
         """bounds: instance j holds the slots [bounds[j], bounds[j + 1]) of each bank. tp: ranks per
         instance."""
         self._tp = tp

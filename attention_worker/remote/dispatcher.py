@@ -5,6 +5,7 @@ import threading
 from afd.config.resolve import Resolved
 from afd.control.client import ControlClient
 from afd.control.moves import followed
+from afd.wire.streams_torch import torch_device
 from attention_worker.remote.dispatch import Splitter
 from attention_worker.remote.encoded_batch import EncodedBatch
 from attention_worker.remote.expert_slots import ExpertSlotMap
@@ -30,7 +31,7 @@ class Dispatcher:
             Splitter(
                 resolved.placement.bounds,
                 resolved.contract.ffn_tp,
-                resolved.deployment.attention.device,
+                torch_device(resolved.deployment.attention.device),
             )
             if resolved.dispatch == "routed"
             else None

@@ -80,8 +80,8 @@ class RemoteExperts:
 
     # The path of a healthy step.
 
-    def begin_step(self, depth: int) -> None:
-        """Begins a step of ``depth`` micro-batches.
+    def begin_step(self, depth: int, *, draft: bool = False) -> None:
+        """Begins a step of ``depth`` micro-batches. draft: it is one draft layer.
 
         Raises:
             DeadlineExceeded: an FFN rank was lost and did not come back in ``deadlines.ffn_s``.
@@ -90,7 +90,7 @@ class RemoteExperts:
         self._dispatcher.begin_step()
         self._outbox.begin_step(depth)
         self._active = True
-        self._observer.begin_step(depth)
+        self._observer.begin_step(depth, draft=draft)
 
     def sending(self, layer: int, micro_batch: int, rows: int) -> AbstractContextManager[object]:
         """Returns an empty context: in host form there is no other stream to move the work to."""
@@ -179,7 +179,7 @@ class RemoteExperts:
     def end_replay(self, rows_sent: Sequence[int]) -> None:
         """Ends the announced step. rows_sent: see :attr:`StreamExperts.rows_sent`."""
         layout, nbytes = self._layout, 0
-        whole = len(self._resolved.model.moe_layers) * self._announced
+        whole = len(self._resolved.model.step_layers) * self._announced
         for j, session in enumerate(self.peers):
             nbytes += layout.message_bytes(whole)
             if rows_sent and follows_count(session.link.backend):

@@ -24,6 +24,7 @@ class StepObserver:
         self._timestamps: StageTimestamps = NoTimestamps()
         self._steps = 0
         self._depth = 1
+        self._counted = True
         self._began_ns = 0
         self._working_since = time.monotonic()
         self._waiting_since = 0.0
@@ -31,15 +32,22 @@ class StepObserver:
     def connected(self) -> None:
         self.metrics.peers_up = self._ffn_ranks
 
-    def begin_step(self, depth: int) -> None:
+    def begin_step(self, depth: int, *, draft: bool) -> None:
+        """draft: one draft layer; neither counted nor traced as a step."""
+        self._working_since = time.monotonic()
+        self._counted = not draft
+        if draft:
+            self._timestamps = NoTimestamps()
+            return
         self._depth = depth
         self._steps += 1
-        self._working_since = time.monotonic()
         self._timestamps = new_timestamps(HostStreams(), self._steps, self._stage_every)
         self._began_ns = time.monotonic_ns()
         self._timestamps.begin()
 
     def end_step(self) -> None:
+        if not self._counted:
+            return
         self._timestamps.end()
         trace = self._timestamps.read(self._began_ns, replayed=False)
         if trace is not None:

@@ -75,7 +75,7 @@ class StreamExperts:
             tp = resolved.contract.ffn_tp
             self._placed = [PlacedAnswers(views, tp) for views in self._answers]
         self._tp = resolved.contract.ffn_tp
-        self._reset = resets_doorbells(resolved.model.moe_layers)
+        self._reset = resets_doorbells(resolved.model.step_layers)
         self._batches: list[Sequence[EncodedBatch] | None] = [None] * depth
         self._awaited: list[list[int]] = [[] for _ in range(depth)]
         self._peers: tuple[FfnSession, ...] = ()

@@ -5,9 +5,11 @@ import os
 import sys
 from collections.abc import Mapping
 
+from afd.config.deployment import Deployment
 from afd.config.resolve import replays
 from afd.config.roles import RoleSpec
 from afd.devices import ROCM, device_named
+from afd.errors import ConfigError
 from afd.graph_sizes import captured_rows
 from afd.host.amd_gpus import architectures
 from afd.models import read_config, read_model, read_quantization
@@ -96,7 +98,7 @@ def attention_command(
         quantised = bool(read_quantization(deployment.model).formats)
         argv += unquantised(read_config(deployment.model), quantised=quantised)
     if attention.speculation is not None:
-        argv.append(f"--speculative-config={attention.speculation.model_dump_json()}")
+        argv.append(f"--speculative-config={json.dumps(speculative_config(deployment))}")
     if not on_gpu:
         argv.append("--distributed-executor-backend=uni")
         argv += family.cpu_args
@@ -110,6 +112,26 @@ def attention_command(
         }
     argv += attention.vllm_args
     return argv, {**environment, **extra}
+
+
+def speculative_config(deployment: Deployment) -> dict[str, object]:
+    """Returns vLLM's configuration of speculative decoding.
+
+    Raises:
+        ConfigError: draft layers would run beside a step that still runs (``pipeline.lookahead``).
+    """
+    speculation = deployment.attention.speculation
+    assert speculation is not None
+    if speculation.method == "ngram":
+        return speculation.model_dump()
+    if deployment.pipeline.lookahead:
+        raise ConfigError(
+            "attention.speculation mtp needs the end of a step before it drafts, but"
+            " pipeline.lookahead is on; turn it off"
+        )
+    # Eager: a draft layer sends its rows from the host.
+    drafts = speculation.num_speculative_tokens
+    return {"method": "mtp", "num_speculative_tokens": drafts, "enforce_eager": True}
 
 
 def unquantised(config: Mapping[str, object], *, quantised: bool) -> list[str]:

@@ -16,6 +16,7 @@ from afd.errors import ConfigError
 from afd.host.load_progress import loading
 from attention_worker.instance import AttentionModel
 from attention_worker.stored_weights import AttentionTensors
+from attention_worker.vllm_hooks.draft import SHARED_WEIGHTS, DraftModel
 
 logger = logging.getLogger("afd.attention")
 
@@ -42,7 +43,11 @@ class AttentionWeightLoader(DefaultModelLoader):
         self.counter_before_loading_weights = (
             time.perf_counter()
         )  # vLLM logs the load time from here
-        tensors = AttentionTensors(model_config.model, decoding=current_platform.is_cpu())
+        tensors = AttentionTensors(
+            model_config.model,
+            decoding=current_platform.is_cpu(),
+            drafts=isinstance(model, DraftModel),
+        )
         if tensors.decoded:
             logger.info(
                 "attention weights: %d in %s are decoded to %s at load, because the CPU has no "
@@ -79,4 +84,8 @@ class AttentionWeightLoader(DefaultModelLoader):
         counts = cast(AttentionModel, model)
         counts.weight_bytes_read = self.bytes_read
         # Counted here, because on CPU vLLM then moves the linear layers into packed copies.
-        counts.weight_bytes_held = sum(p.nbytes for p in model.parameters())
+        counts.weight_bytes_held = sum(
+            parameter.nbytes
+            for name, parameter in model.named_parameters()
+            if not (isinstance(model, DraftModel) and name.endswith(SHARED_WEIGHTS))
+        )

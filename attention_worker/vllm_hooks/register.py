@@ -14,6 +14,7 @@ from afd.config.roles import RoleSpec
 from afd.errors import ConfigError
 from afd.models import read_config, read_model
 from attention_worker.vllm_hooks import engine_process
+from attention_worker.vllm_hooks.draft import drafting
 from attention_worker.vllm_hooks.loader import LOAD_FORMAT, AttentionWeightLoader
 from attention_worker.vllm_hooks.model import disaggregated, text_only
 from attention_worker.vllm_hooks.resume import install
@@ -47,6 +48,12 @@ def register_model(role: RoleSpec) -> None:
     else:
         remote = disaggregated(base, family)
     ModelRegistry.register_model(model.architecture, remote)
+    speculation = role.deployment.attention.speculation
+    if speculation is not None and speculation.method == "mtp":
+        architecture, source = family.mtp
+        module, _, name = source.partition(":")
+        draft = getattr(importlib.import_module(module), name)
+        ModelRegistry.register_model(architecture, drafting(draft, family))
 
 
 def _vocabulary(role: RoleSpec) -> int:

@@ -21,6 +21,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from afd.schedule import choose_depth, padded_depth, reads_block_written_in_step
 from attention_worker.instance import AttentionInstance, reported
+from attention_worker.vllm_hooks.draft import DraftModel
 from attention_worker.vllm_hooks.lora import attention_projections, check_adapter, unpacked
 from attention_worker.vllm_hooks.resume import restore, resumed_tokens
 from attention_worker.vllm_hooks.support import check_supported
@@ -49,12 +50,20 @@ class DisaggregatedRunner(_Base):
         self._capture_depth: int | None = None
         super().load_model(load_dummy_weights, **further)
         with reported():
-            self._instance.serve(self.get_model())
+            self._instance.serve(self.get_model(), self._draft_model())
         # With ubatch_size, vLLM makes one attention metadata builder per micro-batch
         # (initialize_metadata_builders). The copy is private, because vLLM validates the shared
         # VllmConfig again later and would refuse a ubatch_size without data parallelism.
         self.parallel_config: ParallelConfig = copy.copy(self.parallel_config)
         self.parallel_config.ubatch_size = self._instance.max_depth
+
+    def _draft_model(self) -> DraftModel | None:
+        config = self.speculative_config
+        if config is None or config.method != "mtp":
+            return None
+        model = self.drafter.model
+        assert isinstance(model, DraftModel)
+        return model
 
     def load_lora_model(
         self, model: nn.Module, vllm_config: VllmConfig, device: torch.device

@@ -3,6 +3,7 @@
 from vllm.config import VllmConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from afd.config.vllm_arguments import BENCH_CONNECTOR
 from afd.errors import ConfigError
 from attention_worker.kernels.mqa import refusal
 
@@ -16,8 +17,13 @@ def check_supported(config: VllmConfig) -> None:
         "data parallelism of vLLM (use attention.instances)": (
             config.parallel_config.data_parallel_size > 1
         ),
-        "speculative decoding with a draft model": (
-            config.speculative_config is not None and config.speculative_config.method != "ngram"
+        "speculative decoding other than n-gram and MTP": (
+            config.speculative_config is not None
+            and config.speculative_config.method not in ("ngram", "mtp")
+        ),
+        "KV transfer (prefill/decode disaggregation)": (
+            config.kv_transfer_config is not None
+            and config.kv_transfer_config.kv_connector != BENCH_CONNECTOR
         ),
     }
     found = [what for what, present in problems.items() if present]

@@ -28,7 +28,10 @@ OnPause = Callable[[], None]
 
 
 class Arrivals:
-    """Reads the receive slots. Any wait may end early because the region was woken."""
+    """Reads the receive slots. Any wait may end early because the region was woken.
+
+    first: where a step begins. beginnings: that, and every draft layer, which is a step of its own.
+    """
 
     def __init__(
         self, resolved: Resolved, slots: RankSlots, table: PeerTable, late: LatePeers
@@ -40,7 +43,9 @@ class Arrivals:
         self._max_depth = resolved.contract.max_depth
         self._known: Doorbells | None = None  # of several peers
         self._single: dict[str, Doorbells] = {}
-        self.first = Position(resolved.model.moe_layers[0], 0)
+        model = resolved.model
+        self.first = Position(model.step_layers[0], 0)
+        self.beginnings = {self.first, *(Position(layer, 0) for layer in model.draft_layers)}
         # By attention instance: its part of an order for the step that it has announced last.
         self._parts = np.zeros(resolved.contract.attention_instances, PARTS)
 
@@ -188,7 +193,7 @@ class Arrivals:
         header = received(self._region.header(peer.slots[micro_batch]))
         peer.seq[micro_batch] += 1
         peer.taken[micro_batch] = (header.step, header.layer)
-        if (header.layer, micro_batch) == (self.first.layer, self.first.micro_batch):
+        if Position(header.layer, micro_batch) in self.beginnings:
             # The peer may have left before this step, and may leave again after it.
             self.read_control(peer)
         return header

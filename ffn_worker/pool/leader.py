@@ -6,6 +6,9 @@ step, the leader leaves out an instance that is more than ``ffn.late_ms`` late: 
 and the late one is served alone from its position. The FFN holds no request state, so an attention
 instance may also begin in the middle of a step; it does so after a process of the pool restarted.
 
+A draft layer is a step of its own, of one call (:meth:`afd.models.MoeModel.step_layers`). Instances
+that are at the same draft layer share it; others wait for the next step.
+
 The order for a call names the instances that take part, so the other FFN ranks wait for the same
 requests. If an attention instance dies in between, a follower may lack the request that rank 0 of
 its FFN instance has. It runs the call nevertheless, without a sender for these rows
@@ -46,7 +49,7 @@ class Leader:
         self._late = late
         self._on_pause = on_pause
         self._settled = settled
-        self._layers = resolved.model.moe_layers
+        self._layers = resolved.model.step_layers
         self._step_wait_s = ffn.step_wait_ms / 1e3
         self._late_s = ffn.late_ms / 1e3
         self._sizes = GraphSizes(resolved.contract.graph_buckets)
@@ -77,8 +80,8 @@ class Leader:
         if all(announced):  # nobody is awaited
             return [arrival for arrival in announced if arrival is not None]
         arrived = self._arrivals.pending(peers)
-        first = self._arrivals.first
-        resumed = [a for a in arrived if a.start is not first and a.start != first]
+        first, beginnings = self._arrivals.first, self._arrivals.beginnings
+        resumed = [a for a in arrived if a.start is not first and a.start not in beginnings]
         if resumed:  # it begins in the middle of a step, so no other instance can join it
             return resumed[:1]
         deadline = time.monotonic() + self._step_wait_s
@@ -91,11 +94,13 @@ class Leader:
             # Only those awaited: with many peers, each look at all of them would cost as much as
             # the step.
             self._arrivals.read_controls(awaited)
-            arrived += [a for a in self._arrivals.pending(awaited) if a.start == first]
+            arrived += [a for a in self._arrivals.pending(awaited) if a.start in beginnings]
             arrived.sort(key=lambda a: a.peer.index)
         # A graph cannot wait for messages that the host posts. So either all instances of a step
         # have announced it, or none has.
-        return [a for a in arrived if a.rows] or arrived
+        # Draft layers have the highest numbers: their instances come first, and catch up.
+        start = max((a.start for a in arrived), default=first)
+        return [a for a in arrived if a.rows] or [a for a in arrived if a.start == start]
 
     def _stream_step(self, arrivals: list[Arrival]) -> Call:
         """Returns the call for an announced step."""
@@ -116,7 +121,9 @@ class Leader:
         for arrival in arrivals:
             arrival.peer.active = True
         depth = max(a.depth for a in arrivals)
-        for position in walk(self._layers, depth, start=arrivals[0].start):
+        start = arrivals[0].start
+        layers = self._layers if start.layer <= self._layers[-1] else (start.layer,)
+        for position in walk(layers, depth, start=start):
             taking_part = [a for a in in_step.values() if position.micro_batch < a.depth]
             senders = self._take(taking_part, position)
             here = {sender.peer.id for sender in senders}

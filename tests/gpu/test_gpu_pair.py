@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from gpu_pair import Graph, Pair, Step
+from gpu_pair import KIND, Graph, Pair, Step
 
 from afd.metrics.step_trace import StepTimestamps
 from afd_bench import stand_in_nic
@@ -112,6 +112,7 @@ def test_ffn_instances_on_cpus(make_pair):
     pair.host.leave()
 
 
+@pytest.mark.skipif(KIND == "rocm", reason="torch for ROCm takes no stamps in graphs")
 @pytest.mark.parametrize("depth", [1, 3])
 def test_timestamps_of_a_captured_step_are_read_after_each_replay(make_pair, depth):
     pair = make_pair(metrics={"stage_every": 1})

@@ -58,7 +58,9 @@ def engines(
 ) -> Iterator[Engines]:
     def case(model: Model, root: Path) -> Case:
         path = str(root / model.name)
-        return Case(model.name, path, model.dtype, model.instances, model.split)
+        return Case(
+            model.name, path, model.dtype, model.instances, model.split, drafts=model.drafts
+        )
 
     alone = [model for model in models if beside_vllm(model)]
     engines = Engines(

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from afd_bench.families.cases import ALL, Model
+from afd_bench.families.cases import ALL, DRAFTS, Model
 from afd_demo.sizes import PRESETS, Sizes
 from attention_worker.vllm_hooks.versions import installed
 
@@ -77,4 +77,4 @@ def models_of(parameters: Iterable[Mapping[str, object]]) -> list[Model]:
     """Returns the models among the parameters of selected tests, which may be of other folders."""
     found = [values.get("model") for values in parameters]
     named = {model.name for model in found if isinstance(model, Model)}
-    return [model for model in ALL if model.name in named]
+    return [model for model in (*ALL, *DRAFTS) if model.name in named]

@@ -7,7 +7,7 @@ import pytest
 from drawn import DAMAGED, FLOAT32_GATE, beside_vllm, described, models_of
 
 from afd_bench.agreement import compare
-from afd_bench.families.cases import ALL, FORMATS, Model
+from afd_bench.families.cases import ALL, DRAFTS, FORMATS, Model
 from afd_bench.families.engines import TOP, Result, prompts, texts
 from afd_bench.families.hf import disagreements, distributions
 from afd_bench.families.process import Engines
@@ -33,6 +33,20 @@ def test_same_tokens(model: Model, checkpoints: Path, remote: Answer, colocated:
     if model.transformers:
         twin = checkpoints / "twin" / model.name
         assert disagreements(twin, prompts(), found.tokens) == [], described(model)
+
+
+@pytest.mark.parametrize("model", DRAFTS, ids=lambda model: model.name)
+def test_drafts_change_no_token(
+    model: Model, checkpoints: Path, remote: Answer, colocated: Answer
+) -> None:
+    """Draft layers: the tokens of Transformers without speculation, and as many of the drafts
+    accepted as by colocated vLLM."""
+    found, alone = remote(model), colocated(model)
+    assert max(found.depths) == model.depth, described(model)
+    assert disagreements(checkpoints / model.name, prompts(), found.tokens) == [], described(model)
+    assert found.tokens == alone.tokens, described(model)
+    assert (found.drafted, found.accepted) == (alone.drafted, alone.accepted), described(model)
+    assert 0 < found.accepted < found.drafted, described(model)
 
 
 @pytest.mark.parametrize("model", FORMATS, ids=lambda model: model.name)

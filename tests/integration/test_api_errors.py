@@ -54,6 +54,40 @@ def test_error_has_openai_shape(
     assert error["code"] == status and words in json.dumps(error)
 
 
+PIXEL = "data:image/gif;base64,R0lGODlhAQABAAAAACH5BAEKAAEALAAAAAABAAEAAAICTAEAOw=="
+
+
+def test_images_are_refused_at_the_request(deployment: Running) -> None:
+    content = [
+        {"type": "text", "text": "What is this?"},
+        {"type": "image_url", "image_url": {"url": PIXEL}},
+    ]
+    body = {"model": "model", "messages": [{"role": "user", "content": content}], "max_tokens": 4}
+    code, _, text = post(f"{deployment.url}/v1/chat/completions", json.dumps(body).encode())
+    assert code == 400, text
+    error = json.loads(text)["error"]
+    assert set(error) >= {"message", "type", "param", "code"}
+    assert "image" in error["message"] or "multimodal" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "change"),
+    [
+        ("embeddings", {"input": "x"}),
+        ("audio/transcriptions", {}),
+    ],
+)
+def test_embeddings_and_audio_are_refused_at_the_request(
+    deployment: Running, path: str, change: dict[str, object]
+) -> None:
+    body = json.dumps({"model": "model", **change}).encode()
+    code, _, text = post(f"{deployment.url}/v1/{path}", body)
+    assert code == 404, text
+    error = json.loads(text)["error"]
+    assert set(error) >= {"message", "type", "param", "code"}
+    assert "generates text" in error["message"]
+
+
 @pytest.mark.parametrize("body", [b"{not json", b"", b"\xff\xfe"])
 def test_invalid_json(deployment: Running, body: bytes) -> None:
     code, kind, text = post(f"{deployment.url}/v1/completions", body)

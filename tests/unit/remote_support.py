@@ -310,10 +310,10 @@ def random_rows(resolved, rows, seed):
 
 
 def run_step(client, resolved, reference, sizes, seed, pause=0.0):
-    """Runs one step through all MoE layers; sizes: rows per micro-batch. Checks every answer."""
+    """Runs one step through its MoE layers; sizes: rows per micro-batch. Checks every answer."""
     client.begin_step(len(sizes))
     sent = {}
-    for layer in resolved.model.moe_layers:
+    for layer in resolved.model.step_layers:
         for mb, rows in enumerate(sizes):
             if mb in sent:
                 check(client, reference, mb, sent.pop(mb))

@@ -97,6 +97,7 @@ def test_unsupported_models_are_refused_at_loading():
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(world_size=1, data_parallel_size=1),
         speculative_config=None,
+        kv_transfer_config=None,
         lora_config=None,
         quant_config=None,
         attention_config=SimpleNamespace(backend=AttentionBackendEnum.CUSTOM),

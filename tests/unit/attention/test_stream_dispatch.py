@@ -49,7 +49,7 @@ def test_messages_are_those_of_the_host_form(routing, wire, seed):
     g = torch.Generator().manual_seed(seed)
     hidden, weights = torch.randn(rows, HIDDEN, generator=g), torch.rand(rows, top_k, generator=g)
     batch = encode(layout, 3, hidden, ids, weights)
-    plan = Splitter(bounds, 1, "cpu").split(ids)
+    plan = Splitter(bounds, 1, torch.device("cpu")).split(ids)
     host = batch.by_rank(plan)
     splitter = StreamSplitter(bounds, 2, torch.device("cpu"))
     splitter.begin_step()
@@ -89,7 +89,7 @@ def test_sums_of_answers_have_the_bits_of_the_host_form(routing, wire, tp, seed)
     bounds, slots, bank = routing
     ids = in_bank(slots, bounds, bank)
     rows, instances = len(ids), len(bounds) - 1
-    plan = Splitter(bounds, tp, "cpu").split(ids)
+    plan = Splitter(bounds, tp, torch.device("cpu")).split(ids)
     places = StreamSplitter(bounds, 1, torch.device("cpu")).places(ids)
     _, layout = layouts(wire, "float32", 16, HIDDEN, ids.shape[1])
     generator = torch.Generator().manual_seed(seed)

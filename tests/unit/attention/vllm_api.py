@@ -90,6 +90,7 @@ STATE = (
     "vllm.compilation.cuda_graph:CUDAGraphWrapper.runnable",
     "vllm.compilation.cuda_graph:CUDAGraphWrapper.runtime_mode",
     "vllm.v1.attention.backend:AttentionMetadataBuilder.supports_update_block_table",
+    "vllm.model_executor.layers.linear:LinearBase.params_dtype",
     "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner.routed_experts",
     "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner.router",
     *(

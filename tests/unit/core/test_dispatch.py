@@ -65,7 +65,7 @@ def test_routed_bytes_to_24_instances():
     ids = torch.rand(rows, 256, generator=torch.Generator().manual_seed(0)).topk(top_k).indices
     hidden, weights = torch.zeros(rows, 128).bfloat16(), torch.zeros(rows, top_k)
     batch = encode(layout, 0, hidden, ids.int(), weights)
-    plan = Splitter(bounds, 1, "cpu").split(batch.ids)
+    plan = Splitter(bounds, 1, torch.device("cpu")).split(batch.ids)
     batch = batch.by_rank(plan)
     parts = batch.row_parts(layout)
     request = message(0, parts, rows, layer=0, micro_batch=0, depth=1, kind=Kind.DATA)
@@ -95,7 +95,7 @@ def test_splitter_equals_its_reference(data):
     for bank in (0, 1):
         ids = torch.tensor(slots, dtype=torch.int32).view(rows, top_k)
         ids = torch.where(ids < 0, ids, ids + bank * bounds[-1])
-        shares = Splitter(bounds, 1, "cpu").split(ids)
+        shares = Splitter(bounds, 1, torch.device("cpu")).split(ids)
         found = shares.rows.split(shares.counts)
         assert tuple(tuple(part.tolist()) for part in found) == expected
 
@@ -180,9 +180,9 @@ def test_rounding_of_a_row_does_not_depend_on_other_rows(tiny_models, backend, d
         part = load_ffn_model(
             path, family, model, instances=2, index=index, shared_by_rows=True, backend=backend
         )
-        rows = Splitter((0, part.shard.total_slots // 2, part.shard.total_slots), 1, "cpu").split(
-            ids.int()
-        )
+        rows = Splitter(
+            (0, part.shard.total_slots // 2, part.shard.total_slots), 1, torch.device("cpu")
+        ).split(ids.int())
         mine = rows.rows.split(rows.counts)[index]
         assert 0 < len(mine) < len(x)
         for layer in model.moe_layers:

@@ -68,7 +68,7 @@ def test_bytes_follow_the_rows_over_tcp(tiny_models, tp):
     try:
         expected, r = reference_model(path), deployed.resolved
         client, stream = deployed.clients[0], stream_of(deployed, 0)
-        splitter = Splitter(r.placement.bounds, tp, "cpu")
+        splitter = Splitter(r.placement.bounds, tp, torch.device("cpu"))
         for seed, experts in enumerate([None, [0, 1], [7]]):
             before, sent = client._observer.metrics.wire_bytes[Direction.A2F], 0
             client.begin_step(1)

@@ -143,7 +143,10 @@ def test_a_device_that_is_not_here(check, monkeypatch):
     assert status == 1
     assert "device cuda but this host has no GPU" in line(out, "bad", "GPUs")
     assert "built for cpu, attention.device is cuda" in line(out, "bad", "vllm")
-    assert "kernels not checked" in line(out, "note", "experts")
+    assert line(out, "note", "experts").endswith("kernels not checked: no cuda")
+    rocm = check(attention={"device": "rocm"}, ffn={"device": "rocm"})[1]
+    assert "device rocm but this host has no GPU" in line(rocm, "bad", "GPUs")
+    assert line(rocm, "note", "experts").endswith("kernels not checked: no rocm")
     monkeypatch.setattr(preflight, "find_gpus", lambda: Gpus("nvidia", 1))
     assert "1 of nvidia here, the deployment uses 2" in line(check(**cuda)[1], "bad", "GPUs")
     mixed = check(attention={"device": "cuda"})[1]  # FFN instances on CPUs
