@@ -27,6 +27,7 @@ CODE_OF = {
     "operate": ("afd", "afd_gateway", "afd_bench/operate"),
     "paper": ("afd_planner",),
     "planner": ("afd_planner", "afd_bench/planner"),
+    "prefill": _SERVER,
     "rounding": ("training", "afd/wire"),
     "routing": ("afd_gateway/routing.py", "afd_gateway/kv_load.py"),
     "scale": _SERVER,
@@ -35,6 +36,7 @@ CODE_OF = {
     "step3": (*_SERVER, "afd_bench/step3"),
     "training": ("training",),
     "versions": (*_SERVER, "tests/integration", "tests/identity"),
+    "wire_gpu": ("comm/src", "comm/include", "comm/tests/fake_ibverbs.cc"),
 }
 """Paths that decide a benchmark's numbers. A benchmark that is missing here depends on all code."""
 
