@@ -1,7 +1,7 @@
 """`afd bench versions`: runs tests on the vLLM of this environment and records how many passed.
 
 It needs a checkout with the test tools. Run it in each environment of `./run test-vllm VERSION`:
-`.venv-vllm-0.32.0/bin/afd bench versions tests/identity tests/integration/test_pair.py`. A path
+`.venv-vllm-0.30.0/bin/afd bench versions tests/identity tests/integration/test_pair.py`. A path
 that takes too long for one run is run in parts with `pytest --junitxml`; `--reports` counts them.
 """
 

