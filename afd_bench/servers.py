@@ -20,10 +20,10 @@ from afd.control.operator import set_depth, status
 from afd.devices import CUDA
 from afd.errors import AfdError
 from afd.host.ports import held_ports
-from afd.metrics.trace import collect, pages
 from afd.models import read_model
 from afd.topology import visible_gpus
 from afd.wire.message import TraceEvent
+from afd_launch.trace import collect, pages
 from afd_launch.watchdog import Watchdog
 from attention_worker.vllm_hooks.versions import layout
 
@@ -52,7 +52,7 @@ class Server:
         set_depth(self.control, depth=depth)
 
     def trace(self) -> dict[str, dict[str, list[TraceEvent]]]:
-        """Returns every role's last messages (afd.metrics.trace); empty for colocated vLLM."""
+        """Returns every role's last messages (afd_launch.trace); empty for colocated vLLM."""
         return collect(pages(status(self.control).members)) if self.control else {}
 
     def metrics(self) -> str:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import aiohttp
 from aiohttp import hdrs, web
+from aiohttp.typedefs import Middleware
 
 from afd.control.refusals import Refusals
 from afd_gateway.admission import Admission, takes_a_turn
@@ -34,6 +35,7 @@ OPEN_PATHS = frozenset({"/health", "/ping"})
 """Answered without an API key: probes of an orchestrator or a load balancer have none."""
 _REQUEST_ID = "X-Request-Id"
 _CLIENT_GONE = 499  # appears in metrics only
+CleanupContext = Callable[[web.Application], AsyncIterator[None]]
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -90,9 +92,17 @@ GATEWAY = web.AppKey("gateway", Gateway)
 def make_app(settings: GatewaySettings, provider: Provider, counts: Counts) -> web.Application:
     """Returns the application. It needs ``handler_cancellation``, as in afd_gateway.server."""
     gateway = Gateway(settings, provider, counts)
-    app = web.Application(middlewares=[_count, _shape_errors, _admit])
+    middlewares: list[Middleware] = [_count, _shape_errors, _admit]
+    cleanups: list[CleanupContext] = [_run_background]
+    if settings.otlp is not None:
+        from afd_gateway.spans import Spans  # needs an extra
+
+        spans = Spans(settings.otlp, settings)
+        middlewares.insert(1, spans.middleware)
+        cleanups.append(spans.run)
+    app = web.Application(middlewares=middlewares)
     app[GATEWAY] = gateway
-    app.cleanup_ctx.append(_run_background)
+    app.cleanup_ctx.extend(cleanups)
     app.router.add_get("/health", _health)
     if settings.metrics:
         app.router.add_get("/metrics", _metrics)

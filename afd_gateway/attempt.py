@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import io
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
 
-from afd_gateway.headers import request_headers, upstream_url
+from afd_gateway.headers import request_headers, upstream_url, with_trace
 from afd_gateway.owner import ForeignListener
 from afd_gateway.pool import Lease
 from afd_gateway.settings import GatewaySettings
@@ -25,18 +27,29 @@ class Refused:
     body: bytes
 
 
+Cause = Literal["refused", "unreachable", "closed", "error", "given_up"]
+"""Why an attempt failed: no connection (nobody listens, or no way there), the connection or its
+stream ended early, vLLM reported an error, or the instance left or stopped answering probes."""
+
+
 class UpstreamLost(Exception):
     """The upstream failed.
 
-    delivered: it may have seen the request. answer: how it says so itself: an error response, or
-    the last event of its stream.
+    cause: for metrics. delivered: it may have seen the request. answer: how it says so itself: an
+    error response, or the last event of its stream.
     """
 
     def __init__(
-        self, reason: str, *, delivered: bool, answer: Refused | bytes | None = None
+        self,
+        reason: str,
+        cause: Cause,
+        *,
+        delivered: bool,
+        answer: Refused | bytes | None = None,
     ) -> None:
         super().__init__(reason)
         self.reason = reason
+        self.cause: Cause = cause
         self.delivered = delivered
         self.answer = answer
 
@@ -47,16 +60,22 @@ async def send(
     request: web.Request,
     body: bytes,
     lease: Lease,
+    trace_headers: Mapping[str, str] | None = None,
 ) -> aiohttp.ClientResponse:
     """Sends the request and waits for the response head, without a time limit.
 
+    trace_headers: sent in place of the client's W3C trace headers; None: those are sent.
+
     Raises UpstreamLost.
     """
+    headers = request_headers(request.headers, pass_credentials=settings.pass_credentials)
+    if trace_headers is not None:
+        headers = with_trace(headers, trace_headers)
     attempt = asyncio.ensure_future(
         session.request(
             request.method,
             upstream_url(lease.upstream.api_url, request.rel_url),
-            headers=request_headers(request.headers, pass_credentials=settings.pass_credentials),
+            headers=headers,
             # aiohttp writes a file object in chunks
             data=io.BytesIO(body) if request.body_exists else None,
             allow_redirects=False,
@@ -69,15 +88,16 @@ async def send(
         if lease.lost_reason is None:
             attempt.cancel()
             raise  # the client is gone
-        raise UpstreamLost(lease.lost_reason, delivered=True) from None
+        raise UpstreamLost(lease.lost_reason, "given_up", delivered=True) from None
     except (
         aiohttp.ClientConnectorError,
         aiohttp.ConnectionTimeoutError,
         ForeignListener,
     ) as error:
-        raise UpstreamLost(_words(error), delivered=False) from None
+        cause: Cause = "refused" if _is_refused(error) else "unreachable"
+        raise UpstreamLost(_words(error), cause, delivered=False) from None
     except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
-        raise UpstreamLost(_words(error), delivered=True) from None
+        raise UpstreamLost(_words(error), "closed", delivered=True) from None
 
 
 class Chunks:
@@ -92,15 +112,21 @@ class Chunks:
         try:
             return await self._content.readany()
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
-            reason = self._lease.lost_reason or _words(error)
-            raise UpstreamLost(reason, delivered=True) from None
+            if (given_up := self._lease.lost_reason) is not None:
+                raise UpstreamLost(given_up, "given_up", delivered=True) from None
+            raise UpstreamLost(_words(error), "closed", delivered=True) from None
+
+
+def _is_refused(error: BaseException) -> bool:
+    return isinstance(error, aiohttp.ClientConnectorError) and isinstance(
+        error.os_error, ConnectionRefusedError
+    )
 
 
 def _words(error: BaseException) -> str:
     """Returns the reason for an error message, without internal addresses."""
     if isinstance(error, aiohttp.ClientConnectorError):
-        refused = isinstance(error.os_error, ConnectionRefusedError)
-        return "connection refused" if refused else "cannot be reached"
+        return "connection refused" if _is_refused(error) else "cannot be reached"
     if isinstance(error, ForeignListener):
         return "another user listens at its port"
     if isinstance(error, aiohttp.ConnectionTimeoutError):

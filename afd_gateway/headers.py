@@ -17,6 +17,7 @@ _REQUEST_ONLY = frozenset({"expect", "content-length"})
 # Credentials of the client. Attention instances get Authorization only if they check it.
 AUTHORIZATION = "authorization"
 _CREDENTIALS = frozenset({AUTHORIZATION, "api-key", "x-api-key", "cookie"})
+_W3C = frozenset({"traceparent", "tracestate"})
 INSTANCE_HEADER = "x-afd-instance"
 
 
@@ -41,6 +42,12 @@ def request_headers(
     """
     secret = _CREDENTIALS - {AUTHORIZATION} if pass_credentials else _CREDENTIALS
     return _end_to_end(headers, _REQUEST_ONLY | secret)
+
+
+def with_trace(headers: CIMultiDict[str], trace: Mapping[str, str]) -> CIMultiDict[str]:
+    """Returns headers with the W3C trace headers of ``trace`` in place of their own."""
+    kept = ((key, value) for key, value in headers.items() if key.lower() not in _W3C)
+    return CIMultiDict([*kept, *trace.items()])
 
 
 def response_headers(headers: CIMultiDictProxy[str], instance: str) -> CIMultiDict[str]:

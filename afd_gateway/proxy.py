@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import aiohttp
 from aiohttp import web
@@ -18,6 +18,7 @@ from afd_gateway.relay import Relay
 from afd_gateway.replay import Departed, replay_of
 from afd_gateway.settings import GatewaySettings
 from afd_gateway.telemetry import Telemetry
+from afd_gateway.trace import TRACE
 from afd_gateway.upstreams import why_none
 
 log = logging.getLogger("afd.gateway")
@@ -79,6 +80,8 @@ class Proxy:
 
         avoid: keys of instances that cannot serve it.
         """
+        if (trace := request.get(TRACE)) is not None:
+            trace.describe(body)
         replay = replay_of(request.method, request.path, request.headers, body)
         relay = Relay(request, body, self._settings, replay, self._space)
         try:
@@ -99,7 +102,7 @@ class Proxy:
             if lease is None:
                 return await self._nobody(relay, failed)
             if lost is not None:
-                self._telemetry.retry(begun=relay.begun)
+                self._telemetry.retry(lost.cause, begun=relay.begun)
             tried.add(lease.upstream.key)
             moved = relay.moved
             try:
@@ -125,7 +128,22 @@ class Proxy:
         self, request: web.Request, body: bytes, relay: Relay, lease: Lease
     ) -> web.StreamResponse:
         """One attempt. Raises UpstreamLost and Departed."""
-        answer = await send(self._session, self._settings, request, body, lease)
+        trace = request.get(TRACE)
+        if trace is None:
+            return await self._attempt(request, body, relay, lease)
+        with trace.attempt(lease.upstream.id) as attempt:
+            body = attempt.body(body)
+            return await self._attempt(request, body, relay, lease, attempt.headers)
+
+    async def _attempt(
+        self,
+        request: web.Request,
+        body: bytes,
+        relay: Relay,
+        lease: Lease,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> web.StreamResponse:
+        answer = await send(self._session, self._settings, request, body, lease, trace_headers)
         try:
             lease.on_lost(answer.close)  # wakes the reader
             return await relay.pump(answer, lease)

@@ -83,7 +83,7 @@ class Relay:
         is_sse = answer.content_type == "text/event-stream" and not encoded
         if self._response is not None and not (is_sse and answer.status == 200):
             refused = f"it answers {answer.status} to the rest of a request"
-            raise UpstreamLost(refused, delivered=True)
+            raise UpstreamLost(refused, "error", delivered=True)
         if is_sse:
             return await self._pump_events(first, chunks, answer, lease)
         # JSON is sent once it is complete, so that the request can be repeated until then.
@@ -95,7 +95,7 @@ class Relay:
                     answer.status, response_headers(answer.headers, lease.upstream.id), data
                 )
                 words = f"vLLM reported an error {answer.status}"
-                raise UpstreamLost(words, delivered=True, answer=failed)
+                raise UpstreamLost(words, "error", delivered=True, answer=failed)
             if answer.status == 404 and data.replace(b" ", b"") == _NO_ROUTE:
                 raise GatewayError(
                     404,
@@ -152,7 +152,7 @@ class Relay:
                 ended = whole.endswith(DONE)
                 await self._forward(whole, answer, lease)
             if failure is not None:
-                raise UpstreamLost(failure.reason, delivered=True, answer=failure.event)
+                raise UpstreamLost(failure.reason, "error", delivered=True, answer=failure.event)
             try:
                 data = await chunks.next()
             except UpstreamLost:
@@ -161,7 +161,7 @@ class Relay:
                 data = b""  # the client has everything
         rest = events.flush()
         if self._replay is not None and not ended:
-            raise UpstreamLost("the stream ended without its last event", delivered=True)
+            raise UpstreamLost("the stream ended without its last event", "closed", delivered=True)
         response = self._response or await self._begin(answer, lease)
         if rest:
             await response.write(rest)

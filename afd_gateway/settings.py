@@ -40,6 +40,8 @@ class GatewaySettings:
         admission; max_running None: no limit, and no request waits for its turn.
     slow_client_s: a connection whose client reads nothing for so long while bytes wait is ended.
     kv_interval_s: between two looks at the KV caches, of one gateway process of one.
+    otlp, otlp_share: see the section metrics of the deployment file; otlp None: no traces.
+    trace_steps: attention instances make spans of steps, so requests name their parent.
     process, processes: number of this process among those of the port.
     own_upstreams: the same user runs the attention instances, on this host: refuse to connect to
         loopback ports at which another user listens.
@@ -82,6 +84,9 @@ class GatewaySettings:
     max_running: int | None = None
     slow_client_s: float = 60.0
     kv_interval_s: float = 2.0
+    otlp: str | None = None
+    otlp_share: float = 1.0
+    trace_steps: bool = False
     process: int = 0
     processes: int = 1
 

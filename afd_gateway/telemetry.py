@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from afd_gateway.attempt import Cause
 from afd_gateway.upstreams import View
 
 GATEWAY_METRICS = (
@@ -80,13 +82,13 @@ class Telemetry:
         self._retries = Counter(
             "afd_gateway_retries",
             "Requests sent again after an attention instance failed them.",
-            ["instance"],
+            ["instance", "cause"],
             registry=self._registry,
         )
         self._replays = Counter(
             "afd_gateway_replays",
             "Begun answers that went on after an attention instance failed them.",
-            ["instance"],
+            ["instance", "cause"],
             registry=self._registry,
         )
         self._refused = Counter(
@@ -97,16 +99,17 @@ class Telemetry:
         )
         for reason in REFUSALS:
             self._refused.labels(instance, reason)
-        self._retries.labels(instance)  # shows 0 before the first retry
-        self._replays.labels(instance)
+        for cause in get_args(Cause):  # shows 0 before the first retry
+            self._retries.labels(instance, cause)
+            self._replays.labels(instance, cause)
 
     def request(self, method: str, path: str, code: int) -> None:
         known = method if method in _METHODS else "other"
         self._requests.labels(self._instance, known, path_template(path), str(code)).inc()
 
-    def retry(self, *, begun: bool) -> None:
-        """begun: the client has the beginning of the answer."""
-        (self._replays if begun else self._retries).labels(self._instance).inc()
+    def retry(self, cause: Cause, *, begun: bool) -> None:
+        """cause: of the failed attempt. begun: the client has the beginning of the answer."""
+        (self._replays if begun else self._retries).labels(self._instance, cause).inc()
 
     def refused(self, reason: str) -> None:
         """reason: one of REFUSALS."""

@@ -371,7 +371,7 @@ def _placement(args: argparse.Namespace) -> int:
 
 
 def _trace(args: argparse.Namespace) -> int:
-    from afd.metrics.trace import run_trace
+    from afd_launch.trace import run_trace
 
     return run_trace(args.control, args.keys, args.out)
 

@@ -17,6 +17,7 @@ from afd.config.resolve import Resolved, resolve
 from afd.config.roles import RoleSpec, gpu_processes
 from afd.devices import device_named
 from afd.errors import AfdError
+from afd.metrics.otlp import VLLM_PACKAGES, check_packages
 from afd.models import read_model, read_quantization
 from afd.models.checkpoint import tensor_table
 from afd.topology import ffn_number, gpu_order
@@ -32,7 +33,7 @@ _PROCESS_GIB = {"attention": 1.6, "ffn": 0.5}
 
 def findings(deployment: Deployment) -> Iterator[Finding]:
     """Yields one line per question, the bad ones included."""
-    for check in (_keys, _vllm, _devices, _arguments, _settings):
+    for check in (_keys, _vllm, _devices, _arguments, _settings, _traces):
         yield from _guarded(check, deployment)
     if not any(deployment.model.glob("*.safetensors")):
         yield Finding(
@@ -81,6 +82,12 @@ def _vllm(deployment: Deployment) -> Iterator[Finding]:
     version = vllm_version()
     if version is not None:
         yield version
+
+
+def _traces(deployment: Deployment) -> Iterator[Finding]:
+    if deployment.metrics.otlp is not None:
+        check_packages(VLLM_PACKAGES)
+        yield Finding("ok", "traces", f"go to {deployment.metrics.otlp}")
 
 
 def _devices(deployment: Deployment) -> Iterator[Finding]:

@@ -136,6 +136,7 @@ def _gateway(spec: RoleSpec, *, supervised: bool) -> int:
     """supervised: the same user runs the attention instances, on this host."""
     from afd.config.vllm_arguments import checks_api_key
     from afd.control.connect import client_for
+    from afd.metrics.otlp import check_packages
     from afd_gateway.counts import Counts
     from afd_gateway.inherited import inherited
     from afd_gateway.listener import listening
@@ -151,6 +152,8 @@ def _gateway(spec: RoleSpec, *, supervised: bool) -> int:
             "gateway.api_keys is set, and VLLM_API_KEY makes attention instances check keys too;"
             " remove VLLM_API_KEY from the environment"
         )
+    if deployment.metrics.otlp is not None:
+        check_packages()
     settings = GatewaySettings(
         host=deployment.gateway.host,
         port=spec.api_port,
@@ -172,6 +175,9 @@ def _gateway(spec: RoleSpec, *, supervised: bool) -> int:
             2 * attention.max_num_seqs if gateway.max_running == "auto" else gateway.max_running
         ),
         slow_client_s=gateway.slow_client_s,
+        otlp=deployment.metrics.otlp,
+        otlp_share=deployment.metrics.otlp_share,
+        trace_steps=deployment.metrics.stage_every > 0,
         process=spec.index,
         processes=gateway.processes,
     )

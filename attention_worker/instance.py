@@ -30,6 +30,7 @@ from attention_worker.remote.host import RemoteExperts
 from attention_worker.remote.observer import ReplayObserver
 from attention_worker.remote.replay_guard import ReplayGuard, ReplaySettings
 from attention_worker.remote.stream import StreamExperts
+from attention_worker.step_spans import StepRequests, StepSpans
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -77,6 +78,7 @@ class AttentionInstance:
 
     Attributes:
         remote: the remote experts in host form.
+        requests: notes which traced requests a step serves; None: steps are not traced.
     """
 
     def __init__(
@@ -96,6 +98,12 @@ class AttentionInstance:
         self._scraper = scraper
         self._configured = AUTO if role.deployment.pipeline.depth == "auto" else self.max_depth
         self.remote = RemoteExperts(resolved, role.index, region, control, metrics)
+        traced = role.deployment.metrics
+        self.requests: StepRequests | None = None
+        self._spans: StepSpans | None = None
+        if traced.otlp is not None and traced.stage_every:
+            self.requests = StepRequests()
+            self._spans = StepSpans.start(traced.otlp, role.id, metrics, self.requests)
 
     @classmethod
     def join(cls) -> AttentionInstance:
@@ -234,6 +242,8 @@ class AttentionInstance:
         """Leaves the deployment and frees the transport. May be called again."""
         self._control.leave()
         self._control.close()
+        if self._spans:
+            self._spans.close()
         self.remote.close()
         if self._scraper:
             self._scraper.close()

@@ -345,3 +345,8 @@ class Metrics(Section):
 
     enabled: bool = True  # every role serves /metrics
     stage_every: int = Field(default=0, ge=0)  # take stage timestamps every n-th step; 0: never
+    # OTLP/HTTP address that gets traces (docs/traces.md), http://HOST:4318/v1/traces; null: none
+    otlp: Annotated[str, Field(pattern=r"^https?://[^/]+")] | None = Field(
+        default=None, description="an address such as http://HOST:4318/v1/traces, or null"
+    )
+    otlp_share: float = Field(default=1.0, ge=0, le=1)  # of requests without a traceparent

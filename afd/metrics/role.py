@@ -124,7 +124,8 @@ class RoleMetrics:
         steps           [depth] steps with that many micro-batches
         graph_steps     [depth] steps that a GPU replayed as a graph
         graph_seconds   [depth] device time of these steps, from the first kernel to the last
-        ffn_retries     attention: times that rows were sent again after an FFN instance was lost
+        ffn_retries     attention: times that rows were sent again, by cause. lost: an FFN rank
+                        restarted or registered again. rejoined: this instance did
         late_peers      ffn: times that a step continued without a late attention instance
         graph_captures  [Captured] ffn: graphs that were captured
         eager_steps     attention: steps that no graph ran although graphs are on, by reason
@@ -187,7 +188,7 @@ class RoleMetrics:
         self.graph_seconds = [0.0] * (max_depth + 1)
         self.graph_captures = [0] * len(Captured)
         self.eager_steps: dict[str, int] = {}
-        self.ffn_retries = 0
+        self.ffn_retries = {"lost": 0, "rejoined": 0}
         self.late_peers = 0
         self.slots = slots
         self.slots_in_flight = 0
@@ -308,12 +309,15 @@ def _counters(metrics: RoleMetrics) -> Iterator[Metric]:
         for reason, count in sorted(metrics.eager_steps.items()):
             eager.add_metric([reason], count)
         yield eager
-    if metrics.role == "attention" or metrics.ffn_retries:
-        yield CounterMetricFamily(
+    if metrics.role == "attention":
+        retries = CounterMetricFamily(
             "afd_ffn_retries",
             "Times that rows were sent again after an FFN instance was lost.",
-            value=metrics.ffn_retries,
+            labels=["cause"],
         )
+        for cause, count in metrics.ffn_retries.items():
+            retries.add_metric([cause], count)
+        yield retries
     if metrics.role == "ffn" or metrics.late_peers:
         yield CounterMetricFamily(
             "afd_late_peers",

@@ -15,8 +15,8 @@ from typing import Any
 from afd.control import operator
 from afd.errors import AfdError
 from afd.metrics.step_trace import Span, StepTrace
-from afd.metrics.trace import label, span
 from afd_bench.servers import Server
+from afd_launch.trace import label, span
 
 Steps = Mapping[str, Sequence[StepTrace]]
 """The last steps of each member, by its id."""

@@ -80,9 +80,12 @@ class StepObserver:
         self._timestamps.working()
         self.metrics.slots_in_flight -= self._ffn_ranks
 
-    def resumed(self) -> None:
-        """A lost FFN rank is back; its unanswered micro-batches are sent again."""
-        self.metrics.ffn_retries += 1
+    def resumed(self, cause: str) -> None:
+        """A lost FFN rank is back; its unanswered micro-batches are sent again.
+
+        cause: see :class:`afd.metrics.role.RoleMetrics`.
+        """
+        self.metrics.ffn_retries[cause] += 1
 
 
 class ReplayObserver:

@@ -120,7 +120,8 @@ class Recovery:
         If the control plane had given this instance up, all its sessions have ended. Meanwhile
         other roles went on and experts may have moved, so unanswered rows are dispatched again.
         """
-        if self._sessions.rejoined():
+        rejoined = self._sessions.rejoined()
+        if rejoined:
             self._dispatcher.adopt_in_step()
             self._outbox.replace(
                 [s if s is None else self._dispatcher.dispatch(s) for s in self._outbox.sources()]
@@ -131,24 +132,24 @@ class Recovery:
         renewed: set[int] = set()
         for j in ended:
             if j not in renewed:
-                self._resume_instance(j, deadline)
+                self._resume_instance(j, deadline, "rejoined" if rejoined else "lost")
                 renewed.update(self._sessions.instance_of(j))
         return renewed
 
-    def _resume_instance(self, j: int, deadline: float) -> None:
+    def _resume_instance(self, j: int, deadline: float, cause: str) -> None:
         """Renews the sessions of all ranks of the FFN instance of rank j.
 
         The ranks of an instance restart together and add up their partial results, so each of them
         needs the same micro-batches. Rank 0 comes last: the others look for what it has.
         """
         for k in reversed(self._sessions.instance_of(j)):
-            self._resume(k, deadline)
+            self._resume(k, deadline, cause)
 
-    def _resume(self, j: int, deadline: float) -> None:
+    def _resume(self, j: int, deadline: float, cause: str) -> None:
         logger.warning("%s is gone; waiting for it to come back", self._sessions.name(j))
         fresh = self._sessions.renew(j, deadline)
         self._outbox.start_session(j, self._sessions.all)
-        self._observer.resumed()
+        self._observer.resumed(cause)
         self._outbox.send_again(j)
         logger.warning("%s is back (session %d); resumed", fresh.id, fresh.session)
 

@@ -12,6 +12,7 @@ from afd.devices import ROCM, device_named
 from afd.errors import ConfigError
 from afd.graph_sizes import captured_rows
 from afd.host.amd_gpus import architectures
+from afd.metrics.otlp import VLLM_PACKAGES, check_packages
 from afd.models import read_config, read_model, read_quantization
 from attention_worker.quantised_linears import attention_is_quantised
 from attention_worker.rocm import attention_backend, switches
@@ -32,7 +33,7 @@ def attention_command(
 
     Raises:
         ConfigError: the checkpoint cannot be read or is not supported, attention.kernel does not
-            compute this model, or vLLM is missing or too old.
+            compute this model, or vLLM or a package for traces is missing or too old.
     """
     vllm = layout()
     deployment = role.deployment
@@ -109,6 +110,13 @@ def attention_command(
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "TORCHDYNAMO_DISABLE": "1",
             "OMP_NUM_THREADS": str(role.threads),
+        }
+    if deployment.metrics.otlp is not None:
+        check_packages(VLLM_PACKAGES)
+        argv.append(f"--otlp-traces-endpoint={deployment.metrics.otlp}")
+        extra |= {
+            "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+            "OTEL_SERVICE_NAME": role.id,
         }
     argv += attention.vllm_args
     return argv, {**environment, **extra}

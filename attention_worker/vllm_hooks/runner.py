@@ -115,11 +115,18 @@ class DisaggregatedRunner(_Base):
             self._scheduled = None
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
-        """Also gives resumed requests the tokens that another instance generated."""
+        """Also gives resumed requests the tokens that another instance generated, and notes the
+        traced requests of the step."""
         deferred = super()._update_states(scheduler_output)
         for request in scheduler_output.scheduled_new_reqs:
             if tokens := resumed_tokens(request.sampling_params):
                 restore(self, request.req_id, tokens)
+        if (traced := self._instance.requests) is not None:
+            traced.finished(scheduler_output.finished_req_ids)
+            for request in scheduler_output.scheduled_new_reqs:
+                if request.sampling_params is not None:
+                    traced.began(request.req_id, request.sampling_params.extra_args)
+            traced.step(scheduler_output.num_scheduled_tokens)
         return deferred
 
     def _determine_batch_execution_and_padding(

@@ -166,7 +166,7 @@ def test_an_ffn_restart_in_mid_step_loses_nothing(deploy, reference, y):
     deployed.start_ffn(y - 1)
     thread.join(20)
     assert not thread.is_alive() and not failure, failure
-    assert client._observer.metrics.ffn_retries == 1
+    assert client._observer.metrics.ffn_retries == {"lost": 1, "rejoined": 0}
 
 
 @pytest.mark.parametrize("role", ["attention", "ffn"])
@@ -179,7 +179,8 @@ def test_a_member_removed_and_registered_again_continues(deploy, reference, role
         run_step(client, deployed.resolved, expected, [2, 3], step)
         deployed.renew(role, 0)
     run_step(client, deployed.resolved, expected, [2, 3], 9)
-    assert client._observer.metrics.ffn_retries == 3
+    causes = {"lost": 3 * (role == "ffn"), "rejoined": 3 * (role == "attention")}
+    assert client._observer.metrics.ffn_retries == causes
 
 
 @pytest.mark.parametrize("in_step", [False, True])

@@ -198,12 +198,13 @@ def test_attention_scrape() -> None:
     metrics = RoleMetrics("attention")
     metrics.stage(Stage.ATTENTION).observe(0.004)
     metrics.wire_bytes[Direction.A2F] += 10
-    metrics.ffn_retries += 3
+    metrics.ffn_retries["lost"] += 3
     got = samples(metrics)
     assert got["afd_stage_seconds_count", (("stage", "attention"),)] == 1
     assert got["afd_stage_seconds_count", (("stage", "f2a"),)] == 0
     assert got["afd_wire_bytes_total", (("direction", "a2f"),)] == 10
-    assert got["afd_ffn_retries_total", ()] == 3
+    assert got["afd_ffn_retries_total", (("cause", "lost"),)] == 3
+    assert got["afd_ffn_retries_total", (("cause", "rejoined"),)] == 0
     assert got["afd_peers_up", (("role", "ffn"),)] == 0
     names = {name for name, _ in got}
     assert "afd_late_peers_total" not in names

@@ -98,8 +98,8 @@ def test_the_second_instance_gets_the_tokens_and_not_more_work_than_the_rest() -
             assert request["vllm_xargs"]["mine"] == 1 and request["max_tokens"] == 9
             async with gw.client.get(f"{gw.url}/metrics") as page:
                 text = await page.text()
-            assert 'afd_gateway_replays_total{instance="gateway-0"} 1.0' in text
-            assert 'afd_gateway_retries_total{instance="gateway-0"} 0.0' in text
+            assert 'afd_gateway_replays_total{cause="closed",instance="gateway-0"} 1.0' in text
+            assert 'afd_gateway_retries_total{cause="closed",instance="gateway-0"} 0.0' in text
 
     run(work())
 
@@ -345,5 +345,21 @@ def test_bodies_that_are_no_streams_of_tokens_pass_unchanged() -> None:
             async with gw.client.post(gw.url + TEXT, data=zipped, headers=headers) as answer:
                 await answer.read()
             assert instance.bodies[-1] == b'{"stream": true}'
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("how", "cause"),
+    [("reset", "closed"), ("event", "error"), ("abort", "error"), ("end", "closed")],
+)
+def test_replays_are_counted_by_cause(how: str, cause: str) -> None:
+    async def work() -> None:
+        first, second = TokenInstance(die_after=4, how=how), TokenInstance("attention-1")
+        async with rig(first, second) as gw:
+            await ask(gw, ASK)
+            async with gw.client.get(f"{gw.url}/metrics") as page:
+                text = await page.text()
+        assert f'afd_gateway_replays_total{{cause="{cause}",instance="gateway-0"}} 1.0' in text
 
     run(work())

