@@ -22,7 +22,7 @@ BEGIN, END = "<!-- features, written by afd bench amd -->", "<!-- /features -->"
 @dataclass(frozen=True)
 class Feature:
     """One row. gfx942, gfx950: rungs reached without hardware. steps: of the ladder that raise it
-    to 6 together."""
+    to 6 together; none: the ladder cannot."""
 
     name: str
     file: str
@@ -38,6 +38,8 @@ class Feature:
 
     def verified_on(self, arch: str, results: Sequence[Result]) -> str | None:
         """Day of the first result that verifies the feature on an architecture."""
+        if not self.steps:
+            return None
         days = [
             result.date
             for result in results
@@ -65,7 +67,9 @@ def table(features: Sequence[Feature], results: Sequence[Result]) -> str:
             rungs = ", ".join(map(str, feature.rungs(arch, results))) or "none"
             cells.append(f"{rungs} ({day})" if day else rungs)
         link = f"[{Path(feature.file).name}](../{feature.file})"
-        where = " | ".join([feature.name, link, *cells, feature.note, ", ".join(feature.steps)])
+        where = " | ".join(
+            [feature.name, link, *cells, feature.note, ", ".join(feature.steps) or "no step"]
+        )
         lines.append(f"| {where} |")
     return "\n".join(lines)
 

@@ -16,6 +16,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from afd.wire.streams_torch import HostTimer, Payloads, StepTimer, Streams
+from ffn_worker.allreduce.base import Collective, Setup
+from ffn_worker.allreduce.gloo import GlooCollective
 from ffn_worker.moe.reference import ReferenceBackend
 
 _Recorded = TypeVar("_Recorded")
@@ -315,3 +317,31 @@ class CapturedReference(ReferenceBackend):
     ) -> torch.Tensor:
         out: torch.Tensor = _experts(self._number, layer, x, topk_ids, topk_weights)
         return out
+
+
+_sums: list["CapturedSum"] = []
+
+
+@torch.library.custom_op("stand_in::sum", mutates_args=())
+def _sum(number: int, x: torch.Tensor) -> torch.Tensor:
+    return GlooCollective.reduce_scatter(_sums[number], x)
+
+
+class CapturedSum(GlooCollective):
+    """The sum over the ranks of an FFN instance as one operation, through the host."""
+
+    capturable = True
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self._number = len(_sums)
+        _sums.append(self)
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = _sum(self._number, x)
+        return out
+
+
+def make_sum(setup: Setup, table: object = None) -> Collective:
+    """See :class:`ffn_worker.allreduce.registry.Make`."""
+    return CapturedSum(setup)
