@@ -38,6 +38,8 @@ class HostObserver:
                 HostStreams(), sum(self._metrics.steps), self._stage_every
             )
             self._timestamps.begin()
+        elif call.position.layer > self._last_layer:  # a draft layer is a step of its own
+            self._free_since = self._started
         self._timestamps.working()
 
     def done(self, call: Call) -> None:

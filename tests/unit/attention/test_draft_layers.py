@@ -161,6 +161,16 @@ def test_a_draft_does_not_wait_for_an_instance_that_begins_a_step(deploy, expect
     assert time.monotonic() - began < 4.0
 
 
+def test_time_before_a_draft_is_no_bubble(deploy, expected):
+    deployed = deploy(1, 1)
+    client, metrics = deployed.clients[0], deployed.loops[0].rank.metrics
+    run_step(client, deployed.resolved, expected, [2], 0)
+    before = metrics.bubble_seconds
+    time.sleep(0.3)  # attention samples
+    run_draft(client, deployed.resolved, expected, 2, 0)
+    assert metrics.bubble_seconds - before < 0.1
+
+
 def test_a_lost_ffn_gets_the_draft_again(deploy, expected):
     deployed = deploy(1, 1)
     client, resolved = deployed.clients[0], deployed.resolved
