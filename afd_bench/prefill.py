@@ -225,15 +225,15 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--depth", type=int, default=3, choices=(1, 2, 3))
     parser.add_argument(
-        "--lengths", type=int, nargs="+", default=[128, 1024, 8192], help="tokens of a prompt"
+        "--lengths", type=int, nargs="+", default=[128, 1024, 4096], help="tokens of a prompt"
     )
     parser.add_argument(
-        "--steps", type=int, nargs="+", default=[1024, 8192], help="tokens of a step"
+        "--steps", type=int, nargs="+", default=[1024, 4096], help="tokens of a step"
     )
-    parser.add_argument("--together", type=int, default=4, help="prompts at once")
+    parser.add_argument("--together", type=int, default=2, help="prompts at once")
     parser.add_argument("--streams", type=int, default=8, help="decoding requests")
     parser.add_argument("--answer", type=int, default=48, help="tokens of a decoding request")
-    parser.add_argument("--rounds", type=int, default=3, help="turns per case and server")
+    parser.add_argument("--rounds", type=int, default=2, help="turns per case and server")
     parser.add_argument("--kv-gib", type=float, default=1.0, help="KV cache of each server")
     parser.add_argument(
         "--cores", type=int, nargs="+", default=available_cores(), help="cores of the peer"

@@ -242,6 +242,7 @@ class LocalInstance:
         self.steps = DecodeSteps()
         self.max_depth = self.resolved.contract.max_depth
         self.min_rows = 1
+        self.requests = None  # steps are not traced
 
     @classmethod
     def join(cls) -> "LocalInstance":
