@@ -1,4 +1,7 @@
-"""Rung 2: every kernel compiles for CDNA3, CDNA4 and Hopper, to the expected instructions."""
+"""Rung 2: every kernel compiles for CDNA3, CDNA4 and Hopper, to the expected instructions.
+
+Hopper takes a minute, and its kernels run on real GPUs: ``./run test-amd -m long``.
+"""
 
 import re
 
@@ -8,7 +11,15 @@ pytest.importorskip("triton", reason="triton is not installed here; ./run test-a
 
 from kernel_builds import TARGETS, Build, builds
 
-CASES = [pytest.param(t, b, id=f"{t}-{b.name}") for t in TARGETS for b in builds(t)]
+HOPPER = "sm_90"
+
+
+def of_target(target: str, *further: object, name: str) -> object:
+    marks = [pytest.mark.long] if target == HOPPER else []
+    return pytest.param(target, *further, id=name, marks=marks)
+
+
+CASES = [of_target(t, b, name=f"{t}-{b.name}") for t in TARGETS for b in builds(t)]
 
 
 @pytest.mark.parametrize(("target", "build"), CASES)
@@ -47,11 +58,11 @@ def test_encoders_use_no_approximate_reciprocal(compiled, target: str) -> None:
             assert "v_rcp_f16" not in compiled(target).text(build.name)
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", [of_target(t, name=t) for t in TARGETS])
 def test_codecs_round_every_product_and_every_sum(compiled, target: str) -> None:
     """A fused multiply-add rounds once, which gives other codes. On sm_90 add.f16 is forbidden too,
     because ptxas may fuse it."""
-    pattern = r"fma\w*\.f16|add\.f16" if target == "sm_90" else r"v_\w*(fma|mac|mad)\w*_f16"
+    pattern = r"fma\w*\.f16|add\.f16" if target == HOPPER else r"v_\w*(fma|mac|mad)\w*_f16"
     for build in builds(target):
         if build.name.startswith(("encode", "decode_sum", "two_shot")):
             assert not re.findall(pattern, compiled(target).text(build.name))
