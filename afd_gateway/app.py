@@ -21,7 +21,7 @@ from afd_gateway.kv_load import watch
 from afd_gateway.owner import make_connector
 from afd_gateway.pool import Pool
 from afd_gateway.proxy import Proxy, read_body
-from afd_gateway.relay import ANSWERED
+from afd_gateway.relay import final_status
 from afd_gateway.scrape import CONTENT_TYPE, metrics_page
 from afd_gateway.settings import GatewaySettings
 from afd_gateway.stored import others_than_holder, response_id
@@ -34,7 +34,6 @@ FORWARDED = ("/v1/{tail:.*}", "/tokenize", "/detokenize", "/version", "/ping", "
 OPEN_PATHS = frozenset({"/health", "/ping"})
 """Answered without an API key: probes of an orchestrator or a load balancer have none."""
 _REQUEST_ID = "X-Request-Id"
-_CLIENT_GONE = 499  # appears in metrics only
 CleanupContext = Callable[[web.Application], AsyncIterator[None]]
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -153,15 +152,13 @@ async def _watch_kv(gateway: Gateway, session: aiohttp.ClientSession) -> None:
 async def _count(request: web.Request, handler: _Handler) -> web.StreamResponse:
     gateway = request.app[GATEWAY]
     gateway.begin()
-    code = None
+    response = None
     try:
         response = await handler(request)
-        code = response.status
         return response
     finally:
         gateway.end()
-        if code is None:
-            code = request.get(ANSWERED, _CLIENT_GONE)
+        code = final_status(request, response)
         gateway.telemetry.request(request.method, request.path, code)
 
 

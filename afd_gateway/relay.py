@@ -21,9 +21,15 @@ log = logging.getLogger("afd.gateway")
 
 ANSWERED = web.RequestKey("answered", int)
 """Status of a stream whose last event was forwarded; the client may disconnect after it."""
+_CLIENT_GONE = 499  # appears in metrics and traces only
 _SERVER_FAILED = frozenset({500, 502, 503, 504})
 _NO_ROUTE = b'{"detail":"NotFound"}'
 """What vLLM's web server says of a path that it does not have, without blanks."""
+
+
+def final_status(request: web.Request, response: web.StreamResponse | None) -> int:
+    """Returns the HTTP status for metrics and traces. response: None if the handler raised."""
+    return request.get(ANSWERED, _CLIENT_GONE) if response is None else response.status
 
 
 class Relay:

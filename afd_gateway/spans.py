@@ -21,12 +21,11 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from afd.metrics.otlp import PARENT, make_provider, shutdown
 from afd_gateway.admission import takes_a_turn
-from afd_gateway.relay import ANSWERED
+from afd_gateway.relay import final_status
 from afd_gateway.replay import CHAT, MAX_BODY_BYTES, TEXT
 from afd_gateway.settings import GatewaySettings
 from afd_gateway.trace import TRACE
 
-CLIENT_GONE = 499
 _OPERATIONS = {CHAT: "chat", TEXT: "text_completion", "/v1/embeddings": "embeddings"}
 _W3C = TraceContextTextMapPropagator()
 
@@ -143,13 +142,12 @@ class Spans:
             return await handler(request)
         trace = SpanOfRequest(self._tracer, request, steps=self._steps)
         request[TRACE] = trace
-        code = None
+        response = None
         try:
             response = await handler(request)
-            code = response.status
             return response
         finally:
-            trace.end(request.get(ANSWERED, CLIENT_GONE) if code is None else code)
+            trace.end(final_status(request, response))
 
 
 def with_parent(body: bytes, traceparent: str) -> bytes:

@@ -23,13 +23,25 @@ _Forward = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 class DraftModel(nn.Module):
-    """What :func:`drafting` returns; see :class:`attention_worker.instance.AttentionModel`."""
+    """The part of what :func:`drafting` returns that is ours; see
+    :class:`attention_worker.instance.AttentionModel`."""
 
+    disaggregated_as: Family
     weight_bytes_read: int
     weight_bytes_held: int
 
     def attach(self, remote: DraftExperts, moe_layers: tuple[int, ...]) -> None:
-        raise NotImplementedError
+        """Connects the draft layers, which have these numbers, to the FFN instances."""
+        family, blocks = self.disaggregated_as, self.blocks()
+        for index in moe_layers:
+            block = blocks[index]
+            halves = LayerHalves(block, index, family, make_router(block, family))
+            vars(block)["forward"] = _forward(halves, remote)
+
+    def blocks(self) -> dict[int, nn.Module]:
+        """Returns the decoder layers of the draft layers, by number."""
+        layers = self.get_submodule("model.layers").named_children()
+        return {int(name): layer.get_submodule("mtp_block") for name, layer in layers}
 
 
 def drafting(base: type[nn.Module], family: Family) -> type[nn.Module]:
@@ -38,23 +50,12 @@ def drafting(base: type[nn.Module], family: Family) -> type[nn.Module]:
     class Drafting(base, DraftModel):  # type: ignore[valid-type,misc]  # known at run time only
         """The draft layers without expert weights."""
 
+        disaggregated_as = family
+
         def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
             super().__init__(vllm_config=vllm_config, prefix=prefix)
-            for block in self._blocks().values():
+            for block in self.blocks().values():
                 drop_shared_experts(block, family)
-
-        def attach(self, remote: DraftExperts, moe_layers: tuple[int, ...]) -> None:
-            """Connects the draft layers, which have these numbers, to the FFN instances."""
-            blocks = self._blocks()
-            for index in moe_layers:
-                block = blocks[index]
-                halves = LayerHalves(block, index, family, make_router(block, family))
-                vars(block)["forward"] = _forward(halves, remote)
-
-        def _blocks(self) -> dict[int, nn.Module]:
-            """Returns the decoder layers of the draft layers, by number."""
-            layers = self.get_submodule("model.layers").named_children()
-            return {int(name): layer.get_submodule("mtp_block") for name, layer in layers}
 
     Drafting.__name__ = Drafting.__qualname__ = f"Afd{base.__name__}"
     return Drafting
