@@ -175,7 +175,11 @@ def local_address(host: str) -> str:
 def _gateway_wait(spec: RoleSpec) -> str | None:
     host = local_address(spec.deployment.gateway.host)
     scheme = "http" if spec.deployment.gateway.tls is None else "https"
-    url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{spec.api_port}/health"
+    return health_wait(f"{scheme}://{f'[{host}]' if ':' in host else host}:{spec.api_port}/health")
+
+
+def health_wait(url: str) -> str | None:
+    """What a server still has to do before ``url`` returns 200; None once it does."""
     try:
         with DIRECT.open(url, timeout=HEALTH_S):
             return None

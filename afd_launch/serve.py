@@ -68,7 +68,7 @@ def serve(
         if ports.gateway:
             check_files(deployment.gateway)
         if log_dir:
-            _make_log_dir(log_dir)
+            make_log_dir(log_dir)
         stack.enter_context(unblocked_output())
         return _serve(deployment, name, ports, log_dir, on_ready)
 
@@ -82,7 +82,7 @@ def _serve(
 ) -> int:
     began = time.monotonic()
     scheme = "http" if deployment.gateway.tls is None else "https"
-    url = f"{scheme}://{_reachable(deployment.gateway.host)}:{ports.gateway}"
+    url = f"{scheme}://{reachable(deployment.gateway.host)}:{ports.gateway}"
 
     def ready() -> None:
         after = f"ready after {time.monotonic() - began:.0f} s"
@@ -172,14 +172,14 @@ def weights_note(deployment: Deployment) -> str:
     return f"; {deployment.model} holds no weights: serve a checkpoint with --set model=/path/to/it"
 
 
-def _make_log_dir(path: Path) -> None:
+def make_log_dir(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as err:
         raise ConfigError(f"cannot create the log directory {path}: {err.strerror}") from None
 
 
-def _reachable(host: str) -> str:
+def reachable(host: str) -> str:
     """Returns the address at which a client on this host reaches a server bound to ``host``."""
     host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"[{host}]" if ":" in host else host

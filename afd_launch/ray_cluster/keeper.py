@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
-from pathlib import Path
 
+from afd_launch.private_folder import private_folder
 from afd_launch.process import Command, RoleProcess, describe_exit
 from afd_launch.ray_cluster.plan import Instance
 
@@ -21,49 +20,47 @@ class Keeper:
     """Starts the ranks of one instance, reports their output, and ends them together.
 
     Ray runs its methods one at a time on the main thread of a worker process, as
-    :class:`RoleProcess` needs. The processes end with this one.
+    :class:`RoleProcess` needs. The processes end with this one, and a watchdog removes their files.
     """
 
     def __init__(self, instance: Instance) -> None:
         self._instance = instance
         self._running: list[RoleProcess] = []
-        self._folder: Path | None = None
+        self._folder = contextlib.ExitStack()
 
-    def node_address(self) -> str:
-        """The address of the node that Ray has put this actor on."""
+    def start(self, files: Mapping[str, str], control: str) -> str:
+        """Writes the files into a private folder and starts the ranks.
+
+        files: text by name. Returns the address of the node that Ray has put this actor on.
+        """
         import ray
 
-        address: str = ray.util.get_node_ip_address()
-        return address
-
-    def start(self, files: Mapping[str, str], address: str, control: str) -> list[int]:
-        """Writes the files into a private folder and starts the ranks. Returns their pids.
-
-        files: text by name. address: of this node.
-        """
         self.stop(0.0)
-        self._folder = Path(tempfile.mkdtemp(prefix=f"afd-ray-{self._instance.name}-"))
+        address: str = ray.util.get_node_ip_address()
+        folder, watchdog = self._folder.enter_context(private_folder())
         for name, text in files.items():
-            path = self._folder / name
+            path = folder / name
             path.touch(mode=0o600)
             path.write_text(text, encoding="utf-8")
-        commands = self._instance.arguments(address, control, str(self._folder))
-        env = {"TMPDIR": str(self._folder), "PYTHONUNBUFFERED": "1"}
-        self._running = [
-            RoleProcess(Command(member, (sys.executable, "-m", "afd_launch.cli", *argv), env))
-            for member, argv in zip(self._instance.members, commands, strict=True)
-        ]
-        return [process.group for process in self._running]
+        env = {"TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"}
+        commands = self._instance.arguments(address, control, str(folder))
+        for member, argv in zip(self._instance.members, commands, strict=True):
+            command = Command(member, (sys.executable, "-m", "afd_launch.cli", *argv), env)
+            self._running.append(RoleProcess(command))
+            watchdog.add(self._running[-1].group)
+        return address
 
-    def poll(self) -> tuple[dict[str, bytes], str]:
-        """Returns the output since the last call, by member, and how a rank ended; "" if none
+    def poll(self) -> tuple[dict[str, bytes], tuple[str, str] | None]:
+        """Returns the output since the last call, by member, and which rank ended how, if one
         did."""
         output = {process.name: self._read(process) for process in self._running}
         for process in self._running:
             if (code := process.exit_code()) is not None:
                 output[process.name] += self._read(process)
-                return output, f"{process.name} {describe_exit(code)}"
-        return output, "" if self._running else f"{self._instance.name} runs no process"
+                return output, (process.name, describe_exit(code))
+        if not self._running:  # Ray has started this actor anew
+            return output, (self._instance.name, "lost its actor")
+        return output, None
 
     def stop(self, seconds: float) -> dict[str, bytes]:
         """Ends all ranks: SIGTERM, and after ``seconds`` SIGKILL. Returns their last output."""
@@ -81,11 +78,10 @@ class Keeper:
                     process.signal(signal.SIGKILL)
             time.sleep(0.05)
         for process in self._running:
+            output[process.name] += self._read(process)
             process.close()
         self._running = []
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
+        self._folder.close()
         return output
 
     def _read(self, process: RoleProcess) -> bytes:

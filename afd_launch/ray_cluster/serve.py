@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,35 +24,32 @@ from afd.config.deployment import Deployment
 from afd.control import operator
 from afd.control.keys import CurveKeys
 from afd.control.local_keys import announced
+from afd.control.messages import Members
 from afd.errors import ConfigError, DeadlineExceeded
-from afd.host.ports import held_ports
+from afd.host.ports import check_free, held_ports
 from afd_gateway.files import check_files
+from afd_launch.orders import RoleWish
 from afd_launch.private_folder import private_folder
-from afd_launch.process import Command, RoleProcess, describe_exit
+from afd_launch.process import Command, describe_exit
 from afd_launch.ray_cluster.keeper import Keeper
+from afd_launch.ray_cluster.placed import Placed, Surroundings, wish_for
 from afd_launch.ray_cluster.plan import Instance, instances_of
+from afd_launch.readiness import health_wait
 from afd_launch.restarts import backoff_s
 from afd_launch.role_log import RoleLog, say
-from afd_launch.serve import summary
+from afd_launch.role_table import RoleTable
+from afd_launch.roles_of_host import STOP_S
+from afd_launch.serve import make_log_dir, reachable, summary
+from afd_launch.watchdog import Watchdog
 
-_TURN_S = 0.3
-_STOP_S = {"attention": 15.0, "ffn": 5.0}
+_TURN_S = 0.2
+_ASK_S = 1.0  # between two status requests
+_ANSWER_S = 0.5
+_PROGRESS_S = 10.0
 
 
 class _Stop(Exception):
-    """A signal asked the driver to stop."""
-
-
-@dataclass
-class _Kept:
-    """An instance and its actor. due: when to start it (time.monotonic()); None while it runs.
-    pending: the running call of ``poll``."""
-
-    instance: Instance
-    actor: Any
-    due: float | None = 0.0
-    deaths: list[float] = field(default_factory=list)
-    pending: Any = None
+    """A signal or an operator asked the driver to stop. The message says so."""
 
 
 def serve_on_ray(
@@ -65,16 +61,27 @@ def serve_on_ray(
         address: of the Ray cluster; auto: the one that this node belongs to. cpus: of each process.
 
     Raises:
-        ConfigError: the cluster cannot be reached or has too few resources, or an instance died
-            more than ``restart.max_restarts`` times.
+        ConfigError: the cluster cannot be reached or has too few resources, a role could not start,
+            or it ended more than ``restart.max_restarts`` times.
     """
     if deployment.hosts:
         raise ConfigError("hosts and --ray exclude each other: Ray places the instances")
     check_files(deployment.gateway)
+    if log_dir:
+        make_log_dir(log_dir)
     ray = _connected(address)
+    node = ray.util.get_node_ip_address()
+    gateway, wanted = deployment.gateway, deployment.control.address
     try:
-        with private_folder() as (run_dir, _watchdog):
-            return _Driver(ray, deployment, cpus, run_dir, log_dir).run()
+        with (
+            held_ports([gateway.host, node]) as (port, control_port),
+            private_folder() as (run_dir, watchdog),
+        ):
+            port = gateway.port or port
+            check_free(gateway.host, port, "gateway.port (or --port)")
+            control = f"tcp://{node}:{control_port}" if wanted == "auto" else wanted
+            driver = _Driver(ray, deployment, cpus, run_dir, watchdog, log_dir, control, port)
+            return driver.run()
     finally:
         ray.shutdown()
 
@@ -96,237 +103,257 @@ def _connected(address: str) -> Any:
 
 class _Driver:
     def __init__(
-        self, ray: Any, deployment: Deployment, cpus: float, run_dir: Path, log_dir: Path | None
+        self,
+        ray: Any,
+        deployment: Deployment,
+        cpus: float,
+        run_dir: Path,
+        watchdog: Watchdog,
+        log_dir: Path | None,
+        control: str,
+        port: int,
     ) -> None:
         self._ray, self._deployment, self._cpus = ray, deployment, cpus
         self._run_dir, self._log_dir = run_dir, log_dir
-        self._node = ray.util.get_node_ip_address()
+        self._control, self._port = control, port
         given = deployment.control.keys
         self._keys = CurveKeys.load(given) if given else CurveKeys.generate()
-        self._local: dict[str, RoleProcess] = {}
-        self._logs: dict[str, RoleLog] = {}
         self._signals: list[int] = []
+        self._table = RoleTable(watchdog, sys.stdout, log_dir, lambda: len(self._signals) > 1)
+        self._local: dict[str, Command] = {}
+        self._due: dict[str, float] = {}  # when to start a local role again
+        self._deaths: dict[str, list[float]] = {}
+        self._logs: dict[str, RoleLog] = {}
+        self._members: Members | None = None
+        self._asked = 0.0
+        self._serving = False
 
     def run(self) -> int:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
         began = time.monotonic()
-        with self._control_address() as control, self._placed() as kept:
+        operator_keys = self._run_dir / "operator.keys"
+        self._keys.operator.save(operator_keys)
+        with ExitStack() as stack:
+            stack.callback(self._close)
+            found = stack.enter_context(announced(self._control, operator_keys))
+            named = "" if found else f" --keys {operator_keys}"
             try:
-                self._start_local("control", control)
-                self._start_local("gateway", control)
-                operator_keys = self._run_dir / "operator.keys"
-                self._keys.operator.save(operator_keys)
-                with announced(control, operator_keys):
-                    say(f"operate it with: afd ctl --control {control} status")
-                    self._serve(kept, control, began)
-            except _Stop:
-                say(f"{signal.Signals(self._signals[0]).name}: stopping")
-                return 0
-            finally:
-                self._stop(kept)
+                placed = stack.enter_context(self._placed())
+                try:
+                    for role in ("control", "gateway"):
+                        self._add_local(role)
+                    say(f"operate it with: afd ctl --control {self._control}{named} status")
+                    self._serve(placed, began)
+                finally:
+                    self._stop(placed)
+            except _Stop as reason:
+                say(f"{reason}: stopped")
         return 0
 
     # -- placement
 
     @contextlib.contextmanager
-    def _placed(self) -> Iterator[list[_Kept]]:
+    def _placed(self) -> Iterator[list[Placed]]:
         """One actor per instance, each in its bundle."""
         ray, instances = self._ray, instances_of(self._deployment)
-        strategies = ray.util.scheduling_strategies
         bundles = [instance.bundle(self._cpus) for instance in instances]
         group = ray.util.placement_group(bundles, strategy="SPREAD")
-        limit_s = self._deployment.deadlines.hosts_s
         say(f"placing {len(bundles)} instances on Ray: {summary(self._deployment)}")
         try:
-            ready, _ = ray.wait([group.ready()], timeout=limit_s)
-            if not ready:
-                has = {k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")}
-                raise ConfigError(
-                    f"Ray has not placed {bundles} within {limit_s:g} s (deadlines.hosts_s); the"
-                    f" cluster has {has}; add nodes, or lower --ray-cpus"
+            self._await_place(group, bundles)
+            around = Surroundings(
+                ray,
+                self._files,
+                self._feed,
+                self._error_of,
+                self._control,
+                self._deployment.restart,
+            )
+            yield [
+                Placed(
+                    around, instance, self._actor(group, number, instance), self._leave_s(instance)
                 )
-            kept = []
-            for number, instance in enumerate(instances):
-                own = instance.bundle(self._cpus)
-                place = strategies.PlacementGroupSchedulingStrategy(
-                    placement_group=group, placement_group_bundle_index=number
-                )
-                actor = (
-                    ray.remote(Keeper)
-                    .options(
-                        num_cpus=own["CPU"],
-                        num_gpus=own.get("GPU", 0),
-                        max_restarts=-1,
-                        scheduling_strategy=place,
-                        runtime_env={"env_vars": {"PYTHONUNBUFFERED": "1"}},
-                    )
-                    .remote(instance)
-                )
-                kept.append(_Kept(instance, actor))
-            yield kept
+                for number, instance in enumerate(instances)
+            ]
         finally:
             ray.util.remove_placement_group(group)
 
-    @contextlib.contextmanager
-    def _control_address(self) -> Iterator[str]:
-        wanted = self._deployment.control.address
-        if wanted != "auto":
-            yield wanted
-            return
-        with held_ports([self._node]) as (port,):
-            yield f"tcp://{self._node}:{port}"
+    def _await_place(self, group: Any, bundles: list[dict[str, float]]) -> None:
+        limit_s, began = self._deployment.deadlines.hosts_s, time.monotonic()
+        reference, shown = group.ready(), began
+        while not self._ray.wait([reference], timeout=_ASK_S)[0]:
+            self._check_signals()
+            now = time.monotonic()
+            has = {k: v for k, v in self._ray.cluster_resources().items() if k in ("CPU", "GPU")}
+            text = f"Ray has not placed {bundles}; the cluster has {has}"
+            if now - began > limit_s:
+                raise ConfigError(
+                    f"{text} after {limit_s:g} s (deadlines.hosts_s); add nodes, or lower"
+                    " --ray-cpus"
+                )
+            if now - shown > _PROGRESS_S:
+                shown = now
+                say(f"{now - began:.0f} s: {text}")
 
-    # -- control plane and gateway, beside the driver
+    def _actor(self, group: Any, number: int, instance: Instance) -> Any:
+        own = instance.bundle(self._cpus)
+        place = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+            placement_group=group, placement_group_bundle_index=number
+        )
+        options = {
+            "num_cpus": own["CPU"],
+            "num_gpus": own.get("GPU", 0),
+            "max_restarts": -1,
+            "scheduling_strategy": place,
+            "runtime_env": {"env_vars": {"PYTHONUNBUFFERED": "1"}},
+        }
+        return self._ray.remote(Keeper).options(**options).remote(instance)
 
-    def _start_local(self, role: str, control: str) -> None:
-        name = f"{role}-0"
-        file, keys = self._run_dir / f"{name}.yaml", self._run_dir / f"{name}.keys"
-        file.write_text(self._file())
-        (self._keys if role == "control" else self._keys.member(name)).save(keys)
-        command = (sys.executable, "-m", "afd_launch.cli", role, str(file), "--control", control)
-        argv = (*command, "--set", f"control.keys={keys}")
-        self._local[name] = RoleProcess(Command(name, argv, {"PYTHONUNBUFFERED": "1"}))
+    def _leave_s(self, instance: Instance) -> float:
+        drain_s = self._deployment.deadlines.drain_s if instance.role == "attention" else 0.0
+        return STOP_S[instance.role] + drain_s
+
+    # -- what the roles read
 
     def _file(self) -> str:
         """The deployment file of every role; control.keys differs and is given by --set."""
         plain = self._deployment.plain()
         plain["control"] = {k: v for k, v in plain["control"].items() if k != "keys"}
-        plain["gateway"]["processes"] = 1  # the one beside this driver
+        plain["gateway"] |= {"processes": 1, "port": self._port}  # the one beside this driver
         return yaml.safe_dump(plain)
 
-    # -- serving
-
-    def _serve(self, kept: list[_Kept], control: str, began: float) -> None:
-        told = False
-        while True:
-            if self._signals:
-                raise _Stop
-            self._look_at_local()
-            for one in kept:
-                self._look_at(one, control)
-            if not told and self._whole(kept, control):
-                told = True
-                gateway = self._deployment.gateway
-                say(
-                    f"ready after {time.monotonic() - began:.0f} s:"
-                    f" http://{gateway.host}:{gateway.port}/v1 ({summary(self._deployment)})"
-                )
-            elif not told and time.monotonic() - began > self._deployment.deadlines.start_s:
-                raise ConfigError(
-                    f"not ready after {self._deployment.deadlines.start_s:g} s"
-                    " (deadlines.start_s); see the last lines of the instances above"
-                )
-            time.sleep(_TURN_S)
-
-    def _look_at_local(self) -> None:
-        for name, process in self._local.items():
-            self._feed(name, self._read(process))
-            if (code := process.exit_code()) is not None:
-                raise ConfigError(f"{name} {describe_exit(code)}; its last lines are above")
-
-    def _look_at(self, one: _Kept, control: str) -> None:
-        """Starts the instance if it is due; else reads its output and notices its end."""
-        errors = self._ray.exceptions
-        name, now = one.instance.name, time.monotonic()
-        try:
-            if one.due is not None:
-                if now >= one.due:
-                    self._start(one, control)
-                return
-            if one.pending is None:
-                one.pending = one.actor.poll.remote()
-            done, _ = self._ray.wait([one.pending], timeout=0)
-            if not done:
-                return
-            output, ended = self._ray.get(one.pending)
-            one.pending = None
-            for member, data in output.items():
-                self._feed(member, data)
-            if ended:
-                self._ray.get(one.actor.stop.remote(1.0))
-                self._died(one, ended, now)
-        except errors.RayActorError:
-            one.pending = None
-            self._died(one, f"the node of {name} or its actor is gone", now)
-
-    def _start(self, one: _Kept, control: str) -> None:
+    def _files(self, instance: Instance) -> Mapping[str, str]:
         files = {"deployment.yaml": self._file()}
-        for member in one.instance.members:
+        for member in instance.members:
             key_file = self._run_dir / f"{member}.keys"
             key_file.unlink(missing_ok=True)
             self._keys.member(member).save(key_file)
-            files[f"{member}.keys"] = key_file.read_text()
-        # The actor knows its node only where it runs.
-        node = self._ray.get(one.actor.node_address.remote(), timeout=30)
-        self._ray.get(one.actor.start.remote(files, node, control), timeout=60)
-        one.due = None
-        say(f"{one.instance.name} starts on {node}")
+            files[key_file.name] = key_file.read_text()
+        return files
 
-    def _died(self, one: _Kept, text: str, now: float) -> None:
-        one.deaths.append(now)
-        restart = self._deployment.restart
-        wait_s = backoff_s(one.deaths, now, restart.max_restarts, restart.window_s)
-        if wait_s is None:
+    # -- control plane and gateway, beside the driver
+
+    def _add_local(self, role: str) -> None:
+        name = f"{role}-0"
+        file, keys = self._run_dir / f"{name}.yaml", self._run_dir / f"{name}.keys"
+        file.write_text(self._file())
+        (self._keys if role == "control" else self._keys.member(name)).save(keys)
+        argv = (sys.executable, "-m", "afd_launch.cli", role, str(file), "--control", self._control)
+        env = {"PYTHONUNBUFFERED": "1", "TMPDIR": str(self._run_dir)}
+        ends_all = role == "control"
+        command = Command(name, (*argv, "--set", f"control.keys={keys}"), env, ends_all=ends_all)
+        self._local[name] = command
+        self._table.start(command)
+
+    def _look_at_local(self, now: float) -> None:
+        """Notices a role that ended, and starts it again when it is due."""
+        for name, command in self._local.items():
+            process = self._table.running.get(name)
+            if process is None:
+                if now >= self._due[name]:
+                    self._table.start(command)
+                continue
+            if (code := process.exit_code()) is None:
+                continue
+            if code == 0 and command.ends_all:
+                raise _Stop(f"{name} was shut down")
+            if not self._serving and (reason := self._table.error_of(name)) is not None:
+                raise ConfigError(f"{name}: {reason}")
+            text, why = f"{name} {describe_exit(code)}", self._table.why(name)
+            self._table.end([process], 0.0)
+            deaths, restart = self._deaths.setdefault(name, []), self._deployment.restart
+            deaths.append(now)
+            wait_s = backoff_s(deaths, now, restart.max_restarts, restart.window_s)
+            if wait_s is None:
+                raise ConfigError(f"{text} more than restart.max_restarts times{why}")
+            say(f"{text}; starting it again in {wait_s:g} s")
+            self._due[name] = now + wait_s
+
+    # -- serving
+
+    def _serve(self, placed: list[Placed], began: float) -> None:
+        while True:
+            self._table.pump(_TURN_S)
+            self._check_signals()
+            now = time.monotonic()
+            self._look_at_local(now)
+            members = self._known(now)
+            for one in placed:
+                wish: RoleWish = "run" if members is None else wish_for(members, one.instance)
+                one.turn(now, wish, serving=self._serving)
+            if not self._serving:
+                self._check_start(placed, members, now - began)
+
+    def _known(self, now: float) -> Members | None:
+        """The members; None while the control plane is away, or too young to know them all."""
+        process = self._table.running.get("control-0")
+        if process is None or now - process.started < self._deployment.control.timeout_s:
+            self._members = None
+        elif now - self._asked > _ASK_S:
+            self._asked = now
+            try:
+                self._members = operator.status(
+                    self._control, self._keys.operator, deadline_s=_ANSWER_S
+                )
+            except DeadlineExceeded:
+                self._members = None
+        return self._members
+
+    def _check_start(self, placed: list[Placed], members: Members | None, age_s: float) -> None:
+        gateway, limit_s = self._deployment.gateway, self._deployment.deadlines.start_s
+        scheme = "http" if gateway.tls is None else "https"
+        url = f"{scheme}://{reachable(gateway.host)}:{self._port}"
+        if members is not None:
+            ready = {member.id for member in members.members if member.state == "ready"}
+            wanted = {member for one in placed for member in one.instance.members}
+            if wanted <= ready and health_wait(f"{url}/health") is None:
+                self._serving = True
+                say(f"ready after {age_s:.0f} s: {url}/v1 ({summary(self._deployment)})")
+                return
+        if age_s > limit_s:
             raise ConfigError(
-                f"{text}, more than restart.max_restarts = {restart.max_restarts} times within"
-                f" {restart.window_s:g} s; its last lines are above"
+                f"not ready after {limit_s:g} s (deadlines.start_s); see the last lines of the"
+                " instances above"
             )
-        say(f"{text}; starting {one.instance.name} again in {wait_s:g} s")
-        one.due = now + wait_s
-
-    def _whole(self, kept: list[_Kept], control: str) -> bool:
-        try:
-            found = operator.status(control, self._keys.operator, deadline_s=1.0)
-        except DeadlineExceeded:
-            return False
-        ready = {member.id for member in found.members if member.state == "ready"}
-        wanted = {member for one in kept for member in one.instance.members}
-        return wanted <= ready and "gateway-0" in {m.id for m in found.members}
 
     # -- stopping
 
-    def _stop(self, kept: list[_Kept]) -> None:
+    def _stop(self, placed: list[Placed]) -> None:
         """The gateway drains first; then attention, FFN and the control plane."""
-        self._end_local("gateway-0", self._deployment.deadlines.drain_s + 5.0)
-        for role, seconds in _STOP_S.items():
-            calls = [one.actor.stop.remote(seconds) for one in kept if one.instance.role == role]
-            with contextlib.suppress(Exception):  # a lost node has nothing left to end
-                for output in self._ray.get(calls, timeout=seconds + 10.0):
+        self._end_local("gateway-0", STOP_S["gateway"] + self._deployment.deadlines.drain_s)
+        for role in ("attention", "ffn"):
+            own = [one for one in placed if one.instance.role == role]
+            calls = [one.actor.stop.remote(STOP_S[role]) for one in own]
+            with contextlib.suppress(self._ray.exceptions.RayError):  # a lost node has none left
+                for output in self._ray.get(calls, timeout=STOP_S[role] + 10.0):
                     for member, data in output.items():
                         self._feed(member, data)
-        self._end_local("control-0", 5.0)
-        for log in self._logs.values():
-            log.close()
-        say("stopped")
+        self._end_local("control-0", STOP_S["control"])
 
     def _end_local(self, name: str, seconds: float) -> None:
-        process = self._local.pop(name, None)
-        if process is None:
-            return
-        process.signal(signal.SIGTERM)
-        ends = time.monotonic() + seconds
-        while not process.gone():
-            self._feed(name, self._read(process))
-            if time.monotonic() > ends:
-                process.signal(signal.SIGKILL)
-            time.sleep(0.05)
-        self._feed(name, self._read(process))
-        process.close()
+        if name in self._table.running:
+            self._table.end([self._table.running[name]], seconds)
 
-    # -- output
+    def _close(self) -> None:
+        self._table.close()
+        for log in self._logs.values():
+            log.close()
+
+    def _check_signals(self) -> None:
+        if self._signals:
+            raise _Stop(signal.Signals(self._signals[0]).name)
+
+    # -- output of the instances
 
     def _feed(self, name: str, data: bytes) -> None:
         if name not in self._logs:
             self._logs[name] = RoleLog(name, out=sys.stdout, directory=self._log_dir)
-        if data:
-            self._logs[name].feed(data)
+        self._logs[name].feed(data)
 
-    def _read(self, process: RoleProcess) -> bytes:
-        try:
-            return os.read(process.output, 1 << 16)
-        except BlockingIOError:
-            return b""
+    def _error_of(self, name: str) -> str:
+        error = self._logs[name].error if name in self._logs else None
+        return f"{name}: {error}" if error else ""
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._signals.append(number)

@@ -5,7 +5,9 @@ from pathlib import Path
 import yaml
 
 from afd.config.deployment import Deployment, load_config
-from afd_launch.ray_cluster.plan import instances_of
+from afd.control.messages import Member, Members, Seat
+from afd_launch.ray_cluster.placed import wish_for
+from afd_launch.ray_cluster.plan import Instance, instances_of
 
 PLAIN = {
     "model": "/model",
@@ -43,3 +45,20 @@ def test_a_rank_numbers_the_gpus_that_ray_gives_its_instance(tmp_path: Path) -> 
         seen = spec.gpu_environment({"CUDA_VISIBLE_DEVICES": "4,6"})["CUDA_VISIBLE_DEVICES"]
         assert seen == ("4,6" if rank == 0 else "6,4")
         assert str(deployment.control.keys) == f"/f/{instance.members[rank]}.keys"
+
+
+def test_operators_wishes_reach_the_instance_that_they_name() -> None:
+    attention, ffn = Instance("attention", 1, 1, 0), Instance("ffn", 0, 2, 0)
+
+    def wish(instance: Instance, *seats: Seat, generation: int = 7) -> str:
+        members = (Member(instance.role, instance.index, generation=generation),)
+        return wish_for(Members(members=members, seats=seats), instance)
+
+    assert wish(ffn) == "run"
+    assert wish(attention) == "away", "removed, or not added yet"
+    assert wish(attention, Seat("attention-1")) == "run"
+    assert wish(attention, Seat("attention-1", "drain")) == "run"
+    assert wish(attention, Seat("attention-1", "remove")) == "leave"
+    assert wish(attention, Seat("attention-0"), Seat("attention-1", "restart", 7)) == "leave"
+    assert wish(ffn, Seat("ffn-0", "restart", 7)) == "leave"
+    assert wish(ffn, Seat("ffn-0", "restart", 7), generation=8) == "run", "it has restarted"
