@@ -63,11 +63,15 @@ class RoleSpec:
 
     @property
     def threads(self) -> int:
-        """Compute threads: ``ffn.threads`` if set, else one per core that the role may use."""
+        """Compute threads: ``ffn.threads`` if set, else one per core of the role. A role without
+        cores of its own: OMP_NUM_THREADS, else one per core that it may use."""
         wanted = self.deployment.ffn.threads
         if self.role == "ffn" and wanted != "auto":
             return wanted
-        return len(self.cpus) or len(os.sched_getaffinity(0))
+        given = os.environ.get("OMP_NUM_THREADS", "")
+        return len(self.cpus) or (
+            int(given) if given.isdigit() and int(given) else len(os.sched_getaffinity(0))
+        )
 
     def gpu_environment(self, environment: Mapping[str, str]) -> dict[str, str]:
         """The variable that shows the role its GPUs, its own first; {} on a host device.

@@ -23,8 +23,12 @@ class Keeper:
     :class:`RoleProcess` needs. The processes end with this one, and a watchdog removes their files.
     """
 
-    def __init__(self, instance: Instance) -> None:
-        self._instance = instance
+    def __init__(self, instance: Instance, threads: int, niceness: int) -> None:
+        """threads: compute threads of a rank. niceness: that ranks should have; Ray gives its
+        workers 15, and only root may take that back."""
+        self._instance, self._threads = instance, threads
+        with contextlib.suppress(PermissionError):
+            os.setpriority(os.PRIO_PROCESS, 0, niceness)
         self._running: list[RoleProcess] = []
         self._folder = contextlib.ExitStack()
 
@@ -42,7 +46,11 @@ class Keeper:
             path = folder / name
             path.touch(mode=0o600)
             path.write_text(text, encoding="utf-8")
-        env = {"TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"}
+        env = {
+            "TMPDIR": str(folder),
+            "PYTHONUNBUFFERED": "1",
+            "OMP_NUM_THREADS": str(self._threads),
+        }
         commands = self._instance.arguments(address, control, str(folder))
         for member, argv in zip(self._instance.members, commands, strict=True):
             command = Command(member, (sys.executable, "-m", "afd_launch.cli", *argv), env)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 import sys
 import time
@@ -208,7 +209,12 @@ class _Driver:
             "scheduling_strategy": place,
             "runtime_env": {"env_vars": {"PYTHONUNBUFFERED": "1"}},
         }
-        return self._ray.remote(Keeper).options(**options).remote(instance)
+        given = self._deployment.ffn.threads
+        threads = max(1, int(self._cpus))
+        if instance.role == "ffn" and given != "auto":
+            threads = given
+        niceness = os.getpriority(os.PRIO_PROCESS, 0)
+        return self._ray.remote(Keeper).options(**options).remote(instance, threads, niceness)
 
     def _leave_s(self, instance: Instance) -> float:
         drain_s = self._deployment.deadlines.drain_s if instance.role == "attention" else 0.0

@@ -35,10 +35,10 @@ from afd.host.ports import accepts, held_ports
 from afd_bench.servers import disaggregated, tail
 from afd_launch.demo import CONFIG, TRAINED
 
-pytestmark = [pytest.mark.serve, pytest.mark.long, pytest.mark.timeout(290)]
+pytestmark = [pytest.mark.serve, pytest.mark.long, pytest.mark.timeout(600)]
 
 PROMPTS = [tokens_of(f"ray{number}", 5 + 9 * number) for number in range(4)]
-NEW_TOKENS = 250
+NEW_TOKENS = 120
 QUESTION = [{"role": "user", "content": "Tell me a story about a fox and a lantern."}]
 
 

@@ -81,7 +81,9 @@ def test_an_image_is_built_and_serves_the_demo(store: Store, name: str) -> None:
         finally:
             supervisor(server.pid).terminate()
             status = server.wait(60)
-        assert status == 0 and "stopped" in log.read_text().splitlines()[-1], log.read_text()[-4000:]
+        assert status == 0 and "stopped" in log.read_text().splitlines()[-1], log.read_text()[
+            -4000:
+        ]
 
 
 def supervisor(buildah: int) -> psutil.Process:

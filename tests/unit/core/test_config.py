@@ -346,9 +346,12 @@ def test_role_file_round_trip_is_private(spec, tmp_path, monkeypatch):
     assert load_role().id == "ffn-1"
 
 
-def test_threads_follow_the_setting_then_the_cores(spec):
+def test_threads_follow_the_setting_then_the_cores(spec, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert spec.threads == 3
     assert dataclasses.replace(spec, role="attention").threads == 2
+    assert dataclasses.replace(spec, role="attention", cpus=()).threads == 7
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
     assert dataclasses.replace(spec, role="attention", cpus=()).threads >= 1
 
 
