@@ -15,11 +15,14 @@ from afd_launch.watchdog import Watchdog
 
 
 @contextmanager
-def private_folder() -> Iterator[tuple[Path, Watchdog]]:
+def private_folder(*, detached: bool = False) -> Iterator[tuple[Path, Watchdog]]:
     """A new folder (0700), and a watchdog that removes it if this process is killed.
 
     The folder is removed at the end. After an exception that is no AfdError or signal, the watchdog
     also ends the process groups that it knows.
+
+    Args:
+        detached: see :class:`afd_launch.watchdog.Watchdog`.
 
     Raises:
         ConfigError: no folder can be made.
@@ -33,7 +36,7 @@ def private_folder() -> Iterator[tuple[Path, Watchdog]]:
             f"cannot make a private folder in {tempfile.gettempdir()}: {err.strerror}; free space"
             " there, or set TMPDIR to another folder"
         ) from None
-    watchdog = Watchdog(path)
+    watchdog = Watchdog(path, detached=detached)
     clean = False
     try:
         yield path, watchdog

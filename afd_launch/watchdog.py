@@ -19,6 +19,7 @@ from pathlib import Path
 
 from afd_launch.process import group_members
 
+DETACHED = "--detached"
 GRACE_S = 3.0
 REMOVE_S = 10.0
 """Seconds for which a folder is removed again if a process that still ends writes into it."""
@@ -27,10 +28,18 @@ REMOVE_S = 10.0
 class Watchdog:
     """The supervisor's end."""
 
-    def __init__(self, run_dir: Path | None = None) -> None:
+    def __init__(self, run_dir: Path | None = None, *, detached: bool = False) -> None:
+        """detached: it is no child of this process, for parents that somebody ends with all of
+        their children. :meth:`close` then does not wait for it."""
         where = [] if run_dir is None else [str(run_dir)]
         self._popen = subprocess.Popen(
-            [sys.executable, "-m", "afd_launch.watchdog", *where],
+            [
+                sys.executable,
+                "-m",
+                "afd_launch.watchdog",
+                *([DETACHED] if detached else []),
+                *where,
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
@@ -90,6 +99,9 @@ def remove(folder: str) -> None:
 def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # it ends when the pipe closes
+    folders = [word for word in sys.argv[1:] if word != DETACHED]
+    if len(folders) < len(sys.argv) - 1 and os.fork():
+        return 0
     groups: set[int] = set()
     for line in sys.stdin:
         word = line.strip()
@@ -100,7 +112,7 @@ def main() -> int:
         else:
             groups.discard(int(word[1:]))
     end_groups(groups, GRACE_S)
-    for run_dir in sys.argv[1:]:
+    for run_dir in folders:
         remove(run_dir)
     return 0
 

@@ -41,7 +41,8 @@ class Keeper:
 
         self.stop(0.0)
         address: str = ray.util.get_node_ip_address()
-        folder, watchdog = self._folder.enter_context(private_folder())
+        # Ray kills the children of a worker that ends, and would kill the watchdog too.
+        folder, watchdog = self._folder.enter_context(private_folder(detached=True))
         for name, text in files.items():
             path = folder / name
             path.touch(mode=0o600)

@@ -4,6 +4,7 @@ The answers equal those of the same file under plain `afd serve`. Placement and 
 with stand-ins for the roles (tests/unit/launch/test_ray_serve.py).
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -127,43 +128,60 @@ class OnRay:
 
 
 @pytest.fixture(scope="module")
-def on_ray(plain: Plain, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnRay]:
-    """plain: has ended before this begins; the machine may have two cores."""
+def nodes(
+    plain: Plain, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Any, Any, Path]]:
+    """A cluster of two raylets, its second raylet, and their TMPDIR.
+
+    plain: has ended before this begins; the machine may have two cores.
+    """
     pytest.importorskip("ray", reason="ray is not installed; pip install 'afd[ray]'")
     from ray.cluster_utils import Cluster
 
-    nodes, driver = tmp_path_factory.mktemp("nodes"), tmp_path_factory.mktemp("driver")
-    keys = CurveKeys.generate()
-    keys.save(driver / "keys.yaml")
-    with (
-        environment(TMPDIR=str(nodes), XDG_RUNTIME_DIR="", RAY_USAGE_STATS_ENABLED="0"),
-        held_ports(["127.0.0.1"] * 2) as (port, control_port),
-    ):
+    folder = tmp_path_factory.mktemp("nodes")
+    with environment(TMPDIR=str(folder), XDG_RUNTIME_DIR="", RAY_USAGE_STATS_ENABLED="0"):
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
         second = cluster.add_node(num_cpus=2)
         cluster.wait_for_nodes()
+        yield cluster, second, folder
+        cluster.shutdown()
+
+
+@contextlib.contextmanager
+def served(nodes: tuple[Any, Any, Path], driver: Path) -> Iterator[OnRay]:
+    """The deployment on Ray, once it is ready."""
+    cluster, second, folder = nodes
+    keys = CurveKeys.generate()
+    keys.save(driver / "keys.yaml")
+    with held_ports(["127.0.0.1"] * 2) as (port, control_port):
         config, control = deployment(), f"tcp://127.0.0.1:{control_port}"
         config["gateway"]["port"] = port
         config["control"] = {"address": control, "keys": str(driver / "keys.yaml")}
         file = driver / "deployment.yaml"
         file.write_text(yaml.safe_dump(config))
-        argv = [sys.executable, "-m", "afd_launch.cli", "serve", str(file)]
+        argv = [sys.executable, "-m", "afd_launch.cli", "serve", str(file), "--ray"]
         before = shared_memory()
         with environment(TMPDIR=str(driver)), (driver / "serve.log").open("wb") as log:
             process = subprocess.Popen(
-                [*argv, "--ray", cluster.address], stdout=log, stderr=subprocess.STDOUT
+                [*argv, cluster.address], stdout=log, stderr=subprocess.STDOUT
             )
         url = f"http://127.0.0.1:{port}"
-        made = OnRay(process, cluster, second, url, control, keys, nodes, driver, before)
+        made = OnRay(process, cluster, second, url, control, keys, folder, driver, before)
         try:
-            wait_until(
-                lambda: "ready after" in made.log.read_text() or process.poll(), 120, "ready"
-            )
+            wait_until(made.is_ready, 120, "the deployment is ready")
             yield made
         finally:
             if process.poll() is None:
                 process.kill()
-            cluster.shutdown()
+                process.wait()
+
+
+@pytest.fixture(scope="module")
+def on_ray(
+    nodes: tuple[Any, Any, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[OnRay]:
+    with served(nodes, tmp_path_factory.mktemp("driver")) as made:
+        yield made
 
 
 def test_it_answers_as_plain_afd_serve(plain: Plain, on_ray: OnRay) -> None:
@@ -208,3 +226,10 @@ def test_sigterm_leaves_nothing(on_ray: OnRay) -> None:
     assert on_ray.process.wait(60) == 0, tail(on_ray.log)
     assert "stopped" in on_ray.log.read_text().splitlines()[-1]
     wait_until(lambda: not on_ray.left_over(), 15, f"nothing is left of {on_ray.left_over()}")
+
+
+def test_a_killed_driver_leaves_nothing(nodes: tuple[Any, Any, Path], tmp_path: Path) -> None:
+    with served(nodes, tmp_path) as made:
+        made.process.kill()
+        made.process.wait()
+        wait_until(lambda: not made.left_over(), 40, f"nothing is left of {made.left_over()}")
