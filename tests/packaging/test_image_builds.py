@@ -24,6 +24,7 @@ from afd.host.ports import held_ports
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 CPU, GPUS = "Dockerfile", ("Dockerfile.cuda", "Dockerfile.rocm")
+AFD = "/opt/afd/.venv/bin/afd"  # a script: the word after the interpreter
 HEALTH = "/opt/afd/deploy/docker/health.sh"
 
 
@@ -98,9 +99,9 @@ def test_the_steps_of_a_gpu_image_work(store: Store, name: str) -> None:
 
 
 def supervisor(buildah: int) -> psutil.Process:
-    """The process of `afd serve`, which a runtime would signal, below buildah's."""
-    found = psutil.Process(buildah).children(recursive=True)
-    return next(p for p in found if any(word.endswith("/afd") for word in p.cmdline()[:2]))
+    """The process of `afd serve`, which a runtime would signal, below buildah's own."""
+    found = [(p, p.cmdline()[:3]) for p in psutil.Process(buildah).children(recursive=True)]
+    return next(p for p, words in found if words[1:2] == [AFD] and words[2:] == ["serve"])
 
 
 def chat(url: str, text: str) -> str:
