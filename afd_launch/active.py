@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from afd.devices import DEVICES, ROCM, device_named
-from afd.errors import AfdError, ConfigError
+from afd.errors import AfdError
 from afd.host.amd_gpus import architectures
 from afd_comm import CommError
 from afd_launch import echo, parity, reduce_check, two_hosts
@@ -17,9 +17,7 @@ from afd_launch.findings import Measured, Row, judged, limits_of, worst
 from afd_launch.installation import find_gpus
 from afd_launch.rails import Rails
 
-INSIDE = ("slots", "copy", "all-reduce")
 BETWEEN = ("tcp", "rdma")
-CHECKS = (*INSIDE, *BETWEEN)
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Request:
     inside: bool = True
     listen: str | None = None
     peer: str | None = None
-    rails: Rails = Rails()
+    rails: Rails = field(default_factory=Rails)
     model: Path | None = None
     whole_files: bool = False
     only: tuple[str, ...] = ()
@@ -58,7 +56,8 @@ def active(request: Request) -> int:
     host = two_hosts.Host(
         _one(request.device), request.rails, request.model, request.whole_files, request.seconds
     )
-    rows, measured = [], []
+    rows: list[Row] = []
+    measured: list[Measured] = []
     if request.listen is None and (request.inside or request.peer is None):
         rows, measured = inside(request, limits)
     if request.listen is not None:
@@ -69,9 +68,7 @@ def active(request: Request) -> int:
         return status
     if request.peer is not None:
         try:
-            found = two_hosts.compare_with(
-                request.peer, host, limits, set(request.only or BETWEEN)
-            )
+            found = two_hosts.compare_with(request.peer, host, limits, set(request.only or BETWEEN))
         except AfdError:
             with suppress(OSError):
                 two_hosts.say_end(request.peer, 2)
@@ -93,59 +90,68 @@ def inside(request: Request, limits: Mapping[str, float]) -> tuple[list[Row], li
     only = request.only or CHECKS
     rows: list[Row] = []
     measured: list[Measured] = []
-
-    def say(found: Sequence[Row]) -> None:
-        rows.extend(found)
-        print("\n".join(map(str, found)), flush=True)
-
-    for name in [request.device] if request.device != "auto" else ["cpu", *_gpus()]:
+    names = [request.device] if request.device != "auto" else ["cpu", *_gpus()]
+    for name in names:
         on_gpu = not device_named(name).host_memory
-        if "slots" in only:
-            row, found = _slots(name)
-            say([row])
-            measured += found
-        if "copy" in only and on_gpu:
-            row, found = _copies(name)
-            say([row] if row is not None else [judged(one, limits) for one in found])
-            measured += found
-        if "all-reduce" in only and (on_gpu or request.device != "auto" or not _gpus()):
-            try:
-                summed = reduce_check.measure(name, request.seconds)
-                if isinstance(summed, Row):
-                    say([summed])
-                else:
-                    measured += summed
-                    say([judged(one, limits) for one in summed])
-            except AfdError as error:
-                say([Row("bad", "all-reduce", str(error), "right sums", reduce_check.REMEDY)])
+        wanted = {
+            "slots": True,
+            "copy": on_gpu,
+            "all-reduce": on_gpu or names == [name],  # among GPUs, where there are any
+        }
+        for check, applies in wanted.items():
+            if check not in only or not applies:
+                continue
+            found, numbers = _INSIDE[check](name, request.seconds)
+            found += [judged(one, limits) for one in numbers if check != "slots"]
+            rows += found
+            measured += numbers
+            print("\n".join(map(str, found)), flush=True)
     return rows, measured
 
 
-def _slots(name: str) -> tuple[Row, list[Measured]]:
+Outcome = tuple[list[Row], list[Measured]]
+"""Lines that are not measurements, and measurements."""
+
+
+def _slots(name: str, seconds: float) -> Outcome:
     what = f"slots on {name}"
     try:
         found = echo.on_this_host(name)
     except (AfdError, CommError) as error:
-        if isinstance(error, ConfigError):
-            raise
         remedy = "see `afd doctor` for the driver, and run both processes as the same user"
-        return Row("bad", what, str(error), "bytes come back", remedy), []
+        return [Row("bad", what, str(error), "bytes come back", remedy)], []
     # The first round touches the memory.
     measured = Measured("slots_gbytes", what, found.gbytes[1:])
-    return Row("ok", what, found.text, "bytes come back"), [measured]
+    return [Row("ok", what, found.text, "bytes come back")], [measured]
 
 
-def _copies(name: str) -> tuple[Row | None, list[Measured]]:
+def _copies(name: str, seconds: float) -> Outcome:
     what = "copy engine"
     if importlib.util.find_spec("torch") is None:
-        return Row("note", what, "not measured", "torch", "install torch to measure it"), []
+        return [Row("note", what, "not measured", "torch", "install torch to measure it")], []
     from afd_launch import copy_engine_torch
 
     try:
-        return None, copy_engine_torch.measure(name)
+        return [], copy_engine_torch.measure(name)
     except (AfdError, CommError, RuntimeError) as error:  # torch's own errors are RuntimeErrors
         remedy = "see the line of the slots, and `afd doctor` for the driver"
-        return Row("bad", what, str(error).splitlines()[0], "rounds end", remedy), []
+        return [Row("bad", what, str(error).splitlines()[0], "rounds end", remedy)], []
+
+
+def _sums(name: str, seconds: float) -> Outcome:
+    try:
+        found = reduce_check.measure(name, seconds)
+    except AfdError as error:
+        return [Row("bad", "all-reduce", str(error), "right sums", reduce_check.REMEDY)], []
+    return ([found], []) if isinstance(found, Row) else ([], found)
+
+
+_INSIDE: dict[str, Callable[[str, float], Outcome]] = {
+    "slots": _slots,
+    "copy": _copies,
+    "all-reduce": _sums,
+}
+CHECKS = (*_INSIDE, *BETWEEN)
 
 
 def _gpus() -> list[str]:

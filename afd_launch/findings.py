@@ -133,10 +133,8 @@ def compared_with_bare(
     for key in dict.fromkeys((*before, *now)):
         if key not in before or key not in now:
             where = "bare metal" if key in before else "the container"
-            rows.append(
-                Row("note", key, f"measured on {where} only", "measured on both",
-                    "run the same command on both sides")  # fmt: skip
-            )
+            remedy = "run the same command on both sides"
+            rows.append(Row("note", key, f"measured on {where} only", "measured on both", remedy))
             continue
         rows.append(_parity(key, before[key], now[key], share))
     return rows

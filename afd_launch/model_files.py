@@ -32,7 +32,8 @@ def hashes(model: Path, *, whole: bool) -> dict[str, str]:
     files = sorted(
         path
         for path in model.rglob("*")
-        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(model).parts)
+        if path.is_file()
+        and not any(part.startswith(".") for part in path.relative_to(model).parts)
     )
     with ThreadPoolExecutor(_READERS) as pool:
         found = list(pool.map(lambda path: _hash(path, whole), files))

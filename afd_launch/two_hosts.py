@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import IO, Any
@@ -41,7 +41,7 @@ class Host:
     """
 
     device: str
-    rails: Rails = Rails()
+    rails: Rails = field(default_factory=Rails)
     model: Path | None = None
     whole_files: bool = False
     seconds: float = 1.0
@@ -90,7 +90,7 @@ def listen(address: str, host: Host) -> int:
                     if order["check"] == "end":
                         return int(order["status"])
                     _serve(order, stream, out, host, facts, connection.getsockname()[0])
-            except (AfdError, CommError, OSError, ValueError, TypeError, KeyError) as error:
+            except (AfdError, CommError, OSError, ValueError, TypeError, LookupError) as error:
                 print(f"a check ended: {error}", flush=True)
 
 

@@ -22,14 +22,18 @@ LIMITS = {"tcp_gbits": 0.3, "tcp_us": 1e5}
 
 def test_the_slow_rail_is_the_one_that_is_bad() -> None:
     with two_machines() as (a, b):
-        a.ip(*"link add name eth1 type veth peer name eth1 netns".split(), str(b.holder))
+        a.ip(
+            *["link", "add", "name", "eth1", "type", "veth", "peer", "name", "eth1", "netns"],
+            str(b.holder),
+        )
         rails = []
         for machine, last in ((a, 1), (b, 2)):
             second = f"10.78.0.{last}"
             machine.ip("address", "add", f"{second}/24", "dev", "eth1")
             machine.ip("link", "set", "eth1", "up")
             rails.append(Rails(addresses=(machine.address, second)))
-        slow = a.argv(*"tc qdisc add dev eth1 root tbf rate 200mbit burst 64kb latency 20ms".split())
+        limit = "tc qdisc add dev eth1 root tbf rate 200mbit burst 64kb latency 20ms"
+        slow = a.argv(*limit.split())
         subprocess.run(slow, check=True, timeout=10)
         address = f"{b.address}:9000"
         ended: list[int] = []
@@ -69,7 +73,7 @@ def test_a_container_is_as_fast_as_bare_metal(tmp_path: Path) -> None:
     assert bare.returncode == 0, bare.stdout + bare.stderr
     root = tmp_path / "root"
     root.mkdir()
-    apart = "unshare --mount --net --ipc --uts --pid --fork --kill-child".split()
+    apart = ["unshare", "--mount", "--net", "--ipc", "--uts", "--pid", "--fork", "--kill-child"]
     inner = (
         f"mount --rbind / {root} && mount -t proc proc {root}/proc && mount -t tmpfs -o size=64m"
         f" shm {root}/dev/shm && ip link set lo up && exec chroot {root} "
