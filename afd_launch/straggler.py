@@ -1,14 +1,19 @@
 """Which member makes a deployment slow, and whether processor, accelerator, wire or imbalance is to
 blame. Pure functions over what the members did (afd_launch/member_pages.py).
 
-Members of a role do the same work, so each is compared with the median of the others. A member that
-stands out is judged in this order:
+Members of a role do the same work, so each is compared with the median of the others. The time that
+stands out most, of a stage or of the messages of one link, is its *excess*. It is explained in this
+order:
 
-processor    its threads were ready but waited for a core, much more than the others' threads
-imbalance    it got more rows than the others, and its time, or that of its messages, has grown no
-             more than its rows
-wire         messages from one peer to it take long, with cores and rows like the others'
-accelerator  none of these: the same rows take longer
+imbalance    the member got more rows than the others, and its time has grown no more than its rows
+processor    its threads, or those of the sender of late messages, were ready but waited for a core:
+             per micro-batch, so much longer than the others' threads that it makes up the excess
+wire         neither, and messages are late
+accelerator  neither, and the same rows take longer
+
+On a host whose cores are all busy every member waits for a core, and late messages are what one
+sees first of any fault. So the wait itself proves nothing: only what exceeds the others' wait
+counts, and only as far as it is as long as the excess.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ Cause = Literal["processor", "wire", "imbalance", "accelerator"]
 SLOWER = 1.25
 """A member is slow from this multiple of the others' median on."""
 _WAITED = 0.10  # share of time without a core that slows a member
-_MORE_WAITED = 2.0  # multiple of the others' time without a core per time on one
+_EXPLAINS = 0.5  # share of the excess that a longer wait for a core has to make up
 _UNEVEN = 1.2  # multiple of the others' rows
 
 _REMEDY: dict[Cause, str] = {
@@ -84,18 +89,17 @@ def find(works: Sequence[Work]) -> Finding | None:
     if not suspects:
         return None
     worst = max(suspects, key=lambda suspect: suspect.excess)
-    starved = _starved(worst, works)
-    if starved is not None:
-        return starved
     load, usual = worst.work.load, of_others(worst.work, works, lambda w: w.load)
     more = load / usual if usual else float("inf") if load else 0.0
     if more >= _UNEVEN and worst.seconds / worst.usual <= 1.5 * more:
         what = "rows of experts" if worst.work.role == "ffn" else "rows"
         times = f"{more:.1f} times the {what} of its peers" if usual else f"all {what}"
         return _finding(worst, worst.work, "imbalance", f"it computes {times}")
+    starved = _starved(worst, works)
+    if starved is not None:
+        return starved
     if worst.peer:
-        why = f"messages from {worst.peer} arrive late, though cores and rows are as elsewhere"
-        return _finding(worst, worst.work, "wire", why)
+        return _late(worst, suspects, works)
     return _finding(
         worst, worst.work, "accelerator", "it has its cores and no more rows than its peers"
     )
@@ -122,23 +126,33 @@ def _suspects(works: Sequence[Work]) -> list[_Suspect]:
 
 def _starved(worst: _Suspect, works: Sequence[Work]) -> Finding | None:
     """Blames the processor if the slow member, or the sender of its late messages, lacked cores."""
-    for name in (worst.work.member, worst.peer):
-        for work in works:
-            if work.member != name:
-                continue
-            usual = of_others(work, works, lambda w: w.waited)
-            if work.waited > _WAITED and _odds(work.waited) > _MORE_WAITED * _odds(usual):
-                why = (
-                    f"its threads were ready but without a core in {work.waited:.0%} of their time"
-                    f" (peers: {usual:.0%})"
-                )
-                return _finding(worst, work, "processor", why)
-    return None
+    found: list[tuple[float, float, Work]] = []
+    for work in works:
+        if work.member in (worst.work.member, worst.peer) and work.waited > _WAITED:
+            usual = of_others(work, works, lambda w: w.queued)
+            found.append((work.queued - usual, usual, work))
+    if not found:
+        return None
+    more, usual, work = max(found, key=lambda one: one[0])
+    if more < _EXPLAINS * worst.excess:
+        return None
+    why = (
+        f"its threads were ready but without a core for {work.queued * 1e3:.2f} ms per micro-batch"
+        f" (peers: {usual * 1e3:.2f} ms)"
+    )
+    return _finding(worst, work, "processor", why)
 
 
-def _odds(share: float) -> float:
-    """Time without a core over time on one. Unlike the share, it grows without limit."""
-    return share / max(1.0 - share, 1e-9)
+def _late(worst: _Suspect, suspects: Sequence[_Suspect], works: Sequence[Work]) -> Finding:
+    """Blames the sender if its messages are late at every receiver, else the receiver."""
+    receivers = {work.member for work in works if worst.peer in work.wire}
+    late = {suspect.work.member for suspect in suspects if suspect.peer == worst.peer}
+    sender = next((work for work in works if work.member == worst.peer), None)
+    if sender is not None and len(receivers) > 1 and late == receivers:
+        why = "its messages arrive late at every peer, though cores and rows are as elsewhere"
+        return _finding(worst, sender, "wire", why)
+    why = f"messages from {worst.peer} arrive late, though cores and rows are as elsewhere"
+    return _finding(worst, worst.work, "wire", why)
 
 
 def _finding(worst: _Suspect, blamed: Work, cause: Cause, why: str) -> Finding:
