@@ -5,9 +5,9 @@ Members of a role do the same work, so each is compared with the median of the o
 stands out most, of a stage or of the messages of one link, is its *excess*. It is explained in this
 order:
 
-imbalance    the member got more rows than the others, and its time has grown no more than its rows
 processor    its threads, or those of the sender of late messages, were ready but waited for a core:
-             per micro-batch, so much longer than the others' threads that it makes up the excess
+             so much longer per row than the others' threads that it makes up the excess
+imbalance    the member got more rows than the others, and its time has grown no more than its rows
 wire         neither, and messages are late
 accelerator  neither, and the same rows take longer
 
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import isinf
 from statistics import median
 from typing import Literal
 
@@ -89,15 +90,14 @@ def find(works: Sequence[Work]) -> Finding | None:
     if not suspects:
         return None
     worst = max(suspects, key=lambda suspect: suspect.excess)
-    load, usual = worst.work.load, of_others(worst.work, works, lambda w: w.load)
-    more = load / usual if usual else float("inf") if load else 0.0
-    if more >= _UNEVEN and worst.seconds / worst.usual <= 1.5 * more:
-        what = "rows of experts" if worst.work.role == "ffn" else "rows"
-        times = f"{more:.1f} times the {what} of its peers" if usual else f"all {what}"
-        return _finding(worst, worst.work, "imbalance", f"it computes {times}")
     starved = _starved(worst, works)
     if starved is not None:
         return starved
+    more = _more_rows(worst.work, works)
+    if more >= _UNEVEN and worst.seconds / worst.usual <= 1.5 * more:
+        what = "rows of experts" if worst.work.role == "ffn" else "rows"
+        times = f"all {what}" if isinf(more) else f"{more:.1f} times the {what} of its peers"
+        return _finding(worst, worst.work, "imbalance", f"it computes {times}")
     if worst.peer:
         return _late(worst, suspects, works)
     return _finding(
@@ -129,18 +129,30 @@ def _starved(worst: _Suspect, works: Sequence[Work]) -> Finding | None:
     found: list[tuple[float, float, Work]] = []
     for work in works:
         if work.member in (worst.work.member, worst.peer) and work.waited > _WAITED:
-            usual = of_others(work, works, lambda w: w.queued)
+            # More rows wait longer in all; that alone is no lack of cores.
+            rows = _more_rows(work, works)
+            if isinf(rows):
+                continue
+            usual = of_others(work, works, lambda w: w.queued) * max(1.0, rows)
             found.append((work.queued - usual, usual, work))
     if not found:
         return None
-    more, usual, work = max(found, key=lambda one: one[0])
-    if more < _EXPLAINS * worst.excess:
+    longer, usual, work = max(found, key=lambda one: one[0])
+    if longer < _EXPLAINS * worst.excess:
         return None
     why = (
         f"its threads were ready but without a core for {work.queued * 1e3:.2f} ms per micro-batch"
-        f" (peers: {usual * 1e3:.2f} ms)"
+        f" (peers, with as many rows: {usual * 1e3:.2f} ms)"
     )
     return _finding(worst, work, "processor", why)
+
+
+def _more_rows(work: Work, works: Sequence[Work]) -> float:
+    """Rows of a member as a multiple of the others'; inf if only it has some, 1 if nobody has."""
+    usual = of_others(work, works, lambda w: w.load)
+    if usual:
+        return work.load / usual
+    return float("inf") if work.load else 1.0
 
 
 def _late(worst: _Suspect, suspects: Sequence[_Suspect], works: Sequence[Work]) -> Finding:

@@ -79,6 +79,19 @@ def test_a_host_without_a_free_core_hides_no_cause(cause: Cause, seed: int) -> N
     assert found is not None and (found.member, found.cause) == (blamed, cause), str(found)
 
 
+def test_more_rows_on_a_busy_host_are_no_lack_of_cores() -> None:
+    """Twice the rows take twice the time and wait twice as long for a core, as all do there."""
+    members = [
+        Work(f"ffn-{j}", "ffn", stage=Mean(100, 100 * s), load=rows, waited=0.5, queued=s)
+        for j, s, rows in ((0, 0.004, 64.0), (1, 0.002, 32.0), (2, 0.002, 31.0))
+    ]
+    found = find(members)
+    assert found is not None and (found.member, found.cause) == ("ffn-0", "imbalance")
+    starved = [replace(members[0], stage=Mean(100, 2.0), queued=0.02), *members[1:]]
+    found = find(starved)
+    assert found is not None and (found.member, found.cause) == ("ffn-0", "processor")
+
+
 def test_a_sender_whose_messages_are_late_everywhere_is_named() -> None:
     members = healthy(random.Random(3), 2, 2)
     slow = [
