@@ -32,27 +32,53 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--active",
         action="store_true",
-        help="also move bytes between processes, through GPU memory",
-    )
-    parser.add_argument(
-        "--device", default="auto", metavar="NAME", help="with --active: cpu, cuda or rocm"
+        help="move bytes: between processes, through GPU memory, in an all-reduce",
     )
     far = parser.add_mutually_exclusive_group()
     far.add_argument("--listen", metavar="HOST:PORT", help="wait for --peer of another host")
     far.add_argument(
         "--peer", metavar="HOST:PORT", help="compare this host with the one that listens there"
     )
-    parser.add_argument(
-        "--model",
-        type=Path,
-        metavar="DIR",
-        help="with --listen and --peer: compare this checkpoint",
+    more = parser.add_argument_group("with --active, --listen and --peer (docs/doctor.md)")
+    more.add_argument("--device", default="auto", metavar="NAME", help="cpu, cuda or rocm")
+    more.add_argument("--model", type=Path, metavar="DIR", help="compare this checkpoint")
+    more.add_argument(
+        "--whole-files", action="store_true", help="hash every byte of it, not samples"
     )
-    parser.add_argument(
-        "--ports", nargs="+", default=[], metavar="DEVICE:PORT", help="RDMA ports for --peer"
+    more.add_argument(
+        "--ports", nargs="+", default=[], metavar="DEVICE:PORT", help="RDMA ports, in rail order"
     )
-    parser.add_argument(
-        "--verbs-host", default="127.0.0.1", metavar="HOST", help="this host's address for RDMA"
+    more.add_argument(
+        "--addresses",
+        nargs="+",
+        default=[],
+        metavar="ADDRESS",
+        help="this host's addresses to measure over TCP, in rail order; default: that of the"
+        " connection and those of the RDMA ports' interfaces",
+    )
+    more.add_argument(
+        "--verbs-host", default="", metavar="HOST", help="this host's address for RDMA handshakes"
+    )
+    more.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        choices=("slots", "copy", "all-reduce", "tcp", "rdma"),
+        help="what to try; default: all",
+    )
+    more.add_argument(
+        "--seconds", type=float, default=1.0, help="about how long each rate is measured"
+    )
+    more.add_argument(
+        "--expect",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="limits in place of the defaults, such as rdma_gbits=360",
+    )
+    more.add_argument("--save", type=Path, metavar="FILE", help="write what was measured")
+    more.add_argument(
+        "--against", type=Path, metavar="FILE", help="compare with what --save wrote on bare metal"
     )
 
 

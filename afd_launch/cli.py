@@ -414,11 +414,26 @@ def _simulate(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     from afd_launch.doctor import doctor
 
-    if not (args.active or args.listen or args.peer):
+    if not (args.active or args.listen or args.peer or args.save or args.against):
         return doctor()
-    from afd_launch.active import active
+    from afd_launch.active import Request, active
+    from afd_launch.rails import Rails
 
-    return active(args.device, args.listen, args.peer, args.ports, args.verbs_host, args.model)
+    request = Request(
+        device=args.device,
+        inside=args.active,
+        listen=args.listen,
+        peer=args.peer,
+        rails=Rails(tuple(args.ports), tuple(args.addresses), args.verbs_host),
+        model=args.model,
+        whole_files=args.whole_files,
+        only=tuple(args.only),
+        seconds=args.seconds,
+        expect=tuple(args.expect),
+        save=args.save,
+        against=args.against,
+    )
+    return active(request)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ deployment would use. No torch: so it also runs where a kernel cannot.
 from __future__ import annotations
 
 import ctypes
-import json
 import socket
 import subprocess
 import sys
@@ -23,6 +22,7 @@ import numpy as np
 from afd.devices import device_named
 from afd.errors import AfdError, ConfigError
 from afd_comm import CommError, Link, Message, Region, Status, VerbsOptions
+from afd_launch.json_lines import heard, say
 
 NBYTES = 1 << 20
 ROUNDS = 8
@@ -31,17 +31,21 @@ TIMEOUT_US = 20_000_000
 
 @dataclass(frozen=True)
 class Echo:
-    """What a round trip showed. backend: of the link. seconds: of the quickest round."""
+    """What round trips showed. backend: of the link. rounds: seconds of each."""
 
     backend: str
-    seconds: float
+    rounds: tuple[float, ...]
+
+    @property
+    def gbytes(self) -> tuple[float, ...]:
+        """GB/s of each round, both directions together."""
+        return tuple(2 * NBYTES / seconds / 1e9 for seconds in self.rounds)
 
     @property
     def text(self) -> str:
-        rate = 2 * NBYTES / self.seconds / 1e9
         return (
             f"{self.backend}: {NBYTES >> 20} MiB there and back, bytes equal, {ROUNDS} times;"
-            f" {self.seconds * 1e3:.2f} ms, {rate:.1f} GB/s"
+            f" {min(self.rounds) * 1e3:.2f} ms, {max(self.gbytes):.1f} GB/s"
         )
 
 
@@ -59,9 +63,9 @@ def far(
     """
     where = device_named(device).region_device
     region = Region(1, NBYTES, name="doctor-far", device=where, verbs=verbs, tcp_host=host)
-    _send(out, region.addresses)
+    say(out, region.addresses)
     link = _link(_received(stream), backend, where, verbs)
-    address = _payload(region)
+    address = payload_address(region)
     if verbs is not None and where != "cpu":
         link.register_memory(address, NBYTES, where)
     for flag in range(1, ROUNDS + 1):
@@ -85,18 +89,18 @@ def near(
     where = device_named(device).region_device
     region = Region(1, NBYTES, name="doctor-near", verbs=verbs, tcp_host=host)
     link = _link(_received(stream), backend, where, verbs)
-    _send(out, region.addresses)
-    random, best = np.random.default_rng(0), float("inf")
+    say(out, region.addresses)
+    random, times = np.random.default_rng(0), []
     for flag in range(1, ROUNDS + 1):
         data = random.integers(0, 256, NBYTES, dtype=np.uint8)
         began = time.monotonic()
         _check(link.post(Message(0, [(0, data.ctypes.data, NBYTES)]), flag), "the request")
         _check(region.wait_all([0], [flag], TIMEOUT_US)[0], "the answer")
-        best = min(best, time.monotonic() - began)
+        times.append(time.monotonic() - began)
         if not np.array_equal(region.buffer(0)[:NBYTES], data):
             raise AfdError(f"round {flag} came back with other bytes")
-    _send(out, [])
-    return Echo(link.backend, best)
+    say(out, [])
+    return Echo(link.backend, tuple(times))
 
 
 def on_this_host(device: str) -> Echo:
@@ -138,14 +142,8 @@ def _link(addresses: list[str], backend: str, device: str, verbs: VerbsOptions |
     )
 
 
-def _send(out: IO[str], addresses: list[str]) -> None:
-    out.write(json.dumps(addresses) + "\n")
-    out.flush()
-
-
 def _received(stream: IO[str]) -> list[str]:
-    line = stream.readline()
-    addresses = json.loads(line) if line else None
+    addresses = heard(stream)
     if not isinstance(addresses, list) or not all(isinstance(a, str) for a in addresses):
         raise AfdError("the other side ended")
     return addresses
@@ -156,7 +154,7 @@ def _check(status: Status, what: str) -> None:
         raise AfdError(f"{what} did not come: {status.name}")
 
 
-def _payload(region: Region) -> int:
+def payload_address(region: Region) -> int:
     """Address of the slot, in host or device memory: a DLTensor begins with its data pointer."""
     if region.device == "cpu":
         return int(region.buffer(0).ctypes.data)

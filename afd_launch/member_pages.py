@@ -66,8 +66,9 @@ class Work:
 
     stage: its own stage, per micro-batch and layer. wire: messages from each peer to it. load:
     expert rows (FFN) or bytes sent (attention) per micro-batch. waited: share of their time in
-    which its threads were ready but had no core, 0 to 1. bubble: share of a step in which it waited
-    for peers, 0 to 1. budget_s: of its stage; None without a target. step_s: mean time of a decode
+    which its threads were ready but had no core, 0 to 1. queued: the same in seconds per
+    micro-batch and layer, all threads together. bubble: share of a step in which it waited for
+    peers, 0 to 1. budget_s: of its stage; None without a target. step_s: mean time of a decode
     step. tokens_per_s, running, queue, kv: of vLLM.
     """
 
@@ -79,6 +80,7 @@ class Work:
     wire: Mapping[str, Mean] = field(default_factory=dict)
     load: float = 0.0
     waited: float = 0.0
+    queued: float = 0.0
     bubble: float = 0.0
     budget_s: float | None = None
     step_s: float = 0.0
@@ -173,6 +175,7 @@ def _work(before: Page, after: Page, budget_s: float | None) -> Work:
         {peer: mean("afd_wire_seconds", "inbound", peer) for peer in sorted(peers)},
         moved(loads) / stage.count if stage.count else 0.0,
         waited / (ran + waited) if ran + waited else 0.0,
+        waited / stage.count if stage.count else 0.0,
         bubble / (bubble + stage.total) if bubble + stage.total else 0.0,
         budget_s,
         moved("afd_decode_step_seconds_total") / steps if steps else 0.0,

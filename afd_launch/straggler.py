@@ -1,20 +1,26 @@
 """Which member makes a deployment slow, and whether processor, accelerator, wire or imbalance is to
 blame. Pure functions over what the members did (afd_launch/member_pages.py).
 
-Members of a role do the same work, so each is compared with the median of the others. A member that
-stands out is judged in this order:
+Members of a role do the same work, so each is compared with the median of the others. The time that
+stands out most, of a stage or of the messages of one link, is its *excess*. It is explained in this
+order:
 
-processor    its threads were ready but waited for a core, much more than the others' threads
-imbalance    it got more rows than the others, and its time, or that of its messages, has grown no
-             more than its rows
-wire         messages from one peer to it take long, with cores and rows like the others'
-accelerator  none of these: the same rows take longer
+processor    its threads, or those of the sender of late messages, were ready but waited for a core:
+             so much longer per row than the others' threads that it makes up the excess
+imbalance    the member got more rows than the others, and its time has grown no more than its rows
+wire         neither, and messages are late
+accelerator  neither, and the same rows take longer
+
+On a host whose cores are all busy every member waits for a core, and late messages are what one
+sees first of any fault. So the wait itself proves nothing: only what exceeds the others' wait
+counts, and only as far as it is as long as the excess.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import isinf
 from statistics import median
 from typing import Literal
 
@@ -25,7 +31,7 @@ Cause = Literal["processor", "wire", "imbalance", "accelerator"]
 SLOWER = 1.25
 """A member is slow from this multiple of the others' median on."""
 _WAITED = 0.10  # share of time without a core that slows a member
-_MORE_WAITED = 2.0  # multiple of the others' time without a core per time on one
+_EXPLAINS = 0.5  # share of the excess that a longer wait for a core has to make up
 _UNEVEN = 1.2  # multiple of the others' rows
 
 _REMEDY: dict[Cause, str] = {
@@ -87,15 +93,13 @@ def find(works: Sequence[Work]) -> Finding | None:
     starved = _starved(worst, works)
     if starved is not None:
         return starved
-    load, usual = worst.work.load, of_others(worst.work, works, lambda w: w.load)
-    more = load / usual if usual else float("inf") if load else 0.0
+    more = _more_rows(worst.work, works)
     if more >= _UNEVEN and worst.seconds / worst.usual <= 1.5 * more:
         what = "rows of experts" if worst.work.role == "ffn" else "rows"
-        times = f"{more:.1f} times the {what} of its peers" if usual else f"all {what}"
+        times = f"all {what}" if isinf(more) else f"{more:.1f} times the {what} of its peers"
         return _finding(worst, worst.work, "imbalance", f"it computes {times}")
     if worst.peer:
-        why = f"messages from {worst.peer} arrive late, though cores and rows are as elsewhere"
-        return _finding(worst, worst.work, "wire", why)
+        return _late(worst, suspects, works)
     return _finding(
         worst, worst.work, "accelerator", "it has its cores and no more rows than its peers"
     )
@@ -122,23 +126,45 @@ def _suspects(works: Sequence[Work]) -> list[_Suspect]:
 
 def _starved(worst: _Suspect, works: Sequence[Work]) -> Finding | None:
     """Blames the processor if the slow member, or the sender of its late messages, lacked cores."""
-    for name in (worst.work.member, worst.peer):
-        for work in works:
-            if work.member != name:
+    found: list[tuple[float, float, Work]] = []
+    for work in works:
+        if work.member in (worst.work.member, worst.peer) and work.waited > _WAITED:
+            # More rows wait longer in all; that alone is no lack of cores.
+            rows = _more_rows(work, works)
+            if isinf(rows):
                 continue
-            usual = of_others(work, works, lambda w: w.waited)
-            if work.waited > _WAITED and _odds(work.waited) > _MORE_WAITED * _odds(usual):
-                why = (
-                    f"its threads were ready but without a core in {work.waited:.0%} of their time"
-                    f" (peers: {usual:.0%})"
-                )
-                return _finding(worst, work, "processor", why)
-    return None
+            usual = of_others(work, works, lambda w: w.queued) * max(1.0, rows)
+            found.append((work.queued - usual, usual, work))
+    if not found:
+        return None
+    longer, usual, work = max(found, key=lambda one: one[0])
+    if longer < _EXPLAINS * worst.excess:
+        return None
+    why = (
+        f"its threads were ready but without a core for {work.queued * 1e3:.2f} ms per micro-batch"
+        f" (peers, with as many rows: {usual * 1e3:.2f} ms)"
+    )
+    return _finding(worst, work, "processor", why)
 
 
-def _odds(share: float) -> float:
-    """Time without a core over time on one. Unlike the share, it grows without limit."""
-    return share / max(1.0 - share, 1e-9)
+def _more_rows(work: Work, works: Sequence[Work]) -> float:
+    """Rows of a member as a multiple of the others'; inf if only it has some, 1 if nobody has."""
+    usual = of_others(work, works, lambda w: w.load)
+    if usual:
+        return work.load / usual
+    return float("inf") if work.load else 1.0
+
+
+def _late(worst: _Suspect, suspects: Sequence[_Suspect], works: Sequence[Work]) -> Finding:
+    """Blames the sender if its messages are late at every receiver, else the receiver."""
+    receivers = {work.member for work in works if worst.peer in work.wire}
+    late = {suspect.work.member for suspect in suspects if suspect.peer == worst.peer}
+    sender = next((work for work in works if work.member == worst.peer), None)
+    if sender is not None and len(receivers) > 1 and late == receivers:
+        why = "its messages arrive late at every peer, though cores and rows are as elsewhere"
+        return _finding(worst, sender, "wire", why)
+    why = f"messages from {worst.peer} arrive late, though cores and rows are as elsewhere"
+    return _finding(worst, worst.work, "wire", why)
 
 
 def _finding(worst: _Suspect, blamed: Work, cause: Cause, why: str) -> Finding:

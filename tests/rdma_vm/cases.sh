@@ -2,7 +2,7 @@
 #   STRESS                the stress program
 #   HERE                  this folder
 #   PYTHON, PYTHONPATH    an interpreter that finds this repository and torch
-#   CASES                 transport, or ffn_loop
+#   CASES                 transport, ffn_loop or doctor
 # Each case prints "BEGIN name", its output, and "END name rc=N after S s".
 . "$HERE/network.sh"
 RX=rxf0,rxf1 TX=rxa0,rxa1
@@ -53,6 +53,10 @@ doctor() { "$PYTHON" -c 'from afd_launch import rdma; [print(*f) for f in rdma.l
 
 if [ "$CASES" = ffn_loop ]; then
   run_case ffn_loop "$PYTHON" "$HERE/ffn_loop.py"
+  exit 0
+fi
+if [ "$CASES" = doctor ]; then
+  run_case rates "$PYTHON" "$HERE/doctor_rates.py"
   exit 0
 fi
 run_case sizes "$STRESS" sizes $RX $TX

@@ -153,3 +153,16 @@ def test_doctor_lists_the_ports(cases: dict[str, Case]) -> None:
 @pytest.mark.long
 def test_the_ffn_loop_over_verbs(tmp_path: Path) -> None:
     passed(run_guest(tmp_path, "ffn_loop"), "ffn_loop", "every answer equals the reference")
+
+
+@pytest.mark.long
+def test_doctor_measures_each_port(tmp_path: Path) -> None:
+    """A port that is down is bad, and the other one is measured all the same."""
+    cases = run_guest(tmp_path, "doctor")
+    passed(cases, "rates", "verbs: 1 MiB there and back, bytes equal")
+    both, one = cases["rates"].text.split("one port:")
+    for port in ("rxa0:1", "rxa1:1"):
+        assert len(re.findall(rf"^ok +rdma {port} +(?:rate|latency) ", both, re.MULTILINE)) == 2
+    assert len(re.findall(r"^ok +rdma rxa0:1 ", one, re.MULTILINE)) == 2
+    assert re.search(r"^bad +rdma rxa1:1 ", one, re.MULTILINE)
+    assert len(re.findall(r"^ok +tcp ", both, re.MULTILINE)) >= 3

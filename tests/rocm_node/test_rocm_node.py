@@ -54,12 +54,27 @@ def test_a_pair_on_the_node(case, library, nic, tiny_models, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_doctor_moves_bytes_through_gpu_memory_of_another_process(library):
+def doctor(library, *words):
     environment = {**os.environ, **node.variables(library)}
     command = [sys.executable, "-m", "afd_launch.cli", "doctor", "--active", "--device", "rocm"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("ok    slots on rocm    ipc: 1 MiB there and back, bytes equal")
+    done = subprocess.run(
+        [*command, *words], env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+def test_doctor_moves_bytes_through_gpu_memory_of_another_process(library):
+    (slots,) = doctor(library, "--only", "slots")
+    assert slots.startswith("ok    slots on rocm      ipc: 1 MiB there and back, bytes equal")
+
+
+@pytest.mark.long
+def test_doctor_runs_rounds_of_the_copy_engine(library):
+    words = ("--only", "copy", "--expect", "copy_gbytes=0", "doorbell_us=1e6")
+    copies, doorbell = doctor(library, *words)
+    assert copies.startswith("ok    copy engine") and "16 MiB" in copies
+    assert doorbell.startswith("ok    doorbell") and "round trip" in doorbell
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,7 @@ def healthy(draw: random.Random, attention: int, ffn: int) -> list[Work]:
         wire = {peer: Mean(500, 500 * near(0.0003)) for peer in peers}
         return Work(
             f"{role}-{index}", role, stage=Mean(500, 500 * near(stage_s)), wire=wire,
-            load=near(40.0), waited=draw.uniform(0.0, 0.05),
+            load=near(40.0), waited=(waited := draw.uniform(0.0, 0.05)), queued=waited * stage_s,
         )  # fmt: skip
 
     names = [f"attention-{i}" for i in range(attention)], [f"ffn-{j}" for j in range(ffn)]
@@ -41,7 +41,8 @@ def slowed(draw: random.Random, all_works: list[Work], cause: Cause) -> tuple[li
     if cause == "processor":
         # Without a core, messages are also read late.
         wire = {p: Mean(m.count, m.total * factor) for p, m in work.wire.items()}
-        work = replace(work, stage=stage, wire=wire, waited=draw.uniform(0.3, 0.8))
+        queued = (stage.seconds - all_works[number].stage.seconds) * draw.uniform(0.8, 2.0)
+        work = replace(work, stage=stage, wire=wire, waited=draw.uniform(0.3, 0.8), queued=queued)
     elif cause == "accelerator":
         work = replace(work, stage=stage)
     elif cause == "imbalance":
@@ -63,6 +64,43 @@ def test_it_names_the_member_and_the_cause(cause: Cause, seed: int) -> None:
     assert found is not None
     assert (found.member, found.cause) == (blamed, cause), str(found)
     assert found.remedy in explain(members) and blamed in explain(members)
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+@pytest.mark.parametrize("seed", range(20))
+def test_a_host_without_a_free_core_hides_no_cause(cause: Cause, seed: int) -> None:
+    """Every thread waits for a core, about as long as it runs; only one member has a fault."""
+    draw = random.Random(f"busy{cause}{seed}")
+    members, blamed = slowed(draw, healthy(draw, 2, 2), cause)
+    busy = [
+        replace(w, waited=0.5, queued=w.queued + 0.0025 * draw.uniform(0.9, 1.1)) for w in members
+    ]
+    found = find(busy)
+    assert found is not None and (found.member, found.cause) == (blamed, cause), str(found)
+
+
+def test_more_rows_on_a_busy_host_are_no_lack_of_cores() -> None:
+    """Twice the rows take twice the time and wait twice as long for a core, as all do there."""
+    members = [
+        Work(f"ffn-{j}", "ffn", stage=Mean(100, 100 * s), load=rows, waited=0.5, queued=s)
+        for j, s, rows in ((0, 0.004, 64.0), (1, 0.002, 32.0), (2, 0.002, 31.0))
+    ]
+    found = find(members)
+    assert found is not None and (found.member, found.cause) == ("ffn-0", "imbalance")
+    starved = [replace(members[0], stage=Mean(100, 2.0), queued=0.02), *members[1:]]
+    found = find(starved)
+    assert found is not None and (found.member, found.cause) == ("ffn-0", "processor")
+
+
+def test_a_sender_whose_messages_are_late_everywhere_is_named() -> None:
+    members = healthy(random.Random(3), 2, 2)
+    slow = [
+        replace(w, wire={**w.wire, "ffn-1": Mean(500, 500 * 0.02)}) if w.role == "attention" else w
+        for w in members
+    ]
+    found = find(slow)
+    assert found is not None and (found.member, found.cause) == ("ffn-1", "wire")
+    assert "at every peer" in str(found)
 
 
 @pytest.mark.parametrize("seed", range(20))
