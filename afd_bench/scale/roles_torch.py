@@ -20,7 +20,7 @@ from afd.control.authority import member_ids
 from afd.control.client import ControlClient
 from afd.control.connect import client_for, timing_of
 from afd.control.keys import CurveKeys
-from afd.control.main import run_control
+from afd_launch.control_role import run_control
 from afd.errors import AfdError
 from afd.metrics.role import RoleMetrics
 from afd.topology import FfnPlace

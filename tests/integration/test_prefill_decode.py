@@ -1,0 +1,110 @@
+"""Prefill/decode disaggregation with real servers and NIXL: tokens equal colocated vLLM, and killed
+instances lose no request.
+
+    ./run test -m long tests/integration/test_prefill_decode.py
+"""
+
+import importlib.util
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from deployments import BLOCK, SETTINGS, Models
+from helpers import VOCAB, Scrape, wait_until
+from reference import REQUESTS, References
+
+from afd_bench.faults.subject import Subject
+from afd_bench.faults.traffic import Traffic, answered, jobs
+from afd_bench.servers import Server, disaggregated
+from afd_bench.workload import run
+
+pytestmark = [
+    pytest.mark.serve,
+    pytest.mark.long,
+    pytest.mark.skipif(
+        importlib.util.find_spec("nixl") is None, reason="needs nixl: pip install nixl"
+    ),
+]
+
+CASES = {
+    "1P1A1F": ({"instances": 1, "kv_cache_gib": 0.25, "port": 0}, 1),
+    "1P2A1F": ({"instances": 1, "kv_cache_gib": 0.25, "port": 0}, 2),
+    "1P1A1F by afd": ({"instances": 1, "by": "afd"}, 2),
+}
+
+
+def settings(model: Path, case: str, **attention: object) -> dict[str, object]:
+    prefill, instances = CASES[case]
+    common = {**SETTINGS, "max_num_batched_tokens": 128, "vllm_args": [BLOCK]}
+    return {
+        "model": str(model),
+        "prefill": {**prefill, "lease_s": 12},
+        "attention": {**common, "instances": instances, **attention},
+        "pipeline": {"depth": 3, "min_rows": 1},
+        "restart": {"max_restarts": 10},
+        "deadlines": {"drain_s": 20},
+    }
+
+
+@pytest.fixture(params=CASES)
+def served(request: pytest.FixtureRequest, tiny_models: Models) -> Iterator[Server]:
+    with disaggregated(settings(tiny_models("qwen3_moe"), request.param)) as server:
+        yield server
+
+
+def prefills(server: Server) -> dict[str, float]:
+    page = Scrape(server.metrics())
+    results = ("moved", "failed", "local")
+    return {r: page.total("afd_gateway_prefills_total", result=r) for r in results}
+
+
+def test_tokens_equal_colocated(served: Server, references: References) -> None:
+    before = prefills(served)
+    found = run(served.url, served.model, REQUESTS, salt="moved")
+    expected = references("qwen3_moe").answers
+    assert [a.tokens for a in found] == [a.tokens for a in expected]
+    counts = prefills(served)
+    assert counts["moved"] - before["moved"] == len(REQUESTS)
+    assert counts["failed"] == counts["local"] == 0
+    page = Scrape(served.metrics())
+    fetched = page.total("vllm:external_prefix_cache_hits_total")
+    print(f"{fetched:.0f} tokens of {sum(len(r.prompt) for r in REQUESTS)} were fetched")
+    assert fetched >= 0.9 * sum(len(r.prompt) for r in REQUESTS)
+    for depth in (3, 1):  # fetched KV caches are read in split steps
+        assert page.total("afd_steps_total", instance="ffn-0", depth=str(depth)) > 0
+
+
+def engines(server: Server, role: str) -> list[psutil.Process]:
+    """The processes of vLLM servers with this role of KV transfer."""
+    found = []
+    for process in psutil.Process(server.pid).children(recursive=True):
+        words = " ".join(process.cmdline())
+        if role in words and "vllm" in words:
+            found.append(process)
+    return found
+
+
+@pytest.mark.parametrize("victim", ["kv_producer", "kv_consumer"])
+def test_a_killed_instance_loses_no_request(tiny_models: Models, victim: str) -> None:
+    config = settings(tiny_models("qwen3_moe"), "1P2A1F", enable_prefix_caching=False)
+    with disaggregated(config) as server:
+        asked = answered(server.url, server.model, jobs(5, 12, vocab=VOCAB, new_tokens=(20, 60)))
+        with Traffic(server.url, server.model, asked, clients=6, seed=5) as traffic:
+            for _ in range(2):
+                time.sleep(2.0)
+                killed = engines(server, victim)[0]
+                killed.send_signal(signal.SIGKILL)
+                time.sleep(4.0)
+                wait_until(Subject(server).is_whole, 120.0, "the deployment is whole again")
+            time.sleep(2.0)
+            traffic.finish()
+            counts = traffic.read()
+        print(f"{victim}: {counts}; prompts: {prefills(server)}")
+        assert counts.done > 20
+        assert (counts.failed, counts.refused, counts.wrong) == (0, 0, 0)
+        now = prefills(server)["moved"]
+        run(server.url, server.model, REQUESTS[:2], salt="after")
+        assert prefills(server)["moved"] == now + 2
