@@ -54,8 +54,8 @@ REFUSALS = (
     "connections", "descriptors", "malformed", "body_timeout", "bodies",
     "unauthorized", "key_limit", "queue_full", "queue_time", "queue_share", "slow_client",
 )  # fmt: skip
-# moved: a prefill instance computed the prompt. failed: one failed to. local: the attention instance
-# computes it, because no prefill instance could.
+# moved: a prefill instance computed the prompt. failed: one failed to. local: the attention
+# instance computes it, because no prefill instance could.
 Prefilled = Literal["moved", "failed", "local"]
 _PREFIXES = {"/v1/models/": "/v1/models/{model}", "/v1/responses/": "/v1/responses/{id}"}
 

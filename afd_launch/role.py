@@ -191,9 +191,7 @@ def _gateway(spec: RoleSpec, *, supervised: bool) -> int:
             f"http://{f'[{host}]' if ':' in host else host}:{port}" for port in spec.prefill_ports
         ),
         prefill_ids=frozenset(
-            member_id("attention", i)
-            for i in range(attention.instances)
-            if deployment.prefills(i)
+            member_id("attention", i) for i in range(attention.instances) if deployment.prefills(i)
         ),
         slow_client_s=gateway.slow_client_s,
         otlp=deployment.metrics.otlp,

@@ -26,7 +26,8 @@ def check_supported(config: VllmConfig) -> None:
         ),
         "this KV connector (use the section prefill)": (
             config.kv_transfer_config is not None
-            and config.kv_transfer_config.kv_connector not in (BENCH_CONNECTOR, *get_args(Connector))
+            and config.kv_transfer_config.kv_connector
+            not in (BENCH_CONNECTOR, *get_args(Connector))
         ),
     }
     found = [what for what, present in problems.items() if present]

@@ -22,7 +22,8 @@ def transfer_arguments(
     """Returns vLLM's arguments and environment for a role of a deployment with prefill instances.
 
     The instance that generates fetches the KV cache before the first step of the request, so that
-    it does not matter whether steps are split. If it cannot, it computes the prompt itself (``kv_load_failure_policy``).
+    it does not matter whether steps are split. If it cannot, it computes the prompt itself
+    (``kv_load_failure_policy``).
 
     Raises:
         ConfigError: the package that moves it is missing.
