@@ -5,7 +5,7 @@ and its KV caches go to the attention instance with NIXL.
 
 - ttft_ms: time to the first token of a prompt of a length, which arrives while --streams requests
   decode.
-- tpot_ms: time per token of these requests, while prompts of that length arrive one after the other.
+- tpot_ms: time per token of these requests, while such prompts arrive one after the other.
 - match: share of a mixed workload's requests whose tokens are those of the other deployment.
 """
 

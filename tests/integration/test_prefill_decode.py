@@ -50,9 +50,13 @@ def settings(model: Path, case: str, **attention: object) -> dict[str, object]:
 
 
 @pytest.fixture(params=CASES)
-def served(request: pytest.FixtureRequest, tiny_models: Models) -> Iterator[Server]:
+def served(
+    request: pytest.FixtureRequest, tiny_models: Models
+) -> Iterator[tuple[Server, tuple[str, ...]]]:
+    """A deployment, and its attention instances that generate."""
+    generating = 2 if "2A" in request.param else 1
     with disaggregated(settings(tiny_models("qwen3_moe"), request.param)) as server:
-        yield server
+        yield server, tuple(f"attention-{i}" for i in range(generating))
 
 
 def prefills(server: Server) -> dict[str, float]:
@@ -61,18 +65,24 @@ def prefills(server: Server) -> dict[str, float]:
     return {r: page.total("afd_gateway_prefills_total", result=r) for r in results}
 
 
-def test_tokens_equal_colocated(served: Server, references: References) -> None:
-    before = prefills(served)
-    found = run(served.url, served.model, REQUESTS, salt="moved")
+def test_tokens_equal_colocated(
+    served: tuple[Server, tuple[str, ...]], references: References
+) -> None:
+    server, generating = served
+    found = run(server.url, server.model, REQUESTS, salt="moved")
     expected = references("qwen3_moe").answers
     assert [a.tokens for a in found] == [a.tokens for a in expected]
-    counts = prefills(served)
-    assert counts["moved"] - before["moved"] == len(REQUESTS)
-    assert counts["failed"] == counts["local"] == 0
-    page = Scrape(served.metrics())
-    fetched = page.total("vllm:external_prefix_cache_hits_total")
-    print(f"{fetched:.0f} tokens of {sum(len(r.prompt) for r in REQUESTS)} were fetched")
-    assert fetched >= 0.9 * sum(len(r.prompt) for r in REQUESTS)
+    assert prefills(server) == {"moved": len(REQUESTS), "failed": 0, "local": 0}
+    page = Scrape(server.metrics())
+    tokens = {
+        source: sum(
+            page.total("vllm:prompt_tokens_by_source_total", source=source, instance=instance)
+            for instance in generating
+        )
+        for source in ("external_kv_transfer", "local_cache_hit", "local_compute")
+    }
+    print(f"prompt tokens of attention instances: {tokens}")
+    assert tokens["local_compute"] == 0 < tokens["external_kv_transfer"]
     for depth in (3, 1):  # fetched KV caches are read in split steps
         assert page.total("afd_steps_total", instance="ffn-0", depth=str(depth)) > 0
 
