@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import uuid
 from typing import Any
 
 import aiohttp
@@ -70,7 +71,7 @@ def prompt_body(path: str, body: bytes) -> bytes | None:
     if path == TEXT and not isinstance(prompt, str) and not _is_tokens(prompt):
         return None
     asked = {key: value for key, value in fields.items() if key not in _OF_ANSWER}
-    asked |= {"max_tokens": 1, TRANSFER: _ASK}
+    asked |= {"max_tokens": 1, TRANSFER: {**_ASK, "transfer_id": uuid.uuid4().hex}}
     if path == CHAT:
         asked["max_completion_tokens"] = 1
     return json.dumps(asked, ensure_ascii=False, separators=(",", ":")).encode()

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from afd.config.transport import Section
 from afd.config.vllm_arguments import refusal
 
-Connector = Literal["NixlConnector"]
+Connector = Literal["NixlConnector", "MoRIIOConnector"]
 _OF_COLOCATED = ("kv_cache_gib", "host", "port", "vllm_args")
 
 
@@ -22,6 +22,8 @@ class Prefill(Section):
     # colocated: vLLM servers with the whole model. afd: the last of attention.instances
     by: Literal["colocated", "afd"] = "colocated"
     connector: Connector = "NixlConnector"  # vLLM's KV connector that moves the KV cache
+    # More keys of vLLM's kv_connector_extra_config
+    connector_config: dict[str, str | int | float | bool] = Field(default_factory=dict)
     # Seconds that the KV cache of a prompt is kept for an attention instance that does not fetch it
     lease_s: int = Field(default=30, ge=6)
     # The other keys are those of colocated instances, which have attention.vllm_args, too

@@ -147,3 +147,24 @@ def test_a_missing_package_is_named(model: Path, monkeypatch: pytest.MonkeyPatch
     plan = deployment(model=str(model), prefill={"instances": 1})
     with pytest.raises(ConfigError, match="package nixl, which is not installed"):
         attention_command(RoleSpec("attention", 0, plan, "x"), {})
+
+
+@pytest.mark.usefixtures("nixl")
+def test_mori_reads_and_has_ports_of_its_own(model: Path) -> None:
+    prefill = {"instances": 1, "connector": "MoRIIOConnector", "connector_config": {"backend": "x"}}
+    plan = deployment(model=str(model), prefill=prefill)
+    spec = RoleSpec("prefill", 0, plan, "x", api_port=8200, transfer_port=7001)
+    argv, environment = prefill_command(spec, {})
+    config = transfer_of(argv)
+    assert config["kv_connector"] == "MoRIIOConnector"
+    assert config["kv_connector_extra_config"] == {
+        "read_mode": "true",
+        "host_ip": "127.0.0.1",
+        "proxy_ip": "",
+        "proxy_ping_port": 0,
+        "http_port": 8200,
+        "handshake_port": 7001,
+        "notify_port": 61069,
+        "backend": "x",
+    }
+    assert "VLLM_NIXL_SIDE_CHANNEL_PORT" not in environment
