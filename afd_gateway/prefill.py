@@ -44,11 +44,18 @@ _MAX_ANSWER = 2**20  # bytes of a prefill instance's answer
 def check_client(body: bytes) -> None:
     """Raises GatewayError 400 if a client names a KV cache itself.
 
-    An attention instance would connect to any address in it.
+    An attention instance would connect to any address in it. vLLM reads bodies as this does.
     """
-    if TRANSFER.encode() not in body and b"\\u" not in body:
+    if TRANSFER.encode() not in body and b"\\u" not in body and _is_utf8(body):
         return
-    fields = _fields(body) or {}
+    try:
+        fields = json.loads(body)
+    except RecursionError:
+        raise GatewayError(400, "the request body is nested too deeply") from None
+    except ValueError:
+        return  # vLLM refuses it
+    if not isinstance(fields, dict):
+        return
     xargs = fields.get("vllm_xargs")
     if TRANSFER in fields or (isinstance(xargs, dict) and TRANSFER in xargs):
         raise GatewayError(400, f"{TRANSFER} is set by the gateway; remove it")
@@ -60,8 +67,8 @@ def prompt_body(path: str, body: bytes) -> bytes | None:
     None: the attention instance has to do it. Its answer needs the prompt's log-probabilities, or
     several requests of vLLM would fetch one KV cache, which is freed after the first.
     """
-    fields = _fields(body) if path in (CHAT, TEXT) else None
-    if fields is None or any(fields.get(key) for key in ("echo", "use_beam_search")):
+    fields = _fields(body) if path in (CHAT, TEXT) and _is_utf8(body) else None
+    if not fields or any(fields.get(key) for key in ("echo", "use_beam_search")):
         return None
     if fields.get("prompt_logprobs") is not None or fields.get("prompt_embeds") is not None:
         return None
@@ -86,6 +93,10 @@ def with_transfer(body: bytes, params: dict[str, Any]) -> bytes:
     at = body.index(b"{") + 1
     told = json.dumps(params, separators=(",", ":")).encode()
     return body[:at] + _NAME + b":" + told + b"," + body[at:]
+
+
+def _is_utf8(body: bytes) -> bool:
+    return json.detect_encoding(body) == "utf-8"
 
 
 def _fields(body: bytes) -> dict[str, Any] | None:

@@ -197,6 +197,8 @@ def test_an_attention_instance_that_prefills_gets_no_other_requests() -> None:
         b'{"prompt":"x","kv_transfer_params":{"remote_host":"h"}}',
         b'{"prompt":"x","kv\\u005ftransfer_params":{"remote_host":"h"}}',
         b'{"prompt":"x","vllm_xargs":{"kv_transfer_params":"h"}}',
+        '{"prompt":"x","kv_transfer_params":{"remote_host":"h"}}'.encode("utf-16"),
+        b'{"kv_transfer_params":{}, "prompt":"' + b"x" * 9 * 2**20 + b'"}',
     ],
 )
 def test_clients_must_not_name_a_kv_cache(body: bytes) -> None:
@@ -240,7 +242,9 @@ def test_which_prompts_move(path: str, fields: dict, moves: bool) -> None:
     assert (prompt_body(path, json.dumps(fields).encode()) is not None) is moves
 
 
-@pytest.mark.parametrize("body", [b"", b"[1]", b"{", b'"prompt"'])
+@pytest.mark.parametrize(
+    "body", [b"", b"[1]", b"{", b"{}", b'"prompt"', '{"prompt": "x"}'.encode("utf-16")]
+)
 def test_bodies_that_are_no_requests_do_not_move(body: bytes) -> None:
     assert prompt_body(TEXT, body) is None
 
