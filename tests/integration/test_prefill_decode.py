@@ -5,6 +5,7 @@ instances lose no request.
 """
 
 import importlib.util
+import itertools
 import signal
 import time
 from collections.abc import Iterator
@@ -97,10 +98,17 @@ def engines(server: Server, role: str) -> list[psutil.Process]:
     return found
 
 
+def held(server: Server, salt: str) -> float:
+    """Serves one request; returns the share of the prefill instance's KV cache in use then."""
+    run(server.url, server.model, REQUESTS[:1], salt=salt)
+    return Scrape(server.metrics()).total("vllm:kv_cache_usage_perc", instance="prefill-0")
+
+
 @pytest.mark.parametrize("victim", ["kv_producer", "kv_consumer"])
 def test_a_killed_instance_loses_no_request(tiny_models: Models, victim: str) -> None:
     config = settings(tiny_models("qwen3_moe"), "1P2A1F", enable_prefix_caching=False)
     with disaggregated(config) as server:
+        quiet = held(server, "quiet")
         asked = answered(server.url, server.model, jobs(5, 12, vocab=VOCAB, new_tokens=(20, 60)))
         with Traffic(server.url, server.model, asked, clients=6, seed=5) as traffic:
             for _ in range(2):
@@ -118,3 +126,6 @@ def test_a_killed_instance_loses_no_request(tiny_models: Models, victim: str) ->
         now = prefills(server)["moved"]
         run(server.url, server.model, REQUESTS[:2], salt="after")
         assert prefills(server)["moved"] == now + 2
+        # What dead instances did not fetch is freed when its lease ends.
+        salts = itertools.count()
+        wait_until(lambda: held(server, f"{next(salts)}") <= quiet, 40.0, "the leases have ended")
