@@ -23,6 +23,7 @@ BENCHES = {
     "moe": "afd_bench.moe.cli",
     "operate": "afd_bench.operate.command",
     "paper": "afd_bench.paper",
+    "pd": "afd_bench.pd",
     "planner": "afd_bench.planner.command",
     "prefill": "afd_bench.prefill",
     "report": "afd_bench.report.command",

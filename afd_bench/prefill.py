@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
     for step in args.steps:
         with _servers(args, step) as servers:
             found += asyncio.run(_measure(servers, args, f"step {step}"))
-    made = records(found, command_line("prefill", argv).strip())
+    made = records(found, "prefill", OURS, PEER, command_line("prefill", argv).strip())
     for record in made:
         print(
             f"{record.case:34} {record.metric:13} {record.value:9.1f} {record.peer_value:9.1f}"
@@ -118,9 +118,9 @@ async def _measure(
             rate = Measured(f"{name}, {length} tokens", "tokens_per_s", "tokens/s")
             for turn in range(args.rounds + 1):
                 for key, server in servers.items():
-                    alone = await _prefill(session, server, [prompts.draw(length)])
+                    alone = await time_prompts(session, server, [prompts.draw(length)])
                     many = [prompts.draw(length) for _ in range(args.together)]
-                    together = await _prefill(session, server, many)
+                    together = await time_prompts(session, server, many)
                     if turn:  # the first turn warms up
                         first.add(key, 1e3 * alone)
                         rate.add(key, length * len(many) / together)
@@ -136,12 +136,12 @@ async def _measure(
     return found
 
 
-async def _prefill(
+async def time_prompts(
     session: aiohttp.ClientSession, server: Server, prompts: Sequence[Sequence[int]]
 ) -> float:
     """Returns the seconds until all prompts have their first token."""
     began = time.monotonic()
-    bodies = [_body(server, prompt, 1) for prompt in prompts]
+    bodies = [body_of(server, prompt, 1) for prompt in prompts]
     await asyncio.gather(*(post_completion(session, server.url, body) for body in bodies))
     return time.monotonic() - began
 
@@ -157,30 +157,33 @@ async def _tpot(
 
     async def arrive() -> None:
         while True:
-            await _prefill(session, server, [prompts.draw(TRAFFIC_TOKENS)])
+            await time_prompts(session, server, [prompts.draw(TRAFFIC_TOKENS)])
 
     loads = [asyncio.create_task(arrive())] if traffic else []
     async with kept_running(loads):
-        streams = (_stream(session, server, prompts.draw(8), args) for _ in range(args.streams))
+        streams = (
+            time_per_token(session, server, prompts.draw(8), args.answer)
+            for _ in range(args.streams)
+        )
         times = await asyncio.gather(*streams)
     return 1e3 * statistics.mean(times)
 
 
-async def _stream(
-    session: aiohttp.ClientSession, server: Server, prompt: list[int], args: argparse.Namespace
+async def time_per_token(
+    session: aiohttp.ClientSession, server: Server, prompt: list[int], answer: int
 ) -> float:
-    """Returns the seconds per token behind the first token."""
-    body = {**_body(server, prompt, args.answer), "stream": True}
+    """Returns the seconds per token behind the first of ``answer`` tokens."""
+    body = {**body_of(server, prompt, answer), "stream": True}
     moments: list[float] = []
-    async with session.post(f"{server.url}/v1/completions", json=body) as answer:
-        answer.raise_for_status()
-        async for line in answer.content:
+    async with session.post(f"{server.url}/v1/completions", json=body) as got:
+        got.raise_for_status()
+        async for line in got.content:
             if line.startswith(b"data: {"):
                 moments.append(time.monotonic())
-    return (moments[-1] - moments[0]) / float(args.answer - 1)
+    return (moments[-1] - moments[0]) / float(answer - 1)
 
 
-def _body(server: Server, prompt: Sequence[int], tokens: int) -> dict[str, object]:
+def body_of(server: Server, prompt: Sequence[int], tokens: int) -> dict[str, object]:
     return {
         "model": server.model,
         "prompt": list(prompt),
@@ -190,21 +193,23 @@ def _body(server: Server, prompt: Sequence[int], tokens: int) -> dict[str, objec
     }
 
 
-def records(found: Sequence[Measured], command: str) -> list[Record]:
-    """One record per case and metric: medians. A ratio above 1: 1A1F is faster."""
+def records(
+    found: Sequence[Measured], bench: str, ours: str, theirs: str, command: str
+) -> list[Record]:
+    """One record per case and metric: medians of two servers. A ratio above 1: ours is better."""
     made = []
     for one in found:
-        mine, peer = (statistics.median(one.values[name]) for name in (OURS, PEER))
+        mine, peer = (statistics.median(one.values[name]) for name in (ours, theirs))
         made.append(
             Record(
-                bench="prefill",
+                bench=bench,
                 case=one.case,
                 metric=one.metric,
                 value=round(mine, 3),
                 unit=one.unit,
-                peer=PEER,
+                peer=theirs,
                 peer_value=round(peer, 3),
-                ratio=round(mine / peer if one.metric == "tokens_per_s" else peer / mine, 3),
+                ratio=round(peer / mine if one.unit == "ms" else mine / peer, 3),
                 machine=machine(),
                 command=command,
                 date=today(),

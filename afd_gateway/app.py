@@ -257,7 +257,7 @@ async def _health(request: web.Request) -> web.Response:
 def _member(member_id: str, view: View | None) -> dict[str, str | int | None]:
     if view is None:
         return {"id": member_id, "state": "absent", "health": None, "generation": None}
-    is_server = view.upstream.role == "attention"
+    is_server = view.upstream.is_server
     return {
         "id": member_id,
         "state": view.upstream.state,

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
 
 from afd.control.client import ControlClient
@@ -31,8 +31,10 @@ _SETTLE_S = 3.0
 _LOOK_S = 0.02
 
 
-def upstreams_of(members: Members, own_id: str = "") -> tuple[Upstream, ...]:
-    """Returns the members but ``own_id``.
+def upstreams_of(
+    members: Members, own_id: str = "", prefills: Container[str] = ()
+) -> tuple[Upstream, ...]:
+    """Returns the members but ``own_id``. prefills: ids of those that compute prompts only.
 
     Those that are ready drain with the deployment, or if an operator wants no new requests there.
     """
@@ -45,6 +47,7 @@ def upstreams_of(members: Members, own_id: str = "") -> tuple[Upstream, ...]:
             state="draining"
             if member.state == "ready" and _drains(members, member)
             else member.state,
+            task="prefill" if member.id in prefills else "generate",
         )
         for member in members.members
         if member.id != own_id
@@ -57,18 +60,27 @@ def _drains(members: Members, member: Member) -> bool:
 
 
 class ControlProvider:
-    """A Provider that converts each snapshot of the control client once."""
+    """A Provider that converts each snapshot of the control client once.
 
-    def __init__(self, client: ControlClient, own_id: str) -> None:
+    Colocated prefill instances are added: they do not register.
+    """
+
+    def __init__(self, client: ControlClient, settings: GatewaySettings) -> None:
         self._client = client
-        self._own_id = own_id
+        self._own_id = settings.instance
+        self._prefills = settings.prefill_ids
+        self._colocated = tuple(
+            Upstream(f"prefill-{index}", url, task="prefill")
+            for index, url in enumerate(settings.prefill_urls)
+        )
         self._seen: Members | None = None
         self._upstreams: tuple[Upstream, ...] = ()
 
     def __call__(self) -> tuple[Upstream, ...]:
         members = self._client.members
         if members is not self._seen:
-            self._upstreams = upstreams_of(members, self._own_id)
+            known = upstreams_of(members, self._own_id, self._prefills)
+            self._upstreams = (*known, *self._colocated)
             self._seen = members
         return self._upstreams
 
@@ -126,7 +138,7 @@ async def _run(
         loop.add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
     client = connect()
     try:
-        provider = ControlProvider(client, settings.instance)
+        provider = ControlProvider(client, settings)
         settings = replace(settings, wanted=provider.wanted)
         server = await start_gateway(settings, provider, listener, counts, accept=counts is None)
 

@@ -89,6 +89,7 @@ class Pool:
         self._provider = provider
         self._counts = counts or Counts()
         self._router = Router(settings.routing, settings.max_running, settings.process)
+        self._prefill_router = Router(settings.routing, None, settings.process, "prefill")
         self.kv_usage: dict[tuple[str, int, str], float] = {}
         self._entries: dict[tuple[str, int, str], _Entry] = {}
         self._wake = asyncio.Event()
@@ -117,6 +118,7 @@ class Pool:
                     entry.probe.cancel()
                 del self._entries[key]
                 self._router.forget(key)
+                self._prefill_router.forget(key)
 
     def views(self) -> tuple[View, ...]:
         """Returns the present members in a stable order."""
@@ -156,6 +158,13 @@ class Pool:
         if self.closed:
             return None
         view = self._router.choose(self.views(), exclude, body, state)
+        return None if view is None else Lease(self._entries[view.upstream.key], self._counts)
+
+    def acquire_prefill(
+        self, exclude: Collection[tuple[str, int, str]], body: bytes
+    ) -> Lease | None:
+        """Returns a lease on the best prefill instance that is not excluded, or None."""
+        view = self._prefill_router.choose(self.views(), exclude, body)
         return None if view is None else Lease(self._entries[view.upstream.key], self._counts)
 
     def _acquire_any(self, body: bytes, *, begun: bool) -> Lease | None:
@@ -224,7 +233,11 @@ class Pool:
             return False
         if begun:
             return True
-        states = [view.upstream.state for view in self.views() if view.upstream.role == "attention"]
+        states = [
+            view.upstream.state
+            for view in self.views()
+            if view.upstream.role == "attention" and view.upstream.task == "generate"
+        ]
         return not states or any(state != "draining" for state in states)
 
     def _tell_waiters(self) -> None:

@@ -14,6 +14,7 @@ from afd_gateway.headers import INSTANCE_HEADER
 from afd_gateway.journal import JournalSpace
 from afd_gateway.owner import make_connector
 from afd_gateway.pool import Lease, Pool
+from afd_gateway.prefill import Prefiller, check_client
 from afd_gateway.relay import Relay
 from afd_gateway.replay import Departed, replay_of
 from afd_gateway.settings import GatewaySettings
@@ -56,6 +57,9 @@ class Proxy:
         self._telemetry = telemetry
         self._session = session
         self._space = JournalSpace(settings.replay_bytes)
+        self._prefiller = None
+        if settings.prefill_urls or settings.prefill_ids:
+            self._prefiller = Prefiller(settings, pool, telemetry, session)
 
     @staticmethod
     def make_session(settings: GatewaySettings) -> aiohttp.ClientSession:
@@ -82,6 +86,8 @@ class Proxy:
         """
         if (trace := request.get(TRACE)) is not None:
             trace.describe(body)
+        if self._prefiller is not None:
+            check_client(body)
         replay = replay_of(request.method, request.path, request.headers, body)
         relay = Relay(request, body, self._settings, replay, self._space)
         try:
@@ -107,6 +113,8 @@ class Proxy:
             moved = relay.moved
             try:
                 with lease:
+                    if self._prefiller is not None and lost is None:
+                        body = await self._prefiller.prepare(request, body)
                     return await self._forward(request, body, relay, lease)
             except Departed as error:
                 words = f"{lease.upstream.id} cannot continue the answer: {error}"

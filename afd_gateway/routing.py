@@ -17,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from afd_gateway.upstreams import MemberState, View
+from afd_gateway.upstreams import MemberState, Task, View
 
 Key = tuple[str, int, str]
 Prompt = tuple[bytes, ...]
@@ -114,15 +114,16 @@ def able(
     state: MemberState = "ready",
     *,
     limit: int | None = None,
+    task: Task = "generate",
 ) -> list[View]:
     """Returns the healthy views; without those that are at ``limit`` if others are not, and
     without those whose KV cache is full if others' are not.
 
     Args:
         exclude: keys of upstreams that this request has tried already.
-        state: only members in this state.
+        state: only members in this state. task: only members that do it.
     """
-    found = [view for view in views if view.in_state(state) and view.upstream.key not in exclude]
+    found = [v for v in views if v.in_state(state, task) and v.upstream.key not in exclude]
     if limit is not None:
         found = [view for view in found if view.load < limit] or found
     return [view for view in found if view.kv_usage < _FULL] or found
@@ -160,13 +161,20 @@ class Router:
 
     Args:
         limit: requests that an instance has at a time; None: no limit.
-        turn: see ``choose``.
+        turn: see ``choose``. task: of the instances.
     """
 
-    def __init__(self, routing: Routing, limit: int | None = None, turn: int = 0) -> None:
+    def __init__(
+        self,
+        routing: Routing,
+        limit: int | None = None,
+        turn: int = 0,
+        task: Task = "generate",
+    ) -> None:
         self._beginnings = Beginnings() if routing == "prefix" else None
         self._limit = limit
         self._turn = turn
+        self._task = task
 
     def choose(
         self,
@@ -179,7 +187,7 @@ class Router:
 
         exclude, state: see ``able``.
         """
-        candidates = able(views, exclude, state, limit=self._limit)
+        candidates = able(views, exclude, state, limit=self._limit, task=self._task)
         if self._beginnings is None or len(candidates) < 2:
             return choose(candidates, {}, turn=self._turn)
         prompt = prompt_of(body)

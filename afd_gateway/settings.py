@@ -38,6 +38,8 @@ class GatewaySettings:
     tls: for HTTPS; None: plain HTTP.
     routing, max_running: see the section gateway of the deployment file, afd_gateway.routing and
         admission; max_running None: no limit, and no request waits for its turn.
+    prefill_urls: of colocated prefill instances. prefill_ids: attention instances that compute
+        prompts only.
     slow_client_s: a connection whose client reads nothing for so long while bytes wait is ended.
     kv_interval_s: between two looks at the KV caches, of one gateway process of one.
     otlp, otlp_share: see the section metrics of the deployment file; otlp None: no traces.
@@ -82,6 +84,8 @@ class GatewaySettings:
     own_upstreams: bool = False
     routing: Literal["prefix", "fewest"] = "prefix"
     max_running: int | None = None
+    prefill_urls: tuple[str, ...] = ()
+    prefill_ids: frozenset[str] = frozenset()
     slow_client_s: float = 60.0
     kv_interval_s: float = 2.0
     otlp: str | None = None

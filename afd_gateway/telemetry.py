@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import get_args
+from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -16,6 +16,7 @@ GATEWAY_METRICS = (
     "afd_gateway_retries_total",
     "afd_gateway_replays_total",
     "afd_gateway_refused_total",
+    "afd_gateway_prefills_total",
     "afd_gateway_inflight_requests",
     "afd_gateway_waiting_requests",
     "afd_gateway_upstream_up",
@@ -53,6 +54,9 @@ REFUSALS = (
     "connections", "descriptors", "malformed", "body_timeout", "bodies",
     "unauthorized", "key_limit", "queue_full", "queue_time", "queue_share", "slow_client",
 )  # fmt: skip
+# moved: a prefill instance computed the prompt. failed: one failed to. local: the attention
+# instance computes it, because no prefill instance could.
+Prefilled = Literal["moved", "failed", "local"]
 _PREFIXES = {"/v1/models/": "/v1/models/{model}", "/v1/responses/": "/v1/responses/{id}"}
 
 
@@ -97,6 +101,14 @@ class Telemetry:
             ["instance", "reason"],
             registry=self._registry,
         )
+        self._prefills = Counter(
+            "afd_gateway_prefills",
+            "Prompts for prefill instances, by result.",
+            ["instance", "result"],
+            registry=self._registry,
+        )
+        for result in get_args(Prefilled):
+            self._prefills.labels(instance, result)
         for reason in REFUSALS:
             self._refused.labels(instance, reason)
         for cause in get_args(Cause):  # shows 0 before the first retry
@@ -114,6 +126,9 @@ class Telemetry:
     def refused(self, reason: str) -> None:
         """reason: one of REFUSALS."""
         self._refused.labels(self._instance, reason).inc()
+
+    def prefill(self, result: Prefilled) -> None:
+        self._prefills.labels(self._instance, result).inc()
 
     def text(self, views: Iterable[View], peer_up: dict[str, bool], waiting: int = 0) -> str:
         """Returns Prometheus text.
@@ -133,13 +148,13 @@ class _Gauges:
     ) -> None:
         self._instance = instance
         self._waiting = waiting
-        self._views = [view for view in views if view.upstream.role == "attention"]
+        self._views = [view for view in views if view.upstream.is_server]
         self._peer_up = peer_up
 
     def collect(self) -> list[Metric]:
         inflight = GaugeMetricFamily(
             "afd_gateway_inflight_requests",
-            "Requests forwarded to an attention instance and not yet finished.",
+            "Requests forwarded to an attention or prefill instance and not yet finished.",
             labels=["instance", "gateway"],
         )
         up = GaugeMetricFamily(
@@ -150,7 +165,8 @@ class _Gauges:
         for view in self._views:
             labels = [view.upstream.id, self._instance]
             inflight.add_metric(labels, view.outstanding)
-            up.add_metric(labels, float(view.eligible))
+            if view.upstream.task == "generate":
+                up.add_metric(labels, float(view.eligible))
         peers = GaugeMetricFamily(
             "afd_peer_up", "1 if the metrics of this member could be scraped.", labels=["instance"]
         )

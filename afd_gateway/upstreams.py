@@ -8,14 +8,16 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 MemberState = Literal["starting", "ready", "draining"]
+Task = Literal["generate", "prefill"]
 
 
 @dataclass(frozen=True)
 class Upstream:
-    """One attention or FFN member.
+    """One attention or FFN member, or a colocated prefill instance.
 
     id: "attention-0". api_url: "http://HOST:PORT", "" for FFN. metrics_url: whole URL, "" if none.
-    generation: from the control plane, new for every start of the process.
+    generation: from the control plane, new for every start of the process. task: what an attention
+    instance does; "prefill": it computes prompts only.
     """
 
     id: str
@@ -23,6 +25,12 @@ class Upstream:
     metrics_url: str = ""
     generation: int = 0
     state: MemberState = "ready"
+    task: Task = "generate"
+
+    @property
+    def is_server(self) -> bool:
+        """Whether requests of clients go there."""
+        return self.role in ("attention", "prefill")
 
     @property
     def role(self) -> str:
@@ -150,10 +158,11 @@ class View:
     def eligible(self) -> bool:
         return self.in_state("ready")
 
-    def in_state(self, state: MemberState) -> bool:
-        """Whether this is a healthy attention instance in ``state``."""
+    def in_state(self, state: MemberState, task: Task = "generate") -> bool:
+        """Whether this is a healthy attention instance in ``state`` that does ``task``."""
         return (
-            self.upstream.role == "attention"
+            self.upstream.is_server
+            and self.upstream.task == task
             and self.upstream.state == state
             and self.health.condition is Condition.HEALTHY
         )
@@ -165,6 +174,8 @@ def describe(member_id: str, view: View | None) -> str:
         return f"{member_id} has not joined"
     if view.upstream.state != "ready":
         return f"{member_id} is {view.upstream.state}"
+    if view.upstream.task == "prefill":
+        return f"{member_id} computes prompts only"
     if view.upstream.role != "attention" or view.health.condition is Condition.HEALTHY:
         return f"{member_id} is ready"
     if view.health.condition is Condition.UNPROVEN:

@@ -58,8 +58,8 @@ def run_attention(spec: RoleSpec, file: Path | None) -> int:
         environment = {**environment, ROLE_FILE_ENV: str(file.absolute())}
         return AttentionServer(spec, argv, environment, own_session=False).run()
     host = spec.deployment.attention.host
-    with private_folder() as (folder, watchdog), held_ports([host]) as (free,):
-        spec = replace(spec, api_port=spec.api_port or free)
+    with private_folder() as (folder, watchdog), held_ports([host] * 2) as (free, transfer):
+        spec = replace(spec, api_port=spec.api_port or free, transfer_port=transfer)
         argv, environment = attention_command(spec)
         spec.save(folder / "role.json")
         environment = {**environment, ROLE_FILE_ENV: str(folder / "role.json")}

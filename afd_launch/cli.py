@@ -89,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
         ("control", "run the control plane"),
         ("ffn", "run one FFN instance"),
         ("attention", "run one attention instance (vLLM)"),
+        ("prefill", "run one colocated prefill instance (vLLM)"),
         ("gateway", "run the OpenAI-compatible gateway"),
     ):
         command = _add(commands, role, _role, f"{text} of a deployment over several hosts")

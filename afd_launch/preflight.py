@@ -93,7 +93,7 @@ def _traces(deployment: Deployment) -> Iterator[Finding]:
 def _devices(deployment: Deployment) -> Iterator[Finding]:
     attention, ffn = deployment.attention, deployment.ffn
     pools = (
-        (device_named(attention.device), attention.capacity),
+        (device_named(attention.device), attention.capacity + deployment.prefill.colocated),
         (device_named(ffn.device), ffn.ranks),
     )
     on_gpus = [(device, count) for device, count in pools if not device.host_memory]
@@ -115,7 +115,7 @@ def _devices(deployment: Deployment) -> Iterator[Finding]:
 
 
 def _arguments(deployment: Deployment) -> Iterator[Finding]:
-    arguments = deployment.attention.vllm_args
+    arguments = (*deployment.attention.vllm_args, *deployment.prefill.vllm_args)
     if not arguments:
         return
     if vllm_build() is None:
@@ -125,7 +125,7 @@ def _arguments(deployment: Deployment) -> Iterator[Finding]:
 
     problem = problem_with(arguments)
     if problem is not None:
-        yield Finding("bad", "vllm_args", f"{problem}; correct attention.vllm_args")
+        yield Finding("bad", "vllm_args", f"{problem}; correct the vllm_args of the file")
     else:
         yield Finding("ok", "vllm_args", "vLLM's parser takes them")
 
@@ -279,12 +279,21 @@ def _host_memory(deployment: Deployment, attention: GpuUse, expert_bytes: Sequen
         + sum(sum(experts[j * tp : (j + 1) * tp]) for j in place.ffn)
         for place in deployment.places()
     )
+    if device_named(deployment.attention.device).host_memory:
+        whole = _prefill_use(deployment, attention, expert_bytes).total
+        need += deployment.prefill.colocated * (whole + _PROCESS_GIB["attention"] * GIB)
     total = psutil.virtual_memory().total
     text = f"{_size(need)} of this host's {_size(total)}"
     if need <= total:
         return Finding("ok", "memory", text)
     cache = attention.cache if each else 0.0
     return Finding("bad", "memory", f"{text}: {_largest(cache, sum(experts))}")
+
+
+def _prefill_use(deployment: Deployment, attention: GpuUse, expert_bytes: Sequence[int]) -> GpuUse:
+    """A colocated prefill instance: the whole model. expert_bytes: of each FFN rank."""
+    cache = deployment.prefill.kv_cache_gib * GIB
+    return GpuUse("prefill", attention.weights + sum(expert_bytes), cache, 0)
 
 
 def _gpu_memory(
@@ -306,6 +315,8 @@ def _gpu_memory(
             if role == "ffn":
                 held = expert_bytes[ffn_number(index, rank, deployment.ffn.tp)]
                 use = GpuUse("ffn", held, 0, slots.ffn)
+            if role == "prefill":
+                use = _prefill_use(deployment, attention, expert_bytes)
             gpu = gpu_order(own, len(processes), deployment.gpus)[0]
             on_gpu.setdefault((place.name, gpu), []).append(use)
     fullest = max(on_gpu.values(), key=lambda uses: sum(use.total for use in uses))

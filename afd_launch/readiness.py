@@ -2,7 +2,7 @@
 
 The control plane is ready when its port accepts connections; an FFN or attention instance when it
 is a member in state "ready" and its process belongs to the group that we started; a gateway process
-when it is such a member and /health returns 200.
+when it is such a member and /health returns 200; a prefill instance when /health returns 200.
 """
 
 from __future__ import annotations
@@ -80,6 +80,8 @@ class Readiness:
             return None if up else f"to listen at {self._control}"
         if spec.role == "gateway":
             return _member_wait(self._snapshot(), spec, group) or _gateway_wait(spec)
+        if spec.role == "prefill":
+            return health_wait(_health_url("http", spec.deployment.prefill.host, spec.api_port))
         return _member_wait(self._snapshot(), spec, group)
 
     def is_member(self, name: str) -> bool | None:
@@ -173,9 +175,13 @@ def local_address(host: str) -> str:
 
 
 def _gateway_wait(spec: RoleSpec) -> str | None:
-    host = local_address(spec.deployment.gateway.host)
     scheme = "http" if spec.deployment.gateway.tls is None else "https"
-    return health_wait(f"{scheme}://{f'[{host}]' if ':' in host else host}:{spec.api_port}/health")
+    return health_wait(_health_url(scheme, spec.deployment.gateway.host, spec.api_port))
+
+
+def _health_url(scheme: str, host: str, port: int) -> str:
+    host = local_address(host)
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}/health"
 
 
 def health_wait(url: str) -> str | None:

@@ -15,8 +15,9 @@ from afd.config.sections import Attention, Ffn
 from afd.control.connect import NO_KEYS
 from afd.errors import ConfigError
 from afd.host.logs import LOG_FORMAT
-from afd.topology import ffn_number
+from afd.topology import ffn_number, member_id
 from afd_launch.host_view import control_address, home_of, seen_from, settings_of
+from afd_launch.readiness import local_address
 from afd_launch.versions import installed_versions
 
 
@@ -25,19 +26,23 @@ def standalone_spec(
 ) -> RoleSpec:
     """The spec of a role that a user starts by hand. Raises ConfigError."""
     address = control or control_address(deployment)
-    if address == "auto":
+    if address == "auto" and role != "prefill":
         raise ConfigError(
             "control.address is auto, which only afd serve can choose; set it to tcp://HOST:PORT in"
             " the file, or pass --control"
         )
     pools: dict[str, Attention | Ffn] = {"attention": deployment.attention, "ffn": deployment.ffn}
-    pool = pools.get(role)
+    pool, ports = pools.get(role), deployment.prefill.api_ports()
     if role == "gateway":
         instances, setting = deployment.gateway.processes, "gateway.processes"
     elif role == "attention":
         instances, setting = deployment.attention.capacity, "attention.max_instances"
+    elif role == "prefill":
+        instances, setting = len(ports), "colocated prefill.instances"
     else:
         instances, setting = pool.instances if pool else 1, f"{role}.instances"
+    if not instances:
+        raise ConfigError("the file has no colocated prefill instances; set prefill.instances")
     if not 0 <= index < instances:
         raise ConfigError(
             f"--index {index} does not exist with {setting} = {instances}; use 0 to {instances - 1}"
@@ -47,7 +52,7 @@ def standalone_spec(
         raise ConfigError(
             f"--rank {rank} does not exist with ffn.tp = {ranks}; use 0 to {ranks - 1}"
         )
-    if deployment.control.keys is None:
+    if deployment.control.keys is None and role != "prefill":
         raise ConfigError(NO_KEYS)
     host = home_of(deployment, role, index)
     return RoleSpec(
@@ -60,6 +65,7 @@ def standalone_spec(
         cpus=pool.cpus[ffn_number(index, rank, ranks)] if pool and pool.cpus != "auto" else (),
         rank=rank,
         host=host,
+        prefill_ports=ports,
     )
 
 
@@ -68,6 +74,8 @@ def _api_port(deployment: Deployment, role: Role, index: int) -> int:
         return deployment.gateway.port
     if role == "attention":
         return deployment.attention.api_ports()[index]
+    if role == "prefill":
+        return deployment.prefill.api_ports()[index]
     return 0
 
 
@@ -86,6 +94,10 @@ def run_role(spec: RoleSpec, file: Path | None) -> int:
         from afd_launch.attention_role import run_attention
 
         return run_attention(spec, file)
+    if spec.role == "prefill":
+        from afd_launch.prefill_role import run_prefill
+
+        run_prefill(spec)
     if spec.role == "ffn":
         from ffn_worker.main import run_ffn
 
@@ -108,7 +120,7 @@ def _control(spec: RoleSpec, *, anchored: bool) -> int:
     from afd.control.depths import DepthPolicy
     from afd.control.host_table import HostRules
     from afd.control.keys import CurveKeys
-    from afd.control.main import run_control
+    from afd_launch.control_role import run_control
 
     if spec.keys_file is None:
         raise ConfigError(NO_KEYS)
@@ -146,6 +158,7 @@ def _gateway(spec: RoleSpec, *, supervised: bool) -> int:
 
     deployment = spec.deployment
     gateway, attention = deployment.gateway, deployment.attention
+    host = local_address(deployment.prefill.host)
     tls, from_environment = deployment.gateway.tls, "VLLM_API_KEY" in os.environ
     if from_environment and deployment.gateway.api_keys is not None:
         raise ConfigError(
@@ -173,6 +186,12 @@ def _gateway(spec: RoleSpec, *, supervised: bool) -> int:
         routing=gateway.routing,
         max_running=(
             2 * attention.max_num_seqs if gateway.max_running == "auto" else gateway.max_running
+        ),
+        prefill_urls=tuple(
+            f"http://{f'[{host}]' if ':' in host else host}:{port}" for port in spec.prefill_ports
+        ),
+        prefill_ids=frozenset(
+            member_id("attention", i) for i in range(attention.instances) if deployment.prefills(i)
         ),
         slow_client_s=gateway.slow_client_s,
         otlp=deployment.metrics.otlp,

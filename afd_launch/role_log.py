@@ -16,7 +16,13 @@ TAIL_LINES = 15
 ERROR_MARK = "afd: error: "
 """Precedes an error sentence for the user in the output of every role (afd_launch/cli.py)."""
 _LONGEST_LINE = 64 * 1024
-_COLOURS = {"control": 35, "ffn": 33, "attention": 36, "gateway": 32}  # ANSI foregrounds
+_COLOURS = {
+    "control": 35,
+    "ffn": 33,
+    "attention": 36,
+    "prefill": 34,
+    "gateway": 32,
+}  # ANSI foregrounds
 
 
 class RoleLog:

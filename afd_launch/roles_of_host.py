@@ -22,7 +22,7 @@ from afd_launch.process import Command
 from afd_launch.supervisor import Stage
 
 # seconds from SIGTERM to SIGKILL; the gateway gets deadlines.drain_s in addition
-STOP_S = {"control": 5.0, "ffn": 5.0, "attention": 15.0, "gateway": 5.0}
+STOP_S = {"control": 5.0, "ffn": 5.0, "prefill": 15.0, "attention": 15.0, "gateway": 5.0}
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,16 @@ class Ports:
 
     gateway: 0 on a host without the gateway. attention: by number of the instance; 0 for instances
     of other hosts. control_address: with an IP address, so that no role has to resolve a name.
+    prefill: of colocated prefill instances. attention_transfer, prefill_transfer: RoleSpec's
+    ``transfer_port`` of the same instances; () without prefill instances.
     """
 
     gateway: int
     attention: tuple[int, ...]
     control_address: str
+    prefill: tuple[int, ...] = ()
+    attention_transfer: tuple[int, ...] = ()
+    prefill_transfer: tuple[int, ...] = ()
 
 
 @contextlib.contextmanager
@@ -56,9 +61,11 @@ def held_addresses(deployment: Deployment, host: str = "") -> Iterator[Ports]:
     if leads and gateway.host:
         resolved(gateway.host, "gateway.host")
     addresses = [gateway.host, "127.0.0.1"] if leads else []
-    with held_ports([*addresses, *[attention.host] * len(local)]) as free:
+    prefill = deployment.prefill
+    wanted = [*addresses, *[attention.host] * len(local), *[prefill.host] * prefill.colocated]
+    with held_ports(wanted) as free, _transfer_ports(deployment) as transfer:
         api_ports = [0] * attention.capacity
-        for index, spare in zip(local, free[len(addresses) :], strict=True):
+        for index, spare in zip(local, free[len(addresses) :], strict=False):
             setting = "attention.port" + (f" (instance {index})" if index else "")
             api_ports[index] = attention.api_ports()[index] or spare
             check_free(attention.host, api_ports[index], setting)
@@ -74,7 +81,20 @@ def held_addresses(deployment: Deployment, host: str = "") -> Iterator[Ports]:
             else:
                 endpoint = to_connect(address)
                 check_free(endpoint.host, endpoint.port, "control.address")
-        yield Ports(port, tuple(api_ports), address)
+        prefill_ports = []
+        for index, given in enumerate(prefill.api_ports()):
+            prefill_ports.append(given or free[len(addresses) + len(local) + index])
+            check_free(prefill.host, prefill_ports[-1], f"prefill.port (instance {index})")
+        yield Ports(port, tuple(api_ports), address, tuple(prefill_ports), *transfer)
+
+
+@contextlib.contextmanager
+def _transfer_ports(deployment: Deployment) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Holds ``transfer_port`` of the attention and the prefill instances; none without prefill."""
+    prefill, attention = deployment.prefill, deployment.attention
+    count = attention.capacity if prefill.instances else 0
+    with held_ports([attention.host] * count + [prefill.host] * prefill.colocated) as free:
+        yield tuple(free[:count]), tuple(free[count:])
 
 
 def role_specs(
@@ -99,13 +119,30 @@ def role_specs(
             for rank in range(tp)
         ),
         *(
+            replace(base, role="prefill", index=i, api_port=port, transfer_port=transfer)
+            for i, (port, transfer) in enumerate(
+                zip(ports.prefill, ports.prefill_transfer, strict=True)
+            )
+        ),
+        *(
             replace(
-                base, role="attention", index=i, cpus=cpus.attention[i], api_port=ports.attention[i]
+                base,
+                role="attention",
+                index=i,
+                cpus=cpus.attention[i],
+                api_port=ports.attention[i],
+                transfer_port=ports.attention_transfer[i] if ports.attention_transfer else 0,
             )
             for i in (*place.attention, *place.spare)
         ),
         *(
-            replace(base, role="gateway", index=i, api_port=ports.gateway)
+            replace(
+                base,
+                role="gateway",
+                index=i,
+                api_port=ports.gateway,
+                prefill_ports=ports.prefill,
+            )
             for i in range(deployment.gateway.processes if leads else 0)
         ),
     ]
@@ -144,9 +181,11 @@ def stages(specs: Sequence[RoleSpec], run_dir: Path, port: Inherited | None = No
             if port is not None:
                 commands = tuple(_with_port(command, port) for command in commands)
             stop_s += specs[0].deployment.deadlines.drain_s
-        # Attention instances start without waiting for FFN instances: importing vLLM takes long,
-        # and they wait for the FFN instances themselves before they serve.
-        found.append(Stage(commands, stop_s, awaited=role != "ffn", first=role == "control"))
+        # Attention instances start without waiting for FFN and prefill instances: importing vLLM
+        # takes long, and they wait for the FFN instances themselves before they serve.
+        awaited = role not in ("ffn", "prefill")
+        if commands or role != "prefill":
+            found.append(Stage(commands, stop_s, awaited=awaited, first=role == "control"))
     return found
 
 

@@ -156,10 +156,14 @@ def check_machine(deployment: Deployment, host: str) -> None:
 
 
 def summary(deployment: Deployment) -> str:
-    """Returns ``model demo, 1 attention + 1 FFN of 2 ranks, depth 3, exact wire``."""
+    """Returns ``model demo, 1 prefill + 1 attention + 1 FFN of 2 ranks, depth 3, exact wire``."""
     ranks = f" of {deployment.ffn.tp} ranks" if deployment.ffn.tp > 1 else ""
+    prefill, attention = deployment.prefill, deployment.attention.instances
+    prefills = f"{prefill.instances} prefill + " if prefill.instances else ""
+    if prefill.by == "afd":
+        attention -= prefill.instances
     return (
-        f"model {deployment.served_model_name}, {deployment.attention.instances} attention +"
+        f"model {deployment.served_model_name}, {prefills}{attention} attention +"
         f" {deployment.ffn.instances} FFN{ranks}, depth {deployment.pipeline.depth},"
         f" {deployment.wire.format} wire"
     )

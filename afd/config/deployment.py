@@ -17,6 +17,7 @@ from pydantic import Field, ValidationError, model_validator
 from afd.config.fp8 import fp8_of
 from afd.config.hosts import Host, check_hosts, places_of
 from afd.config.messages import sentence
+from afd.config.prefill import Prefill
 from afd.config.sections import (
     Attention,
     Control,
@@ -60,6 +61,7 @@ class Deployment(Section):
         default=None, description="a whole number of at least 1, or null"
     )
     attention: Attention = Attention()
+    prefill: Prefill = Prefill()
     ffn: Ffn = Ffn()
     pipeline: Pipeline = Pipeline()
     wire: Wire = Wire()
@@ -77,6 +79,34 @@ class Deployment(Section):
             raise ValueError(
                 f"gateway.port {port} is also the port of an attention instance (attention.port"
                 f" {self.attention.port}); choose another gateway.port"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _prefill_fits(self) -> Deployment:
+        prefill, attention = self.prefill, self.attention
+        if not prefill.instances:
+            return self
+        if attention.speculation is not None and attention.speculation.method != "ngram":
+            raise ValueError(
+                "prefill does not move the KV cache of draft layers, but attention.speculation is"
+                f" {attention.speculation.method}; use ngram, or set prefill.instances to 0"
+            )
+        if prefill.by == "afd" and prefill.instances >= attention.instances:
+            raise ValueError(
+                f"prefill.instances {prefill.instances} leaves none of {attention.instances}"
+                " attention instances to generate answers; raise attention.instances"
+            )
+        if prefill.colocated and self.hosts:
+            raise ValueError(
+                "prefill.by colocated starts its instances on one machine, but the file names"
+                " hosts; use by: afd, or remove hosts"
+            )
+        taken = {self.gateway.port, *attention.api_ports()} & set(prefill.api_ports()) - {0}
+        if taken:
+            raise ValueError(
+                f"prefill.port {prefill.port} gives an instance port {min(taken)}, which the"
+                " gateway or an attention instance has; choose another prefill.port"
             )
         return self
 
@@ -132,7 +162,8 @@ class Deployment(Section):
             raise ValueError(
                 f"gpus is the number of GPUs to share, but device is {self.ffn.device}; remove gpus"
             )
-        wanted = self.attention.capacity * on_gpus[0] + self.ffn.ranks * on_gpus[1]
+        whole = self.attention.capacity + self.prefill.colocated
+        wanted = whole * on_gpus[0] + self.ffn.ranks * on_gpus[1]
         if self.gpus > wanted:
             raise ValueError(
                 f"gpus is {self.gpus} but the deployment has only {wanted} GPU processes;"
@@ -166,6 +197,11 @@ class Deployment(Section):
                 " file with `afd keys FILE`, copy it to every host, and set control.keys to it"
             )
         return self
+
+    def prefills(self, index: int) -> bool:
+        """Whether this attention instance computes prompts only."""
+        prefill, attention = self.prefill, self.attention.instances
+        return prefill.by == "afd" and attention - prefill.instances <= index < attention
 
     def places(self) -> tuple[HostPlaces, ...]:
         """Which host runs which instances; one nameless host if the file names none."""

@@ -21,8 +21,7 @@ from afd.errors import ConfigError
 from afd.topology import ffn_number, gpu_order, member_id, visible_gpus
 
 ROLE_FILE_ENV = "AFD_ROLE_FILE"
-Role = Literal["control", "ffn", "attention", "gateway"]
-ROLES: tuple[Role, ...] = ("control", "ffn", "attention", "gateway")
+Role = Literal["control", "ffn", "attention", "prefill", "gateway"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,9 @@ class RoleSpec:
         instance 0. index and rank count from 0.
     control_address: "tcp://HOST:PORT".
     keys_file: CURVE keys, see afd.control.connect; None only until they are assigned.
-    api_port: HTTP port of an attention instance or of the gateway; 0 for other roles.
+    api_port: HTTP port of an attention or prefill instance or of the gateway; 0 for other roles.
+    prefill_ports: of the gateway: HTTP ports of the colocated prefill instances.
+    transfer_port: where an instance tells others how to fetch its KV cache; 0 without prefill.
     metrics_port: port of /metrics; 0: any free port.
     cpus: cores to run on; (): not pinned.
     host: name of the host that it runs on; "" if the deployment file names none.
@@ -50,6 +51,8 @@ class RoleSpec:
     cpus: tuple[int, ...] = ()
     rank: int = 0
     host: str = ""
+    prefill_ports: tuple[int, ...] = ()
+    transfer_port: int = 0
 
     @property
     def id(self) -> str:
@@ -79,7 +82,7 @@ class RoleSpec:
         environment: limits the GPUs that may be used. Raises ConfigError if they are too few.
         """
         deployment = self.deployment
-        pool = deployment.attention if self.role == "attention" else deployment.ffn
+        pool = deployment.ffn if self.role == "ffn" else deployment.attention
         device = device_named(pool.device)
         if not device.visible_variables:
             return {}
@@ -100,8 +103,8 @@ class RoleSpec:
 def gpu_processes(deployment: Deployment, host: str) -> list[tuple[str, int, int]]:
     """Returns (role, index, rank) of the processes with a GPU on one host, by number of the GPU.
 
-    Attention instances take the first GPUs, FFN ranks the following ones, and attention instances
-    that can be added the last.
+    Attention instances take the first GPUs, FFN ranks the following ones, then colocated prefill
+    instances, and attention instances that can be added the last.
     """
     place = deployment.place_of(host)
     found: list[tuple[str, int, int]] = []
@@ -110,6 +113,8 @@ def gpu_processes(deployment: Deployment, host: str) -> list[tuple[str, int, int
         found += [("attention", i, 0) for i in place.attention]
     if device_named(deployment.ffn.device).visible_variables:
         found += [("ffn", j, rank) for j in place.ffn for rank in range(deployment.ffn.tp)]
+    if on_gpus:
+        found += [("prefill", i, 0) for i in range(deployment.prefill.colocated)]
     return found + [("attention", i, 0) for i in place.spare if on_gpus]
 
 
@@ -123,6 +128,7 @@ def load_role(path: str | Path | None = None) -> RoleSpec:
         data["deployment"] = Deployment.from_plain(data["deployment"])
         data["keys_file"] = Path(data["keys_file"]) if data["keys_file"] else None
         data["cpus"] = tuple(data["cpus"])
+        data["prefill_ports"] = tuple(data["prefill_ports"])
         return RoleSpec(**data)
     except (OSError, ValueError, KeyError, TypeError, ValidationError) as err:
         reason = " ".join(str(err).split())[:200]

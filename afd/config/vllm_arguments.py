@@ -13,7 +13,8 @@ _UNSUPPORTED = "which attention instances do not support"
 _INSTANCES = f"{_UNSUPPORTED}; use attention.instances"
 _LORA = f"{_UNSUPPORTED} (LoRA adapters outside attention); remove it"
 _DRAFT = f"{_SET}; use attention.speculation"
-_TRANSFER = f"{_UNSUPPORTED} (KV transfer, prefill/decode disaggregation); remove it"
+_TRANSFER = f"{_SET}; use the section prefill"
+_OFFLOAD = f"{_UNSUPPORTED} (KV offloading, transfer of encoder outputs); remove it"
 _QUANTISED = f"{_UNSUPPORTED} (quantised attention weights); for experts use ffn.weights"
 _GRAPHS = f"{_SET} to what both sides capture; use pipeline.graphs and attention.max_num_seqs"
 _PLAIN_HTTP = "but the gateway speaks plain HTTP with attention instances; put TLS in front of it"
@@ -28,12 +29,12 @@ REFUSED = MappingProxyType(
         "--data-parallel-*": _INSTANCES,
         "--default-mm-loras": _LORA,
         "--dtype": f"{_SET}; use attention.dtype",
-        "--ec-transfer-config": _TRANSFER,
+        "--ec-transfer-config": _OFFLOAD,
         "--enable-prefix-caching": f"{_SET}; use attention.enable_prefix_caching",
         "--enable-ssl-refresh": _PLAIN_HTTP,
         "--host": f"{_SET}; use attention.host",
         "--kv-cache-memory-bytes": f"{_SET}; use attention.kv_cache_gib",
-        "--kv-offloading-*": _TRANSFER,
+        "--kv-offloading-*": _OFFLOAD,
         "--kv-transfer-config": _TRANSFER,
         "--load-format": f"{_SET}; remove it, or use ffn.load for dummy experts",
         "--enable-tower-connector-lora": _LORA,

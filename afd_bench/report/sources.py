@@ -26,6 +26,7 @@ CODE_OF = {
     "moe": ("ffn_worker/moe", "ffn_worker/kernels"),
     "operate": ("afd", "afd_gateway", "afd_bench/operate"),
     "paper": ("afd_planner",),
+    "pd": _SERVER,
     "planner": ("afd_planner", "afd_bench/planner"),
     "prefill": _SERVER,
     "rounding": ("training", "afd/wire"),

@@ -20,12 +20,12 @@ from afd.control.authority import member_ids
 from afd.control.client import ControlClient
 from afd.control.connect import client_for, timing_of
 from afd.control.keys import CurveKeys
-from afd.control.main import run_control
 from afd.errors import AfdError
 from afd.metrics.role import RoleMetrics
 from afd.topology import FfnPlace
 from afd_bench.scale.shared import Count, Rows, Tally
 from afd_comm import Region, Status
+from afd_launch.control_role import run_control
 from attention_worker.remote.host import RemoteExperts
 from ffn_worker.allreduce.base import Alone
 from ffn_worker.call_watchdog import CallClock

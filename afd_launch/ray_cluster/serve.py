@@ -67,6 +67,8 @@ def serve_on_ray(
     """
     if deployment.hosts:
         raise ConfigError("hosts and --ray exclude each other: Ray places the instances")
+    if deployment.prefill.instances:
+        raise ConfigError("--ray places no prefill instances; set prefill.instances to 0")
     check_files(deployment.gateway)
     if log_dir:
         make_log_dir(log_dir)

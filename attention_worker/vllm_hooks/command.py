@@ -17,6 +17,7 @@ from afd.models import read_config, read_model, read_quantization
 from attention_worker.quantised_linears import attention_is_quantised
 from attention_worker.rocm import attention_backend, switches
 from attention_worker.running_requests import MIDDLEWARE
+from attention_worker.vllm_hooks.transfer import transfer_arguments
 from attention_worker.vllm_hooks.versions import layout
 
 _HOST_WORKER = "attention_worker.vllm_hooks.cpu.AfdCpuWorker"
@@ -111,6 +112,10 @@ def attention_command(
             "TORCHDYNAMO_DISABLE": "1",
             "OMP_NUM_THREADS": str(role.threads),
         }
+    if deployment.prefill.instances:
+        transfer, variables = transfer_arguments(role, environment)
+        argv += transfer
+        extra |= variables
     if deployment.metrics.otlp is not None:
         check_packages(VLLM_PACKAGES)
         argv.append(f"--otlp-traces-endpoint={deployment.metrics.otlp}")

@@ -5,6 +5,7 @@ stubs (vllm/v1/worker/cpu/shm.py).
 """
 
 import importlib
+import os
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -161,6 +163,13 @@ class AfdCpuWorker(CPUWorker):
             kernels = importlib.import_module("vllm.utils.cpu_triton_utils")
             sampler = importlib.import_module("vllm.v1.sample.rejection_sampler")
             sampler._rejection_greedy_sample.kernel = kernels.rejection_greedy_sample_kernel
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        before = os.sched_getaffinity(0)
+        super().initialize_from_config(kv_cache_config)
+        # NixlConnector binds this thread to the last core of each NUMA node
+        # (nixl/base_worker.py: rsv_cores_for_kv).
+        os.sched_setaffinity(0, before)
 
     def shutdown(self) -> None:
         self.model_runner.close_instance()

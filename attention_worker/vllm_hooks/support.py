@@ -1,8 +1,11 @@
 """Refuses vLLM settings that attention instances do not support, before anything is loaded."""
 
+from typing import get_args
+
 from vllm.config import VllmConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from afd.config.prefill import Connector
 from afd.config.vllm_arguments import BENCH_CONNECTOR
 from afd.errors import ConfigError
 from attention_worker.kernels.mqa import refusal
@@ -21,9 +24,10 @@ def check_supported(config: VllmConfig) -> None:
             config.speculative_config is not None
             and config.speculative_config.method not in ("ngram", "mtp")
         ),
-        "KV transfer (prefill/decode disaggregation)": (
+        "this KV connector (use the section prefill)": (
             config.kv_transfer_config is not None
-            and config.kv_transfer_config.kv_connector != BENCH_CONNECTOR
+            and config.kv_transfer_config.kv_connector
+            not in (BENCH_CONNECTOR, *get_args(Connector))
         ),
     }
     found = [what for what, present in problems.items() if present]

@@ -165,6 +165,7 @@ def test_the_gateway_drains_before_it_is_killed() -> None:
         ({"deployment": GPUS, "rdma": {"enabled": True}}, "rdma.ports"),
         ({"deployment": GPUS, "workload": "deployment"}, "workload"),
         ({"deployment": GPUS, "ffn": {"replicas": 3}}, "replicas"),
+        ({"deployment": {**GPUS, "prefill": {"instances": 1}}}, "set prefill.by to afd"),
         ({"deploymentFile": "model: [", "deployment": {}}, "is not YAML"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

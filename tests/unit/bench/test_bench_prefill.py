@@ -10,7 +10,8 @@ def test_ratios_above_one_are_in_our_favour():
         for one in (first, rate):
             one.add(OURS, mine)
             one.add(PEER, peer)
-    found = {record.metric: record for record in records([first, rate], "afd bench prefill")}
+    made = records([first, rate], "prefill", OURS, PEER, "afd bench prefill")
+    found = {record.metric: record for record in made}
     assert (found["ttft_ms"].value, found["ttft_ms"].peer_value) == (12.0, 20.0)
     assert found["ttft_ms"].ratio == 1.667 and found["tokens_per_s"].ratio == 0.6
 

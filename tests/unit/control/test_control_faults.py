@@ -20,7 +20,7 @@ from afd.control.messages import Members, Timing
 SERVER = """
 import sys
 from afd.control.keys import CurveKeys
-from afd.control.main import run_control
+from afd_launch.control_role import run_control
 from afd.control.messages import Timing
 keys = CurveKeys.from_json('''{keys}''', source="test")
 sys.exit(run_control(sys.argv[1], keys, members={members}, timing=Timing({timing}),

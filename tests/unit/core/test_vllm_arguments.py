@@ -29,9 +29,15 @@ from afd.errors import ConfigError
         ("[--default-mm-loras=x]", "LoRA adapters outside attention"),
         ("[--lora-target-modules, q_proj]", "which AFD sets to the attention projections"),
         ("[--cudagraph-capture-sizes, '8']", "to what both sides capture; use pipeline.graphs"),
-        ("[--kv-transfer-config.kv_connector=NixlConnector]", "(KV transfer, prefill/decode"),
-        ('[--kv-transfer-config, \'{"kv_connector": "x"}\']', "disaggregation); remove it"),
-        ("[--kv_offloading_size=4]", "(KV transfer, prefill/decode disaggregation); remove it"),
+        (
+            "[--kv-transfer-config.kv_connector=NixlConnector]",
+            "which AFD sets; use the section prefill",
+        ),
+        (
+            '[--kv-transfer-config, \'{"kv_connector": "x"}\']',
+            "which AFD sets; use the section prefill",
+        ),
+        ("[--kv_offloading_size=4]", "(KV offloading, transfer of encoder outputs); remove it"),
         ("[--worker-cls=x.Y]", "which AFD sets; remove it"),
     ],
 )

@@ -225,7 +225,7 @@ def test_an_instance_that_operators_want_away_gets_no_new_requests(seat: Seat, s
 def test_the_complete_deployment_is_what_operators_want() -> None:
     client = FakeClient()
     settings = replace(QUICK, attention_instances=2, ffn_instances=1)
-    live = replace(settings, wanted=ControlProvider(client, "gateway-0").wanted)
+    live = replace(settings, wanted=ControlProvider(client, settings).wanted)
     assert live.expected_ids() == settings.expected_ids() == ("attention-0", "attention-1", "ffn-0")
     client.members = FakeMembers(
         2, (), seats=(Seat("attention-0"), Seat("attention-2"), Seat("ffn-0"))

@@ -92,6 +92,10 @@ drainSeconds: {{ ceil (dig "deadlines" "drain_s" 30 $d) }}
 {{- if and (ne (include "afd.workload" .) "pod") (eq (include "afd.backend" .) "verbs") (not .Values.rdma.enabled) -}}
 {{- fail "backend verbs needs RDMA devices in the pods; set rdma.enabled=true" -}}
 {{- end -}}
+{{- $given := include "afd.given" . | fromYaml -}}
+{{- if and (ne (include "afd.workload" .) "pod") (dig "prefill" "instances" 0 $given) (ne (dig "prefill" "by" "colocated" $given) "afd") -}}
+{{- fail "the chart starts no colocated prefill instances; set prefill.by to afd" -}}
+{{- end -}}
 {{- if and .Values.rdma.hostNetwork .Values.rdma.networks -}}
 {{- fail "rdma.hostNetwork and rdma.networks exclude each other; set one of them" -}}
 {{- end -}}

@@ -1,0 +1,38 @@
+"""Command line and environment of a colocated prefill instance: vLLM with the whole model."""
+
+import os
+from collections.abc import Mapping
+
+from afd.config.roles import RoleSpec
+from attention_worker.vllm_hooks.command import attention_command
+
+_OF_ATTENTION = (
+    "--compilation-config=",
+    "--disable-cascade-attn",
+    "--hf-overrides=",
+    "--load-format=",
+    "--middleware=",
+    "--speculative-config=",
+    "--worker-cls=",
+)
+"""Beginnings of the arguments that make a vLLM server an attention instance."""
+
+
+def prefill_command(
+    role: RoleSpec, environment: Mapping[str, str] = os.environ
+) -> tuple[list[str], dict[str, str]]:
+    """Returns argv and environment.
+
+    All other arguments are those of attention instances, so that both make the same tokens of a
+    prompt, and their KV caches have one layout. Raises ConfigError: as :func:`attention_command`.
+    """
+    prefill = role.deployment.prefill
+    argv, environment = attention_command(role, environment)
+    argv = [argument for argument in argv if not argument.startswith(_OF_ATTENTION)]
+    # vLLM takes the last of two equal arguments.
+    argv += [
+        f"--host={prefill.host}",
+        f"--kv-cache-memory-bytes={int(prefill.kv_cache_gib * 2**30)}",
+        *prefill.vllm_args,
+    ]
+    return argv, {**environment, "VLLM_PLUGINS": ""}
