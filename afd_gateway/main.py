@@ -32,7 +32,7 @@ _LOOK_S = 0.02
 
 
 def upstreams_of(members: Members, own_id: str = "") -> tuple[Upstream, ...]:
-    """Returns the members but ``own_id``.
+    """Returns the members but ``own_id``, and of an attention instance the rank that has its API.
 
     Those that are ready drain with the deployment, or if an operator wants no new requests there.
     """
@@ -47,7 +47,7 @@ def upstreams_of(members: Members, own_id: str = "") -> tuple[Upstream, ...]:
             else member.state,
         )
         for member in members.members
-        if member.id != own_id
+        if member.id != own_id and not (member.role == "attention" and member.rank)
     )
 
 

@@ -132,17 +132,19 @@ class Deployment(Section):
             raise ValueError(
                 f"gpus is the number of GPUs to share, but device is {self.ffn.device}; remove gpus"
             )
-        wanted = self.attention.capacity * on_gpus[0] + self.ffn.ranks * on_gpus[1]
+        wanted = self.attention.ranks * on_gpus[0] + self.ffn.ranks * on_gpus[1]
         if self.gpus > wanted:
             raise ValueError(
                 f"gpus is {self.gpus} but the deployment has only {wanted} GPU processes;"
                 " remove gpus"
             )
-        if on_gpus[1] and self.gpus < self.ffn.tp:
-            raise ValueError(
-                f"gpus is {self.gpus} but ffn.tp is {self.ffn.tp}, and the ranks of an FFN instance"
-                " need a GPU each; raise gpus or lower ffn.tp"
-            )
+        pools = ("attention", self.attention), ("ffn", self.ffn)
+        for (name, pool), takes in zip(pools, on_gpus, strict=True):
+            if takes and self.gpus < pool.tp:
+                raise ValueError(
+                    f"gpus is {self.gpus} but {name}.tp is {pool.tp}, and the ranks of an instance"
+                    f" need a GPU each; raise gpus or lower {name}.tp"
+                )
         return self
 
     @model_validator(mode="after")
@@ -172,8 +174,8 @@ class Deployment(Section):
         attention, ffn = self.attention, self.ffn
         found = places_of(
             self.hosts,
-            Pool("attention", attention.capacity, int(_takes_gpus(attention.device))),
-            Pool("ffn", ffn.instances, ffn.tp if _takes_gpus(ffn.device) else 0),
+            Pool("attention", attention.capacity, attention.tp * _takes_gpus(attention.device)),
+            Pool("ffn", ffn.instances, ffn.tp * _takes_gpus(ffn.device)),
             shared=self.gpus is not None,
         )
         return tuple(place.started(attention.instances) for place in found)

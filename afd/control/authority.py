@@ -29,11 +29,14 @@ def member_ids(deployment: Deployment) -> tuple[str, ...]:
     """Returns every id that a process of this deployment may register with."""
     attention, ffn = deployment.attention, deployment.ffn
     return (
-        *(member_id("attention", i) for i in range(attention.capacity + _SPARE)),
         *(
-            member_id("ffn", i, rank)
-            for i in range(ffn.instances + _SPARE)
-            for rank in range(ffn.tp)
+            member_id(role, i, rank)
+            for role, instances, tp in (
+                ("attention", attention.capacity, attention.tp),
+                ("ffn", ffn.instances, ffn.tp),
+            )
+            for i in range(instances + _SPARE)
+            for rank in range(tp)
         ),
         *(member_id("gateway", i) for i in range(deployment.gateway.processes)),
     )

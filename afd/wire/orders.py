@@ -22,9 +22,9 @@ _HELLO_BYTES = 256
 
 
 class Part(NamedTuple):
-    """The rows of one attention instance in a call or step.
+    """The rows of one attention rank in a call or step.
 
-    attention, generation: index and generation of the instance. rows: in this call, or in the whole
+    attention, generation: number and generation of the rank. rows: in this call, or in the whole
     step on streams. depth: micro-batches of its step. moves: of a step on streams, the last expert
     move in the placement that it uses. step: its own number of the step.
     """

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from afd.models.family import split_form
+from attention_worker.ranks import Ranks
 
 ENVIRONMENT = {
     "VLLM_PLUGINS": "",
@@ -245,7 +246,8 @@ class LocalInstance:
         self.requests = None  # steps are not traced
 
     @classmethod
-    def join(cls) -> "LocalInstance":
+    def join(cls, ranks: Ranks) -> "LocalInstance":
+        assert ranks.count == 1
         cls.joined = cls()
         return cls.joined
 

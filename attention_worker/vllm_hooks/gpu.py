@@ -132,7 +132,7 @@ class AfdGpuWorker(Worker):
     """
 
     def init_device(self) -> None:
-        self.distributed_init_method = file_store()
+        self.distributed_init_method = file_store(self.rank, self.parallel_config.world_size)
         super().init_device()
         self.model_runner.__class__ = AfdGpuModelRunner
 
