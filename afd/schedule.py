@@ -69,12 +69,6 @@ def row_shares(rows: int, world: int) -> tuple[tuple[int, int], ...]:
     return tuple(itertools.pairwise(starts))
 
 
-def share_rows(rows: int, ranks: int) -> int:
-    """Returns the rows that each rank of an attention instance sends; the last ranks send fewer, or
-    none. So the gathered answers, padded to this size, hold the rows in order."""
-    return -(-rows // ranks)
-
-
 def padded_depth(depth: int, num_tokens: int, padded: int) -> int:
     """Returns the largest depth <= ``depth`` at which no micro-batch consists of padding only.
 

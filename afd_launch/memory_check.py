@@ -11,7 +11,7 @@ from afd.config.roles import gpu_processes
 from afd.devices import device_named
 from afd.errors import ConfigError
 from afd.models import read_model
-from afd.schedule import share_rows
+from afd.schedule import row_shares
 from afd.topology import SlotMap
 from afd.wire.layout import layouts
 from afd_planner.cost.served import USABLE, Buffers, GpuUse, attention_weights, ffn_weights
@@ -36,7 +36,7 @@ def gpu_uses(deployment: Deployment, model: ModelSpec) -> dict[str, GpuUse]:
     a2f, f2a = layouts(
         wire.format,
         dtype,
-        share_rows(attention.max_num_batched_tokens, attention.tp),
+        row_shares(attention.max_num_batched_tokens, attention.tp)[0][1],
         checkpoint.hidden,
         checkpoint.top_k,
         wire_fp8(deployment),

@@ -157,10 +157,11 @@ def check_machine(deployment: Deployment, host: str) -> None:
 
 def summary(deployment: Deployment) -> str:
     """Returns ``model demo, 1 attention + 1 FFN of 2 ranks, depth 3, exact wire``."""
-    ranks = f" of {deployment.ffn.tp} ranks" if deployment.ffn.tp > 1 else ""
+    attention, ffn = deployment.attention, deployment.ffn
+    ranks = [f" of {pool.tp} ranks" if pool.tp > 1 else "" for pool in (attention, ffn)]
     return (
-        f"model {deployment.served_model_name}, {deployment.attention.instances} attention +"
-        f" {deployment.ffn.instances} FFN{ranks}, depth {deployment.pipeline.depth},"
+        f"model {deployment.served_model_name}, {attention.instances} attention{ranks[0]} +"
+        f" {ffn.instances} FFN{ranks[1]}, depth {deployment.pipeline.depth},"
         f" {deployment.wire.format} wire"
     )
 

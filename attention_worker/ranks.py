@@ -6,14 +6,20 @@ share of the rows to the FFN instances, and gathers the answers of all ranks. Im
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 
-from afd.schedule import row_shares, share_rows
+from afd.schedule import row_shares
 from attention_worker.draft_layer import DraftExperts
+
+
+def rows_per_rank(rows: int, ranks: int) -> int:
+    """Returns the rows that each rank sends; the last ranks send fewer, or none. So the gathered
+    answers, padded to this size, hold the rows in order."""
+    return row_shares(rows, ranks)[0][1]
 
 
 def cores_of_rank(cores: Sequence[int], rank: int, ranks: int) -> tuple[int, ...]:
@@ -22,6 +28,22 @@ def cores_of_rank(cores: Sequence[int], rank: int, ranks: int) -> tuple[int, ...
         return tuple(cores[rank % len(cores) :][:1]) if cores else ()
     first, end = row_shares(len(cores), ranks)[rank]
     return tuple(cores[first:end])
+
+
+def own_gpu_first(
+    variables: Sequence[str], environment: Mapping[str, str], rank: int
+) -> dict[str, str]:
+    """Returns the variables of a device kind that show a rank its own GPU as device 0, as every
+    process of a deployment sees it.
+
+    environment: names the GPUs of the instance first, in rank order.
+    """
+    found = {}
+    for name in variables:
+        if name in environment:
+            gpus = environment[name].split(",")
+            found[name] = ",".join([gpus[rank], *gpus[:rank], *gpus[rank + 1 :]])
+    return found
 
 
 def _as_given(value: int) -> int:
@@ -54,8 +76,8 @@ class Ranks:
 class RowShares:
     """Remote experts of one rank of several; see :class:`attention_worker.pipeline.Experts`.
 
-    The shares are those of :func:`afd.schedule.share_rows`. A rank whose share is empty sends one
-    row that no routed expert computes, so that every rank takes part in every expert call.
+    A rank whose share is empty sends one row that no routed expert computes, so that every rank
+    takes part in every expert call.
     """
 
     def __init__(self, ranks: Ranks, remote: DraftExperts) -> None:
@@ -67,7 +89,7 @@ class RowShares:
         self._remote.begin_step(depth, draft=draft)
 
     def sending(self, layer: int, micro_batch: int, rows: int) -> AbstractContextManager[object]:
-        return self._remote.sending(layer, micro_batch, share_rows(rows, self._ranks.count))
+        return self._remote.sending(layer, micro_batch, rows_per_rank(rows, self._ranks.count))
 
     def send(
         self,
@@ -78,7 +100,7 @@ class RowShares:
         weights: torch.Tensor,
     ) -> None:
         rows = self._rows[micro_batch] = len(hidden)
-        each = share_rows(rows, self._ranks.count)
+        each = rows_per_rank(rows, self._ranks.count)
         first = self._ranks.rank * each
         if first >= rows:
             hidden, ids, weights = hidden[:1], torch.full_like(ids[:1], -1), weights[:1]
@@ -89,7 +111,7 @@ class RowShares:
 
     def recv(self, micro_batch: int) -> torch.Tensor:
         rows, own = self._rows[micro_batch], self._remote.recv(micro_batch)
-        each = share_rows(rows, self._ranks.count)
+        each = rows_per_rank(rows, self._ranks.count)
         if len(own) < each:
             own = torch.cat([own, own.new_zeros(each - len(own), own.shape[1])])
         return self._ranks.gather(own)[:rows]

@@ -58,8 +58,7 @@ class RoleSpec:
     @property
     def number(self) -> int:
         """Number of this process among the processes of its role."""
-        pools = {"attention": self.deployment.attention, "ffn": self.deployment.ffn}
-        pool = pools.get(self.role)
+        pool = {"attention": self.deployment.attention, "ffn": self.deployment.ffn}.get(self.role)
         return rank_number(self.index, self.rank, pool.tp if pool else 1)
 
     @property

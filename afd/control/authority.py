@@ -29,14 +29,11 @@ def member_ids(deployment: Deployment) -> tuple[str, ...]:
     """Returns every id that a process of this deployment may register with."""
     attention, ffn = deployment.attention, deployment.ffn
     return (
+        *(member_id("attention", i) for i in range(attention.capacity + _SPARE)),
         *(
-            member_id(role, i, rank)
-            for role, instances, tp in (
-                ("attention", attention.capacity, attention.tp),
-                ("ffn", ffn.instances, ffn.tp),
-            )
-            for i in range(instances + _SPARE)
-            for rank in range(tp)
+            member_id("ffn", i, rank)
+            for i in range(ffn.instances + _SPARE)
+            for rank in range(ffn.tp)
         ),
         *(member_id("gateway", i) for i in range(deployment.gateway.processes)),
     )
@@ -52,13 +49,15 @@ def denial(sender: str | None, message: m.ToServer, registered: str | None) -> s
     match message:
         case m.Hello():
             claimed = member_id(message.role, message.index, message.rank)
-            if sender != claimed:
+            # The ranks of an attention instance share its key: one engine starts them.
+            if sender != (claimed.partition(".")[0] if message.role == "attention" else claimed):
                 return (
                     f"{claimed} refused: its key is the one of {sender}; give every role its own"
                     " keys, or the same control.keys file"
                 )
         case m.Heartbeat() | m.Bye():
-            if sender is None or registered not in (None, sender):
+            own = registered is None or f"{registered}.".startswith(f"{sender}.")
+            if sender is None or not own:
                 return f"the connection of {registered} belongs to another key"
         case m.SetSeat(id=claimed, wish="drain", once=True) if sender == claimed:
             return None  # its process got SIGTERM

@@ -212,8 +212,7 @@ class Registry:
             "%s joined (generation %d, pid %d on %s)",
             member.id, generation, member.pid, member.host,
         )  # fmt: skip
-        if member.role == "ffn" or not member.rank:  # an attention instance has one seat
-            self._seat(seats.after_joining(self.members.seats, member.id, generation))
+        self._seat(seats.after_joining(self.members.seats, member.id, generation))
         out = self._change(depth=self._allowed_depth(hello.contract))
         others = [o for o in out if o.peer != peer]
         return [self._welcome(entry), *others]

@@ -135,8 +135,8 @@ def _rocm_verbs(model: Path) -> dict[str, object]:
 DEPLOYMENTS: dict[str, tuple[str, Callable[[Path], dict[str, object]]]] = {
     "1A1F": ("qwen3_moe", partial(_faults, instances=1)),
     "2A1F": ("qwen3_moe", partial(_faults, instances=2)),
-    "attention_ranks_1A1F": ("qwen3_moe", partial(_faults, instances=1, tp=2)),
-    "attention_ranks_2A1F": ("qwen3_moe", partial(_faults, instances=2, tp=2)),
+    "tp_1A1F": ("qwen3_moe", partial(_faults, instances=1, tp=2)),
+    "tp_2A1F": ("qwen3_moe", partial(_faults, instances=2, tp=2)),
     "openai": ("qwen3_moe", _openai),
     "pair": ("qwen3_moe", _pair),
     "ranks": ("qwen3_moe", _ranks),

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.serve, pytest.mark.long]
 
 @pytest.fixture(params=[1, 2], ids=["1A1F", "2A1F"])
 def deployment(host: Host, request: pytest.FixtureRequest) -> Running:
-    return host.serve(f"attention_ranks_{request.param}A1F")
+    return host.serve(f"tp_{request.param}A1F")
 
 
 def sent_bytes(deployment: Running, member: str) -> float:

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from remote_support import Deployed, in_background, reference_model, run_step
 
-from afd.schedule import share_rows
-from attention_worker.ranks import Ranks, cores_of_rank
+from attention_worker.ranks import Ranks, cores_of_rank, rows_per_rank
 
 BOUND_S = 20.0
 
@@ -123,7 +122,7 @@ def test_an_ffn_restart_in_mid_step_loses_nothing(instances, y):
 
 @given(rows=st.integers(1, 64), ranks=st.integers(1, 8))
 def test_shares_are_in_order_and_hold_every_row(rows, ranks):
-    each = share_rows(rows, ranks)
+    each = rows_per_rank(rows, ranks)
     shares = [range(min(r * each, rows), min((r + 1) * each, rows)) for r in range(ranks)]
     assert [row for share in shares for row in share] == list(range(rows))
     assert max(map(len, shares)) == each == -(-rows // ranks)
