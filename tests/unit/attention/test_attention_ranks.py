@@ -45,8 +45,9 @@ class Instances:
     """A deployment whose attention instances have several ranks."""
 
     def __init__(self, checkpoint, x: int, y: int, tp: int, **sections) -> None:
-        late = {"late_ms": 5000.0}  # a rank that waits for its sibling in vain would be that late
-        self.deployed = Deployed(checkpoint, x, y, attention={"tp": tp}, ffn=late, **sections)
+        # A rank that waits for its sibling in vain would be so late.
+        ffn = {"late_ms": 5000.0, **sections.pop("ffn", {})}
+        self.deployed = Deployed(checkpoint, x, y, attention={"tp": tp}, ffn=ffn, **sections)
         self.expected = reference_model(checkpoint)
         groups = [Group(tp) for _ in range(x)]
         self.tp, self.experts = tp, []
@@ -91,9 +92,16 @@ def instances(tiny_models):
         made.deployed.close()
 
 
-@pytest.mark.parametrize("x,y,tp", [(1, 1, 2), (2, 1, 2), (1, 2, 3)])
-def test_every_rank_has_all_answers(instances, x, y, tp):
-    made = instances(x, y, tp)
+@pytest.mark.parametrize(
+    "x,y,tp,sections",
+    [
+        (1, 1, 2, {}),
+        (2, 1, 2, {"ffn": {"tp": 2}}),
+        (1, 2, 3, {"wire": {"dispatch": "routed"}}),
+    ],
+)
+def test_every_rank_has_all_answers(instances, x, y, tp, sections):
+    made = instances(x, y, tp, **sections)
     made.run(lambda i: [[1 + (i + s + mb) % 7 for mb in range(1 + s % 3)] for s in range(4)])
     assert made.late == 0
     sent = [loop.rank.metrics.rows_per_ffn_call.snapshot() for loop in made.deployed.loops.values()]
@@ -102,11 +110,11 @@ def test_every_rank_has_all_answers(instances, x, y, tp):
 
 def test_a_rank_that_begins_late_is_waited_for(instances):
     made = instances(1, 1, 2)
-    made.run(lambda _: [[3, 4], [5]] * 4, pause=lambda number, step: 0.1 * ((number + step) % 2))
+    made.run(lambda _: [[3, 4], [5]], pause=lambda number, step: 0.1 * ((number + step) % 2))
     assert made.late == 0
 
 
-@pytest.mark.parametrize("y", [1, 2])
+@pytest.mark.parametrize("y", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_an_ffn_restart_in_mid_step_loses_nothing(instances, y):
     made = instances(1, y, 2)
 
@@ -115,7 +123,7 @@ def test_an_ffn_restart_in_mid_step_loses_nothing(instances, y):
         made.deployed.stop_ffn(y - 1)
         made.deployed.start_ffn(y - 1)
 
-    made.run(lambda _: [[2, 3, 1]] * 40, meanwhile=restart)
+    made.run(lambda _: [[2, 3, 1]] * 12, pause=lambda *_: 0.02, meanwhile=restart)
     retries = [c._observer.metrics.ffn_retries["lost"] for c in made.deployed.clients]
     assert retries == [1, 1]
 
