@@ -113,6 +113,10 @@ def _devices(deployment: Deployment) -> Iterator[Finding]:
         yield Finding("bad", "GPUs", f"{text}; use fewer instances, or gpus: {gpus.count}")
     else:
         yield Finding("ok", "GPUs", text)
+    if attention.tp > 1 and deployment.pipeline.graphs:
+        yield Finding(
+            "note", "graphs", f"none: attention.tp is {attention.tp}, so steps run eagerly"
+        )
 
 
 def _arguments(deployment: Deployment) -> Iterator[Finding]:

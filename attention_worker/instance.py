@@ -210,6 +210,11 @@ class AttentionInstance:
         return StreamExperts(self._resolved, number, self._region, streams, slots), guard
 
     @property
+    def rank(self) -> int:
+        """Own number among the ranks of the instance."""
+        return self._role.rank
+
+    @property
     def family(self) -> Family:
         return self._resolved.family
 

@@ -19,6 +19,8 @@ from vllm.sequence import IntermediateTensors
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
+from afd.control.ending import exit_now
+from afd.errors import AfdError
 from afd.schedule import choose_depth, padded_depth, reads_block_written_in_step
 from attention_worker.instance import AttentionInstance, reported
 from attention_worker.vllm_hooks.draft import DraftModel
@@ -112,6 +114,10 @@ class DisaggregatedRunner(_Base):
         self._scheduled = scheduler_output
         try:
             return super().execute_model(scheduler_output, intermediate_tensors)
+        except AfdError as error:
+            if self._instance.rank:  # vLLM hears of the errors of rank 0 only
+                exit_now(str(error))
+            raise
         finally:
             self._scheduled = None
 
