@@ -232,6 +232,7 @@ class LocalInstance:
     """Stands in for AttentionInstance: no control plane, no transport."""
 
     joined: "LocalInstance"
+    rank = 0
 
     def __init__(self) -> None:
         from afd.config.resolve import resolve
