@@ -138,11 +138,11 @@ class Deployment(Section):
                 f"gpus is {self.gpus} but the deployment has only {wanted} GPU processes;"
                 " remove gpus"
             )
-        pools = ("attention", self.attention), ("ffn", self.ffn)
-        for (name, pool), takes in zip(pools, on_gpus, strict=True):
-            if takes and self.gpus < pool.tp:
+        ranks = ("attention", self.attention.tp), ("ffn", self.ffn.tp)
+        for (name, tp), takes in zip(ranks, on_gpus, strict=True):
+            if takes and self.gpus < tp:
                 raise ValueError(
-                    f"gpus is {self.gpus} but {name}.tp is {pool.tp}, and the ranks of an instance"
+                    f"gpus is {self.gpus} but {name}.tp is {tp}, and the ranks of an instance"
                     f" need a GPU each; raise gpus or lower {name}.tp"
                 )
         return self

@@ -58,8 +58,8 @@ class RoleSpec:
     @property
     def number(self) -> int:
         """Number of this process among the processes of its role."""
-        pool = {"attention": self.deployment.attention, "ffn": self.deployment.ffn}.get(self.role)
-        return rank_number(self.index, self.rank, pool.tp if pool else 1)
+        tp = {"attention": self.deployment.attention.tp, "ffn": self.deployment.ffn.tp}
+        return rank_number(self.index, self.rank, tp.get(self.role, 1))
 
     @property
     def threads(self) -> int:
