@@ -28,7 +28,7 @@ from afd_planner.facts.model_hf import load_model
 
 GIB = 2**30
 _PROCESS_GIB = {"attention": 1.6, "ffn": 0.5}
-_RANK_GIB = 0.8  # of each worker, if an attention instance has several
+_RANK_GIB = 0.7  # of each worker, if an attention instance has several
 """Of a process without cache and weights, on CPUs (docs/architecture.md, "Memory on CPUs")."""
 
 
