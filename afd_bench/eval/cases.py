@@ -118,4 +118,5 @@ def deployment_file(
     data["wire"]["format"] = target.wire
     data["transport"]["host"] = "127.0.0.1"
     data["control"]["keys"] = None
+    data["restart"]["standby"] = False  # it would import what the servers need the cores for
     return data

@@ -1,6 +1,5 @@
 // The reference accelerator: its stream is the calling thread, and every operation is complete on
 // return.
-#include <time.h>
 
 #include <atomic>
 #include <cstring>
@@ -98,8 +97,7 @@ class Cpu final : public Accelerator {
         throw CommError(
             "a wait enqueued on the cpu got no message for 10 s; use wait_all, "
             "which has a deadline");
-      const timespec pause{0, 20000};
-      nanosleep(&pause, nullptr);
+      nap(20000);
     }
   }
 };

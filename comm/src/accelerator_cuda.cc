@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "accelerator.h"
+#include "afd_comm/memory.h"
 #include "afd_comm/types.h"
 #include "cuda_abi.h"
 
@@ -14,7 +15,6 @@ namespace {
 constexpr int kDlCuda = 2;
 // cuMemAlloc takes small allocations from blocks of this size, and sharing exposes a whole block.
 constexpr std::size_t kBlock = std::size_t{2} << 20;
-constexpr CUdeviceptr kPage = 4096;
 constexpr std::size_t kMaxBatch = 256;  // operations of one cuStreamBatchMemOp
 constexpr const char* kRemedy = "install NVIDIA's driver, version 525 (CUDA 12.0) or newer";
 

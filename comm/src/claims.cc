@@ -1,7 +1,6 @@
 #include "afd_comm/claims.h"
 
 #include <sys/file.h>
-#include <time.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -21,8 +20,7 @@ class FileLock {
       if (now_ns() >= deadline)
         throw CommError(
             "another process holds the region's claim lock (is it stopped?); resume or kill it");
-      const timespec pause{0, 200000};
-      nanosleep(&pause, nullptr);
+      nap(200000);
     }
   }
   FileLock(const FileLock&) = delete;

@@ -3,15 +3,9 @@
 #include <algorithm>
 
 #include "afd_comm/process.h"
+#include "socket.h"
 
 namespace afd_comm {
-namespace {
-
-// Longest time until an interrupt is noticed.
-constexpr uint64_t kSliceNs = 100000000;
-
-}  // namespace
-
 Group::Group(std::vector<Link*> links, int64_t timeout_us, Interrupt interrupt)
     : links_(std::move(links)),
       timeout_us_(timeout_us),
@@ -71,7 +65,7 @@ void Group::finish(std::size_t pending) {
     const uint64_t now = now_ns();
     const uint64_t left = deadline > now ? deadline - now : 0;
     const int ready = ::poll(waiting_.data(), pending,
-                             static_cast<int>((std::min(left, kSliceNs) + 999999) / 1000000));
+                             static_cast<int>((std::min(left, kPollSliceNs) + 999999) / 1000000));
     std::size_t still = 0;
     for (std::size_t k = 0; k < pending; ++k) {
       const std::size_t i = waiting_links_[k];

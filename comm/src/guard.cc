@@ -1,27 +1,11 @@
 #include "afd_comm/guard.h"
 
-#include <time.h>
-
 #include <algorithm>
 #include <utility>
 
+#include "stream_watch.h"
+
 namespace afd_comm {
-namespace {
-
-// Pause between two looks at the stream, and between two flags of a released slot. Much shorter
-// than a deadline, longer than a stream needs to see a flag.
-constexpr uint64_t kLookNs = 20000;
-// Pause between two checks with the kernel whether the writers are alive.
-constexpr uint64_t kWriterNs = 5000000;
-// If a stream is busy this long after its waits were released, it waits for something else.
-constexpr uint64_t kStuckNs = 10000000000;
-
-void nap(uint64_t ns) {
-  const timespec pause{0, static_cast<long>(ns)};
-  nanosleep(&pause, nullptr);
-}
-
-}  // namespace
 
 Guard::Guard(Region& region, Stream stream, std::vector<Awaited> awaited)
     : region_(region), awaited_(std::move(awaited)) {

@@ -3,7 +3,6 @@
 // The sender's copy engine copies the payload into the receiver's device memory (mapped through a
 // CUDA or HIP IPC handle) or into its page-locked host memory. Then a stream write on the same
 // stream rings the doorbell, which is always in host memory. On CUDA no kernel runs.
-#include <time.h>
 #include <unistd.h>
 
 #include <cstring>
@@ -132,8 +131,7 @@ class IpcLink final : public MappedLink {
       const uint64_t deadline = deadline_after_us(timeout_us_);
       while (!accelerator_->done(posted_)) {
         if (now_ns() >= deadline) return Status::Deadline;
-        const timespec pause{0, kPollNs};
-        nanosleep(&pause, nullptr);
+        nap(kPollNs);
       }
     }
     if (!owns(m.slot)) return Status::Closed;

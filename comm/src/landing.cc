@@ -9,14 +9,14 @@
 namespace afd_comm {
 namespace {
 
-constexpr uint64_t kChunk = 256 << 10;
+constexpr uint64_t kLandingChunk = 256 << 10;
 constexpr int64_t kStuckUs = 10000000;
 
 }  // namespace
 
 Landing::Landing(std::shared_ptr<Accelerator> accelerator)
     : accelerator_(std::move(accelerator)),
-      buffer_(accelerator_, kWindow * kChunk),
+      buffer_(accelerator_, kWindow * kLandingChunk),
       stream_(accelerator_->make_copy_stream()) {
   for (Event& event : copied_) event = accelerator_->make_event(false);
 }
@@ -32,19 +32,19 @@ Landing::~Landing() {
 
 Landing::Room Landing::room() {
   if (filled_ == 0) wait(copied_[now_]);
-  return {buffer_.host() + now_ * kChunk + filled_, kChunk - filled_};
+  return {buffer_.host() + now_ * kLandingChunk + filled_, kLandingChunk - filled_};
 }
 
 void Landing::arrived(void* to, uint64_t n) {
   if (filled_ == 0) to_ = static_cast<uint8_t*>(to);
   filled_ += n;
-  if (filled_ == kChunk) flush();
+  if (filled_ == kLandingChunk) flush();
 }
 
 void Landing::flush() {
   if (filled_ == 0) return;
-  accelerator_->copy(stream_, to_, buffer_.for_device(buffer_.host() + now_ * kChunk), filled_,
-                     CopyPath::Any);
+  accelerator_->copy(stream_, to_, buffer_.for_device(buffer_.host() + now_ * kLandingChunk),
+                     filled_, CopyPath::Any);
   accelerator_->record(copied_[now_], stream_);
   now_ = (now_ + 1) % kWindow;
   filled_ = 0;

@@ -11,7 +11,7 @@ namespace {
 
 // Interval at which posts ask the kernel whether the receiver is alive; rare enough to cost
 // nothing.
-constexpr uint64_t kLookNs = 1000000;
+constexpr uint64_t kAliveNs = 1000000;
 
 }  // namespace
 
@@ -62,7 +62,7 @@ bool MappedLink::receiver_alive(uint64_t now) {
   if (memory_.head().closed.load(std::memory_order_acquire) != 0) return false;
   if (receiver_ended_.load(std::memory_order_relaxed)) return false;
   if (now == 0) now = coarse_now_ns();
-  if (now - last_look_.load(std::memory_order_relaxed) < kLookNs) return true;
+  if (now - last_look_.load(std::memory_order_relaxed) < kAliveNs) return true;
   last_look_.store(now, std::memory_order_relaxed);
   if (receiver_.alive()) return true;
   receiver_ended_.store(true, std::memory_order_relaxed);

@@ -19,10 +19,7 @@
 namespace afd_comm {
 namespace {
 
-constexpr uint64_t kPage = 4096;
 constexpr uint64_t kMaxBytes = uint64_t{1} << 46;
-
-uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
 
 uint8_t* map(int fd, uint64_t bytes, const std::string& what) {
   void* base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);

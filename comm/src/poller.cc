@@ -2,7 +2,6 @@
 
 #include <sched.h>
 #include <sys/prctl.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -132,8 +131,7 @@ void Poller::run() {
     } else if (idle < yield_ns_) {
       sched_yield();
     } else {
-      const timespec pause{0, kNapNs};
-      nanosleep(&pause, nullptr);
+      nap(kNapNs);
     }
   }
 }

@@ -69,6 +69,11 @@ uint64_t deadline_after_us(int64_t timeout_us) {
   return now_ns() + static_cast<uint64_t>(timeout_us) * 1000u;
 }
 
+void nap(uint64_t ns) {
+  const timespec pause{0, static_cast<long>(ns)};
+  nanosleep(&pause, nullptr);
+}
+
 int usable_cpus() {
   cpu_set_t set;
   CPU_ZERO(&set);

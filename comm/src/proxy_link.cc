@@ -1,7 +1,6 @@
 #include "proxy_link.h"
 
 #include <sys/mman.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -15,13 +14,8 @@ namespace {
 
 // How long close() waits for messages whose tickets have been written.
 constexpr int64_t kLingerUs = 1000000;
-constexpr uint64_t kNapNs = 5000;
+constexpr uint64_t kPauseNs = 5000;
 constexpr uint64_t kInterruptNs = 1000000;
-
-void nap() {
-  const timespec pause{0, static_cast<long>(kNapNs)};
-  nanosleep(&pause, nullptr);
-}
 
 uint64_t bytes_of(const Message& m) {
   uint64_t total = 0;
@@ -192,7 +186,7 @@ Status ProxyLink::post_staged(const Message& m) {
       give_up = give_up || (options_.interrupt != nullptr && options_.interrupt());
     }
     if (give_up) return begun ? link_->give_up(m.slot) : Status::Deadline;
-    if (post_stage_->complete()) nap();
+    if (post_stage_->complete()) nap(kPauseNs);
   }
 }
 
@@ -270,7 +264,7 @@ void ProxyLink::close() {
     if (poller_ != nullptr) {
       const uint64_t deadline = deadline_after_us(std::min(options_.timeout_us, kLingerUs));
       poller_->wake();
-      while (!is_idle() && now_ns() < deadline) nap();
+      while (!is_idle() && now_ns() < deadline) nap(kPauseNs);
       poller_->remove(*this);
     }
   }

@@ -4,7 +4,6 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
-#include <time.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -12,8 +11,6 @@
 
 namespace afd_comm {
 namespace {
-
-constexpr uint64_t kSliceNs = 100000000;
 
 void set_option(int fd, int level, int option, int value) {
   // Tuning only: the link also works on a kernel that lacks one of these options.
@@ -87,7 +84,7 @@ Poll poll_until(int fd, short events, uint64_t deadline, Interrupt interrupt) {
     const uint64_t left = deadline > now ? deadline - now : 0;
     pollfd p{fd, events, 0};
     // Rounded up: a millisecond late is better than a busy loop during the last one.
-    const int n = poll(&p, 1, static_cast<int>((std::min(left, kSliceNs) + 999999) / 1000000));
+    const int n = poll(&p, 1, static_cast<int>((std::min(left, kPollSliceNs) + 999999) / 1000000));
     if (n > 0) return Poll::Ready;
     if (n < 0 && errno != EINTR) return Poll::Ready;  // the next call on the socket tells why
     if (interrupt != nullptr && interrupt()) return Poll::Interrupted;
@@ -157,8 +154,7 @@ Fd accept_connection(const Fd& listener) {
     if (fd) return fd;
     if (errno == EINTR || errno == ECONNABORTED) continue;
     if (errno != EAGAIN) {
-      const timespec pause{0, 5000000};
-      nanosleep(&pause, nullptr);
+      nap(5000000);
     }
     return fd;
   }

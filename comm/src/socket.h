@@ -28,6 +28,13 @@ bool is_wildcard(const SocketAddress& address);
 // Turns off Nagle's algorithm; detects a vanished host within about five seconds.
 void tune(int fd);
 
+// Longest time until an interrupt is noticed.
+constexpr uint64_t kPollSliceNs = 100000000;
+// Limits of a receiver: connections, and those that have not sent a valid greeting.
+constexpr std::size_t kMaxConnections = 1024;
+constexpr std::size_t kMaxUngreeted = 64;
+constexpr uint64_t kGreetNs = 2000000000;
+
 enum class Poll { Ready, Deadline, Interrupted };
 // Waits for poll(2) `events`, in slices, and calls `interrupt` (may be null) between them.
 Poll poll_until(int fd, short events, uint64_t deadline, Interrupt interrupt);

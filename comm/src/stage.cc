@@ -12,7 +12,7 @@ namespace afd_comm {
 namespace {
 
 // Small enough that the first bytes leave early, large enough that a copy costs more than its call.
-constexpr uint64_t kChunk = 256 << 10;
+constexpr uint64_t kStageChunk = 256 << 10;
 
 }  // namespace
 
@@ -66,7 +66,7 @@ void Stage::issue() {
     ++part_;
     in_part_ = 0;
   }
-  const uint64_t n = std::min(parts_[part_].nbytes - in_part_, kChunk);
+  const uint64_t n = std::min(parts_[part_].nbytes - in_part_, kStageChunk);
   accelerator_->copy(stream_, buffer_->for_device(buffer_->host() + issued_),
                      static_cast<const uint8_t*>(parts_[part_].data) + in_part_, n, CopyPath::Any);
   in_part_ += n;

@@ -1,7 +1,5 @@
 #include "afd_comm/step_gate.h"
 
-#include <time.h>
-
 #include <algorithm>
 #include <memory>
 #include <new>
@@ -10,21 +8,10 @@
 #include <utility>
 
 #include "poller.h"
+#include "stream_watch.h"
 
 namespace afd_comm {
 namespace {
-
-// Pause of the waiting caller between two looks at the stream.
-constexpr uint64_t kLookNs = 20000;
-// Pause between two checks whether the writers are alive, which ask the kernel.
-constexpr uint64_t kWriterNs = 5000000;
-// A stream that is busy with one position for this long hangs.
-constexpr uint64_t kStuckNs = 10000000000;
-
-void nap(uint64_t ns) {
-  const timespec pause{0, static_cast<long>(ns)};
-  nanosleep(&pause, nullptr);
-}
 
 // Words that a stream and the CPU share. Each has a cache line of its own, since one is written by
 // the CPU and the other by the device.
@@ -33,19 +20,16 @@ struct alignas(kLine) Word {
 };
 
 // In pages of their own: a driver refuses to page-lock a page twice.
-constexpr std::align_val_t kPage{4096};
+constexpr std::align_val_t kAlignment{kPage};
 struct FreeWords {
-  void operator()(Word* words) const { ::operator delete(words, kPage); }
+  void operator()(Word* words) const { ::operator delete(words, kAlignment); }
 };
 using Words = std::unique_ptr<Word[], FreeWords>;
 
-std::size_t bytes_of_words(std::size_t count) {
-  const auto page = static_cast<std::size_t>(kPage);
-  return (count * sizeof(Word) + page - 1) / page * page;
-}
+std::size_t bytes_of_words(std::size_t count) { return round_up(count * sizeof(Word), kPage); }
 
 Words make_words(std::size_t count) {
-  auto* const memory = static_cast<Word*>(::operator new(bytes_of_words(count), kPage));
+  auto* const memory = static_cast<Word*>(::operator new(bytes_of_words(count), kAlignment));
   std::uninitialized_default_construct_n(memory, count);
   return Words(memory);
 }

@@ -20,10 +20,6 @@
 namespace afd_comm {
 namespace {
 
-constexpr std::size_t kMaxConnections = 1024;
-// Limits for connections that have not sent a valid greeting.
-constexpr std::size_t kMaxUngreeted = 64;
-constexpr uint64_t kGreetNs = 2000000000;
 constexpr int kEvents = 64;
 // How much is read from one connection before the others get their turn.
 constexpr int kReadsPerTurn = 64;

@@ -16,11 +16,8 @@
 namespace afd_comm {
 namespace {
 
-constexpr uint64_t kPage = 4096;
 constexpr uint32_t kMaxSendDepth = 2048;
 constexpr uint64_t kTestSliceNs = 50000000;
-
-uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
 
 const char* kind(uint8_t link_layer) {
   return link_layer == ib::kLinkInfiniBand ? "InfiniBand" : "Ethernet (RoCE)";

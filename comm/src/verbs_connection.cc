@@ -3,7 +3,6 @@
 #include <arpa/inet.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -21,7 +20,6 @@ constexpr int64_t kClaimLockUs = 100000;
 // A queue pair in the error state returns its receives at once; a device that does not is lost.
 constexpr int64_t kDrainUs = 500000;
 constexpr uint32_t kFewReceives = 64;
-constexpr uint64_t kPage = 4096;
 // wr_id of the last receive that is posted to a queue pair before it is closed.
 constexpr uint64_t kMarker = uint64_t{1} << 32;
 
@@ -150,7 +148,7 @@ void VerbsConnection::connect(VerbsAccept& accept) {
   const uint32_t slots = slot_count();
   // All messages that arrived but were not processed fit into half of the order window.
   const uint32_t depth = std::clamp(2 * slots, kFewReceives, kOrderWindow / 2 / connect_.count);
-  records_bytes_ = (slots * kRecordStride + kTestBytes + kPage - 1) / kPage * kPage;
+  records_bytes_ = round_up(slots * kRecordStride + kTestBytes, kPage);
   void* memory =
       mmap(nullptr, records_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED)
@@ -212,8 +210,7 @@ bool VerbsConnection::close_half(std::size_t index) {
   const uint64_t deadline = deadline_after_us(kDrainUs);
   while (!half.drained.load(std::memory_order_acquire)) {
     if (now_ns() >= deadline) return false;
-    const timespec pause{0, 50000};
-    nanosleep(&pause, nullptr);
+    nap(50000);
   }
   return true;
 }

@@ -31,7 +31,7 @@ int post_recv(ib::Qp* qp, ib::RecvWr* wr, ib::RecvWr** bad) {
 }
 
 template <typename Function>
-void bind(Function& out, void* handle, const char* name, const std::string& library) {
+void fetch(Function& out, void* handle, const char* name, const std::string& library) {
   out = reinterpret_cast<Function>(dlsym(handle, name));
   if (out == nullptr && !library.empty())
     throw CommError(library + " has no " + name +
@@ -47,30 +47,30 @@ std::unique_ptr<Verbs> load(const std::string& library) {
                     "libibverbs1 ibverbs-providers; Fedora, RHEL: dnf install libibverbs)");
   }
   auto v = std::make_unique<Verbs>();
-  bind(v->get_device_list, handle, "ibv_get_device_list", library);
-  bind(v->free_device_list, handle, "ibv_free_device_list", library);
-  bind(v->get_device_name, handle, "ibv_get_device_name", library);
-  bind(v->open_device, handle, "ibv_open_device", library);
-  bind(v->close_device, handle, "ibv_close_device", library);
-  bind(v->query_device, handle, "ibv_query_device", library);
-  bind(v->query_port, handle, "ibv_query_port", library);
-  bind(v->query_gid, handle, "ibv_query_gid", library);
-  bind(v->alloc_pd, handle, "ibv_alloc_pd", library);
-  bind(v->dealloc_pd, handle, "ibv_dealloc_pd", library);
-  bind(v->reg_mr, handle, "ibv_reg_mr", library);
-  bind(v->reg_mr_iova2, handle, "ibv_reg_mr_iova2", "");
-  bind(v->reg_dmabuf_mr, handle, "ibv_reg_dmabuf_mr", "");
-  bind(v->dereg_mr, handle, "ibv_dereg_mr", library);
-  bind(v->create_comp_channel, handle, "ibv_create_comp_channel", library);
-  bind(v->destroy_comp_channel, handle, "ibv_destroy_comp_channel", library);
-  bind(v->create_cq, handle, "ibv_create_cq", library);
-  bind(v->destroy_cq, handle, "ibv_destroy_cq", library);
-  bind(v->get_cq_event, handle, "ibv_get_cq_event", library);
-  bind(v->ack_cq_events, handle, "ibv_ack_cq_events", library);
-  bind(v->create_qp, handle, "ibv_create_qp", library);
-  bind(v->modify_qp, handle, "ibv_modify_qp", library);
-  bind(v->destroy_qp, handle, "ibv_destroy_qp", library);
-  bind(v->wc_status_str, handle, "ibv_wc_status_str", library);
+  fetch(v->get_device_list, handle, "ibv_get_device_list", library);
+  fetch(v->free_device_list, handle, "ibv_free_device_list", library);
+  fetch(v->get_device_name, handle, "ibv_get_device_name", library);
+  fetch(v->open_device, handle, "ibv_open_device", library);
+  fetch(v->close_device, handle, "ibv_close_device", library);
+  fetch(v->query_device, handle, "ibv_query_device", library);
+  fetch(v->query_port, handle, "ibv_query_port", library);
+  fetch(v->query_gid, handle, "ibv_query_gid", library);
+  fetch(v->alloc_pd, handle, "ibv_alloc_pd", library);
+  fetch(v->dealloc_pd, handle, "ibv_dealloc_pd", library);
+  fetch(v->reg_mr, handle, "ibv_reg_mr", library);
+  fetch(v->reg_mr_iova2, handle, "ibv_reg_mr_iova2", "");
+  fetch(v->reg_dmabuf_mr, handle, "ibv_reg_dmabuf_mr", "");
+  fetch(v->dereg_mr, handle, "ibv_dereg_mr", library);
+  fetch(v->create_comp_channel, handle, "ibv_create_comp_channel", library);
+  fetch(v->destroy_comp_channel, handle, "ibv_destroy_comp_channel", library);
+  fetch(v->create_cq, handle, "ibv_create_cq", library);
+  fetch(v->destroy_cq, handle, "ibv_destroy_cq", library);
+  fetch(v->get_cq_event, handle, "ibv_get_cq_event", library);
+  fetch(v->ack_cq_events, handle, "ibv_ack_cq_events", library);
+  fetch(v->create_qp, handle, "ibv_create_qp", library);
+  fetch(v->modify_qp, handle, "ibv_modify_qp", library);
+  fetch(v->destroy_qp, handle, "ibv_destroy_qp", library);
+  fetch(v->wc_status_str, handle, "ibv_wc_status_str", library);
   v->poll_cq = poll_cq;
   v->req_notify_cq = req_notify_cq;
   v->post_send = post_send;

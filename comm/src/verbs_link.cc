@@ -15,7 +15,7 @@ namespace {
 
 // An acknowledgement usually takes a few microseconds; spin this long before sleeping.
 constexpr int kSpins = 2000;
-constexpr uint64_t kSliceNs = 50000000;
+constexpr uint64_t kSleepSliceNs = 50000000;
 // Threads that may be between wait_window() and their message's number.
 constexpr uint32_t kMaxThreads = 64;
 // How long close() waits for messages that are still on their way.
@@ -126,7 +126,7 @@ Status VerbsLink::wait_acknowledged(const Outgoing& out, uint64_t deadline) {
     if (out.open.load(std::memory_order_seq_cst) == 0 || outcome() != Status::Ok) continue;
     const uint64_t now = now_ns();
     if (now >= deadline) return Status::Deadline;
-    waiter.sleep(std::min(deadline - now, kSliceNs));
+    waiter.sleep(std::min(deadline - now, kSleepSliceNs));
     if (options_.interrupt != nullptr && options_.interrupt()) return Status::Deadline;
   }
 }

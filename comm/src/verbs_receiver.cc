@@ -17,9 +17,6 @@
 namespace afd_comm {
 namespace {
 
-constexpr std::size_t kMaxConnections = 1024;
-constexpr std::size_t kMaxUngreeted = 64;
-constexpr uint64_t kGreetNs = 2000000000;
 // Longest time until a connection notices that a newer writer of another backend has its slots.
 constexpr int kLookMs = 100;
 

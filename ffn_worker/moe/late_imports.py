@@ -12,7 +12,10 @@ VLLM_EXPERTS = "vllm.model_executor.layers.fused_moe.fused_moe"
 
 
 def import_all() -> None:
-    """Imports them ahead of time, in a process that waits to become an FFN rank on a GPU."""
-    if torch.version.cuda is not None:
+    """Imports them ahead of time, in a process that waits to become an FFN rank on a GPU.
+
+    A build of torch for CUDA says nothing: PyPI's runs on hosts without GPUs too.
+    """
+    if torch.version.cuda is not None and torch.cuda.device_count() > 0:
         with contextlib.suppress(ImportError):  # a backend that can run without it says so
             importlib.import_module(VLLM_EXPERTS)

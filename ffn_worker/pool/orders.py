@@ -13,6 +13,7 @@ from afd.wire.layout import Kind
 from afd.wire.message import message, received
 from afd.wire.orders import Order, order_slot_bytes, order_slots, read_order
 from afd_comm import CommError, Link, Region, Status, VerbsOptions, make_flag
+from ffn_worker.pool.membership import MembershipWatch
 
 logger = logging.getLogger("afd.ffn")
 
@@ -151,14 +152,13 @@ class OrderLinks:
         self._places = places
         self._same_instance = same_instance
         self._hello = hello
-        self._seen = (-1, -1)
+        self._watch = MembershipWatch()
         self._links: dict[tuple[int, int], _OrderLink] = {}
 
     def reconcile(self, members: Members, generation: int) -> None:
         """Links to processes that are new, forgets those that are gone."""
-        if not self._places or (members.version, generation) == self._seen:
+        if not self._places or not self._watch.has_news(members.version, generation):
             return
-        self._seen = (members.version, generation)
         for place in self._places:
             member, link = members.find("ffn", *place), self._links.get(place)
             number = session(generation, member.generation) if member else 0
@@ -195,6 +195,6 @@ class OrderLinks:
         try:
             self._links[place] = _OrderLink(self._resolved, member, number, self._hello)
         except CommError as error:
-            # It may have died since. The next membership change drops it, or the link is retried.
-            logger.warning("cannot reach %s: %s", member.id, error)
-            self._seen = (-1, -1)
+            self._watch.failed(member.id, str(error))
+        else:
+            self._watch.reached(member.id)

@@ -11,6 +11,7 @@ from afd.control.messages import Member, Members
 from afd.schedule import Position
 from afd.topology import rank_number, session
 from afd_comm import CommError, Link, VerbsOptions, make_flag
+from ffn_worker.pool.membership import MembershipWatch
 
 logger = logging.getLogger("afd.ffn")
 
@@ -77,7 +78,7 @@ class PeerTable:
         self._attention_tp = resolved.contract.attention_tp
         self._number = number
         self._device = device
-        self._seen = (-1, -1)
+        self._watch = MembershipWatch()
         self._peers: dict[str, Peer] = {}
         self._sorted: list[Peer] | None = None
         self._generations: dict[int, int] = {}  # of current attention ranks, by index
@@ -93,9 +94,8 @@ class PeerTable:
 
     def reconcile(self, members: Members, generation: int) -> None:
         """Updates the sessions to the membership and to our own generation."""
-        if (members.version, generation) == self._seen:
+        if not self._watch.has_news(members.version, generation):
             return
-        self._seen = (members.version, generation)
         wanted = {m.id: m for m in members.of("attention")}
         self._generations = {self._index(m): m.generation for m in wanted.values()}
         self._newest |= self._generations
@@ -143,10 +143,9 @@ class PeerTable:
                 verbs=VerbsOptions(**verbs) if verbs else None,
             )
         except CommError as error:
-            # It may have died since. The next membership change drops it, or the link is retried.
-            logger.warning("cannot reach %s: %s", member.id, error)
-            self._seen = (-1, -1)
+            self._watch.failed(member.id, str(error))
             return
+        self._watch.reached(member.id)
         max_depth, index = self._resolved.contract.max_depth, self._index(member)
         peer = Peer(
             member.id,

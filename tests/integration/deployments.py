@@ -22,6 +22,9 @@ SETTINGS: dict[str, object] = {
     "kv_cache_gib": 0.25,
 }
 BLOCK = "--block-size=32"  # small enough for short prompts to share blocks
+NO_STANDBY = {"standby": False}
+"""For deployments whose FFN instances are not killed, or may take long to come back: a process that
+waits costs several seconds of a core."""
 TOOLS = ["--enable-auto-tool-choice", "--tool-call-parser=hermes"]
 
 
@@ -78,7 +81,12 @@ def _faults(model: Path, instances: int, tp: int = 1) -> dict[str, object]:
 
 def _step3(model: Path) -> dict[str, object]:
     attention = {**SETTINGS, "max_num_batched_tokens": 128, "vllm_args": [BLOCK]}
-    return {"model": str(model), "attention": attention, "pipeline": {"depth": 3, "min_rows": 1}}
+    return {
+        "model": str(model),
+        "attention": attention,
+        "pipeline": {"depth": 3, "min_rows": 1},
+        "restart": NO_STANDBY,
+    }
 
 
 ADAPTERS = ("first", "second")
@@ -105,6 +113,7 @@ def _ranks(model: Path) -> dict[str, object]:
         "attention": attention,
         "ffn": {"tp": 2},
         "pipeline": {"depth": 3, "min_rows": 1},
+        "restart": NO_STANDBY,
         "deadlines": {"ffn_s": 150},  # restarting both ranks takes this long on a busy machine
     }
 
@@ -120,6 +129,7 @@ def _rocm(
         "attention": {**attention, "instances": instances, "device": "rocm"},
         "ffn": {"instances": instances, "device": "rocm", "backend": "reference", **(ffn or {})},
         "pipeline": {"depth": 3, "min_rows": 1},
+        "restart": NO_STANDBY,
         "deadlines": {"ffn_s": 150},
         **sections,
     }

@@ -166,10 +166,16 @@ def half(tiny_models: Models, tmp_path_factory: pytest.TempPathFactory) -> Itera
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("attention.dtype=bfloat16", "dtype is bfloat16 here but float32 on ffn-0"),
         ("wire.format=fp8", "wire is fp8 here but exact on ffn-0"),
         ("attention.max_num_batched_tokens=256", "capacity_rows is 256 here but 64 on ffn-0"),
-        ("pipeline.depth=2", "max_depth is 2 here but 3 on ffn-0"),
+        pytest.param(
+            "attention.dtype=bfloat16",
+            "dtype is bfloat16 here but float32 on ffn-0",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "pipeline.depth=2", "max_depth is 2 here but 3 on ffn-0", marks=pytest.mark.long
+        ),
     ],
 )
 def test_role_that_disagrees_is_refused(

@@ -1,6 +1,6 @@
 """2A1F with an FFN instance of two ranks, and speculation: tokens equal colocated vLLM's.
 
-A rank is killed."""
+A rank is killed, then the supervisor."""
 
 import os
 import signal
@@ -39,3 +39,16 @@ def test_a_killed_rank_loses_no_request(deployment: Running) -> None:
     wait_until(lambda: deployment.generation("ffn-0.1") != before, 10, "ffn-0.1 has ended too")
     assert tokens_when_whole(streams, 180) == wanted
     wait_until(deployment.is_whole, HEALTH_S, "the instance is back")
+
+
+def test_killed_supervisor_leaves_nothing(deployment: Running) -> None:
+    """kill -9 under load: only the watchdog is left to end the processes and clean up."""
+    ports = deployment.ports()
+    streams = start_streams(deployment.url, 4, 800)
+    all_begun(streams)
+    os.kill(deployment.server.pid, signal.SIGKILL)
+    assert deployment.await_exit(10) == -signal.SIGKILL
+    deployment.await_nothing_left(ports, 15)
+    for stream in streams:
+        stream.join(10)
+        assert stream.error is not None

@@ -41,7 +41,8 @@ def nic(tmp_path_factory):
     return str(stand_in_nic.build(tmp_path_factory.mktemp("verbs")))
 
 
-CASES = ("steps", "formats", "verbs", "mixed", pytest.param("tcp", marks=pytest.mark.long))
+LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("formats", "tcp")]
+CASES = ("steps", "verbs", "mixed", *LONG)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -18,6 +18,11 @@ namespace afd_comm {
 constexpr uint64_t kRegionMagic = 0x4e4f494745524641;  // "AFREGION"
 constexpr uint32_t kRegionVersion = 5;
 constexpr std::size_t kLine = 64;
+constexpr std::size_t kPage = 4096;
+
+constexpr uint64_t round_up(uint64_t value, uint64_t unit) {
+  return (value + unit - 1) / unit * unit;
+}
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free &&
                   std::atomic<uint32_t>::is_always_lock_free,

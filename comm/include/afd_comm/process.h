@@ -19,6 +19,8 @@ uint64_t coarse_now_ns();
 uint64_t clock_identity();
 // Returns the time `timeout_us` from now, on the clock of now_ns(). A negative timeout means now.
 uint64_t deadline_after_us(int64_t timeout_us);
+// Sleeps; a signal ends it early. `ns` is below a second.
+void nap(uint64_t ns);
 // CPUs this process may run on.
 int usable_cpus();
 std::string errno_text(int error);

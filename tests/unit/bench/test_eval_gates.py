@@ -89,6 +89,7 @@ def test_a_deployment_over_hosts_runs_on_this_one() -> None:
             "pipeline": {"depth": 2},
             "wire": {"format": "fp8"},
             "transport": {"backend": "tcp"},
+            "restart": {"standby": False},
         }
     )
     kept = deployment_file(base, Target("exact", "exact", 2, 1, "float32"), 2, [])

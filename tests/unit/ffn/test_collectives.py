@@ -72,7 +72,10 @@ def serve(pipe: Connection, name: str, fmts: list[str], rank: int, world: int, f
 
 class Ranks:
     def __init__(self, name: str, fmts: list[str], world: int, folder: Path) -> None:
-        context = multiprocessing.get_context("fork")
+        # Its server has one thread. A fork of the test process can hang: a lock that another of its
+        # threads holds at that moment stays locked in the child.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["ffn_worker.allreduce.gloo"])
         self.world, self.pipes, self.processes = world, [], []
         for rank in range(world):
             ours, theirs = context.Pipe()
