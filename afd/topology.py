@@ -78,7 +78,7 @@ class FfnPlace:
 
     @property
     def number(self) -> int:
-        return ffn_number(self.instance, self.rank, self.tp)
+        return rank_number(self.instance, self.rank, self.tp)
 
     @property
     def follows(self) -> tuple[int, int] | None:
@@ -109,8 +109,8 @@ def member_id(role: str, index: int, rank: int = 0) -> str:
     return f"{role}-{index}.{rank}" if rank else f"{role}-{index}"
 
 
-def ffn_number(instance: int, rank: int, tp: int) -> int:
-    """Returns the number of one rank among all FFN processes, instance by instance."""
+def rank_number(instance: int, rank: int, tp: int) -> int:
+    """Returns the number of a rank among all of its role, instance by instance."""
     return instance * tp + rank
 
 
@@ -129,7 +129,7 @@ def session(attention_generation: int, ffn_generation: int) -> int:
     return (attention_generation + ffn_generation) % 2**32
 
 
-def gpu_order(own: int, processes: int, gpus: int | None = None) -> tuple[int, ...]:
+def gpu_order(own: int, processes: int, gpus: int | None = None, ranks: int = 1) -> tuple[int, ...]:
     """Returns the order in which a process should see the GPUs of its host: its own first.
 
     If there are fewer ``gpus`` than processes, the numbering starts again at the first GPU. Every
@@ -140,10 +140,11 @@ def gpu_order(own: int, processes: int, gpus: int | None = None) -> tuple[int, .
             :meth:`afd.config.roles.RoleSpec.gpu_environment`.
         processes: how many those are.
         gpus: GPUs that they share; None: one per process.
+        ranks: how many GPUs are its own; they have consecutive numbers.
     """
     count = processes if gpus is None else min(gpus, processes)
-    own %= count
-    return (own, *(gpu for gpu in range(count) if gpu != own))
+    first = tuple((own + rank) % count for rank in range(ranks))
+    return (*first, *(gpu for gpu in range(count) if gpu not in first))
 
 
 def visible_gpus(
@@ -191,35 +192,35 @@ class SlotMap:
     """Slot numbers in the Regions of an xAyF deployment.
 
     The Region of an FFN rank has one slot per micro-batch and one control slot for each attention
-    instance. An idle instance leaves the step epoch through its control slot. The Region of an
-    attention instance has one slot per micro-batch for each FFN rank (:func:`ffn_number`).
+    rank. An idle one leaves the step epoch through its control slot. The Region of an attention
+    rank has one slot per micro-batch for each FFN rank. Both are numbered by :func:`rank_number`.
     """
 
-    attention_instances: int
+    attention_ranks: int
     ffn_ranks: int
     max_depth: int
 
     @property
     def ffn_region_slots(self) -> int:
-        return self.attention_instances * (self.max_depth + 1)
+        return self.attention_ranks * (self.max_depth + 1)
 
     @property
     def attention_region_slots(self) -> int:
         return self.ffn_ranks * self.max_depth
 
     def to_ffn(self, attention: int, micro_batch: int) -> int:
-        """Slot of (attention instance, micro-batch) in every FFN rank's Region."""
+        """Slot of (attention rank, micro-batch) in every FFN rank's Region."""
         return attention * (self.max_depth + 1) + micro_batch
 
     def control_to_ffn(self, attention: int) -> int:
         return self.to_ffn(attention, self.max_depth)
 
     def ffn_claim(self, attention: int) -> tuple[int, int]:
-        """(first slot, number of slots) of an attention instance in an FFN rank's Region."""
+        """(first slot, number of slots) of an attention rank in an FFN rank's Region."""
         return self.to_ffn(attention, 0), self.max_depth + 1
 
     def to_attention(self, ffn: int, micro_batch: int) -> int:
-        """Slot of (FFN rank, micro-batch) in every attention instance's Region."""
+        """Slot of (FFN rank, micro-batch) in every attention rank's Region."""
         return ffn * self.max_depth + micro_batch
 
     def attention_claim(self, ffn: int) -> tuple[int, int]:

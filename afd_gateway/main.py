@@ -34,7 +34,9 @@ _LOOK_S = 0.02
 def upstreams_of(
     members: Members, own_id: str = "", prefills: Container[str] = ()
 ) -> tuple[Upstream, ...]:
-    """Returns the members but ``own_id``. prefills: ids of those that compute prompts only.
+    """Returns the members but ``own_id``, and of an attention instance the rank that has its API.
+
+    prefills: ids of those that compute prompts only.
 
     Those that are ready drain with the deployment, or if an operator wants no new requests there.
     """
@@ -50,7 +52,7 @@ def upstreams_of(
             task="prefill" if member.id in prefills else "generate",
         )
         for member in members.members
-        if member.id != own_id
+        if member.id != own_id and not (member.role == "attention" and member.rank)
     )
 
 

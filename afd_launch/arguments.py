@@ -138,7 +138,9 @@ def load_deployment(args: argparse.Namespace) -> Deployment:
     """Loads the deployment and checks it against its checkpoint. Raises ConfigError."""
     from afd.config.deployment import load_config
     from afd.config.resolve import check_model
+    from afd_launch.rank_check import check_ranks
 
     deployment = load_config(args.config, args.overrides)
     check_model(deployment)
+    check_ranks(deployment)
     return deployment

@@ -102,7 +102,7 @@ class Operator:
             ConfigError: only one attention instance runs. DeadlineExceeded: one did not come back.
         """
         members = self._status()
-        attention = [member.id for member in members.of("attention")]
+        attention = [member.id for member in members.of("attention") if not member.rank]
         if len(attention) < 2:
             raise ConfigError(
                 "a rolling restart needs two attention instances; add one first"

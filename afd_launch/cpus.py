@@ -53,7 +53,8 @@ def plan_for(deployment: Deployment, available: Sequence[int], host: str = "") -
         available: cores of the host. host: its name; "" if the file names no hosts.
 
     Returns:
-        cores for the host's own instances and ranks; () for those of other hosts. Instances that
+        cores for the host's own instances and ranks; () for those of other hosts. An attention
+        instance divides its cores among its ranks. Instances that
         can be added share the cores of the other attention instances.
 
     Raises:
@@ -62,8 +63,11 @@ def plan_for(deployment: Deployment, available: Sequence[int], host: str = "") -
     attention, ffn = deployment.attention, deployment.ffn
     place = deployment.place_of(host)
     ranks = [j * ffn.tp + rank for j in place.ffn for rank in range(ffn.tp)]
-    auto = cpu_plan(available, len(place.attention), len(ranks))
-    shared = itertools.cycle(auto.attention or [tuple(available)])
+    auto = cpu_plan(available, len(place.attention) * attention.tp, len(ranks))
+    first_ranks = range(0, len(auto.attention), attention.tp)
+    of_ranks = [auto.attention[first : first + attention.tp] for first in first_ranks]
+    merged = [tuple(dict.fromkeys(itertools.chain(*lists))) for lists in of_ranks]
+    shared = itertools.cycle(merged or [tuple(available)])
     cores = dict(zip((*place.attention, *place.spare), shared, strict=False))
     return CpuPlan(
         _given("attention.cpus", attention.cpus, cores, attention.capacity, available),

@@ -59,7 +59,8 @@ def _load(settings: Sequence[str]) -> Deployment:
     deployment = load_config(CONFIG, [*device, *settings])
     if not device or not device_named(deployment.attention.device).visible_variables:
         return deployment
-    wanted = deployment.attention.instances + deployment.ffn.instances * deployment.ffn.tp
+    attention = deployment.attention
+    wanted = attention.instances * attention.tp + deployment.ffn.ranks
     if deployment.gpus is None and gpus.count < wanted:
         say(f"{wanted} processes share {gpus.count} GPU{'s' if gpus.count > 1 else ''}")
         # Each vLLM process otherwise claims most of its GPU.

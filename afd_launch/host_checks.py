@@ -247,7 +247,7 @@ def locked_need(specs: Sequence[RoleSpec], ports: int) -> int:
         resolved = resolved or resolve(spec.deployment)
         slots, a2f, f2a = resolved.slots, resolved.a2f.nbytes, resolved.f2a.nbytes
         to_ffn = slots.ffn_ranks * (slots.max_depth + 1) * a2f
-        to_attention = slots.attention_instances * slots.max_depth * f2a
+        to_attention = slots.attention_ranks * slots.max_depth * f2a
         received = slots.attention_region_slots * f2a, slots.ffn_region_slots * a2f
         sides = (received[0] + to_ffn, received[1] + to_attention)
         most = max(most, sides[0 if spec.role == "attention" else 1])

@@ -11,6 +11,7 @@ from afd.config.roles import gpu_processes
 from afd.devices import device_named
 from afd.errors import ConfigError
 from afd.models import read_model
+from afd.schedule import row_shares
 from afd.topology import SlotMap
 from afd.wire.layout import layouts
 from afd_planner.cost.served import USABLE, Buffers, GpuUse, attention_weights, ffn_weights
@@ -35,12 +36,12 @@ def gpu_uses(deployment: Deployment, model: ModelSpec) -> dict[str, GpuUse]:
     a2f, f2a = layouts(
         wire.format,
         dtype,
-        attention.max_num_batched_tokens,
+        row_shares(attention.max_num_batched_tokens, attention.tp)[0][1],
         checkpoint.hidden,
         checkpoint.top_k,
         wire_fp8(deployment),
     )
-    slots = SlotMap(attention.capacity, ffn.ranks, deployment.pipeline.max_depth)
+    slots = SlotMap(attention.ranks, ffn.ranks, deployment.pipeline.max_depth)
     buffers = Buffers(slots, a2f.nbytes, f2a.nbytes, copied=len(deployment.hosts) > 1)
     experts = dtype
     if ffn.weights == "auto":
@@ -48,9 +49,10 @@ def gpu_uses(deployment: Deployment, model: ModelSpec) -> dict[str, GpuUse]:
     elif ffn.weights != "plain":
         experts = _STORED[ffn.weights]
     held = ffn_weights(model, dtype_bytes(experts), ffn.instances, ffn.tp, ffn.redundant_experts)
-    whole = attention_weights(model, dtype_bytes(dtype))
+    whole = attention_weights(model, dtype_bytes(dtype)) / attention.tp
+    cache = attention.kv_cache_gib * 2**30 / attention.tp
     return {
-        "attention": GpuUse("attention", whole, attention.kv_cache_gib * 2**30, buffers.attention),
+        "attention": GpuUse("attention", whole, cache, buffers.attention),
         "ffn": GpuUse("ffn", held, 0.0, buffers.ffn),
     }
 

@@ -20,7 +20,7 @@ from afd.errors import AfdError
 from afd.metrics.otlp import VLLM_PACKAGES, check_packages
 from afd.models import read_model, read_quantization
 from afd.models.checkpoint import tensor_table
-from afd.topology import ffn_number, gpu_order
+from afd.topology import gpu_order, rank_number
 from afd_launch.doctor import Finding, vllm_version
 from afd_launch.installation import find_gpus, vllm_build, vllm_remedy
 from afd_planner.cost.served import USABLE, Buffers, GpuUse
@@ -28,6 +28,7 @@ from afd_planner.facts.model_hf import load_model
 
 GIB = 2**30
 _PROCESS_GIB = {"attention": 1.6, "ffn": 0.5}
+_RANK_GIB = 0.7  # of each worker, if an attention instance has several
 """Of a process without cache and weights, on CPUs (docs/architecture.md, "Memory on CPUs")."""
 
 
@@ -93,7 +94,7 @@ def _traces(deployment: Deployment) -> Iterator[Finding]:
 def _devices(deployment: Deployment) -> Iterator[Finding]:
     attention, ffn = deployment.attention, deployment.ffn
     pools = (
-        (device_named(attention.device), attention.capacity + deployment.prefill.colocated),
+        (device_named(attention.device), attention.ranks + deployment.prefill.colocated),
         (device_named(ffn.device), ffn.ranks),
     )
     on_gpus = [(device, count) for device, count in pools if not device.host_memory]
@@ -112,6 +113,10 @@ def _devices(deployment: Deployment) -> Iterator[Finding]:
         yield Finding("bad", "GPUs", f"{text}; use fewer instances, or gpus: {gpus.count}")
     else:
         yield Finding("ok", "GPUs", text)
+    if attention.tp > 1 and deployment.pipeline.graphs:
+        yield Finding(
+            "note", "graphs", f"none: attention.tp is {attention.tp}, so steps run eagerly"
+        )
 
 
 def _arguments(deployment: Deployment) -> Iterator[Finding]:
@@ -256,7 +261,8 @@ def _experts(deployment: Deployment) -> Iterator[Finding]:
 def _memory(resolved: Resolved, expert_bytes: Sequence[int]) -> Iterator[Finding]:
     deployment = resolved.deployment
     weights, _, _ = _attention_weights(deployment)
-    attention = GpuUse("attention", weights, deployment.attention.kv_cache_gib * GIB, 0)
+    tp, cache = deployment.attention.tp, deployment.attention.kv_cache_gib * GIB
+    attention = GpuUse("attention", weights / tp, cache / tp, 0)  # of one rank
     on_host = [
         device_named(device).host_memory
         for device in (deployment.attention.device, deployment.ffn.device)
@@ -270,8 +276,10 @@ def _memory(resolved: Resolved, expert_bytes: Sequence[int]) -> Iterator[Finding
 def _host_memory(deployment: Deployment, attention: GpuUse, expert_bytes: Sequence[int]) -> Finding:
     """Compares what is not on GPUs, on the fullest host, with this host's memory."""
     each, experts, tp = 0.0, [0.0] * len(expert_bytes), deployment.ffn.tp
+    ranks = deployment.attention.tp
     if device_named(deployment.attention.device).host_memory:
-        each = attention.total + _PROCESS_GIB["attention"] * GIB
+        each = attention.total * ranks + _PROCESS_GIB["attention"] * GIB
+        each += _RANK_GIB * GIB * ranks if ranks > 1 else 0
     if device_named(deployment.ffn.device).host_memory:
         experts = [size + _PROCESS_GIB["ffn"] * GIB for size in expert_bytes]
     need = max(
@@ -286,7 +294,7 @@ def _host_memory(deployment: Deployment, attention: GpuUse, expert_bytes: Sequen
     text = f"{_size(need)} of this host's {_size(total)}"
     if need <= total:
         return Finding("ok", "memory", text)
-    cache = attention.cache if each else 0.0
+    cache = attention.cache * ranks if each else 0.0
     return Finding("bad", "memory", f"{text}: {_largest(cache, sum(experts))}")
 
 
@@ -313,7 +321,7 @@ def _gpu_memory(
         for own, (role, index, rank) in enumerate(processes):
             use = GpuUse("attention", attention.weights, attention.cache, slots.attention)
             if role == "ffn":
-                held = expert_bytes[ffn_number(index, rank, deployment.ffn.tp)]
+                held = expert_bytes[rank_number(index, rank, deployment.ffn.tp)]
                 use = GpuUse("ffn", held, 0, slots.ffn)
             if role == "prefill":
                 use = _prefill_use(deployment, attention, expert_bytes)

@@ -15,7 +15,7 @@ from afd.config.sections import Attention, Ffn
 from afd.control.connect import NO_KEYS
 from afd.errors import ConfigError
 from afd.host.logs import LOG_FORMAT
-from afd.topology import ffn_number, member_id
+from afd.topology import member_id, rank_number
 from afd_launch.host_view import control_address, home_of, seen_from, settings_of
 from afd_launch.readiness import local_address
 from afd_launch.versions import installed_versions
@@ -47,7 +47,7 @@ def standalone_spec(
         raise ConfigError(
             f"--index {index} does not exist with {setting} = {instances}; use 0 to {instances - 1}"
         )
-    ranks = deployment.ffn.tp if role == "ffn" else 1
+    ranks = deployment.ffn.tp if role == "ffn" else 1  # vLLM starts those of attention
     if not 0 <= rank < ranks:
         raise ConfigError(
             f"--rank {rank} does not exist with ffn.tp = {ranks}; use 0 to {ranks - 1}"
@@ -62,7 +62,7 @@ def standalone_spec(
         address,
         deployment.control.keys,
         api_port=_api_port(deployment, role, index),
-        cpus=pool.cpus[ffn_number(index, rank, ranks)] if pool and pool.cpus != "auto" else (),
+        cpus=pool.cpus[rank_number(index, rank, ranks)] if pool and pool.cpus != "auto" else (),
         rank=rank,
         host=host,
         prefill_ports=ports,

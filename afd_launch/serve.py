@@ -157,14 +157,13 @@ def check_machine(deployment: Deployment, host: str) -> None:
 
 def summary(deployment: Deployment) -> str:
     """Returns ``model demo, 1 prefill + 1 attention + 1 FFN of 2 ranks, depth 3, exact wire``."""
-    ranks = f" of {deployment.ffn.tp} ranks" if deployment.ffn.tp > 1 else ""
-    prefill, attention = deployment.prefill, deployment.attention.instances
+    prefill, attention, ffn = deployment.prefill, deployment.attention, deployment.ffn
+    ranks = [f" of {pool.tp} ranks" if pool.tp > 1 else "" for pool in (attention, ffn)]
     prefills = f"{prefill.instances} prefill + " if prefill.instances else ""
-    if prefill.by == "afd":
-        attention -= prefill.instances
+    decoding = attention.instances - (prefill.instances if prefill.by == "afd" else 0)
     return (
-        f"model {deployment.served_model_name}, {prefills}{attention} attention +"
-        f" {deployment.ffn.instances} FFN{ranks}, depth {deployment.pipeline.depth},"
+        f"model {deployment.served_model_name}, {prefills}{decoding} attention{ranks[0]} +"
+        f" {ffn.instances} FFN{ranks[1]}, depth {deployment.pipeline.depth},"
         f" {deployment.wire.format} wire"
     )
 

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -26,6 +27,8 @@ from afd.models import Family
 from afd.topology import PINNED_SPIN_US
 from afd.wire.streams_torch import make_streams, runtime_of, torch_device
 from afd_comm import Region, VerbsOptions
+from attention_worker.draft_layer import DraftExperts
+from attention_worker.ranks import Ranks
 from attention_worker.remote.host import RemoteExperts
 from attention_worker.remote.observer import ReplayObserver
 from attention_worker.remote.replay_guard import ReplayGuard, ReplaySettings
@@ -48,7 +51,7 @@ class AttentionModel(Protocol):
     weight_bytes_read: int
     weight_bytes_held: int
 
-    def attach(self, remote: RemoteExperts, moe_layers: tuple[int, ...]) -> None: ...
+    def attach(self, remote: DraftExperts, moe_layers: tuple[int, ...]) -> None: ...
 
 
 @contextlib.contextmanager
@@ -89,30 +92,35 @@ class AttentionInstance:
         region: Region,
         metrics: RoleMetrics,
         scraper: MetricsServer | None,
+        ranks: Ranks,
     ) -> None:
+        """role: of this rank."""
         self._role = role
+        self._ranks = ranks
         self._resolved = resolved
         self._control = control
         self._region = region
         self._metrics = metrics
         self._scraper = scraper
         self._configured = AUTO if role.deployment.pipeline.depth == "auto" else self.max_depth
-        self.remote = RemoteExperts(resolved, role.index, region, control, metrics)
+        self.remote = RemoteExperts(resolved, role.number, region, control, metrics)
         traced = role.deployment.metrics
         self.requests: StepRequests | None = None
         self._spans: StepSpans | None = None
-        if traced.otlp is not None and traced.stage_every:
+        if traced.otlp is not None and traced.stage_every and not role.rank:
             self.requests = StepRequests()
             self._spans = StepSpans.start(traced.otlp, role.id, metrics, self.requests)
 
     @classmethod
-    def join(cls) -> AttentionInstance:
+    def join(cls, ranks: Ranks) -> AttentionInstance:
         """Registers with the control plane, which refuses a contract unlike the FFN instances'.
+
+        Each rank is a member of its own, with its own slots. Rank 0 has the API, and reports.
 
         Raises:
             HandshakeRefused, DeadlineExceeded: see :class:`afd.control.client.ControlClient`.
         """
-        role = load_role()
+        role = replace(load_role(), rank=ranks.rank)
         deployment = role.deployment
         resolved = resolve(deployment)
         metrics = RoleMetrics(
@@ -122,7 +130,7 @@ class AttentionInstance:
         )
         metrics.more = _read_at_scrape(resolved)
         scraper = (
-            serve_metrics(metrics, deployment.transport.host, role.metrics_port)
+            serve_metrics(metrics, deployment.transport.host, 0 if role.rank else role.metrics_port)
             if deployment.metrics.enabled
             else None
         )
@@ -140,13 +148,14 @@ class AttentionInstance:
         metrics.decode_depths = lambda: control.members.depths
         generation = control.join(
             addresses=tuple(region.addresses),
-            api_url=f"http://{deployment.attention.host}:{role.api_port}",
+            api_url="" if role.rank else f"http://{deployment.attention.host}:{role.api_port}",
             metrics_url=scraper.url if scraper else "",
             deadline_s=deployment.deadlines.start_s,
         )
-        control.report_work(lambda: work_of(metrics))
+        if not role.rank:
+            control.report_work(lambda: work_of(metrics))
         exit_if_refused(control)
-        instance = cls(role, resolved, control, region, metrics, scraper)
+        instance = cls(role, resolved, control, region, metrics, scraper, ranks)
         logger.info("%s joined as generation %d (pid %d)", role.id, generation, os.getpid())
         return instance
 
@@ -175,10 +184,10 @@ class AttentionInstance:
                 self._resolved.family.split,
             )
         self.remote.connect(self._resolved.deployment.deadlines.start_s)
-        shape = self._resolved.model
-        model.attach(self.remote, shape.step_layers)
+        shape, experts = self._resolved.model, self._ranks.experts(self.remote)
+        model.attach(experts, shape.step_layers)
         if draft is not None:
-            draft.attach(self.remote, shape.draft_layers)
+            draft.attach(experts, shape.draft_layers)
         self._control.set_state("ready")
         self._metrics.ready = True
 
@@ -197,8 +206,13 @@ class AttentionInstance:
                 self._metrics, deployment.metrics.stage_every, runtime_of(device).step_timer()
             ),
         )
-        index, slots = self._role.index, self.remote.expert_slots
-        return StreamExperts(self._resolved, index, self._region, streams, slots), guard
+        number, slots = self._role.number, self.remote.expert_slots
+        return StreamExperts(self._resolved, number, self._region, streams, slots), guard
+
+    @property
+    def rank(self) -> int:
+        """Own number among the ranks of the instance."""
+        return self._role.rank
 
     @property
     def family(self) -> Family:
@@ -209,7 +223,8 @@ class AttentionInstance:
         return self._resolved.contract.max_depth
 
     def depth(self, rows: int, *, decode: bool) -> int:
-        """Returns the largest number of micro-batches for a step of ``rows`` rows.
+        """Returns the largest number of micro-batches for a step of ``rows`` rows: on every rank
+        that of rank 0, because the ranks hear of a change at different times.
 
         The operator's run-time setting wins over the configured one. With ``auto``, decode steps
         use the measured best depth and other steps the maximum.
@@ -220,8 +235,8 @@ class AttentionInstance:
         members = self._control.members
         wanted = self._configured if members.depth is None else members.depth
         if wanted == AUTO:
-            return depth_of(members.depths, rows, self.max_depth) if decode else self.max_depth
-        return min(wanted, self.max_depth)
+            wanted = depth_of(members.depths, rows, self.max_depth) if decode else self.max_depth
+        return self._ranks.agree(min(wanted, self.max_depth))
 
     def ran_eagerly(self, reason: str) -> None:
         """A step ran without a graph although graphs are on."""

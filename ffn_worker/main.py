@@ -178,7 +178,7 @@ def _compile(model: FfnModel, resolved: Resolved) -> None:
     number of rows. Allocates as much memory as the largest batch needs.
     """
     began = time.monotonic()
-    most = resolved.contract.capacity_rows * resolved.contract.attention_instances
+    most = resolved.contract.capacity_rows * resolved.slots.attention_ranks
     for rows in sizes_up_to(most):
         model.warm_up(rows, resolved.a2f.tag)
     synchronize(model.device)

@@ -8,6 +8,7 @@ from afd.config.resolve import Resolved
 from afd.metrics.role import Direction, RoleMetrics, Stage
 from afd.metrics.step_trace import NoTimestamps, StageTimestamps, StepTrace, new_timestamps
 from afd.schedule import Position
+from afd.topology import member_id
 from afd.wire.streams_torch import HostStreams, Streams
 from afd_comm import PeerTrace, Region
 from ffn_worker.pool.calls import Call
@@ -131,7 +132,8 @@ def trace_wire(resolved: Resolved, region: Region, metrics: RoleMetrics) -> None
     """Has the transport measure the messages of each attention instance, if configured."""
     if not resolved.deployment.transport.trace:
         return
-    for i in range(resolved.contract.attention_instances):
+    for number in range(resolved.slots.attention_ranks):
         trace = PeerTrace()
-        region.trace(resolved.slots.ffn_claim(i), trace)
-        metrics.wire_traces[f"attention-{i}"] = trace
+        region.trace(resolved.slots.ffn_claim(number), trace)
+        place = divmod(number, resolved.contract.attention_tp)
+        metrics.wire_traces[member_id("attention", *place)] = trace

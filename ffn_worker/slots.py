@@ -126,13 +126,13 @@ class RankSlots:
         return taken
 
     def read_bucket(self, micro_batch: int, bucket: int, rows: torch.Tensor) -> RoutedRows:
-        """Returns ``bucket`` rows of each attention instance, concatenated. No expert computes the
+        """Returns ``bucket`` rows of each attention rank, concatenated. No expert computes the
         rows that were not sent; see :func:`afd.wire.slot_torch.take_bucket`.
 
         Args:
-            rows: int32 [attention instances] on the device, the rows that each has sent.
+            rows: int32 [attention ranks] on the device, the rows that each has sent.
         """
-        instances = self._map.attention_instances
+        instances = self._map.attention_ranks
         views = [self._views[self._map.to_ffn(i, micro_batch)] for i in range(instances)]
         taken = RoutedRows.empty_like(views[0], instances * bucket)
         take_bucket(views, rows, bucket, self._tp, taken)

@@ -79,7 +79,7 @@ class StreamExchange:
         in_order: bool,
     ) -> None:
         """in_order: all micro-batches share one stream."""
-        instances, depth = resolved.contract.attention_instances, resolved.contract.max_depth
+        instances, depth = resolved.slots.attention_ranks, resolved.contract.max_depth
         self.slots = slots
         self.streams = streams
         self.table = RowTable(instances, depth, device, rank=place.rank, tp=place.tp)

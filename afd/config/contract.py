@@ -25,6 +25,7 @@ REMEDIES: dict[str, str] = {
     "capacity_rows": _SAME_FILE,
     "max_depth": _SAME_FILE,
     "attention_instances": _SAME_FILE,
+    "attention_tp": _SAME_FILE,
     "ffn_instances": _SAME_FILE,
     "ffn_tp": _SAME_FILE,
     "reduce": _SAME_FILE,
@@ -43,7 +44,7 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model_hash: fingerprint of the checkpoint, hex.
     dtype: serving dtype ("bfloat16", ...). wire: format of the rows ("fp8", "mxfp4 e4m3fnuz", ...).
     capacity_rows: rows per slot. max_depth: largest number of micro-batches per step.
-    attention_instances: how many can run at a time.
+    attention_instances: how many can run at a time. attention_tp: ranks of each.
     ffn_tp: ranks per FFN instance. reduce: format of their partial results ("exact", "int4", ...).
     dispatch, shared_experts: the deployment file's values, with ``auto`` resolved.
     expert_slots: FFN instance j holds the expert slots [expert_slots[j], expert_slots[j + 1]).
@@ -62,6 +63,7 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     capacity_rows: int
     max_depth: int
     attention_instances: int
+    attention_tp: int
     ffn_instances: int
     ffn_tp: int
     reduce: str

@@ -92,6 +92,11 @@ class Deployment(Section):
                 "prefill does not move the KV cache of draft layers, but attention.speculation is"
                 f" {attention.speculation.method}; use ngram, or set prefill.instances to 0"
             )
+        if attention.tp > 1:
+            raise ValueError(
+                f"prefill moves the KV cache of whole instances, but attention.tp is {attention.tp};"
+                " set it to 1, or set prefill.instances to 0"
+            )
         if prefill.by == "afd" and prefill.instances >= attention.instances:
             raise ValueError(
                 f"prefill.instances {prefill.instances} leaves none of {attention.instances}"
@@ -162,18 +167,20 @@ class Deployment(Section):
             raise ValueError(
                 f"gpus is the number of GPUs to share, but device is {self.ffn.device}; remove gpus"
             )
-        whole = self.attention.capacity + self.prefill.colocated
+        whole = self.attention.ranks + self.prefill.colocated
         wanted = whole * on_gpus[0] + self.ffn.ranks * on_gpus[1]
         if self.gpus > wanted:
             raise ValueError(
                 f"gpus is {self.gpus} but the deployment has only {wanted} GPU processes;"
                 " remove gpus"
             )
-        if on_gpus[1] and self.gpus < self.ffn.tp:
-            raise ValueError(
-                f"gpus is {self.gpus} but ffn.tp is {self.ffn.tp}, and the ranks of an FFN instance"
-                " need a GPU each; raise gpus or lower ffn.tp"
-            )
+        ranks = ("attention", self.attention.tp), ("ffn", self.ffn.tp)
+        for (name, tp), takes in zip(ranks, on_gpus, strict=True):
+            if takes and self.gpus < tp:
+                raise ValueError(
+                    f"gpus is {self.gpus} but {name}.tp is {tp}, and the ranks of an instance"
+                    f" need a GPU each; raise gpus or lower {name}.tp"
+                )
         return self
 
     @model_validator(mode="after")
@@ -208,8 +215,8 @@ class Deployment(Section):
         attention, ffn = self.attention, self.ffn
         found = places_of(
             self.hosts,
-            Pool("attention", attention.capacity, int(_takes_gpus(attention.device))),
-            Pool("ffn", ffn.instances, ffn.tp if _takes_gpus(ffn.device) else 0),
+            Pool("attention", attention.capacity, attention.tp * _takes_gpus(attention.device)),
+            Pool("ffn", ffn.instances, ffn.tp * _takes_gpus(ffn.device)),
             shared=self.gpus is not None,
         )
         return tuple(place.started(attention.instances) for place in found)

@@ -15,6 +15,7 @@ from afd.models import Family, MoeModel, fields, read_config, read_model
 from afd.models.checkpoint import fingerprint
 from afd.placement.dispatch import Dispatch, cheaper_dispatch
 from afd.placement.tables import Placement, contiguous, load_placement, slot_bounds
+from afd.schedule import row_shares
 from afd.topology import SlotMap, expert_ranges, width_slices
 from afd.wire.layout import SlotLayout, layouts
 
@@ -39,11 +40,13 @@ def replays(deployment: Deployment, family: Family) -> bool:
     """Whether decode steps are captured as graphs and replayed.
 
     Steps of a split model are not, nor those of a pool whose other side is on CPUs: a CPU cannot
-    wait for a doorbell with a deadline and compute at the same time.
+    wait for a doorbell with a deadline and compute at the same time. Nor are those of attention
+    ranks that gather: if an FFN rank is lost in a replay, they would have to agree to repeat it.
     """
     sides = (deployment.attention.device, deployment.ffn.device)
     captures = all(device_named(side).captures_graphs for side in sides)
-    return deployment.pipeline.graphs and captures and not family.split
+    alone = deployment.attention.tp == 1
+    return deployment.pipeline.graphs and captures and alone and not family.split
 
 
 def max_depth(deployment: Deployment, family: Family) -> int:
@@ -109,7 +112,8 @@ def resolve(deployment: Deployment) -> Resolved:
     graphs = replays(deployment, family)
     dispatch = _dispatch(deployment, model, graphs)
     by_rows = _shared_by_rows(deployment, dispatch)
-    capacity = deployment.attention.max_num_batched_tokens
+    attention = deployment.attention
+    _, capacity = row_shares(attention.max_num_batched_tokens, attention.tp)[0]
     depth = max_depth(deployment, family)
     wire = deployment.wire
     fp8 = wire_fp8(deployment)
@@ -125,7 +129,8 @@ def resolve(deployment: Deployment) -> Resolved:
         top_k=model.top_k,
         capacity_rows=capacity,
         max_depth=depth,
-        attention_instances=deployment.attention.capacity,
+        attention_instances=attention.capacity,
+        attention_tp=attention.tp,
         ffn_instances=deployment.ffn.instances,
         ffn_tp=deployment.ffn.tp,
         reduce=deployment.ffn.reduce,
@@ -133,19 +138,18 @@ def resolve(deployment: Deployment) -> Resolved:
         shared_experts="rows" if by_rows else "slices",
         expert_slots=placement.bounds,
         expert_map=placement.tables,
-        graph_buckets=() if family.split else _graph_buckets(deployment),
+        graph_buckets=_graph_buckets(deployment, family),
     )
-    slots = SlotMap(deployment.attention.capacity, deployment.ffn.ranks, depth)
+    slots = SlotMap(attention.ranks, deployment.ffn.ranks, depth)
     return Resolved(
         deployment, family, model, slots, a2f, f2a, dispatch, by_rows, placement, contract
     )
 
 
-def _graph_buckets(deployment: Deployment) -> tuple[tuple[int, ...], ...]:
-    pipeline = deployment.pipeline
-    if not pipeline.graphs:
+def _graph_buckets(deployment: Deployment, family: Family) -> tuple[tuple[int, ...], ...]:
+    pipeline, attention = deployment.pipeline, deployment.attention
+    if not pipeline.graphs or family.split or attention.tp > 1:
         return ()
-    attention = deployment.attention
     rows = captured_rows(attention.max_num_seqs, attention.decode_rows)
     return GraphSizes.of(rows, pipeline.max_depth, pipeline.min_rows).buckets
 

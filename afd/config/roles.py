@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from afd.config.deployment import Deployment
 from afd.devices import device_named
 from afd.errors import ConfigError
-from afd.topology import ffn_number, gpu_order, member_id, visible_gpus
+from afd.topology import gpu_order, member_id, rank_number, visible_gpus
 
 ROLE_FILE_ENV = "AFD_ROLE_FILE"
 Role = Literal["control", "ffn", "attention", "prefill", "gateway"]
@@ -29,7 +29,7 @@ class RoleSpec:
     """One process of a deployment.
 
     role, index, rank: make the member id: "attention-0", or "ffn-0.1" for the second rank of FFN
-        instance 0. index and rank count from 0.
+        instance 0. index and rank count from 0. The role file of an attention instance has rank 0.
     control_address: "tcp://HOST:PORT".
     keys_file: CURVE keys, see afd.control.connect; None only until they are assigned.
     api_port: HTTP port of an attention or prefill instance or of the gateway; 0 for other roles.
@@ -61,8 +61,8 @@ class RoleSpec:
     @property
     def number(self) -> int:
         """Number of this process among the processes of its role."""
-        tp = self.deployment.ffn.tp if self.role == "ffn" else 1
-        return ffn_number(self.index, self.rank, tp)
+        tp = {"attention": self.deployment.attention.tp, "ffn": self.deployment.ffn.tp}
+        return rank_number(self.index, self.rank, tp.get(self.role, 1))
 
     @property
     def threads(self) -> int:
@@ -88,7 +88,9 @@ class RoleSpec:
             return {}
         processes = gpu_processes(deployment, self.host)
         own = processes.index((self.role, self.index, self.rank))
-        return visible_gpus(device, gpu_order(own, len(processes), deployment.gpus), environment)
+        ranks = deployment.attention.tp if self.role == "attention" else 1
+        order = gpu_order(own, len(processes), deployment.gpus, ranks)
+        return visible_gpus(device, order, environment)
 
     def save(self, path: Path) -> None:
         """Write the role file with mode 0600: vLLM arguments may contain an API key."""
@@ -103,19 +105,19 @@ class RoleSpec:
 def gpu_processes(deployment: Deployment, host: str) -> list[tuple[str, int, int]]:
     """Returns (role, index, rank) of the processes with a GPU on one host, by number of the GPU.
 
-    Attention instances take the first GPUs, FFN ranks the following ones, then colocated prefill
+    Attention ranks take the first GPUs, FFN ranks the following ones, then colocated prefill
     instances, and attention instances that can be added the last.
     """
-    place = deployment.place_of(host)
+    place, tp = deployment.place_of(host), deployment.attention.tp
     found: list[tuple[str, int, int]] = []
     on_gpus = bool(device_named(deployment.attention.device).visible_variables)
     if on_gpus:
-        found += [("attention", i, 0) for i in place.attention]
+        found += [("attention", i, rank) for i in place.attention for rank in range(tp)]
     if device_named(deployment.ffn.device).visible_variables:
         found += [("ffn", j, rank) for j in place.ffn for rank in range(deployment.ffn.tp)]
     if on_gpus:
         found += [("prefill", i, 0) for i in range(deployment.prefill.colocated)]
-    return found + [("attention", i, 0) for i in place.spare if on_gpus]
+    return found + [("attention", i, r) for i in place.spare if on_gpus for r in range(tp)]
 
 
 def load_role(path: str | Path | None = None) -> RoleSpec:

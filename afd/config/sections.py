@@ -1,6 +1,6 @@
 """The sections of the deployment file: keys, defaults and valid values.
 
-An instance is an attention server or an FFN instance; a rank is one process of an FFN instance.
+An instance is an attention server or an FFN instance; a rank is one of its workers.
 """
 
 from __future__ import annotations
@@ -77,17 +77,20 @@ class Attention(Section):
     max_instances: int | None = Field(
         default=None, ge=1, description="a whole number, at least instances, or null"
     )
+    # Ranks per instance: each holds a slice of the attention heads, and sends a share of the rows
+    tp: int = Field(default=1, ge=1, le=8)
     device: Device = "cpu"  # cpu, cuda or rocm; another than ffn.device needs verbs or tcp
     # Serving dtype of both sides; auto: the checkpoint's dtype
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     max_model_len: int = Field(default=2048, ge=1)  # tokens per request: prompt plus output
     max_num_seqs: int = Field(default=64, ge=1)  # requests per step and instance
     max_num_batched_tokens: int = Field(default=1024, ge=1)  # tokens per step and instance
-    kv_cache_gib: float = Field(default=1.0, gt=0)  # GiB per instance; CPUs allocate it at start
+    # GiB per instance, shared evenly by its ranks; CPUs allocate it at start
+    kv_cache_gib: float = Field(default=1.0, gt=0)
     enable_prefix_caching: bool = True  # reuse the KV cache of equal prompt prefixes
     host: str = "127.0.0.1"  # address on which the instances listen for HTTP
     port: Port = 8100  # instance i listens on port + i; 0: any free port
-    # Cores of each instance; auto: `afd serve` distributes the cores of the host
+    # Cores of each instance, for all its ranks; auto: `afd serve` distributes the cores of the host
     cpus: CoreLists = Field(default="auto", description=CORE_LISTS)
     # Decode attention kernel. vllm: vLLM's choice; mqa: this project's kernel for an FP8 KV cache
     # with one key/value head, device cuda only (docs/gpu.md); aiter, triton: vLLM's backends of
@@ -106,6 +109,8 @@ class Attention(Section):
                 " raise max_instances, or remove it"
             )
         _check_core_lists(self.cpus, self.capacity)
+        if self.cpus != "auto" and any(len(cores) < self.tp for cores in self.cpus):
+            raise ValueError(f"cpus has a list with fewer cores than tp, {self.tp}; add cores")
         check_device("kernel", _KERNELS[self.kernel], self.device, "leave kernel at vllm")
         if refused := refusal(self.vllm_args):
             raise ValueError(f"vllm_args has {refused}")
@@ -127,6 +132,11 @@ class Attention(Section):
     def capacity(self) -> int:
         """Instances that can run at a time."""
         return self.instances if self.max_instances is None else self.max_instances
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of all instances that can run; each has one device."""
+        return self.capacity * self.tp
 
     @property
     def decode_rows(self) -> int:

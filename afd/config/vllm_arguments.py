@@ -55,7 +55,7 @@ REFUSED = MappingProxyType(
         "--spec-*": _DRAFT,
         "--speculative-config": _DRAFT,
         "--ssl-*": _PLAIN_HTTP,
-        "--tensor-parallel-size": _INSTANCES,
+        "--tensor-parallel-size": f"{_SET}; use attention.tp",
         "--uds": "but the gateway connects over TCP; remove it",
         "--worker-cls": f"{_SET}; remove it",
     }

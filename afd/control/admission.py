@@ -47,12 +47,12 @@ def objection(
             f"{instances}; use an --index from 0 to {instances - 1}, or raise {setting} in the "
             "configuration of every role"
         )
-    ranks = hello.contract.ffn_tp if hello.role == "ffn" else 1
+    ranks = hello.contract.ffn_tp if hello.role == "ffn" else hello.contract.attention_tp
     if not 0 <= hello.rank < ranks:
         return (
             f"{name} refused: rank {hello.rank} is out of range because {hello.role} instances"
-            f" have {ranks} here; use a --rank from 0 to {ranks - 1}, or change ffn.tp in the "
-            "configuration of every role"
+            f" have {ranks} here; use a --rank from 0 to {ranks - 1}, or change {hello.role}.tp in "
+            "the configuration of every role"
         )
     if draining and not returns:
         return (

@@ -49,13 +49,15 @@ def denial(sender: str | None, message: m.ToServer, registered: str | None) -> s
     match message:
         case m.Hello():
             claimed = member_id(message.role, message.index, message.rank)
-            if sender != claimed:
+            # The ranks of an attention instance share its key: one engine starts them.
+            if sender != (claimed.partition(".")[0] if message.role == "attention" else claimed):
                 return (
                     f"{claimed} refused: its key is the one of {sender}; give every role its own"
                     " keys, or the same control.keys file"
                 )
         case m.Heartbeat() | m.Bye():
-            if sender is None or registered not in (None, sender):
+            own = registered is None or f"{registered}.".startswith(f"{sender}.")
+            if sender is None or not own:
                 return f"the connection of {registered} belongs to another key"
         case m.SetSeat(id=claimed, wish="drain", once=True) if sender == claimed:
             return None  # its process got SIGTERM

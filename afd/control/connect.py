@@ -19,7 +19,9 @@ def keys_of(spec: RoleSpec) -> ClientKeys:
     """The CURVE keys with which the role proves that it is this member. Raises ConfigError."""
     if spec.keys_file is None:
         raise ConfigError(NO_KEYS)
-    return load_client(spec.keys_file, spec.id)
+    # The ranks of an attention instance share its keys.
+    member = spec.id.partition(".")[0] if spec.role == "attention" else spec.id
+    return load_client(spec.keys_file, member)
 
 
 def timing_of(spec: RoleSpec) -> Timing:

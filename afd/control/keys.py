@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import stat
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
@@ -22,11 +21,6 @@ import zmq
 from zmq.utils import z85
 
 from afd.errors import ConfigError
-
-ENV_KEYS = "AFD_CONTROL_KEYS"
-"""Environment variable with the keys themselves, as the JSON text of the file."""
-ENV_KEYS_FILE = "AFD_CONTROL_KEYS_FILE"
-"""Environment variable with the path of the file."""
 
 _MAKE = "make it with `afd keys FILE`"
 _log = logging.getLogger(__name__)
@@ -107,19 +101,6 @@ class CurveKeys:
         _check_pair(source, "server", keys.server_public, keys.server_secret)
         _check_pair(source, "client", keys.client_public, keys.client_secret)
         return keys
-
-    def to_env(self) -> dict[str, str]:
-        """The environment variable with which a launcher passes the keys to a role."""
-        return {ENV_KEYS: self.to_json()}
-
-    @classmethod
-    def from_env(cls, environ: Mapping[str, str]) -> CurveKeys | None:
-        """The keys of AFD_CONTROL_KEYS, else of AFD_CONTROL_KEYS_FILE, else None."""
-        if text := environ.get(ENV_KEYS):
-            return cls.from_json(text, source=ENV_KEYS)
-        if path := environ.get(ENV_KEYS_FILE):
-            return cls.load(path)
-        return None
 
 
 def load_client(path: str | os.PathLike[str], member: str | None = None) -> ClientKeys:

@@ -77,7 +77,8 @@ def after_joining(seats: Seats, name: str, generation: int) -> Seats:
     seat = next((seat for seat in seats if seat.id == name), None)
     if name.startswith("attention-"):
         ended = seat is None or seat.generation not in (0, generation)
-        return _with(seats, Seat(name)) if ended else seats
+        first_rank = "." not in name  # the seat is the instance's
+        return _with(seats, Seat(name)) if ended and first_rank else seats
     return _without(seats, name) if seat and seat.generation != generation else seats
 
 

@@ -22,9 +22,9 @@ _HELLO_BYTES = 256
 
 
 class Part(NamedTuple):
-    """The rows of one attention instance in a call or step.
+    """The rows of one attention rank in a call or step.
 
-    attention, generation: index and generation of the instance. rows: in this call, or in the whole
+    attention, generation: number and generation of the rank. rows: in this call, or in the whole
     step on streams. depth: micro-batches of its step. moves: of a step on streams, the last expert
     move in the placement that it uses. step: its own number of the step.
     """
@@ -109,16 +109,16 @@ def read_order(kind: int, layer: int, micro_batch: int, settled: int, payload: b
     return Order(Kind(kind), Position(layer, micro_batch), parts, bucket, settled)
 
 
-def order_slot_bytes(attention_instances: int) -> int:
+def order_slot_bytes(attention_ranks: int) -> int:
     """Return the bytes of a slot that holds an order or a hello."""
-    return max(_HELLO_BYTES, _BUCKET.size + _PART.size * attention_instances)
+    return max(_HELLO_BYTES, _BUCKET.size + _PART.size * attention_ranks)
 
 
-def order_slots(attention_instances: int, max_depth: int) -> int:
+def order_slots(attention_ranks: int, max_depth: int) -> int:
     """Return the slots of the ring: more than the orders that can be in flight to one follower.
 
     An order names at least one message of an attention instance, and the instance sends no further
     message for this micro-batch until the follower has answered. The remaining slots are for
     instances that restart.
     """
-    return 4 * attention_instances * (max_depth + 1) + 4
+    return 4 * attention_ranks * (max_depth + 1) + 4

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from afd.models.family import split_form
+from attention_worker.ranks import Ranks
 
 ENVIRONMENT = {
     "VLLM_PLUGINS": "",
@@ -231,6 +232,7 @@ class LocalInstance:
     """Stands in for AttentionInstance: no control plane, no transport."""
 
     joined: "LocalInstance"
+    rank = 0
 
     def __init__(self) -> None:
         from afd.config.resolve import resolve
@@ -245,7 +247,8 @@ class LocalInstance:
         self.requests = None  # steps are not traced
 
     @classmethod
-    def join(cls) -> "LocalInstance":
+    def join(cls, ranks: Ranks) -> "LocalInstance":
+        assert ranks.count == 1
         cls.joined = cls()
         return cls.joined
 

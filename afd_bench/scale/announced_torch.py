@@ -52,6 +52,7 @@ class Crowd:
             table._peers[f"attention-{i}"] = Peer(
                 f"attention-{i}",
                 index=i,
+                instance=i,
                 generation=1,
                 session=7 + i,
                 link=self._link,

@@ -62,5 +62,8 @@ def instances_of(deployment: Deployment) -> tuple[Instance, ...]:
     }
     return (
         *(Instance("ffn", j, ffn.tp, ffn.tp * takes["ffn"]) for j in range(ffn.instances)),
-        *(Instance("attention", i, 1, int(takes["attention"])) for i in range(attention.instances)),
+        *(
+            Instance("attention", i, 1, attention.tp * takes["attention"])
+            for i in range(attention.instances)
+        ),
     )

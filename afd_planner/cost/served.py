@@ -68,7 +68,7 @@ class Buffers:
     def ffn(self) -> int:
         """Bytes on one FFN rank."""
         received = self.slots.ffn_region_slots * self.to_ffn
-        sent = self.slots.attention_instances * self.slots.max_depth * self.to_attention
+        sent = self.slots.attention_ranks * self.slots.max_depth * self.to_attention
         return received + (sent if self.copied else 0)
 
 

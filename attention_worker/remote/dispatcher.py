@@ -22,10 +22,10 @@ class Dispatcher:
         moves: number of the last move in it.
     """
 
-    def __init__(self, resolved: Resolved, index: int, control: ControlClient) -> None:
-        """index: of this attention instance."""
+    def __init__(self, resolved: Resolved, number: int, control: ControlClient) -> None:
+        """number: of this attention rank."""
         self._control = control
-        self.slots = ExpertSlotMap(resolved, index)
+        self.slots = ExpertSlotMap(resolved, number)
         self.moves = 0
         self._splitter = (
             Splitter(

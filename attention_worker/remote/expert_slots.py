@@ -32,14 +32,14 @@ class LayerSlots:
 class ExpertSlotMap:
     """Maps expert ids to expert slots, with one table per layer.
 
-    If an expert has several copies, the row number plus the index of the attention instance selects
+    If an expert has several copies, the row number plus the number of the attention rank selects
     one. So the copies share the rows evenly, and senders need not agree on anything.
     """
 
-    def __init__(self, resolved: Resolved, index: int) -> None:
-        """index: of this attention instance."""
+    def __init__(self, resolved: Resolved, number: int) -> None:
+        """number: of this attention rank."""
         self._resolved = resolved
-        self._index = index
+        self._number = number
         self._device = torch_device(resolved.deployment.attention.device)
         self._experts = resolved.model.num_experts
         self._movable = resolved.contract.ffn_instances > 1
@@ -75,10 +75,10 @@ class ExpertSlotMap:
     def _looked_up(self, layer: int, ids: torch.Tensor) -> torch.Tensor:
         slots = self._layers[layer]
         if ids.is_cuda:
-            return _slots_on_gpu(ids, slots, self._index)
+            return _slots_on_gpu(ids, slots, self._number)
         if slots.count is None:
             return slots.of_expert[:, 0][ids]
-        rows = torch.arange(self._index, self._index + len(ids), device=ids.device)
+        rows = torch.arange(self._number, self._number + len(ids), device=ids.device)
         return slots.of_expert[ids, rows.unsqueeze(1) % slots.count[ids]]
 
     def _room(self) -> LayerSlots:
@@ -98,7 +98,7 @@ class ExpertSlotMap:
             slots.count.copy_(torch.tensor([*(len(of) for of in found), 1], dtype=torch.int32))
 
 
-def _slots_on_gpu(ids: torch.Tensor, slots: LayerSlots, index: int) -> torch.Tensor:
+def _slots_on_gpu(ids: torch.Tensor, slots: LayerSlots, number: int) -> torch.Tensor:
     """:meth:`ExpertSlotMap.of` as one kernel launch."""
     from attention_worker.kernels.slots import expert_slots_kernel
 
@@ -112,7 +112,7 @@ def _slots_on_gpu(ids: torch.Tensor, slots: LayerSlots, index: int) -> torch.Ten
             out,
             pairs,
             last - 1,
-            index,
+            number,
             TOP_K=ids.shape[1],
             COPIES=most,
             BLOCK=block,

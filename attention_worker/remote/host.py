@@ -29,7 +29,7 @@ from attention_worker.remote.sessions import FfnSession, FfnSessions
 
 
 class RemoteExperts:
-    """Client of all FFN ranks of a deployment, for one attention instance.
+    """Client of all FFN ranks of a deployment, for one attention rank.
 
     Sends the rows of a micro-batch to the FFN ranks, and makes the FFN output from their answers:
 
@@ -45,24 +45,24 @@ class RemoteExperts:
     def __init__(
         self,
         resolved: Resolved,
-        index: int,
+        number: int,
         region: Region,
         control: ControlClient,
         metrics: RoleMetrics,
     ) -> None:
-        """index: of this attention instance. region: its receive slots."""
+        """number: of this rank among all attention ranks. region: its receive slots."""
         self._resolved = resolved
         self._region = region
         self._layout = resolved.a2f
         self._hidden = resolved.model.hidden
         self._dtype = DTYPE_OF_TAG[TAG_OF_DTYPE[resolved.model.dtype]]
         self._tp = resolved.contract.ffn_tp
-        self._sessions = FfnSessions(resolved, index, region.device, control)
+        self._sessions = FfnSessions(resolved, number, region.device, control)
         self._observer = StepObserver(
             metrics, resolved.deployment.metrics.stage_every, resolved.slots.ffn_ranks
         )
-        self._dispatcher = Dispatcher(resolved, index, control)
-        self._outbox = Outbox(resolved, index, region, self._observer)
+        self._dispatcher = Dispatcher(resolved, number, control)
+        self._outbox = Outbox(resolved, number, region, self._observer)
         self._recovery = Recovery(
             self._sessions,
             self._outbox,

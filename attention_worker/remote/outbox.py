@@ -22,9 +22,9 @@ from attention_worker.remote.sessions import POST_TIMEOUT_US, FfnSession
 
 
 class Outbox:
-    """What one attention instance has sent to the FFN ranks.
+    """What one attention rank has sent to the FFN ranks.
 
-    ``j`` is the number of an FFN rank (:func:`afd.topology.ffn_number`). A doorbell is the session
+    ``j`` is the number of an FFN rank (:func:`afd.topology.rank_number`). A doorbell is the session
     number and a sequence number, packed by ``make_flag``. The answer to a message rings the same
     session and sequence number as the message.
 
@@ -36,16 +36,16 @@ class Outbox:
     """
 
     def __init__(
-        self, resolved: Resolved, index: int, region: Region, observer: StepObserver
+        self, resolved: Resolved, number: int, region: Region, observer: StepObserver
     ) -> None:
-        """index: of this attention instance. region: its receive slots."""
+        """number: of this attention rank. region: its receive slots."""
         slots, depth = resolved.slots, resolved.contract.max_depth
         count = slots.ffn_ranks
         self._region = region
         self._observer = observer
         self._layout = resolved.a2f
-        self._data_slots = [slots.to_ffn(index, mb) for mb in range(depth)]
-        self._control_slot = slots.control_to_ffn(index)
+        self._data_slots = [slots.to_ffn(number, mb) for mb in range(depth)]
+        self._control_slot = slots.control_to_ffn(number)
         self._answer_slots = [
             [slots.to_attention(j, mb) for j in range(count)] for mb in range(depth)
         ]

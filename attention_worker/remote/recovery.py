@@ -27,7 +27,7 @@ _GONE_PAUSE_S = 0.02
 class Recovery:
     """Keeps a step alive through lost FFN ranks, renewed sessions and lost messages.
 
-    ``j`` is the number of an FFN rank (:func:`afd.topology.ffn_number`).
+    ``j`` is the number of an FFN rank (:func:`afd.topology.rank_number`).
 
     Not thread-safe: used by the model's forward only.
     """

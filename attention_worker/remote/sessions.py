@@ -34,7 +34,7 @@ class FfnSession:
 class FfnSessions:
     """The current session with each FFN rank.
 
-    ``j`` is the number of an FFN rank (:func:`afd.topology.ffn_number`).
+    ``j`` is the number of an FFN rank (:func:`afd.topology.rank_number`).
 
     A session number is made of the generations of both sides. The control plane may give this
     instance a new generation at any time. It takes effect here when :meth:`rejoined` reports it;
@@ -44,11 +44,13 @@ class FfnSessions:
     Not thread-safe: used by the model's forward only.
     """
 
-    def __init__(self, resolved: Resolved, index: int, device: str, control: ControlClient) -> None:
-        """index: of this attention instance. device: of the memory that is sent, as afd_comm names
+    def __init__(
+        self, resolved: Resolved, number: int, device: str, control: ControlClient
+    ) -> None:
+        """number: of this attention rank. device: of the memory that is sent, as afd_comm names
         it."""
         self._transport = resolved.deployment.transport
-        self._claim = resolved.slots.ffn_claim(index)
+        self._claim = resolved.slots.ffn_claim(number)
         self._count, self._tp = resolved.slots.ffn_ranks, resolved.contract.ffn_tp
         self._device = device
         self._control = control

@@ -48,18 +48,18 @@ class StreamExperts:
     def __init__(
         self,
         resolved: Resolved,
-        index: int,
+        number: int,
         region: Region,
         streams: Streams,
         expert_slots: ExpertSlotMap,
     ) -> None:
-        """index: of this attention instance. region: its receive slots. expert_slots: the placement
+        """number: of this attention rank. region: its receive slots. expert_slots: the placement
         that each replay uses; it changes between two steps only."""
         depth = resolved.contract.max_depth
         self.streams = streams
         self._resolved = resolved
         self._layout = resolved.a2f
-        self._index = index
+        self._number = number
         self._region = region
         self._dtype = DTYPE_OF_TAG[TAG_OF_DTYPE[resolved.model.dtype]]
         self._answers = answer_views(resolved, region)
@@ -188,7 +188,7 @@ class StreamExperts:
         """The ids travel whole, and -1 beyond the number of rows, so that the FFN instance need not
         know the number to compute nothing there."""
         return message(
-            self._resolved.slots.to_ffn(self._index, micro_batch),
+            self._resolved.slots.to_ffn(self._number, micro_batch),
             batch.parts(self._layout),
             batch.rows,
             layer=batch.layer,

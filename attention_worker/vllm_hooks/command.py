@@ -55,7 +55,7 @@ def attention_command(
         f"--max-model-len={attention.max_model_len}",
         f"--max-num-seqs={attention.max_num_seqs}",
         f"--max-num-batched-tokens={attention.max_num_batched_tokens}",
-        f"--kv-cache-memory-bytes={int(attention.kv_cache_gib * 2**30)}",
+        f"--kv-cache-memory-bytes={int(attention.kv_cache_gib * 2**30 / attention.tp)}",  # per rank
         "--enable-prefix-caching"
         if attention.enable_prefix_caching
         else "--no-enable-prefix-caching",
@@ -101,8 +101,15 @@ def attention_command(
         argv += unquantised(read_config(deployment.model), quantised=quantised)
     if attention.speculation is not None:
         argv.append(f"--speculative-config={json.dumps(speculative_config(deployment))}")
-    if not on_gpu:
+    if attention.tp > 1:
+        argv.append(f"--tensor-parallel-size={attention.tp}")
+        argv.append("--distributed-executor-backend=mp")
+        # An engine must outlive the return of an FFN instance.
+        limit_s = max(300, int(4 * deployment.deadlines.ffn_s))
+        extra["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] = str(limit_s)
+    elif not on_gpu:
         argv.append("--distributed-executor-backend=uni")
+    if not on_gpu:
         argv += family.cpu_args
         extra |= family.cpu_env
         extra |= {
@@ -110,7 +117,8 @@ def attention_command(
             # process and about 30 s at start (vllm/platforms/cpu.py: check_and_update_config).
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "TORCHDYNAMO_DISABLE": "1",
-            "OMP_NUM_THREADS": str(role.threads),
+            "OMP_NUM_THREADS": str(max(1, role.threads // attention.tp)),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # our worker binds itself (cpu.py)
         }
     if deployment.prefill.instances:
         transfer, variables = transfer_arguments(role, environment)

@@ -26,6 +26,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from afd.config.roles import load_role
 from afd.host.affinity import bind_process
 from attention_worker.instance import reported
+from attention_worker.ranks import cores_of_rank
 from attention_worker.vllm_hooks.runner import DisaggregatedRunner
 from attention_worker.vllm_hooks.store import file_store
 from attention_worker.vllm_hooks.versions import layout
@@ -150,11 +151,12 @@ class AfdCpuWorker(CPUWorker):
         is_driver_worker: bool = False,
     ) -> None:
         with reported():  # first: vLLM allocates on the NUMA node of the first allowed core
-            bind_process(load_role().cpus, "attention.cpus")
+            ranks = vllm_config.parallel_config.world_size
+            bind_process(cores_of_rank(load_role().cpus, rank, ranks), "attention.cpus")
         super().__init__(vllm_config, local_rank, rank, distributed_init_method, is_driver_worker)
 
     def init_device(self) -> None:
-        self.distributed_init_method = file_store()
+        self.distributed_init_method = file_store(self.rank, self.parallel_config.world_size)
         super().init_device()
         self.model_runner.__class__ = AfdCpuModelRunner
         if layout().cpu_greedy_verification_missing:

@@ -1,6 +1,7 @@
 """GPU worker and runner of an attention instance, derived from vLLM's."""
 
 import copy
+import os
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,6 +15,9 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from afd.config.roles import load_role
+from afd.devices import device_named
+from attention_worker.ranks import own_gpu_first
 from attention_worker.remote.replay_guard import RunningStep
 from attention_worker.vllm_hooks.graphs import StepGraphs
 from attention_worker.vllm_hooks.runner import DisaggregatedRunner
@@ -131,8 +135,22 @@ class AfdGpuWorker(Worker):
     (vllm/v1/worker/gpu_worker.py:412).
     """
 
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        local_rank: int,
+        rank: int,
+        distributed_init_method: str,
+        is_driver_worker: bool = False,
+    ) -> None:
+        if vllm_config.parallel_config.world_size > 1:
+            device = device_named(load_role().deployment.attention.device)
+            os.environ |= own_gpu_first(device.visible_variables, os.environ, local_rank)
+            local_rank = 0
+        super().__init__(vllm_config, local_rank, rank, distributed_init_method, is_driver_worker)
+
     def init_device(self) -> None:
-        self.distributed_init_method = file_store()
+        self.distributed_init_method = file_store(self.rank, self.parallel_config.world_size)
         super().init_device()
         self.model_runner.__class__ = AfdGpuModelRunner
 

@@ -19,10 +19,13 @@ from vllm.sequence import IntermediateTensors
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
+from afd.control.ending import exit_now
+from afd.errors import AfdError
 from afd.schedule import choose_depth, padded_depth, reads_block_written_in_step
 from attention_worker.instance import AttentionInstance, reported
 from attention_worker.vllm_hooks.draft import DraftModel
 from attention_worker.vllm_hooks.lora import attention_projections, check_adapter, unpacked
+from attention_worker.vllm_hooks.ranks import ranks_of_group
 from attention_worker.vllm_hooks.resume import restore, resumed_tokens
 from attention_worker.vllm_hooks.support import check_supported
 
@@ -45,7 +48,7 @@ class DisaggregatedRunner(_Base):
         """Joins the deployment, loads the attention half, and waits for the FFN instances."""
         with reported():
             check_supported(self.vllm_config)
-            self._instance = AttentionInstance.join()
+            self._instance = AttentionInstance.join(ranks_of_group())
         self._scheduled: SchedulerOutput | None = None
         self._capture_depth: int | None = None
         super().load_model(load_dummy_weights, **further)
@@ -111,6 +114,10 @@ class DisaggregatedRunner(_Base):
         self._scheduled = scheduler_output
         try:
             return super().execute_model(scheduler_output, intermediate_tensors)
+        except AfdError as error:
+            if self._instance.rank:  # vLLM hears of the errors of rank 0 only
+                exit_now(str(error))
+            raise
         finally:
             self._scheduled = None
 

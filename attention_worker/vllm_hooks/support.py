@@ -14,8 +14,12 @@ from attention_worker.kernels.mqa import refusal
 def check_supported(config: VllmConfig) -> None:
     """Raises ConfigError for vLLM settings that the layer pipeline would silently ignore."""
     problems = {
-        "tensor or pipeline parallelism inside an attention instance (use attention.instances)": (
-            config.parallel_config.world_size > 1
+        "pipeline or context parallelism inside an attention instance (use attention.tp)": (
+            config.parallel_config.world_size > config.parallel_config.tensor_parallel_size
+            or config.parallel_config.decode_context_parallel_size > 1
+        ),
+        "vLLM's expert parallelism (experts are on FFN instances)": (
+            config.parallel_config.enable_expert_parallel
         ),
         "data parallelism of vLLM (use attention.instances)": (
             config.parallel_config.data_parallel_size > 1

@@ -6,7 +6,7 @@ import torch
 
 from afd.models import MoeModel
 from afd.placement.tables import Placement, contiguous, slot_bounds
-from afd.topology import ffn_number, shared_slice, width_slices
+from afd.topology import rank_number, shared_slice, width_slices
 from afd.wire.layout import MX_BLOCK, SCALE_BLOCK
 from ffn_worker.experts.loader import Checkpoint
 from ffn_worker.experts.shard import DTYPES, Shard
@@ -170,7 +170,7 @@ def shard_of(
         placement = contiguous(model.num_experts, bounds, len(model.moe_layers))
     shared = None
     if model.shared_intermediate:
-        parts = (tp, rank) if shared_by_rows else (instances * tp, ffn_number(index, rank, tp))
+        parts = (tp, rank) if shared_by_rows else (instances * tp, rank_number(index, rank, tp))
         shared = shared_slice(model.shared_intermediate, *parts)
     start, end = placement.range_of(index)
     tables = zip(model.moe_layers, placement.tables, strict=True)

@@ -46,8 +46,8 @@ class Arrivals:
         model = resolved.model
         self.first = Position(model.step_layers[0], 0)
         self.beginnings = {self.first, *(Position(layer, 0) for layer in model.draft_layers)}
-        # By attention instance: its part of an order for the step that it has announced last.
-        self._parts = np.zeros(resolved.contract.attention_instances, PARTS)
+        # By attention rank: its part of an order for the step that it has announced last.
+        self._parts = np.zeros(resolved.slots.attention_ranks, PARTS)
 
     def wait_for_any(self, peers: Sequence[Peer], timeout_us: int) -> bool:
         """Returns whether one of these peers has sent a message that was not taken yet."""

@@ -21,6 +21,7 @@ from afd.config.resolve import Resolved
 from afd.errors import PeerLost
 from afd.graph_sizes import GraphSizes
 from afd.schedule import Position
+from afd.topology import member_id
 from afd.wire.layout import Kind
 from afd.wire.message import Received
 from afd.wire.orders import Order, Part, Parts
@@ -187,6 +188,7 @@ class Follower:
         self._inbox = inbox
         self._on_pause = on_pause
         self._lost_s = resolved.deployment.deadlines.ffn_s
+        self._attention_tp = resolved.contract.attention_tp
 
     def calls(self) -> Iterator[Call | None]:
         """See :class:`ffn_worker.pool.source.CallSource`.
@@ -232,16 +234,18 @@ class Follower:
                     problem = f"{header.rows} rows here but {part.rows} to {self._inbox.sender_id}"
                 if problem is not None:
                     raise PeerLost(
-                        f"attention-{part.attention} sent {problem}; all ranks of the instance"
-                        " restart"
+                        f"{self._name(part)} sent {problem}; all ranks of the instance restart"
                     )
                 return Sender(peer, header)
             time.sleep(_PAUSE_S)  # the transport notices a death before the control plane does
         raise PeerLost(
-            f"attention-{part.attention} sent rows to {self._inbox.sender_id} but not to this rank"
+            f"{self._name(part)} sent rows to {self._inbox.sender_id} but not to this rank"
             f" (layer {order.position.layer}, micro-batch {mb}); all ranks of the instance restart"
             " and get them again"
         )
+
+    def _name(self, part: Part) -> str:
+        return member_id("attention", *divmod(part.attention, self._attention_tp))
 
 
 def _mismatch(arrivals: Arrivals, header: Received, part: Part, order: Order) -> str | None:

@@ -6,6 +6,9 @@ step, the leader leaves out an instance that is more than ``ffn.late_ms`` late: 
 and the late one is served alone from its position. The FFN holds no request state, so an attention
 instance may also begin in the middle of a step; it does so after a process of the pool restarted.
 
+The ranks of an attention instance wait for each other, because they gather their answers. So they
+take part in a step together (:mod:`ffn_worker.pool.siblings`).
+
 A draft layer is a step of its own, of one call (:meth:`afd.models.MoeModel.step_layers`). Instances
 that are at the same draft layer share it; others wait for the next step.
 
@@ -26,6 +29,7 @@ from ffn_worker.pool.arrivals import SLICE_US, Arrivals, OnPause
 from ffn_worker.pool.calls import Call, Sender, Settled, step_order
 from ffn_worker.pool.late_peers import LatePeers
 from ffn_worker.pool.peers import Arrival, PeerTable
+from ffn_worker.pool.siblings import Siblings
 
 _PAUSE_S = 0.005
 _new = tuple.__new__  # skips the constructor of a NamedTuple, which takes as long as the rest
@@ -53,6 +57,7 @@ class Leader:
         self._step_wait_s = ffn.step_wait_ms / 1e3
         self._late_s = ffn.late_ms / 1e3
         self._sizes = GraphSizes(resolved.contract.graph_buckets)
+        self._siblings = Siblings(resolved, table, arrivals, late, on_pause)
 
     def calls(self) -> Iterator[Call | None]:
         """See :class:`ffn_worker.pool.source.CallSource`."""
@@ -83,11 +88,14 @@ class Leader:
         first, beginnings = self._arrivals.first, self._arrivals.beginnings
         resumed = [a for a in arrived if a.start is not first and a.start not in beginnings]
         if resumed:  # it begins in the middle of a step, so no other instance can join it
-            return resumed[:1]
+            return [a for a in arrived if a.peer.instance == resumed[0].peer.instance]
         deadline = time.monotonic() + self._step_wait_s
         while 0 < len(arrived) < len(peers):
             here = {a.peer.index for a in arrived}
-            awaited = [p for p in peers if p.active and p.index not in here]
+            instances = {a.peer.instance for a in arrived}
+            awaited = [
+                p for p in peers if p.index not in here and (p.active or p.instance in instances)
+            ]
             left_us = int((deadline - time.monotonic()) * 1e6)
             if not awaited or left_us <= 0 or not self._arrivals.wait_for_any(awaited, left_us):
                 break
@@ -117,37 +125,39 @@ class Leader:
     def _host_step(self, arrivals: list[Arrival]) -> Iterator[Call]:
         """Yields all expert calls of one step, in the order in which attention posts them. A call
         is formed when its requests are here, so an instance may drop out between two calls."""
+        start = min(a.start for a in arrivals)
         in_step = {a.peer.id: a for a in arrivals}
-        for arrival in arrivals:
+        if start in self._arrivals.beginnings:
+            in_step |= self._siblings.absent(arrivals)
+        for arrival in in_step.values():
             arrival.peer.active = True
         depth = max(a.depth for a in arrivals)
-        start = arrivals[0].start
         layers = self._layers if start.layer <= self._layers[-1] else (start.layer,)
         for position in walk(layers, depth, start=start):
-            taking_part = [a for a in in_step.values() if position.micro_batch < a.depth]
-            senders = self._take(taking_part, position)
+            deadline = yield from self._siblings.in_time(in_step, position, self._late_s)
+            taking_part = [a for a in in_step.values() if a.takes_part(position)]
+            senders = self._take(taking_part, position, deadline)
             here = {sender.peer.id for sender in senders}
-            for arrival in taking_part:
-                if arrival.peer.id not in here:
-                    del in_step[arrival.peer.id]
+            left = [a.peer for a in taking_part if a.peer.id not in here]
+            for peer in self._siblings.without(in_step, left):
+                peer.active = False  # the next step does not wait for it
+                del in_step[peer.id]
             if senders:
                 yield Call.of(position, senders)
             elif not in_step:
                 return
 
-    def _take(self, arrivals: list[Arrival], position: Position) -> list[Sender]:
+    def _take(self, arrivals: list[Arrival], position: Position, deadline: float) -> list[Sender]:
         """Waits for the requests for this position. Returns their senders, without the instances
         that are late or gone, or sent an invalid message."""
         if not arrivals:
             return []
-        peers, deadline = [a.peer for a in arrivals], time.monotonic() + self._late_s
-        mb = position.micro_batch
+        peers, mb = [a.peer for a in arrivals], position.micro_batch
         statuses = self._arrivals.await_messages(peers, mb, deadline, self._on_pause)
         senders = []
         for peer, status in zip(peers, statuses, strict=True):
             if status != Status.OK:
                 self._late.leave_out(peer, status, position)
-                peer.active = False  # the next step does not wait for it
                 continue
             header = self._arrivals.take(peer, mb)
             problem = self._arrivals.problem(header, position)

@@ -21,7 +21,7 @@ _POST_TIMEOUT_US = 5_000_000
 
 
 def _slots(resolved: Resolved) -> int:
-    return order_slots(resolved.contract.attention_instances, resolved.contract.max_depth)
+    return order_slots(resolved.slots.attention_ranks, resolved.contract.max_depth)
 
 
 def _verbs(resolved: Resolved) -> VerbsOptions | None:
@@ -42,7 +42,7 @@ class OrderInbox:
         self.sender_id = member_id("ffn", *sender)
         self.region = Region(
             _slots(resolved),
-            order_slot_bytes(resolved.contract.attention_instances),
+            order_slot_bytes(resolved.slots.attention_ranks),
             name=f"{name} orders",
             tcp_host=None if transport.backend in ("shm", "ipc") else transport.host,
             verbs=_verbs(resolved),

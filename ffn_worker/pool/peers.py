@@ -9,7 +9,7 @@ from typing import NamedTuple
 from afd.config.resolve import Resolved
 from afd.control.messages import Member, Members
 from afd.schedule import Position
-from afd.topology import session
+from afd.topology import rank_number, session
 from afd_comm import CommError, Link, VerbsOptions, make_flag
 from ffn_worker.pool.membership import MembershipWatch
 
@@ -20,8 +20,9 @@ _POST_TIMEOUT_US = 5_000_000
 
 @dataclass
 class Peer:
-    """One attention instance, for one session (see :func:`afd.topology.session`).
+    """One attention rank, for one session (see :func:`afd.topology.session`).
 
+    index: among all attention ranks, see :func:`afd.topology.rank_number`. instance: of the rank.
     slots: receive slot per micro-batch, then the control slot.
     first_flag: doorbell of the first message in any of them; that of the next is
         ``first_flag + seq``.
@@ -35,6 +36,7 @@ class Peer:
 
     id: str
     index: int
+    instance: int
     generation: int
     session: int
     link: Link
@@ -62,20 +64,24 @@ class Arrival(NamedTuple):
     step: int = 0
     moves: int = 0
 
+    def takes_part(self, position: Position) -> bool:
+        return position.micro_batch < self.depth and self.start <= position
+
 
 class PeerTable:
-    """Follows the membership: links to new attention instances, forgets those that are gone."""
+    """Follows the membership: links to new attention ranks, forgets those that are gone."""
 
     def __init__(self, resolved: Resolved, number: int, device: str) -> None:
         """number: of this rank among all FFN ranks. device: of its region, as afd_comm names it;
         answers are sent from there."""
         self._resolved = resolved
+        self._attention_tp = resolved.contract.attention_tp
         self._number = number
         self._device = device
         self._watch = MembershipWatch()
         self._peers: dict[str, Peer] = {}
         self._sorted: list[Peer] | None = None
-        self._generations: dict[int, int] = {}  # of current attention instances, by index
+        self._generations: dict[int, int] = {}  # of current attention ranks, by index
         self._newest: dict[int, int] = {}  # generation that was seen last, by index
 
     @property
@@ -91,7 +97,7 @@ class PeerTable:
         if not self._watch.has_news(members.version, generation):
             return
         wanted = {m.id: m for m in members.of("attention")}
-        self._generations = {m.index: m.generation for m in wanted.values()}
+        self._generations = {self._index(m): m.generation for m in wanted.values()}
         self._newest |= self._generations
         for peer in self.peers:
             member = wanted.get(peer.id)
@@ -119,6 +125,9 @@ class PeerTable:
         known = self._newest.get(attention, 0) >= generation
         return known and self._generations.get(attention) != generation
 
+    def _index(self, member: Member) -> int:
+        return rank_number(member.index, member.rank, self._attention_tp)
+
     def _join(self, member: Member, number: int) -> None:
         """number: of the session."""
         transport = self._resolved.deployment.transport
@@ -137,14 +146,15 @@ class PeerTable:
             self._watch.failed(member.id, str(error))
             return
         self._watch.reached(member.id)
-        max_depth = self._resolved.contract.max_depth
+        max_depth, index = self._resolved.contract.max_depth, self._index(member)
         peer = Peer(
             member.id,
+            index,
             member.index,
             member.generation,
             number,
             link,
-            tuple(self._resolved.slots.to_ffn(member.index, mb) for mb in range(max_depth + 1)),
+            tuple(self._resolved.slots.to_ffn(index, mb) for mb in range(max_depth + 1)),
             make_flag(number, 1),
             seq=[0] * (max_depth + 1),
             taken=[(-1, -1)] * max_depth,

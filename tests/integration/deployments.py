@@ -62,12 +62,17 @@ def _pair(model: Path) -> dict[str, object]:
     }
 
 
-def _faults(model: Path, instances: int) -> dict[str, object]:
-    """xA1F that is killed again and again."""
+def _faults(model: Path, instances: int, tp: int = 1) -> dict[str, object]:
+    """xA1F that is killed again and again.
+
+    tp: ranks of an attention instance. With several, late_ms is long: then a rank that waits for
+    another one in vain is late, but none that shares its core with four processes.
+    """
     attention = {**SETTINGS, "max_num_batched_tokens": 128, "vllm_args": [BLOCK, *TOOLS]}
     return {
         "model": str(model),
-        "attention": {**attention, "instances": instances},
+        "attention": {**attention, "instances": instances, "tp": tp},
+        "ffn": {"late_ms": 5000 if tp > 1 else 1000},
         "pipeline": {"depth": 3, "min_rows": 1},
         "restart": {"max_restarts": 10},
         "deadlines": {"drain_s": 60},
@@ -145,6 +150,8 @@ def _rocm_verbs(model: Path) -> dict[str, object]:
 DEPLOYMENTS: dict[str, tuple[str, Callable[[Path], dict[str, object]]]] = {
     "1A1F": ("qwen3_moe", partial(_faults, instances=1)),
     "2A1F": ("qwen3_moe", partial(_faults, instances=2)),
+    "tp_1A1F": ("qwen3_moe", partial(_faults, instances=1, tp=2)),
+    "tp_2A1F": ("qwen3_moe", partial(_faults, instances=2, tp=2)),
     "openai": ("qwen3_moe", _openai),
     "pair": ("qwen3_moe", _pair),
     "ranks": ("qwen3_moe", _ranks),

@@ -30,6 +30,7 @@ CONTRACT = Contract(
     capacity_rows=32,
     max_depth=3,
     attention_instances=2,
+    attention_tp=1,
     ffn_instances=2,
     ffn_tp=1,
     reduce="exact",

@@ -102,7 +102,12 @@ class Deployed:
         self.deployment = self.parsed(
             checkpoint,
             {
-                "attention": {"instances": x, "dtype": "float32", "max_num_batched_tokens": 64},
+                "attention": {
+                    "instances": x,
+                    "dtype": "float32",
+                    "max_num_batched_tokens": 64,
+                    **sections.pop("attention", {}),
+                },
                 "ffn": {"instances": y, **sections.pop("ffn", {})},
                 "pipeline": {"depth": DEPTH, "min_rows": 1},
                 "deadlines": {"ffn_s": 10.0, "start_s": 5.0},
@@ -121,7 +126,7 @@ class Deployed:
         self.lock = threading.Lock()
         for number in range(y * self.resolved.contract.ffn_tp):
             self.start_ffn(number)
-        self.clients = [self.client(i) for i in range(x)]
+        self.clients = [self.client(i) for i in range(self.resolved.slots.attention_ranks)]
 
     @staticmethod
     def parsed(checkpoint, sections):
@@ -158,9 +163,9 @@ class Deployed:
         for number in list(self.loops):
             self.loops[number].wake()
 
-    def renew(self, role, index):
+    def renew(self, role, index, rank=0):
         """Gives a live member a new generation, as if it was removed and registered again."""
-        name = member_id(role, index)
+        name = member_id(role, index, rank)
         with self.lock:
             self.generation += 1
             old = self.members[name]
@@ -247,10 +252,12 @@ class Deployed:
         assert not self.threads[number].is_alive()
 
     def client(self, i):
+        """i: number among all attention ranks."""
         r = self.resolved
+        index, rank = divmod(i, r.contract.attention_tp)
         region = self.region("attention", r.slots.attention_region_slots, r.f2a.nbytes, i)
-        member = self.member("attention", i, region)
-        renew = partial(self.renew, "attention", i)
+        member = self.member("attention", index, region, rank=rank)
+        renew = partial(self.renew, "attention", index, rank)
         control = FakeControl(self.registry, member.generation, member.id, renew)
         self.controls[member.id] = control
         client = RemoteExperts(r, i, region, control, RoleMetrics("attention"))

@@ -25,6 +25,7 @@ contracts = st.builds(
     capacity_rows=counts,
     max_depth=st.integers(1, 3),
     attention_instances=counts,
+    attention_tp=counts,
     ffn_instances=counts,
     ffn_tp=counts,
     reduce=st.sampled_from(["exact", "int4"]),

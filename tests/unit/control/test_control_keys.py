@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from afd.control.address import Endpoint, parse, to_connect, to_listen
-from afd.control.keys import ENV_KEYS_FILE, CurveKeys
+from afd.control.keys import CurveKeys
 from afd.errors import ConfigError
 
 
@@ -26,14 +26,6 @@ def test_save_and_load(tmp_path: Path) -> None:
         os.umask(previous)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert CurveKeys.load(path) == keys
-
-
-def test_environment(tmp_path: Path) -> None:
-    keys = CurveKeys.generate()
-    keys.save(tmp_path / "keys.json")
-    assert CurveKeys.from_env(keys.to_env()) == keys
-    assert CurveKeys.from_env({ENV_KEYS_FILE: str(tmp_path / "keys.json")}) == keys
-    assert CurveKeys.from_env({}) is None
 
 
 def test_secrets_are_not_printed() -> None:

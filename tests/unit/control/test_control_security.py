@@ -175,6 +175,16 @@ def test_denial_covers_every_message() -> None:
         assert allowed == (["ffn-0"] if isinstance(sample, m.FromMember) else [OPERATOR])
 
 
+def test_the_ranks_of_an_attention_instance_share_its_key() -> None:
+    second = hello("attention", 1, rank=1)
+    assert denial("attention-1", second, None) is None
+    assert denial("attention-1", m.Bye(), "attention-1.1") is None
+    for other in ("attention-0", "attention-11", "ffn-1", None):
+        assert denial(other, second, None) is not None
+        assert denial(other, m.Bye(), "attention-1.1") is not None
+    assert denial("ffn-1", hello("ffn", 1, rank=1), None) is not None
+
+
 # --- who learns which addresses -----------------------------------------------------------------
 
 

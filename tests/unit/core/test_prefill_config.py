@@ -37,6 +37,10 @@ def deployment(**sections: object) -> Deployment:
             "does not move the KV cache of draft layers",
         ),
         (
+            "prefill: {instances: 1}\nattention: {tp: 2}",
+            "moves the KV cache of whole instances, but attention.tp is 2",
+        ),
+        (
             "prefill: {instances: 1}\nhosts: [{name: a, address: 10.0.0.1}]",
             "starts its instances on one machine",
         ),

@@ -10,6 +10,7 @@ from afd.errors import ConfigError
 from afd.models import qwen3_moe
 from afd.schedule import padded_depth, split_rows, stream_sequence, walk
 from afd.topology import gpu_order, visible_gpus
+from attention_worker.ranks import own_gpu_first
 from ffn_worker.main import sizes_up_to
 
 
@@ -32,6 +33,19 @@ def test_every_rank_of_an_ffn_instance_has_a_gpu():
     visible = [spec.gpu_environment({})["CUDA_VISIBLE_DEVICES"] for spec in specs]
     assert [gpus[0] for gpus in visible] == list("01234")
     assert [spec.id for spec in specs[1:]] == ["ffn-0", "ffn-0.1", "ffn-1", "ffn-1.1"]
+
+
+def test_an_attention_instance_sees_the_gpus_of_its_ranks_first():
+    deployment = deployed(attention={"instances": 2, "tp": 2}, ffn={"tp": 2})
+    specs = [RoleSpec("attention", i, deployment, "x") for i in range(2)]
+    specs += [RoleSpec("ffn", 0, deployment, "x", rank=rank) for rank in range(2)]
+    visible = [spec.gpu_environment({}) for spec in specs]
+    assert [v["CUDA_VISIBLE_DEVICES"][:3] for v in visible] == ["0,1", "2,3", "4,0", "5,0"]
+    second = own_gpu_first(CUDA.visible_variables, visible[1], 1)
+    assert second == {"CUDA_VISIBLE_DEVICES": "3,2,0,1,4,5"}
+    assert not replays(deployment, qwen3_moe.FAMILY)
+    with pytest.raises(ValueError, match=r"gpus is 1 but attention\.tp is 2"):
+        deployed(gpus=1, attention={"tp": 2})
 
 
 def test_gpus_are_numbered_within_cuda_visible_devices():

@@ -222,6 +222,12 @@ def test_an_instance_that_operators_want_away_gets_no_new_requests(seat: Seat, s
     assert (attention.state, ffn.state) == (state, "ready")
 
 
+def test_further_ranks_of_an_instance_take_no_requests() -> None:
+    ranks = tuple(Member("attention", 0, 5 + r, rank=r, state="ready") for r in range(2))
+    found = upstreams_of(Members(members=(*ranks, Member("ffn", 0, 9, rank=1))))
+    assert [upstream.id for upstream in found] == ["attention-0", "ffn-0.1"]
+
+
 def test_the_complete_deployment_is_what_operators_want() -> None:
     client = FakeClient()
     settings = replace(QUICK, attention_instances=2, ffn_instances=1)

@@ -18,7 +18,7 @@ from afd.config.deployment import Deployment
 from afd.config.sections import Restart
 from afd.errors import ConfigError
 from afd.host.ports import accepts, check_free, held_ports
-from afd_launch.cpus import cpu_plan, plan_for
+from afd_launch.cpus import CpuPlan, cpu_plan, plan_for
 from afd_launch.process import Command, describe_exit, group_members
 from afd_launch.restarts import backoff_s
 from afd_launch.role_log import RoleLog
@@ -492,6 +492,16 @@ def test_every_rank_is_a_process_with_its_own_cores():
     assert [spec.id for spec in ranks] == ["ffn-0", "ffn-0.1", "ffn-1", "ffn-1.1"]
     assert [spec.cpus for spec in ranks] == [(1,), (2,), (3,), (4,)]
     assert "1 attention + 2 FFN of 2 ranks" in summary(deployment)
+
+
+@pytest.mark.parametrize(
+    ("cores", "attention", "ffn"),
+    [(6, (0, 1, 2, 3), (4, 5)), (3, (0, 1), (2,)), (2, (0, 1), (0,)), (1, (0,), (0,))],
+)
+def test_an_attention_instance_gets_cores_for_all_its_ranks(cores, attention, ffn):
+    data = {"model": "m", "attention": {"tp": 2}}
+    plan = plan_for(Deployment.from_plain(data), range(cores))
+    assert plan == CpuPlan((attention,), (ffn,))
 
 
 def test_core_lists_of_the_file_override_the_plan():

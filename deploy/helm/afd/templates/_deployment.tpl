@@ -68,6 +68,7 @@ ports; everything else is the user's.
 attention: {{ dig "attention" "instances" 1 $d | int }}
 ffn: {{ dig "ffn" "instances" 1 $d | int }}
 ranks: {{ $tp }}
+attentionRanks: {{ dig "attention" "tp" 1 $d | int }}
 attentionDevice: {{ dig "attention" "device" "cpu" $d }}
 ffnDevice: {{ dig "ffn" "device" "cpu" $d }}
 startSeconds: {{ default (add 60 (ceil (dig "deadlines" "start_s" 180 $d))) (int .Values.probes.startSeconds) }}

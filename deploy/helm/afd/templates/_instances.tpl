@@ -3,7 +3,7 @@
 {{- $facts := include "afd.facts" . | fromYaml -}}
 {{- include "afd.podTemplate" (dict
   "root" . "role" "attention" "data" true "keys" true
-  "device" $facts.attentionDevice "accelerators" 1
+  "device" $facts.attentionDevice "accelerators" $facts.attentionRanks
   "grace" (add $facts.drainSeconds 45)
   "env" (include "afd.indexEnv" (dict "root" . "ranks" 1))
   "container" (include "afd.attentionContainer" .)
