@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from afd.schedule import resets_doorbells, split_rows, stream_sequence, walk
 from afd.wire.layout import Kind
 from afd.wire.message import message
-from afd.wire.orders import Order
 from afd_comm import Status, make_flag
 from ffn_worker.host_exchange import HostExchange
 from ffn_worker.pipeline import Observer, Pipeline
 from ffn_worker.pool.calls import Call, Sender
+from ffn_worker.pool.order_format import Order
 from ffn_worker.pool.peers import Peer
 from ffn_worker.slots import EncodedAnswers, RankSlots
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from afd.wire.orders import Part, Parts
+from ffn_worker.pool.order_format import Part, Parts
 
 
 class RowTable:

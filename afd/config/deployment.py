@@ -94,8 +94,8 @@ class Deployment(Section):
             )
         if attention.tp > 1:
             raise ValueError(
-                f"prefill moves the KV cache of whole instances, but attention.tp is {attention.tp};"
-                " set it to 1, or set prefill.instances to 0"
+                "prefill moves the KV cache of whole instances, but attention.tp is"
+                f" {attention.tp}; set it to 1, or set prefill.instances to 0"
             )
         if prefill.by == "afd" and prefill.instances >= attention.instances:
             raise ValueError(

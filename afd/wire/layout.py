@@ -32,7 +32,7 @@ class Kind(enum.IntEnum):
     DATA = 0
     LEAVE = 1  # on the control slot: no message follows until further notice
     STEP = 2  # on the control slot: a step of `rows` rows follows, whose doorbells streams ring
-    HELLO = 3  # first message of a leader or head (afd/wire/orders.py)
+    HELLO = 3  # first message of a leader or head (ffn_worker/pool/order_format.py)
 
 
 @dataclass(frozen=True)

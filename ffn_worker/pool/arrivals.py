@@ -9,10 +9,10 @@ from afd.config.resolve import Resolved
 from afd.schedule import Position
 from afd.wire.layout import Kind
 from afd.wire.message import Received, received
-from afd.wire.orders import PARTS, Part, Parts
 from afd_comm import Status
 from ffn_worker.pool.doorbells import Doorbells
 from ffn_worker.pool.late_peers import LatePeers
+from ffn_worker.pool.order_format import PARTS, Part, Parts
 from ffn_worker.pool.peers import Arrival, Peer, PeerTable
 from ffn_worker.slots import RankSlots
 

@@ -9,7 +9,7 @@ from afd.graph_sizes import GraphSizes
 from afd.schedule import Position
 from afd.wire.layout import Kind
 from afd.wire.message import Received
-from afd.wire.orders import Order, Part, Parts
+from ffn_worker.pool.order_format import Order, Part, Parts
 from ffn_worker.pool.peers import Peer
 
 Settled = Callable[[], int]

@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from afd.wire.message import HEADERS
-from afd.wire.orders import PARTS
 from afd_comm import Region
+from ffn_worker.pool.order_format import PARTS
 from ffn_worker.pool.peers import Peer
 
 

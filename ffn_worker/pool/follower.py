@@ -24,11 +24,11 @@ from afd.schedule import Position
 from afd.topology import member_id
 from afd.wire.layout import Kind
 from afd.wire.message import Received
-from afd.wire.orders import Order, Part, Parts
 from afd_comm import Status
 from ffn_worker.pool.arrivals import SLICE_US, Arrivals, OnPause
 from ffn_worker.pool.calls import Call, Sender, Settled, part_of, step_order
 from ffn_worker.pool.late_peers import LatePeers
+from ffn_worker.pool.order_format import Order, Part, Parts
 from ffn_worker.pool.orders import OrderInbox
 from ffn_worker.pool.peers import Arrival, Peer, PeerTable
 

@@ -12,8 +12,8 @@ from afd.control.messages import Members
 from afd.errors import DeadlineExceeded, PeerLost
 from afd.host.ports import held_ports
 from afd.topology import FfnPlace, member_id
-from afd.wire.orders import Order
 from ffn_worker.allreduce.base import Alone, Collective
+from ffn_worker.pool.order_format import Order
 from ffn_worker.pool.orders import OrderInbox, OrderLinks
 
 logger = logging.getLogger("afd.ffn")

@@ -11,9 +11,9 @@ from afd.schedule import Position
 from afd.topology import member_id, session
 from afd.wire.layout import Kind
 from afd.wire.message import message, received
-from afd.wire.orders import Order, order_slot_bytes, order_slots, read_order
 from afd_comm import CommError, Link, Region, Status, VerbsOptions, make_flag
 from ffn_worker.pool.membership import MembershipWatch
+from ffn_worker.pool.order_format import Order, order_slot_bytes, order_slots, read_order
 
 logger = logging.getLogger("afd.ffn")
 

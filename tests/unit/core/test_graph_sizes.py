@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from afd.graph_sizes import MOST_ROWS, GraphSizes, captured_rows
 from afd.schedule import row_shares, split_rows
-from afd.wire.orders import Part
+from ffn_worker.pool.order_format import Part
 from ffn_worker.row_table import RowTable
 
 

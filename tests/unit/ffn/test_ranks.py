@@ -18,8 +18,8 @@ from afd.errors import ConfigError
 from afd.schedule import Position, row_shares
 from afd.topology import FfnPlace, width_slices
 from afd.wire.layout import Kind
-from afd.wire.orders import Order, Part, read_order
 from ffn_worker.allreduce.formats_table import REDUCE_FORMATS
+from ffn_worker.pool.order_format import Order, Part, read_order
 from ffn_worker.rank_reduce import sort_by_rank
 
 
