@@ -102,7 +102,8 @@ def instances(tiny_models):
 )
 def test_every_rank_has_all_answers(instances, x, y, tp, sections):
     made = instances(x, y, tp, **sections)
-    made.run(lambda i: [[1 + (i + s + mb) % 7 for mb in range(1 + s % 3)] for s in range(4)])
+    # The instances have different depths, so one begins its next step before the other ends.
+    made.run(lambda i: [[1 + (i + s + mb) % 7 for mb in range(1 + (s + i) % 3)] for s in range(6)])
     assert made.late == 0
     sent = [loop.rank.metrics.rows_per_ffn_call.snapshot() for loop in made.deployed.loops.values()]
     assert all(rows.count > 0 for rows in sent)
