@@ -93,22 +93,23 @@ class Siblings:
         return deadline
 
     def _add(self, in_step: InStep) -> None:
-        """Takes into the step the siblings of its ranks that have sent a request."""
-        instances = {a.peer.instance for a in in_step.values()}
+        """Takes into the step the siblings of its ranks that have sent a request of it."""
+        steps = {a.peer.instance: a.step for a in in_step.values()}
         for peer in self._table.peers:
-            if peer.instance in instances and peer.id not in in_step:
+            if peer.instance in steps and peer.id not in in_step:
                 header = self._arrivals.earliest(peer, self._micro_batches)
-                if header is not None:
+                if header is not None and header.step == steps[peer.instance]:
                     start = Position(header.layer, header.micro_batch)
                     in_step[peer.id] = Arrival(peer, start, header.depth, 0, header.step)
                     peer.active = True
 
     def _behind(self, in_step: InStep, position: Position) -> dict[Position, list[Peer]]:
-        """Returns the ranks whose next request is for an earlier position, by that."""
+        """Returns the ranks whose next request is for an earlier position, by that. A rank that has
+        fewer micro-batches than the step may have begun its next one."""
         found: dict[Position, list[Peer]] = {}
         for arrival in in_step.values():
             header = self._arrivals.earliest(arrival.peer, self._micro_batches)
-            if header is not None:
+            if header is not None and header.step == arrival.step:
                 at = Position(header.layer, header.micro_batch)
                 if at < position:
                     found.setdefault(at, []).append(arrival.peer)
