@@ -142,7 +142,8 @@ async def _run(
     try:
         provider = ControlProvider(client, settings)
         settings = replace(settings, wanted=provider.wanted)
-        server = await start_gateway(settings, provider, listener, counts, accept=counts is None)
+        alone = counts is None
+        server = await start_gateway(settings, provider, listener, counts, accept=alone)
 
         def changed() -> None:
             server.members_changed()
@@ -150,7 +151,7 @@ async def _run(
                 stop.set()
 
         client.on_change(lambda _: _tell(loop, changed))
-        opening = asyncio.create_task(_accept_soon(server))
+        opening = asyncio.create_task(_accept_soon(server, alone))
         joining = asyncio.create_task(_join(client, server, opening, join_deadline_s))
         stopping = asyncio.create_task(stop.wait())
         drain_s = 0.0
@@ -175,12 +176,14 @@ async def _run(
         client.close()
 
 
-async def _accept_soon(server: GatewayServer) -> None:
-    """Accepts once the instances are known.
+async def _accept_soon(server: GatewayServer, alone: bool) -> None:
+    """Accepts once the instances are known; one process alone accepts from the start.
 
     A held port has connections that waited while this process was started again. They would be told
     that no instance is ready.
     """
+    if alone:
+        return
     loop = asyncio.get_running_loop()
     end = loop.time() + _SETTLE_S
     while not server.gateway.pool.settled and loop.time() < end:

@@ -95,7 +95,13 @@ def test_unsupported_models_are_refused_at_loading():
 
     model = SimpleNamespace(get_num_kv_heads=lambda parallel: 2, get_head_size=lambda: 128)
     config = SimpleNamespace(
-        parallel_config=SimpleNamespace(world_size=1, data_parallel_size=1),
+        parallel_config=SimpleNamespace(
+            world_size=1,
+            tensor_parallel_size=1,
+            decode_context_parallel_size=1,
+            enable_expert_parallel=False,
+            data_parallel_size=1,
+        ),
         speculative_config=None,
         kv_transfer_config=None,
         lora_config=None,
