@@ -1,11 +1,11 @@
 """The ranks of an attention instance are those of vLLM's tensor-parallel group."""
 
 import torch
-from vllm.distributed import (
+from vllm.distributed.communication_op import tensor_model_parallel_all_gather
+from vllm.distributed.parallel_state import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
     get_tp_group,
-    tensor_model_parallel_all_gather,
 )
 
 from attention_worker.ranks import Ranks
