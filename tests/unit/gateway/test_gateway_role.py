@@ -30,6 +30,7 @@ class FakeMember:
     api_url: str = ""
     metrics_url: str = ""
     state: str = "ready"
+    rank: int = 0
 
     @property
     def id(self) -> str:
