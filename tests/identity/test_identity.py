@@ -1,6 +1,6 @@
 """Every family and format answers like vLLM alone and like Transformers, token for token."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -17,9 +17,17 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.serve
 
 Answer = Callable[[Model], Result]
+LONG = {"glm4_moe-split", "qwen3_moe-fp8_tensor", "qwen3_moe-gptq_ordered", "qwen3_moe-int4_all"}
+"""Forms of which CI runs a near relative."""
 
 
-@pytest.mark.parametrize("model", ALL, ids=lambda model: model.name)
+def parametrised(models: Iterable[Model]) -> pytest.MarkDecorator:
+    marks = {True: [pytest.mark.long], False: []}
+    named = [pytest.param(m, id=m.name, marks=marks[m.name in LONG]) for m in models]
+    return pytest.mark.parametrize("model", named)
+
+
+@parametrised(ALL)
 def test_same_tokens(model: Model, checkpoints: Path, remote: Answer, colocated: Answer) -> None:
     """The same greedy tokens as colocated vLLM and as Transformers, in micro-batches.
 
@@ -35,7 +43,7 @@ def test_same_tokens(model: Model, checkpoints: Path, remote: Answer, colocated:
         assert disagreements(twin, prompts(), found.tokens) == [], described(model)
 
 
-@pytest.mark.parametrize("model", DRAFTS, ids=lambda model: model.name)
+@parametrised(DRAFTS)
 def test_drafts_change_no_token(
     model: Model, checkpoints: Path, remote: Answer, colocated: Answer
 ) -> None:
@@ -49,7 +57,7 @@ def test_drafts_change_no_token(
     assert 0 < found.accepted < found.drafted, described(model)
 
 
-@pytest.mark.parametrize("model", FORMATS, ids=lambda model: model.name)
+@parametrised(FORMATS)
 def test_formats_and_bytes_are_logged(model: Model, remote: Answer) -> None:
     log = remote(model).log
     decoded = [line for line in log if "are decoded to float32 at load" in line]

@@ -206,6 +206,7 @@ def test_second_process_of_an_index_is_refused(half: tuple[str, Role], tmp_path:
     assert "--index 2 does not exist with ffn.instances = 2" in other.error()
 
 
+@pytest.mark.long
 def test_attention_fails_if_an_ffn_instance_never_comes(
     half: tuple[str, Role], tmp_path: Path
 ) -> None:

@@ -56,6 +56,7 @@ if [ "$CASES" = ffn_loop ]; then
   exit 0
 fi
 if [ "$CASES" = doctor ]; then
+  run_case doctor doctor
   run_case rates "$PYTHON" "$HERE/doctor_rates.py"
   exit 0
 fi
@@ -73,5 +74,4 @@ run_case receiver_port_down soak_with_port_down f1 4
 run_case restart_on_one_port "$STRESS" soak $RX $TX 2
 ip link set f1 up
 run_case memlock refused_memory
-run_case doctor doctor
 exit 0

@@ -146,19 +146,16 @@ def test_refused_registration(cases: dict[str, Case]) -> None:
     passed(cases, "memlock", "limit of locked memory is 64 KiB", "ulimit -l unlimited")
 
 
-def test_doctor_lists_the_ports(cases: dict[str, Case]) -> None:
-    passed(cases, "doctor", "rxa0:1 active, Ethernet", "gid_index 1", "RoCE v2")
-
-
 @pytest.mark.long
 def test_the_ffn_loop_over_verbs(tmp_path: Path) -> None:
     passed(run_guest(tmp_path, "ffn_loop"), "ffn_loop", "every answer equals the reference")
 
 
 @pytest.mark.long
-def test_doctor_measures_each_port(tmp_path: Path) -> None:
+def test_doctor_lists_and_measures_each_port(tmp_path: Path) -> None:
     """A port that is down is bad, and the other one is measured all the same."""
     cases = run_guest(tmp_path, "doctor")
+    passed(cases, "doctor", "rxa0:1 active, Ethernet", "gid_index 1", "RoCE v2")
     passed(cases, "rates", "verbs: 1 MiB there and back, bytes equal")
     both, one = cases["rates"].text.split("one port:")
     for port in ("rxa0:1", "rxa1:1"):

@@ -41,8 +41,8 @@ def nic(tmp_path_factory):
     return str(stand_in_nic.build(tmp_path_factory.mktemp("verbs")))
 
 
-LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("formats", "tcp")]
-CASES = ("steps", "verbs", "mixed", *LONG)
+LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("formats", "mixed", "tcp")]
+CASES = ("steps", "verbs", *LONG)
 
 
 @pytest.mark.parametrize("case", CASES)
