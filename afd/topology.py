@@ -109,6 +109,12 @@ def member_id(role: str, index: int, rank: int = 0) -> str:
     return f"{role}-{index}.{rank}" if rank else f"{role}-{index}"
 
 
+def key_owner(member: str) -> str:
+    """Returns the member whose keys this one has. The ranks of an attention instance share those of
+    rank 0, because one engine starts them; every other process has its own."""
+    return member.partition(".")[0] if member.startswith("attention-") else member
+
+
 def rank_number(instance: int, rank: int, tp: int) -> int:
     """Returns the number of a rank among all of its role, instance by instance."""
     return instance * tp + rank

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from afd.config.deployment import Deployment
 from afd.control import messages as m
 from afd.control.keys import CurveKeys
-from afd.topology import member_id
+from afd.topology import key_owner, member_id
 
 OPERATOR = "operator"
 
@@ -49,14 +49,13 @@ def denial(sender: str | None, message: m.ToServer, registered: str | None) -> s
     match message:
         case m.Hello():
             claimed = member_id(message.role, message.index, message.rank)
-            # The ranks of an attention instance share its key: one engine starts them.
-            if sender != (claimed.partition(".")[0] if message.role == "attention" else claimed):
+            if sender != key_owner(claimed):
                 return (
                     f"{claimed} refused: its key is the one of {sender}; give every role its own"
                     " keys, or the same control.keys file"
                 )
         case m.Heartbeat() | m.Bye():
-            own = registered is None or f"{registered}.".startswith(f"{sender}.")
+            own = registered is None or sender == key_owner(registered)
             if sender is None or not own:
                 return f"the connection of {registered} belongs to another key"
         case m.SetSeat(id=claimed, wish="drain", once=True) if sender == claimed:

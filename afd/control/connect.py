@@ -8,6 +8,7 @@ from afd.control.client import ControlClient
 from afd.control.keys import ClientKeys, load_client
 from afd.control.messages import Timing
 from afd.errors import ConfigError
+from afd.topology import key_owner
 
 NO_KEYS = (
     "control.keys is not set, and roles started by hand need keys; make a key file with"
@@ -19,9 +20,7 @@ def keys_of(spec: RoleSpec) -> ClientKeys:
     """The CURVE keys with which the role proves that it is this member. Raises ConfigError."""
     if spec.keys_file is None:
         raise ConfigError(NO_KEYS)
-    # The ranks of an attention instance share its keys.
-    member = spec.id.partition(".")[0] if spec.role == "attention" else spec.id
-    return load_client(spec.keys_file, member)
+    return load_client(spec.keys_file, key_owner(spec.id))
 
 
 def timing_of(spec: RoleSpec) -> Timing:

@@ -183,6 +183,7 @@ def test_the_ranks_of_an_attention_instance_share_its_key() -> None:
         assert denial(other, second, None) is not None
         assert denial(other, m.Bye(), "attention-1.1") is not None
     assert denial("ffn-1", hello("ffn", 1, rank=1), None) is not None
+    assert denial("ffn-1", m.Bye(), "ffn-1.1") is not None
 
 
 # --- who learns which addresses -----------------------------------------------------------------
