@@ -8,16 +8,21 @@ attention instances.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class Pool:
-    """The instances of one role. each: accelerators per instance; 0 if they run on CPUs."""
+    """The instances of one role.
+
+    each: accelerators per instance; 0 if they run on CPUs. started: so many run from the start and
+    are spread by themselves; the others run once an operator adds them.
+    """
 
     name: str
     instances: int
     each: int
+    started: int = 0
 
 
 @dataclass(frozen=True)
@@ -41,22 +46,26 @@ class HostOffer:
 class HostPlaces:
     """The instances of one host, by number. name: "" if the deployment file names no hosts.
 
-    spare: attention instances that run there once an operator adds them.
+    spare, spare_ffn: instances that run there once an operator adds them.
     """
 
     name: str
     attention: tuple[int, ...]
     ffn: tuple[int, ...]
     spare: tuple[int, ...] = ()
+    spare_ffn: tuple[int, ...] = ()
 
     def has(self, role: str, index: int) -> bool:
-        attention = (*self.attention, *self.spare)
-        return index in (attention if role == "attention" else self.ffn)
+        attention = role == "attention"
+        own = (self.attention, self.spare) if attention else (self.ffn, self.spare_ffn)
+        return any(index in some for some in own)
 
-    def started(self, instances: int) -> HostPlaces:
-        """The same, with the attention instances from number ``instances`` on as spare ones."""
-        now = tuple(i for i in self.attention if i < instances)
-        return replace(self, attention=now, spare=self.attention[len(now) :])
+    def started(self, attention: int, ffn: int) -> HostPlaces:
+        """The same, with the instances from number ``attention`` or ``ffn`` on as spare ones."""
+        first = tuple(i for i in self.attention if i < attention)
+        second = tuple(j for j in self.ffn if j < ffn)
+        spare = self.attention[len(first) :], self.ffn[len(second) :]
+        return HostPlaces(self.name, first, second, *spare)
 
 
 def place(offers: Sequence[HostOffer], attention: Pool, ffn: Pool) -> tuple[HostPlaces, ...]:
@@ -64,8 +73,9 @@ def place(offers: Sequence[HostOffer], attention: Pool, ffn: Pool) -> tuple[Host
 
     Instances that no host names go to the hosts that leave the choice: FFN instances first, each
     to the host with the fewest FFN instances; then attention instances, each to the host with the
-    most free accelerators (on CPUs: with the fewest processes). Ties go to the first host. The
-    numbers of a host are consecutive, as far as given ones allow.
+    most free accelerators (on CPUs: with the fewest processes). Ties go to the first host. Of the
+    started ones, and of the others, the numbers of a host are consecutive, as far as given ones
+    allow.
 
     Raises:
         ValueError: an instance is named twice or does not exist, or the hosts have too few
@@ -75,7 +85,8 @@ def place(offers: Sequence[HostOffer], attention: Pool, ffn: Pool) -> tuple[Host
     for pool in (ffn, attention):
         _take_given(rooms, pool)
     for pool in (ffn, attention):
-        _spread(rooms, pool)
+        _spread(rooms, pool, range(pool.started))
+        _spread(rooms, pool, range(pool.started, pool.instances))
     return tuple(
         HostPlaces(room.offer.name, tuple(room.held["attention"]), tuple(room.held["ffn"]))
         for room in rooms
@@ -134,15 +145,15 @@ def _take_given(rooms: Sequence[_Room], pool: Pool) -> None:
             )
 
 
-def _spread(rooms: Sequence[_Room], pool: Pool) -> None:
-    """Places the instances that no host names. Raises ValueError."""
+def _spread(rooms: Sequence[_Room], pool: Pool, numbers: Sequence[int]) -> None:
+    """Places those of the instances that no host names. Raises ValueError."""
     given = {number for room in rooms for number in room.held[pool.name]}
-    left = [number for number in range(pool.instances) if number not in given]
+    left = [number for number in numbers if number not in given]
     open_rooms = [room for room in rooms if room.offer.given(pool) is None]
     if left and not open_rooms:
-        numbers = ", ".join(map(str, left))
+        names = ", ".join(map(str, left))
         raise ValueError(
-            f"no host runs {pool.name} instance {numbers}; add it to a host, or leave out"
+            f"no host runs {pool.name} instance {names}; add it to a host, or leave out"
             f" {pool.name} of a host to have it placed there"
         )
     shares = {id(room): 0 for room in open_rooms}

@@ -2,11 +2,10 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, order=True)
-class Position:
+class Position(NamedTuple):
     """One expert call of a step: a layer number of the model and a micro-batch index from 0."""
 
     layer: int

@@ -29,7 +29,7 @@ Pages = Mapping[str, Mapping[str, Sequence[TraceEvent]]]
 Samples = dict[int, list[float]]
 """Observed times in microseconds, by number of rows or bytes."""
 
-_COPIES_NS = 2_000_000
+_COPIES_NS = 5_000_000
 """Upper bound of the time in which one micro-batch is posted to all FFN instances."""
 
 
@@ -73,34 +73,51 @@ class Times:
     wire: Samples = field(default_factory=lambda: defaultdict(list))
 
 
-def times_of(pages: Pages, begin: int, end: int, rows: int | None = None) -> Times:
+def times_of(
+    pages: Pages, begin: int, end: int, rows: int | None = None, active: int | None = None
+) -> Times:
     """Returns the stage times of steps whose first post lies in [begin, end), ns, CLOCK_MONOTONIC.
 
-    rows: only steps with this many rows per attention instance; None: all steps.
+    rows: only steps with this many rows per attention instance. active: only steps in which this
+    many attention instances had rows. None: all steps.
     """
     members = sorted(name for name in pages if name.startswith("attention-"))
     ffns = sorted(name for name in pages if name.startswith("ffn-"))
     out = Times()
-    by_ffn: dict[str, list[list[Exchange]]] = {ffn: [] for ffn in ffns}
-    for member in members:
-        of_ffns = {ffn: exchanges(pages[ffn][member], pages[member][ffn]) for ffn in ffns}
-        spans: list[tuple[int, int]] = []  # of the selected steps
+    exchanged = {
+        member: {ffn: exchanges(pages[ffn][member], pages[member][ffn]) for ffn in ffns}
+        for member in members
+    }
+    calls = {ffn: calls_of([exchanged[member][ffn] for member in members]) for ffn in ffns}
+    together = {
+        (index, exchange.posted): len(call)
+        for some in calls.values()
+        for call in some
+        for index, exchange in call
+    }
+    spans: list[list[tuple[int, int]]] = [[] for _ in members]  # of the selected steps
+    for index, member in enumerate(members):
+        of_ffns = exchanged[member]
+        steps = steps_of(list(of_ffns.values()))
         before: Step | None = None
-        for step in steps_of(list(of_ffns.values())):
+        for number, step in enumerate(steps):
             selected = begin <= step[0].posted < end and rows in (None, rows_of(step))
+            if active is not None:
+                selected &= active == max(together.get((index, e.posted), 0) for e in step)
             if selected:
-                spans.append((step[0].posted, step[-1].posted + _COPIES_NS))
+                until = step[-1].posted + _COPIES_NS
+                if number + 1 < len(steps):
+                    until = min(until, steps[number + 1][0].posted)
+                spans[index].append((step[0].posted, until))
                 _observe(step, before, out)
             before = step if selected else None
         for ffn in ffns:
-            mine = [e for e in of_ffns[ffn] if _inside(spans, e.posted)]
-            by_ffn[ffn].append(mine)
             for events in (pages[ffn][member], pages[member][ffn]):
                 for posted, _, arrived, _, layer, _, _, nbytes in events:
-                    if layer >= 0 and _inside(spans, posted):
+                    if layer >= 0 and _inside(spans[index], posted):
                         out.wire[nbytes].append((arrived - posted) / 1e3)
-    for lists in by_ffn.values():
-        _observe_ffn(lists, out)
+    for some in calls.values():
+        _observe_ffn(some, spans, out)
     return out
 
 
@@ -192,18 +209,31 @@ def _observe(step: Step, before: Step | None, out: Times) -> None:
         out.rest[rows_of(before)].append(max(0.0, gap - sum(first) / len(first)))
 
 
-def _observe_ffn(lists: Sequence[Sequence[Exchange]], out: Times) -> None:
-    """Adds the times of an FFN instance. lists: its exchanges, per attention instance."""
-    merged = [(exchange, member) for member, some in enumerate(lists) for exchange in some]
-    calls: list[list[Exchange]] = []
+Call = list[tuple[int, Exchange]]
+"""One call of an FFN instance: attention instances by index, and what each exchanged."""
+
+
+def calls_of(lists: Sequence[Sequence[Exchange]]) -> list[Call]:
+    """Returns the calls of an FFN instance. lists: its exchanges, per attention instance."""
+    merged = [(member, exchange) for member, some in enumerate(lists) for exchange in some]
+    calls: list[Call] = []
     members: set[int] = set()  # of the last call
-    for exchange, member in sorted(merged, key=lambda item: item[0].answered):
-        if not calls or calls[-1][0].key != exchange.key or member in members:
+    for member, exchange in sorted(merged, key=lambda item: item[1].answered):
+        if not calls or calls[-1][0][1].key != exchange.key or member in members:
             calls.append([])
             members = set()
-        calls[-1].append(exchange)
+        calls[-1].append((member, exchange))
         members.add(member)
+    return calls
+
+
+def _observe_ffn(
+    calls: Sequence[Call], spans: Sequence[Sequence[tuple[int, int]]], out: Times
+) -> None:
+    """Adds the times of an FFN instance. spans: of the selected steps of each attention
+    instance."""
     for before, call in pairwise(calls):
-        ready = max(before[0].answered, *(exchange.arrived for exchange in call))
-        rows = sum(exchange.rows for exchange in call)
-        out.ffn[rows].append((call[0].answered - ready) / 1e3)
+        if all(_inside(spans[member], exchange.posted) for member, exchange in call):
+            ready = max(before[0][1].answered, *(exchange.arrived for _, exchange in call))
+            rows = sum(exchange.rows for _, exchange in call)
+            out.ffn[rows].append((call[0][1].answered - ready) / 1e3)

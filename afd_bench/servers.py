@@ -16,7 +16,7 @@ from typing import IO
 
 import yaml
 
-from afd.control.operator import set_depth, status
+from afd.control.operator import set_depth, set_seat, status
 from afd.devices import CUDA
 from afd.errors import AfdError
 from afd.host.ports import held_ports
@@ -29,6 +29,8 @@ from attention_worker.vllm_hooks.versions import layout
 
 _POLL_S = 0.25
 _GRACE_S = 5.0
+_SEATS_S = 1.0
+"""Until gateways know which instances get requests."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,20 @@ class Server:
     def set_depth(self, depth: int) -> None:
         """Sets the micro-batches of the next steps, at most the deployment's depth."""
         set_depth(self.control, depth=depth)
+
+    @contextlib.contextmanager
+    def active(self, count: int, instances: int) -> Iterator[None]:
+        """Inside the block only ``count`` of the attention ``instances`` get new requests."""
+        idle = [f"attention-{index}" for index in range(count, instances)]
+        try:
+            for name in idle:
+                set_seat(self.control, member=name, wish="drain")
+            time.sleep(_SEATS_S if idle else 0.0)
+            yield
+        finally:
+            for name in idle:
+                set_seat(self.control, member=name, wish="run")
+            time.sleep(_SEATS_S if idle else 0.0)
 
     def trace(self) -> dict[str, dict[str, list[TraceEvent]]]:
         """Returns every role's last messages (afd_launch.trace); empty for colocated vLLM."""
@@ -82,6 +98,8 @@ def disaggregated(
         merged["gateway"] = {**_section(config, "gateway"), "port": port}
         merged["control"] = {**_section(config, "control"), "address": control}
         merged["attention"] = {**_section(config, "attention"), "port": 0}
+        # Importing vLLM once more would take the cores from what is measured.
+        merged["restart"] = {"standby": "ffn", **_section(config, "restart")}
         merged.setdefault("served_model_name", "model")
         path = Path(folder, "deployment.yaml")
         path.write_text(yaml.safe_dump(merged, sort_keys=False))

@@ -1,8 +1,10 @@
 """`afd bench simulator`: compares the simulator with measurements.
 
-Three parts:
+Parts:
 - ``served``: a real 1A1F deployment on this host (afd_bench/simulator_served.py).
+- ``arrivals``: a real deployment under arriving requests (afd_bench/simulator_arrivals.py).
 - ``paper``: Table 8 of the Step-3 report, from the files in afd_planner/data/simulate.
+- ``points``: plans of the planner's map under load (afd_bench/simulator_points.py).
 - ``scale``: the run time of simulating the largest deployments.
 """
 
@@ -14,6 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from afd.records import Record, machine, results_file, today, write_records
+from afd_bench import simulator_arrivals as arrivals
+from afd_bench.arrivals_run import measure
+from afd_bench.planner.map import largest, read_csv
+from afd_bench.simulator_points import GPUS, MODELS, point_cases, points_table
 from afd_bench.simulator_served import measure_run, simulated, table
 from afd_planner.facts.files import DATA
 from afd_planner.simulate.engine import simulate
@@ -22,6 +28,8 @@ from afd_planner.simulate.spec import Spec, load_spec, parse_spec
 SPECS = DATA / "simulate"
 TABLE_8 = {"step3-2a2f": 4039, "step3-3a2f": 3321, "step3-4a2f": 2643, "step3-16a2f": 898}
 SCALE_S = 60.0
+METRIC = "tokens_per_s_per_gpu"
+MAP = Path("docs/results/planner_map.csv")
 
 
 @dataclass(frozen=True)
@@ -42,7 +50,9 @@ def main(argv: Sequence[str]) -> int:
     command = ("afd bench simulator " + " ".join(argv)).strip()
     parts = {
         "served": lambda: _served(args, command),
+        "arrivals": lambda: _arrivals(args, command),
         "paper": _paper,
+        "points": _points,
         "scale": _scale,
     }
     for part in args.parts:
@@ -82,8 +92,21 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--batches", type=int, nargs="+", default=[8, 32], help="requests at a time, served part"
     )
-    parser.add_argument("--turns", type=int, default=3, help="repetitions of the served part")
-    names = ("served", "paper", "scale")
+    parser.add_argument("--turns", type=int, default=3, help="repetitions of the served parts")
+    parser.add_argument(
+        "--layouts", nargs="+", default=["1A1F", "2A2F"], metavar="XAYF", help="arrivals part"
+    )
+    parser.add_argument(
+        "--rates", type=float, nargs="+", default=[2, 4, 8], help="requests/s, arrivals part"
+    )
+    parser.add_argument(
+        "--arrivals-run",
+        type=Path,
+        default=Path("docs/results/simulator_arrivals"),
+        metavar="DIR",
+        help="folder for the runs of the arrivals part",
+    )
+    names = ("served", "arrivals", "paper", "points", "scale")
     parser.add_argument("--parts", nargs="+", choices=names, default=names, help="parts to run")
     parser.add_argument("--out", type=results_file, default=Path("docs/results/simulator.json"))
     parser.add_argument(
@@ -113,16 +136,60 @@ def _served(args: argparse.Namespace, command: str) -> list[Cell]:
     ]
 
 
+def _arrivals(args: argparse.Namespace, command: str) -> list[Cell]:
+    found = []
+    for layout in args.layouts:
+        folder = args.arrivals_run / layout
+        x, y = (int(number) for number in layout.rstrip("F").split("A"))
+        measure(args.model, (x, y), args.rates, args.turns, command, folder)
+        found += arrival_cells(folder)
+    print(arrivals.table(args.arrivals_run))
+    return found
+
+
+def arrival_cells(folder: Path) -> list[Cell]:
+    """Returns the cells of a saved run of the arrivals part, of the turn with the median ratio.
+
+    For times, less is not better here: the ratio is simulated over measured.
+    """
+    return [
+        Cell(
+            f"qwen3_moe bench bfloat16 {folder.name} {cell.rate:g} requests/s, prefill and decode",
+            cell.metric,
+            cell.simulated,
+            "tokens/s" if cell.metric == "tokens_per_s" else "s",
+            "measured",
+            cell.measured,
+        )
+        for cell in arrivals.cells(folder)
+    ]
+
+
 def _paper() -> list[Cell]:
-    cells = []
+    found = []
     for name, printed in TABLE_8.items():
         spec = load_spec(SPECS / f"{name}.yaml")
         rate = simulate(spec).tokens_per_s_per_gpu
         source = "Step-3 report, 7.3" if name == "step3-16a2f" else "Step-3 report, Table 8"
-        cells.append(
-            Cell(spec.name, "tokens_per_s_per_gpu", rate, "tokens/s", source, float(printed))
-        )
-    return cells
+        found.append(Cell(spec.name, METRIC, rate, "tokens/s", source, float(printed)))
+    return found
+
+
+def _points() -> list[Cell]:
+    """Simulates the plan with the largest gain of each model; the peer is the planner."""
+    known = read_csv(MAP)
+    chosen = [largest(known, model, GPUS) for model in MODELS]
+    cases = list(point_cases([cell for cell in chosen if cell]))
+    print(points_table(cases))
+    found = []
+    for case in cases:
+        name = f"{case.cell.model} on {case.cell.gpus} {GPUS}, {case.cell.plan}: {case.condition}"
+        rate = case.result.tokens_per_s_per_gpu
+        found += [
+            Cell(name, "tpot", case.tpot_s, "s", "planned step", case.planned_s, True),
+            Cell(name, METRIC, rate, "tokens/s", "planned", case.planned_per_gpu),
+        ]
+    return found
 
 
 def _scale() -> list[Cell]:

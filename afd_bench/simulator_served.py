@@ -16,7 +16,8 @@ from pathlib import Path
 from afd.records import machine, today
 from afd_bench.cpu import PROMPT_TOKENS, run_batch
 from afd_bench.servers import disaggregated
-from afd_bench.stages import Observed, Plan, observe, points, write
+from afd_bench.stage_points import Observed, points
+from afd_bench.stages import Plan, observe, write
 from afd_demo.make_model import make_model
 from afd_demo.sizes import resolve
 from afd_planner.simulate.engine import simulate

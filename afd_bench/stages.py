@@ -29,6 +29,7 @@ from afd.errors import AfdError, DeadlineExceeded
 from afd.records import machine, today
 from afd_bench.message_times import Samples, Times, times_of
 from afd_bench.servers import Server, disaggregated
+from afd_bench.stage_points import Decode, Observed, points
 from afd_bench.workload import kept_running
 from afd_planner.cost.measured import FORMAT, parse_measured
 
@@ -36,7 +37,6 @@ _VOCAB = 2000
 _POLL_S = 0.2
 _CELL_S = 120.0
 _PROPAGATION_S = 0.5  # until the instances have received a new depth
-_TOGETHER = 1.1
 
 
 @dataclass(frozen=True)
@@ -55,33 +55,15 @@ class Totals:
 
 
 @dataclass(frozen=True)
-class Decode:
-    """Stage times of one decode window. context: KV-cache tokens per request at mid-window."""
-
-    context: float
-    times: Times
-
-
-@dataclass(frozen=True)
-class Observed:
-    """Stage times of one pass over a plan.
-
-    decodes: one list per context length, with one window per batch size. prefills: one per number
-    of prompt rows.
-    """
-
-    decodes: list[list[Decode]]
-    prefills: list[Times]
-
-
-@dataclass(frozen=True)
 class Plan:
     """What to measure.
 
     batches: requests per attention instance. contexts: prompt tokens. prefill: prompt rows per
-    measurement; each is repeated ``rounds`` times, in prompts of ``prompt`` tokens (0: one prompt).
+    attention instance; each is repeated ``rounds`` times, in prompts of ``prompt`` tokens (0: one
+    prompt).
     window_s: seconds per decode point. longest: most tokens of a request, prompt plus output.
-    instances: number of attention instances.
+    instances: attention instances that get requests. stream: requests stream their answers, which
+    costs the gateway and vLLM's server time of the same cores.
     """
 
     batches: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 11, 16, 32)
@@ -93,6 +75,7 @@ class Plan:
     depth: int = 1
     longest: int = 1024
     instances: int = 1
+    stream: bool = False
 
 
 def main(argv: Sequence[str]) -> int:
@@ -109,10 +92,11 @@ def main(argv: Sequence[str]) -> int:
         args.window,
         args.depth,
         deployment.attention.max_model_len - 1,
-        deployment.attention.instances,
+        min(args.active or deployment.attention.instances, deployment.attention.instances),
     )
-    print(f"starting {plan.instances}A{deployment.ffn.instances}F", flush=True)
-    with disaggregated(config) as server:
+    instances = deployment.attention.instances
+    print(f"starting {instances}A{deployment.ffn.instances}F", flush=True)
+    with disaggregated(config) as server, server.active(plan.instances, instances):
         measured = measure(server, plan)
     command = "afd bench stages " + " ".join(argv)
     write(args.out, measured, deployment.model.name, command)
@@ -166,6 +150,13 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--depth", type=int, default=1, choices=(1, 2, 3), help="micro-batches in flight"
     )
     parser.add_argument(
+        "--active",
+        type=int,
+        default=0,
+        metavar="N",
+        help="attention instances that get requests (0: all); for times.fewer of a simulation",
+    )
+    parser.add_argument(
         "--out", type=Path, required=True, metavar="FILE", help="file of measured stage times"
     )
     return parser.parse_args(argv)
@@ -198,7 +189,7 @@ def observe(server: Server, plan: Plan) -> Observed:
 async def _decode(server: Server, batch: int, context: int, plan: Plan) -> Decode:
     """Keeps ``batch`` requests per attention instance in decode and measures one window."""
     count = batch * plan.instances
-    async with _load(server, count, context, plan.longest - context):
+    async with _load(server, count, context, plan):
         idle = await _read(server)
         while True:  # until every prompt is in the KV cache and every request decodes
             first = await _read(server)
@@ -221,22 +212,40 @@ async def _decode(server: Server, batch: int, context: int, plan: Plan) -> Decod
             )
     await _quiet(server)
     grown = ((first.generated + last.generated) / 2 - idle.generated) / count
-    times = times_of(traced, first.moment_ns, last.moment_ns, batch)
+    times = times_of(traced, first.moment_ns, last.moment_ns, batch, plan.instances)
     if not times.ffn:
         raise AfdError(f"no step of {batch} requests ran inside the window; raise --window")
     return Decode(context + grown, times)
 
 
 async def _prefill(server: Server, rows: int, plan: Plan) -> Times:
-    """Sends ``rows`` prompt tokens at once, ``rounds`` times; one output token per prompt."""
+    """Sends ``rows`` prompt tokens to every instance at once, ``rounds`` times; one output token
+    per prompt.
+
+    With several instances, each decodes a request meanwhile: prompts that arrive at idle instances
+    would run in steps of their own, one instance after the other.
+    """
     each = min(plan.prompt or rows, rows, plan.longest)
-    first = await _read(server)
-    async with aiohttp.ClientSession() as session:
-        for turn in range(plan.rounds):
-            prompts = [_prompt(turn * rows + at, each) for at in range(0, rows - each + 1, each)]
-            await _complete(session, server, prompts, 1)
-    last = await _read(server)
-    times = times_of(await asyncio.to_thread(server.trace), first.moment_ns, last.moment_ns)
+    beside = plan.instances if plan.instances > 1 else 0
+    async with _load(server, beside, min(plan.contexts), plan):
+        while (first := await _read(server)).running < beside:
+            await asyncio.sleep(_POLL_S)
+        async with aiohttp.ClientSession() as session:
+            for turn in range(plan.rounds):
+                firsts = range(0, rows - each + 1, each)
+                every = [
+                    [_prompt((turn * plan.instances + i) * rows + at, each) for at in firsts]
+                    for i in range(plan.instances)
+                ]
+                await asyncio.gather(
+                    *(_complete(session, server, some, 1, stream=plan.stream) for some in every)
+                )
+        last = await _read(server)
+        traced = await asyncio.to_thread(server.trace)
+    times = times_of(traced, first.moment_ns, last.moment_ns, active=plan.instances)
+    for rows_of_decode in range(1, beside + 1):
+        times.attention.pop(rows_of_decode, None)
+        times.ffn.pop(rows_of_decode, None)
     await _quiet(server)
     if not times.ffn:
         raise AfdError(f"no step of {rows} prompt tokens was traced; raise --rounds")
@@ -244,12 +253,15 @@ async def _prefill(server: Server, rows: int, plan: Plan) -> Times:
 
 
 @contextlib.asynccontextmanager
-async def _load(server: Server, count: int, context: int, tokens: int) -> AsyncIterator[None]:
-    """Runs ``count`` requests of ``tokens`` output tokens inside the block; cancels them after."""
+async def _load(server: Server, count: int, context: int, plan: Plan) -> AsyncIterator[None]:
+    """Runs ``count`` requests of the longest output inside the block; cancels them after."""
+    tokens = plan.longest - context
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         tasks = [
-            asyncio.create_task(_complete(session, server, [_prompt(index, context)], tokens))
-            for index in range(count)
+            asyncio.create_task(
+                _complete(session, server, [_prompt(i, context)], tokens, stream=plan.stream)
+            )
+            for i in range(count)
         ]
         async with kept_running(tasks):
             yield
@@ -261,11 +273,17 @@ def _prompt(index: int, length: int) -> list[int]:
 
 
 async def _complete(
-    session: aiohttp.ClientSession, server: Server, prompts: list[list[int]], tokens: int
+    session: aiohttp.ClientSession,
+    server: Server,
+    prompts: list[list[int]],
+    tokens: int,
+    *,
+    stream: bool,
 ) -> None:
     body = {
         "model": server.model,
         "prompt": prompts,
+        "stream": stream,
         "temperature": 0,
         "ignore_eos": True,
         "max_tokens": tokens,
@@ -323,54 +341,3 @@ def _line(what: str, times: Times) -> str:
         f"{what}: attention {mean(times.attention)} us, ffn {mean(times.ffn)} us,"
         f" wire {mean(times.wire)} us, rest of a step {mean(times.rest)} us"
     )
-
-
-def points(observed: Sequence[Observed]) -> dict[str, list[dict[str, float]]]:
-    """Returns the points of every stage from one or several passes over the same plan."""
-    attention = []
-    for lines in zip(*(one.decodes for one in observed), strict=True):
-        line = [decode for some in lines for decode in some]
-        # The mean context differs by some tokens between batches; a line of the table has one.
-        context = round(statistics.mean(decode.context for decode in line))
-        for point in _points([decode.times.attention for decode in line], "rows"):
-            attention.append({"rows": point["rows"], "context": context, "us": point["us"]})
-    decodes = [decode.times for one in observed for line in one.decodes for decode in line]
-    prefills = [times for one in observed for times in one.prefills]
-    ffn = _points([times.ffn for times in decodes], "rows")
-    # Prefill calls with as few rows overlap with other work on the attention side, so decode times
-    # take precedence.
-    most = max((point["rows"] for point in ffn), default=0.0)
-    prompts = _points([times.ffn for times in prefills], "rows", together=_TOGETHER)
-    return {
-        "attention": attention,
-        "prefill": _points([times.attention for times in prefills], "rows", together=_TOGETHER),
-        "ffn": ffn + [point for point in prompts if point["rows"] > most],
-        "wire": _points([times.wire for times in decodes], "bytes", together=_TOGETHER),
-        "rest": _points([times.rest for times in decodes], "rows"),
-    }
-
-
-def _points(
-    windows: Sequence[Samples], what: str, *, together: float = 1.0
-) -> list[dict[str, float]]:
-    """Returns a point per number of rows (or bytes): the median over windows of each window's mean.
-
-    together: amounts within this factor share a point. Prompt rows differ slightly between rounds,
-    and message sizes differ slightly between the two directions.
-    """
-    groups: list[list[int]] = []
-    for amount in sorted({amount for window in windows for amount in window}):
-        if not groups or amount > groups[-1][0] * together:
-            groups.append([])
-        groups[-1].append(amount)
-    out = []
-    for group in groups:
-        pairs = [
-            [(amount, value) for amount in group for value in window.get(amount, ())]
-            for window in windows
-        ]
-        means = [statistics.mean(value for _, value in some) for some in pairs if some]
-        middle = statistics.mean(amount for some in pairs for amount, _ in some)
-        time_us = max(0.01, statistics.median(means))
-        out.append({what: round(middle, 1), "us": round(time_us, 2)})
-    return out

@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
         nargs="+",
         type=Path,
         metavar="FILE",
-        help="JUnit reports of pytest in this environment that together ran the one path, oldest"
+        help="JUnit reports of pytest in this environment that together ran the paths, oldest"
         " first: a test that several have counts as in the last one",
     )
     args = parser.parse_args(argv)
@@ -57,11 +57,11 @@ def main(argv: Sequence[str]) -> int:
     missing = [path for path in args.paths if not (ROOT / path).exists()]
     if missing:
         raise ConfigError(f"{', '.join(missing)} does not exist in {ROOT}; run it in a checkout")
-    if args.reports and len(args.paths) != 1:
-        raise ConfigError("--reports needs one path; give the one that the reports are of")
     counts = []
     for path in args.paths:
         counts.append(counted(path, _texts(args.reports)) if args.reports else run(path))
+        if not counts[-1].ran:
+            raise ConfigError(f"no test of {path} has run; give a path whose tests have")
         record = record_of(counts[-1], vllm, command_line("versions", [path]))
         write_records(args.out, [record])
         print(f"{record.case}: {counts[-1].passed} of {counts[-1].ran} passed", flush=True)
@@ -84,13 +84,19 @@ def run(path: str) -> Count:
 
 
 def counted(path: str, reports: Sequence[str]) -> Count:
-    """Returns the numbers of pytest's JUnit reports. A test counts as in the last that has it."""
+    """Returns the numbers of the tests of ``path`` in pytest's JUnit reports.
+
+    A test counts as in the last report that has it.
+    """
+    module = ".".join(Path(path).with_suffix("").parts)
     found: dict[tuple[str, str], set[str]] = {}
     for report in reports:
         cases: dict[tuple[str, str], set[str]] = {}
         for case in ElementTree.fromstring(report).iter("testcase"):
             if "name" not in case.attrib:
                 continue  # pytest was interrupted in the middle of this one
+            if not f"{case.attrib['classname']}.".startswith(f"{module}."):
+                continue
             # One that fails again in its teardown has two entries.
             key = (case.attrib["classname"], case.attrib["name"])
             cases.setdefault(key, set()).update(child.tag for child in case)

@@ -20,7 +20,7 @@ from afd_gateway.errors import error_body
 
 log = logging.getLogger("afd.gateway")
 
-_BATCH = 64  # connections accepted in one turn of the event loop
+_BATCH = 16  # connections accepted in one turn of the event loop: streams wait about 5 ms for them
 _RETRY_S = 0.1  # pause after an accept that failed
 _HANDSHAKE_S = 10.0
 _LINGER_S = 1.0  # for a refused client to send its request and read the error

@@ -14,9 +14,11 @@ from afd.control.refusals import Refusals
 from afd_gateway.admission import Admission, takes_a_turn
 from afd_gateway.api_keys import ApiKeys
 from afd_gateway.bodies import Bodies
+from afd_gateway.comeback import REQUEST_ID, gone, wish_of
 from afd_gateway.counts import Counts
 from afd_gateway.errors import GatewayError, error_response
 from afd_gateway.headers import request_headers, wants_upgrade
+from afd_gateway.kept_answers import Answers, Keeper
 from afd_gateway.kv_load import watch
 from afd_gateway.owner import make_connector
 from afd_gateway.pool import Pool
@@ -33,7 +35,6 @@ log = logging.getLogger("afd.gateway")
 FORWARDED = ("/v1/{tail:.*}", "/tokenize", "/detokenize", "/version", "/ping", "/openapi.json")
 OPEN_PATHS = frozenset({"/health", "/ping"})
 """Answered without an API key: probes of an orchestrator or a load balancer have none."""
-_REQUEST_ID = "X-Request-Id"
 CleanupContext = Callable[[web.Application], AsyncIterator[None]]
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -54,6 +55,11 @@ class Gateway:
         self.admission = Admission(
             settings, counts, self.pool.room, self.pool.why_none, self.telemetry.refused
         )
+        self.answers = None
+        if settings.answers is not None and settings.resume_s > 0:
+            self.answers = Answers(
+                settings.answers, settings.process, settings.processes, keep_s=settings.resume_s
+            )
         self.failures = Refusals(log)
         self.draining = False
         self._running = 0
@@ -117,14 +123,10 @@ _INNER = web.AppKey("inner", aiohttp.ClientSession)
 
 async def _run_background(app: web.Application) -> AsyncIterator[None]:
     gateway = app[GATEWAY]
-    # Two client sessions: probes and scrapes need other settings than requests.
-    async with (
-        Proxy.make_session(gateway.settings) as outer,
-        aiohttp.ClientSession(
-            connector=make_connector(own_upstreams=gateway.settings.own_upstreams)
-        ) as inner,
-    ):
-        app[_PROXY] = Proxy(gateway.settings, gateway.pool, gateway.telemetry, outer)
+    app[_PROXY] = Proxy(gateway.settings, gateway.pool, gateway.telemetry)
+    async with aiohttp.ClientSession(
+        connector=make_connector(own_upstreams=gateway.settings.own_upstreams)
+    ) as inner:
         app[_INNER] = inner
         tasks = [asyncio.create_task(gateway.pool.probe_forever(inner))]
         if gateway.settings.routing == "prefix":
@@ -135,6 +137,8 @@ async def _run_background(app: web.Application) -> AsyncIterator[None]:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if gateway.answers is not None:
+                gateway.answers.close()
 
 
 async def _watch_kv(gateway: Gateway, session: aiohttp.ClientSession) -> None:
@@ -190,8 +194,8 @@ async def _shape_errors(request: web.Request, handler: _Handler) -> web.StreamRe
     except Exception:
         log.exception("%s %s failed", request.method, request.path)
         response = error_response(GatewayError(500, "internal error of the gateway; see its log"))
-    if _REQUEST_ID in request.headers:
-        response.headers[_REQUEST_ID] = request.headers[_REQUEST_ID]
+    if REQUEST_ID in request.headers:
+        response.headers[REQUEST_ID] = request.headers[REQUEST_ID]
     if request.app[GATEWAY].draining:
         response.force_close()
     return response
@@ -222,8 +226,27 @@ async def _forward(request: web.Request) -> web.StreamResponse:
         body = await read_body(request, gateway.settings.max_body_bytes)
         if not takes_a_turn(request):
             return await proxy.handle(request, body, await _not_holding(request, body))
+        keeper = _keeper(request, body)
+        if keeper is not None and keeper.before is not None and keeper.before.whole:
+            return await proxy.handle(request, body, keeper=keeper)
         async with gateway.admission.turn(request.get(_KEY_NAME, "")):
-            return await proxy.handle(request, body, await _not_holding(request, body))
+            return await proxy.handle(request, body, await _not_holding(request, body), keeper)
+
+
+def _keeper(request: web.Request, body: bytes) -> Keeper | None:
+    """Returns the keeper of an answer that its client may come back for. Raises GatewayError."""
+    answers = request.app[GATEWAY].answers
+    if answers is None:
+        return None
+    # Without keys of the gateway, attention instances may check the client's header.
+    client = request.get(_KEY_NAME, "") or request.headers.get(hdrs.AUTHORIZATION, "")
+    wish = wish_of(request.method, request.path_qs, request.headers, body, client)
+    if wish is None:
+        return None
+    keeper = Keeper(answers, wish)
+    if keeper.before is None and wish.after:
+        raise gone(wish)
+    return keeper
 
 
 async def _not_holding(request: web.Request, body: bytes) -> set[tuple[str, int, str]]:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
 
-from afd_gateway.headers import request_headers, upstream_url, with_trace
+from afd_gateway.answer import Answer, Broken, Sink, ask
+from afd_gateway.headers import request_headers, upstream_target, with_trace
 from afd_gateway.owner import ForeignListener
 from afd_gateway.pool import Lease
 from afd_gateway.settings import GatewaySettings
@@ -55,80 +54,101 @@ class UpstreamLost(Exception):
 
 
 async def send(
-    session: aiohttp.ClientSession,
     settings: GatewaySettings,
     request: web.Request,
     body: bytes,
     lease: Lease,
     trace_headers: Mapping[str, str] | None = None,
-) -> aiohttp.ClientResponse:
-    """Sends the request and waits for the response head, without a time limit.
+    *,
+    own: bool,
+) -> Answer:
+    """Sends the request and waits for the head of the answer, without a time limit.
 
-    trace_headers: sent in place of the client's W3C trace headers; None: those are sent.
+    trace_headers: sent in place of the client's W3C trace headers; None: those are sent. own: see
+    :func:`afd_gateway.answer.ask`.
 
     Raises UpstreamLost.
     """
     headers = request_headers(request.headers, pass_credentials=settings.pass_credentials)
     if trace_headers is not None:
         headers = with_trace(headers, trace_headers)
-    attempt = asyncio.ensure_future(
-        session.request(
+    asking = asyncio.ensure_future(
+        ask(
+            lease.upstream.api_url,
             request.method,
-            upstream_url(lease.upstream.api_url, request.rel_url),
-            headers=headers,
-            # aiohttp writes a file object in chunks
-            data=io.BytesIO(body) if request.body_exists else None,
-            allow_redirects=False,
+            upstream_target(request.rel_url),
+            headers,
+            body if request.body_exists else None,
+            connect_timeout_s=settings.connect_timeout_s,
+            own=own,
         )
     )
-    lease.on_lost(attempt.cancel)
+    lease.on_lost(asking.cancel)
     try:
-        return await attempt
+        answer = await asking
     except asyncio.CancelledError:
+        asking.cancel()
+        asking.add_done_callback(_close)  # it may have got its connection in this moment
         if lease.lost_reason is None:
-            attempt.cancel()
             raise  # the client is gone
-        raise UpstreamLost(lease.lost_reason, "given_up", delivered=True) from None
-    except (
-        aiohttp.ClientConnectorError,
-        aiohttp.ConnectionTimeoutError,
-        ForeignListener,
-    ) as error:
-        cause: Cause = "refused" if _is_refused(error) else "unreachable"
+        raise UpstreamLost(lease.lost_reason, "given_up", delivered=False) from None
+    except (OSError, ForeignListener, asyncio.TimeoutError) as error:
+        cause: Cause = "refused" if isinstance(error, ConnectionRefusedError) else "unreachable"
         raise UpstreamLost(_words(error), cause, delivered=False) from None
-    except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
-        raise UpstreamLost(_words(error), "closed", delivered=True) from None
+    lease.on_lost(answer.close)  # wakes the reader
+    try:
+        await answer.head()
+    except Broken as error:
+        answer.close()
+        raise _lost(error, lease) from None
+    except BaseException:
+        answer.close()
+        raise
+    return answer
+
+
+def _close(asking: asyncio.Future[Answer]) -> None:
+    if not asking.cancelled() and asking.exception() is None:
+        asking.result().close()
 
 
 class Chunks:
-    """The body of an answer, as it arrives. No generator: this runs for every token."""
+    """The body of an answer, as it arrives."""
 
-    def __init__(self, answer: aiohttp.ClientResponse, lease: Lease) -> None:
-        self._content = answer.content
+    def __init__(self, answer: Answer, lease: Lease) -> None:
+        self._answer = answer
         self._lease = lease
 
     async def next(self) -> bytes:
         """Returns the next bytes, b"" at the end. Raises UpstreamLost if the body ends early."""
         try:
-            return await self._content.readany()
-        except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
-            if (given_up := self._lease.lost_reason) is not None:
-                raise UpstreamLost(given_up, "given_up", delivered=True) from None
-            raise UpstreamLost(_words(error), "closed", delivered=True) from None
+            return await self._answer.next()
+        except Broken as error:
+            raise _lost(error, self._lease) from None
+
+    async def pour(self, sink: Sink) -> None:
+        """Gives the rest to ``sink``. Raises UpstreamLost if the body ends early, and what ``sink``
+        raises."""
+        try:
+            await self._answer.pour(sink)
+        except Broken as error:
+            raise _lost(error, self._lease) from None
 
 
-def _is_refused(error: BaseException) -> bool:
-    return isinstance(error, aiohttp.ClientConnectorError) and isinstance(
-        error.os_error, ConnectionRefusedError
-    )
+def _lost(error: Broken, lease: Lease) -> UpstreamLost:
+    if lease.lost_reason is not None:
+        return UpstreamLost(lease.lost_reason, "given_up", delivered=True)
+    return UpstreamLost(_words(error), "closed", delivered=True)
 
 
 def _words(error: BaseException) -> str:
     """Returns the reason for an error message, without internal addresses."""
-    if isinstance(error, aiohttp.ClientConnectorError):
-        return "connection refused" if _is_refused(error) else "cannot be reached"
+    if isinstance(error, ConnectionRefusedError):
+        return "connection refused"
     if isinstance(error, ForeignListener):
         return "another user listens at its port"
-    if isinstance(error, aiohttp.ConnectionTimeoutError):
+    if isinstance(error, asyncio.TimeoutError):
         return "no connection within the connect timeout"
+    if isinstance(error, OSError):
+        return "cannot be reached"
     return "the connection was closed before the answer was complete"

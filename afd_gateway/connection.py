@@ -38,6 +38,8 @@ class ClientConnection(web.RequestHandler):
         self._on_slow = on_slow
         self._slow_s = slow_s
         self._slow_timer: asyncio.TimerHandle | None = None
+        self.on_flow: Callable[[bool], None] | None = None
+        """Called with True when bytes wait because the client does not read, then with False."""
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._stop_timer()
@@ -47,11 +49,15 @@ class ClientConnection(web.RequestHandler):
     def pause_writing(self) -> None:
         """Called by the transport when bytes wait because the client does not read."""
         super().pause_writing()
+        if self.on_flow is not None:
+            self.on_flow(True)
         self._watch_client()
 
     def resume_writing(self) -> None:
         self._stop_timer()
         super().resume_writing()
+        if self.on_flow is not None:
+            self.on_flow(False)
 
     def _stop_timer(self) -> None:
         if self._slow_timer is not None:

@@ -1,4 +1,4 @@
-"""The headers that the gateway forwards, and upstream URLs. Pure."""
+"""The headers and targets that the gateway forwards. Pure."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def response_headers(headers: CIMultiDictProxy[str], instance: str) -> CIMultiDi
     return kept
 
 
-def upstream_url(api_url: str, target: URL) -> URL:
-    """Returns the upstream URL. target: the request's relative URL, kept exactly as sent."""
+def upstream_target(target: URL) -> str:
+    """Returns path and query of the request's relative URL, exactly as sent."""
     query = f"?{target.raw_query_string}" if target.raw_query_string else ""
-    return URL(f"{api_url.rstrip('/')}{target.raw_path}{query}", encoded=True)
+    return f"{target.raw_path}{query}"
 
 
 def wants_upgrade(headers: Mapping[str, str]) -> bool:

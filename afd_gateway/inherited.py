@@ -1,4 +1,4 @@
-"""What the gateway processes of one port inherit from their supervisor: listener and counts."""
+"""What the gateway processes of one port inherit: the listener, counts, and kept answers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from afd_gateway.counts import make_shared
+from afd_gateway.kept_answers import make_answers
 from afd_gateway.listener import bind_port
 
 _VARIABLE = "AFD_GATEWAY_DESCRIPTORS"
@@ -16,17 +17,18 @@ _VARIABLE = "AFD_GATEWAY_DESCRIPTORS"
 
 @dataclass(frozen=True)
 class Inherited:
-    """Descriptors. listener: of the bound port. counts: see afd_gateway.counts."""
+    """Descriptors. listener: of the bound port. counts, answers: see counts.py, kept_answers.py."""
 
     listener: int
     counts: int
+    answers: int
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        return self.listener, self.counts
+        return self.listener, self.counts, self.answers
 
     def environment(self) -> dict[str, str]:
-        return {_VARIABLE: f"{self.listener} {self.counts}"}
+        return {_VARIABLE: " ".join(map(str, self.descriptors))}
 
 
 def inherited(environment: Mapping[str, str] = os.environ) -> Inherited | None:
@@ -41,9 +43,9 @@ class HeldPort:
     The gateway processes begin to listen; from then on, connections wait while none of them lives.
     """
 
-    def __init__(self, listener: socket.socket, counts: int) -> None:
+    def __init__(self, listener: socket.socket, counts: int, answers: int) -> None:
         self._listener = listener
-        self.inherited = Inherited(listener.fileno(), counts)
+        self.inherited = Inherited(listener.fileno(), counts, answers)
 
     def refuse(self) -> None:
         """Refuses connections from now on, also in the processes. A second call does nothing."""
@@ -55,8 +57,9 @@ class HeldPort:
 def held_port(host: str, port: int, processes: int) -> Iterator[HeldPort]:
     """Raises ConfigError if the address cannot be used."""
     with bind_port(host, port) as listener:
-        counts = make_shared(processes)
+        counts, answers = make_shared(processes), make_answers(processes)
         try:
-            yield HeldPort(listener, counts)
+            yield HeldPort(listener, counts, answers)
         finally:
             os.close(counts)
+            os.close(answers)

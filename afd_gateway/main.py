@@ -89,7 +89,7 @@ class ControlProvider:
     def wanted(self) -> tuple[str, ...]:
         """See :class:`GatewaySettings`."""
         seats = self._client.members.seats
-        return tuple(seat.id for seat in seats if seat.id.startswith("attention-"))
+        return tuple(seat.id for seat in seats if "." not in seat.id)
 
 
 def run_gateway(

@@ -52,14 +52,31 @@ class OwnedConnector(aiohttp.TCPConnector):
     ) -> Connection:
         connection = await super().connect(req, traces, timeout)
         transport = connection.transport
-        peer = None if transport is None else transport.get_extra_info("peername")
-        if peer is not None and is_loopback(peer[0]):
-            owner = listener_uid(peer[0], int(peer[1]))
-            if owner != os.geteuid():
-                connection.close()
-                whose = "nobody" if owner is None else f"user {owner}"
-                raise ForeignListener(f"{whose} listens at port {peer[1]}, not this user")
+        try:
+            check_owner(None if transport is None else transport.get_extra_info("peername"))
+        except BaseException:
+            connection.close()
+            raise
         return connection
+
+
+def check_owner(peer: tuple[str, int] | None) -> None:
+    """Raises ForeignListener if ``peer`` is a loopback address at which another user listens."""
+    if peer is not None and is_loopback(peer[0]):
+        owner = listener_uid(peer[0], int(peer[1]))
+        if owner != os.geteuid():
+            whose = "nobody" if owner is None else f"user {owner}"
+            raise ForeignListener(f"{whose} listens at port {peer[1]}, not this user")
+
+
+def can_check_owners() -> bool:
+    """Returns whether the kernel tells who listens; warns if it does not."""
+    try:
+        listener_uid("127.0.0.1", 1)
+    except OSError as error:  # a sandbox without NETLINK_SOCK_DIAG
+        log.warning("owners of ports are not checked: %s; see SECURITY.md", error)
+        return False
+    return True
 
 
 def make_connector(*, own_upstreams: bool) -> aiohttp.TCPConnector:
@@ -67,12 +84,7 @@ def make_connector(*, own_upstreams: bool) -> aiohttp.TCPConnector:
 
     own_upstreams: see GatewaySettings.
     """
-    if own_upstreams:
-        try:
-            listener_uid("127.0.0.1", 1)
-        except OSError as error:  # a sandbox without NETLINK_SOCK_DIAG
-            log.warning("owners of ports are not checked: %s; see SECURITY.md", error)
-            own_upstreams = False
+    own_upstreams = own_upstreams and can_check_owners()
     kind = OwnedConnector if own_upstreams else aiohttp.TCPConnector
     return kind(limit=0, force_close=True)
 

@@ -189,14 +189,20 @@ class Pool:
         return self.closed or why_none(views, self._settings.expected_ids())
 
     async def acquire_soon(
-        self, tried: Collection[tuple[str, int, str]], body: bytes = b"", *, begun: bool
+        self,
+        tried: Collection[tuple[str, int, str]],
+        body: bytes = b"",
+        *,
+        begun: bool,
+        lost: bool = False,
     ) -> Lease | None:
         """Returns a lease on the best upstream; waits for one, if one may come back.
 
         tried: upstreams that have failed the request; taken if there is no other. body: see
-        :meth:`acquire`. begun: the client
-        has the beginning of the answer. Others wait only if few enough wait already. Returns None
-        after the time limit, or at once if there is no use in waiting.
+        :meth:`acquire`. begun: the client has the beginning of the answer. Others wait only if few
+        enough wait already. lost: an upstream had the request and failed. Returns None after the
+        time limit, ``replay_s`` for begun and lost requests, or at once if there is no use in
+        waiting.
         """
         lease = self.acquire(tried, body) or self._acquire_any(body, begun=begun)
         if lease is not None:
@@ -204,7 +210,8 @@ class Pool:
         if not begun and self._new_waiting >= self._settings.waiting:
             return None
         loop = asyncio.get_running_loop()
-        end = loop.time() + (self._settings.replay_s if begun else self._settings.waiting_s)
+        patient = begun or lost
+        end = loop.time() + (self._settings.replay_s if patient else self._settings.waiting_s)
         self._new_waiting += not begun
         try:
             while self._may_come_back(begun=begun) and (left := end - loop.time()) > 0:

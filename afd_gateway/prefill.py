@@ -12,7 +12,6 @@ import logging
 import uuid
 from typing import Any
 
-import aiohttp
 from aiohttp import hdrs, web
 
 from afd_gateway.attempt import Chunks, UpstreamLost, send
@@ -110,19 +109,20 @@ def _fields(body: bytes) -> dict[str, Any] | None:
 
 
 class Prefiller:
-    """Has prompts computed at prefill instances."""
+    """Has prompts computed at prefill instances. own: see :func:`afd_gateway.answer.ask`."""
 
     def __init__(
         self,
         settings: GatewaySettings,
         pool: Pool,
         telemetry: Telemetry,
-        session: aiohttp.ClientSession,
+        *,
+        own: bool,
     ) -> None:
         self._settings = settings
         self._pool = pool
         self._telemetry = telemetry
-        self._session = session
+        self._own = own
 
     async def prepare(self, request: web.Request, body: bytes) -> bytes:
         """Returns the body for the attention instance: with the way to the KV cache, or as it is.
@@ -140,9 +140,9 @@ class Prefiller:
             tried.add(lease.upstream.key)
             try:
                 with lease:
-                    answer = await send(self._session, self._settings, request, asked, lease)
+                    answer = await send(self._settings, request, asked, lease, own=self._own)
                     try:
-                        lease.on_lost(answer.close)
+                        status = (await answer.head()).status
                         text = await _read(Chunks(answer, lease))
                     finally:
                         answer.close()
@@ -150,14 +150,14 @@ class Prefiller:
                 self._telemetry.prefill("failed")
                 self._pool.mark_failed(lease.upstream, lost.reason)
                 continue
-            params = (_fields(text) or {}).get(TRANSFER) if answer.status == 200 else None
+            params = (_fields(text) or {}).get(TRANSFER) if status == 200 else None
             if isinstance(params, dict):
                 self._telemetry.prefill("moved")
                 return with_transfer(body, params)
-            if answer.status < 500:  # the attention instance tells the client why
+            if status < 500:  # the attention instance tells the client why
                 break
             self._telemetry.prefill("failed")
-            self._pool.mark_failed(lease.upstream, f"it answered {answer.status}")
+            self._pool.mark_failed(lease.upstream, f"it answered {status}")
         self._telemetry.prefill("local")
         return body
 

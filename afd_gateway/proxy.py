@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping
 
-import aiohttp
 from aiohttp import web
 
 from afd_gateway.attempt import Refused, UpstreamLost, send
 from afd_gateway.errors import GatewayError
 from afd_gateway.headers import INSTANCE_HEADER
 from afd_gateway.journal import JournalSpace
-from afd_gateway.owner import make_connector
+from afd_gateway.kept_answers import Keeper
+from afd_gateway.owner import can_check_owners
 from afd_gateway.pool import Lease, Pool
 from afd_gateway.prefill import Prefiller, check_client
 from afd_gateway.relay import Relay
@@ -43,54 +43,45 @@ async def read_body(request: web.Request, limit: int) -> bytes:
 
 
 class Proxy:
-    """Forwards requests over one HTTP client."""
+    """Forwards requests."""
 
     def __init__(
         self,
         settings: GatewaySettings,
         pool: Pool,
         telemetry: Telemetry,
-        session: aiohttp.ClientSession,
     ) -> None:
         self._settings = settings
         self._pool = pool
         self._telemetry = telemetry
-        self._session = session
+        self._own = settings.own_upstreams and can_check_owners()
         self._space = JournalSpace(settings.replay_bytes)
         self._prefiller = None
         if settings.prefill_urls or settings.prefill_ids:
-            self._prefiller = Prefiller(settings, pool, telemetry, session)
-
-    @staticmethod
-    def make_session(settings: GatewaySettings) -> aiohttp.ClientSession:
-        """Returns an HTTP client without added headers, cookies, reused connections or timeouts."""
-        return aiohttp.ClientSession(
-            # One connection per request: if a server closes a reused one during a write, it cannot
-            # be told from an instance that died with the request. limit=0: vLLM queues.
-            connector=make_connector(own_upstreams=settings.own_upstreams),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=settings.connect_timeout_s),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-            skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
-        )
+            self._prefiller = Prefiller(settings, pool, telemetry, own=self._own)
 
     async def handle(
         self,
         request: web.Request,
         body: bytes,
         avoid: Collection[tuple[str, int, str]] = (),
+        keeper: Keeper | None = None,
     ) -> web.StreamResponse:
         """Forwards ``request`` with its ``body`` to an attention instance. Raises GatewayError.
 
-        avoid: keys of instances that cannot serve it.
+        avoid: keys of instances that cannot serve it. keeper: of its answer.
         """
         if (trace := request.get(TRACE)) is not None:
             trace.describe(body)
         if self._prefiller is not None:
             check_client(body)
         replay = replay_of(request.method, request.path, request.headers, body)
-        relay = Relay(request, body, self._settings, replay, self._space)
+        relay = Relay(request, body, self._settings, replay, self._space, keeper)
         try:
+            if keeper is not None and keeper.before is not None:
+                whole = await relay.resume(keeper.before)
+                if whole is not None:
+                    return whole
             return await self._attempts(request, relay, avoid)
         finally:
             relay.close()
@@ -102,9 +93,10 @@ class Proxy:
         tried = set(avoid)
         deliveries = 0  # in a row, without a further token
         lost: UpstreamLost | None = None
-        failed = ""
+        failed = "the connection of the client broke" if relay.begun else ""
         while (body := relay.next_body()) is not None:
-            lease = await self._pool.acquire_soon(tried, body, begun=relay.begun)
+            had = lost is not None and lost.delivered
+            lease = await self._pool.acquire_soon(tried, body, begun=relay.begun, lost=had)
             if lease is None:
                 return await self._nobody(relay, failed)
             if lost is not None:
@@ -113,7 +105,7 @@ class Proxy:
             moved = relay.moved
             try:
                 with lease:
-                    if self._prefiller is not None and lost is None:
+                    if self._prefiller is not None and lost is None and not relay.begun:
                         body = await self._prefiller.prepare(request, body)
                     return await self._forward(request, body, relay, lease)
             except Departed as error:
@@ -151,15 +143,11 @@ class Proxy:
         lease: Lease,
         trace_headers: Mapping[str, str] | None = None,
     ) -> web.StreamResponse:
-        answer = await send(self._session, self._settings, request, body, lease, trace_headers)
+        answer = await send(self._settings, request, body, lease, trace_headers, own=self._own)
         try:
-            lease.on_lost(answer.close)  # wakes the reader
             return await relay.pump(answer, lease)
-        except BaseException:
-            answer.close()  # at once: vLLM aborts a request whose connection is gone
-            raise
         finally:
-            answer.release()
+            answer.close()
 
     async def _nobody(self, relay: Relay, failed: str) -> web.StreamResponse:
         """Ends a request for which there is no instance. Raises GatewayError 503."""

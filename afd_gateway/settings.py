@@ -14,7 +14,7 @@ class GatewaySettings:
     """Durations are in seconds, sizes in bytes.
 
     attention_instances / ffn_instances / ffn_tp: sizes of the complete deployment.
-    wanted: ids of the attention instances that operators want now; () before it is known.
+    wanted: ids of the instances that operators want now; () before it is known.
     max_body_bytes: largest request body; it stays in memory until the response begins, for retries.
     max_total_body_bytes: bodies of all running requests together.
     body_timeout_s: longest silence inside a body; also allowed on top of the time that
@@ -31,8 +31,11 @@ class GatewaySettings:
         before it is given up.
     waiting, waiting_s: requests that may wait for an attention instance to come back or for their
         turn, and how long.
-    replay_s: the same time for requests whose answer has begun.
+    replay_s: the same time for requests that an attention instance has lost.
     replay_bytes: memory for what unfinished streams have sent (afd_gateway.journal).
+    answers: descriptor of the answers that clients may come back for, which the processes of the
+        port share (afd_gateway.kept_answers); None: they are not kept. resume_s: how long after
+        their end they are.
     pass_credentials: forward the Authorization header (see SECURITY.md).
     api_keys: file of the API keys that clients need (afd_gateway.api_keys); None: none needed.
     tls: for HTTPS; None: plain HTTP.
@@ -75,6 +78,8 @@ class GatewaySettings:
     waiting_s: float = 60.0
     replay_s: float = 120.0
     replay_bytes: int = 256 * 2**20
+    answers: int | None = None
+    resume_s: float = 60.0
     instance: str = "gateway-0"
     access_log: bool = False
     metrics: bool = True
@@ -96,9 +101,11 @@ class GatewaySettings:
 
     def expected_ids(self) -> tuple[str, ...]:
         """Returns the member ids of the complete deployment."""
-        configured = tuple(f"attention-{i}" for i in range(self.attention_instances))
-        return (self.wanted() or configured) + tuple(
-            member_id("ffn", i, rank)
-            for i in range(self.ffn_instances)
-            for rank in range(self.ffn_tp)
+        attention = tuple(member_id("attention", i) for i in range(self.attention_instances))
+        ffn = tuple(member_id("ffn", i) for i in range(self.ffn_instances))
+        wanted = self.wanted() or (*attention, *ffn)
+        # An FFN instance beyond those of the start may not have joined yet.
+        ranks = [i for i in range(self.ffn_instances) if ffn[i] in wanted]
+        return tuple(i for i in wanted if i.startswith("attention-")) + tuple(
+            member_id("ffn", i, rank) for i in ranks for rank in range(self.ffn_tp)
         )

@@ -89,10 +89,10 @@ def add_instance_actions(
     drain.add_argument(
         "member", nargs="?", metavar="MEMBER", help="only this one, such as attention-1"
     )
-    add = actions.add_parser("add", help="add an attention instance, up to attention.max_instances")
-    add.add_argument("member", choices=["attention"], help="what to add")
-    remove = actions.add_parser("remove", help="end an attention instance without losing a request")
-    remove.add_argument("member", metavar="MEMBER", help="such as attention-1")
+    add = actions.add_parser("add", help="add an instance, up to max_instances of its role")
+    add.add_argument("member", metavar="ROLE", help="attention or ffn; or one, such as ffn-1")
+    remove = actions.add_parser("remove", help="end an instance without losing a request")
+    remove.add_argument("member", metavar="MEMBER", help="such as attention-1 or ffn-1")
     restart = actions.add_parser("restart", help="restart instances without losing a request")
     which = restart.add_mutually_exclusive_group(required=True)
     which.add_argument("member", nargs="?", metavar="MEMBER", help="such as attention-1 or ffn-0")

@@ -22,9 +22,10 @@ from afd.config.roles import ROLE_FILE_ENV, RoleSpec
 from afd.control import operator
 from afd.control.keys import load_client
 from afd.errors import AfdError
+from afd.host.logs import say_phase
 from afd.host.ports import held_ports
 from afd_launch.private_folder import private_folder
-from afd_launch.process import die_with
+from afd_launch.process import Started, die_with
 from afd_launch.readiness import DIRECT, local_address
 from attention_worker.running_requests import ENGINE_DIED, PATH
 
@@ -38,11 +39,21 @@ _ASK_S = 2.0
 logger = logging.getLogger("afd.attention")
 
 
-def run_attention(spec: RoleSpec, file: Path | None) -> int:
+Fork = Callable[[Sequence[str], Mapping[str, str]], Started | None]
+"""Makes a fork of this process the server with these arguments and variables; None: it cannot."""
+
+
+def run_attention(
+    spec: RoleSpec,
+    file: Path | None,
+    environment: Mapping[str, str] = os.environ,
+    fork: Fork = lambda argv, environment: None,
+) -> int:
     """Runs one attention instance until it ends.
 
     Args:
-        file: the role file, if a supervisor wrote one; it also removes it.
+        file: the role file, if a supervisor wrote one; it also removes it. environment: for vLLM.
+            fork: for a process that has imported vLLM; it needs ``file``.
 
     Returns:
         the exit status of vLLM; 0 after it was told to end.
@@ -54,13 +65,14 @@ def run_attention(spec: RoleSpec, file: Path | None) -> int:
     if vllm is not None and (untested := warning(vllm)) is not None:
         logger.warning("%s", untested)
     if file is not None:
-        argv, environment = attention_command(spec)
+        argv, environment = attention_command(spec, environment)
         environment = {**environment, ROLE_FILE_ENV: str(file.absolute())}
-        return AttentionServer(spec, argv, environment, own_session=False).run()
+        server = AttentionServer(spec, argv, environment, own_session=False)
+        return server.run(child=fork(argv, environment))
     host = spec.deployment.attention.host
     with private_folder() as (folder, watchdog), held_ports([host] * 2) as (free, transfer):
         spec = replace(spec, api_port=spec.api_port or free, transfer_port=transfer)
-        argv, environment = attention_command(spec)
+        argv, environment = attention_command(spec, environment)
         spec.save(folder / "role.json")
         environment = {**environment, ROLE_FILE_ENV: str(folder / "role.json")}
         server = AttentionServer(spec, argv, environment, own_session=True)
@@ -91,22 +103,24 @@ class AttentionServer:
         self._hurry = threading.Event()
         self._drained = False
 
-    def run(self, on_start: Callable[[int], None] = lambda group: None) -> int:
-        """Call it on the main thread (signals). on_start: gets the process group of vLLM."""
+    def run(
+        self,
+        on_start: Callable[[int], None] = lambda group: None,
+        child: Started | None = None,
+    ) -> int:
+        """Call it on the main thread (signals).
+
+        on_start: gets the process group of vLLM. child: vLLM, if it runs already.
+        """
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
-        parent = os.getpid()
-        child = subprocess.Popen(
-            self._argv,
-            env=self._environment,
-            start_new_session=self._own_session,
-            preexec_fn=lambda: die_with(parent, signal.SIGKILL),
-        )
+        if child is None:
+            say_phase(logger, "importing vLLM")
+            child = self._start()
         on_start(child.pid)
-        while child.poll() is None:
+        while (status := child.poll()) is None:
             if self._told.wait(POLL_S):
                 self._end(child)
-        status = child.returncode
         # vLLM ends its engine first, and its API server may take that for a death.
         if self._told.is_set() and status in (0, ENGINE_DIED, -signal.SIGTERM, -signal.SIGKILL):
             return 0
@@ -116,13 +130,22 @@ class AttentionServer:
             os.kill(os.getpid(), -status)
         return status
 
+    def _start(self) -> subprocess.Popen[bytes]:
+        parent = os.getpid()
+        return subprocess.Popen(
+            self._argv,
+            env=self._environment,
+            start_new_session=self._own_session,
+            preexec_fn=lambda: die_with(parent, signal.SIGKILL),
+        )
+
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         # Only Ctrl-C is repeated to hurry; an orchestrator may repeat SIGTERM.
         if self._told.is_set() and number == signal.SIGINT:
             self._hurry.set()
         self._told.set()
 
-    def _end(self, child: subprocess.Popen[bytes]) -> None:
+    def _end(self, child: Started) -> None:
         """Drains vLLM and ends it. Returns when it has ended."""
         if not self._drained:
             self._drained = True
@@ -135,7 +158,7 @@ class AttentionServer:
             child.kill()
             child.wait()
 
-    def _drain(self, child: subprocess.Popen[bytes]) -> None:
+    def _drain(self, child: Started) -> None:
         """Waits until vLLM has no request, for at most ``deadlines.drain_s``."""
         limit_s = self._spec.deployment.deadlines.drain_s
         if self._load() is None:

@@ -23,6 +23,7 @@ from afd_launch.arguments import (
     load_deployment,
 )
 from afd_planner.arguments import add_arguments as add_plan_arguments
+from afd_planner.simulate.arguments import add_arguments as add_simulate_arguments
 
 if TYPE_CHECKING:
     from afd.config.deployment import Deployment
@@ -196,16 +197,8 @@ def _parser() -> argparse.ArgumentParser:
         command = _add(commands, name, _measure, text, add_help=False)
         command.set_defaults(command=name)
 
-    simulate = _add(commands, "simulate", _simulate, "simulate the steps of a deployment")
-    simulate.add_argument(
-        "spec",
-        type=Path,
-        metavar="SPEC",
-        help="a YAML file; `afd plan --list` names the folder of ours",
-    )
-    simulate.add_argument("--seed", type=int, default=0, metavar="N", help="random seed")
-    simulate.add_argument("--trace", type=Path, metavar="FILE", help="timeline for Perfetto, JSON")
-    simulate.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON")
+    simulate = _add(commands, "simulate", _simulate, "simulate a deployment under load")
+    add_simulate_arguments(simulate)
 
     check = _add(commands, "doctor", _doctor, "check whether this host can run afd")
     add_doctor(check)

@@ -28,6 +28,7 @@ def run_control(
     depth: DepthPolicy = FIXED_DEPTH,
     hosts: HostRules = NO_HOSTS,
     attention: int = 0,
+    ffn: int = 0,
     ready: Callable[[str], None] | None = None,
 ) -> int:
     """Serves until SIGTERM, SIGINT or an operator's shutdown; returns exit code 0.
@@ -45,6 +46,7 @@ def run_control(
         depth=depth,
         hosts=hosts,
         attention=attention,
+        ffn=ffn,
     )
     stop = threading.Event()
 

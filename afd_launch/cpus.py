@@ -54,24 +54,29 @@ def plan_for(deployment: Deployment, available: Sequence[int], host: str = "") -
 
     Returns:
         cores for the host's own instances and ranks; () for those of other hosts. An attention
-        instance divides its cores among its ranks. Instances that
-        can be added share the cores of the other attention instances.
+        instance divides its cores among its ranks. Instances that can be added share the cores of
+        the others of their role.
 
     Raises:
         ConfigError: the file names a core that is not available.
     """
     attention, ffn = deployment.attention, deployment.ffn
     place = deployment.place_of(host)
-    ranks = [j * ffn.tp + rank for j in place.ffn for rank in range(ffn.tp)]
-    auto = cpu_plan(available, len(place.attention) * attention.tp, len(ranks))
+    first, spare = (
+        [j * ffn.tp + rank for j in some for rank in range(ffn.tp)]
+        for some in (place.ffn, place.spare_ffn)
+    )
+    auto = cpu_plan(available, len(place.attention) * attention.tp, len(first))
     first_ranks = range(0, len(auto.attention), attention.tp)
     of_ranks = [auto.attention[first : first + attention.tp] for first in first_ranks]
     merged = [tuple(dict.fromkeys(itertools.chain(*lists))) for lists in of_ranks]
     shared = itertools.cycle(merged or [tuple(available)])
     cores = dict(zip((*place.attention, *place.spare), shared, strict=False))
+    shared_ffn = itertools.cycle(auto.ffn or [tuple(available)])
+    ffn_cores = dict(zip((*first, *spare), shared_ffn, strict=False))
     return CpuPlan(
         _given("attention.cpus", attention.cpus, cores, attention.capacity, available),
-        _given("ffn.cpus", ffn.cpus, dict(zip(ranks, auto.ffn, strict=True)), ffn.ranks, available),
+        _given("ffn.cpus", ffn.cpus, ffn_cores, ffn.ranks, available),
     )
 
 

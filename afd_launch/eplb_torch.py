@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from afd.errors import ConfigError
-from afd.placement.tables import Load, Table, sorted_by_instance
+from afd.placement.tables import Table
+from afd_launch.balance import Load, sorted_by_instance
 
 MODULE = "vllm.distributed.eplb.policy.default"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +11,9 @@ from dataclasses import dataclass, field
 
 from afd.control.messages import Member
 
-_ANSWER_S = 2.0
+logger = logging.getLogger("afd.pages")
+
+_ANSWER_S = 5.0  # a member without a core answers late
 _OWN_STAGE = {"attention": "attention", "ffn": "ffn"}
 # Sample name -> labels that stay in the key; others are summed over.
 _WANTED: dict[str, tuple[str, ...]] = {
@@ -20,7 +23,7 @@ _WANTED: dict[str, tuple[str, ...]] = {
     "afd_wire_seconds_sum": ("path", "peer"),
     "afd_wire_seconds_count": ("path", "peer"),
     "afd_bubble_seconds_total": (),
-    "afd_cpu_seconds_total": ("state",),
+    "afd_step_thread_seconds_total": ("state",),
     "afd_expert_rows_total": (),
     "afd_wire_bytes_total": (),
     "afd_decode_steps_total": (),
@@ -65,9 +68,9 @@ class Work:
     """What one member did.
 
     stage: its own stage, per micro-batch and layer. wire: messages from each peer to it. load:
-    expert rows (FFN) or bytes sent (attention) per micro-batch. waited: share of their time in
-    which its threads were ready but had no core, 0 to 1. queued: the same in seconds per
-    micro-batch and layer, all threads together. bubble: share of a step in which it waited for
+    expert rows (FFN) or bytes sent (attention) per micro-batch. waited: share of its time in
+    which the thread that runs the steps was ready but had no core, 0 to 1. queued: the same in
+    seconds per micro-batch and layer. bubble: share of a step in which it waited for
     peers, 0 to 1. budget_s: of its stage; None without a target. step_s: mean time of a decode
     step. tokens_per_s, running, queue, kv: of vLLM.
     """
@@ -108,7 +111,8 @@ def _read(member: Member) -> Page | None:
         for url in urls:
             with urllib.request.urlopen(url, timeout=_ANSWER_S) as answer:
                 texts.append(answer.read().decode())
-    except OSError:
+    except OSError as error:
+        logger.warning("the metrics page of %s did not answer: %s", member.id, error)
         return None
     moment = time.monotonic()
     samples = parsed("\n".join(texts).splitlines())
@@ -161,8 +165,8 @@ def _work(before: Page, after: Page, budget_s: float | None) -> Work:
     stage = mean("afd_stage_seconds", _OWN_STAGE[after.role])
     peers = {key[2] for key in after.samples if key[:2] == ("afd_wire_seconds_count", "inbound")}
     loads = "afd_expert_rows_total" if after.role == "ffn" else "afd_wire_bytes_total"
-    ran = moved("afd_cpu_seconds_total", "running")
-    waited = moved("afd_cpu_seconds_total", "waiting")
+    ran = moved("afd_step_thread_seconds_total", "running")
+    waited = moved("afd_step_thread_seconds_total", "waiting")
     bubble = moved("afd_bubble_seconds_total")
     steps = moved("afd_decode_steps_total")
     now = after.samples

@@ -23,6 +23,7 @@ from afd.models.checkpoint import tensor_table
 from afd.topology import gpu_order, rank_number
 from afd_launch.doctor import Finding, vllm_version
 from afd_launch.installation import find_gpus, vllm_build, vllm_remedy
+from afd_launch.tensor_shapes import odd_tensor
 from afd_planner.cost.served import USABLE, Buffers, GpuUse
 from afd_planner.facts.model_hf import load_model
 
@@ -183,6 +184,11 @@ def _cache(deployment: Deployment) -> Iterator[Finding]:
 def _attention(deployment: Deployment) -> Iterator[Finding]:
     """What attention instances load, and what is decoded for them."""
     nbytes, decoded, formats = _attention_weights(deployment)
+    family, model = read_model(deployment.model)
+    odd = odd_tensor(tensor_table(deployment.model), family.is_expert_weight, model.hidden)
+    if odd is not None:
+        yield Finding("bad", "attention", odd)
+        return
     if decoded:
         text = (
             f"{decoded} weights in {formats} are decoded at load, because the CPU has no kernel "
@@ -208,6 +214,9 @@ def _attention_weights(deployment: Deployment) -> tuple[int, int, str]:
     if model.draft_layers:
         drafts = AttentionTensors(deployment.model, decoding=decoding, drafts=True)
         nbytes += drafts.nbytes(dtype.itemsize)
+    speculation = deployment.attention.speculation
+    if speculation is not None and speculation.model is not None:
+        nbytes += sum(file.stat().st_size for file in speculation.model.glob("*.safetensors"))
     return nbytes, tensors.decoded, tensors.formats
 
 
@@ -232,7 +241,7 @@ def _experts(deployment: Deployment) -> Iterator[Finding]:
         plan_load(
             checkpoint,
             resolved.model,
-            instances=deployment.ffn.instances,
+            instances=deployment.ffn.capacity,
             index=index,
             tp=deployment.ffn.tp,
             rank=rank,
@@ -243,7 +252,7 @@ def _experts(deployment: Deployment) -> Iterator[Finding]:
             device=torch.device(kind),
             pairs=mean_pairs(rows, resolved.model.top_k, resolved.model.num_experts),
         )
-        for index in range(deployment.ffn.instances)
+        for index in range(deployment.ffn.capacity)
         for rank in range(deployment.ffn.tp)
     ]
     for plan in plans if checkpoint is not None else ():
@@ -284,7 +293,7 @@ def _host_memory(deployment: Deployment, attention: GpuUse, expert_bytes: Sequen
         experts = [size + _PROCESS_GIB["ffn"] * GIB for size in expert_bytes]
     need = max(
         len((*place.attention, *place.spare)) * each
-        + sum(sum(experts[j * tp : (j + 1) * tp]) for j in place.ffn)
+        + sum(sum(experts[j * tp : (j + 1) * tp]) for j in (*place.ffn, *place.spare_ffn))
         for place in deployment.places()
     )
     if device_named(deployment.attention.device).host_memory:

@@ -7,6 +7,7 @@ when it is such a member and /health returns 200; a prefill instance when /healt
 
 from __future__ import annotations
 
+import json
 import os
 import ssl
 import time
@@ -22,6 +23,7 @@ from afd.control.address import to_connect
 from afd.control.keys import load_client
 from afd.control.messages import Member, Members, SetSeat, Status
 from afd.host.ports import accepts, refuses
+from afd.topology import member_id
 from afd_launch.orders import RoleWish
 
 if TYPE_CHECKING:
@@ -121,8 +123,11 @@ class Readiness:
             return None
         assert self._members is not None
         seat = self._members.seat(name)
-        if seat is None:
-            return "away" if spec.role == "attention" else "run"
+        instance = self._members.seat(member_id(spec.role, spec.index))
+        if instance is None or (spec.role == "ffn" and instance.wish == "remove"):
+            return "away"
+        if seat is None:  # a rank of an instance that is to run
+            return "run"
         if seat.wish == "restart":
             member = self._members.find(spec.role, spec.index, spec.rank)
             now = member is not None and member.generation == seat.generation
@@ -131,7 +136,8 @@ class Readiness:
 
     def give_up(self, name: str) -> None:
         if self._channel is not None:
-            self._channel.send(SetSeat(name, "remove"))
+            spec = self._specs[name]
+            self._channel.send(SetSeat(member_id(spec.role, spec.index), "remove"))
 
     def _snapshot(self) -> Members | None:
         """The latest membership; None until the control plane has replied."""
@@ -190,6 +196,15 @@ def health_wait(url: str) -> str | None:
         with DIRECT.open(url, timeout=HEALTH_S):
             return None
     except urllib.error.HTTPError as err:
-        return f"to answer {url} with 200 (it says {err.code})"
+        return f"to answer {url} with 200 (it says {_reason(err) or err.code})"
     except (OSError, ValueError):
         return f"to answer {url}"
+
+
+def _reason(error: urllib.error.HTTPError) -> str:
+    """Returns what a gateway lacks; "" if the answer is not a gateway's."""
+    try:
+        body = json.load(error)
+    except (OSError, ValueError):
+        return ""
+    return str(body.get("reason") or "") if isinstance(body, dict) else ""

@@ -18,16 +18,8 @@ from afd.control.keys import ClientKeys
 from afd.control.messages import Members
 from afd.control.moves import settled
 from afd.errors import AfdError, ConfigError, DeadlineExceeded
-from afd.placement.tables import (
-    Load,
-    Placement,
-    Table,
-    balance,
-    imbalance,
-    improved,
-    problem,
-    save_placement,
-)
+from afd.placement.tables import Placement, Table, problem, save_placement
+from afd_launch.balance import Load, balance, imbalance, improved, without_empty
 
 Policy = Literal["auto", "vllm", "greedy"]
 POLICIES: tuple[Policy, ...] = ("auto", "vllm", "greedy")
@@ -40,14 +32,18 @@ _PROGRESS_S = 5.0
 def propose(load: Load, placement: Placement, policy: Policy) -> tuple[Placement, str]:
     """Returns a placement for a load and the policy that made it. Layers without a gain stay.
 
+    Empty slots stay empty, and an instance without experts gets none.
+
     Args:
         placement: the current one.
         policy: auto uses vLLM's balancer if it is installed and supports the placement.
 
     Raises:
-        ConfigError: policy is vllm and vLLM's balancer cannot be used.
+        ConfigError: policy is vllm and vLLM's balancer cannot be used; or see
+            :func:`afd_launch.balance.without_empty`.
     """
-    bounds = placement.bounds
+    packed, unpack = without_empty(placement)
+    bounds = packed.bounds
     greedy = tuple(balance(of_layer, bounds) for of_layer in load)
     proposed, maker = greedy, "greedy"
     if policy != "greedy":
@@ -57,7 +53,7 @@ def propose(load: Load, placement: Placement, policy: Policy) -> tuple[Placement
             if policy == "vllm":
                 raise
             maker = f"greedy ({err.args[0].split(';')[0]})"
-    return Placement(bounds, improved(placement.tables, proposed, bounds, load)), maker
+    return unpack(improved(packed.tables, proposed, bounds, load)), maker
 
 
 def _by_vllm(
@@ -178,12 +174,13 @@ def rebalance(address: str, keys: ClientKeys | None, asked: Rebalance) -> int:
     if asked.dry or placement == now:
         return 0
     operator.move_experts(address, keys, tables=placement.tables)
-    _wait(address, keys, asked.deadline_s)
+    wait_for_moves(address, keys, asked.deadline_s)
     print("experts have moved")
     return 0
 
 
-def _wait(address: str, keys: ClientKeys | None, deadline_s: float) -> None:
+def wait_for_moves(address: str, keys: ClientKeys | None, deadline_s: float) -> None:
+    """Returns once all experts have moved. Raises DeadlineExceeded, AfdError."""
     end = time.monotonic() + deadline_s
     said = time.monotonic()
     while (members := operator.status(address, keys)).moves_left:

@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -14,7 +15,7 @@ from afd.config.roles import Role, RoleSpec
 from afd.config.sections import Attention, Ffn
 from afd.control.connect import NO_KEYS
 from afd.errors import ConfigError
-from afd.host.logs import LOG_FORMAT
+from afd.host.logs import LOG_FORMAT, say_phase
 from afd.topology import member_id, rank_number
 from afd_launch.host_view import control_address, home_of, seen_from, settings_of
 from afd_launch.readiness import local_address
@@ -99,6 +100,7 @@ def run_role(spec: RoleSpec, file: Path | None) -> int:
 
         run_prefill(spec)
     if spec.role == "ffn":
+        say_phase(logging.getLogger("afd.ffn"), "importing torch")
         from ffn_worker.main import run_ffn
 
         run_ffn(spec)
@@ -141,6 +143,7 @@ def _control(spec: RoleSpec, *, anchored: bool) -> int:
             installed_versions(),
         ),
         attention=spec.deployment.attention.instances,
+        ffn=spec.deployment.ffn.instances,
     )
 
 
@@ -151,6 +154,7 @@ def _gateway(spec: RoleSpec, *, supervised: bool) -> int:
     from afd.metrics.otlp import check_packages
     from afd_gateway.counts import Counts
     from afd_gateway.inherited import inherited
+    from afd_gateway.kept_answers import make_answers
     from afd_gateway.listener import listening
     from afd_gateway.main import run_gateway
     from afd_gateway.settings import GatewaySettings
@@ -181,6 +185,7 @@ def _gateway(spec: RoleSpec, *, supervised: bool) -> int:
         waiting=deployment.gateway.waiting,
         waiting_s=deployment.gateway.waiting_s,
         replay_s=deployment.gateway.replay_s,
+        resume_s=gateway.resume_s,
         tls=None if tls is None else server_context(tls.certificate, tls.key),
         own_upstreams=supervised,
         routing=gateway.routing,
@@ -204,8 +209,11 @@ def _gateway(spec: RoleSpec, *, supervised: bool) -> int:
     if (port := inherited()) is not None:
         listener = listening(socket.socket(fileno=port.listener))
         counts = Counts(port.counts, spec.index, gateway.processes)
+        answers = port.answers
+    else:  # nobody holds the port, so answers last as long as this process
+        answers = make_answers(gateway.processes)
     return run_gateway(
-        settings,
+        replace(settings, answers=answers),
         lambda: client_for(spec),
         join_deadline_s=deployment.deadlines.start_s,
         listener=listener,

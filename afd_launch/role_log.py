@@ -12,6 +12,8 @@ from io import FileIO
 from pathlib import Path
 from typing import TextIO
 
+from afd.host.logs import PHASE
+
 TAIL_LINES = 15
 ERROR_MARK = "afd: error: "
 """Precedes an error sentence for the user in the output of every role (afd_launch/cli.py)."""
@@ -39,12 +41,20 @@ class RoleLog:
         out: TextIO,
         directory: Path | None = None,
         on_loss: Callable[[str], None] = lambda reason: None,
+        phases: bool = True,
     ) -> None:
-        """on_loss: called with the reason at the first line that is dropped."""
+        """
+        Args:
+            on_loss: called with the reason at the first line that is dropped. phases: False if the
+                caller says which phase of its start the role is in; the role's own lines about
+                that are then not written to ``out``.
+        """
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._partial = b""
         self.error: str | None = None  # the last error sentence that the role printed
+        self.phase = ""  # what the role said last that it is doing, while it starts
         self._out = out
+        self._phases = phases
         self._prefix = prefix(name, out)
         self.path = directory / f"{name}.log" if directory else None
         self._file: FileIO | None = None
@@ -81,9 +91,12 @@ class RoleLog:
         self._tail.append(text)
         if ERROR_MARK in text:
             self.error = text.partition(ERROR_MARK)[2]
+        _, marked, said = text.partition(PHASE)
+        if marked:
+            self.phase = said
         if self.path:
             self._write(self.path, text)
-        else:
+        elif self._phases or not marked or ": " in said:
             write_line(f"{self._prefix} {text}", self._out)
 
     def _write(self, path: Path, text: str) -> None:

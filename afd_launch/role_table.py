@@ -14,7 +14,7 @@ from typing import TextIO
 from afd_launch.process import Command, RoleProcess
 from afd_launch.role_log import RoleLog, say, write_line
 from afd_launch.root_cause import RootCause
-from afd_launch.standby import Standby
+from afd_launch.standby import Standbys
 from afd_launch.watchdog import Watchdog
 
 POLL_S = 0.1
@@ -29,7 +29,7 @@ class StartFailed(Exception):
 class RoleTable:
     """Starts and ends processes, and passes on what they print.
 
-    running: by name of the role.
+    running: by name of the role. standbys: the processes that wait to take a role over.
     """
 
     def __init__(
@@ -52,13 +52,13 @@ class RoleTable:
         self._logs: dict[str, RoleLog] = {}
         self._causes: dict[str, RootCause] = {}  # of the current start of each role
         self._selector = selectors.DefaultSelector()
-        self._standby = Standby(watchdog)
+        self.standbys = Standbys(watchdog, self._say)
         self._warned = False
 
     def start(self, command: Command) -> None:
         """Raises StartFailed."""
         try:
-            process = self._standby.take(command) or RoleProcess(command)
+            process = self.standbys.take(command) or RoleProcess.start(command)
         except OSError as err:
             program = command.argv[0]
             raise StartFailed(f"cannot start {command.name} ({program}): {err.strerror}") from err
@@ -66,8 +66,13 @@ class RoleTable:
         self.running[command.name] = process
         if command.name not in self._logs:
             self._logs[command.name] = RoleLog(
-                command.name, out=self._out, directory=self._log_dir, on_loss=self._warn
+                command.name,
+                out=self._out,
+                directory=self._log_dir,
+                on_loss=self._warn,
+                phases=False,
             )
+        self._logs[command.name].phase = ""
         self._causes[command.name] = RootCause()
         self._selector.register(process.output, selectors.EVENT_READ, process)
 
@@ -99,18 +104,6 @@ class RoleTable:
         for process in processes:
             self._forget(process)
 
-    def keep_standby(self, command: Command) -> None:
-        """Makes sure that a process waits to replace roles like this one."""
-        self._standby.keep(command)
-
-    def renew_standby(self, command: Command) -> None:
-        """The same with a new process, which runs the code that is installed now."""
-        self._standby.close()
-        self._standby.keep(command)
-
-    def standby_is_ready(self) -> bool:
-        return self._standby.is_ready()
-
     def pump(self, timeout_s: float) -> None:
         """Writes out what the roles printed; waits up to ``timeout_s`` for the first bytes."""
         began = time.monotonic()
@@ -121,6 +114,10 @@ class RoleTable:
         rest = min(timeout_s, 0.02) - (time.monotonic() - began)
         if rest > 0:
             time.sleep(rest)
+
+    def phases(self) -> dict[str, str]:
+        """Returns, by name, what each running role said last that it is doing; "" at first."""
+        return {name: log.phase for name, log in self._logs.items() if name in self.running}
 
     def error_of(self, name: str) -> str | None:
         """The error sentence that the role printed last."""
@@ -142,7 +139,7 @@ class RoleTable:
         return f"{': ' + cause if cause else ''}{hint}"
 
     def close(self) -> None:
-        self._standby.close()
+        self.standbys.close()
         for log in self._logs.values():
             log.close()
         self._selector.close()

@@ -19,6 +19,7 @@ from afd_launch.cpus import plan_for
 from afd_launch.host_view import control_address, home_of
 from afd_launch.names import numeric, resolved
 from afd_launch.process import Command
+from afd_launch.standby import ATTENTION, FFN
 from afd_launch.supervisor import Stage
 
 # seconds from SIGTERM to SIGKILL; the gateway gets deadlines.drain_s in addition
@@ -115,7 +116,7 @@ def role_specs(
         *([base] if leads else []),
         *(
             replace(base, role="ffn", index=j, rank=rank, cpus=cpus.ffn[j * tp + rank])
-            for j in place.ffn
+            for j in (*place.ffn, *place.spare_ffn)
             for rank in range(tp)
         ),
         *(
@@ -199,16 +200,28 @@ def _command(spec: RoleSpec, run_dir: Path) -> Command:
         "TMPDIR": str(run_dir),
     }
     argv = (sys.executable, "-m", "afd_launch.cli", spec.role, "--role-file", str(file))
+    attention, ffn = spec.deployment.attention, spec.deployment.ffn
+    started = {"attention": attention.instances, "ffn": ffn.instances}
     return Command(
         spec.id,
         argv,
         env,
         ends_all=spec.role == "control",
         stateless=spec.role == "ffn",
-        replaced_at_once=spec.role == "ffn" and spec.deployment.restart.standby,
+        standby=_standby(spec),
+        # Only where forks were seen to work: a restart that fails is tried again, a start is not.
+        forked=spec.role == "attention" and attention.device == "cpu" and bool(_standby(spec)),
         holds_requests=spec.role == "attention",
-        spare=spec.role == "attention" and spec.index >= spec.deployment.attention.instances,
+        spare=spec.index >= started.get(spec.role, spec.index + 1),
     )
+
+
+def _standby(spec: RoleSpec) -> tuple[str, ...]:
+    """Returns ``Command.standby`` of a role."""
+    setting = spec.deployment.restart.standby
+    if spec.role == "ffn" and setting:
+        return FFN
+    return ATTENTION if spec.role == "attention" and setting is True else ()
 
 
 def _with_port(command: Command, port: Inherited) -> Command:

@@ -1,26 +1,23 @@
 """Which member makes a deployment slow, and whether processor, accelerator, wire or imbalance is to
 blame. Pure functions over what the members did (afd_launch/member_pages.py).
 
-Members of a role do the same work, so each is compared with the median of the others. The time that
-stands out most, of a stage or of the messages of one link, is its *excess*. It is explained in this
-order:
+Members of a role do the same work, so each is compared with the median of the others. What a member
+takes longer than they, seconds per micro-batch, is divided among the causes:
 
-processor    its threads, or those of the sender of late messages, were ready but waited for a core:
-             so much longer per row than the others' threads that it makes up the excess
-imbalance    the member got more rows than the others, and its time has grown no more than its rows
-wire         neither, and messages are late
-accelerator  neither, and the same rows take longer
+processor    the thread that runs its steps was ready but waited for a core, longer than the others'
+imbalance    it got more rows than the others: their time for one row, for these rows
+accelerator  the rest of a longer stage
+wire         messages are late, beyond what sender and receiver waited for a core
 
-On a host whose cores are all busy every member waits for a core, and late messages are what one
-sees first of any fault. So the wait itself proves nothing: only what exceeds the others' wait
-counts, and only as far as it is as long as the excess.
+The largest part names the member and the cause. It has to be a quarter of a usual stage, and of
+what the others show: small differences cost nothing, and two members never do exactly the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import isinf
+from math import inf
 from statistics import median
 from typing import Literal
 
@@ -31,8 +28,8 @@ Cause = Literal["processor", "wire", "imbalance", "accelerator"]
 SLOWER = 1.25
 """A member is slow from this multiple of the others' median on."""
 _WAITED = 0.10  # share of time without a core that slows a member
-_EXPLAINS = 0.5  # share of the excess that a longer wait for a core has to make up
 _UNEVEN = 1.2  # multiple of the others' rows
+_ALSO_LATE = 0.25  # share of a sender's latest messages, for those to another member to be late too
 
 _REMEDY: dict[Cause, str] = {
     "processor": "end what else runs on its cores, or give it cores of its own (attention.cpus,"
@@ -46,14 +43,16 @@ _REMEDY: dict[Cause, str] = {
 
 @dataclass(frozen=True)
 class Finding:
-    """The slowest member. where: its stage, or ``from PEER``. seconds, usual: its mean and the
-    median of the others. why: the evidence, one sentence."""
+    """The slowest member. where: its stage, ``messages from PEER``, or its wait for a core.
+    seconds, usual: its mean there and the median of the others. cost: the part of the difference
+    that the cause explains. why: the evidence, one sentence."""
 
     member: str
     where: str
     cause: Cause
     seconds: float
     usual: float
+    cost: float
     why: str
 
     @property
@@ -61,7 +60,7 @@ class Finding:
         return _REMEDY[self.cause]
 
     def __str__(self) -> str:
-        times = f"{self.seconds / self.usual:.1f} times" if self.usual else "slower than"
+        times = f"{self.seconds / self.usual:.1f} times" if self.usual else "longer than"
         return (
             f"{self.member} is slow ({self.where}): {self.seconds * 1e3:.2f} ms per micro-batch,"
             f" {times} its peers ({self.usual * 1e3:.2f} ms)\n"
@@ -71,11 +70,11 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class _Suspect:
-    """A duration that stands out. peer: the sender of its messages; "" for a stage."""
+class _Late:
+    """Messages of a sender to a receiver that take longer than those between other members."""
 
-    work: Work
-    peer: str
+    sender: str
+    receiver: Work
     seconds: float
     usual: float
 
@@ -86,65 +85,93 @@ class _Suspect:
 
 def find(works: Sequence[Work]) -> Finding | None:
     """Returns the member that costs most, or None if no member stands out."""
-    suspects = [s for s in _suspects(works) if s.seconds > SLOWER * s.usual]
-    if not suspects:
-        return None
-    worst = max(suspects, key=lambda suspect: suspect.excess)
-    starved = _starved(worst, works)
-    if starved is not None:
-        return starved
-    more = _more_rows(worst.work, works)
-    if more >= _UNEVEN and worst.seconds / worst.usual <= 1.5 * more:
-        what = "rows of experts" if worst.work.role == "ffn" else "rows"
-        times = f"all {what}" if isinf(more) else f"{more:.1f} times the {what} of its peers"
-        return _finding(worst, worst.work, "imbalance", f"it computes {times}")
-    if worst.peer:
-        return _late(worst, suspects, works)
-    return _finding(
-        worst, worst.work, "accelerator", "it has its cores and no more rows than its peers"
-    )
+    stages = {
+        role: median([w.stage.seconds for w in works if w.role == role and w.stage.count] or [0.0])
+        for role in {work.role for work in works}
+    }
+    roles = {work.member: work.role for work in works}
+    found = [
+        finding
+        for finding in (*_of_members(works), *_of_links(works))
+        if finding.seconds > SLOWER * finding.usual
+        and finding.cost > (SLOWER - 1) * stages[roles[finding.member]]
+    ]
+    return max(found, key=lambda finding: finding.cost, default=None)
 
 
-def _suspects(works: Sequence[Work]) -> list[_Suspect]:
-    found = []
+def _of_members(works: Sequence[Work]) -> Iterator[Finding]:
     for work in works:
         usual = of_others(work, works, lambda w: w.stage.seconds)
-        if usual:
-            found.append(_Suspect(work, "", work.stage.seconds, usual))
-        for peer, mean in work.wire.items():
+        if not usual:
+            continue
+        excess = max(0.0, work.stage.seconds - usual)
+        starved, usually = _starved(work, works)
+        if work.waited > _WAITED:
+            why = (
+                f"the thread of its steps was ready but without a core for"
+                f" {work.waited:.0%} of its time"
+            )
+            where = "waits for a core"
+            yield Finding(work.member, where, "processor", work.queued, usually, starved, why)
+        more, uneven = _more_rows(work, works), 0.0
+        if more >= _UNEVEN:
+            uneven = min(excess, usual * (more - 1.0))
+            what = "rows of experts" if work.role == "ffn" else "rows"
+            times = f"all {what}" if more == inf else f"{more:.1f} times the {what} of its peers"
+            yield _slow(work, usual, "imbalance", uneven, f"it computes {times}")
+        why = "neither a wait for a core nor more rows than its peers explain it"
+        yield _slow(work, usual, "accelerator", excess - uneven - starved, why)
+
+
+def _slow(work: Work, usual: float, cause: Cause, cost: float, why: str) -> Finding:
+    where = f"stage {work.role}"
+    return Finding(work.member, where, cause, work.stage.seconds, usual, cost, why)
+
+
+def _of_links(works: Sequence[Work]) -> Iterator[Finding]:
+    by_name = {work.member: work for work in works}
+    late = list(_late(works))
+    for one in late:
+        cost, sender = one.excess - _starved(one.receiver, works)[0], by_name.get(one.sender)
+        if sender is not None:
+            cost -= _starved(sender, works)[0]
+        receivers = {work.member for work in works if one.sender in work.wire}
+        also = {
+            other.receiver.member
+            for other in late
+            if other.sender == one.sender and other.excess > _ALSO_LATE * one.excess
+        }
+        blamed, where = one.receiver, f"messages from {one.sender}"
+        why = f"{where} arrive late, though cores and rows are as elsewhere"
+        if sender is not None and len(receivers) > 1 and also == receivers:
+            blamed, where = sender, f"messages to {one.receiver.member}"
+            why = "its messages arrive late at every peer, though cores and rows are as elsewhere"
+        yield Finding(blamed.member, where, "wire", one.seconds, one.usual, cost, why)
+
+
+def _late(works: Sequence[Work]) -> Iterator[_Late]:
+    for work in works:
+        for sender, mean in work.wire.items():
             rest = [
                 other.seconds
                 for one in works
                 if one.role == work.role
                 for name, other in one.wire.items()
-                if other.count and (one.member, name) != (work.member, peer)
+                if other.count and (one.member, name) != (work.member, sender)
             ]
-            if rest and mean.count:
-                found.append(_Suspect(work, peer, mean.seconds, median(rest)))
-    return found
+            if rest and mean.count and mean.seconds > median(rest):
+                yield _Late(sender, work, mean.seconds, median(rest))
 
 
-def _starved(worst: _Suspect, works: Sequence[Work]) -> Finding | None:
-    """Blames the processor if the slow member, or the sender of its late messages, lacked cores."""
-    found: list[tuple[float, float, Work]] = []
-    for work in works:
-        if work.member in (worst.work.member, worst.peer) and work.waited > _WAITED:
-            # More rows wait longer in all; that alone is no lack of cores.
-            rows = _more_rows(work, works)
-            if isinf(rows):
-                continue
-            usual = of_others(work, works, lambda w: w.queued) * max(1.0, rows)
-            found.append((work.queued - usual, usual, work))
-    if not found:
-        return None
-    longer, usual, work = max(found, key=lambda one: one[0])
-    if longer < _EXPLAINS * worst.excess:
-        return None
-    why = (
-        f"its threads were ready but without a core for {work.queued * 1e3:.2f} ms per micro-batch"
-        f" (peers, with as many rows: {usual * 1e3:.2f} ms)"
-    )
-    return _finding(worst, work, "processor", why)
+def _starved(work: Work, works: Sequence[Work]) -> tuple[float, float]:
+    """Returns how much longer per micro-batch its thread waited for a core than usual, and the
+    usual time."""
+    usual = of_others(work, works, lambda w: w.queued)
+    stage = of_others(work, works, lambda w: w.stage.seconds)
+    # More rows wait longer in all, as far as they also take longer; that alone is no lack of cores.
+    longer = min(_more_rows(work, works), work.stage.seconds / stage) if stage else 1.0
+    usual *= max(1.0, longer)
+    return max(0.0, work.queued - usual), usual
 
 
 def _more_rows(work: Work, works: Sequence[Work]) -> float:
@@ -152,24 +179,7 @@ def _more_rows(work: Work, works: Sequence[Work]) -> float:
     usual = of_others(work, works, lambda w: w.load)
     if usual:
         return work.load / usual
-    return float("inf") if work.load else 1.0
-
-
-def _late(worst: _Suspect, suspects: Sequence[_Suspect], works: Sequence[Work]) -> Finding:
-    """Blames the sender if its messages are late at every receiver, else the receiver."""
-    receivers = {work.member for work in works if worst.peer in work.wire}
-    late = {suspect.work.member for suspect in suspects if suspect.peer == worst.peer}
-    sender = next((work for work in works if work.member == worst.peer), None)
-    if sender is not None and len(receivers) > 1 and late == receivers:
-        why = "its messages arrive late at every peer, though cores and rows are as elsewhere"
-        return _finding(worst, sender, "wire", why)
-    why = f"messages from {worst.peer} arrive late, though cores and rows are as elsewhere"
-    return _finding(worst, worst.work, "wire", why)
-
-
-def _finding(worst: _Suspect, blamed: Work, cause: Cause, why: str) -> Finding:
-    where = f"messages from {worst.peer}" if worst.peer else f"stage {worst.work.role}"
-    return Finding(blamed.member, where, cause, worst.seconds, worst.usual, why)
+    return inf if work.load else 1.0
 
 
 def of_others(work: Work, works: Sequence[Work], value: Callable[[Work], float]) -> float:

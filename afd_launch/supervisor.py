@@ -25,12 +25,12 @@ from afd_launch.restarts import backoff_s
 from afd_launch.role_log import say, write_line
 from afd_launch.role_table import KILL_WAIT_S, POLL_S, RoleTable, StartFailed
 from afd_launch.stall_monitor import StallMonitor
+from afd_launch.start_progress import PROGRESS_S, StartProgress, waiting_for
 from afd_launch.watchdog import Watchdog
 
-PROGRESS_S = 5.0
 BURY_S = 2.0  # Python's resource tracker needs time to free the semaphores of a dead role
-STANDBY_S = 30.0
-"""Longest wait for a process that imports what an FFN rank needs."""
+STANDBY_S = 60.0
+"""Longest wait for a process that imports what takes a role over."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 Awaited = Callable[[str, int], str | None]
@@ -92,8 +92,6 @@ class Supervisor:
         """
         self._stages = tuple(stages)
         self._commands = {c.name: c for stage in self._stages for c in stage.commands}
-        at_once = (c for c in self._commands.values() if c.replaced_at_once)
-        self._replaced = next(at_once, None)
         self._awaited = awaited
         self._start_s = start_s
         self._restart = restart
@@ -109,13 +107,14 @@ class Supervisor:
         self._table = RoleTable(watchdog, self._out, log_dir, lambda: len(self._signals) > 1)
         self._running = self._table.running
         self._deaths: dict[str, list[float]] = {}
-        self._due: dict[str, tuple[float, Command]] = {}  # when to start it again
+        self._due: dict[str, tuple[float, Command]] = {}  # when to start it
         self._returning: set[str] = set()  # restarted, not ready yet
+        self._away: set[str] = {c.name for c in self._commands.values() if c.spare}  # not wanted
         self._added: set[str] = set()  # started by an order, not ready yet
         self._given_up: set[str] = set()  # added, but they end whenever they are started
         self._leaving: dict[str, float] = {}  # asked to leave -> when to kill it
         self._leave_at: dict[str, float] = {}  # when to ask a role to leave
-        self._kill_at: dict[str, float] = {}  # roles that left and got SIGTERM
+        self._kill_at: dict[str, float] = {}  # roles that were told to end
 
     def run(self) -> int:
         """Serves until a signal or a failure. Call it on the main thread.
@@ -150,19 +149,28 @@ class Supervisor:
     # -- start-up
 
     def _start_all(self) -> None:
-        began = time.monotonic()
+        progress = StartProgress(self._say)
         names: list[str] = []
         come = self._hosts is None
         for stage in self._stages:
             if not come and not stage.first:
                 self._await_hosts()
-                come, began = True, time.monotonic()
-            for command in stage.commands:
-                if not command.spare:
-                    self._table.start(command)
-                    names.append(command.name)
+                come, progress = True, StartProgress(self._say)
+            commands = [command for command in stage.commands if not command.spare]
+            names += [command.name for command in commands]
+            self._start_some(commands)
             if stage.awaited:
-                self._await_stage(names, began)
+                self._await_stage(names, progress)
+
+    def _start_some(self, commands: Sequence[Command]) -> None:
+        """Starts roles, but not yet those that are to be forks of a process that still imports."""
+        forked = [c for c in self._commands.values() if c.forked and not c.spare]
+        self._table.standbys.keep(forked, busy=False)
+        for command in commands:
+            if command.forked and self._table.standbys.imports(command):
+                self._due[command.name] = (0.0, command)
+            else:
+                self._table.start(command)
 
     def _await_hosts(self) -> None:
         assert self._hosts is not None
@@ -180,11 +188,12 @@ class Supervisor:
                 shown = now
                 self._say(f"waiting for {missing}: {now - began:.0f} s")
 
-    def _await_stage(self, names: list[str], began: float) -> None:
-        shown = time.monotonic()
+    def _await_stage(self, names: list[str], progress: StartProgress) -> None:
         while True:
             self._turn()
-            waits = {}
+            due, self._due = self._due, {}
+            self._start_some([command for _, command in due.values()])
+            waits = dict.fromkeys(self._due, "to start")
             for name in [*self._running]:
                 process = self._running[name]
                 code = process.exit_code()
@@ -195,18 +204,18 @@ class Supervisor:
             if not waits:
                 return
             now = time.monotonic()
-            text = "; ".join(f"{name} {wait}" for name, wait in waits.items())
+            phases = self._table.phases() | dict.fromkeys(self._due, "importing vLLM")
+            progress.follow(phases, now)
+            text = waiting_for(waits, phases)
             if self._hosts is not None and (away := self._hosts.check_start()):
                 text += f"; {away}"
-            if now - began > self._start_s:
+            if now - progress.began > self._start_s:
                 late = next(iter(waits))
                 raise _Failed(
                     f"not ready after {self._start_s:g} s (deadlines.start_s), waiting for {text}"
-                    + self._table.why(late)
+                    + (self._table.why(late) if late in self._running else "")
                 )
-            if now - shown > PROGRESS_S:
-                shown = now
-                self._say(f"{now - began:.0f} s, waiting for {text}")
+            progress.remind(text, now)
 
     def _start_failure(self, name: str, code: int) -> str:
         """The role's own error sentence, else how it ended and which exception ended it."""
@@ -232,18 +241,22 @@ class Supervisor:
                     self._bury(process, code, now)
                 elif name in self._returning:
                     self._check_return(process, now)
-            if self._replaced is not None:
-                self._table.keep_standby(self._replaced)
+            busy = bool(self._returning or self._due or self._leaving)
+            self._table.standbys.keep(self._commands.values(), busy=busy)
             self._follow_orders(now)
             self._end_stalled(now)
             self._end_departed(now)
             if self._hosts is not None:
                 self._hosts.follow()
             for name, (moment, command) in [*self._due.items()]:
-                if now >= moment and not self._is_held(command):
+                if now >= moment and not self._waits(command):
                     del self._due[name]
                     self._table.start(command)
                     self._returning.add(name)
+
+    def _waits(self, command: Command) -> bool:
+        """Whether a role that is due is not started yet."""
+        return self._is_held(command) or self._table.standbys.imports(command)
 
     def _is_held(self, command: Command) -> bool:
         """Whether the role needs a host that is away: it would only fail until it is given up."""
@@ -261,6 +274,7 @@ class Supervisor:
             deaths[:] = [moment + now - deaths[-1] for moment in deaths]
         deaths.append(now)
         limit, window_s = self._restart.max_restarts, self._restart.window_s
+        deaths[:] = [moment for moment in deaths if now - moment <= window_s]
         wait_s = backoff_s(deaths, now, limit, window_s)
         if wait_s is None:
             text = (
@@ -286,7 +300,10 @@ class Supervisor:
             what = "ready" if process.name in self._added else "back"
             self._added.discard(process.name)
             self._say(f"{process.name} is {what} after {age_s:.1f} s")
-        elif age_s > self._start_s and not self._is_held(process.command):
+        elif age_s > self._start_s and not (
+            process.name in self._kill_at or self._is_held(process.command)
+        ):
+            self._kill_at[process.name] = now + KILL_WAIT_S
             self._say(f"{process.name} is not ready {age_s:.0f} s after its restart; ending it")
             process.signal(signal.SIGKILL)  # the next turn handles it as a death
 
@@ -339,29 +356,31 @@ class Supervisor:
                     self._leaving[name] = now + KILL_WAIT_S
                     self._say(f"{name} has not left within {self._leave_s:g} s; killing it")
                     process.signal(signal.SIGKILL)
-            elif wish in ("leave", "away") and self._may_leave(command, now):
+            elif wish == "away" or (wish == "leave" and self._may_leave(command, now)):
                 self._say(f"{name} is asked to leave once its requests have finished")
                 self._leaving[name] = now + self._leave_s
                 process.ask_to_leave()
 
     def _may_leave(self, command: Command, now: float) -> bool:
         """False while a process starts that takes over: the one that waits may have older code."""
-        if not command.replaced_at_once:
+        if not command.standby:
             return True
         if command.name not in self._leave_at:
-            self._table.renew_standby(command)
+            self._table.standbys.renew(command)
             self._leave_at[command.name] = now + STANDBY_S
-        return self._table.standby_is_ready() or now >= self._leave_at[command.name]
+        return self._table.standbys.is_ready(command) or now >= self._leave_at[command.name]
 
     def _follow_absent(self, command: Command, wish: str | None, now: float) -> None:
         name = command.name
         if wish == "away":
             self._due.pop(name, None)
             self._given_up.discard(name)
+            self._away.add(name)
         elif wish == "run" and name not in self._due.keys() | self._given_up:
             self._say(f"starting {name}")
             self._due[name] = (now, command)
-            if command.holds_requests:
+            if command.holds_requests or name in self._away:
+                self._away.discard(name)
                 self._added.add(name)
 
     def _others_serve(self) -> bool:

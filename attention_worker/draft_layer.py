@@ -29,10 +29,10 @@ def run_draft_layer(
         FFN output and residual, model dtype [rows, hidden].
     """
     remote.begin_step(depth=1, draft=True)
-    hidden, residual = layer.attention_half(positions, hidden, residual)
+    hidden, residual, encoded = layer.attention_half(positions, hidden, residual)
     with remote.sending(layer.index, 0, len(hidden)):
         weights, ids = layer.route(hidden)
-        remote.send(layer.index, 0, hidden, ids, weights)
+        remote.send(layer.index, 0, hidden, ids, weights, encoded)
     output = remote.recv(0).clone()  # the next step overwrites the receive slot
     remote.end_step()
     return output, residual

@@ -18,6 +18,7 @@ from afd.control.connect import client_for
 from afd.control.ending import exit_if_refused
 from afd.depth import AUTO, depth_of
 from afd.errors import AfdError
+from afd.host.logs import say_phase
 from afd.metrics import at_scrape
 from afd.metrics.decode_steps import DecodeSteps
 from afd.metrics.role import RoleMetrics, Weights
@@ -28,6 +29,7 @@ from afd.topology import PINNED_SPIN_US
 from afd.wire.streams_torch import make_streams, runtime_of, torch_device
 from afd_comm import Region, VerbsOptions
 from attention_worker.draft_layer import DraftExperts
+from attention_worker.fused import Wanted
 from attention_worker.ranks import Ranks
 from attention_worker.remote.host import RemoteExperts
 from attention_worker.remote.observer import ReplayObserver
@@ -146,6 +148,7 @@ class AttentionInstance:
             region.set_spin_us(PINNED_SPIN_US)
         control = client_for(role, resolved.contract)
         metrics.decode_depths = lambda: control.members.depths
+        say_phase(logger, "joining the control plane")
         generation = control.join(
             addresses=tuple(region.addresses),
             api_url="" if role.rank else f"http://{deployment.attention.host}:{role.api_port}",
@@ -157,6 +160,7 @@ class AttentionInstance:
         exit_if_refused(control)
         instance = cls(role, resolved, control, region, metrics, scraper, ranks)
         logger.info("%s joined as generation %d (pid %d)", role.id, generation, os.getpid())
+        say_phase(logger, "building the model")
         return instance
 
     def serve(self, model: AttentionModel, draft: AttentionModel | None = None) -> None:
@@ -183,11 +187,13 @@ class AttentionInstance:
                 self._resolved.model.architecture,
                 self._resolved.family.split,
             )
+        say_phase(logger, "connecting to the FFN instances")
         self.remote.connect(self._resolved.deployment.deadlines.start_s)
         shape, experts = self._resolved.model, self._ranks.experts(self.remote)
         model.attach(experts, shape.step_layers)
         if draft is not None:
             draft.attach(experts, shape.draft_layers)
+        say_phase(logger, "finishing vLLM's start")
         self._control.set_state("ready")
         self._metrics.ready = True
 
@@ -217,6 +223,18 @@ class AttentionInstance:
     @property
     def family(self) -> Family:
         return self._resolved.family
+
+    @property
+    def wanted_fusion(self) -> Wanted:
+        """What the deployment asks of the fused kernels (:mod:`attention_worker.fused`)."""
+        resolved, attention = self._resolved, self._resolved.deployment.attention
+        return Wanted(
+            attention.fused,
+            resolved.a2f.tag,
+            resolved.model.hidden,
+            self._ranks.count,
+            scales_measured="--calculate-kv-scales" in attention.vllm_args,
+        )
 
     @property
     def max_depth(self) -> int:

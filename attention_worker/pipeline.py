@@ -3,13 +3,15 @@
 Knows neither vLLM nor the wire: layers, remote experts and micro-batches are passed in.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import nn
+
+from afd.wire.rows_torch import EncodedRows
 
 
 class Layer(Protocol):
@@ -20,7 +22,7 @@ class Layer(Protocol):
 
     def attention_half(
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    ) -> tuple[torch.Tensor, torch.Tensor, EncodedRows | None]: ...
 
     def route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
 
@@ -49,8 +51,12 @@ class Experts(Protocol):
         hidden: torch.Tensor,
         ids: torch.Tensor,
         weights: torch.Tensor,
+        encoded: EncodedRows | None = None,
     ) -> None:
-        """Sends the rows of one micro-batch. Does not wait for the answers."""
+        """Sends the rows of one micro-batch. Does not wait for the answers.
+
+        encoded: the rows in the format of the wire; None: ``hidden`` has to be encoded.
+        """
 
     def recv(self, micro_batch: int) -> torch.Tensor:
         """Waits for the answers to a micro-batch. Returns the FFN output of its rows."""
@@ -67,6 +73,7 @@ class MicroBatch:
     positions: [rows]. hidden, residual: model dtype [rows, hidden].
     padding: bool [rows, 1], True for rows that belong to no request; None: there are no such rows.
     in_flight: sent to the experts; the answers have not been received.
+    tapped: inputs of the layers that a draft model reads, model dtype [rows, hidden] each.
     """
 
     index: int
@@ -76,6 +83,12 @@ class MicroBatch:
     residual: torch.Tensor | None = None
     padding: torch.Tensor | None = None
     in_flight: bool = False
+    tapped: list[torch.Tensor] = field(default_factory=list)
+
+    def tap(self) -> None:
+        """Keeps a copy of the input of the next layer: the later ones work in place."""
+        added = self.hidden.clone() if self.residual is None else self.hidden + self.residual
+        self.tapped.append(added)
 
 
 def run_layers(
@@ -83,6 +96,7 @@ def run_layers(
     norm: nn.Module,
     remote: Experts,
     batches: Sequence[MicroBatch],
+    tapped: Collection[int] = (),
 ) -> torch.Tensor:
     """Runs all decoder layers and the final norm.
 
@@ -90,6 +104,10 @@ def run_layers(
     that is in the FFN (Step-3 report, section 3: three stages). So this side waits for the FFN in
     ``recv`` only. (``begin_step`` may wait for FFN ranks that were lost, and in host form ``send``
     waits for this side's own device.)
+
+    Args:
+        tapped: layers whose inputs are kept in the micro-batches; len(layers): the input of the
+            final norm.
 
     Returns:
         hidden states of all micro-batches in order, model dtype [tokens, hidden].
@@ -100,8 +118,10 @@ def run_layers(
             if batch.in_flight:
                 batch.hidden = remote.recv(batch.index)
                 batch.in_flight = False
+            if layer.index in tapped:
+                batch.tap()
             with batch.activate():
-                batch.hidden, batch.residual = layer.attention_half(
+                batch.hidden, batch.residual, encoded = layer.attention_half(
                     batch.positions, batch.hidden, batch.residual
                 )
                 if layer.is_remote:
@@ -109,13 +129,15 @@ def run_layers(
                         weights, ids = layer.route(batch.hidden)
                         if batch.padding is not None:
                             ids.masked_fill_(batch.padding, -1)  # no routed expert computes them
-                        remote.send(layer.index, batch.index, batch.hidden, ids, weights)
+                        remote.send(layer.index, batch.index, batch.hidden, ids, weights, encoded)
                     batch.in_flight = True
                 else:
                     batch.hidden = layer.local_ffn(batch.hidden)
     for batch in batches:
         if batch.in_flight:
             batch.hidden = remote.recv(batch.index)
+        if len(layers) in tapped:
+            batch.tap()
     outputs = [norm(batch.hidden, batch.residual)[0] for batch in batches]
     remote.end_step()
     # Also copies the output of a single micro-batch. It may be in a receive slot, because the norm

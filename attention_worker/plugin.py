@@ -1,9 +1,10 @@
 """Entry point ``vllm.general_plugins``: vLLM calls :func:`register` in every process it starts."""
 
+import logging
 import os
 
 from afd.config.roles import ROLE_FILE_ENV, load_role
-from afd.host.logs import print_our_logs
+from afd.host.logs import print_our_logs, say_phase
 
 
 def register() -> None:
@@ -18,6 +19,7 @@ def register() -> None:
     if role.role != "attention":
         return
     print_our_logs()
+    say_phase(logging.getLogger("afd.attention"), "starting vLLM's engine")
     # Imported late: every vLLM process of the environment loads this module, and most return above.
     from attention_worker.vllm_hooks.register import register_model
 

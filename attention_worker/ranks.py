@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from afd.schedule import row_shares
+from afd.wire.rows_torch import EncodedRows
 from attention_worker.draft_layer import DraftExperts
 
 
@@ -98,7 +99,9 @@ class RowShares:
         hidden: torch.Tensor,
         ids: torch.Tensor,
         weights: torch.Tensor,
+        encoded: EncodedRows | None = None,
     ) -> None:
+        assert encoded is None, "a rank sends a share of the rows, which it encodes itself"
         rows = self._rows[micro_batch] = len(hidden)
         each = rows_per_rank(rows, self._ranks.count)
         first = self._ranks.rank * each

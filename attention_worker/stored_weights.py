@@ -24,8 +24,11 @@ _SCALES_OF_CACHE = ("k_scale", "v_scale", "q_scale", "prob_scale", "kv_scale", "
 _DRAFT = re.compile(r"model\.layers\.(\d+)\.")
 
 
-def _is_draft(name: str, layers: int) -> bool:
-    """Returns whether a tensor belongs to a layer behind the last of ``layers`` decoder layers."""
+def _is_draft(name: str, prefix: str, layers: int) -> bool:
+    """Returns whether a tensor belongs to the draft layers: it begins with ``prefix``, or is of a
+    layer behind the last of ``layers`` decoder layers."""
+    if prefix:
+        return name.startswith(prefix)
     found = _DRAFT.match(name)
     return found is not None and int(found[1]) >= layers
 
@@ -53,7 +56,7 @@ class AttentionTensors:
         self._table: Table = {
             name: info
             for name, info in tensor_table(path).items()
-            if _is_draft(name, model.num_layers) is drafts
+            if _is_draft(name, self._family.draft_prefix, model.num_layers) is drafts
         }
         self._architecture = model.architecture
         self._linears: dict[str, StoredLinear] = {}

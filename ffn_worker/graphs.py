@@ -23,7 +23,7 @@ from afd_comm import Status, StepPlan
 from ffn_worker.announced_host import AnnouncedHost
 from ffn_worker.observers import ReplayReports, StreamObserver
 from ffn_worker.pipeline import Pipeline
-from ffn_worker.pool.calls import Call
+from ffn_worker.pool.calls import Call, Sender
 from ffn_worker.pool.peers import Peer
 from ffn_worker.stream_exchange import StepShape, StreamExchange
 
@@ -74,7 +74,10 @@ class Graph:
 
 
 class StreamSteps:
-    """Captures the graphs of this rank and runs announced steps."""
+    """Captures the graphs of this rank and runs announced steps.
+
+    exchange, reports: of all steps. recorder: turns a step into what runs it.
+    """
 
     def __init__(
         self,
@@ -88,17 +91,18 @@ class StreamSteps:
     ) -> None:
         """late_us: how long a step may wait for a request, microseconds."""
         self._pipeline = pipeline
-        self._exchange = exchange
+        self.exchange = exchange
         self._on_host = on_host
-        self._reports = reports
+        self.reports = reports
         self._metrics = metrics
         self._sizes = sizes
         self._late_us = late_us
         device = pipeline.model.device
         captures = pipeline.capturable and device_of_torch(device.type).captures_graphs
-        self._recorder: Recorder = DeviceGraphs(device) if captures else EachTime()
+        self.recorder: Recorder = DeviceGraphs(device) if captures else EachTime()
         self._graphs: dict[StepShape, Graph] = {}
         self._greeted: dict[int, Peer] = {}
+        self._last_senders: Sequence[Sender | None] = ()
         self._phase = Captured.START
 
     def capture_all(self) -> None:
@@ -109,7 +113,7 @@ class StreamSteps:
             PeerLost, DeadlineExceeded: a rank of this instance did not keep up.
         """
         began = time.monotonic()
-        self._exchange.allocate(self._sizes.largest)
+        self.exchange.allocate(self._sizes.largest)
         for bucket, depth in self._sizes.all():
             self._capture(StepShape(bucket, depth))
         self._phase = Captured.AFTER
@@ -126,10 +130,9 @@ class StreamSteps:
         graph = self._graphs.get(StepShape(step.order.bucket, step.order.depth))
         if graph is None:
             return self._on_host.run(step)
-        exchange, table = self._exchange, self._exchange.table
-        peers = [sender.peer for sender in step.senders if sender is not None]
-        self._greet(peers)
-        table.fill(step.order.parts, [sender is not None for sender in step.senders])
+        exchange, table = self.exchange, self.exchange.table
+        self._greet(step.senders)
+        table.fill(step.order.parts, step.senders)
         exchange.begin_answers(graph.plan, self._late_us)
         try:
             observer = graph.run()
@@ -139,35 +142,40 @@ class StreamSteps:
         statuses = exchange.wait_for_step()
         self._pipeline.reduce.check()
         self._metrics.steps[step.order.depth] += 1
-        failed = [(p, statuses[p.index]) for p in peers if statuses[p.index] != Status.OK]
-        if not failed:
-            self._reports.report(observer, table.rows_of_step)
-        return failed
+        if statuses.count(Status.OK) == len(statuses):  # those who do not take part are OK
+            self.reports.report(observer, table.rows_of_step)
+            return []
+        peers = [sender.peer for sender in step.senders if sender is not None]
+        return [(p, statuses[p.index]) for p in peers if statuses[p.index] != Status.OK]
 
     def forget_all_but(self, peers: Sequence[Peer]) -> None:
         """Frees the links of ended sessions."""
         staying = {id(peer) for peer in peers}
         for index, peer in list(self._greeted.items()):
             if id(peer) not in staying:
-                self._exchange.gate.clear_peer(index)
+                self.exchange.gate.clear_peer(index)
                 del self._greeted[index]
+                self._last_senders = ()
 
-    def _greet(self, peers: Sequence[Peer]) -> None:
-        for peer in peers:
-            if self._greeted.get(peer.index) is not peer:
-                self._exchange.greet(peer)
-                self._greeted[peer.index] = peer
+    def _greet(self, senders: Sequence[Sender | None]) -> None:
+        if senders is self._last_senders:  # most steps: the same take part
+            return
+        for sender in senders:
+            if sender is not None and self._greeted.get(sender.peer.index) is not sender.peer:
+                self.exchange.greet(sender.peer)
+                self._greeted[sender.peer.index] = sender.peer
+        self._last_senders = senders
 
     def _capture(self, shape: StepShape) -> None:
         self._warm_up(shape)
-        run = self._recorder.capture(partial(self._record, shape))
-        self._graphs[shape] = Graph(self._exchange.plan(shape), run)
+        run = self.recorder.capture(partial(self._record, shape))
+        self._graphs[shape] = Graph(self.exchange.plan(shape), run)
         self._metrics.graph_captures[self._phase] += 1
 
     def _warm_up(self, shape: StepShape) -> None:
         """Compiles and loads the kernels of this shape before it is captured: inside a capture, or
         behind a wait, the driver would wait for an idle device (comm/README.md)."""
-        exchange, slots = self._exchange, self._exchange.slots
+        exchange, slots = self.exchange, self.exchange.slots
         rows = next(exchange.calls(shape)).rows
         exchange.table.load()
         slots.read_bucket(0, shape.bucket, exchange.table.of(0))
@@ -179,7 +187,7 @@ class StreamSteps:
 
     def _record(self, shape: StepShape) -> StreamObserver:
         """Enqueues all expert calls of a step."""
-        exchange, observer = self._exchange, self._reports.observer(self._exchange.streams)
+        exchange, observer = self.exchange, self.reports.observer(self.exchange.streams)
         observer.begin()
         exchange.begin_step()
         self._pipeline.run(exchange.calls(shape), exchange, observer)

@@ -10,7 +10,7 @@ from afd.wire.layout import Kind
 from afd.wire.message import message
 from afd.wire.slot_view_torch import RoutedRows
 from afd.wire.streams_torch import synchronize
-from afd_comm import Header, Message, Status, make_flag
+from afd_comm import Header, Message, Status
 from ffn_worker.call_watchdog import CallClock
 from ffn_worker.experts.moves import ExpertMoves
 from ffn_worker.pool.calls import Call, Sender
@@ -87,7 +87,7 @@ class HostExchange:
             tag=self._slots.answer_layout.tag,
             step=request.step,
         )
-        doorbell = make_flag(peer.session, peer.seq[mb])  # that of the request
+        doorbell = peer.doorbells.item(mb) - 1  # that of the request
         # answer_to returns the request's time stamps to its sender.
         self._deliver(peer, answer, doorbell, request.answer_to)
 

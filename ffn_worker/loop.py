@@ -51,7 +51,7 @@ class FfnLoop:
         self._pipeline = Pipeline(model, reduce)
         self._exchange = HostExchange(self._slots, reduce, self.clock, self.moves)
         self._observer = HostObserver(resolved, rank.metrics)
-        self._steps = self._stream_steps(reduce)
+        self.steps = self._stream_steps(reduce)
         membership = Membership(rank, self._table, self.moves)
         self._source = make_source(
             resolved,
@@ -97,7 +97,7 @@ class FfnLoop:
     @torch.inference_mode()
     def capture_graphs(self) -> None:
         """Captures all graphs before this rank is ready, so that no user waits for a capture."""
-        self._steps.capture_all()
+        self.steps.capture_all()
 
     def run(self) -> None:
         """Serves until ``stopping`` is set.
@@ -123,12 +123,12 @@ class FfnLoop:
             if self.stopping:
                 return
             if call is None:  # no message came for a while
-                self._steps.forget_all_but(self._table.peers)
+                self.steps.forget_all_but(self._table.peers)
                 continue
             self.rank.pool.tell(call.order)
             if call.order.kind == Kind.STEP:
                 if call.order.bucket:
                     self.moves.settle(call.order.settled)
-                self._late.drop_failed(self._steps.run(call))
+                self._late.drop_failed(self.steps.run(call))
             else:
                 yield call

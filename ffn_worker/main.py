@@ -1,5 +1,6 @@
 """Start-up and shutdown of an FFN instance (``afd ffn``)."""
 
+import gc
 import logging
 import os
 import signal
@@ -21,6 +22,7 @@ from afd.devices import device_named
 from afd.errors import PeerLost
 from afd.host.affinity import bind_process
 from afd.host.load_progress import loading
+from afd.host.logs import PHASE, say_phase
 from afd.metrics import at_scrape
 from afd.metrics.role import RoleMetrics, Weights
 from afd.metrics.server import serve_metrics
@@ -88,6 +90,7 @@ def run_ffn(role: RoleSpec) -> None:
         if pool.inbox is not None:
             pool.inbox.region.set_spin_us(PINNED_SPIN_US)
     try:
+        say_phase(logger, "joining the control plane")
         generation = control.join(
             addresses=tuple(region.addresses),
             order_addresses=pool.addresses,
@@ -98,6 +101,7 @@ def run_ffn(role: RoleSpec) -> None:
         control.report_work(lambda: work_of(metrics))
         model = _load(role, resolved, metrics, control.members)
         if device_named(deployment.ffn.device).has_streams:
+            say_phase(logger, "compiling kernels")
             _compile(model, resolved)
         pool.meet(_collective(resolved, place), deployment.deadlines.start_s)
         loop = FfnLoop(FfnRank(resolved, region, control, model, pool, metrics))
@@ -111,11 +115,14 @@ def run_ffn(role: RoleSpec) -> None:
         )
         watch.start(exit_now)
         if replays(deployment, resolved.family):
+            say_phase(logger, "capturing graphs")
             loop.capture_graphs()
+        gc.freeze()  # a collection of all that was loaded would take a tenth of a second of a step
         control.set_state("ready")
         metrics.ready = True
         logger.info(
-            "ready: generation %d, backend %s, %s weights",
+            "%sready: generation %d, backend %s, %s weights",
+            PHASE,
             generation,
             model.backend_name,
             model.banks.scheme.value,

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from afd.schedule import row_shares, split_rows
 from ffn_worker.pool.order_format import Part, Parts
 
 
@@ -20,43 +21,51 @@ class RowTable:
     """
 
     def __init__(
-        self, instances: int, max_depth: int, device: torch.device, *, rank: int, tp: int
+        self,
+        instances: int,
+        max_depth: int,
+        most_rows: int,
+        device: torch.device,
+        *,
+        rank: int,
+        tp: int,
     ) -> None:
-        """rank, tp: this rank's number in its FFN instance, and its ranks."""
-        self._rank, self._tp = rank, tp
+        """most_rows: of one instance in a step. rank, tp: this rank's number in its FFN instance,
+        and its ranks."""
         pinned = device.type != "cpu"
         shape = (max_depth, instances)
         self._host = torch.zeros(shape, dtype=torch.int32, pin_memory=pinned)
         self._device = torch.zeros(shape, dtype=torch.int32, device=device)
         self._rows = self._host.numpy()
-        self._micro_batches = np.arange(max_depth).reshape(-1, 1)
+        self._totals = np.zeros(instances, np.int32)  # rows of the whole step
         self.depths = np.zeros(instances, np.int32)
         self.answers = np.zeros((instances, max_depth), np.int32)
         self.firsts = np.zeros_like(self.answers)
+        # By rows of the step, depth and micro-batch; so a step takes look-ups only.
+        self._split = np.zeros((most_rows + 1, max_depth + 1, max_depth), np.int32)
+        for depth in range(1, max_depth + 1):
+            for rows in range(most_rows + 1):
+                self._split[rows, depth, :depth] = split_rows(rows, depth)
+        shares = [row_shares(rows, tp)[rank] for rows in range(most_rows + 1)]
+        self._share = np.array(shares, np.int32)  # first row and end of this rank's, by rows
+        self._alone = tp == 1
 
-    def fill(self, parts: Sequence[Part], present: Sequence[bool]) -> None:
-        """Takes the parts of an announced step. Those that are not present count as absent."""
+    def fill(self, parts: Sequence[Part], senders: Sequence[object]) -> None:
+        """Takes the parts of an announced step. Those without a sender count as absent."""
         fields = Parts.of(parts).table
-        if not all(present):
-            fields = fields[np.asarray(present, bool)]
-        attention, rows, depth = (
-            fields[name].astype(np.int64) for name in ("attention", "rows", "depth")
-        )
-        self.depths[:] = 0
-        self.depths[attention] = depth
-        # afd.schedule.split_rows: the last micro-batch has the remainder.
-        each = rows // depth
-        sent = (self._micro_batches < depth) * each
-        sent[depth - 1, np.arange(len(depth))] = rows - each * (depth - 1)
-        self._rows[:] = 0
-        self._rows[:, attention] = sent
-        # afd.schedule.row_shares: the first ranks have one row more.
-        if self._tp == 1:
-            self.answers[:] = self._rows.T
+        if None in senders:
+            fields = fields[[sender is not None for sender in senders]]
+        attention, totals, depths = fields["attention"], self._totals, self.depths
+        totals[:] = depths[:] = 0
+        totals[attention], depths[attention] = fields["rows"], fields["depth"]
+        sent = self._split[totals, depths]
+        self._rows[:] = sent.T
+        if self._alone:
+            self.answers[:] = sent
         else:
-            each, longer = self._rows // self._tp, self._rows % self._tp
-            self.answers[:] = (each + (self._rank < longer)).T
-            self.firsts[:] = (self._rank * each + np.minimum(self._rank, longer)).T
+            shares = self._share[sent]
+            self.firsts[:] = shares[..., 0]
+            self.answers[:] = shares[..., 1] - shares[..., 0]
 
     def rows_of_step(self) -> list[int]:
         """Returns the rows of each micro-batch, over all attention instances."""

@@ -82,7 +82,9 @@ class StreamExchange:
         instances, depth = resolved.slots.attention_ranks, resolved.contract.max_depth
         self.slots = slots
         self.streams = streams
-        self.table = RowTable(instances, depth, device, rank=place.rank, tp=place.tp)
+        buckets = enumerate(resolved.contract.graph_buckets, start=1)
+        most_rows = max((d * sizes[-1] for d, sizes in buckets if sizes), default=0)
+        self.table = RowTable(instances, depth, most_rows, device, rank=place.rank, tp=place.tp)
         self.gate = StepGate(slots.region, peers=instances, lanes=depth)
         self._place = place
         self._instances = instances

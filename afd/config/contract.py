@@ -28,6 +28,7 @@ REMEDIES: dict[str, str] = {
     "attention_tp": _SAME_FILE,
     "ffn_instances": _SAME_FILE,
     "ffn_tp": _SAME_FILE,
+    "elastic": _SAME_FILE,
     "reduce": _SAME_FILE,
     "dispatch": _SAME_FILE,
     "shared_experts": _SAME_FILE,
@@ -44,7 +45,8 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model_hash: fingerprint of the checkpoint, hex.
     dtype: serving dtype ("bfloat16", ...). wire: format of the rows ("fp8", "mxfp4 e4m3fnuz", ...).
     capacity_rows: rows per slot. max_depth: largest number of micro-batches per step.
-    attention_instances: how many can run at a time. attention_tp: ranks of each.
+    attention_instances, ffn_instances: how many can run at a time. attention_tp: ranks of each.
+    elastic: FFN instances come and go, so some may hold no experts (``ffn.max_instances`` is set).
     ffn_tp: ranks per FFN instance. reduce: format of their partial results ("exact", "int4", ...).
     dispatch, shared_experts: the deployment file's values, with ``auto`` resolved.
     expert_slots: FFN instance j holds the expert slots [expert_slots[j], expert_slots[j + 1]).
@@ -66,6 +68,7 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     attention_tp: int
     ffn_instances: int
     ffn_tp: int
+    elastic: bool
     reduce: str
     dispatch: str
     shared_experts: str

@@ -213,13 +213,14 @@ class Deployment(Section):
     def places(self) -> tuple[HostPlaces, ...]:
         """Which host runs which instances; one nameless host if the file names none."""
         attention, ffn = self.attention, self.ffn
+        each = attention.tp * _takes_gpus(attention.device), ffn.tp * _takes_gpus(ffn.device)
         found = places_of(
             self.hosts,
-            Pool("attention", attention.capacity, attention.tp * _takes_gpus(attention.device)),
-            Pool("ffn", ffn.instances, ffn.tp * _takes_gpus(ffn.device)),
+            Pool("attention", attention.capacity, each[0], attention.instances),
+            Pool("ffn", ffn.capacity, each[1], ffn.instances),
             shared=self.gpus is not None,
         )
-        return tuple(place.started(attention.instances) for place in found)
+        return tuple(place.started(attention.instances, ffn.instances) for place in found)
 
     def place_of(self, host: str) -> HostPlaces:
         """What runs on one host. host: its name; "" if the file names no hosts."""
@@ -237,6 +238,7 @@ class Deployment(Section):
 
 PATHS = (
     ("model",),
+    ("attention", "speculation", "model"),
     ("control", "keys"),
     ("ffn", "placement"),
     ("gateway", "api_keys"),

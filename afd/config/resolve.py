@@ -14,7 +14,14 @@ from afd.graph_sizes import GraphSizes, captured_rows
 from afd.models import Family, MoeModel, fields, read_config, read_model
 from afd.models.checkpoint import fingerprint
 from afd.placement.dispatch import Dispatch, cheaper_dispatch
-from afd.placement.tables import Placement, contiguous, load_placement, slot_bounds
+from afd.placement.tables import (
+    Placement,
+    contiguous,
+    holders,
+    load_placement,
+    slot_bounds,
+    spread,
+)
 from afd.schedule import row_shares
 from afd.topology import SlotMap, expert_ranges, width_slices
 from afd.wire.layout import SlotLayout, layouts
@@ -131,8 +138,9 @@ def resolve(deployment: Deployment) -> Resolved:
         max_depth=depth,
         attention_instances=attention.capacity,
         attention_tp=attention.tp,
-        ffn_instances=deployment.ffn.instances,
+        ffn_instances=deployment.ffn.capacity,
         ffn_tp=deployment.ffn.tp,
+        elastic=deployment.ffn.max_instances is not None,
         reduce=deployment.ffn.reduce,
         dispatch=dispatch,
         shared_experts="rows" if by_rows else "slices",
@@ -180,9 +188,16 @@ def _model(deployment: Deployment) -> tuple[Family, MoeModel]:
     family, model = read_model(deployment.model)
     _check_device(deployment, family, model)
     speculation = deployment.attention.speculation
+    if speculation is not None and speculation.method == "eagle3" and not family.eagle3:
+        raise ConfigError(
+            f"{model.architecture} is not served with EAGLE-3 heads; set"
+            " attention.speculation.method to ngram, or remove it"
+        )
     if speculation is None or speculation.method != "mtp":
         return family, model
-    config = {"num_nextn_predict_layers": 0, **read_config(deployment.model)}
+    # Qwen3-Next has one draft layer and does not say so (vLLM 0.26 models/qwen3_next_mtp.py).
+    unsaid = int(bool(family.draft_prefix))
+    config = {"num_nextn_predict_layers": unsaid, **read_config(deployment.model)}
     drafts = fields.integer(config, "num_nextn_predict_layers", minimum=0)
     if not drafts or not family.mtp[0]:
         why = "has no draft layers" if family.mtp[0] else "is not served with its draft layers"
@@ -209,17 +224,32 @@ def _check_device(deployment: Deployment, family: Family, model: MoeModel) -> No
 
 def _placement(deployment: Deployment, model: MoeModel) -> Placement:
     ffn, layers = deployment.ffn, len(model.moe_layers)
-    bounds = slot_bounds(model.num_experts, ffn.instances, ffn.redundant_experts)
+    experts, spare = model.num_experts, ffn.redundant_experts
+    bounds = slot_bounds(experts, ffn.instances, spare, ffn.max_instances)
+    if ffn.placement is None and ffn.max_instances is None:
+        return contiguous(experts, bounds, layers)
     if ffn.placement is None:
-        return contiguous(model.num_experts, bounds, layers)
-    return load_placement(ffn.placement, model.num_experts, bounds, layers)
+        return Placement(bounds, (spread(experts, bounds, range(ffn.instances), spare),) * layers)
+    found = load_placement(ffn.placement, experts, bounds, layers)
+    absent = [j for j in holders(found.tables, bounds) if j >= ffn.instances]
+    if absent:
+        raise ConfigError(
+            f"ffn.placement {ffn.placement} has experts on instance {absent[0]}, but ffn.instances"
+            f" is {ffn.instances}; raise it, or make a new file with `afd placement`"
+        )
+    return found
 
 
 def _dispatch(deployment: Deployment, model: MoeModel, graphs: bool) -> Dispatch:
+    if graphs and deployment.ffn.max_instances is not None:
+        raise ConfigError(
+            "ffn.max_instances lets FFN instances come and go, but a captured graph sends to those"
+            " of its capture; set pipeline.graphs: false, or remove ffn.max_instances"
+        )
     wanted = deployment.wire.dispatch
     if wanted != "auto":
         return wanted
-    if deployment.ffn.instances == 1 or (graphs and _sends_whole_buffers(deployment)):
+    if deployment.ffn.capacity == 1 or (graphs and _sends_whole_buffers(deployment)):
         return "broadcast"
     ranges = expert_ranges(model.num_experts, deployment.ffn.instances)
     return cheaper_dispatch([end - start for start, end in ranges], model.top_k)
@@ -239,4 +269,5 @@ def _shared_by_rows(deployment: Deployment, dispatch: Dispatch) -> bool:
             "ffn.shared_experts slices needs every row on every FFN instance, but wire.dispatch is"
             " routed; use ffn.shared_experts rows or wire.dispatch broadcast"
         )
-    return dispatch == "routed" if wanted == "auto" else wanted == "rows"
+    rows = dispatch == "routed" or deployment.ffn.max_instances is not None
+    return rows if wanted == "auto" else wanted == "rows"

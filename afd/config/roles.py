@@ -106,18 +106,21 @@ def gpu_processes(deployment: Deployment, host: str) -> list[tuple[str, int, int
     """Returns (role, index, rank) of the processes with a GPU on one host, by number of the GPU.
 
     Attention ranks take the first GPUs, FFN ranks the following ones, then colocated prefill
-    instances, and attention instances that can be added the last.
+    instances, and instances that can be added the last.
     """
     place, tp = deployment.place_of(host), deployment.attention.tp
     found: list[tuple[str, int, int]] = []
     on_gpus = bool(device_named(deployment.attention.device).visible_variables)
+    ffn_on_gpus = bool(device_named(deployment.ffn.device).visible_variables)
     if on_gpus:
         found += [("attention", i, rank) for i in place.attention for rank in range(tp)]
-    if device_named(deployment.ffn.device).visible_variables:
+    if ffn_on_gpus:
         found += [("ffn", j, rank) for j in place.ffn for rank in range(deployment.ffn.tp)]
     if on_gpus:
         found += [("prefill", i, 0) for i in range(deployment.prefill.colocated)]
-    return found + [("attention", i, r) for i in place.spare if on_gpus for r in range(tp)]
+    found += [("attention", i, r) for i in place.spare if on_gpus for r in range(tp)]
+    ranks = range(deployment.ffn.tp if ffn_on_gpus else 0)
+    return found + [("ffn", j, rank) for j in place.spare_ffn for rank in ranks]
 
 
 def load_role(path: str | Path | None = None) -> RoleSpec:

@@ -22,6 +22,9 @@ CoreLists = Literal["auto"] | tuple[Cores, ...]
 Device = Annotated[str, AfterValidator(device_value)]
 
 MAX_DEPTH = 3
+MAX_FFN_ROOM = 32
+"""Most FFN instances of a deployment in which they come and go: a request names its receivers in
+one 32-bit word (afd/wire/message.py)."""
 _KERNELS = {
     choice.name: choice
     for choice in (
@@ -52,8 +55,11 @@ class Speculation(Section):
     """
 
     # ngram: drafts are what followed the same tokens earlier in the request; no draft model.
-    # mtp: the checkpoint's draft layers make them
-    method: Literal["ngram", "mtp"] = "ngram"
+    # mtp: the checkpoint's draft layers make them. eagle, eagle3: a draft model does, which every
+    # attention instance holds
+    method: Literal["ngram", "mtp", "eagle", "eagle3"] = "ngram"
+    # Folder of the draft model of eagle and eagle3, relative to the deployment file
+    model: Path | None = Field(default=None, description="the path of an EAGLE head, or null")
     num_speculative_tokens: int = Field(default=3, ge=1, le=16)  # drafts per request and step
     prompt_lookup_min: int = Field(default=2, ge=1)  # ngram: tokens of the shortest match
     prompt_lookup_max: int = Field(default=5, ge=1)  # ngram: tokens of the longest match
@@ -65,7 +71,18 @@ class Speculation(Section):
                 f"prompt_lookup_min {self.prompt_lookup_min} is above prompt_lookup_max"
                 f" {self.prompt_lookup_max}; lower prompt_lookup_min"
             )
+        if (self.model is not None) is not self.has_model:
+            raise ValueError(
+                f"method {self.method} needs a draft model; set model to its folder"
+                if self.has_model
+                else f"method {self.method} has no draft model of its own; remove model"
+            )
         return self
+
+    @property
+    def has_model(self) -> bool:
+        """Whether the drafts come from a model beside the checkpoint."""
+        return self.method in ("eagle", "eagle3")
 
 
 class Attention(Section):
@@ -96,6 +113,8 @@ class Attention(Section):
     # with one key/value head, device cuda only (docs/gpu.md); aiter, triton: vLLM's backends of
     # these names, device rocm only (docs/amd.md)
     kernel: Literal["vllm", "mqa", "aiter", "triton"] = "vllm"
+    # Norms, rotation, cache write and FP8 rows in few kernels; auto: if device and model allow it
+    fused: Literal["auto"] | bool = Field(default=False, description="auto, true or false")
     speculation: Speculation | None = None  # null: one new token per request and step
     # Extra arguments for vLLM's server, passed unchanged; those that AFD sets itself or does not
     # support are refused
@@ -114,6 +133,8 @@ class Attention(Section):
         check_device("kernel", _KERNELS[self.kernel], self.device, "leave kernel at vllm")
         if refused := refusal(self.vllm_args):
             raise ValueError(f"vllm_args has {refused}")
+        if self.fused is True and self.device != "cuda":
+            raise ValueError(f"fused true needs device cuda, not {self.device}; leave it at auto")
         if self.max_num_batched_tokens < self.max_num_seqs * self.decode_rows:
             raise ValueError(
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs"
@@ -152,7 +173,16 @@ class Ffn(Section):
     """The FFN instances. They divide the experts of every layer among them; each instance is
     ``tp`` processes (ranks)."""
 
-    instances: int = Field(default=1, ge=1)  # number of FFN instances
+    instances: int = Field(default=1, ge=1)  # number of FFN instances at the start
+    # Instances that can run at a time, with those that `afd ctl add ffn` adds. Slots, keys and GPUs
+    # are kept for all of them, and each has room for its share of the experts among the
+    # ``instances`` of the start. null: their number is fixed (docs/elasticity.md)
+    max_instances: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_FFN_ROOM,
+        description=f"a whole number from instances to {MAX_FFN_ROOM}, or null",
+    )
     tp: int = Field(default=1, ge=1)  # ranks per instance; each holds a slice of every expert
     # Format in which the ranks of an instance add up partial results: exact, or a block format
     # that sends fewer bytes and rounds (docs/allreduce.md)
@@ -195,6 +225,16 @@ class Ffn(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Ffn:
+        if self.capacity < self.instances:
+            raise ValueError(
+                f"max_instances {self.max_instances} is below instances {self.instances};"
+                " raise max_instances, or remove it"
+            )
+        if self.max_instances is not None and self.shared_experts == "slices":
+            raise ValueError(
+                "shared_experts slices cuts the shared experts for a fixed number of instances, but"
+                " max_instances is set; use rows or auto, or remove max_instances"
+            )
         _check_core_lists(self.cpus, self.ranks)
         if self.reduce != "exact" and self.tp == 1:
             raise ValueError(
@@ -225,9 +265,14 @@ class Ffn(Section):
         return self
 
     @property
+    def capacity(self) -> int:
+        """Instances that can run at a time."""
+        return self.instances if self.max_instances is None else self.max_instances
+
+    @property
     def ranks(self) -> int:
-        """Number of FFN processes of the deployment; each has one device."""
-        return self.instances * self.tp
+        """Ranks of all instances that can run; each has one device."""
+        return self.capacity * self.tp
 
 
 class Pipeline(Section):
@@ -327,7 +372,8 @@ class Gateway(Section):
     tls: Tls | None = None  # null: plain HTTP
     waiting: int = Field(default=1024, ge=0)  # requests that may wait for an attention instance
     waiting_s: float = Field(default=60.0, ge=0)  # how long they wait until one is back or free
-    replay_s: float = Field(default=120.0, ge=0)  # the same, for answers that have begun
+    replay_s: float = Field(default=120.0, ge=0)  # the same, for those that an instance lost
+    resume_s: float = Field(default=60.0, ge=0)  # answers of named requests stay; 0: not kept
 
 
 class Deadlines(Section):
@@ -345,9 +391,9 @@ class Restart(Section):
 
     max_restarts: int = Field(default=3, ge=0)  # per role within window_s; then the deployment ends
     window_s: float = Field(default=60.0, gt=0)  # seconds over which restarts are counted
-    # Keep a process on each host that has imported everything and takes over from a dead FFN rank.
-    # It saves about 2 s of a restart and takes 0.3 GiB
-    standby: bool = True
+    # Keep two processes on each host that have imported everything: forks of one replace dead FFN
+    # ranks (0.3 GiB), those of the other dead attention instances (0.6 GiB); ffn: only the first
+    standby: bool | Literal["ffn"] = Field(default=True, description="true, false or ffn")
 
 
 class Metrics(Section):

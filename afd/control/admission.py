@@ -39,7 +39,7 @@ def objection(
             return f"{name} refused: {describe(mismatches, holder)}"
     setting, instances = {
         "attention": ("attention.max_instances", hello.contract.attention_instances),
-        "ffn": ("ffn.instances", hello.contract.ffn_instances),
+        "ffn": ("ffn.max_instances", hello.contract.ffn_instances),
     }[hello.role]
     if hello.index >= instances:
         return (

@@ -32,7 +32,7 @@ def member_ids(deployment: Deployment) -> tuple[str, ...]:
         *(member_id("attention", i) for i in range(attention.capacity + _SPARE)),
         *(
             member_id("ffn", i, rank)
-            for i in range(ffn.instances + _SPARE)
+            for i in range(ffn.capacity + _SPARE)
             for rank in range(ffn.tp)
         ),
         *(member_id("gateway", i) for i in range(deployment.gateway.processes)),

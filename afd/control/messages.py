@@ -19,7 +19,7 @@ from afd.config.contract import Contract
 from afd.errors import ConfigError
 from afd.topology import member_id
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Incremented when a message changes its meaning; members of another protocol are refused."""
 MAX_MESSAGE_BYTES = 1 << 20
 """Both ends drop a connection that sends a larger message."""
@@ -96,8 +96,9 @@ Wish: TypeAlias = Literal["run", "drain", "restart", "remove"]
 class Seat(msgspec.Struct, frozen=True):
     """What operators want of one member (:mod:`afd.control.seats`).
 
-    wish: run; drain: it finishes its requests and gets no new ones; restart, remove: so, and then
-    its process ends. generation: the wish ends with this generation; 0: it stays.
+    wish: run; drain: it finishes its requests and gets no new ones (an FFN instance: no experts);
+    restart, remove: so, and then its process ends. generation: the wish ends with this generation;
+    0: it stays.
     """
 
     id: Text
@@ -116,8 +117,8 @@ class Members(msgspec.Struct, frozen=True, tag="members"):
     is number ``moves`` of all so far; attention instances follow it once ``switching``. moves_left:
     number of moves that are not finished. move_fault: why the last ones were cancelled.
 
-    seats: every attention instance that is wanted or still runs, by index, and FFN ranks that are
-    to restart.
+    seats: every attention and FFN instance that is wanted or still runs, by role and index, and
+    single FFN ranks that are to restart.
 
     seal: proves to a restarted server that an earlier run of it made this snapshot.
     """
@@ -142,7 +143,7 @@ class Members(msgspec.Struct, frozen=True, tag="members"):
         return next((m for m in self.members if (m.role, m.index, m.rank) == wanted), None)
 
     def seat(self, member: str) -> Seat | None:
-        """The seat of a member id; None: no process is wanted there, or nothing of an FFN rank."""
+        """The seat of a member id; None: no process is wanted there, or nothing of a rank."""
         return next((seat for seat in self.seats if seat.id == member), None)
 
     def of(self, role: str, *, state: State | None = None) -> tuple[Member, ...]:
@@ -245,9 +246,9 @@ class Drain(msgspec.Struct, frozen=True, tag="drain"):
 class SetSeat(msgspec.Struct, frozen=True, tag="set_seat"):
     """Sets the wish for one member. The reply is Members.
 
-    id: "attention-1"; "attention" with wish run: the first free seat. once: the wish ends with the
-    process that runs now. A member may only send this for itself, with drain and once: its process
-    got SIGTERM.
+    id: "attention-1"; "attention" or "ffn" with wish run: the first free seat. once: the wish ends
+    with the process that runs now. A member may only send this for itself, with drain and once: its
+    process got SIGTERM.
     """
 
     id: Text

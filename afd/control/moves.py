@@ -15,7 +15,7 @@ import msgspec
 
 from afd.config.contract import Contract
 from afd.control.messages import Members, Move
-from afd.placement.tables import Placement, Table, problem
+from afd.placement.tables import Placement, Table, holders, problem
 
 Where = tuple[int, Table]
 """(bank, expert in every slot) of one layer."""
@@ -58,6 +58,14 @@ def followed(members: Members) -> int:
     return members.moves - 1 if waits else members.moves
 
 
+def holding(members: Members, start: Placement, layers: Sequence[int]) -> tuple[int, ...]:
+    """Returns the FFN instances that hold experts, or are to hold some after the current move."""
+    tables = [table for _, table in settled(members, start, layers).values()]
+    if members.moving is not None:
+        tables.append(members.moving.experts)
+    return holders(tables, start.bounds)
+
+
 def completed(members: Members) -> int:
     """Number of the last move that all members have made."""
     return members.moves if members.moving is None else members.moves - 1
@@ -69,7 +77,7 @@ def objection(
     """Returns why experts cannot be moved to ``tables`` (one per MoE layer) now, or None."""
     if contract is None:
         return "no member holds experts; wait until the deployment is up"
-    if contract.ffn_instances == 1:
+    if contract.ffn_instances == 1:  # none can be added either
         return "there is one FFN instance, which holds all experts; there is nothing to move"
     if members.moving is not None:
         return (
@@ -81,6 +89,15 @@ def objection(
         reason = problem(table, contract.expert_slots, contract.num_experts)
         if reason is not None:
             return f"the table of layer {layer} is wrong: {reason}"
+    start = Placement(contract.expert_slots, contract.expert_map)
+    held = holding(members, start, contract.moe_layers)
+    then = {*holders(map(tuple, tables), start.bounds)}
+    if not contract.elastic and len(then) < contract.ffn_instances:
+        return "an FFN instance would hold no experts, which needs ffn.max_instances in the file"
+    new = then - {*held}
+    ready = {m.index for m in members.of("ffn", state="ready") if not m.rank}
+    if new - ready:
+        return f"ffn-{min(new - ready)} is not ready; add it with `afd ctl add ffn` first"
     return None
 
 
@@ -114,12 +131,13 @@ class Moves:
         if move is None:
             return None
         if not members.switching:
-            ranks = itertools.product(range(contract.ffn_instances), range(contract.ffn_tp))
+            start = Placement(contract.expert_slots, contract.expert_map)
+            users = holding(members, start, contract.moe_layers)
+            ranks = itertools.product(users, range(contract.ffn_tp))
             if any(done.get(("ffn", *rank), 0) < members.moves for rank in ranks):
                 return None
             return msgspec.structs.replace(members, switching=True)
-        users = [number for (role, *_), number in done.items() if role == "attention"]
-        if any(number < members.moves for number in users):
+        if any(n < members.moves for (role, *_), n in done.items() if role == "attention"):
             return None
         others = [m for m in members.moved if m.layer != move.layer]
         moved = tuple(sorted([*others, move], key=lambda m: m.layer))

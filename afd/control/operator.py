@@ -59,7 +59,7 @@ def set_seat(
     wish: m.Wish,
     deadline_s: float = 5.0,
 ) -> m.Members:
-    """Sets what is wanted of an attention instance (:class:`afd.control.messages.SetSeat`). The
+    """Sets what is wanted of an instance (:class:`afd.control.messages.SetSeat`). The
     supervisor of its host follows within a second. ConfigError says why it cannot be met."""
     return _ask(address, keys, m.SetSeat(member, wish), m.Members, deadline_s)
 

@@ -49,7 +49,7 @@ class Registry:
     Args:
         expected: the deployment's contract, if the server knows it; members must have this one.
         hosts: what the hosts of the deployment must share.
-        attention: how many attention instances are wanted at the start.
+        attention, ffn: how many instances are wanted at the start.
         seal: key of the seals of snapshots, the same for all runs of one deployment's server.
         clock: monotonic seconds. wall_clock: seconds since 1970.
     """
@@ -63,6 +63,7 @@ class Registry:
         depth: DepthPolicy = FIXED_DEPTH,
         hosts: HostRules = NO_HOSTS,
         attention: int = 0,
+        ffn: int = 0,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
         local_pid_space: str | None = None,
@@ -75,7 +76,7 @@ class Registry:
         self._hosts = HostTable(hosts, timing.timeout_s, clock=clock, wall_clock=wall_clock)
         self.stopping = False
         # Complete, for attention and FFN members; for all others without addresses
-        self.members = self._public = m.Members(seats=seats.configured(attention))
+        self.members = self._public = m.Members(seats=seats.configured(attention, ffn))
         self._clock = clock
         self._pid_space = pid_space() if local_pid_space is None else local_pid_space
         self._alive = alive
@@ -323,12 +324,11 @@ class Registry:
 
     def _set_seat(self, peer: bytes, asked: m.SetSeat) -> list[Outgoing]:
         contract = self._contract()
-        capacity = None if contract is None else contract.attention_instances
-        reason = seats.objection(asked, self.members, capacity)
+        reason = seats.objection(asked, self.members, contract)
         if reason is not None:
             return [Outgoing(peer, m.Refused(reason))]
         _log.info("wish for %s: %s", asked.id, asked.wish)
-        self._seat(seats.changed(asked, self.members, capacity))
+        self._seat(seats.changed(asked, self.members, contract))
         return [*self._change(), Outgoing(peer, self._public)]
 
     def _seat(self, new: seats.Seats) -> None:

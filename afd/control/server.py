@@ -63,7 +63,7 @@ class ControlServer:
     Args:
         keys: of the deployment. members: ids of those that may register.
         contract: what attention and FFN members must have; None: what the first one has.
-        hosts: what the hosts of the deployment must share. attention: instances at the start.
+        hosts: what the hosts of the deployment must share. attention, ffn: instances at the start.
 
     Raises:
         ConfigError: the address is malformed, in use, or not of this host.
@@ -80,6 +80,7 @@ class ControlServer:
         depth: DepthPolicy = FIXED_DEPTH,
         hosts: HostRules = NO_HOSTS,
         attention: int = 0,
+        ffn: int = 0,
     ) -> None:
         endpoint = to_listen(address)
         self.registry = Registry(
@@ -88,6 +89,7 @@ class ControlServer:
             depth=depth,
             hosts=hosts,
             attention=attention,
+            ffn=ffn,
             seal=keys.seal,
         )
         self.refusals = Refusals()

@@ -3,6 +3,13 @@
 import logging
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
+PHASE = "afd: start-up: "
+"""Before what a starting role is doing, "PHASE" or "PHASE: DETAIL"; at last "ready"."""
+
+
+def say_phase(logger: logging.Logger, phase: str) -> None:
+    """phase: completes "the role is ...", such as "reading experts"."""
+    logger.info("%s%s", PHASE, phase)
 
 
 def print_our_logs() -> None:

@@ -5,6 +5,7 @@ Each function returns families for ``RoleMetrics.more``.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Iterator, Sequence
@@ -73,24 +74,25 @@ def threads(folder: Path = _THREADS) -> Iterator[Metric]:
     yield family
 
 
-def processor(folder: Path = _THREADS) -> Iterator[Metric]:
-    """Yields the time of all threads on a core, and ready but without one (Linux: schedstat)."""
+def processor(task: Path | None = None) -> Iterator[Metric]:
+    """Yields the time of the thread that runs the steps, on a core and ready but without one.
+
+    task: its folder; by default the main thread's, which runs the steps of both roles. Other
+    threads are left out: they wait at times when no step needs them, and a sum over threads falls
+    when one ends.
+    """
     from prometheus_client.core import CounterMetricFamily
 
     family = CounterMetricFamily(
-        "afd_cpu_seconds",
-        "Time of all threads of the process on a core, and in the run queue.",
+        "afd_step_thread_seconds",
+        "Time of the thread that runs the steps, on a core and in the run queue.",
         labels=["state"],
     )
-    running = waiting = 0
-    for task in folder.iterdir():
-        try:
-            on_core, in_queue, _ = (task / "schedstat").read_text().split()
-        except (OSError, ValueError):  # the thread has ended meanwhile
-            continue
-        running, waiting = running + int(on_core), waiting + int(in_queue)
-    family.add_metric(["running"], running / 1e9)
-    family.add_metric(["waiting"], waiting / 1e9)
+    task = _THREADS / str(os.getpid()) if task is None else task
+    with contextlib.suppress(OSError, ValueError):  # a kernel without schedstat
+        running, waiting, _ = (task / "schedstat").read_text().split()
+        family.add_metric(["running"], int(running) / 1e9)
+        family.add_metric(["waiting"], int(waiting) / 1e9)
     yield family
 
 

@@ -74,6 +74,7 @@ FAMILY = Family(
         "would be wrong; set attention.dtype to bfloat16 or float32"
     },
     mtp=("DeepSeekMTPModel", "vllm.model_executor.models.deepseek_mtp:DeepSeekMTP"),
+    eagle3=True,
     attention_none=("llama_4_scaling",),  # parse refuses it
     # vLLM 0.26 on CPU: no MLA attention backend, and its rotary operator is wrong for DeepSeek.
     cpu_env={"VLLM_MLA_DISABLE": "1"},

@@ -97,6 +97,11 @@ class MlpNames:
         down = self.down.format(layer=layer, expert=expert)
         return replace(self, gate_up=gate_up, down=down)
 
+    def below(self, prefix: str) -> "MlpNames":
+        """Returns the names with `prefix` instead of "model."."""
+        *gate_up, down = (prefix + name.removeprefix("model.") for name in self.templates)
+        return replace(self, gate_up=tuple(gate_up), down=down)
+
     def matches(self, name: str) -> bool:
         return any(_pattern(template).fullmatch(name) for template in self.templates)
 
@@ -132,6 +137,11 @@ class Family:
         cpu_env, cpu_args: environment and vLLM arguments that vLLM's CPU platform needs.
         mtp: architecture that vLLM gives a model of draft layers, and its "module:Class"; both "":
             draft layers are not served.
+        draft_prefix: what draft layers' names have instead of "model."; those layers count from 0.
+            "": they are named like decoder layers behind the last one.
+        fused: form of attention that `attention.fused` computes: "heads" (norms of single heads),
+            "low_rank" (norm of low-rank queries); "": none.
+        eagle3: whether vLLM's class gives the layer inputs that an EAGLE-3 head reads.
         split: why the layers cannot be pipelined; "": they can. See `split_form`.
         sparse: config key of the number of tokens that sparse attention keeps, which vLLM computes
             on GPUs only; "": attention is over all tokens.
@@ -155,6 +165,9 @@ class Family:
     cpu_env: Mapping[str, str] = field(default_factory=dict)
     cpu_args: tuple[str, ...] = ()
     mtp: tuple[str, str] = ("", "")
+    draft_prefix: str = ""
+    fused: str = ""
+    eagle3: bool = False
     split: str = ""
     sparse: str = ""
 
@@ -166,6 +179,8 @@ class Family:
         """Whether FFN instances read this tensor. Attention instances must not read it."""
         shared = (self.shared_names,) if self.shared_names else ()
         layouts = (*self.routed_names, *shared)
+        if self.draft_prefix and name.startswith(self.draft_prefix):
+            name = "model." + name.removeprefix(self.draft_prefix)
         if self.shared_gate and _pattern(self.shared_gate).fullmatch(name):
             return True
         return any(names.matches(weight) for weight in weight_names(name) for names in layouts)
@@ -223,5 +238,6 @@ def split_form(family: Family, name: str, architectures: tuple[str, ...], why: s
         shared_names=None,
         shared_gate="",
         mtp=("", ""),
+        eagle3=False,
         split=why,
     )

@@ -65,6 +65,8 @@ NEXT = replace(
         "three of four layers are linear attention, whose state is not kept per micro-batch",
     ),
     vllm_class={"Qwen3NextForCausalLM": f"{_MODELS}.qwen3_next:Qwen3NextForCausalLM"},
+    mtp=("Qwen3NextMTP", f"{_MODELS}.qwen3_next_mtp:Qwen3NextMTP"),
+    draft_prefix="mtp.",
     # vLLM 0.26 on CPU: its kernel needs a float32 state, which vLLM sets only if there is AMX.
     cpu_args=("--mamba-ssm-cache-dtype=float32",),
 )

@@ -40,8 +40,10 @@ FAMILY = Family(
     name="qwen3_moe",
     vllm_class={"Qwen3MoeForCausalLM": "vllm.model_executor.models.qwen3_moe:Qwen3MoeForCausalLM"},
     parse=parse,
+    eagle3=True,
     gate="mlp.gate",
     experts="mlp.experts",
+    fused="heads",
     routed_names=(
         MlpNames(
             (_EXPERTS + "{expert}.gate_proj.weight", _EXPERTS + "{expert}.up_proj.weight"),

@@ -43,6 +43,7 @@ FAMILY = Family(
     text_prefix={"Step3VLForConditionalGeneration": ""},
     gate="moe.gate",
     experts="moe.experts",
+    fused="low_rank",
     shared=("share_expert",),
     routed_names=(
         MlpNames(

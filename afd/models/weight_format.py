@@ -270,14 +270,3 @@ def weight_names(tensor: str) -> tuple[str, ...]:
         elif tensor.endswith(f"_{suffix}"):
             names.append(tensor.removesuffix(f"_{suffix}"))
     return tuple(names)
-
-
-def bytes_of(parts: Mapping[str, Part]) -> int:
-    """Returns the size of a weight's tensors, bytes; an upper bound where dtypes may differ."""
-    return sum(
-        prod(part.shapes[0]) * max(_BYTES[dtype] for dtype in part.dtypes)
-        for part in parts.values()
-    )
-
-
-_BYTES = {"F32": 4, "I32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E8M0": 1, "U8": 1}

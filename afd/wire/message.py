@@ -54,7 +54,8 @@ def message(
         tag: :class:`afd.wire.layout.Tag` of the payload.
         step: the attention instance's own number of the step; 0 in a replayed step.
         moves: of an announced step, the last expert move in the placement that its sender uses; of
-            an order, the last move that is complete (afd/control/moves.py).
+            an order, the last move that is complete (afd/control/moves.py). Of a request: bit j is
+            set if FFN instance j gets it; 0: all get it.
         whole: so many of the last parts travel whole where the other parts are cut to a number of
             rows (``afd_comm.Link.enqueue``).
     """

@@ -1,6 +1,7 @@
 """The models that are compared with vLLM and Transformers."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -11,7 +12,9 @@ class Model:
     Transformers has the family. dtype, instances: see
     :class:`afd_bench.families.engines.Case`. text_twin: the layout of a
     text model with the same tensors, for vLLM alone. split: in split form, although its layers can
-    be pipelined. depth: the deepest step. drafts: tokens per step that the draft layers draft.
+    be pipelined. depth: the deepest step. drafts: tokens per step that are drafted. method: how,
+    mtp (by the checkpoint's draft layers), eagle or eagle3. prefix_caching: whether vLLM has it on
+    CPUs.
     """
 
     layout: str
@@ -24,10 +27,12 @@ class Model:
     split: bool = False
     depth: int = 3
     drafts: int = 0
+    method: Literal["mtp", "eagle", "eagle3"] = "mtp"
+    prefix_caching: bool = True
 
     @property
     def name(self) -> str:
-        what = "split" if self.split else "mtp" if self.drafts else self.stored_as
+        what = "split" if self.split else self.method if self.drafts else self.stored_as
         return self.layout if what == "plain" else f"{self.layout}-{what}"
 
 
@@ -70,6 +75,20 @@ SPLIT = (
     Model("llama4", colocated="needs torchvision", split=True, depth=1),  # weights on the input
 )
 """The split form of models whose layers can be pipelined."""
-DRAFTS = (Model("deepseek_v3_mtp", drafts=3), Model("glm4_moe", drafts=2))
-"""With speculation by the checkpoint's draft layers; not among ALL."""
+EAGLE = (
+    Model("qwen3_moe", drafts=3, method="eagle"),
+    Model("qwen3_moe", drafts=3, method="eagle3"),
+    Model("deepseek_v3", drafts=3, method="eagle3"),
+)
+NEXT_MTP = Model(
+    "qwen3_next",
+    transformers=False,
+    dtype="bfloat16",
+    instances=1,
+    depth=1,
+    drafts=2,
+    prefix_caching=False,  # vLLM's is a Triton kernel, for linear attention with speculation
+)
+DRAFTS = (Model("deepseek_v3_mtp", drafts=3), Model("glm4_moe", drafts=2), NEXT_MTP, *EAGLE)
+"""With speculation by draft layers or a draft model; not among ALL."""
 ALL = (*FAMILIES, *FORMATS, *SPLIT)

@@ -9,8 +9,8 @@ checkpoints are compared with the peer on an unquantised checkpoint that has the
 
 import argparse
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from afd.errors import AfdError
@@ -38,24 +38,12 @@ _SEED = 1
 _WAIT_S = 1800.0
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One number of one case; the fields are those of a Record."""
-
-    case: str
-    metric: str
-    value: float
-    unit: str
-    peer: str
-    peer_value: float
-    ratio: float
-
-
 def main(argv: Sequence[str]) -> int:
     """Returns the exit status: 1 if a float32 token differs or a case failed, else 0."""
     args = _arguments(argv)
     models = [m for m in (*FAMILIES, *FORMATS) if not args.only or m.name in args.only]
     status, command = 0, command_line("families", argv)
+    measured = partial(Record, bench="identity", machine=machine(), command=command, date=today())
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         for model in models:
@@ -66,16 +54,16 @@ def main(argv: Sequence[str]) -> int:
         try:
             for model in models:
                 try:
-                    found = list(_findings(model, engines, root))
+                    found = list(_compared(model, engines, root, measured))
                 except AfdError as error:
                     status = 1
                     print(f"{model.name}: FAILED: {error}", flush=True)
                     continue
-                for finding in found:
-                    print(f"{finding.case}: {finding.metric} {finding.value:.3g}", flush=True)
-                    status |= finding.metric == "match" and finding.value < 1.0
+                for record in found:
+                    print(f"{record.case}: {record.metric} {record.value:.3g}", flush=True)
+                    status |= record.metric == "match" and record.value < 1.0
                 if args.out is not None:
-                    write_records(args.out, [_record(finding, command) for finding in found])
+                    write_records(args.out, found)
         finally:
             engines.close()
     if args.out is not None:
@@ -119,8 +107,14 @@ def _cases(models: Sequence[Model], root: Path) -> Mapping[str, Sequence[Case]]:
     return cases
 
 
-def _findings(model: Model, engines: Engines, root: Path) -> Iterator[Finding]:
-    """Yields the numbers of a model. Raises AfdError if an engine failed."""
+def _compared(
+    model: Model, engines: Engines, root: Path, measured: Callable[..., Record]
+) -> Iterator[Record]:
+    """Yields the records of a model. ``measured`` makes one from what is this model's.
+
+    Raises:
+        AfdError: an engine failed.
+    """
 
     def result(side: str, dtype: str) -> Result | None:
         if dtype not in _dtypes(model) or (side == "colocated" and not _answered(model, dtype)):
@@ -132,15 +126,27 @@ def _findings(model: Model, engines: Engines, root: Path) -> Iterator[Finding]:
 
     exact, exact_peer = result("remote", "float32"), result("colocated", "float32")
     case = f"{model.layout} {model.stored_as}"
+
+    def match(value: float, peer: str) -> Record:
+        return measured(
+            case=f"{case} float32",
+            metric="match",
+            value=value,
+            unit="fraction of requests",
+            peer=peer,
+            peer_value=1.0,
+            ratio=value,
+        )
+
     if exact is not None and exact_peer is not None:
         same = [a == b for a, b in zip(exact.tokens, exact_peer.tokens, strict=True)]
-        yield _match(case, sum(same) / len(same), PEER)
+        yield match(sum(same) / len(same), PEER)
     elif exact is not None and model.transformers:
         from afd_bench.families.hf import disagreements
 
         wrong = disagreements(root / "twin" / model.name, prompts(), exact.tokens)
         which = {line.partition(",")[0] for line in wrong}
-        yield _match(case, 1 - len(which) / len(prompts()), "transformers")
+        yield match(1 - len(which) / len(prompts()), "transformers")
     rounded, rounded_peer = result("remote", "bfloat16"), result("colocated", "bfloat16")
     if rounded is None:
         return
@@ -157,8 +163,10 @@ def _findings(model: Model, engines: Engines, root: Path) -> Iterator[Finding]:
         return
     found = compare(theirs, _scores(rounded))
     ratio = max(yardstick, _FLOOR) / max(found.kl, _FLOOR)
-    yield Finding(name, "kl", found.kl, "nats", peer, yardstick, ratio)
-    yield Finding(name, "top1", found.top1, "fraction of positions", peer, 1.0, found.top1)
+    beside = partial(measured, case=name, peer=peer)
+    yield beside(metric="kl", value=found.kl, unit="nats", peer_value=yardstick, ratio=ratio)
+    unit = "fraction of positions"
+    yield beside(metric="top1", value=found.top1, unit=unit, peer_value=1.0, ratio=found.top1)
 
 
 def _scores_of_transformers(path: Path) -> tuple[list[list[Position]], list[list[Position]]]:
@@ -173,14 +181,5 @@ def _scores_of_transformers(path: Path) -> tuple[list[list[Position]], list[list
     return exact, rounded
 
 
-def _match(case: str, value: float, peer: str) -> Finding:
-    return Finding(f"{case} float32", "match", value, "fraction of requests", peer, 1.0, value)
-
-
 def _scores(result: Result) -> list[list[Position]]:
     return [[dict(position) for position in text] for text in result.scores]
-
-
-def _record(finding: Finding, command: str) -> Record:
-    measured = asdict(finding)
-    return Record(bench="identity", **measured, machine=machine(), command=command, date=today())

@@ -48,7 +48,8 @@ class Case:
 
     dtype: that it is served in. instances: FFN instances. split: serve it in split form, although
     its layers can be pipelined. scored: report next-token distributions too. drafts: tokens per
-    step that its draft layers draft (MTP); 0: it runs without speculation.
+    step that are drafted; 0: it runs without speculation. method, head: see
+    :class:`afd.config.sections.Speculation`. prefix_caching: of attention instances.
     """
 
     name: str
@@ -58,6 +59,9 @@ class Case:
     split: bool = False
     scored: bool = False
     drafts: int = 0
+    method: str = "mtp"
+    head: str | None = None
+    prefix_caching: bool = True
 
 
 @dataclass
@@ -152,7 +156,11 @@ def _close(engine: Any) -> None:
 
 def settings(case: Case) -> dict[str, Any]:
     """Returns the deployment under test."""
-    drafts = {"method": "mtp", "num_speculative_tokens": case.drafts} if case.drafts else None
+    drafts = {
+        "method": case.method,
+        "num_speculative_tokens": case.drafts,
+        "model": case.head,
+    }
     return {
         "model": case.path,
         "attention": {
@@ -161,7 +169,8 @@ def settings(case: Case) -> dict[str, Any]:
             "max_num_seqs": 4,
             "max_num_batched_tokens": 128,
             "kv_cache_gib": 0.02,
-            "speculation": drafts,
+            "enable_prefix_caching": case.prefix_caching,
+            "speculation": drafts if case.drafts else None,
             "vllm_args": ["--block-size=32", "--disable-log-stats", f"--max-logprobs={TOP}"],
         },
         "ffn": {"instances": case.instances},
@@ -210,7 +219,15 @@ class LocalExperts:
     def sending(self, layer: int, micro_batch: int, rows: int) -> Any:
         return contextlib.nullcontext()
 
-    def send(self, layer: int, micro_batch: int, hidden: Any, ids: Any, weights: Any) -> None:
+    def send(
+        self,
+        layer: int,
+        micro_batch: int,
+        hidden: Any,
+        ids: Any,
+        weights: Any,
+        encoded: Any = None,
+    ) -> None:
         assert micro_batch not in self._outputs, "sent twice"
         parts = [model.forward(layer, hidden, ids, weights) for model in self._models]
         self._outputs[micro_batch] = sum(parts)
@@ -266,12 +283,17 @@ class LocalInstance:
 
 def run_colocated(case: Case, role_file: Path) -> Result:
     from attention_worker.vllm_hooks.arguments import process_environment
+    from attention_worker.vllm_hooks.versions import layout
 
     argv, environment = arguments(case, role_file)
     ours = ("--worker-cls", "--load-format")
     with process_environment(environment):
-        _register_class(case.path, drafts=case.drafts > 0)
+        _register_class(case.path, drafts=case.drafts > 0 and case.method == "mtp")
         argv = [a for a in argv if not a.startswith(ours)]
+        if case.drafts and layout().cpu_draft_kernels_missing:
+            from attention_worker.vllm_hooks.draft_kernels import put_draft_kernels
+
+            put_draft_kernels()  # vLLM alone ends at the first draft
         return answers(argv, case.name, scored=case.scored)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from afd.errors import AfdError
 from afd_bench.families.cases import Model
 from afd_bench.families.engines import Case, Result
+from afd_demo.published.eagle import make_eagle
 from afd_demo.published.make import make_published
 from afd_demo.sizes import Sizes
 
@@ -33,11 +34,18 @@ def write_checkpoint(model: Model, root: Path, sizes: Sizes, seed: int) -> None:
         seed=seed,
         likely=4 if model.drafts else 0,
     )
+    if model.method != "mtp":
+        make_eagle(model.method, head_of(folder), sizes, seed=seed)
     if model.text_twin:
         make_published(model.text_twin, twin, sizes, seed=seed)
     elif model.stored_as == "plain":
         twin.parent.mkdir(exist_ok=True)
         twin.symlink_to(folder)
+
+
+def head_of(folder: Path) -> Path:
+    """Returns the folder of the EAGLE head of a checkpoint."""
+    return folder.with_name(f"{folder.name}-head")
 
 
 class Engines:

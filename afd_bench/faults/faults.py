@@ -22,14 +22,14 @@ Act = Callable[[Subject, random.Random], None]
 
 @dataclass(frozen=True)
 class Fault:
-    """name: as in the records. loses: requests may fail, because nothing keeps them.
+    """name: as in the records. cuts: connections of clients break, who come back for the rest.
     stall_s: the longest pause of a stream that is wanted. renews: the role of which a process ends
     and is started again."""
 
     name: str
     act: Act
     stall_s: float
-    loses: bool = False
+    cuts: bool = False
     renews: str = ""
 
 
@@ -38,24 +38,31 @@ def kill_ffn(subject: Subject, draw: random.Random) -> None:
 
 
 def kill_ffn_twice(subject: Subject, draw: random.Random) -> None:
-    """The second time while it starts: the process that waited to replace it, if one did."""
-    waited = subject.starting_ffn()
+    """The second time while it starts."""
     first = subject.leaders()[_some(subject, "ffn", draw)]
     first.kill()
     _await(lambda: not first.is_running() or first.status() == psutil.STATUS_ZOMBIE)
-    time.sleep(draw.uniform(0.1, 1.0))
-    for process in waited or subject.starting_ffn():
+    starting: list[psutil.Process] = []
+
+    def starts() -> bool:
+        starting[:] = subject.starting_ffn()
+        return bool(starting)
+
+    _await(starts)
+    time.sleep(draw.uniform(0.0, 0.2))
+    for process in starting:
         with contextlib.suppress(psutil.Error):
             process.kill()
+    _await(lambda: not subject.is_whole(), 2.0)  # it may have been ready already
 
 
-def kill_attention(subject: Subject, draw: random.Random) -> None:
-    """Its engine or its API server."""
-    name = _some(subject, "attention", draw)
-    if draw.random() < 0.5:
-        os.kill(subject.member_pid(name), signal.SIGKILL)
-    else:
-        subject.signal_group(name, signal.SIGKILL)
+def kill_engine(subject: Subject, draw: random.Random) -> None:
+    os.kill(subject.member_pid(_some(subject, "attention", draw)), signal.SIGKILL)
+
+
+def kill_api_server(subject: Subject, draw: random.Random) -> None:
+    """With all processes that it started."""
+    subject.signal_group(_some(subject, "attention", draw), signal.SIGKILL)
 
 
 def term_attention(subject: Subject, draw: random.Random) -> None:
@@ -82,13 +89,6 @@ def stop(role: str, seconds: float) -> Act:
     return act
 
 
-def come_and_go(subject: Subject, draw: random.Random) -> None:
-    """An attention instance is added, and another one is removed and added again."""
-    operate = subject.operate()
-    operate.add("attention")
-    operate.remove(_some(subject, "attention", draw))
-
-
 def restart_all(subject: Subject, draw: random.Random) -> None:
     subject.operate().restart_all()
 
@@ -98,10 +98,11 @@ FAULTS: dict[str, Fault] = {
     for fault in (
         Fault("kill -9 FFN", kill_ffn, 2.0, renews="ffn"),
         Fault("kill -9 FFN while it starts", kill_ffn_twice, 5.0, renews="ffn"),
-        Fault("kill -9 attention", kill_attention, 15.0, renews="attention"),
+        Fault("kill -9 attention engine", kill_engine, 15.0, renews="attention"),
+        Fault("kill -9 attention API server", kill_api_server, 15.0, renews="attention"),
         Fault("SIGTERM attention", term_attention, 2.0, renews="attention"),
         Fault("kill -9 control plane", kill_control, 1.0),
-        Fault("kill -9 gateway", kill_gateway, 2.0, loses=True, renews="gateway"),
+        Fault("kill -9 gateway", kill_gateway, 2.0, cuts=True, renews="gateway"),
         *(
             Fault(f"SIGSTOP {name} {seconds:g} s", stop(role, seconds), seconds + 12.0)
             for name, role in (

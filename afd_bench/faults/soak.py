@@ -1,15 +1,17 @@
 """`afd bench soak`: mixed load for hours, with a kill every minute. Run by ``./run soak``.
 
-Sends ``--requests`` requests of mixed length to a 2A2F deployment, and kills or restarts a random
-role every ``--every`` seconds. Counts failed and wrong requests. Watches resident memory, open
-files and threads of the roles that are never killed (supervisor, control plane, gateway): their
-growth from a tenth of the requests to the end.
+Sends ``--requests`` requests of mixed length to a 2A2F deployment, or as many as it answers in
+``--minutes``, and kills or restarts a random role every ``--every`` seconds. Counts failed and
+wrong requests. Watches resident memory, open files and threads of the roles that are never killed
+(supervisor, control plane, gateway): their growth from the second tenth of the requests, or of the
+time, to the last one.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,9 +31,13 @@ from afd_bench.servers import disaggregated
 from afd_demo.make_model import make_model
 from afd_demo.sizes import resolve
 
-KILLS = ("kill -9 FFN", "kill -9 FFN while it starts", "kill -9 attention", "SIGTERM attention")
+KILLS = (
+    "kill -9 FFN", "kill -9 FFN while it starts", "kill -9 attention engine",
+    "kill -9 attention API server", "SIGTERM attention",
+)  # fmt: skip
 WATCHED = ("supervisor", "control-0", "gateway-0")
-_WARM = 10  # sizes are compared from 1 / _WARM of the requests on
+_PART = 0.1
+"""Share of the run. The first one warms up; the medians of the second and the last are compared."""
 _LOOK_S = 5.0
 
 
@@ -60,7 +66,9 @@ def main(argv: Sequence[str]) -> int:
             subject = Subject(server)
             subject.await_whole(WHOLE_S)
             asked = answered(
-                server.url, server.model, jobs(seed, 48, vocab=VOCAB, new_tokens=(4, 200))
+                server.url,
+                server.model,
+                jobs(seed, 48, vocab=VOCAB, new_tokens=(4, args.tokens)),
             )
             with Traffic(
                 server.url, server.model, asked, clients=args.clients, seed=seed,
@@ -87,31 +95,36 @@ def _watch(
     """Injects faults until all requests are answered. Returns the counts, and the growth by name
     ("rss of gateway-0"), as fractions."""
     total = Counts()
-    warm: dict[str, Size] = {}
-    sizes: dict[str, Size] = {}
-    kill_at = time.monotonic() + args.every
+    looks: list[tuple[float, dict[str, Size]]] = []
+    began = time.monotonic()
+    kill_at = began + args.every
     while not traffic.ended:
         time.sleep(_LOOK_S)
         add(total, traffic.read())
-        sizes = _sizes(subject)
-        if not warm and total.done + total.failed >= args.requests / _WARM:
-            warm = sizes
+        share = (total.done + total.failed) / args.requests
+        if args.minutes:
+            share = max(share, (time.monotonic() - began) / 60 / args.minutes)
+        looks.append((share, _sizes(subject)))
+        if share >= 1:
+            traffic.finish()
+            break
         if time.monotonic() >= kill_at:
             kill_at = time.monotonic() + args.every
             fault = FAULTS[draw.choice(KILLS)]
-            began = time.monotonic()
+            before = subject.newest(fault.renews)
+            acted = time.monotonic()
             fault.act(subject, draw)
             try:
-                subject.await_whole(WHOLE_S)
+                subject.await_whole(WHOLE_S, fault.renews, before)
             except AfdError as error:
                 print(f"{fault.name}: {error}", flush=True)
             print(
                 f"{total.done} answered, {total.failed} failed; {fault.name}: whole after"
-                f" {time.monotonic() - began:.1f} s",
+                f" {time.monotonic() - acted:.1f} s",
                 flush=True,
             )
     add(total, traffic.read())
-    return total, dict(grown(warm or sizes, sizes))
+    return total, dict(grown(looks))
 
 
 def add(total: Counts, new: Counts) -> None:
@@ -122,13 +135,23 @@ def add(total: Counts, new: Counts) -> None:
     total.reasons.update(new.reasons)
 
 
-def grown(before: Mapping[str, Size], after: Mapping[str, Size]) -> Iterator[tuple[str, float]]:
-    """Yields ("rss of gateway-0", 0.01) for a growth of one percent, for each watched process."""
+def grown(looks: Sequence[tuple[float, Mapping[str, Size]]]) -> Iterator[tuple[str, float]]:
+    """Yields ("rss of gateway-0", 0.01) for a growth of one percent, for each watched process.
+
+    looks: share of the run and the sizes then, in order of time. Medians are compared, because a
+    role that starts at the moment costs the supervisor a few open files.
+    """
+    early = [sizes for share, sizes in looks if _PART <= share <= 2 * _PART]
+    late = [sizes for share, sizes in looks if share >= 1 - _PART]
     for name in WATCHED:
-        if name in before and name in after:
+        first, last = ([sizes[name] for sizes in part if name in sizes] for part in (early, late))
+        if first and last:
             for what in ("rss", "files", "threads"):
-                first, last = before[name].__dict__[what], after[name].__dict__[what]
-                yield f"{what} of {name}", last / first - 1.0
+                before, after = (
+                    statistics.median(size.__dict__[what] for size in part)
+                    for part in (first, last)
+                )
+                yield f"{what} of {name}", after / before - 1.0
 
 
 def _sizes(subject: Subject) -> dict[str, Size]:
@@ -160,8 +183,15 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--requests", type=int, default=100_000, help="(default 100000)")
+    parser.add_argument("--minutes", type=float, help="ends then with fewer requests")
     parser.add_argument("--every", type=float, default=60.0, help="seconds between two kills")
     parser.add_argument("--clients", type=int, default=24, help="requests in flight (default 24)")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=200,
+        help="of the longest answer; the shortest has 4 (default 200)",
+    )
     parser.add_argument("--seed", type=int, help="of load and kills (default: new)")
     parser.add_argument("--log", type=Path, help="file for the output of the deployment")
     parser.add_argument("--out", type=results_file, help="file of the records")

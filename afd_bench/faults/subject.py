@@ -22,6 +22,8 @@ from afd_bench.servers import Server
 from afd_launch.come_and_go import Operator
 
 _POLL_S = 0.05
+_IMPORTED_S = 3.0
+"""CPU time that a process has used that has imported vLLM, at least."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,10 @@ class Subject:
     def leaders(self) -> dict[str, psutil.Process]:
         """Returns the process that the supervisor started for each role, by member id.
 
-        An FFN rank that took over from a dead one is found once it is registered.
+        A fork of a process that waited is found once it is registered.
         """
         found = {}
-        registered = {m.pid: m.id for m in self._members() if m.role == "ffn"}
+        registered = self._groups()
         for child in psutil.Process(self.server.pid).children():
             with contextlib.suppress(psutil.Error):
                 words = child.cmdline()
@@ -52,15 +54,47 @@ class Subject:
         return found
 
     def starting_ffn(self) -> list[psutil.Process]:
-        """FFN processes that are not registered: those that start, and the one that waits."""
-        registered = {m.pid for m in self._members() if m.role == "ffn"}
+        """FFN processes that are not registered."""
+        registered = self._groups()
+        found = self._children("afd_launch.ffn_standby", "cli ffn")
+        return [one for one in found if one.pid not in registered and not _takes_orders(one)]
+
+    def waiting_attention(self) -> list[psutil.Process]:
+        """The process that waits to replace attention instances."""
+        return [one for one in self._children("afd_launch.attention_standby") if _takes_orders(one)]
+
+    def await_waiting_attention(self, deadline_s: float) -> psutil.Process:
+        """Returns the process that waits to replace attention instances, once it has imported vLLM.
+
+        It has then used no time for a second. Raises AfdError if that is not so in time.
+        """
+        end = time.monotonic() + deadline_s
+        used = -1.0
+        while time.monotonic() < end:
+            for process in self.waiting_attention():
+                with contextlib.suppress(psutil.Error):
+                    now = sum(process.cpu_times()[:2])
+                    if now == used and now > _IMPORTED_S:
+                        return process
+                    used = now
+            time.sleep(1.0)
+        raise AfdError(f"no process waits after {deadline_s:g} s")
+
+    def _children(self, *words: str) -> list[psutil.Process]:
         found = []
         for child in psutil.Process(self.server.pid).children():
             with contextlib.suppress(psutil.Error):
-                words = " ".join(child.cmdline())
-                is_ffn = "afd_launch.standby" in words or "cli ffn" in words
-                if is_ffn and child.pid not in registered:
+                line = " ".join(child.cmdline())
+                if any(word in line for word in words):
                     found.append(child)
+        return found
+
+    def _groups(self) -> dict[int, str]:
+        """Returns the registered members by the process that the supervisor started for them."""
+        found = {}
+        for member in self._members():
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                found[os.getpgid(member.pid)] = member.id
         return found
 
     def member_pid(self, member: str) -> int:
@@ -122,3 +156,10 @@ class Subject:
 
     def _members(self) -> tuple[Member, ...]:
         return operator.status(self.server.control, self.keys).members
+
+
+def _takes_orders(process: psutil.Process) -> bool:
+    """Whether it waits, and is no fork of one that does (afd_launch/standby_process.py)."""
+    with contextlib.suppress(OSError):
+        return os.readlink(f"/proc/{process.pid}/fd/0").startswith("socket:")
+    return False

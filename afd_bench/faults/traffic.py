@@ -7,12 +7,14 @@ are the reference, so a wrong token is noticed wherever it came from.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import threading
 import time
+import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -38,14 +40,16 @@ class Job:
 class Counts:
     """What happened since the last reading.
 
-    refused: 503 or 429 with Retry-After. longest_s: longest time that a stream waited for its next
-    token, or its first. reasons: of the failures, with their number.
+    refused: 503 or 429 with Retry-After. cut: connections that broke and whose client came back.
+    longest_s: longest time that a stream waited for its next token, or its first. reasons: of the
+    failures, with their number.
     """
 
     done: int = 0
     failed: int = 0
     refused: int = 0
     wrong: int = 0
+    cut: int = 0
     tokens: int = 0
     longest_s: float = 0.0
     reasons: Counter[str] = field(default_factory=Counter)
@@ -85,7 +89,8 @@ class Traffic:
 
     Args:
         asked: with their answers. seed: of the order in which they are sent.
-        limit: requests after which no new one is sent; None: until the block ends.
+        limit: requests after which no new one is sent; None: until the block ends. comes_back: a
+            client whose connection breaks asks for the rest of its answer (docs/gateway.md).
     """
 
     def __init__(
@@ -97,8 +102,10 @@ class Traffic:
         clients: int,
         seed: int,
         limit: int | None = None,
+        comes_back: bool = False,
     ) -> None:
         self._url, self._model = url, model
+        self._comes_back = comes_back
         self._jobs = tuple(asked)
         self._clients = clients
         self._draw = random.Random(seed)
@@ -158,7 +165,8 @@ class Traffic:
             with self._lock:
                 number = self._sent = self._sent + 1
                 self._running.add(number)
-            answer = await _stream(session, self._url, self._model, job, own)
+            ask = _asked_again if self._comes_back else _stream
+            answer = await ask(session, self._url, self._model, job, own)
             whole = not own.failed and not own.refused
             own.done += whole
             own.wrong += whole and answer != job.answer
@@ -170,7 +178,7 @@ class Traffic:
         with self._lock:
             self._running.discard(number)
             total = self._counts
-            for name in ("done", "failed", "refused", "wrong", "tokens"):
+            for name in ("done", "failed", "refused", "wrong", "cut", "tokens"):
                 total.__dict__[name] += own.__dict__[name]
             total.longest_s = max(total.longest_s, own.longest_s)
             total.reasons.update(own.reasons)
@@ -180,10 +188,70 @@ def _timeout() -> aiohttp.ClientTimeout:
     return aiohttp.ClientTimeout(total=REQUEST_S)
 
 
+@dataclass
+class _Progress:
+    """Of one request. last: number of the last event that arrived. at: when it did."""
+
+    tokens: list[int] = field(default_factory=list)
+    last: int = 0
+    at: float = field(default_factory=time.monotonic)
+
+
 async def _stream(
     session: aiohttp.ClientSession, url: str, model: str, job: Job, counts: Counts
 ) -> tuple[int, ...]:
     """Sends one request and reads its stream; returns the tokens. Failures go to ``counts``."""
+    progress = _Progress()
+    with _failures(progress, counts):
+        await _read(session, url, model, job, {}, progress, counts)
+    return tuple(progress.tokens)
+
+
+async def _asked_again(
+    session: aiohttp.ClientSession, url: str, model: str, job: Job, counts: Counts
+) -> tuple[int, ...]:
+    """The same, by a client that comes back for the rest when its connection breaks."""
+    progress, name = _Progress(), uuid.uuid4().hex
+    end = time.monotonic() + REQUEST_S
+    with _failures(progress, counts):
+        while True:
+            headers = {"X-Request-Id": name, "Last-Event-ID": str(progress.last)}
+            try:
+                await _read(session, url, model, job, headers, progress, counts)
+                break
+            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError):
+                if time.monotonic() > end:
+                    raise
+                counts.cut += 1
+                await asyncio.sleep(_BACK_OFF_S)
+    return tuple(progress.tokens)
+
+
+@contextlib.contextmanager
+def _failures(progress: _Progress, counts: Counts) -> Iterator[None]:
+    try:
+        yield
+    except (aiohttp.ClientError, asyncio.TimeoutError, AfdError, ValueError) as error:
+        counts.failed += 1
+        counts.longest_s = max(counts.longest_s, time.monotonic() - progress.at)
+        counts.reasons[f"{type(error).__name__}: {error}"[:200]] += 1
+    counts.tokens += len(progress.tokens)
+
+
+async def _read(
+    session: aiohttp.ClientSession,
+    url: str,
+    model: str,
+    job: Job,
+    headers: Mapping[str, str],
+    progress: _Progress,
+    counts: Counts,
+) -> None:
+    """Sends a request and reads its stream to the end.
+
+    Raises:
+        AfdError: the answer is an error, or lacks tokens. aiohttp.ClientError, ValueError.
+    """
     body = {
         "model": model,
         "prompt": list(job.prompt),
@@ -193,34 +261,28 @@ async def _stream(
         "ignore_eos": True,
         "return_token_ids": True,
     }
-    tokens: list[int] = []
-    last = time.monotonic()
-    try:
-        async with session.post(f"{url}/v1/completions", json=body) as response:
-            if response.status != 200:
-                text = " ".join((await response.text()).split())[:160]
-                if response.status in (429, 503) and "Retry-After" in response.headers:
-                    counts.refused += 1
-                else:
-                    counts.failed += 1
+    async with session.post(f"{url}/v1/completions", json=body, headers=headers) as response:
+        if response.status != 200:
+            text = " ".join((await response.text()).split())[:160]
+            if response.status in (429, 503) and "Retry-After" in response.headers:
+                counts.refused += 1
                 counts.reasons[f"{response.status} {text}"] += 1
-                return ()
-            async for line in response.content:
-                if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
-                    continue
-                event = json.loads(line.removeprefix(b"data: "))
-                if "error" in event:
-                    raise AfdError(str(event["error"])[:160])
-                now = time.monotonic()
-                counts.longest_s = max(counts.longest_s, now - last)
-                last = now
-                for choice in event.get("choices", ()):
-                    tokens += choice.get("token_ids") or []
-        if len(tokens) != job.new_tokens:
-            raise AfdError(f"the stream ended after {len(tokens)} of {job.new_tokens} tokens")
-    except (aiohttp.ClientError, asyncio.TimeoutError, AfdError, ValueError) as error:
-        counts.failed += 1
-        counts.longest_s = max(counts.longest_s, time.monotonic() - last)
-        counts.reasons[f"{type(error).__name__}: {error}"[:200]] += 1
-    counts.tokens += len(tokens)
-    return tuple(tokens)
+                return
+            raise AfdError(f"{response.status} {text}")
+        number = progress.last
+        async for line in response.content:
+            if line.startswith(b"id: "):
+                number = int(line.removeprefix(b"id: "))
+            if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                continue
+            event = json.loads(line.removeprefix(b"data: "))
+            if "error" in event:
+                raise AfdError(str(event["error"])[:160])
+            now = time.monotonic()
+            counts.longest_s = max(counts.longest_s, now - progress.at)
+            progress.at, progress.last = now, number
+            for choice in event.get("choices", ()):
+                progress.tokens += choice.get("token_ids") or []
+    if len(progress.tokens) != job.new_tokens:
+        missing = f"{len(progress.tokens)} of {job.new_tokens} tokens"
+        raise AfdError(f"the stream ended after {missing}")

@@ -5,7 +5,8 @@ both share the cores with the gateway: on few cores, the sides differ by what th
 them. A turn runs every side once; the median turn of each side counts.
 
 Sides: ``direct`` (no gateway), ``gateway x N`` (N processes on one port) for each ``--processes``,
-and with ``--before DIR`` the gateway of another checkout, one process.
+with ``--named`` the same for requests whose answers are kept (X-Request-Id), and with
+``--before DIR`` the gateway of another checkout, one process.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from afd.errors import AfdError
 from afd.records import Record, command_line, machine, results_file, today, write_records
 from afd_bench.gateway.clients import Job, Seen
 from afd_gateway.counts import make_shared
+from afd_gateway.kept_answers import make_answers
 
-DIRECT, BEFORE = "direct", "before"
+DIRECT, BEFORE, NAMED = "direct", "before", ", named"
 TOKENS = 64
 _READY_S = 20.0
 
@@ -66,6 +68,8 @@ class Cell:
 def main(argv: Sequence[str]) -> int:
     args = _arguments(argv)
     sides = [DIRECT, *([BEFORE] if args.before else []), *map(_side, args.processes)]
+    if args.named:
+        sides += [side + NAMED for side in map(_side, args.processes)]
     cells: list[Cell] = []
     with _child([sys.executable, "-m", "afd_bench.gateway.upstream"]) as upstream:
         url = f"http://127.0.0.1:{_line(upstream, 'the stand-in upstream')}"
@@ -98,6 +102,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         help="streams at a time and tokens/s of each (default 256x20 1024x20 2048x20 2048x5)",
     )
     parser.add_argument("--processes", nargs="+", type=int, default=[1, 2], help="of the gateway")
+    parser.add_argument("--named", action="store_true", help="also requests with an id")
     parser.add_argument("--before", type=Path, help="another checkout, whose gateway is a side too")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=5.0, help="window of each measurement")
@@ -119,11 +124,12 @@ def measure(load: Load, side: str, url: str, args: argparse.Namespace) -> Cell:
     with contextlib.ExitStack() as stack:
         port = int(url.rpartition(":")[2])
         pids: list[int] = []
+        named = side.endswith(NAMED)
         if side != DIRECT:
             checkout = args.before if side == BEFORE else Path(afd_gateway.__file__).parents[1]
-            processes = 1 if side == BEFORE else int(side.rpartition(" ")[2])
-            port, pids = stack.enter_context(_gateway(checkout, processes, url))
-        job = Job(port, load.streams, TOKENS, load.rate, 1.0, args.seconds, tuple(pids))
+            processes = 1 if side == BEFORE else int(side.removesuffix(NAMED).rpartition(" ")[2])
+            port, pids = stack.enter_context(_gateway(checkout, processes, url, named=named))
+        job = Job(port, load.streams, TOKENS, load.rate, 1.0, args.seconds, tuple(pids), named)
         clients = stack.enter_context(_child([sys.executable, "-m", "afd_bench.gateway.clients"]))
         out, _ = clients.communicate(json.dumps(asdict(job)))
         if clients.returncode:
@@ -132,17 +138,26 @@ def measure(load: Load, side: str, url: str, args: argparse.Namespace) -> Cell:
 
 
 @contextlib.contextmanager
-def _gateway(checkout: Path, processes: int, url: str) -> Iterator[tuple[int, list[int]]]:
-    """Runs gateway processes that share one listener; yields its port and their pids."""
+def _gateway(
+    checkout: Path, processes: int, url: str, *, named: bool
+) -> Iterator[tuple[int, list[int]]]:
+    """Runs gateway processes that share one listener; yields its port and their pids.
+
+    named: they keep answers.
+    """
     program = Path(__file__).with_name("serve.py")
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=4096))
         counts = make_shared(processes)
         stack.callback(os.close, counts)
-        inherited = (listener.fileno(), counts)
+        inherited: tuple[int, ...] = (listener.fileno(), counts)
+        if named:
+            inherited += (make_answers(processes),)
+            stack.callback(os.close, inherited[-1])
+        answers = inherited[-1] if named else -1
         found = []
         for number in range(processes):
-            words = map(str, (*inherited, number, processes))
+            words = map(str, (*inherited[:2], number, processes, answers))
             argv = [sys.executable, str(program), *words, url]
             found.append(stack.enter_context(_child(argv, checkout, inherited)))
         for process in found:
@@ -226,6 +241,7 @@ def records(cells: Sequence[Cell], host: str, command: str, date: str) -> Iterat
     found = {(cell.load, cell.side): cell for cell in medians(cells)}
     for (load, side), cell in found.items():
         direct, before = found[load, DIRECT], found.get((load, BEFORE))
+        unnamed = found.get((load, side.removesuffix(NAMED)))
         if side == DIRECT:
             continue
         case = f"{load.name}, {side}"
@@ -240,6 +256,9 @@ def records(cells: Sequence[Cell], host: str, command: str, date: str) -> Iterat
         if before is not None and side != BEFORE:
             cpu = cell.cpu_us_per_event, before.cpu_us_per_event
             rows.append(("cpu_us_per_event", "us", BEFORE, *cpu))
+        if unnamed is not None and side.endswith(NAMED):
+            pair = cell.events_per_s, unnamed.events_per_s
+            rows.append(("events_per_s", "events/s", "unnamed", *pair))
         for metric, unit, peer, value, peer_value in rows:
             more_is_better = metric == "events_per_s"
             up, down = (value, peer_value) if more_is_better else (peer_value, value)

@@ -27,7 +27,7 @@ _LAST = b"\r\n0\r\n\r\n"
 @dataclass(frozen=True)
 class Job:
     """port: on 127.0.0.1. rate: tokens/s of a stream. warm_s: before the window of ``seconds``.
-    watched: pids whose CPU time in the window is wanted."""
+    watched: pids whose CPU time in the window is wanted. named: every request has an id."""
 
     port: int
     streams: int
@@ -36,6 +36,7 @@ class Job:
     warm_s: float
     seconds: float
     watched: tuple[int, ...] = ()
+    named: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,10 +85,11 @@ class Clients:
     def __init__(self, job: Job) -> None:
         self._job = job
         target = f"/v1/chat/completions?tokens={job.tokens}&rate={job.rate}"
-        self._request = (
+        self._head = (
             f"POST {target} HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(_BODY)}\r\n\r\n"
-        ).encode() + _BODY
+            f"Content-Length: {len(_BODY)}\r\n"
+        ).encode()
+        self._number = 0
         self._epoll = select.epoll()
         self._open: dict[int, _Stream] = {}
         self._due: list[tuple[float, int, _Stream]] = []
@@ -133,9 +135,14 @@ class Clients:
                 stream.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self._open[stream.sock.fileno()] = stream
                 self._epoll.register(stream.sock, select.EPOLLIN)
-            stream.sock.send(self._request)
+            stream.sock.send(self._request())
         except OSError:
             self._fail(stream)
+
+    def _request(self) -> bytes:
+        self._number += 1
+        name = b"X-Request-Id: r-%d\r\n" % self._number if self._job.named else b""
+        return b"%b%b\r\n%b" % (self._head, name, _BODY)
 
     def _read(self, stream: _Stream) -> None:
         assert stream.sock is not None

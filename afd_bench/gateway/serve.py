@@ -1,7 +1,8 @@
 """One gateway process over given upstreams, without a control plane.
 
 Arguments: descriptors of a listening socket and of shared counts, number of this process, number of
-processes, and the upstreams' URLs. Prints "ready" and serves until it is killed.
+processes, descriptor of kept answers (-1 for none), and the upstreams' URLs. Prints
+"ready" and serves until it is killed.
 
 It is run as a file, with the checkout whose gateway is wanted on PYTHONPATH, so it imports nothing
 else of ours.
@@ -26,11 +27,15 @@ HAS_COUNTS = Path(afd_gateway.__file__).with_name("counts.py").exists()
 lend it the modules that it lacks."""
 
 
-async def serve(port: int, counts: int, process: int, processes: int, *urls: str) -> None:
+async def serve(
+    port: int, counts: int, process: int, processes: int, answers: int, *urls: str
+) -> None:
     upstreams = tuple(Upstream(f"attention-{i}", url, "", 1) for i, url in enumerate(urls))
     listener = socket.socket(fileno=port)
     listener.setblocking(False)
     settings = GatewaySettings(attention_instances=len(urls), ffn_instances=0)
+    if answers >= 0:  # other checkouts may not know of it
+        settings = replace(settings, answers=answers)
     if HAS_COUNTS:
         server = await _with_counts(
             settings, lambda: upstreams, listener, counts, process, processes
@@ -61,8 +66,8 @@ async def _with_counts(
 
 def main() -> None:
     raise_descriptor_limit()
-    port, counts, process, processes = map(int, sys.argv[1:5])
-    work = serve(port, counts, process, processes, *sys.argv[5:])
+    port, counts, process, processes, answers = map(int, sys.argv[1:6])
+    work = serve(port, counts, process, processes, answers, *sys.argv[6:])
     if HAS_COUNTS:
         from afd_gateway.loop import run
 

@@ -6,6 +6,7 @@
     step3       layers of Step-3 at the report's load per GPU, without vLLM's engine
     attention   decode attention of Step-3 against FlashAttention 3, on one GPU
     fused       fused kernels against the kernels that they replace, on one GPU
+    fused_served  a served 1A1F with and without attention.fused
     jitter      time per token over thousands of steps, against colocated vLLM
     peer        throughput against vllm-project/afd-plugin, run from a checkout
     profile     checks that replayed steps have no host synchronization per layer
@@ -27,6 +28,7 @@ COMMANDS = {
     "step3": "afd_bench.step3.command",
     "attention": "afd_bench.gpu.attention",
     "fused": "afd_bench.step3.fused_command",
+    "fused_served": "afd_bench.gpu.fused_served",
     "jitter": "afd_bench.gpu.jitter",
     "peer": "afd_bench.gpu.peer",
     "profile": "afd_bench.gpu.profile",

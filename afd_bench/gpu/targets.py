@@ -41,8 +41,9 @@ class Afd:
     Each attention instance has one GPU and each FFN instance ``tp`` GPUs, or all of them share
     ``shared`` GPUs. The keys of the deployment file are: wire (wire.format), graphs
     (pipeline.graphs), stage_every (metrics.stage_every), lookahead (pipeline.lookahead), kernel
-    (attention.kernel), dummy (ffn.load is dummy), backend (ffn.backend), over (transport.backend),
-    nic (transport.verbs.library, of a libibverbs without hardware).
+    (attention.kernel), fused (attention.fused), weights (ffn.weights), dummy (ffn.load is dummy),
+    backend (ffn.backend), over (transport.backend), nic (transport.verbs.library, of a libibverbs
+    without hardware).
     """
 
     attention: int
@@ -54,6 +55,8 @@ class Afd:
     shared: int | None = None
     tp: int = 1
     kernel: str = "vllm"
+    fused: Literal["auto"] | bool = "auto"
+    weights: str = "auto"
     dummy: bool = False
     backend: str = DEFAULT_BACKEND
     over: str = AUTO
@@ -84,10 +87,11 @@ class Afd:
         eager = "" if self.graphs else " eager"
         shared = f" on {self.shared} GPUs" if self.shared else ""
         kernel = f" {self.kernel}" if self.kernel != "vllm" else ""
+        fused = "" if self.fused == "auto" else f" fused {'on' if self.fused else 'off'}"
         dummy = " dummy experts" if self.dummy else ""
         backend = f" backend {self.backend}" if self.backend != DEFAULT_BACKEND else ""
         over = f" over {self.over}" if self.over != AUTO else ""
-        return f"{self.name} {self.wire}{kernel}{ahead}{eager}{shared}{dummy}{backend}{over}"
+        return f"{self.name} {self.wire}{kernel}{fused}{ahead}{eager}{shared}{dummy}{backend}{over}"
 
 
 def fitted(target: Afd, gpus: int) -> Afd:
@@ -266,6 +270,7 @@ def deployment(
             "device": device,
             "dtype": "bfloat16",
             "kernel": target.kernel,
+            "fused": target.fused,
             "vllm_args": list(args),
         },
         # Long deadlines (late_ms, timeout_s, stuck_s): the start of a profiler or the compilation
@@ -276,6 +281,7 @@ def deployment(
             "device": device,
             "load": "dummy" if target.dummy else "checkpoint",
             "backend": target.backend,
+            "weights": target.weights,
             "late_ms": 20_000.0,
         },
         "pipeline": {

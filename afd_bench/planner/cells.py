@@ -27,6 +27,10 @@ COLOCATED = {
 DEFAULT_CONTEXT = 1024
 """Of `afd bench gpu efficiency`; early records do not name it."""
 
+ALIKE = (("qwen3-30b-coarse-mqa", 0), ("deepseek-v3", 0), ("qwen3-235b", 16_384))
+"""Models, and the tokens per request from which on, whose random weights made the rows of their
+cells choose the same experts (docs/results/gpu.md)."""
+
 _CASE = re.compile(
     r"(?P<model>\S+) (?P<layers>\d+) layers (?P<kv>fp8 cache )?1A1F exact (?P<mqa>mqa )?"
     r"(?P<ahead>lookahead )?depth (?P<depth>\d)(?P<streams>, a stream per micro-batch,)?"
@@ -46,6 +50,11 @@ class Place:
     context: int
 
     @property
+    def alike(self) -> bool:
+        """Whether random weights made its rows choose the same experts."""
+        return any(self.model == name and self.context >= least for name, least in ALIKE)
+
+    @property
     def text(self) -> str:
         cache = "" if self.kv == "bfloat16" else f", {self.kv} cache"
         return (
@@ -62,6 +71,9 @@ class StepCell:
         seconds: Of a step on the devices, or per micro-batch and layer (``position``).
         stages: Seconds of (attention, to FFN, FFN, to attention) per micro-batch and layer.
         position: ``seconds`` is a step divided by its layers with experts and micro-batches.
+        served: ``seconds`` is the time per token of a server with ``pipeline.lookahead``. It has
+            the logits, the sampling and what the host does not hide, which a step on the devices
+            has not.
     """
 
     place: Place
@@ -70,11 +82,13 @@ class StepCell:
     stages: tuple[float, float, float, float] | None = None
     position: bool = False
     streams: bool = False
+    served: bool = False
 
     @property
     def text(self) -> str:
         streams = ", a stream per micro-batch" if self.streams else ""
-        return f"{self.place.text}, 1A1F depth {self.depth}{streams}"
+        served = ", served" if self.served else ""
+        return f"{self.place.text}, 1A1F depth {self.depth}{streams}{served}"
 
 
 @dataclass(frozen=True)
@@ -91,7 +105,7 @@ class RatioCell:
 
 
 def step_cells(records: Iterable[Record]) -> list[StepCell]:
-    """Returns every step that was timed on the devices."""
+    """Returns every step that was timed on the devices, and in the server at the same time."""
     stages: dict[str, dict[str, Record]] = {}
     found = []
     for record in records:
@@ -99,7 +113,9 @@ def step_cells(records: Iterable[Record]) -> list[StepCell]:
         if match is None or record.bench != "gpu":
             continue
         if record.metric == "device_step_ms":
-            found.append(StepCell(_place(match), int(match["depth"]), record.value / 1e3))
+            place, depth = _place(match), int(match["depth"])
+            found.append(StepCell(place, depth, record.value / 1e3))
+            found.append(StepCell(place, depth, record.peer_value / 1e3, served=True))
         elif record.metric in _STAGES:
             stages.setdefault(record.case, {})[record.metric] = record
     for case, by_name in stages.items():

@@ -59,6 +59,8 @@ def main(argv: Sequence[str]) -> int:
         runs = list(simulated(cells))
         (args.out / "planner_map.md").write_text(map_page(cells, runs), encoding="utf-8")
         records += [*_map_records(cells, command), *_simulated_records(runs, command)]
+    if set(args.parts) == set(PARTS):  # plans of other efficiencies are no longer the largest
+        (args.out / "planner.json").unlink(missing_ok=True)
     write_records(args.out / "planner.json", records)
     print(f"{len(records)} records written to {args.out / 'planner.json'}")
     return 0

@@ -20,7 +20,7 @@ from afd_bench.planner.cells import (
 )
 from afd_planner.cost.disaggregated import afd_stages
 from afd_planner.cost.shape import AfdShape, Efficiency, Pool
-from afd_planner.cost.stages import AfdStages, LayerStages, Part, StageTime, step_seconds
+from afd_planner.cost.stages import AfdStages, Part, StageTime, step_seconds
 from afd_planner.facts.hardware import load_accelerator
 from afd_planner.facts.model import ModelSpec
 from afd_planner.facts.model_hf import from_config
@@ -36,12 +36,23 @@ modelled."""
 
 @dataclass(frozen=True)
 class Error:
-    """A predicted and a measured value of one cell."""
+    """A predicted and a measured value of one cell.
+
+    alike: random weights made its rows choose the same experts. colocated: of colocated vLLM alone.
+    retired: of an arrangement of streams that nothing has today.
+    """
 
     cell: str
     method: Method
     predicted: float
     measured: float
+    alike: bool = False
+    colocated: bool = False
+    retired: bool = False
+
+    @property
+    def text(self) -> str:
+        return self.cell + (" (*alike*)" if self.alike else "")
 
     @property
     def ratio(self) -> float:
@@ -61,42 +72,50 @@ def model_of(name: str, layers: int) -> ModelSpec:
 
 
 def modelled_step(cell: StepCell, efficiency: Efficiency) -> float:
-    """Returns the predicted seconds of the cell, per position if the cell is."""
+    """Returns the predicted seconds of the cell, per position if the cell is.
+
+    A step on the devices is its layers: vLLM computes logits and samples after the replayed graph.
+    """
     place, model = cell.place, model_of(cell.place.model, cell.place.layers)
     said = predict(
         AFD, cell.depth, place.requests, place.context, model, load_accelerator(GPU), efficiency,
         place.kv,
     )  # fmt: skip
-    return said.tpot_s / (positions(model, cell.depth) if cell.position else 1)
+    seconds = said.tpot_s if cell.served else said.tpot_s - said.rest_s
+    return seconds / (positions(model, cell.depth) if cell.position else 1)
 
 
 def composed_step(cell: StepCell, source: StepCell, efficiency: Efficiency) -> float:
     """Returns the seconds of the cell's step, composed from the stage times of ``source``.
 
     The attention time of ``source`` is all of the attention side's work over the positions of its
-    step. Its work outside of the layers with experts is modelled, and taken out of it first.
+    step. Its dense layers are modelled, and taken out of it first.
     """
     assert source.stages is not None
     attention, out, ffn, back = source.stages
-    measured = _modelled_stages(source, efficiency)
-    beside = measured.rest_s + sum(
+    measured = modelled_stages(source, efficiency)
+    beside = sum(
         source.depth * len(group.layers) * group.attention.seconds
         for group in measured.groups
         if group.ffn is None
     )
     model = model_of(source.place.model, source.place.layers)
     own = attention - beside / positions(model, source.depth)
-    stages = _modelled_stages(cell, efficiency)
+    stages = modelled_stages(cell, efficiency)
     groups = tuple(
-        group if group.ffn is None else LayerStages(group.layers, _flat(own), _flat(ffn), out, back)
+        group
+        if group.ffn is None
+        else replace(group, attention=_flat(own), ffn=_flat(ffn), to_ffn=out, to_attention=back)
         for group in stages.groups
     )
-    seconds = step_seconds(AfdStages(groups, stages.rest_s), cell.depth)
+    rest_s = stages.rest_s if cell.served else 0.0
+    seconds = step_seconds(AfdStages(groups, rest_s), cell.depth)
     count = positions(model_of(cell.place.model, cell.place.layers), cell.depth)
     return seconds / (count if cell.position else 1)
 
 
-def _modelled_stages(cell: StepCell, efficiency: Efficiency) -> AfdStages:
+def modelled_stages(cell: StepCell, efficiency: Efficiency) -> AfdStages:
+    """Returns the predicted stages of a cell."""
     place, pool = cell.place, Pool(load_accelerator(GPU), 1, 1)
     precision = replace(PRECISIONS["bf16"], kv=place.kv)
     rows = place.requests / cell.depth
@@ -130,11 +149,13 @@ def step_errors(
     """Returns the errors of every step, modelled, and composed where stages were measured."""
     found = []
     for cell in cells:
-        found.append(Error(cell.text, "modelled", modelled_step(cell, efficiency), cell.seconds))
+        seconds = modelled_step(cell, efficiency)
+        flags = {"alike": cell.place.alike, "retired": cell.streams and cell.depth == 2}
+        found.append(Error(cell.text, "modelled", seconds, cell.seconds, **flags))
         source = cell if cell.stages else tables.get(stage_key(cell))
         if source is not None:
             seconds = composed_step(cell, source, efficiency)
-            found.append(Error(cell.text, "composed", seconds, cell.seconds))
+            found.append(Error(cell.text, "composed", seconds, cell.seconds, **flags))
     return found
 
 
@@ -146,6 +167,8 @@ def colocated_errors(cells: Sequence[RatioCell], efficiency: Efficiency) -> list
             "modelled",
             colocated_step_s(cell.place, efficiency),
             cell.colocated_s,
+            alike=cell.place.alike,
+            colocated=True,
         )
         for cell in cells
     ]
@@ -156,8 +179,9 @@ def ratio_errors(cells: Sequence[RatioCell], efficiency: Efficiency) -> list[Err
     found = []
     for cell in cells:
         steps = (
-            modelled_step(StepCell(cell.place, depth, 0.0), efficiency) for depth in cell.depths
+            modelled_step(StepCell(cell.place, depth, 0.0, served=True), efficiency)
+            for depth in cell.depths
         )
         ratio = colocated_step_s(cell.place, efficiency) / min(steps)
-        found.append(Error(cell.place.text, "modelled", ratio, cell.ratio))
+        found.append(Error(cell.place.text, "modelled", ratio, cell.ratio, alike=cell.place.alike))
     return found

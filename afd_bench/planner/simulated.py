@@ -13,6 +13,7 @@ from afd_planner.report.simulation import VARIATION, simulation_data
 from afd_planner.simulate.engine import simulate
 from afd_planner.simulate.spec import parse_spec
 from afd_planner.sizing.context import fixed
+from afd_planner.sizing.plan import OperatingPoint
 from afd_planner.sizing.request import Request
 from afd_planner.sizing.search import Search, afd_operating
 
@@ -36,26 +37,31 @@ class Simulated:
     stall: float
 
 
+def plan_of(cell: MapCell) -> tuple[OperatingPoint, Request]:
+    """Returns the xAyF plan of a cell of the map, and its request."""
+    attention, ffn = (load_accelerator(name) for name in POOLS[cell.pools])
+    request = Request(
+        load_model(cell.model),
+        (attention,),
+        (ffn,),
+        fixed(cell.context_k * 1024),
+        cell.tpot_ms / 1e3,
+        cell.gpus,
+        efficiency=calibrated((attention, ffn)),
+    )
+    search = Search(request)
+    best = search.best_afd(search.limits)
+    assert best is not None
+    return afd_operating(best)[0], request
+
+
 def simulated(cells: Sequence[MapCell]) -> Iterator[Simulated]:
     """Yields the plan with the largest predicted gain of each model on H200."""
-    attention, ffn = (load_accelerator(name) for name in POOLS[GPUS])
     for model in MODELS:
         cell = largest(cells, model, GPUS)
         if cell is None:
             continue
-        request = Request(
-            load_model(model),
-            (attention,),
-            (ffn,),
-            fixed(cell.context_k * 1024),
-            cell.tpot_ms / 1e3,
-            cell.gpus,
-            efficiency=calibrated((attention, ffn)),
-        )
-        search = Search(request)
-        best = search.best_afd(search.limits)
-        assert best is not None
-        point, _ = afd_operating(best)
+        point, request = plan_of(cell)
         data = simulation_data(point, request)
         calm = simulate(parse_spec({**data, "jitter": {}}, model))
         noisy = simulate(parse_spec(data, model))

@@ -34,6 +34,7 @@ CODE_OF = {
     "scale": _SERVER,
     "simulator": (*_SERVER, "afd_planner/simulate"),
     "soak": (*_SERVER, "afd_launch"),
+    "speculation": _SERVER,
     "step3": (*_SERVER, "afd_bench/step3"),
     "training": ("training",),
     "versions": (*_SERVER, "tests/integration", "tests/identity"),

@@ -20,7 +20,7 @@ import numpy as np
 from afd.records import command_line, machine, results_file, today, write_records
 from afd_bench.scale.deployed import deployed
 from afd_bench.scale.page import Cell, page, records
-from afd_bench.scale.shared import ROWS, Case, Rows
+from afd_bench.scale.shared import ROWS, Case, LeaderTime, Rows
 from afd_demo.make_model import make_model
 from afd_demo.sizes import resolve
 
@@ -32,37 +32,26 @@ _WARM_UP_STEPS = 3
 def main(argv: Sequence[str]) -> int:
     args = _arguments(argv)
     cases = [Case.of(text) for text in args.cases]
+    # First, because the deployments leave a busy machine behind.
+    leaders = {case: announced(case) for case in map(Case.of, args.announced)}
+    for case, took in leaders.items():
+        print(f"{case.name} announce a step: leader {took.median_us:.0f} us", flush=True)
     cells = []
     for case in cases:
         with tempfile.TemporaryDirectory(prefix="afd-scale-") as folder:
             cell = measured(case, Path(folder), args.seconds)
         cells.append(cell)
         print(cell.line, flush=True)
-    announced = announced_us(args.members) if args.members else None
-    if announced is not None:
-        print(f"{args.members} members announce a step: leader {announced:.0f} us", flush=True)
     command = command_line("scale", argv)
-    steps = {args.members: announced} if announced is not None else {}
-    write_records(args.out, records(cells, steps, machine(), command, today()))
-    text = page(cells, steps, machine(), command, today())
+    write_records(args.out, records(cells, leaders, machine(), command, today()))
+    text = page(cells, leaders, machine(), command, today())
     args.out.with_suffix(".md").write_text(text, encoding="utf-8")
     return 0
 
 
 def measured(case: Case, folder: Path, seconds: float) -> Cell:
-    """Runs one case. folder: for the checkpoint, which has two experts per FFN instance."""
-    sizes = resolve(
-        FAMILY,
-        "tiny",
-        hidden=HIDDEN,
-        layers=LAYERS,
-        experts=max(2 * case.y, TOP_K),
-        top_k=TOP_K,
-        intermediate=HIDDEN,
-        vocab=512,
-    )
-    checkpoint = folder / "model"
-    make_model(FAMILY, checkpoint, sizes, dtype="float32")
+    """Runs one case. folder: for the checkpoint."""
+    checkpoint = _checkpoint(folder, case)
     load = os.getloadavg()[0]
     with deployed(case, checkpoint, rows_of(checkpoint)) as processes:
         start_s = processes.start()
@@ -81,14 +70,28 @@ def measured(case: Case, folder: Path, seconds: float) -> Cell:
     return Cell(case, start_s, window, back_s, load)
 
 
-def announced_us(members: int) -> float:
-    """The leader's time for an announced step, us."""
-    from afd_bench.scale.announced_torch import leader_us
+def announced(case: Case, steps: int = 1000) -> LeaderTime:
+    """The leader's time for a step that all attention instances have announced."""
+    from afd_bench.scale.announced_torch import leader_time
 
     with tempfile.TemporaryDirectory(prefix="afd-scale-") as folder:
-        checkpoint = Path(folder) / "model"
-        make_model(FAMILY, checkpoint, resolve(FAMILY, "tiny"), dtype="float32")
-        return leader_us(checkpoint, members)
+        return leader_time(_checkpoint(Path(folder), case), case, steps)
+
+
+def _checkpoint(folder: Path, case: Case) -> Path:
+    """Makes a model with two experts per FFN instance."""
+    sizes = resolve(
+        FAMILY,
+        "tiny",
+        hidden=HIDDEN,
+        layers=LAYERS,
+        experts=max(2 * case.y, TOP_K),
+        top_k=TOP_K,
+        intermediate=HIDDEN,
+        vocab=512,
+    )
+    make_model(FAMILY, folder / "model", sizes, dtype="float32")
+    return folder / "model"
 
 
 def rows_of(checkpoint: Path) -> list[Rows]:
@@ -116,7 +119,10 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         "cases", nargs="*", default=["2A2F", "8A4F", "40A24F"], help="topologies, such as 40A24F"
     )
     parser.add_argument(
-        "--members", type=int, default=64, help="that announce a step to a leader; 0: none"
+        "--announced",
+        nargs="*",
+        default=["16A1F", "64A1F", "128A1F", "40A24F"],
+        help="topologies whose attention instances announce steps to a leader",
     )
     parser.add_argument("--seconds", type=float, default=10.0, help="of the measured window")
     parser.add_argument(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from afd.config.sections import Deadlines
 from afd.records import Record
 from afd_bench.scale.deployed import Window
-from afd_bench.scale.shared import Case
+from afd_bench.scale.shared import Case, LeaderTime
 
 LEADER_AIM_US = 100.0
 
@@ -37,13 +37,19 @@ class Cell:
 
 
 def records(
-    cells: Sequence[Cell], announced: Mapping[int, float], host: str, command: str, date: str
+    cells: Sequence[Cell], announced: Mapping[Case, LeaderTime], host: str, command: str, date: str
 ) -> list[Record]:
-    """announced: by members, the leader's time for a step that they announce, us."""
+    """announced: the leader's time for steps that all attention instances announce."""
     limits = Deadlines()
     found = [
-        (f"{members}A1F announced", [("leader_us_per_step", us, "us", "aim", LEADER_AIM_US)])
-        for members, us in announced.items()
+        (
+            f"{case.name} announced",
+            [
+                ("leader_us_per_step", took.median_us, "us", "aim", LEADER_AIM_US),
+                ("leader_p99_us_per_step", took.p99_us, "us", "aim", LEADER_AIM_US),
+            ],
+        )
+        for case, took in announced.items()
     ]
     for cell in cells:
         rows = [
@@ -80,13 +86,17 @@ Every instance is a process on one host, without vLLM: real control plane, share
 leader, heads and remote experts. A step has 2 layers of depth 1, so 2 expert calls, each of which
 the host handles. Each attention instance sends 2 rows per layer and checks every answer.
 
-- *A step that members have announced*: time of the leader from the last announcement to the replay:
-  who takes part, the order, the table of rows, the gate. No other process runs. The aim is 100 us.
-- *Leader*: CPU time of the leader's thread per step for its decisions and its orders to the heads.
-  It includes no wait, no expert and no answer. Here the host handles each call. All processes share
-  the cores, so the leader's caches are cold, and each of its orders wakes a sleeping head: with a
-  core of its own it takes less.
+- *Announced steps* are those of GPUs. CPU time of the leader from the end of a replay to the
+  beginning of the next, when all announcements are here: statuses of the step before, membership,
+  who takes part, the order to each head, the table of rows, the gate. It contains no wait. No other
+  process takes part, so no head has to be woken. The aim is 100 us.
+- *Leader*, of the deployments: CPU time of the leader's thread per step for its decisions and its
+  orders to the heads. It includes no wait, no expert and no answer. Here the host handles each
+  call. All processes share the cores, so the leader's caches are cold, and each of its orders wakes
+  a sleeping head: with a core of its own it takes less.
 - *Waits*: CPU time inside of its waits: system calls and wake-ups.
+- *Load*: of the machine before, 1-minute average. Above the number of cores, others used the caches
+  too, and all times are longer than on a quiet machine.
 - *Calls*: CPU time of that thread for the rest: reading rows, its experts, the answers.
 - *Start*: from the first process to the first step of every attention instance. Processes are forks
   of one that has imported torch.
@@ -98,7 +108,7 @@ the host handles. Each attention instance sends 2 rows per layer and checks ever
 
 
 def page(
-    cells: Sequence[Cell], announced: Mapping[int, float], host: str, command: str, date: str
+    cells: Sequence[Cell], announced: Mapping[Case, LeaderTime], host: str, command: str, date: str
 ) -> str:
     lines = [
         "# Scale: many processes on one CPU host",
@@ -116,9 +126,15 @@ def page(
             f" | {_seconds(back, 'attention')} | {_seconds(back, 'ffn')} | {w.control_cores:.3f}"
             f" | {w.steps_per_s:.1f} | {cell.load:.1f} |"
         )
+    if announced:
+        lines += [
+            "",
+            "| announced steps | leader us per step | 99th percentile | load |",
+            "|---|---|---|---|",
+        ]
     lines += [
-        f"\nA step that {members} members have announced, as on GPUs: {us:.0f} us of the leader."
-        for members, us in announced.items()
+        f"| {case.name} | {took.median_us:.0f} | {took.p99_us:.0f} | {took.load:.1f} |"
+        for case, took in announced.items()
     ]
     lines += ["", f"`{command}`, {host}, {date}.", "", _HEAD]
     return "\n".join(lines)

@@ -9,12 +9,14 @@ from types import ModuleType
 import torch
 
 from afd.errors import ConfigError
-from afd.wire.layout import SlotLayout, layouts
+from afd.wire.layout import SlotLayout, Tag, layouts
+from afd.wire.rows_torch import EncodedRows
 from afd.wire.slot_torch import sum_of_parts, take_rows
 from afd.wire.slot_view_torch import RoutedRows, SlotView
 from afd_bench.moe.timing import cpu_clock, graph_seconds
 from afd_bench.step3 import fused_kernels as fused
 from afd_bench.step3.load import Load
+from attention_worker.kernels import fused_attention as served
 
 Call = Callable[[], object]
 _FP8 = torch.float8_e4m3fn
@@ -54,6 +56,7 @@ def cases(load: Load, device: str) -> Iterator[Case]:
     except ImportError as err:
         raise ConfigError(f"the peers are vLLM's kernels ({err}); install vllm==0.26.0") from None
     yield from _attention(load, device, _custom_ops)
+    yield from _served(load, device, _custom_ops)
     yield from _products(load, device, _custom_ops)
 
 
@@ -113,9 +116,9 @@ def _attention(load: Load, device: str, ops: ModuleType | None) -> Iterator[Case
     qkv, q = scaled(load.q_rank + 2 * width), scaled(load.heads * width)
     product, core = scaled(load.hidden), drawn(load.rows, load.heads * width)
     positions = torch.arange(load.rows, device=device)
-    rope = fused.Rope(drawn(load.rows, width), positions)
+    rope = served.Rope(drawn(load.rows, width), positions)
     keys, values = (torch.zeros(load.rows, 64, 1, width, device=device).to(_FP8) for _ in range(2))
-    cache = fused.PagedCache(keys, values, (one, one), 64 * positions)
+    cache = served.PagedCache(keys, values, (one, one), 64 * positions)
     if ops is None:
         yield Case(
             "attention's references",
@@ -161,6 +164,79 @@ def _attention(load: Load, device: str, ops: ModuleType | None) -> Iterator[Case
         "vLLM, of a product that is scaled",
         lambda: ops.fused_add_rms_norm(product.values, residual, weight, _EPS),
     )
+
+
+def _served(load: Load, device: str, ops: ModuleType) -> Iterator[Case]:
+    """Yields the kernels of servers (attention.fused), at the shapes of Qwen3-30B-A3B and Step-3,
+    on a bfloat16 cache. The peers are the kernels that vLLM's layers launch."""
+    rows, one = load.rows, torch.ones(1, device=device)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device).bfloat16()
+
+    positions = torch.arange(rows, device=device)
+
+    def around(kv_heads: int, width: int) -> tuple[served.Rope, served.PagedCache]:
+        memory = torch.zeros(rows, kv_heads, 16, 2 * width, dtype=torch.bfloat16, device=device)
+        keys, values = memory.transpose(1, 2).split(width, dim=-1)
+        cache = served.PagedCache(keys, values, (one, one), 16 * positions)
+        return served.Rope(drawn(rows, width), positions), cache
+
+    def stored(cache: served.PagedCache, k: torch.Tensor, v: torch.Tensor) -> None:
+        ops.reshape_and_cache_flash(
+            k, v, cache.keys, cache.values, cache.slots, "auto", one, one
+        )  # fmt: skip
+
+    heads, kv_heads, width = 32, 4, 128
+    qkv, norms = drawn(rows, (heads + 2 * kv_heads) * width), (drawn(width), drawn(width))
+    rope, cache = around(kv_heads, width)
+    to = served.Queries(torch.bfloat16, one)
+
+    def head_by_head() -> None:
+        q, k, v = qkv.split([heads * width, kv_heads * width, kv_heads * width], dim=-1)
+        q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=device) for x in (q, k))
+        for x, out, weight in ((q, q_out, norms[0]), (k, k_out, norms[1])):
+            shape = (rows, -1, width)
+            ops.rms_norm(out.view(shape), x.unflatten(1, (-1, width)), weight, _EPS)
+        ops.rotary_embedding(rope.positions, q_out, k_out, width, rope.cos_sin, True)
+        stored(cache, k_out.unflatten(1, (-1, width)), v.unflatten(1, (-1, width)))
+
+    yield Case(
+        "Qwen3-30B-A3B: norms of heads, rotation, cache",
+        lambda: served.store_heads(qkv, served.HeadNorms(*norms, _EPS), rope, cache, to),
+        "vLLM (4 kernels)",
+        head_by_head,
+    )
+    low, wide = load.q_rank, load.head_dim
+    first, q, weight = drawn(rows, low + 2 * wide), drawn(rows, load.heads * wide), drawn(low)
+    wide_rope, wide_cache = around(1, wide)
+
+    def low_rank() -> None:
+        served.store_low_rank(first, weight, _EPS, wide_rope, wide_cache)
+        served.rotate_heads(q, wide, wide_rope, to)
+
+    def by_vllm() -> None:
+        below, k, v = first.split([low, wide, wide], dim=-1)
+        ops.rms_norm(torch.empty((rows, low), dtype=q.dtype, device=device), below, weight, _EPS)
+        ops.rotary_embedding(positions, q, k, wide, wide_rope.cos_sin, True)
+        stored(wide_cache, k.unsqueeze(1), v.unsqueeze(1))
+
+    yield Case("Step-3: low-rank norm, rotation, cache", low_rank, "vLLM (3 kernels)", by_vllm)
+    for name, hidden in (("Qwen3-30B-A3B", 2048), ("Step-3", load.hidden)):
+        x, residual, norm = drawn(rows, hidden), drawn(rows, hidden), drawn(hidden)
+        yield Case(
+            f"{name}: residual, norm, rows for the FP8 wire",
+            partial(served.add_norm_encode, x, residual, norm, _EPS, Tag.E4M3FN),
+            "vLLM's norm and our codec (2 kernels)",
+            partial(_norm_then_encode, ops, x.clone(), residual.clone(), norm),
+        )
+
+
+def _norm_then_encode(
+    ops: ModuleType, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
+) -> object:
+    ops.fused_add_rms_norm(x, residual, weight, _EPS)
+    return EncodedRows.of(x, Tag.E4M3FN)
 
 
 def _products(load: Load, device: str, ops: ModuleType) -> Iterator[Case]:

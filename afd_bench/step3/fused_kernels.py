@@ -1,9 +1,8 @@
-"""Fused kernels of an FP8 attention layer, for everything but projections and attention core.
+"""Fused kernels around FP8 products whose scales the reader multiplies.
 
-Only `afd bench gpu step3` and `afd bench gpu fused` use them. vLLM has such fusions as passes of
-torch.compile (vllm/compilation/passes/fusion: rms_quant_fusion; rope_kvcache_fusion on ROCm only),
-which do not apply to the eager layers of an attention instance. Every function has a reference with
-the same arguments, ``plain_...``.
+Only `afd bench gpu step3` and `afd bench gpu fused` use them: vLLM's linear layers return scaled
+products. The kernels of servers are in :mod:`attention_worker.kernels.fused_attention`. Every
+function has a reference with the same arguments, ``plain_...``.
 """
 
 from collections.abc import Sequence
@@ -11,11 +10,18 @@ from dataclasses import dataclass
 
 import torch
 
-from afd.wire.codecs import FP8_MAX
-from afd.wire.dtypes_torch import DTYPE_OF_TAG
-from afd.wire.layout import Tag
+from attention_worker.kernels.fused_attention import (
+    FP8_LIMIT,
+    PagedCache,
+    Rope,
+    half_of,
+    plain_converted,
+    plain_norm,
+    plain_rotated,
+    plain_store,
+    power_of_two,
+)
 
-_FP8 = {DTYPE_OF_TAG[tag]: FP8_MAX[tag] for tag in (Tag.E4M3FN, Tag.E4M3FNUZ)}
 _LEAST_SCALE = 2.0**-100
 _HEADS = 8
 """Most heads that one program rotates: 8 values per thread for heads of 256 columns."""
@@ -40,29 +46,6 @@ class Product:
     def scaled(self) -> torch.Tensor:
         """Returns the scaled product, float32 [rows, columns]."""
         return self.values.float() * (self.columns * self.rows)
-
-
-@dataclass(frozen=True)
-class Rope:
-    """cos_sin: [positions, head_dim], cosines then sines. positions: int64 [rows]."""
-
-    cos_sin: torch.Tensor
-    positions: torch.Tensor
-
-
-@dataclass(frozen=True)
-class PagedCache:
-    """A paged KV cache and the slots to write.
-
-    keys, values: [blocks, page, kv_heads, head_dim], FP8 or the dtype of the rows, with equal
-    strides and contiguous head columns. scales: of keys and of values, float32 [1]. slots: int64
-    [rows], the target slot of each row; a negative slot stores nothing.
-    """
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    scales: tuple[torch.Tensor, torch.Tensor]
-    slots: torch.Tensor
 
 
 def sum_norm_quantise(
@@ -93,8 +76,8 @@ def sum_norm_quantise(
         hidden,
         eps,
         MESSAGES=len(parts),
-        FP8_MAX=_FP8[fp8],
-        BLOCK=_power_of_two(hidden),
+        FP8_MAX=FP8_LIMIT[fp8],
+        BLOCK=power_of_two(hidden),
         num_warps=_WARPS,
     )
     return codes, scale
@@ -112,7 +95,7 @@ def plain_sum_norm_quantise(
         x = x + part.float()
     x = x + residual.float()
     residual.copy_(x)
-    return plain_quantise_rows(_norm(x, weight, eps), fp8)
+    return plain_quantise_rows(plain_norm(x, weight, eps), fp8)
 
 
 def norm_store(
@@ -151,10 +134,10 @@ def norm_store(
         *cache.keys.stride()[:3],
         heads,
         eps,
-        FP8_MAX=_FP8[fp8],
-        CACHE_MAX=_FP8.get(cache.keys.dtype, 0.0),
-        HALF=_half(width),
-        BLOCK=_power_of_two(low),
+        FP8_MAX=FP8_LIMIT[fp8],
+        CACHE_MAX=FP8_LIMIT.get(cache.keys.dtype, 0.0),
+        HALF=half_of(width),
+        BLOCK=power_of_two(low),
         num_warps=_WARPS,
     )
     return codes, scale
@@ -163,15 +146,11 @@ def norm_store(
 def plain_norm_store(
     qkv: Product, weight: torch.Tensor, eps: float, rope: Rope, cache: PagedCache, fp8: torch.dtype
 ) -> Quantised:
-    low, (_, page, heads, width) = len(weight), cache.keys.shape
+    low, (heads, width) = len(weight), cache.keys.shape[2:]
     q, k, v = qkv.scaled().split([low, heads * width, heads * width], dim=-1)
-    k, v = _rotated(k.unflatten(1, (heads, width)), rope), v.unflatten(1, (heads, width))
-    kept = cache.slots >= 0
-    at = cache.slots[kept] // page, cache.slots[kept] % page
-    for into, x, scale in zip((cache.keys, cache.values), (k, v), cache.scales, strict=True):
-        raw = into.view(torch.uint8) if into.dtype in _FP8 else into
-        raw[at] = _converted(x[kept], scale, into.dtype).view(raw.dtype)
-    return plain_quantise_rows(_norm(q, weight, eps), fp8)
+    k = plain_rotated(k.unflatten(1, (heads, width)), rope)
+    plain_store(cache, k, v.unflatten(1, (heads, width)))
+    return plain_quantise_rows(plain_norm(q, weight, eps), fp8)
 
 
 def rope_quantise(
@@ -196,8 +175,8 @@ def rope_quantise(
         out,
         scale,
         heads,
-        FP8_MAX=_FP8.get(kind, 0.0),
-        HALF=_half(head_dim),
+        FP8_MAX=FP8_LIMIT.get(kind, 0.0),
+        HALF=half_of(head_dim),
         HEADS=each,
         num_warps=_WARPS,
     )
@@ -207,8 +186,8 @@ def rope_quantise(
 def plain_rope_quantise(
     q: Product, head_dim: int, rope: Rope, scale: torch.Tensor, kind: torch.dtype
 ) -> torch.Tensor:
-    x = _rotated(q.scaled().unflatten(1, (-1, head_dim)), rope)
-    return _converted(x.flatten(1), scale, kind)
+    x = plain_rotated(q.scaled().unflatten(1, (-1, head_dim)), rope)
+    return plain_converted(x.flatten(1), scale, kind)
 
 
 def quantise_rows(x: torch.Tensor, fp8: torch.dtype) -> Quantised:
@@ -222,8 +201,8 @@ def quantise_rows(x: torch.Tensor, fp8: torch.dtype) -> Quantised:
         codes,
         scale,
         columns,
-        FP8_MAX=_FP8[fp8],
-        BLOCK=_power_of_two(columns),
+        FP8_MAX=FP8_LIMIT[fp8],
+        BLOCK=power_of_two(columns),
         num_warps=_WARPS,
     )
     return codes, scale
@@ -232,9 +211,9 @@ def quantise_rows(x: torch.Tensor, fp8: torch.dtype) -> Quantised:
 def plain_quantise_rows(x: torch.Tensor, fp8: torch.dtype) -> Quantised:
     x = x.float()
     amax = x.abs().amax(-1, keepdim=True)
-    scale = (amax / _FP8[fp8]).clamp(min=_LEAST_SCALE)
+    scale = (amax / FP8_LIMIT[fp8]).clamp(min=_LEAST_SCALE)
     scale = torch.where(amax.isfinite(), scale, torch.nan)
-    return (x / scale).clamp(-_FP8[fp8], _FP8[fp8]).to(fp8), scale
+    return (x / scale).clamp(-FP8_LIMIT[fp8], FP8_LIMIT[fp8]).to(fp8), scale
 
 
 def add_norm(
@@ -257,7 +236,7 @@ def add_norm(
         out,
         hidden,
         eps,
-        BLOCK=_power_of_two(hidden),
+        BLOCK=power_of_two(hidden),
         num_warps=_WARPS,
     )
     return out
@@ -268,25 +247,7 @@ def plain_add_norm(
 ) -> torch.Tensor:
     x = residual.float() + product.scaled()
     residual.copy_(x)
-    return _norm(x, weight, eps).to(residual.dtype)
-
-
-def _rotated(x: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """Rotates x, float32 [rows, heads, head_dim]."""
-    cos, sin = rope.cos_sin[rope.positions].float()[:, None].chunk(2, dim=-1)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
-def _converted(x: torch.Tensor, scale: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-    if kind not in _FP8:
-        return x.to(kind)
-    return (x / scale).clamp(-_FP8[kind], _FP8[kind]).to(kind)
-
-
-def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Returns the RMS norm of x, float32 [rows, columns]."""
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
+    return plain_norm(x, weight, eps).to(residual.dtype)
 
 
 def _room(like: torch.Tensor, fp8: torch.dtype) -> Quantised:
@@ -294,12 +255,3 @@ def _room(like: torch.Tensor, fp8: torch.dtype) -> Quantised:
         torch.empty(like.shape, dtype=fp8, device=like.device),
         torch.empty((len(like), 1), dtype=torch.float32, device=like.device),
     )
-
-
-def _half(width: int) -> int:
-    assert width == _power_of_two(width), "head_dim must be a power of two"
-    return width // 2
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from afd.wire.slot_triton import FAR, sum_of_messages
+from attention_worker.kernels.fused import normed
 
 
 @triton.jit
@@ -22,12 +23,6 @@ def row_fp8(y, FP8_MAX: tl.constexpr):
     scale = tl.where(bits < 0x7F800000, scale, float("nan"))
     y = y * (1.0 / scale)
     return tl.clamp(y, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL), scale
-
-
-@triton.jit
-def normed(x, weight, size, eps):
-    """Returns the RMS norm of float32 x [n]; only ``size`` values count, the others must be 0."""
-    return x * tl.rsqrt(tl.sum(x * x, axis=0) / size + eps) * weight
 
 
 @triton.jit(do_not_specialize=FAR)

@@ -9,30 +9,13 @@ separate arguments.
 import triton
 import triton.language as tl
 
-from afd_bench.step3.kernel_norm import normed, row_fp8
-
-
-@triton.jit
-def _rotated(first, second, angle_at, HALF: tl.constexpr):
-    """Rotates the two halves of heads, float32 [.., HALF]."""
-    half = tl.arange(0, HALF)
-    cos = tl.load(angle_at + half).to(tl.float32)
-    sin = tl.load(angle_at + HALF + half).to(tl.float32)
-    return first * cos - second * sin, second * cos + first * sin
+from afd_bench.step3.kernel_norm import row_fp8
+from attention_worker.kernels.fused import normed, rotated, store
 
 
 @triton.jit
 def _scaled(at, scale_at, row_scale):
     return tl.load(at).to(tl.float32) * (tl.load(scale_at) * row_scale)
-
-
-@triton.jit
-def _store(at, x, scale_ptr, FP8_MAX: tl.constexpr):
-    """Stores x, or x / scale saturated if the target is FP8 (FP8_MAX > 0)."""
-    if FP8_MAX > 0:
-        x = x * (1.0 / tl.load(scale_ptr))
-        x = tl.clamp(x, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(at, x.to(at.dtype.element_ty))
 
 
 @triton.jit
@@ -75,13 +58,13 @@ def norm_store_kernel(
             first = _scaled(line + key, column_scale_ptr + key, row_scale)
             key += HALF
             second = _scaled(line + key, column_scale_ptr + key, row_scale)
-            first, second = _rotated(first, second, angle, HALF)
-            _store(keys_ptr + to + half, first, key_scale_ptr, CACHE_MAX)
-            _store(keys_ptr + to + HALF + half, second, key_scale_ptr, CACHE_MAX)
+            first, second = rotated(first, second, angle, HALF)
+            store(keys_ptr + to + half, first, key_scale_ptr, CACHE_MAX)
+            store(keys_ptr + to + HALF + half, second, key_scale_ptr, CACHE_MAX)
             column = tl.arange(0, 2 * HALF)
             value = low + (kv_heads + head) * 2 * HALF + column
             value = _scaled(line + value, column_scale_ptr + value, row_scale)
-            _store(values_ptr + to + column, value, value_scale_ptr, CACHE_MAX)
+            store(values_ptr + to + column, value, value_scale_ptr, CACHE_MAX)
 
 
 @triton.jit
@@ -102,6 +85,6 @@ def rope_quantise_kernel(
     first = _scaled(q_ptr + at, column_scale_ptr + column, row_scale)
     second = _scaled(q_ptr + at + HALF, column_scale_ptr + column + HALF, row_scale)
     angle = cos_sin_ptr + tl.load(positions_ptr + row) * 2 * HALF
-    first, second = _rotated(first, second, angle, HALF)
-    _store(out_ptr + at, first, scale_ptr, FP8_MAX)
-    _store(out_ptr + at + HALF, second, scale_ptr, FP8_MAX)
+    first, second = rotated(first, second, angle, HALF)
+    store(out_ptr + at, first, scale_ptr, FP8_MAX)
+    store(out_ptr + at + HALF, second, scale_ptr, FP8_MAX)

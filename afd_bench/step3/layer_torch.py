@@ -25,6 +25,7 @@ from afd_bench.step3 import fused_kernels as fused
 from afd_bench.step3.load import Load
 from attention_worker.kernels.decode_attention import decode_attention
 from attention_worker.kernels.decode_plan import plan_decode
+from attention_worker.kernels.fused_attention import PagedCache, Rope
 from attention_worker.remote.encoded_batch import EncodedBatch, encode
 
 _FP8 = torch.float8_e4m3fn
@@ -130,16 +131,14 @@ class CudaAttention:
         last = load.context - 1
         slots = self._blocks[:, last // _PAGE].long() * _PAGE + last % _PAGE
         positions = torch.full((load.rows,), last, device=device)
-        self._rope = fused.Rope(self._rope_table(), positions)
+        self._rope = Rope(self._rope_table(), positions)
         self._lengths = torch.full((load.rows,), load.context, dtype=torch.int32, device=device)
         self._starts = torch.arange(load.rows + 1, dtype=torch.int32, device=device)
         self._one, self._unit = torch.ones(1, device=device), torch.ones((), device=device)
         scales = (self._one, self._one)
         self._cache = [
             [
-                fused.PagedCache(
-                    self._bf16(*shape).to(kind), self._bf16(*shape).to(kind), scales, slots
-                )
+                PagedCache(self._bf16(*shape).to(kind), self._bf16(*shape).to(kind), scales, slots)
                 for _ in range(load.depth)
             ]
             for _ in range(distinct)

@@ -36,7 +36,7 @@ LAYOUTS: dict[str, Callable[[Sink, Sizes, str], Config]] = {
     "step3_vl": multimodal.step3_vl,
 }
 """By name, what draws the tensors and returns config.json."""
-_FIRST_LIKELY = 16
+FIRST_LIKELY = 16
 
 
 def make_published(
@@ -69,7 +69,7 @@ def make_published(
     config = LAYOUTS[layout](drawn, sizes, dtype)
     if likely:
         head = drawn.tensors["lm_head.weight"]
-        head[_FIRST_LIKELY : _FIRST_LIKELY + likely] *= head.dtype.type(6)
+        head[FIRST_LIKELY : FIRST_LIKELY + likely] *= head.dtype.type(6)
     if stored_as == "plain":
         write(directory, config, drawn.tensors, sizes.vocab)
         return
@@ -122,5 +122,6 @@ _DTYPES = {
     "bfloat16": "BF16",
     "float8_e4m3fn": "F8_E4M3",
     "int32": "I32",
+    "int64": "I64",
     "uint8": "U8",
 }

@@ -1,4 +1,4 @@
-"""Qwen3-Next: three layers of gated linear attention, then one of full attention.
+"""Qwen3-Next: three layers of gated linear attention, then one of full attention; a draft layer.
 
 Names, dtypes and keys: config.json of Qwen/Qwen3-Next-80B-A3B-Instruct, the loader of vLLM 0.26
 (models/qwen3_next.py) and Transformers 5 (models/qwen3_next).
@@ -31,18 +31,9 @@ def qwen3_next(w: Sink, s: Sizes, dtype: str) -> Config:
             w.norm(f"{linear}norm.weight", size)
             w.projection(f"{linear}out_proj.weight", s.hidden, values)
         else:
-            full = f"{layer}self_attn."
-            w.projection(f"{full}q_proj.weight", 2 * s.heads * s.head_dim, s.hidden)
-            w.projection(f"{full}k_proj.weight", s.kv_heads * s.head_dim, s.hidden)
-            w.projection(f"{full}v_proj.weight", s.kv_heads * s.head_dim, s.hidden)
-            w.projection(f"{full}o_proj.weight", s.hidden, s.heads * s.head_dim)
-            w.bias(f"{full}q_norm.weight", s.head_dim)
-            w.bias(f"{full}k_norm.weight", s.head_dim)
-        w.router(f"{layer}mlp.gate.weight", s.experts, s.hidden)
-        for e in range(s.experts):
-            mlp(w, f"{layer}mlp.experts.{e}.", s.hidden, s.intermediate)
-        mlp(w, f"{layer}mlp.shared_expert.", s.hidden, s.shared_experts * s.intermediate)
-        w.router(f"{layer}mlp.shared_expert_gate.weight", 1, s.hidden)
+            _full_attention(w, s, f"{layer}self_attn.")
+        _experts(w, s, f"{layer}mlp.")
+    _draft_layer(w, s)
     return common_config(s, dtype) | {
         "architectures": ["Qwen3NextForCausalLM"],
         "model_type": "qwen3_next",
@@ -63,3 +54,32 @@ def qwen3_next(w: Sink, s: Sizes, dtype: str) -> Config:
         "partial_rotary_factor": 0.25,
         "rms_norm_eps": 1e-6,
     }
+
+
+def _full_attention(w: Sink, s: Sizes, full: str) -> None:
+    w.projection(f"{full}q_proj.weight", 2 * s.heads * s.head_dim, s.hidden)
+    w.projection(f"{full}k_proj.weight", s.kv_heads * s.head_dim, s.hidden)
+    w.projection(f"{full}v_proj.weight", s.kv_heads * s.head_dim, s.hidden)
+    w.projection(f"{full}o_proj.weight", s.hidden, s.heads * s.head_dim)
+    w.bias(f"{full}q_norm.weight", s.head_dim)
+    w.bias(f"{full}k_norm.weight", s.head_dim)
+
+
+def _experts(w: Sink, s: Sizes, block: str) -> None:
+    w.router(f"{block}gate.weight", s.experts, s.hidden)
+    for e in range(s.experts):
+        mlp(w, f"{block}experts.{e}.", s.hidden, s.intermediate)
+    mlp(w, f"{block}shared_expert.", s.hidden, s.shared_experts * s.intermediate)
+    w.router(f"{block}shared_expert_gate.weight", 1, s.hidden)
+
+
+def _draft_layer(w: Sink, s: Sizes) -> None:
+    """One layer (MTP), which config.json does not mention."""
+    layer = "mtp.layers.0."
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        w.bias(f"{layer}{name}.weight", s.hidden)
+    _full_attention(w, s, f"{layer}self_attn.")
+    _experts(w, s, f"{layer}mlp.")
+    w.projection("mtp.fc.weight", s.hidden, 2 * s.hidden)
+    for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
+        w.bias(f"mtp.{name}.weight", s.hidden)

@@ -55,7 +55,7 @@ class Keeper:
         commands = self._instance.arguments(address, control, str(folder))
         for member, argv in zip(self._instance.members, commands, strict=True):
             command = Command(member, (sys.executable, "-m", "afd_launch.cli", *argv), env)
-            self._running.append(RoleProcess(command))
+            self._running.append(RoleProcess.start(command))
             watchdog.add(self._running[-1].group)
         return address
 

@@ -133,7 +133,7 @@ def wish_for(members: Members, instance: Instance) -> RoleWish:
     """What operators want of an instance (`afd ctl restart`, `remove`, `add`). Pure."""
     seat = members.seat(instance.name)
     if seat is None:
-        return "away" if instance.role == "attention" else "run"
+        return "away"
     if seat.wish == "restart":
         member = members.find(instance.role, instance.index)
         asked = member is not None and member.generation == seat.generation

@@ -2,13 +2,8 @@
 
 from dataclasses import dataclass
 
-from afd_planner.cost.disaggregated import (
-    attention_overhead_s,
-    attention_parts,
-    collective_s,
-    ffn_part,
-    rest_seconds,
-)
+from afd_planner.cost.disaggregated import attention_overhead_s, collective_s, rest_seconds
+from afd_planner.cost.kernels import kernel_attention, kernel_ffn
 from afd_planner.cost.shape import EVEN_ROUTING, ColocatedShape, Efficiency
 from afd_planner.cost.stages import StageTime
 from afd_planner.facts.ffn import MoeFfn
@@ -126,7 +121,7 @@ def _layer(
 ) -> ColocatedLayer:
     accelerator, precision, queries = shape.accelerator, shape.precision, 1 + shape.draft
     own = rows / shape.dp
-    attention = attention_parts(
+    attention = kernel_attention(
         group, accelerator, own, shape.context, precision, shape.tp, efficiency, queries
     )
     exchange = link = 0.0
@@ -142,10 +137,12 @@ def _layer(
             link = _shard_link(shape, tokens, group.ffn, efficiency)
     else:
         tokens, shards, tp, routing = own * queries, 1, shape.tp, EVEN_ROUTING
-    mlp = ffn_part(group.ffn, accelerator, tokens, precision, shards, tp, efficiency, routing)
+    mlp, fixed = kernel_ffn(
+        group.ffn, accelerator, tokens, precision, shards, tp, efficiency, routing
+    )
     # One all-reduce after attention, and one after an FFN under TP.
     reduces = 1 if exchange else 2
     nbytes = own * queries * group.ffn.hidden * dtype_bytes(precision.activations)
     link += 2 * reduces * collective_s(nbytes, shape.tp, accelerator, efficiency)
-    overhead = attention_overhead_s(group, efficiency) + efficiency.ffn_overhead_s
+    overhead = attention_overhead_s(group, efficiency) + fixed
     return ColocatedLayer(group.layers, StageTime((*attention, mlp), link, overhead), exchange)

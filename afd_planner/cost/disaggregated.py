@@ -5,118 +5,21 @@ formulas and names their sources. ``Efficiency`` holds the share of data-sheet r
 kernels reach.
 """
 
-import math
-
-from afd.errors import ConfigError
-from afd_planner.cost.shape import EVEN_ROUTING, AfdShape, Efficiency, Pool, Routing
+from afd_planner.cost.kernels import kernel_attention, kernel_ffn, kernel_head
+from afd_planner.cost.roofline import ffn_part, memory_s
+from afd_planner.cost.shape import AfdShape, Efficiency, Pool
 from afd_planner.cost.stages import AfdStages, LayerStages, Part, StageTime
-from afd_planner.facts.attention import Latent, projection_parameters_per_gpu
-from afd_planner.facts.ffn import DenseFfn, Ffn, MoeFfn
+from afd_planner.facts.attention import Latent
+from afd_planner.facts.ffn import Ffn, MoeFfn
 from afd_planner.facts.hardware import Accelerator
 from afd_planner.facts.model import LayerGroup, ModelSpec
 from afd_planner.facts.precision import Precision, dtype_bytes, wire_bytes
-
-SAMPLING_PASSES = 4
-"""Passes over the float32 logits: write, softmax, top-p filter, draw. An estimate."""
-
-_LOGIT_BYTES = 4
-_BYTES_PER_PAIR = 3.0
-"""Per (row, expert) pair and hidden column: one byte read (FP8), two written (BF16)."""
-
-
-def attention_parts(
-    group: LayerGroup,
-    accelerator: Accelerator,
-    rows: float,
-    context: float,
-    precision: Precision,
-    tp: int,
-    efficiency: Efficiency,
-    queries: int = 1,
-) -> tuple[Part, Part]:
-    """Returns (projections with the router, attention core) of one layer on one GPU.
-
-    Weights are read once per micro-batch and the cache once per row. The ``tp`` GPUs divide the
-    heads, and the cache if the attention kind allows it. Source: Step-3 report sections 4.1, 5.2
-    and 6.
-
-    Args:
-        rows: Decode rows of the GPU's data-parallel group.
-        context: Mean number of tokens attended to.
-        queries: Tokens per row and step; more than 1 with speculation.
-    """
-    attention = group.attention
-    weights = projection_parameters_per_gpu(attention, tp) + group.ffn.router_parameters
-    projections = Part(
-        "projections",
-        _matmul_s(
-            2.0 * weights * rows * queries, accelerator, precision.attention_weights, efficiency
-        ),
-        _memory_s(weights * dtype_bytes(precision.attention_weights), accelerator, efficiency),
-    )
-    rate = accelerator.math_flops(precision.attention_math) * efficiency.attention
-    padding = _tile_padding(attention.query_rows(tp) * queries, efficiency.query_tile)
-    kv_bytes = rows * attention.kv_read_bytes(context, precision.kv)
-    core = Part(
-        "attention",
-        rows * queries * attention.core_flops(context) / tp * padding / rate,
-        _memory_s(kv_bytes / attention.kv_shards(tp), accelerator, efficiency),
-    )
-    return projections, core
 
 
 def attention_overhead_s(group: LayerGroup, efficiency: Efficiency) -> float:
     """Returns the fixed seconds of one attention layer."""
     latent = efficiency.latent_overhead_s if isinstance(group.attention, Latent) else 0.0
     return efficiency.attention_overhead_s + latent
-
-
-def ffn_part(
-    ffn: Ffn,
-    accelerator: Accelerator,
-    rows: float,
-    precision: Precision,
-    shards: int,
-    tp: int,
-    efficiency: Efficiency,
-    routing: Routing = EVEN_ROUTING,
-) -> Part:
-    """Returns one FFN layer on one GPU, for a micro-batch of ``rows`` rows over all GPUs.
-
-    Shared experts and dense layers are divided over all shards * tp GPUs. Memory traffic is the
-    weights of the distinct experts (``MoeFfn.expected_experts``) and, per (row, expert) pair and
-    column, 1 byte of input and 2 bytes of output. Source: Step-3 report section 5.3.
-
-    Args:
-        shards: Expert-parallel groups that divide the routed experts.
-        tp: GPUs per group.
-
-    Raises:
-        ConfigError: There are more shards than experts.
-    """
-    if isinstance(ffn, MoeFfn) and shards > ffn.experts:
-        raise ConfigError(
-            f"{shards} expert-parallel groups cannot share {ffn.experts} experts; use fewer FFN "
-            "GPUs, or TP inside a group"
-        )
-    gpus = shards * tp
-    unit = dtype_bytes(precision.ffn_weights)
-    if isinstance(ffn, DenseFfn):
-        flops, weights = rows * ffn.flops_per_token() / gpus, ffn.touched_parameters(rows) / gpus
-        pairs = rows
-    else:
-        pairs = rows * ffn.top_k * routing.imbalance / shards
-        shared = ffn.shared_parameters / gpus
-        flops = 2.0 * (pairs * ffn.expert_parameters / tp + rows * shared)
-        held = (math.ceil(ffn.experts / shards) + routing.redundant) / ffn.experts
-        experts = ffn.expected_experts(rows, routing.load) * held
-        weights = experts * ffn.expert_parameters / tp + shared * min(1.0, rows)
-    traffic = weights * unit + pairs * ffn.hidden * _BYTES_PER_PAIR
-    return Part(
-        "ffn",
-        _matmul_s(flops, accelerator, precision.ffn_weights, efficiency),
-        _memory_s(traffic, accelerator, efficiency),
-    )
 
 
 def collective_s(
@@ -167,7 +70,7 @@ def attention_stage(
     pool, precision = shape.attention, shape.precision
     rows = shape.rows / pool.groups
     tokens = rows * (1 + shape.draft)
-    parts: tuple[Part, ...] = attention_parts(
+    parts: tuple[Part, ...] = kernel_attention(
         group,
         pool.accelerator,
         rows,
@@ -184,10 +87,11 @@ def attention_stage(
     else:
         # Reads the partial sums of all FFN instances and writes their sum.
         moved = (shape.ffn.instances + 1) * nbytes / pool.tp
-        parts += (Part("reduce", 0.0, _memory_s(moved, pool.accelerator, efficiency)),)
+        parts += (Part("reduce", 0.0, memory_s(moved, pool.accelerator, efficiency)),)
     # An all-reduce is a reduce-scatter and an all-gather.
     link = 2 * collectives * collective_s(nbytes, pool.tp, pool.accelerator, efficiency)
-    return StageTime(parts, link, attention_overhead_s(group, efficiency))
+    handover = 0.0 if local_ffn else efficiency.handover_s
+    return StageTime(parts, link, attention_overhead_s(group, efficiency) + handover)
 
 
 def ffn_stage(ffn: Ffn, shape: AfdShape, efficiency: Efficiency) -> StageTime:
@@ -198,7 +102,7 @@ def ffn_stage(ffn: Ffn, shape: AfdShape, efficiency: Efficiency) -> StageTime:
     hide most of that.
     """
     pool = shape.ffn
-    part = ffn_part(
+    part, overhead = kernel_ffn(
         ffn,
         pool.accelerator,
         shape.tokens,
@@ -215,7 +119,7 @@ def ffn_stage(ffn: Ffn, shape: AfdShape, efficiency: Efficiency) -> StageTime:
         for nbytes in (out, partial)
     )
     exposed = link * (1 - efficiency.hidden_collectives) if shape.depth > 1 else link
-    return StageTime((part,), exposed, efficiency.ffn_overhead_s)
+    return StageTime((part,), exposed, overhead)
 
 
 def rest_seconds(
@@ -228,21 +132,13 @@ def rest_seconds(
 ) -> float:
     """Returns the seconds of embedding, LM head, sampling and scheduling of one step.
 
-    The LM head is one matrix product, sampling passes SAMPLING_PASSES times over the float32
-    logits, and the embedding reads one row per token. The Step-3 report omits them because they are
-    below 5 %.
+    The Step-3 report omits them because they are below 5 %.
 
     Args:
         rows: Tokens of one data-parallel group.
     """
-    unit = dtype_bytes(precision.head)
-    head = model.vocab * model.hidden / tp
-    product = max(
-        _matmul_s(2.0 * rows * head, accelerator, precision.head, efficiency),
-        _memory_s(head * unit, accelerator, efficiency),
-    )
-    moved = rows * (SAMPLING_PASSES * model.vocab / tp * _LOGIT_BYTES + model.hidden * unit)
-    return product + _memory_s(moved, accelerator, efficiency) + efficiency.step_overhead_s
+    head = kernel_head(model.hidden, model.vocab / tp, accelerator, rows, precision, efficiency)
+    return head.seconds + efficiency.step_overhead_s
 
 
 def afd_stages(model: ModelSpec, shape: AfdShape, efficiency: Efficiency) -> AfdStages:
@@ -259,7 +155,9 @@ def afd_stages(model: ModelSpec, shape: AfdShape, efficiency: Efficiency) -> Afd
         if remote:
             ffn = ffn_stage(group.ffn, shape, efficiency)
             to_ffn, to_attention = wire_seconds(shape, model.hidden, group.ffn.top_k, efficiency)
-        groups.append(LayerStages(group.layers, attention, ffn, to_ffn, to_attention))
+        groups.append(
+            LayerStages(group.layers, attention, ffn, to_ffn, to_attention, efficiency.turn_s)
+        )
     pool = shape.attention
     rest = rest_seconds(
         model,
@@ -282,21 +180,8 @@ def usd_per_million_tokens(price_per_hour: float, tokens_per_second: float) -> f
     return price_per_hour / 3600 / tokens_per_second * 1e6
 
 
-def _tile_padding(query_rows: int, tile: int) -> float:
-    """Returns computed rows over query rows, as kernels compute whole tiles; 1 without rows."""
-    return math.ceil(query_rows / tile) * tile / query_rows if query_rows else 1.0
-
-
 def _link_rate(pool: Pool, shape: AfdShape, efficiency: Efficiency) -> float:
     """Returns bytes/s per direction between the pools, per GPU of ``pool``."""
     if shape.one_server:
         return pool.accelerator.scale_up_bandwidth * efficiency.scale_up
     return pool.accelerator.nic_bandwidth * efficiency.network
-
-
-def _matmul_s(flops: float, accelerator: Accelerator, dtype: str, efficiency: Efficiency) -> float:
-    return flops / (accelerator.math_flops(dtype) * efficiency.matmul)
-
-
-def _memory_s(nbytes: float, accelerator: Accelerator, efficiency: Efficiency) -> float:
-    return nbytes / (accelerator.memory_bandwidth * efficiency.memory)

@@ -13,6 +13,8 @@ FIXED_TIMES = (
     "attention_overhead_s",
     "ffn_overhead_s",
     "latent_overhead_s",
+    "handover_s",
+    "turn_s",
     "wire_latency_s",
     "collective_latency_s",
     "step_overhead_s",
@@ -40,9 +42,15 @@ class Efficiency:
             key-value head. Fewer heads cost the same (Hopper's wgmma has 64 rows).
         attention_overhead_s, ffn_overhead_s: Fixed seconds per layer and micro-batch in each pool.
         latent_overhead_s: Further ones of latent attention (MLA), which runs more kernels.
+        handover_s: Further ones of attention under AFD, for what a colocated layer does not do:
+            adding up answers, encoding rows, and kernels that vLLM's compiled layers would fuse.
+        turn_s: Fixed seconds between two micro-batches of the busiest pool under AFD: its wait sees
+            the next message, and the first kernel starts.
         wire_latency_s: Fixed seconds per message.
         collective_latency_s: Fixed seconds per collective.
         step_overhead_s: Fixed seconds per step (scheduling, sampling).
+        kernels: Whether the kernel times measured on an accelerator (afd_planner/data/kernels)
+            correct its rooflines.
     """
 
     matmul: float = 0.75
@@ -57,9 +65,12 @@ class Efficiency:
     attention_overhead_s: float = 60e-6
     ffn_overhead_s: float = 30e-6
     latent_overhead_s: float = 0.0
+    handover_s: float = 0.0
+    turn_s: float = 0.0
     wire_latency_s: float = 20e-6
     collective_latency_s: float = 10e-6
     step_overhead_s: float = 1e-3
+    kernels: bool = False
 
     def __post_init__(self) -> None:
         # Every comparison with NaN is false, so NaN is refused too.
@@ -101,6 +112,8 @@ IDEAL = Efficiency(
     attention_overhead_s=0,
     ffn_overhead_s=0,
     latent_overhead_s=0,
+    handover_s=0,
+    turn_s=0,
     wire_latency_s=0,
     collective_latency_s=0,
     step_overhead_s=0,

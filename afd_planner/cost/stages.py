@@ -58,6 +58,8 @@ class LayerStages:
             both wire times are 0.
         to_ffn, to_attention: Seconds on the wire per direction. Both directions run at the same
             time (full duplex).
+        turn_s: Seconds between two micro-batches of the busiest resource: it sees the next message
+            and starts.
     """
 
     layers: tuple[int, ...]
@@ -65,6 +67,21 @@ class LayerStages:
     ffn: StageTime | None
     to_ffn: float
     to_attention: float
+    turn_s: float = 0.0
+
+    @property
+    def busiest_s(self) -> float:
+        """Seconds that the busiest resource takes for a micro-batch, with its turn. Not for a
+        layer without remote FFN."""
+        assert self.ffn is not None
+        stages = self.attention.seconds, self.ffn.seconds, self.to_ffn, self.to_attention
+        return max(stages) + self.turn_s
+
+    @property
+    def trip_s(self) -> float:
+        """Seconds of the round trip of a micro-batch. Not for a layer without remote FFN."""
+        assert self.ffn is not None
+        return self.attention.seconds + self.to_ffn + self.ffn.seconds + self.to_attention
 
 
 @dataclass(frozen=True)
@@ -87,19 +104,28 @@ def layer_period(stages: LayerStages, depth: int) -> float:
     layer only after its round trip; at depth 3 with attention as the slowest stage, the round trip
     is hidden if 2 t_attention >= t_ffn + t_wire.
     """
-    attention = stages.attention.seconds
     if stages.ffn is None:
-        return depth * attention
-    ffn = stages.ffn.seconds
-    busiest = max(attention, ffn, stages.to_ffn, stages.to_attention)
-    return max(depth * busiest, attention + stages.to_ffn + ffn + stages.to_attention)
+        return depth * stages.attention.seconds
+    return max(depth * stages.busiest_s, stages.trip_s)
+
+
+def fill_seconds(stages: LayerStages, depth: int) -> float:
+    """Returns the seconds of a step in which its pipeline fills and drains.
+
+    The busiest resource waits for the first micro-batch, and the last one returns behind it. With
+    it, a step of equal layers takes what :mod:`afd_planner.simulate.closed_form` says.
+    """
+    if stages.ffn is None:
+        return 0.0
+    return stages.trip_s + (depth - 1) * stages.busiest_s - layer_period(stages, depth)
 
 
 def step_seconds(stages: AfdStages, depth: int) -> float:
     """Returns the seconds of one decode step, the TPOT without speculation.
 
-    The formula is exact for equal layers in steady state. ``afd_planner.simulate`` covers jitter,
-    unequal layers and imbalance.
+    The formula is exact for equal layers. ``afd_planner.simulate`` covers jitter, unequal layers
+    and imbalance.
     """
     layers = sum(len(group.layers) * layer_period(group, depth) for group in stages.groups)
-    return layers + stages.rest_s
+    fill = max((fill_seconds(group, depth) for group in stages.groups), default=0.0)
+    return layers + max(0.0, fill) + stages.rest_s

@@ -34,7 +34,10 @@ class Attention(Protocol):
         """Returns the weight matrices; a token uses each once."""
 
     def core_flops(self, context: float) -> float:
-        """Returns the FLOPs per token, excluding projections."""
+        """Returns the FLOPs per decoded token, excluding projections."""
+
+    def prompt_flops(self, context: float) -> float:
+        """Returns the FLOPs per prompt token, excluding projections."""
 
     def kv_read_bytes(self, context: float, dtype: str) -> float:
         """Returns the bytes of cache (or state) moved to decode one token."""
@@ -114,6 +117,9 @@ class GroupedQuery:
     def core_flops(self, context: float) -> float:
         return 4.0 * self.heads * self.head_dim * self._span(context)
 
+    def prompt_flops(self, context: float) -> float:
+        return self.core_flops(context)
+
     def kv_read_bytes(self, context: float, dtype: str) -> float:
         width = self.kv_heads * 2 * self.head_dim
         return width * self._span(context) * dtype_bytes(dtype)
@@ -174,6 +180,11 @@ class Latent:
         value = self.value_rank or self.rank
         return 2.0 * self.heads * (self.rank + self.rope_dim + value) * context
 
+    def prompt_flops(self, context: float) -> float:
+        # Prompts use the keys and values of each head, not the latent row (DeepSeek-V2 report 2.1).
+        width = self.nope_dim + self.rope_dim + self.head_value_dim
+        return 2.0 * self.heads * width * context
+
     def kv_read_bytes(self, context: float, dtype: str) -> float:
         return (self.rank + self.rope_dim) * context * dtype_bytes(dtype)
 
@@ -228,6 +239,9 @@ class Recurrent:
 
     def core_flops(self, context: float) -> float:
         return float(self._state * self.flops_per_state)
+
+    def prompt_flops(self, context: float) -> float:
+        return self.core_flops(context)
 
     def kv_read_bytes(self, context: float, dtype: str) -> float:
         return 2 * self.kv_stored_bytes(context, dtype)

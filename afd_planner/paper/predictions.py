@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from afd_planner.cost.colocated import colocated_step
 from afd_planner.cost.disaggregated import (
     afd_stages,
-    attention_parts,
     collective_s,
     tokens_per_gpu_second,
 )
+from afd_planner.cost.roofline import attention_parts
 from afd_planner.cost.shape import AfdShape, ColocatedShape, Efficiency, Pool
 from afd_planner.cost.stages import step_seconds
 from afd_planner.facts.hardware import load_accelerator

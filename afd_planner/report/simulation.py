@@ -1,7 +1,10 @@
 """Writes a plan's xAyF unit as a file for ``afd simulate``.
 
 The simulator's stage times are straight lines; these go through the planned point and half of its
-rows, and half of its context. Dense layers, whose FFN runs with attention, are part of ``rest``.
+rows, and half of its context. The FFN has another line beyond the planned rows. The turn of the
+busiest pool is part of its stage. Dense layers, whose
+FFN runs with attention, are part of ``rest``. Prompts, which a load of requests may bring, are
+compute-bound: projections and attention at the rates of the cost model.
 """
 
 from __future__ import annotations
@@ -12,8 +15,10 @@ from typing import Any
 import yaml
 
 from afd.errors import ConfigError
+from afd_planner.cost.roofline import matmul_s
 from afd_planner.cost.shape import AfdShape
 from afd_planner.cost.stages import AfdStages
+from afd_planner.facts.attention import projection_parameters_per_gpu
 from afd_planner.facts.precision import wire_bytes
 from afd_planner.report.text import headline, unit_text
 from afd_planner.sizing.plan import OperatingPoint, Plan
@@ -21,6 +26,8 @@ from afd_planner.sizing.request import Request
 from afd_planner.sizing.unit_cost import afd_point
 
 STEPS = 50
+_BEYOND = 4.0
+"""Rows over the planned ones at which the FFN's slope for more rows is taken."""
 VARIATION = 0.05
 """Coefficient of variation of every stage and link; assumed, replace it by your machines'."""
 
@@ -46,7 +53,11 @@ def simulation_data(point: OperatingPoint, request: Request) -> dict[str, Any]:
     by_row = (_attention(whole) - _attention(half)) / (rows / 2) - by_token * context
     fixed = _attention(whole) - rows * (by_row + by_token * context)
     ffn_row = (_ffn(whole) - _ffn(half)) / (shape.tokens / 2)
+    more = _ffn(_stages(request, shape, _BEYOND, 1.0))  # with prompts, and compute-bound at last
+    beyond = (more - _ffn(whole)) / ((_BEYOND - 1) * shape.tokens) - ffn_row
     remote = sum(len(group.layers) for group in whole.groups if group.ffn is not None)
+    turn = max(group.turn_s for group in whole.groups)
+    attention_decides = _attention(whole) > _ffn(whole)
     noise = {"kind": "lognormal", "variation": VARIATION}
     out, back = wire_bytes(shape.precision, request.model.hidden, _top_k(request))
     return {
@@ -57,8 +68,15 @@ def simulation_data(point: OperatingPoint, request: Request) -> dict[str, Any]:
         "layers": remote,
         "depth": shape.depth,
         "times": {
-            "attention": _linear(fixed, by_row, by_token),
-            "ffn": _linear(_ffn(whole) - shape.tokens * ffn_row, ffn_row),
+            "attention": _linear(fixed + turn * attention_decides, by_row, by_token),
+            "prefill": _prompts(shape, request, max(fixed, 0.0)),
+            "ffn": {
+                **_linear(
+                    _ffn(whole) - shape.tokens * ffn_row + turn * (not attention_decides), ffn_row
+                ),
+                "beyond_rows": shape.tokens,
+                "per_row_beyond_us": max(beyond, 0.0) * 1e6,
+            },
             "rest": _linear(whole.rest_s + _beside(whole, shape.depth), 0.0),
         },
         "wire": {
@@ -86,6 +104,26 @@ def _stages(request: Request, shape: AfdShape, rows: float, context: float) -> A
         routing,
     )
     return stages
+
+
+def _prompts(shape: AfdShape, request: Request, fixed: float) -> dict[str, float]:
+    """Returns attention of one layer over prompt rows, the mean over the layers of the model.
+
+    The rows of an instance are divided over its data-parallel groups.
+    """
+    pool, efficiency, precision = shape.attention, request.efficiency, shape.precision
+    layers = request.model.num_layers
+    row = pair = 0.0  # seconds per row, and per row and token
+    for group in request.model.groups:
+        share = len(group.layers) / layers
+        weights = projection_parameters_per_gpu(group.attention, pool.tp)
+        row += share * matmul_s(
+            2.0 * weights, pool.accelerator, precision.attention_weights, efficiency
+        )
+        rate = pool.accelerator.math_flops(precision.attention_math) * efficiency.attention
+        pair += share * group.attention.prompt_flops(1.0) / pool.tp / rate
+    groups = pool.gpus // pool.tp
+    return _linear(fixed, row / groups, pair / groups)
 
 
 def _attention(stages: AfdStages) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from afd.placement.dispatch import instances_per_row
 from afd.topology import expert_ranges
+from afd_planner.cost.kernels import measured_kernels
 from afd_planner.cost.shape import AfdShape, ColocatedShape
 from afd_planner.facts.ffn import MoeFfn
 from afd_planner.report.verdict_text import verdict_lines
@@ -161,6 +162,10 @@ def assumption_lines(plan: Plan) -> list[str]:
         modelled.append("all-to-all of the colocated plan")
     lines.append(f"modelled: {', '.join(modelled)} (data sheets and fitted efficiencies)")
     p = request.precision
+    for gpu in dict.fromkeys(a.name for a in (*request.attention, *request.ffn)):
+        kernels = measured_kernels(gpu, request.model, p) if request.efficiency.kernels else ()
+        if kernels:
+            lines.append(f"of these, kernels measured on {gpu}: {', '.join(kernels)}")
     lines.append(
         f"formats: FFN {p.ffn_weights}, attention {p.attention_weights}, KV {p.kv};"
         f" expert load: {request.spread.name} (spread {request.spread.spread:.2f})"

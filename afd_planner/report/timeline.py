@@ -33,13 +33,15 @@ def timeline(stages: AfdStages, depth: int, layers: int = 4) -> tuple[Span, ...]
         return ()
     kind = max(remote, key=lambda g: len(g.layers) * layer_period(g, depth))
     assert kind.ffn is not None
+    attention, ffn = kind.attention.seconds, kind.ffn.seconds
+    turns = (kind.turn_s, 0.0) if attention > ffn else (0.0, kind.turn_s)  # of the busier pool
     shape = (layers, depth, 1)
     nothing = np.zeros((depth, 1))
     given = StepInput(
         start=np.zeros(1),
         rows=np.ones((depth, 1)),
-        attention=np.full(shape, kind.attention.seconds),
-        ffn=np.full(shape, kind.ffn.seconds),
+        attention=np.full(shape, attention + turns[0]),
+        ffn=np.full(shape, ffn + turns[1]),
         out_burst=np.full(shape, kind.to_ffn),
         out_each=nothing,
         back_burst=np.full(shape, kind.to_attention),

@@ -8,7 +8,8 @@ from dataclasses import asdict
 
 from afd.errors import ConfigError
 from afd_planner.simulate.engine import simulate
-from afd_planner.simulate.result import Result, describe
+from afd_planner.simulate.load import with_load
+from afd_planner.simulate.result import Quantiles, RequestCounts, Result, describe
 from afd_planner.simulate.spec import load_spec
 from afd_planner.simulate.trace import write_trace
 
@@ -21,7 +22,7 @@ def simulate_command(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: A file cannot be read, used or written.
     """
-    spec = load_spec(args.spec)
+    spec = with_load(load_spec(args.spec), args)
     result = simulate(spec, seed=args.seed, traced_steps=TRACED_STEPS if args.trace else 0)
     print(describe(result, spec.sources))
     try:
@@ -40,7 +41,8 @@ def simulate_command(args: argparse.Namespace) -> int:
 def as_json(result: Result) -> dict[str, object]:
     """Returns the result without its timeline, ready for JSON."""
     values = {key: value for key, value in vars(result).items() if key != "timeline"}
-    for key in ("step", "tpot", "request_tpot", "ttft", "requests"):
-        values[key] = asdict(values[key])
+    for key, value in values.items():
+        if isinstance(value, Quantiles | RequestCounts):
+            values[key] = asdict(value)
     values["failures"] = [asdict(failure) for failure in result.failures]
     return values

@@ -11,8 +11,8 @@ from afd_planner.simulate.result import RequestCounts, Result
 from afd_planner.simulate.serving import Serving
 from afd_planner.simulate.spec import Constant, Spec
 from afd_planner.simulate.step import run_step
-from afd_planner.simulate.tally import Tally
-from afd_planner.simulate.times import routing_loads, stage_times
+from afd_planner.simulate.tally import Latencies, Tally
+from afd_planner.simulate.times import fewer_times, routing_loads, stage_times
 
 
 def simulate(spec: Spec, *, seed: int = 0, traced_steps: int = 0) -> Result:
@@ -27,7 +27,8 @@ def simulate(spec: Spec, *, seed: int = 0, traced_steps: int = 0) -> Result:
     loads = None
     if spec.imbalance:
         loads = routing_loads(spec.imbalance, spec.layers, spec.ffn.instances)
-    sources = Sources(spec, stage_times(spec), loads, np.random.default_rng(seed))
+    times, fewer = stage_times(spec.times), fewer_times(spec.times)
+    sources = Sources(spec, times, fewer, loads, np.random.default_rng(seed))
     if spec.constant:
         return _constant(spec, spec.constant, sources, seed, traced_steps)
     assert spec.requests is not None
@@ -38,7 +39,7 @@ def _constant(spec: Spec, load: Constant, sources: Sources, seed: int, traced_st
     x = spec.attention.instances
     rows = np.full(x, load.rows)
     none = np.zeros_like(rows)
-    work = Work(rows, np.full(x, load.context), none, rows, none)
+    work = Work(rows, np.full(x, load.context), none, np.zeros(x), rows, none)
     tally = Tally()
     windows = ffn_windows(spec)
     start = np.zeros(x)
@@ -54,8 +55,7 @@ def _constant(spec: Spec, load: Constant, sources: Sources, seed: int, traced_st
     return tally.result(
         spec,
         seed,
-        request_tpot=np.array([]),
-        ttft=np.array([]),
+        latencies=Latencies(),
         requests=RequestCounts(),
         failures=[w.impact("ffn", tally, stalls_until=w.end) for w in windows],
     )

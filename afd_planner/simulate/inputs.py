@@ -17,12 +17,20 @@ from afd_planner.simulate.times import RoutingLoads, StageTimes, jittered
 
 @dataclass(frozen=True)
 class Sources:
-    """The inputs from which all steps of a simulation draw their times."""
+    """The inputs from which all steps of a simulation draw their times.
+
+    fewer: stage times by the number of attention instances in a step, where they differ.
+    """
 
     spec: Spec
     times: StageTimes
+    fewer: Mapping[int, StageTimes]
     loads: RoutingLoads | None
     rng: np.random.Generator
+
+    def of(self, work: Work) -> StageTimes:
+        """Returns the stage times of a step of the instances in ``work``."""
+        return self.fewer.get(work.tokens.size, self.times)
 
 
 def micro_batch_rows(rows: NDArray[np.int64], depth: int, min_rows: int) -> NDArray[np.int64]:
@@ -57,10 +65,12 @@ def step_input(
     total = work.decode + work.prefill
     rows = micro_batch_rows(total, spec.depth, spec.min_rows)
     share = rows / total
-    attention = _attention(sources.times, work, share)
+    times = sources.of(work)
+    attention = _attention(times, work, share)
     pattern = np.resize(np.array(spec.attention_pattern), spec.layers)
     per_layer = pattern[:, None, None] * attention
-    wire = _transfers(sources, rows)
+    wire = _transfers(spec, times, rows)
+    ffn = _ffn(sources, times, rows.sum(axis=1), prompts=bool(work.prefill.any()))
     jitter = spec.jitter
     steady = jitter.wire.model_copy(update={"spike_chance": 0.0})
     back_burst, back_latency = wire.back_burst[:, None], wire.back_latency[:, None]
@@ -69,7 +79,7 @@ def step_input(
         start=start,
         rows=rows.astype(float),
         attention=jittered(per_layer, jitter.attention, rng),
-        ffn=jittered(_ffn(sources, rows.sum(axis=1)), jitter.ffn, rng),
+        ffn=jittered(ffn, jitter.ffn, rng),
         out_burst=jittered(np.broadcast_to(wire.out_burst, (*shape, x)), steady, rng),
         out_each=wire.out_each,
         back_burst=jittered(np.broadcast_to(back_burst, (*shape, y)), steady, rng),
@@ -85,28 +95,36 @@ def step_input(
 
 def rest_times(sources: Sources, work: Work) -> Array:
     """Returns the seconds [x] between the last answer of an instance and its next step."""
-    rest = sources.times.rest(work.tokens.astype(float))
+    rest = sources.of(work).rest(work.tokens.astype(float))
     return jittered(rest, sources.spec.jitter.rest, sources.rng)
 
 
 def _attention(times: StageTimes, work: Work, share: Array) -> Array:
-    """Returns [d, x] seconds. The times of decode rows and prompt rows add up."""
+    """Returns [d, x] seconds.
+
+    Decode rows and prompt rows of a micro-batch run in the same kernels, so their times add up but
+    for what even one row takes (launches, weights, the wake-up of the host): that is paid once.
+    """
     decode, prefill = share * work.decode, share * work.prefill
     context = np.broadcast_to(work.context, decode.shape)
     took = np.where(decode > 0, times.attention(decode, context), 0.0)
-    if prefill.any():
-        took = took + np.where(prefill > 0, times.prefill(prefill), 0.0)
-    return np.asarray(took)
+    if not prefill.any():
+        return np.asarray(took)
+    attended = np.broadcast_to(work.prefill_context, prefill.shape)
+    prompts = np.where(prefill > 0, times.prefill(prefill, attended), 0.0)
+    one, none = np.ones(1), np.zeros(1)
+    fixed = np.minimum(times.attention(one, none), times.prefill(one, none))
+    return np.asarray(took + prompts - np.minimum(fixed, np.minimum(took, prompts)))
 
 
-def _ffn(sources: Sources, rows: NDArray[np.int64]) -> Array:
+def _ffn(sources: Sources, times: StageTimes, rows: NDArray[np.int64], *, prompts: bool) -> Array:
     """Returns [L, d, y] seconds. ``rows``: [d] rows of all attention instances."""
     spec = sources.spec
     shape = (spec.layers, spec.depth, spec.ffn.instances)
     if sources.loads is None:
-        return np.broadcast_to(sources.times.ffn(rows.astype(float))[:, None], shape)
+        return np.broadcast_to(times.ffn(rows.astype(float), prompts)[:, None], shape)
     effective = sources.loads.factors(rows, sources.rng) * rows[:, None]
-    return sources.times.ffn(effective)
+    return times.ffn(effective, prompts)
 
 
 @dataclass(frozen=True)
@@ -122,8 +140,8 @@ class _Transfers:
     resend: float
 
 
-def _transfers(sources: Sources, rows: NDArray[np.int64]) -> _Transfers:
-    spec, wire = sources.spec, sources.spec.wire
+def _transfers(spec: Spec, times: StageTimes, rows: NDArray[np.int64]) -> _Transfers:
+    wire = spec.wire
     nothing: Array = np.zeros(rows.shape)
     if wire is None:
         none = np.zeros(rows.shape[0])
@@ -133,8 +151,8 @@ def _transfers(sources: Sources, rows: NDArray[np.int64]) -> _Transfers:
     out_bytes, back_bytes = to_each * wire.out_bytes_per_row, to_each * wire.back_bytes_per_row
     latency: Array = np.full(rows.shape, wire.latency_us * 1e-6)
     if wire.gbit_per_s is None:
-        out = latency + sources.times.wire(out_bytes)
-        back = latency + sources.times.wire(back_bytes)
+        out = latency + times.wire(out_bytes)
+        back = latency + times.wire(back_bytes)
         none = np.zeros(rows.shape[0])
         resend = float(out.max())
         return _Transfers(nothing, nothing, out, none, nothing, back.max(axis=1), resend)

@@ -8,8 +8,10 @@ before the last of the other instances has started.
 from __future__ import annotations
 
 import heapq
+from collections import deque
 
 import numpy as np
+from numpy.typing import NDArray
 
 from afd_planner.cost.interpolate import Array
 from afd_planner.simulate.batching import Batches
@@ -18,7 +20,7 @@ from afd_planner.simulate.inputs import Sources, rest_times, step_input
 from afd_planner.simulate.result import FailureImpact, RequestCounts, Result
 from afd_planner.simulate.spec import Requests, Spec
 from afd_planner.simulate.step import run_step
-from afd_planner.simulate.tally import Tally
+from afd_planner.simulate.tally import Latencies, Tally, level
 from afd_planner.simulate.workload import make_workload
 
 
@@ -33,7 +35,11 @@ class Serving:
         self._traced_steps = traced_steps
         self._workload = make_workload(load, sources.rng)
         self._batches = Batches(load, self._workload, x)
-        self._queue = [(float(at), i) for i, at in enumerate(self._workload.arrival)]  # a heap
+        self._sent = np.full(self._workload.arrival.size, np.nan)  # max_concurrency may delay it
+        self._unsent = deque(range(self._sent.size))
+        self._queue: list[tuple[float, int]] = []  # a heap: (moment, request) of those to assign
+        for _ in range(load.max_concurrency or self._sent.size):
+            self._send(0.0)
         self._ready = np.zeros(x)  # end of each instance's last step
         self._down_until = np.zeros(x)
         self._ffn_from = -np.inf  # the FFN is busy, or waits for a dead instance, until then
@@ -43,6 +49,16 @@ class Serving:
         self._tally = Tally()
         self._step = 0
         self._stopped = False  # an FFN instance is lost for good
+
+    def _send(self, now: float) -> None:
+        """Sends the next request, at ``now`` if it arrived before."""
+        if not self._unsent:
+            return
+        request = self._unsent.popleft()
+        self._sent[request] = max(now, self._workload.arrival[request])
+        queued = self._sent[request] + self._load.client_ms * 1e-3
+        self._batches.ready_at[request] = queued
+        heapq.heappush(self._queue, (queued, request))
 
     def run(self, seed: int) -> Result:
         """Runs until all requests have finished or ``max_steps`` is reached."""
@@ -79,7 +95,8 @@ class Serving:
                 arrived.append(heapq.heappop(self._queue)[1])
             if not arrived:
                 return start
-            self._batches.assign(arrived, alive)
+            for _ in range(self._batches.assign(arrived, alive)):
+                self._send(opens)
 
     def _handle_next_death(self, begins: Array) -> bool:
         """Handles the first death before its instance's next step; returns whether one exists."""
@@ -129,13 +146,20 @@ class Serving:
                 self._die(window)
         self._ffn_from = max(self._ffn_from, done.ffn_end)
         alive = np.isfinite(end)
-        self._tally.add(self._step, who.tolist(), given, done, end, mine.tokens)
-        # First tokens have no predecessor. For all others, the previous step ended at ``begin``.
-        self._tally.gaps((end - begin)[alive], (mine.tokens - mine.firsts)[alive])
+        if self._measured(begin).any():
+            self._tally.add(self._step, who.tolist(), given, done, end, mine.tokens)
+            # First tokens have no predecessor. For others, the previous step ended at ``begin``.
+            self._tally.gaps((end - begin)[alive], (mine.tokens - mine.firsts)[alive])
         everywhere = np.full(start.size, np.nan)
         everywhere[who] = end
-        self._batches.end_step(self._step, everywhere)
+        for request in self._batches.end_step(self._step, everywhere):
+            self._send(float(self._batches.finish[request]))
         self._ready[who[alive]] = end[alive]
+
+    def _measured(self, moments: Array) -> NDArray[np.bool_]:
+        """Returns which moments the result covers."""
+        until = self._load.measure_until_s
+        return (moments >= self._load.measure_from_s) & (moments < (until or np.inf))
 
     def _first_deaths(self, instances: set[int]) -> dict[int, Window]:
         """Returns the next death of each of these instances that has one."""
@@ -146,19 +170,33 @@ class Serving:
         gaps = np.array(batches.replay_gaps)
         self._tally.gaps(gaps, np.ones(gaps.size))
         finished = np.isfinite(batches.finish)
-        longer = finished & (output > 1)
-        begun = np.isfinite(batches.first)
+        measured = self._measured(self._sent)
+        longer = measured & finished & (output > 1)
+        begun = measured & np.isfinite(batches.first)
+        since = self._load.measure_from_s or float(np.nanmin(self._sent))
+        known = np.concatenate([batches.first, batches.finish, [since]])
+        until = self._load.measure_until_s or float(np.nanmax(known))
+        served = np.where(batches.refused, np.nan, self._sent)
+        admitted = measured & np.isfinite(batches.admitted)
         return self._tally.result(
             self._spec,
             seed,
-            request_tpot=(batches.finish - batches.first)[longer] / (output[longer] - 1),
-            ttft=(batches.first - self._workload.arrival)[begun],
+            latencies=Latencies(
+                (batches.finish - batches.first)[longer] / (output[longer] - 1),
+                (batches.first - self._sent)[begun],
+                (batches.finish - self._sent)[measured & finished],
+                (batches.first - batches.seen)[begun],
+                (batches.admitted - self._sent)[admitted],
+                waiting=level(served, batches.admitted, since, until),
+                running=level(batches.admitted, batches.finish, since, until),
+            ),
             requests=RequestCounts(
                 total=finished.size,
                 finished=int(finished.sum()),
                 unfinished=int((~finished & ~batches.refused).sum()),
                 refused=int(batches.refused.sum()),
                 replays=int(batches.replays.sum()),
+                preemptions=int(batches.preemptions.sum()),
             ),
             failures=self._impacts(),
         )

@@ -16,6 +16,7 @@ from afd.errors import ConfigError
 NotNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
+MAX_TOKENS = 8192
 Index = Annotated[int, Field(ge=0)]
 
 
@@ -33,22 +34,52 @@ class Pool(_Section):
 
 
 class Linear(_Section):
-    """max(at_least_us, fixed_us + per_row_us * rows + per_row_ktoken_us * rows * context / 1000).
+    """The larger of at_least_us and fixed_us + per_row_us * rows + per_row_ktoken_us * rows *
+    context / 1000 + per_row_beyond_us * max(0, rows - beyond_rows).
 
-    The result is microseconds. ``rows``: of one micro-batch on one attention instance; for ``ffn``,
-    of one micro-batch on all attention instances; for ``rest``, of the whole step.
+    The result is microseconds. The last term is for stages that become compute-bound. ``rows``: of
+    one micro-batch on one attention instance; for ``ffn``, of one micro-batch on all attention
+    instances; for ``rest``, of the whole step. ``context``: tokens that a row attends to, on
+    average; for ``ffn`` and ``rest``, 0.
     """
 
     fixed_us: NotNegative = 0.0
     per_row_us: NotNegative = 0.0
     per_row_ktoken_us: NotNegative = 0.0
     at_least_us: NotNegative = 0.0
+    beyond_rows: NotNegative = 0.0
+    per_row_beyond_us: NotNegative = 0.0
+
+
+class Scale(_Section):
+    """Factors on stage times, for a host that is faster or slower than the measured one.
+
+    ``ffn_prefill``: of the FFN in steps with prompts, as their times are measured apart.
+    """
+
+    attention: Positive = 1.0
+    ffn: Positive = 1.0
+    rest: Positive = 1.0
+    prefill: Positive = 1.0
+    ffn_prefill: Positive = 1.0
+
+
+class Fewer(_Section):
+    """Stage times of steps in which only ``active`` attention instances have requests.
+
+    Roles that share processor cores leave more of them to each other then.
+    """
+
+    active: Count
+    measured: Path
+    scale: Scale = Scale()
 
 
 class Times(_Section):
     """Stage times: stated, from a file of measured times (afd_planner/cost/measured.py), or both.
 
-    If both have a stage, the stated time counts.
+    If both have a stage, the stated time counts. ``fewer``: of steps with fewer than all attention
+    instances; a number that is not listed takes the times of all.
     """
 
     attention: Linear | None = None
@@ -56,6 +87,8 @@ class Times(_Section):
     rest: Linear | None = None
     prefill: Linear | None = None  # default: attention without context
     measured: Path | None = None
+    scale: Scale = Scale()
+    fewer: tuple[Fewer, ...] = ()
     experts_held: Positive | None = None  # experts per FFN instance, to look up measured FFN times
 
     @model_validator(mode="after")
@@ -150,12 +183,14 @@ class Arrivals(_Section):
     """Arrivals of requests.
 
     ``together``: all at time 0. ``steady``: 1 / per_s apart. ``poisson``: per_s on average.
-    ``bursty``: Poisson bursts of ``burst`` requests on average (geometric). ``trace``: a CSV file
-    with the columns arrival_s, prompt, output.
+    ``gamma``: gaps of gamma distribution with shape ``burstiness``, as `vllm bench serve
+    --burstiness`; 1 is Poisson, less is burstier. ``bursty``: Poisson bursts of ``burst`` requests
+    on average (geometric). ``trace``: a CSV file with the columns arrival_s, prompt, output.
     """
 
-    kind: Literal["together", "steady", "poisson", "bursty", "trace"]
+    kind: Literal["together", "steady", "poisson", "gamma", "bursty", "trace"]
     per_s: Positive | None = None
+    burstiness: Positive = 1.0
     burst: Annotated[float, Field(ge=1)] = 8.0
     file: Path | None = None
 
@@ -163,7 +198,7 @@ class Arrivals(_Section):
     def _complete(self) -> Arrivals:
         if self.kind == "trace" and self.file is None:
             raise ValueError("kind trace needs file")
-        if self.kind in ("steady", "poisson", "bursty") and self.per_s is None:
+        if self.kind not in ("together", "trace") and self.per_s is None:
             raise ValueError(f"kind {self.kind} needs per_s, requests per second")
         return self
 
@@ -180,7 +215,10 @@ class Requests(_Section):
     """A load of requests, batched continuously.
 
     ``prefill``: with ``here``, attention instances process the prompts. With ``elsewhere``,
-    requests arrive with their KV cache.
+    requests arrive with their KV cache. ``max_concurrency``: requests that the client has open at
+    a time; the next is sent when one ends. ``client_ms``: time of a request outside the scheduler
+    (HTTP, tokens to text), until it is in the queue. ``measure_from_s``, ``measure_until_s``: the
+    result covers only the steps that begin and the requests that are sent in this time.
     """
 
     arrivals: Arrivals
@@ -189,8 +227,12 @@ class Requests(_Section):
     output: Lengths | None = None
     prefill: Literal["here", "elsewhere"] = "here"
     max_batch: Count = 256  # requests per attention instance
-    max_tokens: Count = 8192  # tokens per step and attention instance
+    max_tokens: Count = MAX_TOKENS  # tokens per step and attention instance
     kv_tokens: Count | None = None  # KV cache per attention instance; None: unlimited
+    max_concurrency: Count | None = None
+    client_ms: NotNegative = 0.0
+    measure_from_s: NotNegative = 0.0
+    measure_until_s: Positive | None = None
     max_steps: Count = 1_000_000
 
     @model_validator(mode="after")
@@ -199,6 +241,8 @@ class Requests(_Section):
             for name in ("count", "prompt", "output"):
                 if getattr(self, name) is None:
                     raise ValueError(f"needs {name} unless arrivals come from a trace")
+        if self.measure_until_s is not None and self.measure_until_s <= self.measure_from_s:
+            raise ValueError("measure_until_s must be above measure_from_s")
         if self.max_tokens < self.max_batch:
             raise ValueError("max_tokens is below max_batch; a step needs a token per request")
         return self
@@ -254,6 +298,12 @@ class Spec(_Section):
             raise ValueError("give the load as either constant or requests")
         if self.wire and self.wire.gbit_per_s is None and self.times.measured is None:
             raise ValueError("wire needs gbit_per_s where times names no measured file")
+        listed = [fewer.active for fewer in self.times.fewer]
+        if len(set(listed)) < len(listed) or max(listed, default=0) >= self.attention.instances:
+            raise ValueError(
+                f"times.fewer needs different numbers of active instances below"
+                f" {self.attention.instances}, the attention instances"
+            )
         for failure in self.failures:
             for pool, index in (("ffn", failure.ffn), ("attention", failure.attention)):
                 count = (self.ffn if pool == "ffn" else self.attention).instances
@@ -288,8 +338,13 @@ def load_spec(path: Path) -> Spec:
         raise ConfigError(f"{path.name} is not YAML: {' '.join(str(err).split())}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path.name} is not a simulation; it must have keys such as layers:")
+    base = path.absolute().parent
     for place in _PATHS:
-        _make_absolute(data, place, path.absolute().parent)
+        _make_absolute(data, place, base)
+    times = data.get("times")
+    fewer = times.get("fewer") if isinstance(times, dict) else None
+    for entry in fewer if isinstance(fewer, list) else ():
+        _make_absolute({"fewer": entry}, ("fewer", "measured"), base)
     return parse_spec(data, path.name)
 
 

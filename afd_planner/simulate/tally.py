@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -17,6 +18,19 @@ from afd_planner.simulate.result import (
 from afd_planner.simulate.spec import Spec
 from afd_planner.simulate.step import StepInput, StepResult
 from afd_planner.simulate.workload import Counts
+
+
+@dataclass(frozen=True)
+class Latencies:
+    """Per request, arrays of any length: see the fields of Result with these names."""
+
+    tpot: Array = field(default_factory=lambda: np.zeros(0))
+    ttft: Array = field(default_factory=lambda: np.zeros(0))
+    e2el: Array = field(default_factory=lambda: np.zeros(0))
+    engine_ttft: Array = field(default_factory=lambda: np.zeros(0))
+    queued: Array = field(default_factory=lambda: np.zeros(0))
+    waiting: Quantiles = field(default_factory=Quantiles)
+    running: Quantiles = field(default_factory=Quantiles)
 
 
 class Tally:
@@ -79,15 +93,15 @@ class Tally:
         return np.array([end - begun for _, begun, end in self._bounds])
 
     def gaps(self, seconds: Array, tokens: Array | Counts) -> None:
-        """Adds TPOT values: ``tokens`` [n] tokens came ``seconds`` [n] after their predecessors."""
+        """Adds ``tokens`` [n] tokens that came ``seconds`` [n] after their predecessors."""
         some = tokens > 0
         if some.any():
             self._gaps.append(seconds[some])
             self._weights.append(tokens[some].astype(float))
 
-    def _tpot(self) -> Quantiles:
+    def _itl(self) -> Quantiles:
         if not self._gaps:
-            return Quantiles(0.0, 0.0, 0.0)
+            return Quantiles()
         return quantiles(np.concatenate(self._gaps), np.concatenate(self._weights))
 
     def result(
@@ -95,8 +109,7 @@ class Tally:
         spec: Spec,
         seed: int,
         *,
-        request_tpot: Array,
-        ttft: Array,
+        latencies: Latencies,
         requests: RequestCounts,
         failures: Sequence[FailureImpact],
     ) -> Result:
@@ -115,9 +128,14 @@ class Tally:
             tokens_per_s=rate,
             tokens_per_s_per_gpu=rate / spec.gpus,
             step=quantiles(self._lengths()),
-            tpot=self._tpot(),
-            request_tpot=quantiles(request_tpot),
-            ttft=quantiles(ttft),
+            itl=self._itl(),
+            tpot=quantiles(latencies.tpot),
+            ttft=quantiles(latencies.ttft),
+            e2el=quantiles(latencies.e2el),
+            engine_ttft=quantiles(latencies.engine_ttft),
+            queued=quantiles(latencies.queued),
+            waiting=latencies.waiting,
+            running=latencies.running,
             attention_busy=_share(self._attention_busy, elapsed * x),
             ffn_busy=_share(self._ffn_busy, elapsed * y),
             attention_bubble=_share(
@@ -133,16 +151,31 @@ class Tally:
 
 
 def quantiles(values: Array, weights: Array | None = None) -> Quantiles:
-    """Returns median, 99th percentile and maximum, as elements of ``values``."""
+    """Returns the mean and the quantiles; the quantiles are elements of ``values``."""
     if values.size == 0:
-        return Quantiles(0.0, 0.0, 0.0)
+        return Quantiles()
     order = np.argsort(values)
     ranked = values[order]
     counted = np.ones(values.size) if weights is None else weights[order]
     cumulated = np.cumsum(counted)
-    at = np.searchsorted(cumulated, np.array([0.5, 0.99]) * cumulated[-1] * (1 - 1e-12))
-    p50, p99 = ranked[np.minimum(at, values.size - 1)]
-    return Quantiles(float(p50), float(p99), float(ranked[-1]))
+    mean = float(ranked @ counted / cumulated[-1]) if cumulated[-1] else 0.0
+    at = np.searchsorted(cumulated, np.array([0.5, 0.9, 0.99]) * cumulated[-1] * (1 - 1e-12))
+    p50, p90, p99 = ranked[np.minimum(at, values.size - 1)]
+    return Quantiles(mean, float(p50), float(p90), float(p99), float(ranked[-1]))
+
+
+def level(begin: Array, end: Array, since: float, until: float) -> Quantiles:
+    """Returns how many requests are in a state, over the time from ``since`` to ``until``, seconds.
+
+    begin, end: [n] seconds at which each entered and left the state; NaN if it did not, so far.
+    """
+    entered, left = begin[np.isfinite(begin)], end[np.isfinite(end)]
+    moments = np.concatenate([entered, left])
+    order = np.argsort(moments, kind="stable")
+    changes = np.concatenate([np.ones(entered.size), -np.ones(left.size)])[order]
+    edges = np.clip(np.concatenate([moments[order], [until]]), since, until)
+    lasts = np.diff(edges)
+    return quantiles(np.cumsum(changes)[lasts > 0], lasts[lasts > 0])
 
 
 def _share(part: float, whole: float) -> float:

@@ -15,7 +15,7 @@ from afd.topology import expert_ranges
 from afd_planner.cost.interpolate import Array
 from afd_planner.cost.measured import MeasuredTimes, load_measured
 from afd_planner.facts.files import NATURAL_LOADS
-from afd_planner.simulate.spec import Imbalance, Jitter, Linear, Spec
+from afd_planner.simulate.spec import Imbalance, Jitter, Linear, Times
 from afd_planner.simulate.workload import Counts
 
 _US = 1e-6
@@ -30,29 +30,37 @@ class StageTimes:
     """Functions that return the seconds of each stage.
 
     Arguments are float arrays of rows (and context tokens per row), as in the spec. The argument of
-    ``wire`` is the bytes of a message; only a measured file provides it.
+    ``wire`` is the bytes of a message; only a measured file provides it. The second argument of
+    ``ffn`` says whether the step has prompts.
     """
 
     attention: Callable[[Array, Array], Array]
-    ffn: Callable[[Array], Array]
+    ffn: Callable[[Array, bool], Array]
     rest: Callable[[Array], Array]
-    prefill: Callable[[Array], Array]
+    prefill: Callable[[Array, Array], Array]
     wire: Callable[[Array], Array]
 
 
-def stage_times(spec: Spec) -> StageTimes:
+def stage_times(times: Times) -> StageTimes:
     """Returns the stage times of a spec. Raises ConfigError if a stage has none."""
-    times = spec.times
     measured = load_measured(times.measured) if times.measured else None
     no_time = Linear()
     attention = _attention(times.attention, measured)
     if times.prefill:
-        prefill = _stated(times.prefill)
+        stated = times.prefill
+
+        def prefill(rows: Array, context: Array) -> Array:
+            return linear(stated, rows, context)
+
     elif measured and measured.prefill:
-        prefill = measured.prefill.at
+        curve = measured.prefill
+
+        def prefill(rows: Array, context: Array) -> Array:
+            return curve.at(rows)
+
     else:
 
-        def prefill(rows: Array) -> Array:
+        def prefill(rows: Array, context: Array) -> Array:
             return attention(rows, np.zeros_like(rows))
 
     if times.rest or measured is None or measured.rest is None:
@@ -60,7 +68,24 @@ def stage_times(spec: Spec) -> StageTimes:
     else:
         rest = measured.rest.at
     ffn = _ffn(times.ffn, measured, times.experts_held)
-    return StageTimes(attention, ffn, rest, prefill, _wire(measured))
+    scale = times.scale
+    return StageTimes(
+        lambda rows, context: scale.attention * attention(rows, context),
+        lambda rows, prompts: (scale.ffn_prefill if prompts else scale.ffn) * ffn(rows),
+        lambda rows: scale.rest * rest(rows),
+        lambda rows, context: scale.prefill * prefill(rows, context),
+        _wire(measured),
+    )
+
+
+def fewer_times(times: Times) -> dict[int, StageTimes]:
+    """Returns the stage times of steps with fewer than all attention instances, by their number."""
+    return {
+        fewer.active: stage_times(
+            times.model_copy(update={"measured": fewer.measured, "scale": fewer.scale})
+        )
+        for fewer in times.fewer
+    }
 
 
 def _wire(measured: MeasuredTimes | None) -> Callable[[Array], Array]:
@@ -107,6 +132,8 @@ def linear(times: Linear, rows: Array, context: Array | float) -> Array:
     """Returns seconds by the formula of :class:`afd_planner.simulate.spec.Linear`; 0 for 0 rows."""
     cost = times.fixed_us + times.per_row_us * rows
     cost = cost + times.per_row_ktoken_us * rows * context / 1000.0
+    if times.per_row_beyond_us:
+        cost = cost + times.per_row_beyond_us * np.maximum(rows - times.beyond_rows, 0.0)
     return np.asarray(np.where(rows > 0, np.maximum(cost, times.at_least_us), 0.0) * _US)
 
 

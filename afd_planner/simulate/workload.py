@@ -50,6 +50,9 @@ def _moments(arrivals: Arrivals, count: int, rng: np.random.Generator) -> Array:
         return np.arange(count) / arrivals.per_s
     if arrivals.kind == "poisson":
         return np.cumsum(rng.exponential(1.0 / arrivals.per_s, count))
+    if arrivals.kind == "gamma":
+        shape = arrivals.burstiness
+        return np.cumsum(rng.gamma(shape, 1.0 / (arrivals.per_s * shape), count))
     sizes = rng.geometric(1.0 / arrivals.burst, count)  # more bursts than needed
     bursts = np.cumsum(rng.exponential(arrivals.burst / arrivals.per_s, count))
     return np.repeat(bursts, sizes)[:count]

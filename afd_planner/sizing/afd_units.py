@@ -16,6 +16,7 @@ from afd_planner.cost.interpolate import Array
 from afd_planner.facts.ffn import Ffn, MoeFfn
 from afd_planner.facts.hardware import Accelerator
 from afd_planner.facts.precision import wire_bytes
+from afd_planner.sizing.factors import attention_factors, expert_factor, head_factor
 from afd_planner.sizing.imbalance import EVEN_SPREAD
 from afd_planner.sizing.layout import AfdLayout
 from afd_planner.sizing.lines import ExpertLines, experts_used, take
@@ -121,6 +122,8 @@ class AfdUnits:
         ``rows`` [n] are sequences per data-parallel group and micro-batch.
         """
         seconds = self._rest(rows * self.depth * self.request.positions)
+        turn_s = 0.0 if relief.overheads else self.request.efficiency.turn_s
+        fill = np.zeros_like(seconds)
         for index, group in enumerate(self.request.model.groups):
             attention = self._attention(index, rows, relief)
             table = self.ffn.groups[index]
@@ -130,16 +133,20 @@ class AfdUnits:
             tokens = rows * self.groups * self.request.positions
             ffn = self._ffn(table, group.ffn, tokens, relief)
             out, back = self._wire(tokens, group.ffn.top_k, relief)
-            busiest = np.maximum.reduce([attention, ffn, out, back])
-            around = attention + ffn + out + back
-            seconds = seconds + len(group.layers) * np.maximum(self.depth * busiest, around)
-        return seconds
+            busiest = np.maximum.reduce([attention, ffn, out, back]) + turn_s
+            trip = attention + ffn + out + back
+            period = np.maximum(self.depth * busiest, trip)
+            seconds = seconds + len(group.layers) * period
+            fill = np.maximum(fill, trip + (self.depth - 1) * busiest - period)
+        return seconds + fill
 
     def _rest(self, tokens: Array) -> Array:
         measured = self.request.measured
         if measured is not None and measured.rest is not None:
             return measured.rest.at(tokens)
-        return self.attention.rest.at(tokens)
+        pools = self.attention
+        factor = head_factor(self.request, pools.accelerator, np.float64(pools.tp), tokens)
+        return pools.rest.at(tokens, factor)
 
     def _attention(self, index: int, rows: Array, relief: Relief) -> Array:
         """Returns attention of one layer of group ``index``, with its FFN unless that is remote."""
@@ -148,7 +155,10 @@ class AfdUnits:
             contexts = np.full_like(rows, request.context.mean)
             return request.measured.attention.at(rows * request.positions, contexts)
         lines, reduce = self.attention.groups[index], self.attention.reduces[index]
-        seconds = lines.at(rows)
+        pools, group = self.attention, request.model.groups[index]
+        tp = np.float64(pools.tp)
+        factors = attention_factors(request, pools.accelerator, group, tp, rows)
+        seconds = lines.at(rows, factors)
         if relief.overheads:
             seconds = seconds - lines.overhead_s
         return seconds if reduce is None else seconds + rows * reduce.at(self.y)
@@ -169,7 +179,9 @@ class AfdUnits:
         fixed = 0.0 if relief.overheads else lines.overhead_s
         # The lines are for depth 1, where nothing hides the collectives.
         exposed = np.where(self.depth > 1, 1 - request.efficiency.hidden_collectives, 1.0)
-        return seconds + lines.link.at(tokens) * exposed + fixed
+        tp = self.ffn.tp[self.which]
+        factor = expert_factor(request, self.ffn.accelerator, ffn, tp, tokens, groups)
+        return (seconds + fixed) * factor + lines.link.at(tokens) * exposed
 
     def _wire(self, tokens: Array, top_k: int, relief: Relief) -> tuple[Array, Array]:
         """Returns ``disaggregated.wire_seconds`` for all units; ``tokens`` per micro-batch."""

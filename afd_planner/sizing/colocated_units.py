@@ -18,7 +18,9 @@ from afd_planner.cost.shape import ColocatedShape, Routing
 from afd_planner.cost.stages import StageTime
 from afd_planner.facts.ffn import MoeFfn
 from afd_planner.facts.hardware import Accelerator
+from afd_planner.facts.model import LayerGroup
 from afd_planner.sizing.afd_units import MOST_ROWS
+from afd_planner.sizing.factors import attention_factors, expert_factor, head_factor
 from afd_planner.sizing.lines import (
     ExpertLines,
     Line,
@@ -95,7 +97,7 @@ class ColocatedUnits:
         all_rows = rows * self.groups * request.positions
         seconds = self._rest(rows * self.micro_batches * request.positions)
         for group, lines in zip(request.model.groups, self.layers, strict=True):
-            compute = self._attention(lines, rows)
+            compute = self._attention(group, lines, rows)
             exchange = np.zeros_like(rows)
             if lines.exchange is not None and isinstance(group.ffn, MoeFfn):
                 ffn = group.ffn
@@ -117,14 +119,15 @@ class ColocatedUnits:
         measured = self.request.measured
         if measured is not None and measured.rest is not None:
             return measured.rest.at(tokens)
-        return self.rest.at(tokens)
+        return self.rest.at(tokens, head_factor(self.request, self.accelerator, self.tp, tokens))
 
-    def _attention(self, lines: ColocatedLayers, rows: Array) -> Array:
+    def _attention(self, group: LayerGroup, lines: ColocatedLayers, rows: Array) -> Array:
         request = self.request
         if request.measured is not None and request.measured.attention is not None:
             contexts = np.full_like(rows, request.context.mean)
             return request.measured.attention.at(rows * request.positions, contexts)
-        return lines.attention.at(rows)
+        factors = attention_factors(request, self.accelerator, group, self.tp, rows)
+        return lines.attention.at(rows, factors)
 
     def _experts(self, lines: ColocatedLayers, ffn: MoeFfn, tokens: Array, slowest: Array) -> Array:
         """Returns the experts of one layer, with the extra link time due to an uneven load."""
@@ -135,6 +138,12 @@ class ColocatedUnits:
             return measured.ffn.at(tokens, np.broadcast_to(held, tokens.shape))
         assert lines.experts is not None
         seconds = lines.experts.at(tokens, experts_used(ffn, tokens), slowest)
+        factor = expert_factor(
+            self.request, self.accelerator, ffn, self.gpus / self.ep, tokens, self.ep
+        )
+        # The attention lines hold the fixed time of the experts without its factor.
+        fixed = self.request.efficiency.ffn_overhead_s
+        seconds = seconds * factor + fixed * (factor - 1)
         return seconds + lines.uneven_link * tokens * (slowest - 1)
 
     def rows(self, tpot_s: float) -> Array:
@@ -188,7 +197,7 @@ def _units(request: Request, accelerator: Accelerator) -> ColocatedUnits | None:
         if capacity is None:
             continue
         rest = RestLines.of(
-            request.model, accelerator, request.precision, shape.tp, request.efficiency
+            request.model, accelerator, request.precision, shape.tp, request.roofline
         )
         for overlap in (False, True):
             if overlap and shape.ep == 1:
@@ -302,7 +311,7 @@ def _layers(request: Request, shape: ColocatedShape) -> list[ColocatedLayers]:
     ) -> list[ColocatedLayer]:
         step = rows * micro_batches
         asked = replace(shape, rows=step, context=context, draft=draft, routing=routing)
-        return list(colocated_step(request.model, asked, request.efficiency).layers)
+        return list(colocated_step(request.model, asked, request.roofline).layers)
 
     lengths, shares = request.context.lengths, request.context.shares
     draft, dp = shape.draft, shape.dp

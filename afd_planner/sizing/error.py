@@ -44,16 +44,17 @@ class ErrorBand:
 
 CELLS = "14 measured cells on 2 H200, docs/results/planner.md"
 
-CALIBRATED_ERROR = ErrorBand(1 / 1.42, 1.42, f"largest error in {CELLS}")
+CALIBRATED_ERROR = ErrorBand(1 / 1.48, 1.48, f"largest error in {CELLS}")
 """Of the roofline on an accelerator whose efficiencies were fitted to measurements."""
 
 MODEL_ERROR = ErrorBand(1 / 1.60, 1.60, f"largest error in {CELLS}, without fitted efficiencies")
 """Of the roofline with its default efficiencies."""
 
 COMPOSED_ERROR = ErrorBand(
-    1 / 1.25, 1.25, "composed steps are within 12 % in 31 cells on H200, docs/results/planner.md"
+    1 / 1.25, 1.25, "composed steps are within 12 % in 26 cells on H200, docs/results/planner.md"
 )
-"""With measured times of attention and experts. Each of the two plans may be off by 12 %."""
+"""With measured times of attention and experts. Each of the two plans may be off by 12 %. The cells
+with a stream per micro-batch at depth 2 do not count: nothing runs like that today."""
 
 
 def error_of(request: Request) -> ErrorBand:

@@ -8,7 +8,7 @@ on random shapes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
@@ -114,10 +114,12 @@ class StageLines:
         link = _mean([stage.link for stage in stages], weights)
         return StageLines(tuple(parts), link, stages[0].overhead_s)
 
-    def at(self, rows: Array) -> Array:
+    def at(self, rows: Array, factors: Mapping[str, Array] | None = None) -> Array:
+        """Returns the seconds. factors: of measured kernels, by the name of the part."""
         seconds = self.link.at(rows) + self.overhead_s
         for part in self.parts:
-            seconds = seconds + part.at(rows)
+            factor = (factors or {}).get(part.name)
+            seconds = seconds + (part.at(rows) if factor is None else part.at(rows) * factor)
         return seconds
 
 
@@ -211,5 +213,6 @@ class RestLines:
         head = PartLines("head", Line(0.0, steep - moved), Line(at(0.0) - fixed, 0.0))
         return RestLines(head, moved, fixed)
 
-    def at(self, rows: Array) -> Array:
-        return self.head.at(rows) + self.moved * rows + self.fixed_s
+    def at(self, rows: Array, factor: Array | float = 1.0) -> Array:
+        """Returns the seconds. factor: of a measured LM head and sampling."""
+        return (self.head.at(rows) + self.moved * rows) * factor + self.fixed_s

@@ -113,7 +113,7 @@ def attention_pools(
     request: Request, accelerator: Accelerator, gpus: int, tp: int
 ) -> AttentionPools | None:
     """Returns the pools, or None if the weights do not fit."""
-    model, efficiency = request.model, request.efficiency
+    model, efficiency = request.model, request.roofline
     pool = Pool(accelerator, 1, gpus, tp)
 
     def probe(rows: float, context: float) -> AfdShape:
@@ -163,7 +163,7 @@ def ffn_pools(
 
     ``wire`` is the format of arriving rows, which the GPUs of an instance all-gather.
     """
-    model, efficiency = request.model, request.efficiency
+    model, efficiency = request.model, request.roofline
     found: list[tuple[float, ...]] = []
     lines: list[list[ExpertLines | None]] = []
     probe_pool = Pool(accelerator, 1, gpus)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 from afd.errors import ConfigError
@@ -96,6 +97,14 @@ class Request:
                 f"{self.model.title} reads at most {longest} tokens, but the longest context is"
                 f" {self.context.longest:.0f}; give contexts of up to {longest}"
             )
+
+    @cached_property
+    def roofline(self) -> Efficiency:
+        """The efficiencies without measured kernels: those of which stage times are lines in rows.
+
+        ``sizing.factors`` has the factors of the kernels, which are no lines.
+        """
+        return replace(self.efficiency, kernels=False)
 
     @property
     def afd_layout(self) -> AfdLayout | None:

@@ -110,7 +110,7 @@ def binding_afd(stages: AfdStages, depth: int) -> Constraint:
         "network": max(layer.to_ffn, layer.to_attention),
     }
     busiest = max(busy, key=lambda name: busy[name])
-    if depth * busy[busiest] < layer_period(layer, depth) * (1 - 1e-9):
+    if depth * layer.busiest_s < layer_period(layer, depth) * (1 - 1e-9):
         return Constraint.SLO_SLOT
     if busiest == "network":
         return Constraint.NETWORK

@@ -177,7 +177,11 @@ def _fixed_times(request: Request, shape: AfdShape, stages: AfdStages) -> Reason
     """Compares fixed times of one round trip through a layer with the layer's share of the TPOT."""
     efficiency = request.efficiency
     around = (
-        efficiency.attention_overhead_s + efficiency.ffn_overhead_s + 2 * efficiency.wire_latency_s
+        efficiency.attention_overhead_s
+        + efficiency.handover_s
+        + efficiency.turn_s
+        + efficiency.ffn_overhead_s
+        + 2 * efficiency.wire_latency_s
     )
     whole = _slot(request, shape, stages) * shape.depth
     return Reason(ReasonKind.FIXED_TIMES, around * 1e6, whole * 1e6, "us per layer")

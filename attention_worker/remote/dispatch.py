@@ -26,12 +26,12 @@ class DispatchPlan:
         parts: tuple[torch.Tensor, ...] = self.rows.split(self.counts)
         return parts
 
-    def of_ranks(self) -> list[int]:
-        """Number of rows per rank, instance by instance."""
-        return [rows for rows in self.counts for _ in range(self.tp)]
+    def of_ranks(self, ranks: Sequence[int]) -> list[int]:
+        """Number of rows of each of these ranks, instance by instance. Others have no rows."""
+        return [self.counts[j // self.tp] for j in ranks]
 
     def in_order(self) -> torch.Tensor:
-        """Row numbers in the order of the ranks, int64 [sum of :meth:`of_ranks`]."""
+        """Row numbers in the order of the ranks, int64 [sum of :meth:`of_ranks` of all]."""
         if self.tp == 1:
             return self.rows
         return torch.cat([part for part in self.of_instances() for _ in range(self.tp)])

@@ -1,12 +1,15 @@
 """Addresses the rows of a micro-batch to expert slots, while experts move."""
 
 import threading
+from collections.abc import Sequence
+
+import torch
 
 from afd.config.resolve import Resolved
 from afd.control.client import ControlClient
 from afd.control.moves import followed
 from afd.wire.streams_torch import torch_device
-from attention_worker.remote.dispatch import Splitter
+from attention_worker.remote.dispatch import DispatchPlan, Splitter
 from attention_worker.remote.encoded_batch import EncodedBatch
 from attention_worker.remote.expert_slots import ExpertSlotMap
 
@@ -70,6 +73,11 @@ class Dispatcher:
         if self._splitter is None:
             return addressed
         return addressed.by_rank(self._splitter.split(slots))
+
+    def shares(self, plan: DispatchPlan) -> Sequence[torch.Tensor]:
+        """Row numbers of each FFN instance that computes experts, int64 each."""
+        shares, used = plan.of_instances(), self.slots.instances
+        return shares if len(shares) == len(used) else [shares[j] for j in used]
 
     def _adopt_if_idle(self) -> None:
         with self._lock:

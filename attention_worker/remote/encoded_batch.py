@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from afd.errors import CapacityExceeded
-from afd.wire import codecs_torch
 from afd.wire.layout import SlotLayout
+from afd.wire.rows_torch import EncodedRows
 from attention_worker.remote.dispatch import DispatchPlan
 
 
@@ -83,6 +83,7 @@ def encode(
     hidden: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
+    encoded: EncodedRows | None = None,
 ) -> EncodedBatch:
     """Encodes the rows of one micro-batch in the wire format of ``layout``.
 
@@ -90,6 +91,7 @@ def encode(
         hidden: model dtype [rows, hidden].
         ids: int32 [rows, top_k], expert ids or expert slots.
         weights: float32 [rows, top_k].
+        encoded: the rows in the format of ``layout``, if an earlier kernel made them.
 
     Raises:
         CapacityExceeded: more rows than a slot holds.
@@ -100,5 +102,6 @@ def encode(
             f"a micro-batch of {rows} rows exceeds the slot capacity of {layout.capacity} rows; "
             "raise attention.max_num_batched_tokens (it sets the capacity) on every role"
         )
-    payload, scales = codecs_torch.encode(hidden, layout.tag)
-    return EncodedBatch(layer, rows, payload, scales, ids, weights)
+    if encoded is None:
+        encoded = EncodedRows.of(hidden, layout.tag)
+    return EncodedBatch(layer, rows, encoded.payload, encoded.scales, ids, weights)

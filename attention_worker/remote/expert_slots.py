@@ -9,7 +9,7 @@ import torch
 from afd.config.resolve import Resolved
 from afd.control.messages import Members
 from afd.control.moves import in_use
-from afd.placement.tables import Table, copies
+from afd.placement.tables import EMPTY, Table, copies, holders
 from afd.wire.streams_torch import torch_device
 
 
@@ -32,6 +32,9 @@ class LayerSlots:
 class ExpertSlotMap:
     """Maps expert ids to expert slots, with one table per layer.
 
+    instances: FFN instances that compute experts in the placement in use, ascending. All of them,
+    unless they come and go.
+
     If an expert has several copies, the row number plus the number of the attention rank selects
     one. So the copies share the rows evenly, and senders need not agree on anything.
     """
@@ -46,9 +49,12 @@ class ExpertSlotMap:
         # An expert has at most one copy per instance.
         spare = resolved.placement.slots - self._experts
         self._most_copies = min(resolved.contract.ffn_instances, spare + 1)
-        self._identity = tuple(range(self._experts))
+        left = (EMPTY,) * spare if resolved.contract.elastic else ()
+        self._identity = (*range(self._experts), *left)
         self._known: dict[int, tuple[int, Table]] = {}
         self._in_order: set[int] = set()  # layers in which expert e is in slot e
+        self._single: set[int] = set()  # layers in which no expert has several copies
+        self.instances: tuple[int, ...] = tuple(range(resolved.contract.ffn_instances))
         self._layers = {layer: self._room() for layer in resolved.model.moe_layers}
         self.adopt(Members())
 
@@ -56,27 +62,36 @@ class ExpertSlotMap:
         """Uses the expert placement of this snapshot from now on. Call it between steps: it waits
         until the tables are on the device, and no step may read them meanwhile."""
         layers, placement = self._resolved.model.moe_layers, self._resolved.placement
+        changed = False
         for layer, found in in_use(members, placement, layers).items():
             if self._known.get(layer) != found:
-                self._known[layer] = found
+                changed, self._known[layer] = True, found
                 self._in_order.discard(layer)
+                self._single.discard(layer)
                 if found == (0, self._identity):
                     self._in_order.add(layer)
-                self._write(self._layers[layer], *found)
+                if self._write(self._layers[layer], *found):
+                    self._single.add(layer)
+        if changed and self._resolved.contract.elastic:
+            tables = [table for _, table in self._known.values()]
+            self.instances = holders(tables, placement.bounds)
 
     def of(self, layer: int, ids: torch.Tensor) -> torch.Tensor:
         """Returns the slots, int32 [rows, top_k], of expert ids of the same shape. -1 stays -1."""
-        return ids if layer in self._in_order else self._looked_up(layer, ids)
+        if layer in self._in_order:
+            return ids
+        return self._looked_up(layer, ids, single=layer in self._single)
 
     def of_replays(self, layer: int, ids: torch.Tensor) -> torch.Tensor:
         """Like :meth:`of`, to be captured: each replay uses the placement of its own time."""
         return self._looked_up(layer, ids) if self._movable else self.of(layer, ids)
 
-    def _looked_up(self, layer: int, ids: torch.Tensor) -> torch.Tensor:
+    def _looked_up(self, layer: int, ids: torch.Tensor, *, single: bool = False) -> torch.Tensor:
+        """single: no expert of the layer has several copies now."""
         slots = self._layers[layer]
         if ids.is_cuda:
             return _slots_on_gpu(ids, slots, self._number)
-        if slots.count is None:
+        if single or slots.count is None:
             return slots.of_expert[:, 0][ids]
         rows = torch.arange(self._number, self._number + len(ids), device=ids.device)
         return slots.of_expert[ids, rows.unsqueeze(1) % slots.count[ids]]
@@ -89,13 +104,15 @@ class ExpertSlotMap:
         return LayerSlots(zeros(entries, most), zeros(entries) if most > 1 else None)
 
     @torch.inference_mode()  # any thread, whatever mode the tables were made in
-    def _write(self, slots: LayerSlots, bank: int, table: Table) -> None:
+    def _write(self, slots: LayerSlots, bank: int, table: Table) -> bool:
+        """Returns whether no expert has several copies."""
         found, most = copies(table, self._experts), self._most_copies
         offset = bank * self._resolved.placement.slots
         rows = [[offset + of[i % len(of)] for i in range(most)] for of in found]
         slots.of_expert.copy_(torch.tensor([*rows, [-1] * most], dtype=torch.int32))
         if slots.count is not None:
             slots.count.copy_(torch.tensor([*(len(of) for of in found), 1], dtype=torch.int32))
+        return all(len(of) == 1 for of in found)
 
 
 def _slots_on_gpu(ids: torch.Tensor, slots: LayerSlots, number: int) -> torch.Tensor:

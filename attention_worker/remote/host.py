@@ -15,6 +15,7 @@ from afd.metrics.role import RoleMetrics
 from afd.wire.dtypes_torch import DTYPE_OF_TAG
 from afd.wire.layout import TAG_OF_DTYPE, Kind
 from afd.wire.message import follows_count
+from afd.wire.rows_torch import EncodedRows
 from afd.wire.slot_torch import sum_of_ranks, sum_of_shares
 from afd.wire.slot_view_torch import SlotView
 from afd.wire.streams_torch import slot_bytes
@@ -29,9 +30,10 @@ from attention_worker.remote.sessions import FfnSession, FfnSessions
 
 
 class RemoteExperts:
-    """Client of all FFN ranks of a deployment, for one attention rank.
+    """Client of the FFN ranks of a deployment, for one attention rank.
 
-    Sends the rows of a micro-batch to the FFN ranks, and makes the FFN output from their answers:
+    Sends the rows of a micro-batch to the FFN ranks, and makes the FFN output from their answers.
+    FFN instances that hold no experts are left out.
 
     - All ranks of one FFN instance get the same rows. Each returns a share of them: different rows,
       already summed over the ranks. Both sides compute the shares with
@@ -58,11 +60,10 @@ class RemoteExperts:
         self._dtype = DTYPE_OF_TAG[TAG_OF_DTYPE[resolved.model.dtype]]
         self._tp = resolved.contract.ffn_tp
         self._sessions = FfnSessions(resolved, number, region.device, control)
-        self._observer = StepObserver(
-            metrics, resolved.deployment.metrics.stage_every, resolved.slots.ffn_ranks
-        )
+        self._observer = StepObserver(metrics, resolved.deployment.metrics.stage_every)
         self._dispatcher = Dispatcher(resolved, number, control)
-        self._outbox = Outbox(resolved, number, region, self._observer)
+        views = answer_views(resolved, region)
+        self._outbox = Outbox(resolved, number, region, self._observer, views)
         self._recovery = Recovery(
             self._sessions,
             self._outbox,
@@ -70,11 +71,10 @@ class RemoteExperts:
             self._observer,
             resolved.deployment.deadlines.ffn_s,
         )
-        self._answers = answer_views(resolved, region)
         self._announced = 0  # rows of the last announced step
         self._active = False  # a step has begun since the last leave()
         if resolved.deployment.transport.trace:
-            for j in self._sessions.ranks:
+            for j in range(resolved.slots.ffn_ranks):
                 trace = metrics.wire_traces[self._sessions.name(j)] = PeerTrace()
                 region.trace(resolved.slots.attention_claim(j), trace)
 
@@ -86,8 +86,8 @@ class RemoteExperts:
         Raises:
             DeadlineExceeded: an FFN rank was lost and did not come back in ``deadlines.ffn_s``.
         """
-        self._recovery.renew_ended_sessions()
         self._dispatcher.begin_step()
+        self._recovery.renew_ended_sessions()
         self._outbox.begin_step(depth)
         self._active = True
         self._observer.begin_step(depth, draft=draft)
@@ -103,6 +103,7 @@ class RemoteExperts:
         hidden: torch.Tensor,
         ids: torch.Tensor,
         weights: torch.Tensor,
+        encoded: EncodedRows | None = None,
     ) -> None:
         """Posts one micro-batch to the FFN ranks; does not wait for the answers.
 
@@ -110,11 +111,12 @@ class RemoteExperts:
             hidden: model dtype [rows, hidden].
             ids: int32 [rows, top_k], global expert ids; -1: no routed expert computes the pair.
             weights: float32 [rows, top_k].
+            encoded: the rows in the format of the wire; None: they are encoded here.
 
         Raises:
             CapacityExceeded: more rows than a receive slot holds; raised by ``encode``.
         """
-        source = encode(self._layout, layer, hidden, ids, weights)
+        source = encode(self._layout, layer, hidden, ids, weights, encoded)
         # Replaces expert ids by expert slots: an expert may have copies, and may move. If
         # wire.dispatch is routed, the result has a plan: which rows go to which FFN instance, with
         # the rows sorted that way. Without a plan every FFN instance gets all rows.
@@ -142,10 +144,10 @@ class RemoteExperts:
             statuses = self._region.wait_all(slots, doorbells, WAIT_SLICE_US)
             ranks = self._recovery.recover_missing(micro_batch, ranks, statuses)
         self._observer.working()
-        batch, views = self._outbox.take_answered(micro_batch), self._answers[micro_batch]
+        batch, views = self._outbox.take_answered(micro_batch), self._outbox.views[micro_batch]
         if batch.plan is None:
             return sum_of_ranks(views, self._tp, batch.rows, self._dtype)
-        shares = batch.plan.of_instances()
+        shares = self._dispatcher.shares(batch.plan)
         return sum_of_shares(views, self._tp, shares, batch.rows, self._hidden, self._dtype)
 
     def end_step(self) -> None:
@@ -156,16 +158,17 @@ class RemoteExperts:
     # Around the steps.
 
     def connect(self, deadline_s: float) -> None:
-        """Waits until every FFN rank is ready, and links to it.
+        """Waits until every FFN rank that holds experts is ready, and links to it.
 
         Raises:
             DeadlineExceeded: names the ranks that are not ready after ``deadline_s`` seconds.
         """
-        self._sessions.connect(deadline_s)
         self._dispatcher.start()
+        self._sessions.connect(lambda: self._dispatcher.slots.instances, deadline_s)
         for j in self._sessions.ranks:
-            self._outbox.start_session(j, self.peers)
-        self._observer.connected()
+            self._outbox.start_session(j, self._sessions.of(j))
+        self._outbox.use(self._sessions.ranks)
+        self._observer.connected(len(self._sessions.ranks))
 
     def announce(self, rows: int) -> None:
         """Tells the FFN ranks that a replayed step of ``rows`` rows follows.
@@ -178,11 +181,11 @@ class RemoteExperts:
 
     def end_replay(self, rows_sent: Sequence[int]) -> None:
         """Ends the announced step. rows_sent: see :attr:`StreamExperts.rows_sent`."""
-        layout, nbytes = self._layout, 0
+        layout, peers = self._layout, self.peers
         whole = len(self._resolved.model.step_layers) * self._announced
-        for j, session in enumerate(self.peers):
-            nbytes += layout.message_bytes(whole)
-            if rows_sent and follows_count(session.link.backend):
+        nbytes = len(peers) * layout.message_bytes(whole)
+        for j, session in enumerate(peers if rows_sent else ()):
+            if follows_count(session.link.backend):
                 left_out = whole - rows_sent[j // self._tp]
                 nbytes -= left_out * (layout.message_bytes(1) - 4 * layout.top_k)  # ids travel
         self._observer.posted(nbytes)
@@ -203,7 +206,8 @@ class RemoteExperts:
 
     @property
     def peers(self) -> tuple[FfnSession, ...]:
-        """The session with each FFN rank, by its number. A renewed session is a new object."""
+        """The session with each FFN rank in use, by its number. A renewed session is a new
+        object."""
         return self._sessions.all
 
     def reconnect(self, lost: Sequence[int]) -> None:

@@ -16,10 +16,10 @@ from afd.wire.streams_torch import HostStreams, StepTimer, Streams
 class StepObserver:
     """Observes the steps that the host sends message by message."""
 
-    def __init__(self, metrics: RoleMetrics, stage_every: int, ffn_ranks: int) -> None:
+    def __init__(self, metrics: RoleMetrics, stage_every: int) -> None:
         self.metrics = metrics
         self._stage_every = stage_every
-        self._ffn_ranks = ffn_ranks
+        self._ffn_ranks = 0
         self._attention = metrics.stage(Stage.ATTENTION)
         self._timestamps: StageTimestamps = NoTimestamps()
         self._steps = 0
@@ -29,8 +29,11 @@ class StepObserver:
         self._working_since = time.monotonic()
         self._waiting_since = 0.0
 
-    def connected(self) -> None:
-        self.metrics.peers_up = self._ffn_ranks
+    def connected(self, ffn_ranks: int) -> None:
+        """From now on every micro-batch goes to so many FFN ranks."""
+        in_flight = self.metrics.slots_in_flight // max(1, self._ffn_ranks)
+        self.metrics.slots_in_flight = in_flight * ffn_ranks
+        self._ffn_ranks = self.metrics.peers_up = ffn_ranks
 
     def begin_step(self, depth: int, *, draft: bool) -> None:
         """draft: one draft layer; neither counted nor traced as a step."""

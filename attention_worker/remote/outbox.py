@@ -11,9 +11,12 @@ of its messages:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from afd.config.resolve import Resolved
 from afd.wire.layout import Kind
 from afd.wire.message import message
+from afd.wire.slot_view_torch import SlotView
 from afd.wire.streams_torch import synchronize
 from afd_comm import Group, Header, Region, Status, make_flag
 from attention_worker.remote.encoded_batch import EncodedBatch
@@ -24,39 +27,52 @@ from attention_worker.remote.sessions import POST_TIMEOUT_US, FfnSession
 class Outbox:
     """What one attention rank has sent to the FFN ranks.
 
-    ``j`` is the number of an FFN rank (:func:`afd.topology.rank_number`). A doorbell is the session
+    ``j`` is the number of an FFN rank (:func:`afd.topology.rank_number`), ``k`` its place among the
+    ranks in use: those of FFN instances without experts get no messages. A doorbell is the session
     number and a sequence number, packed by ``make_flag``. The answer to a message rings the same
     session and sequence number as the message.
 
     Not thread-safe: used by the model's forward only.
 
     Attributes:
+        views: the receive slots of the answers, [micro-batch][k].
         unsent: FFN ranks that a post did not reach. Recovery renews their sessions, and then sends
             them every unanswered micro-batch again.
     """
 
     def __init__(
-        self, resolved: Resolved, number: int, region: Region, observer: StepObserver
+        self,
+        resolved: Resolved,
+        number: int,
+        region: Region,
+        observer: StepObserver,
+        views: Sequence[Sequence[SlotView]],
     ) -> None:
-        """number: of this attention rank. region: its receive slots."""
+        """number: of this attention rank. region: its receive slots. views: those of the answers,
+        [micro-batch][j]."""
         slots, depth = resolved.slots, resolved.contract.max_depth
-        count = slots.ffn_ranks
         self._region = region
         self._observer = observer
         self._layout = resolved.a2f
         self._data_slots = [slots.to_ffn(number, mb) for mb in range(depth)]
         self._control_slot = slots.control_to_ffn(number)
-        self._answer_slots = [
-            [slots.to_attention(j, mb) for j in range(count)] for mb in range(depth)
-        ]
+        self._slots = slots
+        self._all_views = views
+        self._elastic, self._tp = resolved.contract.elastic, resolved.contract.ffn_tp
         self._group = Group([], timeout_us=POST_TIMEOUT_US)
         self._batches: list[EncodedBatch | None] = [None] * depth  # posted, unanswered
         self._sources: list[EncodedBatch | None] = [None] * depth  # the same, with expert ids
-        # The last doorbell per [micro-batch][FFN rank]. The last row: control messages.
-        self._doorbells = [[0] * count for _ in range(depth + 1)]
-        # Header of the last answer per [micro-batch][FFN rank]. The next message returns its time
-        # stamps to the FFN rank, which measures the wire with them (transport.trace).
-        self._echoes: list[list[Header | None]] = [[None] * count for _ in range(depth)]
+        self._sessions: dict[int, FfnSession] = {}  # also of ranks that are not in use
+        self._parked: dict[int, list[int]] = {}  # their last doorbells
+        self._ranks: list[int] = []  # in use
+        self._receivers = 0  # the FFN instances in use, as a request names them
+        # The last doorbell per [micro-batch][k]. The last row: control messages.
+        self._doorbells: list[list[int]] = [[] for _ in range(depth + 1)]
+        # Header of the last answer per [micro-batch][k]. The next message returns its time stamps
+        # to the FFN rank, which measures the wire with them (transport.trace).
+        self._echoes: list[list[Header | None]] = []
+        self._answer_slots: list[list[int]] = []  # [micro-batch][k]
+        self.views: list[list[SlotView]] = []
         self._depth = 1
         self._step = 0
         self.unsent: set[int] = set()
@@ -104,7 +120,10 @@ class Outbox:
         """Returns the receive slots and doorbells of these FFN ranks' answers to a micro-batch."""
         assert self._batches[micro_batch] is not None, f"micro-batch {micro_batch} was not sent"
         slots, doorbells = self._answer_slots[micro_batch], self._doorbells[micro_batch]
-        return [slots[j] for j in ranks], [doorbells[j] for j in ranks]
+        if len(ranks) == len(self._ranks):
+            return slots, doorbells
+        places = [self._ranks.index(j) for j in ranks]
+        return [slots[k] for k in places], [doorbells[k] for k in places]
 
     def take_answered(self, micro_batch: int) -> EncodedBatch:
         """Returns a micro-batch that all FFN ranks have answered, and forgets it."""
@@ -124,13 +143,38 @@ class Outbox:
         """Replaces the unanswered micro-batches by newly dispatched ones; posts nothing."""
         self._batches = batches
 
-    def start_session(self, j: int, sessions: tuple[FfnSession, ...]) -> None:
-        """Starts the sequence numbers of FFN rank j again. sessions: of all ranks."""
-        for doorbells in self._doorbells:
-            doorbells[j] = make_flag(sessions[j].session, 0)
-        for echoes in self._echoes:
-            echoes[j] = None
-        self._group = Group([s.link for s in sessions], timeout_us=POST_TIMEOUT_US)
+    def start_session(self, j: int, session: FfnSession) -> None:
+        """Starts the sequence numbers of FFN rank j again."""
+        self._park()
+        self._sessions[j] = session
+        self._parked[j] = [make_flag(session.session, 0)] * len(self._doorbells)
+        self._unpark()
+
+    def use(self, ranks: Sequence[int]) -> None:
+        """Sends to these FFN ranks from now on, ascending. Each needs a session."""
+        self._park()
+        self._ranks = [*ranks]
+        self._receivers = 0
+        for j in ranks if self._elastic else ():
+            self._receivers |= 1 << j // self._tp
+        self.unsent.intersection_update(ranks)
+        self._unpark()
+
+    def _park(self) -> None:
+        for k, j in enumerate(self._ranks):
+            self._parked[j] = [doorbells[k] for doorbells in self._doorbells]
+
+    def _unpark(self) -> None:
+        ranks, depth = self._ranks, len(self._batches)
+        doorbells = [self._parked[j] for j in ranks]
+        self._doorbells = [[of_rank[n] for of_rank in doorbells] for n in range(depth + 1)]
+        self._echoes = [[None] * len(ranks) for _ in range(depth)]
+        self._answer_slots = [
+            [self._slots.to_attention(j, mb) for j in ranks] for mb in range(depth)
+        ]
+        self.views = [[of_batch[j] for j in ranks] for of_batch in self._all_views]
+        links = [self._sessions[j].link for j in ranks]
+        self._group = Group(links, timeout_us=POST_TIMEOUT_US)
 
     def send_again(self, j: int) -> None:
         """Posts every unanswered micro-batch to FFN rank j, in the order of the step.
@@ -139,16 +183,17 @@ class Outbox:
         doorbells are void.
         """
         self.unsent.discard(j)
+        at = self._ranks.index(j)
         waiting = [(b.layer, mb, b) for mb, b in enumerate(self._batches) if b is not None]
         for _, mb, batch in sorted(waiting, key=lambda item: item[:2]):
-            self._doorbells[mb][j] += 1
-            only_j = [d if k == j else 0 for k, d in enumerate(self._doorbells[mb])]
+            self._doorbells[mb][at] += 1
+            only_j = [d if k == at else 0 for k, d in enumerate(self._doorbells[mb])]
             self._post(only_j, mb, batch)
 
     def _post(self, doorbells: list[int], micro_batch: int, batch: EncodedBatch) -> None:
         """Posts to every FFN rank whose doorbell is not 0: all rows, or those of ``batch.plan``."""
         layout, slot, plan = self._layout, self._data_slots[micro_batch], batch.plan
-        counts = [batch.rows] * len(doorbells) if plan is None else plan.of_ranks()
+        counts = [batch.rows] * len(doorbells) if plan is None else plan.of_ranks(self._ranks)
         sent = sum(rows for rows, doorbell in zip(counts, doorbells, strict=True) if doorbell)
         self._observer.posted(layout.message_bytes(sent))
         synchronize(batch.payload.device)
@@ -162,6 +207,7 @@ class Outbox:
             kind=Kind.DATA,
             tag=layout.tag,
             step=self._step,
+            moves=self._receivers,
         )
         echoes = self._echoes[micro_batch]
         if plan is None:
@@ -170,4 +216,6 @@ class Outbox:
             # A rank without rows gets an empty message and answers it: all ranks run the same
             # calls, so each of them waits for one message per position.
             statuses = self._group.scatter(request, doorbells, counts, echoes)
-        self.unsent.update(j for j, status in enumerate(statuses) if status != Status.OK)
+        if statuses.count(Status.OK) < len(statuses):
+            sent_to = zip(self._ranks, statuses, strict=True)
+            self.unsent.update(j for j, status in sent_to if status != Status.OK)

@@ -49,14 +49,18 @@ class Recovery:
         self._slice_began = 0.0
 
     def renew_ended_sessions(self) -> None:
-        """Renews, between two steps, every session that has ended.
+        """Renews, at the beginning of a step, every session that has ended. Before that, links to
+        the FFN instances that compute experts now, and leaves those that no longer do.
 
         Raises:
             DeadlineExceeded: an FFN rank did not come back in ``deadlines.ffn_s``.
         """
         deadline = time.monotonic() + self._deadline_s
+        if self._sessions.instances != self._dispatcher.slots.instances:
+            self._use_instances(deadline)
         while self._renew_ended(self._sessions.ranks, deadline):
             pass  # another session may have ended meanwhile
+        self._sessions.close_idle()
 
     def begin_wait(self) -> None:
         """Starts the deadline of one wait for answers."""
@@ -81,21 +85,22 @@ class Recovery:
         overrun_s = time.monotonic() - self._slice_began - WAIT_SLICE_US / 1e6
         self._deadline += max(0.0, overrun_s)
         waited = list(zip(ranks, statuses, strict=True))
-        missing = [j for j, status in waited if status != Status.OK]
+        missing = {j for j, status in waited if status != Status.OK}
         gone = [j for j, status in waited if status == Status.PEER_GONE]
         self._sessions.note_unreachable({*self._outbox.unsent, *gone})
-        missing = sorted({*missing, *self._renew_ended(missing, self._deadline)})
+        missing |= self._renew_ended(sorted(missing), self._deadline)
+        missing &= {*self._sessions.ranks}
         if gone:
             time.sleep(_GONE_PAUSE_S)
         if missing:
             self._slice_began = time.monotonic()
             if self._slice_began > self._deadline:
                 raise DeadlineExceeded(
-                    f"{self._names(missing)} did not answer layer "
+                    f"{self._names(sorted(missing))} did not answer layer "
                     f"{self._outbox.layer_of(micro_batch)} within {self._deadline_s:g} s; "
                     "look at its log, or raise deadlines.ffn_s if its experts are that slow"
                 )
-        return missing
+        return sorted(missing)
 
     def reconnect(self, lost: Sequence[int]) -> None:
         """Waits until the FFN ranks ``lost`` in a replayed step are back.
@@ -104,8 +109,8 @@ class Recovery:
             DeadlineExceeded: one did not come back in ``deadlines.ffn_s``.
         """
         deadline = time.monotonic() + self._deadline_s
-        before = self._sessions.all
-        while waiting := [j for j in lost if self._sessions.all[j] is before[j]]:
+        before = {j: self._sessions.of(j) for j in lost}
+        while waiting := [j for j in lost if self._sessions.of(j) is before[j]]:
             if not self._renew_ended(waiting, deadline):
                 if time.monotonic() > deadline:
                     raise DeadlineExceeded(
@@ -121,20 +126,35 @@ class Recovery:
         other roles went on and experts may have moved, so unanswered rows are dispatched again.
         """
         rejoined = self._sessions.rejoined()
+        renewed: set[int] = set()
         if rejoined:
             self._dispatcher.adopt_in_step()
+            renewed.update(self._use_instances(deadline))
             self._outbox.replace(
                 [s if s is None else self._dispatcher.dispatch(s) for s in self._outbox.sources()]
             )
+            for j in sorted(renewed, reverse=True):  # as in _resume_instance
+                self._outbox.send_again(j)
             ended: Sequence[int] = self._sessions.ranks
         else:
             ended = [j for j in ranks if self._sessions.is_lost(j)]
-        renewed: set[int] = set()
         for j in ended:
             if j not in renewed:
                 self._resume_instance(j, deadline, "rejoined" if rejoined else "lost")
                 renewed.update(self._sessions.instance_of(j))
         return renewed
+
+    def _use_instances(self, deadline: float) -> list[int]:
+        """Uses the FFN instances that compute experts in the placement in use. Returns the ranks
+        with which a session has begun."""
+        new = self._sessions.use(self._dispatcher.slots.instances, deadline)
+        for j in new:
+            self._outbox.start_session(j, self._sessions.of(j))
+        self._outbox.use(self._sessions.ranks)
+        self._observer.connected(len(self._sessions.ranks))
+        names = ", ".join(f"ffn-{j}" for j in self._sessions.instances)
+        logger.info("the experts are on %s now", names)
+        return new
 
     def _resume_instance(self, j: int, deadline: float, cause: str) -> None:
         """Renews the sessions of all ranks of the FFN instance of rank j.
@@ -148,7 +168,7 @@ class Recovery:
     def _resume(self, j: int, deadline: float, cause: str) -> None:
         logger.warning("%s is gone; waiting for it to come back", self._sessions.name(j))
         fresh = self._sessions.renew(j, deadline)
-        self._outbox.start_session(j, self._sessions.all)
+        self._outbox.start_session(j, fresh)
         self._observer.resumed(cause)
         self._outbox.send_again(j)
         logger.warning("%s is back (session %d); resumed", fresh.id, fresh.session)

@@ -2,14 +2,14 @@
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from afd.config.resolve import Resolved
 from afd.control.client import ControlClient
 from afd.control.messages import Member, Members
 from afd.errors import DeadlineExceeded
-from afd.topology import member_id, session
+from afd.topology import member_id, rank_number, session
 from afd_comm import CommError, Link, VerbsOptions
 
 logger = logging.getLogger("afd.attention")
@@ -32,9 +32,12 @@ class FfnSession:
 
 
 class FfnSessions:
-    """The current session with each FFN rank.
+    """The current session with each FFN rank in use.
 
     ``j`` is the number of an FFN rank (:func:`afd.topology.rank_number`).
+
+    FFN instances that hold no experts are not in use. Their sessions stay while they live, because
+    they may be used again.
 
     A session number is made of the generations of both sides. The control plane may give this
     instance a new generation at any time. It takes effect here when :meth:`rejoined` reports it;
@@ -42,6 +45,9 @@ class FfnSessions:
     them.
 
     Not thread-safe: used by the model's forward only.
+
+    Attributes:
+        instances, ranks: the FFN instances in use, and the numbers of their ranks, ascending.
     """
 
     def __init__(
@@ -51,35 +57,71 @@ class FfnSessions:
         it."""
         self._transport = resolved.deployment.transport
         self._claim = resolved.slots.ffn_claim(number)
-        self._count, self._tp = resolved.slots.ffn_ranks, resolved.contract.ffn_tp
+        self._tp = resolved.contract.ffn_tp
         self._device = device
         self._control = control
         self._patience_s = _PATIENCE * resolved.deployment.control.timeout_s
         self._unreachable: dict[int, float] = {}  # rank -> since when
         self._generation = 0
-        self._sessions: list[FfnSession] = []
-        self.ranks = list(range(self._count))
+        self._sessions: dict[int, FfnSession] = {}
+        self._idle: dict[int, FfnSession] = {}  # of ranks that are not in use
+        self._members: Members | None = None
+        self._registered: dict[int, Member] = {}  # of these members, by number of the rank
+        self.instances: tuple[int, ...] = ()
+        self.ranks: list[int] = []
 
     @property
     def all(self) -> tuple[FfnSession, ...]:
         """The sessions by number of the rank. A renewed session is a new object."""
-        return tuple(self._sessions)
+        return tuple(self._sessions[j] for j in self.ranks)
 
-    def connect(self, deadline_s: float) -> None:
-        """Waits until every FFN rank is ready, and begins a session with each.
+    def of(self, j: int) -> FfnSession:
+        """The session with rank j, which is in use."""
+        return self._sessions[j]
+
+    def connect(self, instances: Callable[[], tuple[int, ...]], deadline_s: float) -> None:
+        """Waits until every rank of these FFN instances is ready, and begins a session with each.
+
+        Args:
+            instances: those that hold experts now.
 
         Raises:
             DeadlineExceeded: names the ranks that are not ready after ``deadline_s`` seconds.
         """
         deadline = time.monotonic() + deadline_s
-        names = ", ".join(self.name(j) for j in self.ranks)
+        names = ", ".join(self.name(j) for j in self._ranks_of(instances()))
 
         def all_ready(members: Members) -> bool:
-            return len(members.of("ffn", state="ready")) == self._count
+            found = [members.find("ffn", *self._place(j)) for j in self._ranks_of(instances())]
+            return all(member is not None and member.state == "ready" for member in found)
 
         self._control.wait_for(all_ready, deadline_s=deadline_s, what=names)
         self._generation = self._control.generation
-        self._sessions = [self._begin(j, None, deadline) for j in self.ranks]
+        self.use(instances(), deadline)
+
+    def use(self, instances: tuple[int, ...], deadline: float) -> list[int]:
+        """Uses these FFN instances from now on. Returns the ranks with which a session has begun.
+
+        Args:
+            deadline: seconds of the monotonic clock.
+
+        Raises:
+            DeadlineExceeded: a rank is not ready, or cannot be reached, at ``deadline``.
+        """
+        self.close_idle()
+        known = self._idle | self._sessions
+        self.instances, self.ranks = instances, self._ranks_of(instances)
+        new = [j for j in self.ranks if j not in known]
+        self._sessions = {j: known.pop(j) for j in self.ranks if j in known}
+        self._idle = known
+        for j in new:
+            self._sessions[j] = self._begin(j, None, deadline)
+        return new
+
+    def close_idle(self) -> None:
+        """Closes the sessions that have ended and are not in use."""
+        for j in [j for j, idle in self._idle.items() if self._has_ended(j, idle)]:
+            self._idle.pop(j).link.close()
 
     def rejoined(self) -> bool:
         """Returns whether this instance has a new generation since the last call.
@@ -92,8 +134,7 @@ class FfnSessions:
     def is_lost(self, j: int) -> bool:
         """Returns whether the session with rank j has ended: the rank is gone, or has registered
         again."""
-        member = self._control.members.find("ffn", *self._place(j))
-        return member is None or self._number(member) != self._sessions[j].session
+        return self._has_ended(j, self._sessions[j])
 
     def note_unreachable(self, ranks: Iterable[int]) -> None:
         """Notes which FFN ranks the transport does not reach right now, if any.
@@ -126,7 +167,7 @@ class FfnSessions:
         return self._sessions[j]
 
     def close(self) -> None:
-        for ffn in self._sessions:
+        for ffn in (*self._sessions.values(), *self._idle.values()):
             ffn.link.close()
 
     def name(self, j: int) -> str:
@@ -137,6 +178,19 @@ class FfnSessions:
         """Returns the numbers of all ranks of the FFN instance that rank j belongs to."""
         first = j - j % self._tp
         return range(first, first + self._tp)
+
+    def _has_ended(self, j: int, known: FfnSession) -> bool:
+        members = self._control.members
+        if members is not self._members:  # else every step would look for every rank
+            self._members = members
+            self._registered = {
+                rank_number(m.index, m.rank, self._tp): m for m in members.of("ffn")
+            }
+        member = self._registered.get(j)
+        return member is None or self._number(member) != known.session
+
+    def _ranks_of(self, instances: tuple[int, ...]) -> list[int]:
+        return [j * self._tp + rank for j in instances for rank in range(self._tp)]
 
     def _place(self, j: int) -> tuple[int, int]:
         """(instance, rank)."""

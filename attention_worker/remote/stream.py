@@ -18,6 +18,7 @@ from afd.schedule import resets_doorbells, stream_sequence
 from afd.wire.dtypes_torch import DTYPE_OF_TAG
 from afd.wire.layout import TAG_OF_DTYPE, Kind
 from afd.wire.message import message
+from afd.wire.rows_torch import EncodedRows
 from afd.wire.slot_torch import PlacedAnswers, sum_of_ranks
 from afd.wire.streams_torch import Streams, torch_device
 from afd_comm import Message, Region, make_flag
@@ -124,13 +125,14 @@ class StreamExperts:
         hidden: torch.Tensor,
         ids: torch.Tensor,
         weights: torch.Tensor,
+        encoded: EncodedRows | None = None,
     ) -> None:
         """:meth:`attention_worker.remote.host.RemoteExperts.send`, queued on the copy stream.
 
         Call it within :meth:`sending`.
         """
         slots = self._slots.of_replays(layer, ids)
-        batch = encode(self._layout, layer, hidden, slots, weights)
+        batch = encode(self._layout, layer, hidden, slots, weights, encoded)
         requests = self._requests(micro_batch, batch)
         self._position += 1
         sequence = stream_sequence(self._position)

@@ -20,8 +20,9 @@ from attention_worker.running_requests import MIDDLEWARE
 from attention_worker.vllm_hooks.transfer import transfer_arguments
 from attention_worker.vllm_hooks.versions import layout
 
-_HOST_WORKER = "attention_worker.vllm_hooks.cpu.AfdCpuWorker"
-_GPU_WORKER = "attention_worker.vllm_hooks.gpu.AfdGpuWorker"
+CPU_WORKER = ("attention_worker.vllm_hooks.cpu", "AfdCpuWorker")
+GPU_WORKER = ("attention_worker.vllm_hooks.gpu", "AfdGpuWorker")
+"""vLLM has one worker for CPUs and one for GPUs. Module and name."""
 
 
 def attention_command(
@@ -40,7 +41,7 @@ def attention_command(
     deployment = role.deployment
     attention = deployment.attention
     device = device_named(attention.device)
-    on_gpu = device.torch_type != "cpu"  # vLLM has one worker for CPUs and one for GPUs
+    on_gpu = device.torch_type != "cpu"
     family, model = read_model(deployment.model)
     dtype = family.serve_as(model, attention.dtype).dtype
     argv = [
@@ -59,7 +60,7 @@ def attention_command(
         "--enable-prefix-caching"
         if attention.enable_prefix_caching
         else "--no-enable-prefix-caching",
-        f"--worker-cls={_GPU_WORKER if on_gpu else _HOST_WORKER}",
+        f"--worker-cls={'.'.join(GPU_WORKER if on_gpu else CPU_WORKER)}",
         "--load-format=afd",
         "--disable-uvicorn-access-log",
         f"--middleware={MIDDLEWARE}",
@@ -68,6 +69,8 @@ def attention_command(
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # the hooks need the first-generation runner
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",  # the checkpoint is a local folder
+        # numpy's library makes threads when it is loaded, and then the engine cannot be a fork.
+        "OPENBLAS_NUM_THREADS": "1",
         # torch's process groups of one rank listen without authentication: on loopback only.
         "GLOO_SOCKET_IFNAME": "lo",
         "VLLM_HOST_IP": "127.0.0.1",
@@ -139,20 +142,32 @@ def speculative_config(deployment: Deployment) -> dict[str, object]:
     """Returns vLLM's configuration of speculative decoding.
 
     Raises:
-        ConfigError: draft layers would run beside a step that still runs (``pipeline.lookahead``).
+        ConfigError: draft layers would run beside a step that still runs (``pipeline.lookahead``),
+            or there is no draft model.
     """
     speculation = deployment.attention.speculation
     assert speculation is not None
     if speculation.method == "ngram":
-        return speculation.model_dump()
+        return speculation.model_dump(exclude_none=True)
     if deployment.pipeline.lookahead:
         raise ConfigError(
-            "attention.speculation mtp needs the end of a step before it drafts, but"
-            " pipeline.lookahead is on; turn it off"
+            f"attention.speculation {speculation.method} needs the end of a step before it drafts,"
+            " but pipeline.lookahead is on; turn it off"
         )
     # Eager: a draft layer sends its rows from the host.
-    drafts = speculation.num_speculative_tokens
-    return {"method": "mtp", "num_speculative_tokens": drafts, "enforce_eager": True}
+    found: dict[str, object] = {
+        "method": speculation.method,
+        "num_speculative_tokens": speculation.num_speculative_tokens,
+        "enforce_eager": True,
+    }
+    if speculation.model is not None:
+        if not (speculation.model / "config.json").is_file():
+            raise ConfigError(
+                f"the draft model {speculation.model} has no config.json; set"
+                " attention.speculation.model to the folder of an EAGLE head"
+            )
+        found["model"] = str(speculation.model)
+    return found
 
 
 def unquantised(config: Mapping[str, object], *, quantised: bool) -> list[str]:

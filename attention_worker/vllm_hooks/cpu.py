@@ -4,7 +4,6 @@ Kept apart from the GPU ones, because importing vLLM's CPU worker replaces torch
 stubs (vllm/v1/worker/cpu/shm.py).
 """
 
-import importlib
 import os
 from typing import Any
 
@@ -27,8 +26,10 @@ from afd.config.roles import load_role
 from afd.host.affinity import bind_process
 from attention_worker.instance import reported
 from attention_worker.ranks import cores_of_rank
+from attention_worker.vllm_hooks.draft_kernels import put_draft_kernels
 from attention_worker.vllm_hooks.runner import DisaggregatedRunner
 from attention_worker.vllm_hooks.store import file_store
+from attention_worker.vllm_hooks.support import check_runner
 from attention_worker.vllm_hooks.versions import layout
 
 
@@ -156,15 +157,13 @@ class AfdCpuWorker(CPUWorker):
         super().__init__(vllm_config, local_rank, rank, distributed_init_method, is_driver_worker)
 
     def init_device(self) -> None:
+        with reported():
+            check_runner(self.vllm_config)
         self.distributed_init_method = file_store(self.rank, self.parallel_config.world_size)
         super().init_device()
         self.model_runner.__class__ = AfdCpuModelRunner
-        if layout().cpu_greedy_verification_missing:
-            # vLLM forgets one of the kernels for CPUs that it puts in place of Triton's
-            # (cpu_model_runner.py: _postprocess_triton), and the first draft would end the engine.
-            kernels = importlib.import_module("vllm.utils.cpu_triton_utils")
-            sampler = importlib.import_module("vllm.v1.sample.rejection_sampler")
-            sampler._rejection_greedy_sample.kernel = kernels.rejection_greedy_sample_kernel
+        if layout().cpu_draft_kernels_missing:
+            put_draft_kernels()
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         before = os.sched_getaffinity(0)

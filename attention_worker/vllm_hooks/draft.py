@@ -16,22 +16,29 @@ from attention_worker.model import LayerHalves
 from attention_worker.vllm_hooks.model import drop_shared_experts
 from attention_worker.vllm_hooks.routing import make_router
 
-SHARED_WEIGHTS = ("embed_tokens.weight", "shared_head.head.weight")
+SHARED_WEIGHTS = ("embed_tokens.weight", "shared_head.head.weight", "lm_head.weight")
 """vLLM replaces these by the target model's (llm_base_proposer.py: _maybe_share_embeddings)."""
 
 _Forward = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 class DraftModel(nn.Module):
-    """The part of what :func:`drafting` returns that is ours; see
-    :class:`attention_worker.instance.AttentionModel`."""
+    """Draft layers with remote experts; see :class:`attention_worker.instance.AttentionModel`."""
 
-    disaggregated_as: Family
     weight_bytes_read: int
     weight_bytes_held: int
 
     def attach(self, remote: DraftExperts, moe_layers: tuple[int, ...]) -> None:
         """Connects the draft layers, which have these numbers, to the FFN instances."""
+        raise NotImplementedError
+
+
+class _Drafting(DraftModel):
+    """The part of what :func:`drafting` returns that is ours."""
+
+    disaggregated_as: Family
+
+    def attach(self, remote: DraftExperts, moe_layers: tuple[int, ...]) -> None:
         family, blocks = self.disaggregated_as, self.blocks()
         for index in moe_layers:
             block = blocks[index]
@@ -47,7 +54,7 @@ class DraftModel(nn.Module):
 def drafting(base: type[nn.Module], family: Family) -> type[nn.Module]:
     """Returns a subclass of the vLLM model class ``base`` whose decoder layers call the FFN."""
 
-    class Drafting(base, DraftModel):  # type: ignore[valid-type,misc]  # known at run time only
+    class Drafting(base, _Drafting):  # type: ignore[valid-type,misc]  # known at run time only
         """The draft layers without expert weights."""
 
         disaggregated_as = family

@@ -1,6 +1,7 @@
 """GPU worker and runner of an attention instance, derived from vLLM's."""
 
 import copy
+import logging
 import os
 from contextlib import AbstractContextManager
 from typing import Any
@@ -17,11 +18,17 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from afd.config.roles import load_role
 from afd.devices import device_named
+from afd.host.logs import say_phase
+from attention_worker.instance import reported
 from attention_worker.ranks import own_gpu_first
 from attention_worker.remote.replay_guard import RunningStep
+from attention_worker.vllm_hooks.fused import fuse
 from attention_worker.vllm_hooks.graphs import StepGraphs
 from attention_worker.vllm_hooks.runner import DisaggregatedRunner
 from attention_worker.vllm_hooks.store import file_store
+from attention_worker.vllm_hooks.support import check_runner
+
+logger = logging.getLogger("afd.attention")
 
 
 class GuardedOutput(AsyncModelRunnerOutput):
@@ -41,6 +48,10 @@ class AfdGpuModelRunner(DisaggregatedRunner, GPUModelRunner):
 
     def load_model(self, load_dummy_weights: bool = False, **further: Any) -> None:
         super().load_model(load_dummy_weights, **further)
+        with reported():
+            family = self._instance.family
+            halves = () if family.split else self.get_model().halves
+            fuse(halves, family, self._instance.wanted_fusion)
         self._graphs: StepGraphs | None = None
         # Dummy runs, which include captures, read the number of micro-batches from this config.
         self.vllm_config: VllmConfig = copy.copy(self.vllm_config)
@@ -150,14 +161,19 @@ class AfdGpuWorker(Worker):
         super().__init__(vllm_config, local_rank, rank, distributed_init_method, is_driver_worker)
 
     def init_device(self) -> None:
+        with reported():
+            check_runner(self.vllm_config)
         self.distributed_init_method = file_store(self.rank, self.parallel_config.world_size)
         super().init_device()
         self.model_runner.__class__ = AfdGpuModelRunner
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Runs vLLM's warm-up and captures, which call the FFN; then goes idle."""
+        full = self.model_runner.compilation_config.cudagraph_mode.has_full_cudagraphs()
+        say_phase(logger, "capturing graphs" if full else "warming up")
         times = super().compile_or_warm_up_model()
         self.model_runner.go_idle()
+        say_phase(logger, "finishing vLLM's start")
         return times
 
     def shutdown(self) -> None:

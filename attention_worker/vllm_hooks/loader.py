@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Generator
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -65,7 +66,14 @@ class AttentionWeightLoader(DefaultModelLoader):
         self.bytes_read = tensors.bytes_read
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
-        """Fills the model. Raises ConfigError with the tensor and the file that do not fit."""
+        """Fills the model. Raises ConfigError with the tensor and the file that do not fit.
+
+        An EAGLE head is a checkpoint of its own without experts, which vLLM reads.
+        """
+        if model_config.runner == "draft" and not isinstance(model, DraftModel):
+            whole = DefaultModelLoader(replace(self.load_config, load_format="auto"))
+            whole.load_weights(model, model_config)
+            return
         # A null key came from our command line; gpt-oss asks only whether there is one.
         if vars(model_config.hf_config).get("quantization_config", {}) is None:
             del model_config.hf_config.quantization_config

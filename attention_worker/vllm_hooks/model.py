@@ -21,14 +21,15 @@ def disaggregated(base: type[nn.Module], family: Family) -> type[nn.Module]:
         def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
             super().__init__(vllm_config=vllm_config, prefix=prefix)
             self.remote: Experts | None = None
-            self._halves: list[LayerHalves] = []
+            self.halves: list[LayerHalves] = []
+            self._tapped: tuple[int, ...] = ()
             for layer in self.model.layers:
                 drop_shared_experts(layer, family)
 
         def attach(self, remote: Experts, moe_layers: tuple[int, ...]) -> None:
             """Connects the model to the FFN instances. Called once, after the weights are in."""
             self.remote = remote
-            self._halves = [
+            self.halves = [
                 LayerHalves(
                     layer,
                     index,
@@ -38,18 +39,27 @@ def disaggregated(base: type[nn.Module], family: Family) -> type[nn.Module]:
                 for index, layer in enumerate(self.model.layers)
             ]
 
+        def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
+            """Sets the layers whose inputs an EAGLE-3 head reads. Called by vLLM's runner."""
+            self._tapped = tuple(sorted(set(layers)))
+
         def forward(
             self,
             input_ids: torch.Tensor | None,
             positions: torch.Tensor,
             intermediate_tensors: IntermediateTensors | None = None,
             inputs_embeds: torch.Tensor | None = None,
-        ) -> torch.Tensor:
-            """Returns the final hidden states, model dtype [tokens, hidden]."""
+        ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
+            """Returns the final hidden states, model dtype [tokens, hidden]; with an EAGLE-3 head
+            also the inputs of its layers, of the same shape."""
             assert self.remote is not None, "attach() has to come before the first forward"
             hidden = inputs_embeds if inputs_embeds is not None else self.embed_input_ids(input_ids)
             batches = micro_batches(hidden, positions)
-            return run_layers(self._halves, self.model.norm, self.remote, batches)
+            hidden = run_layers(self.halves, self.model.norm, self.remote, batches, self._tapped)
+            if not self._tapped:
+                return hidden
+            tapped = zip(*(batch.tapped for batch in batches), strict=True)
+            return hidden, [torch.cat(rows) for rows in tapped]
 
     Disaggregated.__name__ = Disaggregated.__qualname__ = f"Afd{base.__name__}"
     return Disaggregated

@@ -19,7 +19,6 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExperts
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 
 from afd.models import Family
@@ -34,10 +33,11 @@ _TopK: TypeAlias = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 class RemoteRoutedExperts(RoutedExperts):
     """vLLM's RoutedExperts with its routing parameters and without its weights.
 
-    remote: the remote experts; set in a split model only.
+    remote, layer: the remote experts, and the number of the layer; set in a split model only.
     """
 
     remote: Experts | None = None
+    layer: int
 
     def _get_quant_method(
         self, prefix: str, quant_config: QuantizationConfig | None, moe_config: FusedMoEConfig
@@ -56,9 +56,8 @@ class RemoteRoutedExperts(RoutedExperts):
         if self.apply_router_weight_on_input:  # top_k is 1
             hidden = hidden * weights.to(hidden.dtype)
             weights = torch.ones_like(weights)
-        layer = extract_layer_index(self.layer_name)
         weights, ids = weights.float().contiguous(), ids.int().contiguous()
-        self.remote.send(layer, 0, hidden.contiguous(), ids, weights)
+        self.remote.send(self.layer, 0, hidden.contiguous(), ids, weights)
         # A copy: the answer is in a receive slot, and a model may keep what a layer returns.
         return self.remote.recv(0).clone()
 
@@ -118,6 +117,14 @@ def register_remote_experts() -> None:
     This is vLLM's out-of-tree hook (vllm/model_executor/custom_op.py: PluggableLayer).
     """
     PluggableLayer.register_oot(_decorated_layer_cls=RemoteRoutedExperts, name="RoutedExperts")
+
+
+def connect(model: nn.Module, remote: Experts, moe_layers: tuple[int, ...]) -> None:
+    """Gives every MoE layer of a split model its remote experts and its number."""
+    experts = [m for m in model.modules() if isinstance(m, RemoteRoutedExperts)]
+    assert len(experts) == len(moe_layers), f"{len(experts)} MoE layers, not {moe_layers}"
+    for module, layer in zip(experts, moe_layers, strict=True):
+        module.remote, module.layer = remote, layer
 
 
 def make_router(layer: nn.Module, family: Family) -> Router:

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 
+from attention_worker.draft_layer import DraftExperts
 from attention_worker.pipeline import Experts
-from attention_worker.vllm_hooks.routing import RemoteRoutedExperts
+from attention_worker.vllm_hooks.draft import DraftModel
+from attention_worker.vllm_hooks.routing import connect
 
 
 def split(base: type[nn.Module], sparse: str = "") -> type[nn.Module]:
@@ -31,10 +33,7 @@ def split(base: type[nn.Module], sparse: str = "") -> type[nn.Module]:
         def attach(self, remote: Experts, moe_layers: tuple[int, ...]) -> None:
             """Connects the model to the FFN instances. Called once, after the weights are in."""
             self.remote = remote
-            experts = [m for m in self.modules() if isinstance(m, RemoteRoutedExperts)]
-            assert len(experts) == len(moe_layers), f"{len(experts)} MoE layers, not {moe_layers}"
-            for module in experts:
-                module.remote = remote
+            connect(self, remote, moe_layers)
 
         def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
             """Returns what vLLM's forward returns: the final hidden states."""
@@ -46,3 +45,30 @@ def split(base: type[nn.Module], sparse: str = "") -> type[nn.Module]:
 
     Split.__name__ = Split.__qualname__ = f"AfdSplit{base.__name__}"
     return Split
+
+
+def split_drafting(base: type[nn.Module]) -> type[nn.Module]:
+    """Returns a subclass of vLLM's class of draft layers, as :func:`split` of a model: a forward,
+    which runs one draft layer, is a step of its own."""
+
+    class SplitDrafting(base, DraftModel):  # type: ignore[valid-type,misc]  # known at run time only
+        """The draft layers without expert weights."""
+
+        def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
+            self.remote: DraftExperts | None = None
+
+        def attach(self, remote: DraftExperts, moe_layers: tuple[int, ...]) -> None:
+            self.remote = remote
+            connect(self, remote, moe_layers)
+
+        def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
+            """Returns what vLLM's forward returns: the hidden states for the next draft."""
+            assert self.remote is not None, "attach() has to come before the first forward"
+            self.remote.begin_step(depth=1, draft=True)
+            output: torch.Tensor = super().forward(*args, **kwargs)
+            self.remote.end_step()
+            return output
+
+    SplitDrafting.__name__ = SplitDrafting.__qualname__ = f"AfdSplit{base.__name__}"
+    return SplitDrafting

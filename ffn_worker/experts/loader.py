@@ -17,6 +17,7 @@ from afd.errors import ConfigError
 from afd.models import Family, MlpNames, MoeModel, Quantization, read_quantization
 from afd.models.checkpoint import tensor_table
 from afd.models.weight_format import Range, WeightFormat, tensor_name
+from afd.placement.tables import EMPTY
 from afd.wire.layout import MX_BLOCK, SCALE_BLOCK, Tag
 from ffn_worker.experts.shard import DTYPES, LayerWeights, Shard
 from ffn_worker.experts.stored_weight import StoredWeight, stored_format
@@ -78,12 +79,21 @@ class Checkpoint:
         )
 
     def experts(self, layer: int, experts: Sequence[int]) -> list[Mlp]:
-        """Returns the routed experts' MLPs; one for all of them if they are stacked."""
+        """Returns the routed experts' MLPs; one for all of them if they are stacked.
+
+        An empty slot has the names of expert 0; nothing is read for it.
+        """
         if not self._routed.per_expert:
-            names = self._routed.for_layer(layer)
+            names = self._names(layer)
             return [self._mlp(names, self.model.moe_intermediate, self.model.num_experts)]
-        each = (self._routed.for_layer(layer, expert) for expert in experts)
+        each = (self._names(layer, max(expert, 0)) for expert in experts)
         return [self._mlp(names, self.model.moe_intermediate) for names in each]
+
+    def _names(self, layer: int, expert: int | None = None) -> MlpNames:
+        prefix, first = self._family.draft_prefix, self.model.num_layers
+        if not prefix or layer < first:
+            return self._routed.for_layer(layer, expert)
+        return self._routed.for_layer(layer - first, expert).below(prefix)
 
     def shared(self, layer: int) -> Mlp | None:
         """Returns the shared expert's MLP; None: there is none."""
@@ -190,6 +200,10 @@ class ShardLoader:
         mlps = self._checkpoint.experts(layer, experts)
         tasks: list[Callable[[], None]] = []
         for slot, expert in enumerate(experts):
+            if expert == EMPTY:
+                for weight in (w13[slot], w2[slot]):
+                    weight.clear()
+                continue
             mlp = mlps[0] if mlps[0].down.stacked else mlps[slot]
             tasks += self._tasks(mlp, w13[slot], w2[slot], shard.width, expert)
         biases = self._biases(layer, experts) if model.expert_bias else (None, None)

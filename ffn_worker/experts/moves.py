@@ -13,7 +13,7 @@ from afd.control.client import ControlClient
 from afd.control.messages import Members
 from afd.control.moves import completed, to_hold
 from afd.errors import AfdError, PeerLost
-from afd.placement.tables import Table
+from afd.placement.tables import EMPTY, Table
 from afd.wire.streams_torch import synchronize
 from ffn_worker.experts.loader import Checkpoint, load_layer
 from ffn_worker.experts.model import FfnModel
@@ -157,7 +157,8 @@ class ExpertMoves:
             with torch.inference_mode():
                 model.banks.add(layer, bank, experts, weights)
             synchronize(model.device)
-            logger.info("layer %d: read %d experts into bank %d", layer, len(experts), bank)
+            count = len(experts) - experts.count(EMPTY)
+            logger.info("layer %d: read %d experts into bank %d", layer, count, bank)
         except (AfdError, OSError) as error:
             self._fault = error
         self._wake()

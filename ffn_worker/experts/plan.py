@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from afd.models import MoeModel
-from afd.placement.tables import Placement, contiguous, slot_bounds
+from afd.placement.tables import EMPTY, Placement, contiguous, slot_bounds
 from afd.topology import rank_number, shared_slice, width_slices
 from afd.wire.layout import MX_BLOCK, SCALE_BLOCK
 from ffn_worker.experts.loader import Checkpoint
@@ -48,7 +48,7 @@ class LoadPlan:
         part = (self.shard.width[1] - self.shard.width[0]) / self.model.moe_intermediate
         total = 0.0
         for layer in self.model.moe_layers:
-            experts = self.shard.experts[layer]
+            experts = [e for e in self.shard.experts[layer] if e != EMPTY]
             for mlp in self.checkpoint.experts(layer, experts):
                 for weight in mlp.weights:
                     share = len(experts) / weight.stacked if weight.stacked else 1.0

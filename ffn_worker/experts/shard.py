@@ -16,7 +16,7 @@ class Shard:
 
     slots: half-open range of the instance's expert slots (afd/placement/tables.py).
     total_slots: the number of expert slots of all instances.
-    experts: by layer number, the routed expert in each slot of the instance.
+    experts: by layer number, the routed expert in each slot of the instance, or EMPTY.
     width: half-open slice of the routed experts' intermediate dimension.
     shared: half-open slice of the shared experts' intermediate dimension; None if the model has no
         shared expert.

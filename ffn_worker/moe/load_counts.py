@@ -5,6 +5,8 @@ from copy import copy
 
 import torch
 
+from afd.placement.tables import EMPTY
+
 
 class SlotLoad:
     """Rows that each expert slot of one layer has computed.
@@ -13,7 +15,8 @@ class SlotLoad:
     """
 
     def __init__(self, experts: Sequence[int], first: int, device: torch.device) -> None:
-        """experts: the expert in each slot of this instance. first: number of the first slot."""
+        """experts: the expert in each slot of this instance, or EMPTY. first: number of the first
+        slot."""
         self._experts = tuple(experts)
         self._first = first
         # The first entry counts masked pairs and slots before ours, the last those after ours.
@@ -48,5 +51,6 @@ class SlotLoad:
         for expert, count, before in zip(
             self._experts, self.counts.tolist(), self._before, strict=True
         ):
-            total[expert] += count - before
+            if expert != EMPTY:
+                total[expert] += count - before
         return tuple(total)

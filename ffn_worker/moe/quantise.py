@@ -54,6 +54,11 @@ class Weight:
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.tensors)
 
+    def clear(self) -> None:
+        """Sets everything to 0."""
+        for part in self.tensors:
+            part.view(torch.uint8).zero_()
+
     def to(self, device: torch.device) -> "Weight":
         return self._each(lambda part: part.to(device))
 

@@ -53,12 +53,21 @@ def load_operators() -> str | None:
     return None
 
 
+def has_amx() -> bool:
+    """Whether this process may use AMX tiles.
+
+    Linux grants them to a process that asks, and ends one that did not with SIGILL (arch_prctl(2),
+    ARCH_REQ_XCOMP_PERM). In vLLM, oneDNN asks at the first linear layer; nothing else here does.
+    """
+    return torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
+
+
 def kernel_isa(dtype: torch.dtype, hidden: int, intermediate: int) -> str | None:
     """The kernel variant that vLLM uses here for these sizes; None if it has none."""
     if (2 * intermediate) % 32 or hidden % 32:
         return None
     bf16 = dtype == torch.bfloat16
-    if torch.cpu._is_amx_tile_supported():
+    if has_amx():
         return "amx" if bf16 and intermediate % 32 == 0 else None
     if platform.machine() in _ARM:
         return "neon" if bf16 and intermediate % 4 == 0 else None

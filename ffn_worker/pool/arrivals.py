@@ -7,21 +7,21 @@ import numpy as np
 
 from afd.config.resolve import Resolved
 from afd.schedule import Position
+from afd.topology import member_id
 from afd.wire.layout import Kind
 from afd.wire.message import Received, received
 from afd_comm import Status
-from ffn_worker.pool.doorbells import Doorbells
+from ffn_worker.pool.calls import Sender
+from ffn_worker.pool.doorbells import Mask
 from ffn_worker.pool.late_peers import LatePeers
-from ffn_worker.pool.order_format import PARTS, Part, Parts
+from ffn_worker.pool.order_format import Part, Parts
 from ffn_worker.pool.peers import Arrival, Peer, PeerTable
 from ffn_worker.slots import RankSlots
 
 _PAUSE_S = 0.005
-_FIELDS = ("seen", "kind", "rows", "depth", "step", "moves")
+_DATA = int(Kind.DATA)  # comparing with an enum takes longer
 SLICE_US = 200_000
 """Length of one wait before membership and shutdown are checked, microseconds."""
-
-_new = tuple.__new__  # skips the constructor of a NamedTuple, which takes as long as the rest
 
 OnPause = Callable[[], None]
 """Called in the pauses of a wait: follows the membership, raises PeerLost if waiting is useless."""
@@ -40,102 +40,64 @@ class Arrivals:
         self._slots = slots
         self._late = late
         self._table = table
+        self._doorbells = table.doorbells
         self._max_depth = resolved.contract.max_depth
-        self._known: Doorbells | None = None  # of several peers
-        self._single: dict[str, Doorbells] = {}
+        self._attention_tp = resolved.contract.attention_tp
+        # Of the last announced step; see senders_of.
+        self._peers: list[Peer] = []
+        self._ranks = np.zeros(0, np.uint32)
+        self._senders: tuple[Sender, ...] = ()
         model = resolved.model
         self.first = Position(model.step_layers[0], 0)
         self.beginnings = {self.first, *(Position(layer, 0) for layer in model.draft_layers)}
-        # By attention rank: its part of an order for the step that it has announced last.
-        self._parts = np.zeros(resolved.slots.attention_ranks, PARTS)
+        self._first_layers = {position.layer for position in self.beginnings}
 
-    def wait_for_any(self, peers: Sequence[Peer], timeout_us: int) -> bool:
-        """Returns whether one of these peers has sent a message that was not taken yet."""
-        slots, flags = self._doorbells(peers).awaited()
-        return self._region.wait_any_of(slots, flags, timeout_us) >= 0
+    def wait_for_any(self, ranks: Mask, timeout_us: int) -> bool:
+        """Returns whether one of these attention ranks has sent a message that was not taken yet.
+        Without live ranks it returns at once."""
+        return self._doorbells.wait(self._region, ranks, timeout_us)
 
-    def pending(self, peers: Sequence[Peer]) -> list[Arrival]:
-        """Returns each peer's earliest message that has arrived and was not taken yet.
-
-        Announcements are those that :meth:`read_controls` has taken.
-        """
+    def pending(self, ranks: Mask) -> list[Arrival]:
+        """Returns the earliest request of each of these attention ranks that has arrived and was
+        not taken yet."""
         arrivals = []
-        for peer in peers:
-            if peer.announced is not None:
-                arrivals.append(peer.announced)
-                continue
+        for peer in self._peers_of(self._doorbells.requested(self._region, ranks)):
             header = self.earliest(peer, range(self._max_depth))
             if header is not None:
                 start = Position(header.layer, header.micro_batch)
-                arrivals.append(Arrival(peer, start, header.depth, 0, header.step))
+                arrivals.append(Arrival(peer, start, header.depth, header.step))
         return arrivals
 
     def earliest(self, peer: Peer, micro_batches: Iterable[int]) -> Received | None:
         """Returns the peer's first request, in the order of the step, that has arrived in these
         micro-batches and was not taken yet."""
-        region, slots = self._region, peer.slots
+        region, slots, doorbells = self._region, peer.slots, peer.doorbells.tolist()
         headers = [
             received(region.header(slots[mb]))
             for mb in micro_batches
-            if region.ready(slots[mb], peer.first_flag + peer.seq[mb])
+            if region.ready(slots[mb], doorbells[mb])
         ]
         if len(headers) < 2:
             return headers[0] if headers else None
         return min(headers, key=lambda h: (h.layer, h.micro_batch))
 
-    def read_controls(self, peers: Sequence[Peer]) -> None:
-        """Takes the messages on the control slots of these peers: leaves and announcements."""
-        self._read_controls(self._doorbells(peers))
-
-    def parts_of(self, arrivals: Sequence[Arrival]) -> Parts:
-        """Returns the parts of an order for these announced steps."""
-        return Parts(self._parts[[arrival.peer.index for arrival in arrivals]])
-
-    def read_control(self, peer: Peer) -> None:
-        """Takes the message on the peer's control slot, if there is one."""
-        known = self._single.get(peer.id)
-        if known is None or known.peers[0] is not peer:
-            known = self._single[peer.id] = self._make_doorbells([peer])
-        self._read_controls(known)
-
-    def _read_controls(self, doorbells: Doorbells) -> None:
-        """Takes the messages on the control slots of these peers.
-
-        An announcement may overwrite a leave that was not read yet, so the slot may show the second
-        message after the last one taken; then only the second counts. Nothing else is overwritten:
-        after an announcement the peer waits for the step, and between two leaves it sends a step,
-        whose first request makes us read the first leave.
-        """
-        senders, headers, parts = doorbells.read_controls(self._region)
-        if not senders:
+    def read_controls(self) -> None:
+        """Takes the messages on the control slots of all peers: leaves and announcements."""
+        announced = self._doorbells.read_controls(self._region)
+        if announced is None:
             return
-        announces, first = int(Kind.STEP), self.first  # comparing with an IntEnum takes longer
-        steps = parts[headers["kind"] == announces]
-        self._parts[steps["attention"]] = steps
-        columns = [headers[name].tolist() for name in _FIELDS]
         # Most members announce steps of the same shape.
-        problems = {
-            shape: self._slots.problem_of_step(*shape, self._max_depth)
-            for shape in set(zip(columns[2], columns[3], strict=True))
-        }
-        for peer, seen, kind, rows, depth, step, moves in zip(senders, *columns, strict=True):
-            peer.seq[-1] += seen
-            peer.active = kind == announces
-            if peer.active:
-                problem = problems[rows, depth]
-                if problem is None:
-                    peer.announced = _new(Arrival, (peer, first, depth, rows, step, moves))
-                else:
+        for rows, depth in Parts.where(self._doorbells.parts, announced).shapes:
+            problem = self._slots.problem_of_step(rows, depth, self._max_depth)
+            if problem is not None:
+                parts = self._doorbells.parts
+                bad = announced & (parts["rows"] == rows) & (parts["depth"] == depth)
+                for peer in self._peers_of(np.flatnonzero(bad).tolist()):
                     self._late.drop_invalid(peer, problem)
 
-    def _doorbells(self, peers: Sequence[Peer]) -> Doorbells:
-        """The same object for the same list of peers."""
-        if self._known is None or self._known.peers is not peers:
-            self._known = self._make_doorbells(peers)
-        return self._known
-
-    def _make_doorbells(self, peers: Sequence[Peer]) -> Doorbells:
-        return Doorbells(peers, [peer.slots[0] for peer in peers], self._max_depth)
+    def _peers_of(self, ranks: Iterable[int]) -> list[Peer]:
+        found = [self._table.find(rank) for rank in ranks]
+        return [peer for peer in found if peer is not None]
 
     def await_messages(
         self, peers: Sequence[Peer], micro_batch: int, deadline: float, on_pause: OnPause
@@ -146,7 +108,7 @@ class Arrivals:
         monotonic clock). Returns one status per peer.
         """
         slots = [p.slots[micro_batch] for p in peers]
-        flags = [p.first_flag + p.seq[micro_batch] for p in peers]
+        flags = [p.doorbells.item(micro_batch) for p in peers]
         while True:
             left_us = int((deadline - time.monotonic()) * 1e6)
             statuses = self._region.wait_all(slots, flags, max(0, min(left_us, SLICE_US)))
@@ -163,25 +125,61 @@ class Arrivals:
             on_pause()
             if self._table.has_left(part.attention, part.generation):
                 return None
-            peer = self._table.find(part.attention)
-            if peer is not None and peer.generation == part.generation:
+            peer = self._known(part)
+            if peer is not None or time.monotonic() >= deadline:
                 return peer
-            if time.monotonic() >= deadline:
-                return None
             time.sleep(_PAUSE_S)
 
-    def await_announced(self, peer: Peer, step: int, deadline: float, on_pause: OnPause) -> bool:
-        """Waits until the peer has announced its step of this number; returns whether it has."""
+    def await_step(
+        self, parts: Parts, deadline: float, on_pause: OnPause, *, even_if_cut_off: bool
+    ) -> Mask:
+        """Waits until all senders have announced this step here too. They begin it.
+
+        Returns for each part whether its sender has. It has not if it has left or restarted, or
+        does not come by ``deadline``.
+
+        Args:
+            even_if_cut_off: waits for a sender whose connection broke until it has left.
+        """
         while True:
-            self.read_control(peer)
-            if peer.announced is not None and peer.announced.step == step:
-                return True
+            self.read_controls()
+            here = self._doorbells.have_announced(parts)
+            if here.all():
+                break
+            missing = [part for part, came in zip(parts, here.tolist(), strict=True) if not came]
             left_us = int((deadline - time.monotonic()) * 1e6)
-            gone = self._region.gone(peer.slots[-1])
-            if left_us <= 0 or gone or self._table.find(peer.index) is not peer:
-                return False
-            self.wait_for_any([peer], min(left_us, SLICE_US))
+            if left_us <= 0 or not any(self._may_come(p, even_if_cut_off) for p in missing):
+                break
+            ranks = np.zeros_like(self._doorbells.joined)
+            ranks[[part.attention for part in missing if self._known(part) is not None]] = True
+            if not self.wait_for_any(ranks, min(left_us, SLICE_US)):
+                time.sleep(_PAUSE_S)  # without live peers the wait returns at once
             on_pause()
+        self._doorbells.begin_steps(parts.table["attention"][here])
+        return here
+
+    def senders_of(self, parts: Parts) -> tuple[Sender, ...]:
+        """Returns the senders of these parts of an announced step, which are known here. The same
+        tuple as long as they are the same."""
+        peers, ranks = self._table.peers, parts.table["attention"]
+        everyone = len(ranks) == len(self._senders) == len(peers)  # as last time
+        if peers is not self._peers or not (everyone or np.array_equal(ranks, self._ranks)):
+            self._peers, self._ranks = peers, ranks
+            self._senders = tuple(Sender(peer, None) for peer in self._peers_of(ranks.tolist()))
+        return self._senders
+
+    def name_of(self, part: Part) -> str:
+        return member_id("attention", *divmod(part.attention, self._attention_tp))
+
+    def _known(self, part: Part) -> Peer | None:
+        peer = self._table.find(part.attention)
+        return peer if peer is not None and peer.generation == part.generation else None
+
+    def _may_come(self, part: Part, even_if_cut_off: bool) -> bool:
+        if self._table.has_left(part.attention, part.generation):
+            return False
+        peer = self._known(part)
+        return peer is None or even_if_cut_off or not self._region.gone(peer.slots[-1])
 
     def is_later(self, peer: Peer, micro_batch: int, named: tuple[int, int]) -> bool:
         """Returns whether the request in the slot is of a later (step, layer) than the named."""
@@ -191,16 +189,17 @@ class Arrivals:
     def take(self, peer: Peer, micro_batch: int) -> Received:
         """Returns the header of the request in the slot, and counts the request as taken."""
         header = received(self._region.header(peer.slots[micro_batch]))
-        peer.seq[micro_batch] += 1
+        peer.doorbells[micro_batch] += 1
         peer.taken[micro_batch] = (header.step, header.layer)
-        if Position(header.layer, micro_batch) in self.beginnings:
-            # The peer may have left before this step, and may leave again after it.
-            self.read_control(peer)
+        begins = micro_batch == 0 and header.layer in self._first_layers
+        # The peer may have left before this step, and may leave again after it.
+        if begins and self._doorbells.has_control(self._region, peer.index):
+            self.read_controls()
         return header
 
     def problem(self, header: Received, position: Position) -> str | None:
         """Returns why a message cannot be the request for this position, or None."""
         problem = self._slots.problem(header)
-        if problem is None and (header.kind, header.layer) != (Kind.DATA, position.layer):
+        if problem is None and (header.layer != position.layer or header.kind != _DATA):
             return f"layer {header.layer} where layer {position.layer} was due"
         return problem

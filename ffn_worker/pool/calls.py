@@ -12,6 +12,8 @@ from afd.wire.message import Received
 from ffn_worker.pool.order_format import Order, Part, Parts
 from ffn_worker.pool.peers import Peer
 
+_new = tuple.__new__  # skips the constructor of a NamedTuple, which takes as long as the rest
+
 Settled = Callable[[], int]
 """Returns the number of the last expert move that is complete for this process."""
 
@@ -51,7 +53,8 @@ class Call:
         for sender in senders:
             request, peer = sender.request, sender.peer
             assert request is not None
-            parts.append(part_of(peer, request.rows, request.depth, request.step))
+            row = request.rows, request.depth, request.moves, request.step
+            parts.append(_new(Part, (peer.index, peer.generation, *row)))
         return cls(Order(Kind.DATA, position, tuple(parts)), tuple(senders))
 
 
@@ -61,11 +64,7 @@ def step_order(first: Position, parts: Parts, sizes: GraphSizes, settled: int) -
     The hosts run it if an attention instance uses another expert placement than ``settled``: a
     graph computes only the banks at home (ffn_worker/experts/banks.py).
     """
-    table, bucket = parts.table, 0
-    if (table["moves"] == settled).all():
-        bucket = sizes.bucket_of(zip(table["rows"].tolist(), table["depth"].tolist(), strict=True))
+    bucket = 0
+    if (parts.table["moves"] == settled).all():
+        bucket = sizes.bucket_of(parts.shapes)
     return Order(Kind.STEP, first, parts, bucket, settled)
-
-
-def part_of(peer: Peer, rows: int, depth: int, step: int, moves: int = 0) -> Part:
-    return Part(peer.index, peer.generation, rows, depth, moves, step)

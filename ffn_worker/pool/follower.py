@@ -17,20 +17,21 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
+
 from afd.config.resolve import Resolved
 from afd.errors import PeerLost
 from afd.graph_sizes import GraphSizes
 from afd.schedule import Position
-from afd.topology import member_id
 from afd.wire.layout import Kind
 from afd.wire.message import Received
 from afd_comm import Status
 from ffn_worker.pool.arrivals import SLICE_US, Arrivals, OnPause
-from ffn_worker.pool.calls import Call, Sender, Settled, part_of, step_order
+from ffn_worker.pool.calls import Call, Sender, Settled, step_order
 from ffn_worker.pool.late_peers import LatePeers
-from ffn_worker.pool.order_format import Order, Part, Parts
+from ffn_worker.pool.order_format import Order, Part, Parts, gets
 from ffn_worker.pool.orders import OrderInbox
-from ffn_worker.pool.peers import Arrival, Peer, PeerTable
+from ffn_worker.pool.peers import Peer, PeerTable
 
 logger = logging.getLogger("afd.ffn")
 
@@ -51,7 +52,10 @@ class Head:
         late: LatePeers,
         on_pause: OnPause,
         settled: Settled,
+        instance: int,
     ) -> None:
+        """instance: of this process."""
+        self._instance = instance
         self._table = table
         self._arrivals = arrivals
         self._inbox = inbox
@@ -82,7 +86,7 @@ class Head:
             if unordered is not None or order is None:
                 yield unordered
             if unordered is None and not self._inbox.connected:
-                self._arrivals.wait_for_any(self._table.peers, _UNORDERED_US)
+                self._arrivals.wait_for_any(self._table.doorbells.joined, _UNORDERED_US)
                 time.sleep(_PAUSE_S)
 
     def _next_order(self) -> Order | None:
@@ -95,22 +99,24 @@ class Head:
 
     def _next_unordered(self) -> Call | None:
         """Returns a request or step that no order will name, as a call of its own."""
+        if not self._inbox.connected:
+            self._arrivals.read_controls()
+            announced = np.flatnonzero(self._table.doorbells.announced)
+            if announced.size:
+                return self._unordered_step(int(announced[0]))
         for peer in self._table.peers:
-            if not self._inbox.connected:
-                self._arrivals.read_control(peer)
-                if peer.announced is not None:
-                    return self._unordered_step(peer, peer.announced)
+            if not peer.unordered:
+                continue
             header = self._arrivals.earliest(peer, sorted(peer.unordered))
             if header is not None:
                 return self._unordered_call(peer, Position(header.layer, header.micro_batch))
         return None
 
-    def _unordered_step(self, peer: Peer, step: Arrival) -> Call:
-        peer.announced = None
-        part = part_of(peer, step.rows, step.depth, step.step, step.moves)
-        parts = Parts.of([part])
+    def _unordered_step(self, rank: int) -> Call:
+        """rank: has announced the step."""
+        parts = self._table.doorbells.take_announced(rank)
         order = step_order(self._arrivals.first, parts, self._sizes, self._settled())
-        return Call(order, (Sender(peer, None),))
+        return Call(order, self._arrivals.senders_of(parts))
 
     def _unordered_call(self, peer: Peer, position: Position) -> Call | None:
         header = self._arrivals.take(peer, position.micro_batch)
@@ -125,6 +131,8 @@ class Head:
         mb, layer = order.position.micro_batch, order.position.layer
         due = []
         for part in order.parts:
+            if not gets(part.moves, self._instance):
+                continue  # it holds none of the experts that this sender knows of
             peer = self._table.find(part.attention)
             if peer is None or peer.generation != part.generation:
                 continue  # unknown here, so its requests are unordered once it joins
@@ -153,25 +161,19 @@ class Head:
 
     def _ordered_step(self, order: Order) -> Call | None:
         """Returns the step without peers that are gone or have not announced it in time."""
-        parts, senders = [], []
-        deadline = time.monotonic() + self._late_s
-        for part in order.parts:
-            peer = self._arrivals.await_peer(part, deadline, self._on_pause)
-            if peer is None:
-                continue
-            if self._arrivals.await_announced(peer, part.step, deadline, self._on_pause):
-                peer.announced = None
-                parts.append(part)
-                senders.append(Sender(peer, None))
-            else:
+        parts, deadline = Parts.of(order.parts), time.monotonic() + self._late_s
+        here = self._arrivals.await_step(parts, deadline, self._on_pause, even_if_cut_off=False)
+        if not here.all():
+            for part in Parts.where(parts.table, ~here):
                 logger.warning(
                     "%s has not announced step %d to this process; continuing without it",
-                    peer.id,
+                    self._arrivals.name_of(part),
                     part.step,
                 )
+            parts = Parts.where(parts.table, here)
         if not parts:
             return None
-        return Call(replace(order, parts=tuple(parts)), tuple(senders))
+        return Call(replace(order, parts=parts), self._arrivals.senders_of(parts))
 
 
 class Follower:
@@ -188,7 +190,6 @@ class Follower:
         self._inbox = inbox
         self._on_pause = on_pause
         self._lost_s = resolved.deployment.deadlines.ffn_s
-        self._attention_tp = resolved.contract.attention_tp
 
     def calls(self) -> Iterator[Call | None]:
         """See :class:`ffn_worker.pool.source.CallSource`.
@@ -200,7 +201,10 @@ class Follower:
             self._on_pause()
             order = self._inbox.wait(SLICE_US)
             if isinstance(order, Order):
-                yield Call(order, tuple(self._sender(order, part) for part in order.parts))
+                if order.kind == Kind.STEP:
+                    yield self._step(order)
+                else:
+                    yield Call(order, tuple(self._sender(order, part) for part in order.parts))
             elif self._inbox.connected:
                 yield None
             else:
@@ -209,8 +213,20 @@ class Follower:
                     " restart"
                 )
 
+    def _step(self, order: Order) -> Call:
+        """Raises PeerLost: a sender that has not left has not announced it in time."""
+        parts, deadline = Parts.of(order.parts), time.monotonic() + self._lost_s
+        here = self._arrivals.await_step(parts, deadline, self._on_pause, even_if_cut_off=True)
+        senders = self._arrivals.senders_of(Parts.where(parts.table, here))
+        if here.all():
+            return Call(order, senders)
+        if time.monotonic() >= deadline:
+            raise self._lost(order, next(iter(Parts.where(parts.table, ~here))))
+        found = iter(senders)
+        return Call(order, tuple(next(found) if came else None for came in here.tolist()))
+
     def _sender(self, order: Order, part: Part) -> Sender | None:
-        """Waits for the message of this part; returns its sender, or None if that is gone.
+        """Waits for the request of this part; returns its sender, or None if that is gone.
 
         Raises:
             PeerLost: neither happens within ``deadlines.ffn_s``, or the sender sent a message that
@@ -223,29 +239,27 @@ class Follower:
             if peer is None:
                 return None  # if it comes back, it sends again what was not answered
             soon = time.monotonic() + SLICE_US / 1e6
-            if order.kind == Kind.STEP:
-                if self._arrivals.await_announced(peer, part.step, soon, self._on_pause):
-                    peer.announced = None
-                    return Sender(peer, None)
-            elif self._arrivals.await_messages([peer], mb, soon, self._on_pause) == [Status.OK]:
+            if self._arrivals.await_messages([peer], mb, soon, self._on_pause) == [Status.OK]:
                 header = self._arrivals.take(peer, mb)
                 problem = _mismatch(self._arrivals, header, part, order)
                 if problem is None and header.rows != part.rows:
                     problem = f"{header.rows} rows here but {part.rows} to {self._inbox.sender_id}"
                 if problem is not None:
                     raise PeerLost(
-                        f"{self._name(part)} sent {problem}; all ranks of the instance restart"
+                        f"{self._arrivals.name_of(part)} sent {problem}; all ranks of the instance"
+                        " restart"
                     )
                 return Sender(peer, header)
             time.sleep(_PAUSE_S)  # the transport notices a death before the control plane does
-        raise PeerLost(
-            f"{self._name(part)} sent rows to {self._inbox.sender_id} but not to this rank"
-            f" (layer {order.position.layer}, micro-batch {mb}); all ranks of the instance restart"
-            " and get them again"
-        )
+        raise self._lost(order, part)
 
-    def _name(self, part: Part) -> str:
-        return member_id("attention", *divmod(part.attention, self._attention_tp))
+    def _lost(self, order: Order, part: Part) -> PeerLost:
+        layer, mb = order.position.layer, order.position.micro_batch
+        return PeerLost(
+            f"{self._arrivals.name_of(part)} sent rows to {self._inbox.sender_id} but not to this"
+            f" rank (layer {layer}, micro-batch {mb}); all ranks of the instance restart and get"
+            " them again"
+        )
 
 
 def _mismatch(arrivals: Arrivals, header: Received, part: Part, order: Order) -> str | None:

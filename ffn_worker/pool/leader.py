@@ -21,18 +21,20 @@ its FFN instance has. It runs the call nevertheless, without a sender for these 
 import time
 from collections.abc import Iterator
 
+import numpy as np
+
 from afd.config.resolve import Resolved
 from afd.graph_sizes import GraphSizes
 from afd.schedule import Position, walk
 from afd_comm import Status
 from ffn_worker.pool.arrivals import SLICE_US, Arrivals, OnPause
 from ffn_worker.pool.calls import Call, Sender, Settled, step_order
+from ffn_worker.pool.doorbells import Mask
 from ffn_worker.pool.late_peers import LatePeers
 from ffn_worker.pool.peers import Arrival, PeerTable
 from ffn_worker.pool.siblings import Siblings
 
 _PAUSE_S = 0.005
-_new = tuple.__new__  # skips the constructor of a NamedTuple, which takes as long as the rest
 
 
 class Leader:
@@ -48,7 +50,8 @@ class Leader:
         settled: Settled,
     ) -> None:
         ffn = resolved.deployment.ffn
-        self._table = table
+        self._doorbells = table.doorbells
+        self._attention_tp = resolved.contract.attention_tp
         self._arrivals = arrivals
         self._late = late
         self._on_pause = on_pause
@@ -64,63 +67,65 @@ class Leader:
         while True:
             self._on_pause()
             arrivals = self._next_step()
-            if not arrivals:
-                yield None
-            elif arrivals[0].rows:  # announced
-                yield self._stream_step(arrivals)
-            else:
+            if arrivals:
                 yield from self._host_step(arrivals)
+            elif self._doorbells.any_announced:
+                yield self._stream_step()
+            else:
+                yield None
 
     def _next_step(self) -> list[Arrival]:
-        """Waits for messages that begin a step. Returns one per instance that takes part in it; []
-        if nothing came for a while."""
-        peers = self._table.peers
-        self._arrivals.read_controls(peers)
-        if not any([peer.announced for peer in peers]):
-            if not self._arrivals.wait_for_any(peers, SLICE_US):
+        """Waits for messages that begin a step.
+
+        Returns one request per instance that takes part in a step of the host; [] if those who have
+        announced a step begin it, or if nothing came for a while.
+        """
+        doorbells, source = self._doorbells, self._arrivals
+        source.read_controls()
+        if not doorbells.any_announced:
+            if not source.wait_for_any(doorbells.joined, SLICE_US):
                 time.sleep(_PAUSE_S)  # without live peers the wait returns at once
                 return []
-            self._arrivals.read_controls(peers)
-        announced = [peer.announced for peer in peers]
-        if all(announced):  # nobody is awaited
-            return [arrival for arrival in announced if arrival is not None]
-        arrived = self._arrivals.pending(peers)
-        first, beginnings = self._arrivals.first, self._arrivals.beginnings
-        resumed = [a for a in arrived if a.start is not first and a.start not in beginnings]
-        if resumed:  # it begins in the middle of a step, so no other instance can join it
-            return [a for a in arrived if a.peer.instance == resumed[0].peer.instance]
+            source.read_controls()
         deadline = time.monotonic() + self._step_wait_s
-        while 0 < len(arrived) < len(peers):
-            here = {a.peer.index for a in arrived}
-            instances = {a.peer.instance for a in arrived}
-            awaited = [
-                p for p in peers if p.index not in here and (p.active or p.instance in instances)
-            ]
+        arrived: list[Arrival] = []
+        here = np.zeros_like(doorbells.joined)
+        while not doorbells.all_announced:  # else nobody is awaited
+            new = source.pending(~here)
+            arrived += new
+            here[[a.peer.index for a in new]] = True
+            resumed = [a for a in new if a.start not in source.beginnings]
+            if resumed:  # it begins in the middle of a step, so no other instance can join it
+                return [a for a in arrived if a.peer.instance == resumed[0].peer.instance]
+            here |= doorbells.announced
+            awaited = self._awaited(here)
             left_us = int((deadline - time.monotonic()) * 1e6)
-            if not awaited or left_us <= 0 or not self._arrivals.wait_for_any(awaited, left_us):
+            if not awaited.any() or left_us <= 0 or not source.wait_for_any(awaited, left_us):
                 break
-            # Only those awaited: with many peers, each look at all of them would cost as much as
-            # the step.
-            self._arrivals.read_controls(awaited)
-            arrived += [a for a in self._arrivals.pending(awaited) if a.start in beginnings]
-            arrived.sort(key=lambda a: a.peer.index)
+            source.read_controls()
         # A graph cannot wait for messages that the host posts. So either all instances of a step
         # have announced it, or none has.
+        if doorbells.any_announced:
+            return []
+        arrived.sort(key=lambda a: a.peer.index)
         # Draft layers have the highest numbers: their instances come first, and catch up.
-        start = max((a.start for a in arrived), default=first)
-        return [a for a in arrived if a.rows] or [a for a in arrived if a.start == start]
+        start = max((a.start for a in arrived), default=source.first)
+        return [a for a in arrived if a.start == start]
 
-    def _stream_step(self, arrivals: list[Arrival]) -> Call:
-        """Returns the call for an announced step."""
-        senders = []
-        for arrival in arrivals:
-            peer = arrival.peer
-            peer.active = True
-            peer.announced = None
-            senders.append(_new(Sender, (peer, None)))
-        parts = self._arrivals.parts_of(arrivals)
+    def _awaited(self, here: Mask) -> Mask:
+        """Returns who is waited for once these have arrived."""
+        if not here.any():
+            return here
+        doorbells, tp = self._doorbells, self._attention_tp
+        begun = here.reshape(-1, tp).any(axis=1).repeat(tp)  # another rank of the instance is here
+        awaited: Mask = doorbells.joined & ~here & (doorbells.active | begun)
+        return awaited
+
+    def _stream_step(self) -> Call:
+        """Returns the call for the steps that were announced."""
+        parts = self._doorbells.take_announced()
         order = step_order(self._arrivals.first, parts, self._sizes, self._settled())
-        return Call(order, tuple(senders))
+        return Call(order, self._arrivals.senders_of(parts))
 
     def _host_step(self, arrivals: list[Arrival]) -> Iterator[Call]:
         """Yields all expert calls of one step, in the order in which attention posts them. A call
@@ -129,19 +134,20 @@ class Leader:
         in_step = {a.peer.id: a for a in arrivals}
         if start in self._arrivals.beginnings:
             in_step |= self._siblings.absent(arrivals)
-        for arrival in in_step.values():
-            arrival.peer.active = True
+        active = self._doorbells.active
+        active[[a.peer.index for a in in_step.values()]] = True
         depth = max(a.depth for a in arrivals)
         layers = self._layers if start.layer <= self._layers[-1] else (start.layer,)
         for position in walk(layers, depth, start=start):
             deadline = yield from self._siblings.in_time(in_step, position, self._late_s)
             taking_part = [a for a in in_step.values() if a.takes_part(position)]
             senders = self._take(taking_part, position, deadline)
-            here = {sender.peer.id for sender in senders}
-            left = [a.peer for a in taking_part if a.peer.id not in here]
-            for peer in self._siblings.without(in_step, left):
-                peer.active = False  # the next step does not wait for it
-                del in_step[peer.id]
+            if len(senders) < len(taking_part):
+                here = {sender.peer.id for sender in senders}
+                left = [a.peer for a in taking_part if a.peer.id not in here]
+                for peer in self._siblings.without(in_step, left):
+                    active[peer.index] = False  # the next step does not wait for it
+                    del in_step[peer.id]
             if senders:
                 yield Call.of(position, senders)
             elif not in_step:

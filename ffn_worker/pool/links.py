@@ -10,6 +10,7 @@ from afd.config.resolve import Resolved
 from afd.control.client import ControlClient
 from afd.control.messages import Members
 from afd.errors import DeadlineExceeded, PeerLost
+from afd.host.logs import say_phase
 from afd.host.ports import held_ports
 from afd.topology import FfnPlace, member_id
 from ffn_worker.allreduce.base import Alone, Collective
@@ -72,12 +73,16 @@ class PoolLinks:
         """
         end = time.monotonic() + deadline_s
         if self.place.tp > 1:
+            say_phase(logger, "connecting to the ranks of its instance")
             self._meet_ranks(make, end)
         if self.inbox is None:
             # Present heads have to hear of every step from now on. A head that starts later is not
             # ready before it has heard the leader's hello.
             self.reconcile()
         elif not self.place.rank:
+            say_phase(
+                logger, f"connecting to {self.inbox.sender_id}, which leads the FFN instances"
+            )
             self._await_hello(end)
 
     def reconcile(self) -> None:

@@ -4,6 +4,8 @@ An order is one message in a ring of small slots in host memory. From it the hos
 knows what to run before it runs or replays it.
 """
 
+import functools
+import operator
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +28,8 @@ class Part(NamedTuple):
 
     attention, generation: number and generation of the rank. rows: in this call, or in the whole
     step on streams. depth: micro-batches of its step. moves: of a step on streams, the last expert
-    move in the placement that it uses. step: its own number of the step.
+    move in the placement that it uses; of a request, the FFN instances that get it, as
+    :func:`afd.wire.message.message` has them. step: its own number of the step.
     """
 
     attention: int
@@ -44,6 +47,13 @@ PARTS = np.dtype(
     ]
 )  # fmt: skip
 """A part as it is in an order's payload."""
+_SHAPE_OFFSET = 8  # of rows and depth
+_BYTES = np.dtype((np.void, PARTS.itemsize))
+
+
+def gets(receivers: int, instance: int) -> bool:
+    """Whether an FFN instance is among the receivers of a request."""
+    return not receivers or bool(receivers >> instance & 1)
 
 
 class Parts(Sequence[Part]):
@@ -55,8 +65,21 @@ class Parts(Sequence[Part]):
         self.table = table
 
     @classmethod
+    def where(cls, table: npt.NDArray[np.void], taken: npt.NDArray[np.bool_]) -> "Parts":
+        """The rows of the table that are taken."""
+        # As plain bytes, because numpy copies a row of fields one by one.
+        return cls(table.view(_BYTES)[taken].view(PARTS))
+
+    @classmethod
     def of(cls, parts: Sequence[Part]) -> "Parts":
         return parts if isinstance(parts, cls) else cls(np.array(list(parts), PARTS))
+
+    @property
+    def shapes(self) -> set[tuple[int, int]]:
+        """Returns the different (rows, depth)."""
+        # As one word of 64 bits each, because making dozens of pairs takes longer.
+        words = set(self.table.getfield("<u8", _SHAPE_OFFSET).tolist())
+        return {(word & 0xFFFF_FFFF, word >> 32) for word in words}
 
     def __len__(self) -> int:
         return len(self.table)
@@ -90,6 +113,13 @@ class Order:
     settled: int = 0
 
     @property
+    def receivers(self) -> int:
+        """The FFN instances that get a request of this call; 0: all do."""
+        if self.kind != Kind.DATA or not self.parts[0].moves:
+            return 0
+        return functools.reduce(operator.or_, [part.moves for part in self.parts])
+
+    @functools.cached_property
     def depth(self) -> int:
         if isinstance(self.parts, Parts):
             return int(self.parts.table["depth"].max())
@@ -105,7 +135,11 @@ class Order:
 def read_order(kind: int, layer: int, micro_batch: int, settled: int, payload: bytes) -> Order:
     """Decode the order of a message with this header and payload."""
     (bucket,) = _BUCKET.unpack_from(payload)
-    parts = tuple(Part(*fields) for fields in _PART.iter_unpack(payload[_BUCKET.size :]))
+    parts: Sequence[Part]
+    if kind == Kind.STEP:
+        parts = Parts(np.frombuffer(payload, PARTS, offset=_BUCKET.size))
+    else:
+        parts = tuple(Part(*fields) for fields in _PART.iter_unpack(payload[_BUCKET.size :]))
     return Order(Kind(kind), Position(layer, micro_batch), parts, bucket, settled)
 
 

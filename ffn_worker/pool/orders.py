@@ -11,9 +11,15 @@ from afd.schedule import Position
 from afd.topology import member_id, session
 from afd.wire.layout import Kind
 from afd.wire.message import message, received
-from afd_comm import CommError, Link, Region, Status, VerbsOptions, make_flag
+from afd_comm import CommError, Link, Message, Region, Status, VerbsOptions, make_flag
 from ffn_worker.pool.membership import MembershipWatch
-from ffn_worker.pool.order_format import Order, order_slot_bytes, order_slots, read_order
+from ffn_worker.pool.order_format import (
+    Order,
+    gets,
+    order_slot_bytes,
+    order_slots,
+    read_order,
+)
 
 logger = logging.getLogger("afd.ffn")
 
@@ -92,47 +98,50 @@ class _OrderLink:
         self.id = member.id
         self.session = number
         self._slots = _slots(resolved)
-        self._sent = 0
+        self._slot, self._flag = 0, make_flag(number, 1)  # of the next order
         self._link = Link(
             list(member.order_addresses),
             slots=(0, self._slots),
             timeout_us=_POST_TIMEOUT_US,
             verbs=_verbs(resolved),
         )
-        self._post(Kind.HELLO, Position(0, 0), _Payload(hello.encode()))
+        self.post(_Said(Kind.HELLO, Position(0, 0), hello.encode()))
 
-    def tell(self, order: Order, payload: "_Payload") -> Status:
-        """payload: of the order, made once for all links."""
-        return self._post(order.kind, order.position, payload, order.settled)
+    def post(self, said: "_Said") -> Status:
+        slot, flag = self._slot, self._flag
+        self._slot, self._flag = (slot + 1) % self._slots, flag + 1
+        return self._link.post(said.in_slot(slot), flag)
 
     def close(self) -> None:
         self._link.close()
 
-    def _post(
-        self, kind: Kind, position: Position, payload: "_Payload", settled: int = 0
-    ) -> Status:
-        slot, flag = self._sent % self._slots, make_flag(self.session, self._sent + 1)
-        self._sent += 1
-        layer, micro_batch = position.layer, position.micro_batch
-        order = message(
-            slot,
-            payload.parts,
-            0,
-            layer=layer,
-            micro_batch=micro_batch,
-            depth=0,
-            kind=kind,
-            moves=settled,
-        )
-        return self._link.post(order, flag)
 
+class _Said:
+    """An order or a hello, to several processes."""
 
-class _Payload:
-    """Bytes as the parts of a message; keeps them in memory."""
+    def __init__(self, kind: Kind, position: Position, payload: bytes, settled: int = 0) -> None:
+        self._kind, self._position, self._settled = kind, position, settled
+        self._data = np.frombuffer(payload, np.uint8)  # keeps the bytes in memory
+        self._slot = -1
+        self._message: Message
 
-    def __init__(self, data: bytes) -> None:
-        self._data = np.frombuffer(data, np.uint8)
-        self.parts = [(0, self._data.ctypes.data, len(data))] if data else []
+    def in_slot(self, slot: int) -> Message:
+        """Returns the message for a slot. Made once for all rings that are at the same slot, as
+        most are."""
+        if slot != self._slot:
+            size = len(self._data)
+            self._message = message(
+                slot,
+                [(0, self._data.ctypes.data, size)] if size else [],
+                0,
+                layer=self._position.layer,
+                micro_batch=self._position.micro_batch,
+                depth=0,
+                kind=self._kind,
+                moves=self._settled,
+            )
+            self._slot = slot
+        return self._message
 
 
 class OrderLinks:
@@ -173,17 +182,25 @@ class OrderLinks:
         return [member_id("ffn", *place) for place in self._places if place not in self._links]
 
     def tell(self, order: Order) -> None:
-        """Sends an order to all. Does not wait for anyone.
+        """Sends an order to all that get a request of it. Does not wait for anyone.
 
         Raises:
             PeerLost: a rank of this instance is gone, or a process that is alive is cut off.
         """
-        payload = _Payload(order.payload() if self._links else b"")
-        for link in self._links.values():
-            status = link.tell(order, payload)
+        if not self._links:
+            return
+        said = _Said(order.kind, order.position, order.payload(), order.settled)
+        receivers = order.receivers
+        for (instance, _), link in self._links.items():
+            # The ring of slots has room for orders that the receiver's answers keep in check.
+            if receivers and not gets(receivers, instance):
+                continue
+            status = link.post(said)
+            if status == Status.OK:
+                continue
             if status == Status.PEER_GONE and not self._same_instance:
                 logger.warning("%s is gone; continuing without it", link.id)
-            elif status != Status.OK:
+            else:
                 raise PeerLost(f"{link.id} does not take orders ({status.name}); see its log")
 
     def close(self) -> None:

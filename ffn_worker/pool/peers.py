@@ -6,11 +6,15 @@ import logging
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from afd.config.resolve import Resolved
 from afd.control.messages import Member, Members
 from afd.schedule import Position
 from afd.topology import rank_number, session
-from afd_comm import CommError, Link, VerbsOptions, make_flag
+from afd_comm import CommError, Link, VerbsOptions
+from ffn_worker.pool.doorbells import Doorbells
 from ffn_worker.pool.membership import MembershipWatch
 
 logger = logging.getLogger("afd.ffn")
@@ -18,20 +22,16 @@ logger = logging.getLogger("afd.ffn")
 _POST_TIMEOUT_US = 5_000_000
 
 
-@dataclass
+@dataclass(eq=False)
 class Peer:
     """One attention rank, for one session (see :func:`afd.topology.session`).
 
     index: among all attention ranks, see :func:`afd.topology.rank_number`. instance: of the rank.
     slots: receive slot per micro-batch, then the control slot.
-    first_flag: doorbell of the first message in any of them; that of the next is
-        ``first_flag + seq``.
-    seq: per slot, the sequence number of the last message taken from it. The answer to a request
-        carries the request's number.
-    taken: per micro-batch, step and layer of that request.
+    doorbells: uint64 [micro-batches], of its next request: a row of :class:`Doorbells`. The answer
+        to a request rings the request's doorbell, the one before.
+    taken: per micro-batch, step and layer of the last request taken.
     unordered: micro-batches that no order may ever name (:mod:`ffn_worker.pool.follower`).
-    active: has taken part in a step and not left since.
-    announced: the step that it has announced and not begun, which runs on streams.
     """
 
     id: str
@@ -41,35 +41,31 @@ class Peer:
     session: int
     link: Link
     slots: tuple[int, ...]
-    first_flag: int
-    seq: list[int]
+    doorbells: npt.NDArray[np.uint64]
     taken: list[tuple[int, int]]
     unordered: set[int]
-    active: bool = False
-    announced: Arrival | None = None
 
 
 class Arrival(NamedTuple):
-    """A message that begins a peer's part of a step.
+    """A request that begins a peer's part of a step.
 
-    start: where the peer begins. depth: micro-batches of its step. rows: of the whole step if it
-    was announced; 0 if each request carries its own. step: the peer's number of the step. moves: of
-    an announced step, the last expert move in the placement that the peer uses.
+    start: where the peer begins. depth: micro-batches of its step. step: the peer's number of it.
     """
 
     peer: Peer
     start: Position
     depth: int
-    rows: int = 0
-    step: int = 0
-    moves: int = 0
+    step: int
 
     def takes_part(self, position: Position) -> bool:
         return position.micro_batch < self.depth and self.start <= position
 
 
 class PeerTable:
-    """Follows the membership: links to new attention ranks, forgets those that are gone."""
+    """Follows the membership: links to new attention ranks, forgets those that are gone.
+
+    doorbells: of the sessions.
+    """
 
     def __init__(self, resolved: Resolved, number: int, device: str) -> None:
         """number: of this rank among all FFN ranks. device: of its region, as afd_comm names it;
@@ -79,7 +75,9 @@ class PeerTable:
         self._number = number
         self._device = device
         self._watch = MembershipWatch()
+        self.doorbells = Doorbells(resolved.slots)
         self._peers: dict[str, Peer] = {}
+        self._by_index: dict[int, Peer] = {}
         self._sorted: list[Peer] | None = None
         self._generations: dict[int, int] = {}  # of current attention ranks, by index
         self._newest: dict[int, int] = {}  # generation that was seen last, by index
@@ -112,12 +110,14 @@ class PeerTable:
         """Ends a session. The instance may join again with the next membership change."""
         peer.link.close()
         if self._peers.get(peer.id) is peer:  # otherwise the instance already has a new session
-            del self._peers[peer.id]
+            del self._peers[peer.id], self._by_index[peer.index]
+            peer.doorbells = peer.doorbells.copy()  # a call that has begun may still use it
+            self.doorbells.end(peer.index)
             self._sorted = None
 
     def find(self, attention: int) -> Peer | None:
         """Returns the peer with this index; None while there is no session with it."""
-        return next((p for p in self._peers.values() if p.index == attention), None)
+        return self._by_index.get(attention)
 
     def has_left(self, attention: int, generation: int) -> bool:
         """Whether the process of this generation was a member, directly or through a successor,
@@ -147,6 +147,7 @@ class PeerTable:
             return
         self._watch.reached(member.id)
         max_depth, index = self._resolved.contract.max_depth, self._index(member)
+        self.doorbells.begin(index, number, member.generation)
         peer = Peer(
             member.id,
             index,
@@ -155,12 +156,11 @@ class PeerTable:
             number,
             link,
             tuple(self._resolved.slots.to_ffn(index, mb) for mb in range(max_depth + 1)),
-            make_flag(number, 1),
-            seq=[0] * (max_depth + 1),
+            self.doorbells.requests[index],
             taken=[(-1, -1)] * max_depth,
             unordered=set(range(max_depth)),
         )
-        self._peers[member.id] = peer
+        self._peers[member.id] = self._by_index[index] = peer
         self._sorted = None
         logger.info("%s joined (session %d, %s)", peer.id, number, link.backend)
         if link.notes:

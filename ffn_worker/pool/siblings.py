@@ -100,8 +100,8 @@ class Siblings:
                 header = self._arrivals.earliest(peer, self._micro_batches)
                 if header is not None and header.step == steps[peer.instance]:
                     start = Position(header.layer, header.micro_batch)
-                    in_step[peer.id] = Arrival(peer, start, header.depth, 0, header.step)
-                    peer.active = True
+                    in_step[peer.id] = Arrival(peer, start, header.depth, header.step)
+                    self._table.doorbells.active[peer.index] = True
 
     def _behind(self, in_step: InStep, position: Position) -> dict[Position, list[Peer]]:
         """Returns the ranks whose next request is for an earlier position, by that. A rank that has

@@ -38,4 +38,5 @@ def make_source(
         return Leader(resolved, table, arrivals, late, on_pause, settled)
     if links.place.rank:
         return Follower(resolved, arrivals, inbox, on_pause)
-    return Head(resolved, table, arrivals, inbox, late, on_pause, settled)
+    instance = links.place.instance
+    return Head(resolved, table, arrivals, inbox, late, on_pause, settled, instance)

@@ -13,7 +13,7 @@ from afd.wire import codecs_triton as wire
 from afd.wire import slot_triton as slot
 from afd_bench.step3 import kernel_norm as norm
 from afd_bench.step3 import kernel_rope_cache as rope_cache
-from attention_worker.kernels import decode, dispatch, slots
+from attention_worker.kernels import decode, dispatch, fused, slots
 from ffn_worker.allreduce import formats_triton as reduce
 from ffn_worker.allreduce import quickreduce_triton as quickreduce
 from ffn_worker.allreduce.formats_table import FORMATS, FP16, ReduceFormat
@@ -298,6 +298,64 @@ def attention_builds(target: str) -> Iterator[Build]:
             },
             {"FP8_MAX": limit, "HALF": 64, "HEADS": 4},
         )
+
+
+def fused_builds(target: str) -> Iterator[Build]:
+    """The kernels of served attention halves."""
+    fp8 = NATIVE_FP8[target]
+    around = {"cos_sin_ptr": "*bf16", "positions_ptr": "*i64", "slots_ptr": "*i64"}
+    scales = ("key_scale_ptr", "value_scale_ptr")
+    strides = ("qkv_stride", "page", "block_stride", "token_stride", "head_stride")
+    sizes = {**dict.fromkeys((*strides, "kv_heads", "stored"), "i32"), "eps": "fp32"}
+    for name, kind, limit in (("fp8", fp8, FP8_MAX[fp8]), ("bf16", "bf16", 0.0)):
+        cache = {"keys_ptr": f"*{kind}", "values_ptr": f"*{kind}", **dict.fromkeys(scales, "*fp32")}
+        limits = {"CACHE_MAX": limit, "HALF": 64}
+        for form, normed in (("heads", True), ("rotation", False)):
+            weights = dict.fromkeys(("qkv_ptr", "q_weight_ptr", "k_weight_ptr"), "*bf16")
+            yield Build(
+                f"{form}[{name}]",
+                fused.heads_kernel,
+                {
+                    **weights,
+                    **around,
+                    "out_ptr": f"*{kind}",
+                    **cache,
+                    "q_scale_ptr": "*fp32",
+                    **sizes,
+                    "q_heads": "i32",
+                },
+                {"Q_MAX": limit, "NORMED": normed, **limits},
+                aligned=strides,
+                warps=1,
+            )
+        yield Build(
+            f"low_rank[{name}]",
+            fused.low_rank_kernel,
+            {
+                **dict.fromkeys(("qkv_ptr", "weight_ptr", "out_ptr"), "*bf16"),
+                **around,
+                **cache,
+                **sizes,
+                "low": "i32",
+            },
+            {"BLOCK": 512, **limits},
+            aligned=(*strides, "low"),
+        )
+    yield Build(
+        "add_norm_encode",
+        fused.add_norm_encode_kernel,
+        {
+            **dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "out_ptr"), "*bf16"),
+            "codes_ptr": f"*{fp8}",
+            "scales_ptr": "*fp32",
+            "hidden": "i32",
+            "x_stride": "i32",
+            "eps": "fp32",
+        },
+        {"FP8_MAX": FP8_MAX[fp8], "GROUP": 128, "GROUPS": 8},
+        aligned=("hidden", "x_stride"),
+        warps=8,
+    )
 
 
 PROTOCOL = (
@@ -632,6 +690,7 @@ def builds(target: str) -> list[Build]:
         *slot_builds(target),
         *dispatch_builds(target),
         *attention_builds(target),
+        *fused_builds(target),
         *reduce_builds(target),
         *moe_builds(target),
         *placed_builds(target),

@@ -18,7 +18,6 @@ from gpu_pair import KIND
 
 from afd.control import operator
 from afd.errors import AfdError
-from afd.placement.tables import balance
 from afd_bench import stand_in_nic
 from afd_bench.gpu import profile
 from afd_bench.gpu.targets import Afd, Sizes, deployment, fitted, vllm_args
@@ -27,6 +26,7 @@ from afd_bench.stages import totals
 from afd_bench.workload import Request, first_difference, run
 from afd_demo.make_model import make_model
 from afd_demo.sizes import resolve
+from afd_launch.balance import balance
 
 GPUS = min(2, torch.cuda.device_count())
 """With one GPU, all instances share it."""

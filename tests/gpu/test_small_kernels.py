@@ -18,6 +18,7 @@ from afd.wire.slot_torch import (  # noqa: E402
 from afd.wire.slot_view_torch import RoutedRows, SlotView  # noqa: E402
 from afd.wire.streams_torch import make_streams  # noqa: E402
 from afd_bench.step3 import fused_kernels as fused  # noqa: E402
+from attention_worker.kernels import fused_attention as served  # noqa: E402
 from attention_worker.remote.encoded_batch import EncodedBatch, encode  # noqa: E402
 from attention_worker.remote.stream_dispatch import StreamSplitter  # noqa: E402
 
@@ -146,12 +147,12 @@ def test_keys_and_queries_are_rotated(kind, heads):
     qkv = product(rows, low + 2 * heads * width)
     weight = torch.randn(low, device=DEVICE).bfloat16()
     angles = torch.rand(50, width, device=DEVICE).bfloat16()
-    rope = fused.Rope(angles, torch.randint(0, 50, (rows,), device=DEVICE))
+    rope = served.Rope(angles, torch.randint(0, 50, (rows,), device=DEVICE))
     slots = torch.randperm(4 * page, device=DEVICE)[:rows]
     slots[7] = -1
     scales = tuple(torch.tensor([s], device=DEVICE) for s in (0.5, 0.25))
     caches = [
-        fused.PagedCache(
+        served.PagedCache(
             *(torch.zeros(2, 4, page, heads, width, device=DEVICE).to(kind)), scales, slots
         )
         for _ in range(2)

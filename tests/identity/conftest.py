@@ -8,7 +8,7 @@ from drawn import DAMAGED, FLOAT32_GATE, SEED, beside_vllm, described, models_of
 
 from afd_bench.families.cases import Model
 from afd_bench.families.engines import Case, Result
-from afd_bench.families.process import Engines, write_checkpoint
+from afd_bench.families.process import Engines, head_of, write_checkpoint
 from afd_demo.sizes import PRESETS
 
 
@@ -58,8 +58,17 @@ def engines(
 ) -> Iterator[Engines]:
     def case(model: Model, root: Path) -> Case:
         path = str(root / model.name)
+        head = None if model.method == "mtp" else str(head_of(checkpoints / model.name))
         return Case(
-            model.name, path, model.dtype, model.instances, model.split, drafts=model.drafts
+            model.name,
+            path,
+            model.dtype,
+            model.instances,
+            model.split,
+            drafts=model.drafts,
+            method=model.method,
+            head=head,
+            prefix_caching=model.prefix_caching,
         )
 
     alone = [model for model in models if beside_vllm(model)]

@@ -51,6 +51,8 @@ def drawn_sizes(model: Model, seed: int) -> Sizes:
         sizes = replace(sizes, linear_head=128)
     if model.layout in ("llama4", "qwen3_next"):  # the last layer of two or four is the other kind
         sizes = replace(sizes, layers=4)
+    if model.method == "eagle3":  # reads the inputs of three layers behind the first
+        sizes = replace(sizes, layers=4)
     if model.layout == "step3_vl":
         sizes = replace(sizes, layers=max(layers, 3))
     return sizes

@@ -17,7 +17,15 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.serve
 
 Answer = Callable[[Model], Result]
-LONG = {"glm4_moe-split", "qwen3_moe-fp8_tensor", "qwen3_moe-gptq_ordered", "qwen3_moe-int4_all"}
+LONG = {
+    "deepseek_v3-eagle3",
+    "glm4_moe-split",
+    "qwen3_moe-eagle",
+    "qwen3_moe-eagle3",
+    "qwen3_moe-fp8_tensor",
+    "qwen3_moe-gptq_ordered",
+    "qwen3_moe-int4_all",
+}
 """Forms of which CI runs a near relative."""
 
 
@@ -48,13 +56,15 @@ def test_drafts_change_no_token(
     model: Model, checkpoints: Path, remote: Answer, colocated: Answer
 ) -> None:
     """Draft layers: the tokens of Transformers without speculation, and as many of the drafts
-    accepted as by colocated vLLM."""
+    accepted as by colocated vLLM; with random weights none may be."""
     found, alone = remote(model), colocated(model)
     assert max(found.depths) == model.depth, described(model)
-    assert disagreements(checkpoints / model.name, prompts(), found.tokens) == [], described(model)
+    if model.transformers:
+        twin = checkpoints / model.name
+        assert disagreements(twin, prompts(), found.tokens) == [], described(model)
     assert found.tokens == alone.tokens, described(model)
     assert (found.drafted, found.accepted) == (alone.drafted, alone.accepted), described(model)
-    assert 0 < found.accepted < found.drafted, described(model)
+    assert found.accepted < found.drafted, described(model)
 
 
 @parametrised(FORMATS)
@@ -65,7 +75,7 @@ def test_formats_and_bytes_are_logged(model: Model, remote: Answer) -> None:
     assert len(decoded) == (not experts_only), log
     experts = [line for line in log if line.startswith("experts: ") and line.endswith(" GB")]
     assert len(experts) == model.instances, log
-    assert [line for line in log if line.startswith("attention weights: ") and "GB/s" in line], log
+    assert [line for line in log if "reading attention weights: " in line and "GB/s" in line], log
 
 
 def test_float32_gates_of_a_bfloat16_model(engines: Engines, float32_gate: Path) -> None:

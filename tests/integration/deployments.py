@@ -62,20 +62,40 @@ def _pair(model: Path) -> dict[str, object]:
     }
 
 
-def _faults(model: Path, instances: int, tp: int = 1) -> dict[str, object]:
-    """xA1F that is killed again and again.
+def _faults(model: Path, instances: int, tp: int = 1, ffn: int = 1) -> dict[str, object]:
+    """Deployments that are killed again and again.
 
-    tp: ranks of an attention instance. With several, late_ms is long: then a rank that waits for
-    another one in vain is late, but none that shares its core with four processes.
+    ffn: FFN instances. tp: ranks of an attention instance. With several, late_ms is long: then a
+        rank that waits for another one in vain is late, but none that shares its core with four
+        processes.
     """
     attention = {**SETTINGS, "max_num_batched_tokens": 128, "vllm_args": [BLOCK, *TOOLS]}
     return {
         "model": str(model),
         "attention": {**attention, "instances": instances, "tp": tp},
-        "ffn": {"late_ms": 5000 if tp > 1 else 1000},
+        "ffn": {"instances": ffn, "late_ms": 5000 if tp > 1 else 1000},
         "pipeline": {"depth": 3, "min_rows": 1},
         "restart": {"max_restarts": 10},
         "deadlines": {"drain_s": 60},
+    }
+
+
+def _gateways(model: Path) -> dict[str, object]:
+    """1A1F with two gateway processes."""
+    return {
+        **_faults(model, 1),
+        "gateway": {"processes": 2},
+        "restart": {**NO_STANDBY, "max_restarts": 10},
+    }
+
+
+def _grow(model: Path, instances: int, dispatch: str) -> dict[str, object]:
+    """xAxF with room for one more FFN instance."""
+    found = _faults(model, instances)
+    return {
+        **found,
+        "ffn": {"instances": instances, "max_instances": instances + 1},
+        "wire": {"dispatch": dispatch},
     }
 
 
@@ -92,8 +112,8 @@ def _step3(model: Path) -> dict[str, object]:
 ADAPTERS = ("first", "second")
 
 
-def _ranks(model: Path) -> dict[str, object]:
-    """2A1F; the FFN instance has two ranks. With speculation, and LoRA adapters of attention."""
+def _with_adapters(model: Path) -> dict[str, object]:
+    """What n-gram speculation and LoRA adapters of attention need."""
     folder = model.parent / "adapters"
     if not folder.exists():
         folder.mkdir()
@@ -101,13 +121,28 @@ def _ranks(model: Path) -> dict[str, object]:
             make_adapter(folder / name, model, seed, ATTENTION)
     lora = ["--enable-lora", f"--max-loras={len(ADAPTERS)}", "--max-lora-rank=8", "--lora-modules"]
     lora += [f"{name}={folder / name}" for name in ADAPTERS]
-    attention = {
+    return {
         **SETTINGS,
-        "instances": 2,
         "max_num_batched_tokens": 128,
         "speculation": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1},
         "vllm_args": [BLOCK, *lora],
     }
+
+
+def _tp_adapters(model: Path) -> dict[str, object]:
+    """1A1F; the attention instance has two ranks. With speculation and adapters."""
+    return {
+        "model": str(model),
+        "attention": {**_with_adapters(model), "tp": 2},
+        "ffn": {"late_ms": 5000},
+        "pipeline": {"depth": 3, "min_rows": 1},
+        "restart": NO_STANDBY,
+    }
+
+
+def _ranks(model: Path) -> dict[str, object]:
+    """2A1F; the FFN instance has two ranks. With speculation and adapters."""
+    attention = {**_with_adapters(model), "instances": 2}
     return {
         "model": str(model),
         "attention": attention,
@@ -152,6 +187,13 @@ DEPLOYMENTS: dict[str, tuple[str, Callable[[Path], dict[str, object]]]] = {
     "2A1F": ("qwen3_moe", partial(_faults, instances=2)),
     "tp_1A1F": ("qwen3_moe", partial(_faults, instances=1, tp=2)),
     "tp_2A1F": ("qwen3_moe", partial(_faults, instances=2, tp=2)),
+    "gateways": ("qwen3_moe", _gateways),
+    "grow_1A1F": ("qwen3_moe", partial(_grow, instances=1, dispatch="broadcast")),
+    "grow_2A2F": ("qwen3_moe", partial(_grow, instances=2, dispatch="routed")),
+    "grow_shared": ("deepseek_v3", partial(_grow, instances=2, dispatch="broadcast")),
+    "tp_4_ranks": ("qwen3_moe", partial(_faults, instances=1, tp=4)),
+    "tp_2A2F": ("qwen3_moe", partial(_faults, instances=2, tp=2, ffn=2)),
+    "tp_adapters": ("qwen3_moe", _tp_adapters),
     "openai": ("qwen3_moe", _openai),
     "pair": ("qwen3_moe", _pair),
     "ranks": ("qwen3_moe", _ranks),

@@ -133,7 +133,7 @@ class Running:
         end = time.monotonic() + deadline_s
         while (left := self.left_over(ports)) and time.monotonic() < end:
             time.sleep(POLL_S)
-        assert left == []
+        assert left == [], left
 
     def left_over(self, ports: Sequence[tuple[str, int]]) -> list[str]:
         """Returns what an ended deployment has left behind; the list should be empty."""

@@ -11,7 +11,7 @@ import ctypes
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -167,3 +167,28 @@ def running(machine: Machine, *command: str, log: Path) -> Iterator[Run]:
                 run.end(20)
         if process.poll() is None:
             run.kill()
+
+
+@contextlib.contextmanager
+def star(names: Sequence[str]) -> Iterator[dict[str, Machine]]:
+    """A machine "hub" (10.77.0.1) and one per name (10.77.0.2 and up), each on a cable of its own
+    to a switch in the hub."""
+    with contextlib.ExitStack() as stack:
+        hub = stack.enter_context(_machine("hub", "10.77.0.1"))
+        hub.ip("link", "set", "lo", "up")
+        hub.ip("link", "add", "name", "switch", "type", "bridge")
+        hub.ip("address", "add", f"{hub.address}/24", "dev", "switch")
+        hub.ip("link", "set", "switch", "up")
+        found = {"hub": hub}
+        for number, name in enumerate(names, start=2):
+            one = stack.enter_context(_machine(name, f"10.77.0.{number}"))
+            port = f"port{number}"
+            cable = f"link add name {port} type veth peer name eth0 netns {one.holder}"
+            hub.ip(*cable.split())
+            hub.ip("link", "set", port, "master", "switch")
+            hub.ip("link", "set", port, "up")
+            one.ip("address", "add", f"{one.address}/24", "dev", "eth0")
+            one.ip("link", "set", "lo", "up")
+            one.ip("link", "set", "eth0", "up")
+            found[name] = one
+        yield found

@@ -2,10 +2,11 @@
 
 DeepSeek-V3, 1A2F. In the attention instance's checkpoint all expert tensors are NaN; in the FFN
 instances' checkpoint all other tensors are. The tokens still equal those of colocated vLLM with
-the intact checkpoint.
+the intact checkpoint (a long test, because no other one needs that vLLM).
 """
 
 import contextlib
+import math
 import os
 import shutil
 import urllib.request
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 from deployments import BLOCK, SETTINGS, Models
 from helpers import Scrape, answers, processes_of, wait_until
-from reference import References, same_tokens, weights_are_apart
+from reference import SCORED, References, same_tokens, score, weights_are_apart
 from roles import Role, afd, role, write_config
 
 from afd.host.ports import held_ports
@@ -115,8 +116,14 @@ def by_hand(tiny_models: Models, tmp_path_factory: pytest.TempPathFactory) -> It
         yield ByHand(server, roles, folder, keys)
 
 
+@pytest.mark.long
 def test_each_side_needs_its_own_weights_only(by_hand: ByHand, references: References) -> None:
     same_tokens(by_hand.server, references(FAMILY), "by hand")
+
+
+def test_no_weight_of_the_other_side_is_used(by_hand: ByHand) -> None:
+    """Any of them would make every log-probability NaN."""
+    assert all(math.isfinite(value) for value in score(by_hand.server, SCORED[1]))
 
 
 def test_attention_and_ffn_are_connected_over_tcp(by_hand: ByHand) -> None:

@@ -27,7 +27,7 @@ from replies import ask_mixed, kinds, mixed, problems
 from afd.control import operator
 from afd.control.local_keys import operator_keys
 from afd.depth import AUTO
-from afd.placement.tables import balance
+from afd_launch.balance import balance
 from afd_launch.come_and_go import Operator
 from afd_launch.rebalance import Rebalance, rebalance
 
@@ -111,6 +111,7 @@ def test_an_idle_instance_is_not_waited_for(deployment: Running) -> None:
     assert statistics.median(gaps) < STEP_WAIT_S / 2
 
 
+@pytest.mark.long
 def test_a_stopped_instance_delays_the_other_by_late_ms_and_comes_back(
     deployment: Running,
 ) -> None:

@@ -104,6 +104,7 @@ def held(server: Server, salt: str) -> float:
     return Scrape(server.metrics()).total("vllm:kv_cache_usage_perc", instance="prefill-0")
 
 
+@pytest.mark.timeout(580)  # two restarts of vLLM on shared cores
 @pytest.mark.parametrize("victim", ["kv_producer", "kv_consumer"])
 def test_a_killed_instance_loses_no_request(tiny_models: Models, victim: str) -> None:
     config = settings(tiny_models("qwen3_moe"), "1P2A1F", enable_prefix_caching=False)

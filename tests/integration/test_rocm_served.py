@@ -28,8 +28,8 @@ from helpers import (
 from reference import References, same_tokens
 
 from afd.control import operator
-from afd.placement.tables import balance
 from afd_bench import stand_in_nic
+from afd_launch.balance import balance
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "rocm_node"))
 import node

@@ -13,9 +13,13 @@ from afd_bench.families.hf import disagreements
 pytestmark = pytest.mark.serve
 
 
-@pytest.fixture
-def deployment(host: Host) -> Running:
-    return host.serve("ranks")
+TWO_RANKS = pytest.param("tp_adapters", marks=pytest.mark.long)
+"""``attention.tp: 2``: ./run test -m long tests/integration/test_served_adapters.py"""
+
+
+@pytest.fixture(params=["ranks", TWO_RANKS])
+def deployment(host: Host, request: pytest.FixtureRequest) -> Running:
+    return host.serve(request.param)
 
 
 def test_each_request_gets_its_adapter(

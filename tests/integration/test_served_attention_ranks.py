@@ -1,5 +1,5 @@
-"""Attention instances of two ranks (``attention.tp``): tokens equal colocated vLLM's. Ranks and FFN
-instances are killed under load.
+"""Attention instances of two and four ranks (``attention.tp``): tokens equal colocated vLLM's.
+Ranks and FFN instances are killed under load.
 
     ./run test -m long tests/integration/test_served_attention_ranks.py
 """
@@ -41,6 +41,19 @@ def test_tokens_are_those_of_colocated_vllm(deployment: Running, references: Ref
     assert deployment.metrics().total("afd_late_peers_total") == 0
     shares = [sent_bytes(deployment, member) for member in ("attention-0", "attention-0.1")]
     assert 0.7 < shares[1] / shares[0] <= 1.05, shares
+
+
+def test_two_ffn_instances(host: Host, references: References) -> None:
+    server = host.serve("tp_2A2F").server
+    same_tokens(server, references("qwen3_moe"), "2A2F")
+
+
+def test_four_ranks(host: Host, references: References) -> None:
+    """The tiny model has fewer KV heads than ranks: vLLM gives a head to several of them."""
+    server = host.serve("tp_4_ranks").server
+    for depth in (3, 1):
+        server.set_depth(depth)
+        same_tokens(server, references("qwen3_moe"), f"depth {depth}")
 
 
 def killed(deployment: Running, member: str) -> None:

@@ -22,4 +22,4 @@ registry.BACKENDS["reference"] = dataclasses.replace(
     registry.BACKENDS["reference"], target="stand_in_rocm:CapturedReference"
 )
 sums.BACKENDS["gloo"] = dataclasses.replace(sums.BACKENDS["gloo"], target="stand_in_rocm:make_sum")
-command._HOST_WORKER = "stand_in_vllm.NodeWorker"
+command.CPU_WORKER = ("stand_in_vllm", "NodeWorker")

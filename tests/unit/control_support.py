@@ -33,6 +33,7 @@ CONTRACT = Contract(
     attention_tp=1,
     ffn_instances=2,
     ffn_tp=1,
+    elastic=False,
     reduce="exact",
     dispatch="broadcast",
     shared_experts="slices",
@@ -106,6 +107,7 @@ class Deployment:
         wall: float = NOW_2026,
         depth: DepthPolicy = FIXED_DEPTH,
         attention: int = 0,
+        ffn: int = 0,
     ) -> None:
         self.clock = FakeClock()
         self.wall = FakeClock(wall)
@@ -116,6 +118,7 @@ class Deployment:
             expected=expected,
             depth=depth,
             attention=attention,
+            ffn=ffn,
             clock=self.clock,
             wall_clock=self.wall,
             seal=SEAL,

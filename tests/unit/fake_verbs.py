@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,15 +74,24 @@ class FakeVerbs:
         self.devices(2)
 
 
-@contextmanager
-def built_fake(folder: Path) -> Iterator[FakeVerbs]:
-    """Compiles the fake (about 3 s); skips the test if there is no compiler."""
+@functools.cache
+def _compiled() -> bytes:
+    """The library; compiled once per test run, which takes more than a second."""
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         pytest.skip("building the fake libibverbs needs a C++ compiler")
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "libfake_ibverbs.so"
+        command = [compiler, "-std=c++17", "-O0", "-shared", "-fPIC", "-pthread"]
+        subprocess.run([*command, str(SOURCE), "-o", str(library)], check=True, timeout=120)
+        return library.read_bytes()
+
+
+@contextmanager
+def built_fake(folder: Path) -> Iterator[FakeVerbs]:
+    """A fake with devices of its own; skips the test if there is no compiler."""
     library = folder / "libfake_ibverbs.so"
-    command = [compiler, "-std=c++17", "-O0", "-shared", "-fPIC", "-pthread"]
-    subprocess.run([*command, str(SOURCE), "-o", str(library)], check=True, timeout=120)
+    library.write_bytes(_compiled())
     fake = FakeVerbs(library)
     yield fake
     fake.heal()

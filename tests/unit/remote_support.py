@@ -27,6 +27,10 @@ from ffn_worker.rank import FfnRank
 
 DEPTH = 3
 
+# Its first call imports sympy: more than a second where no bytecode is kept yet, and members of a
+# step that waits for it would be late.
+torch.testing.assert_close(torch.zeros(1), torch.zeros(1))
+
 
 class Registry:
     """The control plane's snapshot, changed by the test itself."""
@@ -337,3 +341,44 @@ def check(client, reference, mb, sent):
     layer, x, ids, weights = sent
     expected = reference.forward(layer, x, ids, weights)
     torch.testing.assert_close(client.recv(mb), expected, rtol=1e-5, atol=1e-5)
+
+
+class Traffic:
+    """Runs steps on every attention instance inside the block; the reference checks each step."""
+
+    def __init__(self, deployed, expected):
+        self.errors: list[BaseException] = []
+        self.steps = [0] * len(deployed.clients)
+        self._ended = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._run, args=(deployed, expected, i))
+            for i in range(len(deployed.clients))
+        ]
+
+    def _run(self, deployed, expected, i):
+        try:
+            while not self._ended.is_set():
+                seed = (i, self.steps[i])
+                run_step(deployed.clients[i], deployed.resolved, expected, [3, 2], seed)
+                self.steps[i] += 1
+        except BaseException as error:
+            self.errors.append(error)
+        deployed.clients[i].leave()
+
+    def run_on(self, steps=3):
+        """Returns once every attention instance has run so many more steps."""
+        wanted = [n + steps for n in self.steps]
+        while any(n < w for n, w in zip(self.steps, wanted, strict=True)) and not self.errors:
+            time.sleep(0.002)
+
+    def __enter__(self):
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._ended.set()
+        for thread in self._threads:
+            thread.join(20)
+        assert not self.errors, self.errors
+        assert min(self.steps) > 0

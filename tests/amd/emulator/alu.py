@@ -112,18 +112,13 @@ def _med3_float(a: Array, b: Array, c: Array) -> Array:
 
 
 def _permute_bytes(a: Array, b: Array, selectors: Array) -> Array:
-    source = np.ascontiguousarray(np.stack([b, a], -1)).view(np.uint8)  # byte 0 is the lowest of b
-    out = np.zeros((len(a), 4), np.uint8)
-    for i in range(4):
-        selector = (selectors >> np.uint32(8 * i) & np.uint32(255)).astype(np.int64)
-        picked = np.take_along_axis(source, np.minimum(selector, 7)[:, None], 1)[:, 0]
-        sign = np.take_along_axis(source, np.clip(selector - 8, 0, 3)[:, None] * 2 + 1, 1)[:, 0]
-        out[:, i] = np.select(
-            [selector >= 13, selector == 12, selector >= 8],
-            [255, 0, np.where(sign >> 7, 255, 0)],
-            picked,
-        )
-    return out.view(np.uint32)[:, 0]
+    # By selector: the bytes of b, then of a, the signs of every second one, 0, and 255.
+    table = np.empty((len(a), 14), np.uint8)
+    table[:, :8] = np.stack([b, a], -1).view(np.uint8)
+    table[:, 8:12] = table[:, 1:8:2].view(np.int8) >> 7
+    table[:, 12:] = 0, 255
+    selector = np.minimum(np.ascontiguousarray(selectors)[:, None].view(np.uint8), 13)
+    return np.take_along_axis(table, selector, 1).view(np.uint32)[:, 0]
 
 
 def _to_int(x: Array, low: int, high: int) -> Array:

@@ -1,5 +1,6 @@
 """Loads a code object and runs its kernel, workgroup by workgroup."""
 
+import functools
 import itertools
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from emulator.vector import vector
 __all__ = ["Kernel", "Memory", "MemoryFault", "Unsupported"]
 
 Argument = tuple[str, int | float]
+Step = Callable[[Wave], Any]
 _MAX_STEPS = 2_000_000
 """Instructions one wave may execute: a kernel that loops for ever is an error, not a hang."""
 _TURN = 200
@@ -64,7 +66,7 @@ class Kernel:
         self._descriptor = _Descriptor(
             max(fixed, lds), kernarg, at + offset, resources2, properties
         )
-        self._steps: dict[int, tuple[Callable[[Wave], Any], int]] = {}
+        self._steps: dict[int, tuple[Step, int]] = {}
         self.executed: dict[str, int] = {}
 
     @property
@@ -171,26 +173,30 @@ class Kernel:
                 return event
         return None
 
-    def _decode(self, pc: int) -> tuple[Callable[[Wave], Any], int]:
-        data = self._image[pc : pc + 16]
-        instruction = decode_inst(data, "cdna")
-        if (
-            type(instruction).__name__ == "VOP3PX2"
-            and int.from_bytes(data[2:4], "little") != _VOP3PX2
-        ):
-            # Given 16 bytes, tinygrad 0.14 takes two plain matrix instructions for a scaled one.
-            instruction = decode_inst(data[:8], "cdna")
-        name, form = instruction.op.name, type(instruction).__name__
+    def _decode(self, pc: int) -> tuple[Step, int]:
+        name, step, size = _decoded(self._image[pc : pc + 16])
         self.executed[name] = self.executed.get(name, 0) + 1
-        if form.startswith("S"):
-            step = scalar(instruction)
-        elif form in ("GLOBAL", "MUBUF", "DS"):
-            step = transfer(instruction)
-        elif name.startswith("V_MFMA"):
-            step = matrix(instruction)
-        else:
-            step = vector(instruction)
-        return step, instruction.size()
+        return step, size
+
+
+@functools.cache
+def _decoded(data: bytes) -> tuple[str, Step, int]:
+    """Name, effect and size of the instruction at the beginning of 16 bytes. Tests run the same
+    code many times."""
+    instruction = decode_inst(data, "cdna")
+    if type(instruction).__name__ == "VOP3PX2" and int.from_bytes(data[2:4], "little") != _VOP3PX2:
+        # Given 16 bytes, tinygrad 0.14 takes two plain matrix instructions for a scaled one.
+        instruction = decode_inst(data[:8], "cdna")
+    name, form = instruction.op.name, type(instruction).__name__
+    if form.startswith("S"):
+        step = scalar(instruction)
+    elif form in ("GLOBAL", "MUBUF", "DS"):
+        step = transfer(instruction)
+    elif name.startswith("V_MFMA"):
+        step = matrix(instruction)
+    else:
+        step = vector(instruction)
+    return name, step, instruction.size()
 
 
 def _load(code: bytes) -> tuple[bytes, dict[str, int], list[dict[str, Any]]]:

@@ -1,18 +1,26 @@
 """Draft layers (MTP) over the wire: each is a step of one layer, between the steps."""
 
+import json
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 from remote_support import Deployed, random_rows, run_step
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import silu
 
 from afd.config.deployment import Deployment
 from afd.config.resolve import resolve
 from afd.errors import ConfigError
+from afd.models.checkpoint import INDEX_FILE
+from afd_demo.published.eagle import make_eagle
 from afd_demo.published.make import make_published
 from afd_demo.sizes import Sizes
 from attention_worker.draft_layer import run_draft_layer
+from attention_worker.stored_weights import AttentionTensors
+from attention_worker.vllm_hooks.command import speculative_config
 from ffn_worker.experts.build import load_ffn_model
 
 SIZES = Sizes(hidden=64, layers=3, experts=4, intermediate=32, dense_intermediate=64, heads=4)
@@ -66,7 +74,7 @@ class DraftLayer:
 
     def attention_half(self, positions, hidden, residual):
         assert residual is None
-        return hidden + 1, hidden
+        return hidden + 1, hidden, None
 
     def route(self, hidden):
         return self._routed
@@ -179,6 +187,82 @@ def test_a_lost_ffn_gets_the_draft_again(deploy, expected):
     deployed.start_ffn(0)
     run_draft(client, resolved, expected, 2, 0)
     run_step(client, resolved, expected, [2, 2], 1)
+
+
+def test_an_eagle_head_is_given_to_vllm(tmp_path):
+    speculation = {"method": "eagle3", "model": str(tmp_path / "head")}
+    deployment = Deployment.from_plain({"model": "m", "attention": {"speculation": speculation}})
+    with pytest.raises(ConfigError, match=r"head has no config\.json; set attention\.speculation"):
+        speculative_config(deployment)
+    make_eagle("eagle3", tmp_path / "head", SIZES)
+    assert speculative_config(deployment) == {
+        **speculation,
+        "num_speculative_tokens": 3,
+        "enforce_eager": True,
+    }
+    lookahead = Deployment.from_plain({**deployment.plain(), "pipeline": {"lookahead": True}})
+    with pytest.raises(ConfigError, match=r"eagle3 needs the end of a step .* turn it off"):
+        speculative_config(lookahead)
+
+
+def test_a_model_that_shows_no_layer_inputs_refuses_eagle3(tmp_path):
+    make_published("mixtral", tmp_path / "model", SIZES)
+    speculation = {"method": "eagle3", "model": str(tmp_path / "head")}
+    deployment = Deployment.from_plain(
+        {"model": str(tmp_path / "model"), "attention": {"speculation": speculation}}
+    )
+    with pytest.raises(ConfigError, match="MixtralForCausalLM is not served with EAGLE-3 heads"):
+        resolve(deployment)
+
+
+def test_qwen3_next_has_a_draft_layer_with_names_of_its_own(tmp_path):
+    """Its numbers begin at 0 again, and config.json does not mention it."""
+    make_published("qwen3_next", tmp_path, replace(SIZES, layers=4), dtype="float32")
+    deployment = Deployment.from_plain({"model": str(tmp_path), "attention": ATTENTION})
+    r = resolve(deployment)
+    assert (r.model.step_layers, r.model.draft_layers) == ((0, 1, 2, 3), (4,))
+    stored = {k: v for file in tmp_path.glob("*.safetensors") for k, v in load_file(file).items()}
+    drafts = AttentionTensors(tmp_path, decoding=True, drafts=True)
+    others = AttentionTensors(tmp_path, decoding=True)
+    names = {
+        "fc",
+        "layers.0.mlp.gate",
+        "layers.0.mlp.shared_expert_gate",
+        "layers.0.self_attn.q_proj",
+    }
+    assert {f"mtp.{name}.weight" for name in names} <= dict(drafts).keys()
+    assert not any("mlp.experts" in name for name in dict(drafts))
+    assert not any(name.startswith("mtp.") for name in dict(others))
+
+    ffn = load_ffn_model(
+        deployment.model, r.family, r.model, instances=1, index=0, backend="reference"
+    )
+    x = torch.randn(5, SIZES.hidden, generator=torch.Generator().manual_seed(1))
+    for expert in range(SIZES.experts):
+        gate, up, down = (
+            stored[f"mtp.layers.0.mlp.experts.{expert}.{name}_proj.weight"]
+            for name in ("gate", "up", "down")
+        )
+        want = (silu(x @ gate.T) * (x @ up.T)) @ down.T
+        ids = torch.full((5, r.model.top_k), expert, dtype=torch.int32)
+        weights = torch.full((5, r.model.top_k), 1 / r.model.top_k)
+        found = ffn.forward(4, x, ids, weights)
+        torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_checkpoint_without_its_draft_layer_is_refused(tmp_path):
+    """As some quantised checkpoints are."""
+    make_published("qwen3_next", tmp_path, replace(SIZES, layers=4), dtype="float32")
+    for file in tmp_path.glob("*.safetensors"):
+        kept = {k: v for k, v in load_file(file).items() if not k.startswith("mtp.")}
+        save_file(kept, file)
+    index = tmp_path / INDEX_FILE
+    plain = json.loads(index.read_text())
+    plain["weight_map"] = {k: v for k, v in plain["weight_map"].items() if not k.startswith("mtp.")}
+    index.write_text(json.dumps(plain))
+    r = resolve(Deployment.from_plain({"model": str(tmp_path), "attention": ATTENTION}))
+    with pytest.raises(ConfigError, match=r"mtp\.layers\.0\.mlp\.experts\.0\.gate_proj\.weight"):
+        load_ffn_model(tmp_path, r.family, r.model, instances=1, index=0)
 
 
 @pytest.mark.parametrize(

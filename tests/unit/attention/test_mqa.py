@@ -87,35 +87,6 @@ def test_the_command_line_selects_the_backend(tiny_models):
         assert ("--attention-backend=CUSTOM" in attention_command(spec, {})[0]) is asked
 
 
-def test_unsupported_models_are_refused_at_loading():
-    pytest.importorskip("vllm.config")
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    from attention_worker.vllm_hooks.support import check_supported
-
-    model = SimpleNamespace(get_num_kv_heads=lambda parallel: 2, get_head_size=lambda: 128)
-    config = SimpleNamespace(
-        parallel_config=SimpleNamespace(
-            world_size=1,
-            tensor_parallel_size=1,
-            decode_context_parallel_size=1,
-            enable_expert_parallel=False,
-            data_parallel_size=1,
-        ),
-        speculative_config=None,
-        kv_transfer_config=None,
-        lora_config=None,
-        quant_config=None,
-        attention_config=SimpleNamespace(backend=AttentionBackendEnum.CUSTOM),
-        cache_config=SimpleNamespace(cache_dtype="fp8"),
-        model_config=model,
-    )
-    with pytest.raises(ConfigError, match="one key/value head, this one has 2"):
-        check_supported(config)
-    config.attention_config.backend = None
-    check_supported(config)
-
-
 def cache_shape(backend, pages, page, dim):
     """Returns vLLM's shape of an FP8 cache with one head."""
     import torch

@@ -18,7 +18,7 @@ class Layer:
         self.index = index
 
     def attention_half(self, positions, hidden, residual):
-        return hidden + 1, hidden
+        return hidden + 1, hidden, None
 
     def route(self, hidden):
         return torch.ones(len(hidden), TOP_K), torch.full((len(hidden), TOP_K), self.index)
@@ -36,7 +36,7 @@ class Remote:
         assert rows == 2
         return nullcontext()
 
-    def send(self, layer, micro_batch, hidden, ids, weights):
+    def send(self, layer, micro_batch, hidden, ids, weights, encoded):
         self.sent.append((layer, micro_batch, ids.tolist()))
         self.hidden[micro_batch] = hidden
 
@@ -62,6 +62,16 @@ def test_rows_without_a_request_are_sent_without_experts():
         for layer in (5, 6)
         for mb in (0, 1)
     ]
+
+
+def test_inputs_of_tapped_layers_are_kept():
+    """Those of an EAGLE-3 head: hidden states plus residual, of every micro-batch."""
+    batches = [MicroBatch(i, nullcontext, torch.arange(2), torch.zeros(2, 4)) for i in range(2)]
+    layers = [Layer(i) for i in range(3)]
+    run_layers(layers, lambda x, residual: (x, residual), Remote(), batches, (0, 2, 3))
+    for batch in batches:
+        # Layer 1 gets 2 and the residual 0, layer 2 gets 6 and 2, the final norm 14 and 6.
+        assert [rows.tolist() for rows in batch.tapped] == [[[v] * 4] * 2 for v in (0, 8, 20)]
 
 
 def test_only_the_hooks_import_vllm():

@@ -3,9 +3,23 @@
 import importlib.util
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from vllm_api import ROOT, Override, describe, load, number_of, overrides, parsed, wanted
+from vllm_api import (
+    ROOT,
+    RUNNER,
+    SECOND,
+    SECOND_GENERATION,
+    Override,
+    describe,
+    load,
+    number_of,
+    overrides,
+    parsed,
+    second_of,
+    wanted,
+)
 
 from afd.errors import ConfigError
 from attention_worker.vllm_hooks import versions
@@ -25,6 +39,17 @@ RECORDED = load()
 LABELS = tuple(RECORDED)
 CALLED_BY_US = {"graphs.py: StepGraphs.__init__"}
 """Overrides that vLLM does not call."""
+FIRST_ONLY = {
+    "_bookkeeping_sync",
+    "_determine_batch_execution_and_padding",
+    "_sample",
+    "_update_states",
+    "_warmup_and_capture",
+    "initialize_metadata_builders",
+}
+"""Overridden methods that the second-generation runner has under no such name (docs/vllm.md)."""
+SECOND_SPLITS: versions.Version = (0, 30)
+"""The first recorded version whose second-generation runner has micro-batches."""
 
 
 def misfits(override: Override, theirs: inspect.Signature) -> list[str]:
@@ -88,6 +113,27 @@ def test_an_override_that_does_not_fit_is_found() -> None:
     renamed = parsed("(self, logits, metadata)")
     assert len(misfits(fitting, renamed)) == 1
     assert any("super()" in text for text in misfits(fitting, parsed("(self, logits)")))
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_what_the_second_generation_runner_has_of_our_overrides(label: str) -> None:
+    recorded = RECORDED[label]
+    ours = {o.target for o in overrides() if o.target.startswith(RUNNER) and o.target in recorded}
+    lacking = {target.rpartition(".")[2] for target in ours if second_of(target) not in recorded}
+    assert lacking == FIRST_ONLY
+    absent = [name for name in SECOND_GENERATION if name not in recorded]
+    splits = number_of(label) >= SECOND_SPLITS
+    assert absent == [n for n in SECOND_GENERATION if "ubatch" in n and not splits]
+    assert SECOND in recorded
+
+
+def test_settings_that_need_the_second_generation_runner_are_refused() -> None:
+    pytest.importorskip("vllm.config")
+    from attention_worker.vllm_hooks.support import check_runner
+
+    check_runner(SimpleNamespace(use_v2_model_runner=False))
+    with pytest.raises(ConfigError, match=r"remove --watermark-config from attention\.vllm_args"):
+        check_runner(SimpleNamespace(use_v2_model_runner=True))
 
 
 def test_the_installed_vllm_is_as_recorded() -> None:

@@ -27,7 +27,32 @@ RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 MIXINS = {"DisaggregatedRunner": RUNNER}
 """Our classes that become a subclass of vLLM's at run time only."""
 
+SECOND = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
+"""The second-generation runner. The hooks do not use it; docs/vllm.md says what that would take."""
+SECOND_GENERATION = (
+    SECOND,
+    *(
+        f"{SECOND}.{name}"
+        for name in (
+            "add_requests",
+            "capture_model",
+            "initialize_kv_cache",
+            "postprocess_sampled",
+            "prepare_attn",
+            "prepare_inputs",
+            "sample",
+            "ubatch_runner",
+        )
+    ),
+    "vllm.v1.worker.cpu.model_runner:CPUModelRunner",
+    "vllm.v1.worker.gpu.ubatch_utils:UBatchRunner",
+    "vllm.v1.worker.gpu.ubatch_utils:create_ubatch_slices",
+)
+"""What would replace our overrides, beside those of their names that this runner has."""
+
 STATE = (
+    "vllm.config.vllm:VllmConfig.use_v2_model_runner",
+    "vllm.envs:VLLM_USE_V2_MODEL_RUNNER",
     f"{RUNNER}.attn_groups",
     f"{RUNNER}.compilation_config",
     f"{RUNNER}.discard_request_mask",
@@ -99,7 +124,6 @@ STATE = (
             "apply_router_weight_on_input",
             "custom_routing_function",
             "e_score_correction_bias",
-            "layer_name",
             "num_expert_group",
             "renormalize",
             "routed_scaling_factor",
@@ -314,11 +338,18 @@ def number_of(label: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def second_of(target: str) -> str:
+    """Returns the name of an override's target in the second-generation runner."""
+    return target.replace(RUNNER, SECOND)
+
+
 def describe(folder: Path, number: tuple[int, int]) -> dict[str, str | None]:
     """Returns what the vLLM in this folder has of what we use."""
     sources = Sources(folder)
     found = {name: sources.describe(name) for name in wanted(number)}
-    calls = {name: sources.describe(name) for name in sorted({o.target for o in overrides()})}
+    targets = {override.target for override in overrides()}
+    further = targets | set(SECOND_GENERATION) | {second_of(name) for name in targets}
+    calls = {name: sources.describe(name) for name in sorted(further)}
     server = layout_of(number).server_module
     found[f"{server}:"] = "module" if sources.has_module(server) else None
     return found | {name: text for name, text in calls.items() if text is not None}

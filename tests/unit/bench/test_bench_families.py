@@ -1,11 +1,13 @@
 """`afd bench families`: which cases run, and what their results mean. No engine starts."""
 
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from afd.errors import AfdError
+from afd.records import Record
 from afd_bench.families import command
 from afd_bench.families.cases import FAMILIES, FORMATS, Model
 from afd_bench.families.engines import Result
@@ -25,8 +27,9 @@ class Fake(Engines):
         return self.results[side, name]
 
 
-def found(model: Model, results: dict[tuple[str, str], Result]) -> dict[str, command.Finding]:
-    return {f.metric: f for f in command._findings(model, Fake(results), Path())}
+def found(model: Model, results: dict[tuple[str, str], Result]) -> dict[str, Record]:
+    measured = partial(Record, bench="identity", machine="here", command="afd bench", date="today")
+    return {r.metric: r for r in command._compared(model, Fake(results), Path(), measured)}
 
 
 def test_cases_of_both_sides(tmp_path: Path) -> None:

@@ -21,11 +21,12 @@ def cell(side: str, events: int, cpu_s: float = 0.0, failed: int = 0) -> Cell:
 
 
 def test_streams_pass_the_gateway_whole(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--loads", "8x200", "--processes", "2", "--turns", "1", "--seconds", "0.6"]) == 0
+    wanted = ["--loads", "8x200", "--processes", "1", "--turns", "1", "--seconds", "0.6", "--named"]
+    assert main(wanted) == 0
     rows = [
         line.split(" | ") for line in capsys.readouterr().out.splitlines() if "tokens/s" in line
     ]
-    for side in ("direct", "gateway x 2"):
+    for side in ("direct", "gateway x 1", "gateway x 1, named"):
         row = next(row for row in rows if row[1] == side)
         assert float(row[2].replace(",", "")) > 800 and row[-1].rstrip(" |") == "0"
 
@@ -44,6 +45,9 @@ def test_records_compare_with_direct_and_with_the_gateway_before() -> None:
     cpu = found["8 streams, 50 tokens/s, gateway x 1", "cpu_us_per_event"]
     assert (cpu.value, cpu.peer, cpu.peer_value, cpu.ratio) == (20, "before", 50, 2.5)
     assert found["8 streams, 50 tokens/s, gateway x 1", "failed"].ratio == 0
+    both = list(records([*cells, cell("gateway x 1, named", 450)], "m", "c", "2026-01-01"))
+    (named,) = [r for r in both if r.peer == "unnamed"]
+    assert named.case.endswith("x 1, named") and named.ratio == 0.5
     assert ("8 streams, 50 tokens/s, before", "cpu_us_per_event") not in found
 
 

@@ -23,12 +23,13 @@ def test_a_case_is_written_like_40a24f() -> None:
 def test_four_attention_and_two_ffn_processes(tmp_path: Path) -> None:
     """Every answer is checked by its attention process; a wrong one ends the benchmark."""
     out = tmp_path / "scale.json"
-    assert main(["4A2F", "--seconds", "0.5", "--members", "8", "--out", str(out)]) == 0
+    assert main(["4A2F", "--seconds", "0.5", "--announced", "8A2F", "--out", str(out)]) == 0
     written = read_records(out)
-    (step,) = [record for record in written if record.case == "8A1F announced"]
-    assert step.metric == "leader_us_per_step" and 0 < step.value < 5e3
+    steps = {record.metric: record.value for record in written if record.case == "8A2F announced"}
+    assert 0 < steps["leader_us_per_step"] <= steps["leader_p99_us_per_step"]
+    assert steps["leader_us_per_step"] < 5e3
     found = {record.metric: record for record in written if record.case == "4A2F"}
-    assert len(written) == len(found) + 1
+    assert len(written) == len(found) + len(steps)
     assert set(found) == {
         "leader_us_per_step",
         "start_s",
@@ -38,5 +39,5 @@ def test_four_attention_and_two_ffn_processes(tmp_path: Path) -> None:
     }
     assert found["leader_us_per_step"].value > 0
     assert 0 < found["start_s"].value < 60
-    assert "A step that 8 members have announced" in out.with_suffix(".md").read_text("utf-8")
+    assert "| 8A2F |" in out.with_suffix(".md").read_text("utf-8")
     assert "| 4A2F |" in out.with_suffix(".md").read_text(encoding="utf-8")

@@ -9,11 +9,13 @@ from afd.records import read_records
 from afd_bench import versions
 from attention_worker.vllm_hooks.versions import Installed
 
+MODULE = "tests.unit.test_a"
+
 
 def report(**outcomes: str) -> str:
     """Returns a JUnit report with a test per keyword, which is its outcome; "": it passed."""
     cases = "".join(
-        f'<testcase classname="tests.a" name="{name}">{f"<{tag}/>" if tag else ""}</testcase>'
+        f'<testcase classname="{MODULE}" name="{name}">{f"<{tag}/>" if tag else ""}</testcase>'
         for name, tag in outcomes.items()
     )
     return f'<testsuites><testsuite name="pytest">{cases}</testsuite></testsuites>'
@@ -23,12 +25,20 @@ REPORT = report(a="", b="failure", c="skipped", d="error", e="")
 
 
 def test_skipped_tests_do_not_count() -> None:
-    assert versions.counted("p", [REPORT]) == versions.Count("p", 2, 4)
+    assert versions.counted("tests/unit", [REPORT]) == versions.Count("tests/unit", 2, 4)
+
+
+def test_only_tests_of_the_path_count() -> None:
+    file = "tests/unit/test_a.py"
+    assert versions.counted(file, [REPORT]) == versions.Count(file, 2, 4)
+    for other in ("tests/unit/test_", "tests/unit/test_ab.py", "tests/integration"):
+        assert versions.counted(other, [REPORT]) == versions.Count(other, 0, 0)
 
 
 def test_a_test_counts_as_in_the_last_report() -> None:
     again = report(b="", e="failure", f="").replace("</testsuite>", "<testcase/></testsuite>")
-    assert versions.counted("p", [REPORT, again]) == versions.Count("p", 3, 5)
+    found = versions.counted("tests/unit", [REPORT, again])
+    assert (found.passed, found.ran) == (3, 5)
 
 
 def test_reports_of_parts_are_one_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,8 +50,8 @@ def test_reports_of_parts_are_one_record(tmp_path: Path, monkeypatch: pytest.Mon
     assert versions.main(["tests/unit", *given]) == 0
     (record,) = read_records(out)
     assert (record.value, record.peer_value) == (3, 3)
-    with pytest.raises(ConfigError, match="--reports needs one path"):
-        versions.main(given)
+    with pytest.raises(ConfigError, match="no test of tests/identity has run"):
+        versions.main(["tests/identity", *given])
     second.unlink()
     with pytest.raises(ConfigError, match=r"cannot read the report .*2.xml: No such file"):
         versions.main(["tests/unit", *given])

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from afd_bench.message_times import Times, exchanges, rows_of, steps_of, times_of
-from afd_bench.stages import Decode, Observed, points
+from afd_bench.stage_points import Decode, Observed, points
 from afd_planner.cost.measured import FORMAT, parse_measured
 from afd_planner.simulate.step import StepInput, run_step
 
@@ -96,6 +96,26 @@ def test_steps_that_are_not_whole_or_not_asked_for_do_not_count():
     assert times_of(pages, 0, 1) == Times()
     begin = asked[12][0]  # the second step's first post
     assert sum(map(len, times_of(pages, begin, begin + 1).attention.values())) == 11
+
+
+def test_steps_are_told_apart_by_the_instances_in_them():
+    both, _, _ = made_up(3, 2, 2, 2)
+    one, _, _ = made_up(4, 1, 2, 2, steps=3)
+    later = 10**12
+    for ffn in ("ffn-0", "ffn-1"):
+        moved = [(*(at + later for at in e[:4]), *e[4:]) for e in one[ffn]["attention-0"]]
+        both[ffn]["attention-0"] += moved
+        moved = [(*(at + later for at in e[:4]), *e[4:]) for e in one["attention-0"][ffn]]
+        both["attention-0"][ffn] += moved
+
+    def counts(active: int | None) -> list[int]:
+        found = times_of(both, 0, 1 << 60, active=active)
+        return [sum(map(len, some.values())) for some in (found.attention, found.ffn, found.rest)]
+
+    assert counts(1)[0] == 3 * 7 and counts(2)[0] == 2 * 5 * 7
+    assert counts(1)[0] + counts(2)[0] == counts(None)[0]
+    assert set(times_of(both, 0, 1 << 60, active=1).ffn) == set(ROWS[:2])
+    assert set(times_of(both, 0, 1 << 60, active=2).ffn) == {2 * rows for rows in ROWS[:2]}
 
 
 def test_rows_of_a_step_are_those_of_its_micro_batches():

@@ -105,7 +105,7 @@ def test_refusals(make_client: MakeClient) -> None:
     make_client().join(deadline_s=2)
     with pytest.raises(HandshakeRefused, match=r"ffn-1 refused: dtype is float32 here but bfl"):
         make_client("ffn", 1, contract=contract_with(dtype="float32")).join(deadline_s=2)
-    with pytest.raises(HandshakeRefused, match=r"ffn\.instances is 2"):
+    with pytest.raises(HandshakeRefused, match=r"ffn\.max_instances is 2"):
         make_client("ffn", 2).join(deadline_s=2)
     start = time.monotonic()
     with pytest.raises(HandshakeRefused, match="attention-0 is already running as pid"):

@@ -68,7 +68,7 @@ def test_expected_contract_of_the_server_has_priority() -> None:
 
 
 @pytest.mark.parametrize(
-    ("role", "setting"), [("attention", "attention.max_instances"), ("ffn", "ffn.instances")]
+    ("role", "setting"), [("attention", "attention.max_instances"), ("ffn", "ffn.max_instances")]
 )
 def test_index_out_of_range_names_both_numbers(
     deployment: Deployment, role: str, setting: str

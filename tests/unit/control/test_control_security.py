@@ -341,8 +341,9 @@ def test_many_connections_without_keys_cost_little(server: ControlServer) -> Non
             one.setsockopt(zmq.LINGER, 0)
             one.setsockopt(zmq.SNDHWM, 10)
             one.connect(server.address)
-            for _ in range(10):
-                one.send(bytes(1000), zmq.NOBLOCK)
+            with contextlib.suppress(zmq.Again):  # the server may have refused it already
+                for _ in range(10):
+                    one.send(bytes(1000), zmq.NOBLOCK)
         time.sleep(1.0)
         assert member.connected and rss() - before < 40 * MEBI
         started = time.monotonic()

@@ -1,15 +1,24 @@
-"""Attention instances come and go: which are wanted, who may say so, and who remembers."""
+"""Instances come and go: which are wanted, who may say so, and who remembers."""
 
 from __future__ import annotations
 
 import pytest
-from control_support import CONTRACT, KEYS, Deployment, control_client, control_server, eventually
+from control_support import (
+    CONTRACT,
+    KEYS,
+    Deployment,
+    contract_with,
+    control_client,
+    control_server,
+    eventually,
+)
 
 from afd.control import messages as m
 from afd.control import operator
 from afd.control.authority import OPERATOR, denial
 from afd.control.seats import configured, draining
 from afd.errors import ConfigError
+from afd.placement.tables import spread
 
 OP = b"operator"
 
@@ -29,8 +38,9 @@ def ask(deployment: Deployment, member: str, wish: m.Wish, *, once: bool = False
     return next(sent.message for sent in out if sent.peer == OP)
 
 
-def wishes(deployment: Deployment) -> dict[str, str]:
-    return {seat.id: seat.wish for seat in deployment.registry.members.seats}
+def wishes(deployment: Deployment, role: str = "attention") -> dict[str, str]:
+    seats = deployment.registry.members.seats
+    return {seat.id: seat.wish for seat in seats if seat.id.startswith(role)}
 
 
 def test_an_added_instance_gets_the_first_free_seat(deployment: Deployment) -> None:
@@ -104,13 +114,63 @@ def test_a_process_that_leaves_by_a_wish_does_not_change_it(
     assert deployment.registry.members.seat("attention-1") == before
 
 
-def test_an_ffn_instance_can_only_restart(deployment: Deployment) -> None:
+def test_a_fixed_ffn_instance_can_only_restart(deployment: Deployment) -> None:
     ask(deployment, "ffn-0", "restart")
-    assert wishes(deployment)["ffn-0"] == "restart"
+    assert wishes(deployment, "ffn") == {"ffn-0": "restart"}
     deployment.registry.handle(b"f", m.Bye())
-    assert "ffn-0" not in wishes(deployment)
-    answer = ask(deployment, "ffn-0", "remove")
-    assert isinstance(answer, m.Refused) and "can only be restarted" in answer.reason
+    assert wishes(deployment, "ffn") == {"ffn-0": "run"}
+    for wish in ("remove", "drain"):
+        answer = ask(deployment, "ffn-0", wish)
+        assert isinstance(answer, m.Refused) and "ffn-0 stays; set ffn.max_inst" in answer.reason
+
+
+def test_a_single_ffn_rank_has_a_seat_until_it_restarts() -> None:
+    deployment = Deployment(expected=contract_with(ffn_tp=2))
+    for rank in (0, 1):
+        hello = m.Hello("ffn", 0, contract_with(ffn_tp=2), rank=rank)
+        deployment.say(b"%d" % rank, hello)
+    ask(deployment, "ffn-0.1", "restart")
+    assert wishes(deployment, "ffn") == {"ffn-0": "run", "ffn-0.1": "restart"}
+    deployment.registry.handle(b"1", m.Bye())
+    assert wishes(deployment, "ffn") == {"ffn-0": "run"}
+
+
+def test_an_ffn_instance_comes_and_goes_and_never_with_experts() -> None:
+    """Four experts on ffn-0 and four on ffn-1, with room for a third instance."""
+    bounds = (0, 4, 8, 12)
+    table = spread(8, bounds, (0, 1), 0)
+    contract = contract_with(
+        ffn_instances=3, elastic=True, expert_slots=bounds, expert_map=(table,) * 3
+    )
+    deployment = Deployment(expected=contract, ffn=2)
+    for j in (0, 1):
+        deployment.say(b"%d" % j, m.Hello("ffn", j, contract))
+    assert wishes(deployment, "ffn") == {"ffn-0": "run", "ffn-1": "run"}
+    ask(deployment, "ffn", "run")
+    assert wishes(deployment, "ffn")["ffn-2"] == "run"
+    full = ask(deployment, "ffn", "run")
+    assert isinstance(full, m.Refused) and "all 3 FFN instances" in full.reason
+    new = (spread(8, bounds, (0, 2), 0),) * 3
+    early = deployment.say(OP, m.MoveExperts(new))
+    assert isinstance(early, m.Refused) and "ffn-2 is not ready" in early.reason
+    deployment.say(b"2", m.Hello("ffn", 2, contract, state="ready"))
+    for name, part in (("ffn-0", "ffn-0 leads"), ("ffn-1", "ffn-1 holds experts")):
+        answer = ask(deployment, name, "remove")
+        assert isinstance(answer, m.Refused) and part in answer.reason
+    ask(deployment, "ffn-1", "drain")
+    deployment.say(OP, m.MoveExperts(new))
+    for number in range(1, 4):
+        # ffn-1 gives experts away and ffn-2 gets some: the move needs both of them.
+        for peer in (b"0", b"1", b"2"):
+            assert not deployment.registry.members.switching
+            assert isinstance(ask(deployment, "ffn-1", "remove"), m.Refused)
+            deployment.say(peer, m.Heartbeat("ready", 0, number))
+        assert deployment.registry.members.switching
+        deployment.say(b"0", m.Heartbeat("ready", 0, number))  # there is no attention instance
+    assert deployment.registry.members.moves_left == 0
+    ask(deployment, "ffn-1", "remove")
+    deployment.registry.handle(b"1", m.Bye())
+    assert wishes(deployment, "ffn") == {"ffn-0": "run", "ffn-2": "run"}
 
 
 def test_an_instance_started_by_hand_gets_a_seat(deployment: Deployment) -> None:
@@ -125,10 +185,10 @@ def test_an_instance_started_by_hand_gets_a_seat(deployment: Deployment) -> None
         ("attention-1", "drain", "attention-1 does not run"),
         ("attention-1", "restart", "attention-1 is not a member"),
         ("ffn-3", "restart", "ffn-3 is not a member"),
-        ("gateway-0", "drain", "name an attention instance"),
-        ("attention", "drain", "name an attention instance"),
-        ("attention--1", "run", "name an attention instance"),
-        ("", "run", "name an attention instance"),
+        ("gateway-0", "drain", "name an attention or FFN instance"),
+        ("attention", "drain", "name an attention or FFN instance"),
+        ("attention--1", "run", "name an attention or FFN instance"),
+        ("", "run", "name an attention or FFN instance"),
     ],
 )
 def test_refusals(deployment: Deployment, member: str, wish: m.Wish, part: str) -> None:
@@ -182,7 +242,7 @@ def test_over_the_wire_with_the_keys_of_each() -> None:
             members = operator.set_seat(
                 server.address, KEYS.operator, member="attention", wish="run"
             )
-            assert members.seats == configured(2)
+            assert members.seats == configured(2, 0)
             own = KEYS.member("attention-0")
             operator.retire(server.address, own, member="attention-0")
             eventually(lambda: client.members.seat("attention-0").wish == "drain", 5)

@@ -1,5 +1,6 @@
 """Metrics read at a scrape: threads, run queue, RDMA ports, time budget; and the probes."""
 
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -28,14 +29,18 @@ def test_budget_divides_the_target_over_the_micro_batches() -> None:
 
 
 def test_a_busy_thread_counts_as_running() -> None:
-    before = values(*at_scrape.processor())
-    ends = time.monotonic() + 0.3
+    task = Path(f"/proc/self/task/{threading.get_native_id()}")
+
+    def spent() -> dict[tuple[str, ...], float]:
+        return values(*at_scrape.processor(task))
+
+    before, ends = spent(), time.monotonic() + 0.3
     while time.monotonic() < ends:
         pass
-    after = values(*at_scrape.processor())
-    ran = after["afd_cpu_seconds_total", "running"] - before["afd_cpu_seconds_total", "running"]
-    waited = after["afd_cpu_seconds_total", "waiting"] - before["afd_cpu_seconds_total", "waiting"]
+    ran, waited = (after - before[key] for key, after in sorted(spent().items()))
     assert ran + waited > 0.2 and waited >= 0
+    assert values(*at_scrape.processor()).keys() == before.keys(), "the main thread's"
+    assert not values(*at_scrape.processor(task / "absent")), "a kernel without schedstat"
 
 
 def test_threads_of_the_transport_are_told_by_their_names(tmp_path: Path) -> None:

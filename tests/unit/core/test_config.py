@@ -125,6 +125,14 @@ def test_deployment_cannot_be_changed(write):
             "ffn.reduce int4 needs several ranks to add up, but tp is 1",
         ),
         (
+            "model: m\nattention: {speculation: {method: eagle3}}",
+            "method eagle3 needs a draft model; set model to its folder",
+        ),
+        (
+            "model: m\nattention: {speculation: {method: ngram, model: head}}",
+            "method ngram has no draft model of its own; remove model",
+        ),
+        (
             "model: m\nattention: {vllm_args: --seed}",
             'attention.vllm_args in demo.yaml is "--seed"; it must be a list of strings',
         ),

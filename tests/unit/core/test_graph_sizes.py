@@ -59,9 +59,9 @@ def test_the_table_of_a_step(data):
     ]
     present = [data.draw(st.booleans()) for _ in parts]
     for rank in range(tp):
-        table = RowTable(instances, 3, torch.device("cpu"), rank=rank, tp=tp)
+        table = RowTable(instances, 3, 99, torch.device("cpu"), rank=rank, tp=tp)
         for _ in range(2):  # nothing of the last step is left
-            table.fill(parts, present)
+            table.fill(parts, [object() if is_here else None for is_here in present])
         table.load()
         want = np.zeros((instances, 3), np.int32)
         for part, is_here in zip(parts, present, strict=True):

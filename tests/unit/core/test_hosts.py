@@ -67,6 +67,15 @@ def test_every_instance_has_one_host_with_enough_accelerators(counts, x, y, tp):
         )
 
 
+def test_instances_of_the_start_are_spread_before_those_that_may_come():
+    first, second = place(
+        offers(None, None), Pool("attention", 3, 0, started=2), Pool("ffn", 4, 0, started=2)
+    )
+    assert (first.ffn, second.ffn) == ((0, 2), (1, 3))
+    assert (first.attention, second.attention) == ((0, 2), (1,))
+    assert first.started(2, 2).spare_ffn == (2,)
+
+
 @given(hosts=st.integers(1, 6), x=st.integers(1, 24), y=st.integers(1, 12))
 def test_instances_are_spread_over_equal_hosts(hosts, x, y):
     found = place(offers(*[64] * hosts), Pool("attention", x, 1), Pool("ffn", y, 1))

@@ -24,8 +24,9 @@ def test_lines_of_a_pipe(monkeypatch, caplog) -> None:
     caplog.set_level(logging.INFO)
     load(monkeypatch)
     assert caplog.messages == [
-        "experts: 3.000 of 6.000 GB read, 1.00 GB/s",
-        "experts: 6.000 of 6.000 GB read, 1.00 GB/s",
+        "afd: start-up: reading experts",
+        "afd: start-up: reading experts: 3.000 of 6.000 GB, 1.00 GB/s",
+        "afd: start-up: reading experts: 6.000 of 6.000 GB, 1.00 GB/s",
     ]
 
 
@@ -41,4 +42,4 @@ def test_bar_of_a_terminal(monkeypatch, caplog) -> None:
     load(monkeypatch)
     drawn = terminal.getvalue()
     assert "experts" in drawn and "6.0/6.0 GB" in drawn and "/s" in drawn
-    assert not caplog.messages
+    assert caplog.messages == ["afd: start-up: reading experts"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -10,18 +11,19 @@ from hypothesis import strategies as st
 
 from afd.errors import ConfigError
 from afd.placement.tables import (
-    balance,
+    EMPTY,
+    Placement,
     contiguous,
     copies,
-    imbalance,
-    improved,
-    instance_loads,
+    holders,
     load_placement,
     problem,
     save_placement,
     slot_bounds,
+    spread,
 )
 from afd.topology import expert_ranges
+from afd_launch.balance import balance, imbalance, improved, instance_loads, without_empty
 
 
 @st.composite
@@ -113,3 +115,40 @@ def test_wrong_files_are_errors_that_name_the_mistake(tmp_path):
     path.write_text("[]")
     with pytest.raises(ConfigError, match="cannot be read"):
         load_placement(path, 6, placement.bounds, 3)
+
+
+@given(st.data())
+@settings(max_examples=50, deadline=None)
+def test_experts_spread_over_the_instances_that_run(data):
+    experts = data.draw(st.integers(2, 40))
+    instances = data.draw(st.integers(1, min(6, experts)))
+    redundant = data.draw(st.integers(0, experts - -(-experts // instances)))
+    more = data.draw(st.integers(0, 2))
+    bounds = slot_bounds(experts, instances, redundant, instances + more)
+    assert len({b - a for a, b in pairwise(bounds)}) == 1
+    everyone = range(len(bounds) - 1)
+    size = data.draw(st.integers(1, min(experts, len(everyone))))
+    active = sorted(data.draw(st.permutations(everyone))[:size])
+    if -(-experts // size) > bounds[1]:
+        with pytest.raises(ConfigError, match=f"do not fit on {size} FFN instances with"):
+            spread(experts, bounds, active, redundant)
+        return
+    table = spread(experts, bounds, active, redundant)
+    assert problem(table, bounds, experts) is None
+    assert holders([table], bounds) == tuple(active)
+    held = [sum(e != EMPTY for e in table[low:high]) for low, high in pairwise(bounds)]
+    wanted = min(experts // size + redundant, experts, bounds[1])
+    assert min(held[j] for j in active) >= wanted
+
+
+def test_a_placement_with_empty_slots_is_balanced_over_those_in_use():
+    bounds = slot_bounds(8, 2, 1, 3)
+    placement = Placement(bounds, (spread(8, bounds, (0, 2), 1),) * 2)
+    packed, unpack = without_empty(placement)
+    assert packed.bounds == (0, 5, 10) and unpack(packed.tables) == placement
+    load = [9.0, 9.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+    moved = unpack([balance(load, packed.bounds)] * 2)
+    assert holders(moved.tables, bounds) == (0, 2)
+    assert problem(moved.tables[0], bounds, 8) is None
+    before, after = (imbalance(p.tables[0], bounds, load) for p in (placement, moved))
+    assert after < before == imbalance(packed.tables[0], packed.bounds, load)

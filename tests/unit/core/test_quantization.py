@@ -10,8 +10,6 @@ from afd.models.quantization import quantization_of
 from afd.models.weight_format import (
     SUFFIXES,
     Layout,
-    WeightFormat,
-    bytes_of,
     tensor_name,
     weight_names,
 )
@@ -212,4 +210,3 @@ def test_parts_have_the_published_shapes():
     assert awq.parts(2048, 7168)["qzeros"].shapes == ((56, 256),)
     gptq = quantization_of({"quantization_config": PUBLISHED["gptq"]}).of(EXPERT)
     assert gptq.parts(2048, 7168)["qweight"].shapes == ((896, 2048),)
-    assert bytes_of(WeightFormat().parts(4, 8)) == 4 * 8 * 4

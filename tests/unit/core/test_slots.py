@@ -14,6 +14,7 @@ from afd.wire.slot_torch import sum_of_parts, take_bucket, take_rows
 from afd.wire.slot_view_torch import RoutedRows, SlotView
 from afd_bench.gpu import main
 from afd_bench.step3 import fused_kernels as fused
+from attention_worker.kernels import fused_attention as served
 
 FP8 = torch.float8_e4m3fn
 
@@ -124,10 +125,10 @@ def test_references_equal_the_operations_they_fuse():
     qkv = torch.randn(rows, low + 2 * heads * width).bfloat16()
     product = fused.Product(qkv / 4, torch.full((rows, 1), 2.0), torch.full((qkv.shape[1],), 2.0))
     angle = torch.rand(9, width // 2) * 6
-    rope = fused.Rope(torch.cat([angle.cos(), angle.sin()], -1), torch.tensor([3, 0, 8, 1, 1]))
+    rope = served.Rope(torch.cat([angle.cos(), angle.sin()], -1), torch.tensor([3, 0, 8, 1, 1]))
     slots = torch.tensor([5, 0, -1, 7, 2])
     one = torch.ones(1)
-    cache = fused.PagedCache(
+    cache = served.PagedCache(
         *(torch.zeros(2, page, heads, width) for _ in range(2)), (one, one), slots
     )
     fused.plain_norm_store(product, weight, 1e-5, rope, cache, FP8)

@@ -10,11 +10,12 @@ import msgspec
 import pytest
 import torch
 from control_support import contract_with
-from remote_support import Deployed, in_background, reference_model, run_step
+from remote_support import Traffic, in_background, run_step
 
 from afd.control.messages import Member, Members
 from afd.control.moves import Moves, followed, in_use, objection, settled, to_hold
-from afd.placement.tables import balance, contiguous
+from afd.placement.tables import contiguous
+from afd_launch.balance import balance
 
 LAYERS = (1, 2, 3)
 BOUNDS = (0, 5, 10)
@@ -81,54 +82,6 @@ def test_invalid_moves_are_refused_with_a_reason():
     assert "layer 3" in objection((*tables[:2], tables[2][1:]), CONTRACT, Members())
     busy = Moves().plan(tables, CONTRACT, Members())
     assert "layer 1 is being moved" in objection(tables, CONTRACT, busy)
-
-
-@pytest.fixture
-def deploy(tiny_models):
-    running = []
-
-    def make(family, x, y, **sections):
-        running.append(Deployed(tiny_models(family), x, y, **sections))
-        return running[-1], reference_model(tiny_models(family))
-
-    yield make
-    for deployed in running:
-        deployed.close()
-
-
-class Traffic:
-    """Runs steps on every attention instance inside the block; the reference checks each step."""
-
-    def __init__(self, deployed, expected):
-        self.errors: list[BaseException] = []
-        self.steps = [0] * len(deployed.clients)
-        self._ended = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._run, args=(deployed, expected, i))
-            for i in range(len(deployed.clients))
-        ]
-
-    def _run(self, deployed, expected, i):
-        try:
-            while not self._ended.is_set():
-                seed = (i, self.steps[i])
-                run_step(deployed.clients[i], deployed.resolved, expected, [3, 2], seed)
-                self.steps[i] += 1
-        except BaseException as error:
-            self.errors.append(error)
-        deployed.clients[i].leave()
-
-    def __enter__(self):
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self._ended.set()
-        for thread in self._threads:
-            thread.join(20)
-        assert not self.errors, self.errors
-        assert min(self.steps) > 0
 
 
 def tables_for(deployed, seed):

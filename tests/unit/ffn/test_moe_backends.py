@@ -1,6 +1,7 @@
 """Every MoE backend against the reference, with all experts and in expert-parallel shards."""
 
 import itertools
+import subprocess
 import sys
 
 import pytest
@@ -190,16 +191,33 @@ def test_choose_backend():
 
 def test_kernel_choice_follows_vllm(monkeypatch):
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr("ffn_worker.moe.vllm_cpu.has_amx", lambda: False)
     assert kernel_isa(torch.float32, 128, 96) == "vec"
     assert kernel_isa(torch.float32, 100, 96) is None
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr("ffn_worker.moe.vllm_cpu.has_amx", lambda: True)
     assert kernel_isa(torch.bfloat16, 128, 96) == "amx"
     assert kernel_isa(torch.float32, 128, 96) is None
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr("ffn_worker.moe.vllm_cpu.has_amx", lambda: False)
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     assert kernel_isa(torch.bfloat16, 128, 96) == "neon"
     assert kernel_isa(torch.float32, 128, 96) is None
+
+
+def test_a_process_that_did_nothing_before_may_use_the_kernel():
+    """An FFN instance is one. Linux ends a process that uses AMX tiles and did not ask for them."""
+    usable("vllm_cpu", torch.bfloat16)
+    code = """
+import torch
+from ffn_worker.moe.quantise import Weight
+from ffn_worker.moe.vllm_cpu import VllmCpuBackend
+backend = VllmCpuBackend((0, 2), 2)
+w13, w2 = torch.ones(2, 64, 64, dtype=torch.bfloat16), torch.ones(2, 64, 32, dtype=torch.bfloat16)
+backend.prepare(0, Weight.of(w13), Weight.of(w2))
+x = torch.ones(40, 64, dtype=torch.bfloat16)
+backend.forward(0, x, torch.zeros(40, 1, dtype=torch.int32), torch.ones(40, 1))
+"""
+    done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_vllm_python_code_is_not_imported():

@@ -258,6 +258,25 @@ def test_only_so_many_requests_wait_and_only_so_long() -> None:
     run(work())
 
 
+def test_a_request_that_the_instance_had_waits_as_long_as_a_begun_answer() -> None:
+    async def work() -> None:
+        first = TokenInstance(die_after=0, ill_after=True)
+        async with rig(first, settings=replace(QUICK, waiting_s=0.1)) as gw:
+            lost = asyncio.ensure_future(ask(gw, ASK))
+            await first.arrived.wait()
+            await gw.until("attention-0", Condition.UNHEALTHY)
+            await first.stop()
+            gw.members.clear()
+            await asyncio.sleep(0.3)
+            second = TokenInstance("attention-0")
+            await second.start()
+            gw.members.append(second.upstream(generation=2))
+            same(await lost, await undisturbed(ASK))
+            await second.stop()
+
+    run(work())
+
+
 def test_a_client_that_leaves_stops_waiting() -> None:
     async def work() -> None:
         first = TokenInstance(die_after=4, ill_after=True)

@@ -1,6 +1,7 @@
 """No bytes on its port may end the gateway: fuzzes HTTP requests, with a seed.
 
-AFD_FUZZ_INPUTS sets the number of inputs, AFD_FUZZ_SEED the seed.
+AFD_FUZZ_INPUTS sets the number of inputs, AFD_FUZZ_SEED the seed. A million took 77 minutes
+on a busy machine, mostly of waiting.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ import asyncio
 import contextlib
 import os
 import random
+import time
 
 import pytest
 from gateway_fakes import FakeInstance, rig, run
 
 INPUTS = int(os.environ.get("AFD_FUZZ_INPUTS", "2000"))
 SEED = int(os.environ.get("AFD_FUZZ_SEED", "1"))
+LIMIT_S = 240 + INPUTS / 100
 
 BODY = b'{"model": "m", "prompt": "x", "stream": false}'
 SEEDS = (
@@ -54,6 +57,7 @@ def mutated(draw: random.Random) -> bytes:
     return bytes(data)
 
 
+@pytest.mark.timeout(LIMIT_S + 60)
 def test_no_bytes_end_the_gateway(caplog: pytest.LogCaptureFixture) -> None:
     draw = random.Random(SEED)
 
@@ -80,7 +84,10 @@ def test_no_bytes_end_the_gateway(caplog: pytest.LogCaptureFixture) -> None:
             async with gw.client.get(f"{gw.url}/metrics") as answer:
                 assert 'code="500"' not in await answer.text()
 
-    run(work(), 600.0)
+    began = time.monotonic()
+    run(work(), LIMIT_S)
+    took_s = time.monotonic() - began
     assert [r for r in caplog.records if r.exc_info] == []
     refused = [r for r in caplog.records if "malformed request" in r.getMessage()]
-    assert 1 <= len(refused) < 100  # logged, at a limited rate
+    print(f"{INPUTS} inputs, seed {SEED}: {took_s:.0f} s, {caplog.messages[-1]}")
+    assert 1 <= len(refused) < 20 + took_s  # logged, at a limited rate

@@ -221,6 +221,29 @@ def test_accepts_without_a_descriptor_are_counted_and_retried(
     assert 1 <= len([r for r in caplog.records if "cannot accept" in r.getMessage()]) <= 3
 
 
+def test_a_burst_of_connections_is_accepted_in_parts() -> None:
+    """Streams that run get their turn in between."""
+
+    async def work() -> None:
+        listener = bind_listener("127.0.0.1", 0)
+        number = listener.getsockname()[1]
+        clients = [socket.create_connection(("127.0.0.1", number)) for _ in range(40)]
+        acceptor = Acceptor(
+            listener, lambda end: asyncio.Protocol(), limit=99, retry_after_s=5, refused=print
+        )
+        acceptor.start()
+        seen = set()
+        while acceptor.open < 40:
+            await asyncio.sleep(0)
+            seen.add(acceptor.open)
+        acceptor.close()
+        assert seen & set(range(1, 17)) and seen & set(range(17, 40))
+        for client in clients:
+            client.close()
+
+    run(work())
+
+
 SERVES = """
 import asyncio, resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))

@@ -17,12 +17,14 @@ import aiohttp
 import pytest
 from gateway_fakes import QUICK, FakeInstance, run
 from prometheus_client.parser import text_string_to_metric_families
+from token_fakes import TokenInstance, events_of
 
 from afd.errors import ConfigError
 from afd_gateway.api_keys import ApiKeys, add_api_key
 from afd_gateway.counts import Counts, make_shared
 from afd_gateway.errors import GatewayError
 from afd_gateway.inherited import held_port, inherited
+from afd_gateway.kept_answers import make_answers
 from afd_gateway.listener import bind_listener, bind_port, listening
 from afd_gateway.server import GatewayServer, start_gateway
 from afd_gateway.upstreams import Upstream
@@ -188,7 +190,10 @@ from afd_gateway.server import start_gateway
 from afd_gateway.settings import GatewaySettings
 from afd_gateway.upstreams import Upstream
 async def work():
-    settings = GatewaySettings(ffn_instances=0, probe_interval_s=0.05, instance=sys.argv[3])
+    settings = GatewaySettings(
+        ffn_instances=0, probe_interval_s=0.05, instance=sys.argv[3], processes=2,
+        process=int(sys.argv[3][-1]), answers=int(sys.argv[4]),
+    )
     upstream = Upstream("attention-0", sys.argv[2], "", 1)
     listener = listening(socket.socket(fileno=int(sys.argv[1])))
     server = await start_gateway(settings, lambda: (upstream,), listener, accept=False)
@@ -206,6 +211,7 @@ class Processes:
 
     def __init__(self, instance: FakeInstance) -> None:
         self._instance = instance
+        self._answers = make_answers(2)
         self._listener = bind_port("127.0.0.1", 0)
         self._all: list[subprocess.Popen[bytes]] = []
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
@@ -217,13 +223,22 @@ class Processes:
         for process in self._all:
             self.kill(process)
         self._listener.close()
+        os.close(self._answers)
 
     async def start(self, name: str) -> subprocess.Popen[bytes]:
         port = self._listener.fileno()
         process = subprocess.Popen(
-            [sys.executable, "-c", SERVES, str(port), self._instance.upstream().api_url, name],
+            [
+                sys.executable,
+                "-c",
+                SERVES,
+                str(port),
+                self._instance.upstream().api_url,
+                name,
+                str(self._answers),
+            ],
             stdout=subprocess.PIPE,
-            pass_fds=(port,),
+            pass_fds=(port, self._answers),
         )
         self._all.append(process)
         assert process.stdout is not None
@@ -275,6 +290,62 @@ def test_a_killed_process_loses_only_its_own_connections() -> None:
                 assert not late.done()
                 await processes.start("gateway-0")
                 assert (await late or b"").endswith(b"data: [DONE]\n\n")
+        await instance.stop()
+
+    run(work(), 30.0)
+
+
+async def read_some(answer: aiohttp.ClientResponse, events: int) -> bytes:
+    read = b""
+    while read.count(b"\n\n") < events:
+        read += await answer.content.readany()
+    return read
+
+
+def test_a_client_whose_process_was_killed_gets_the_rest_of_its_stream() -> None:
+    """At the other process of the port, and then at the one that was started again."""
+    fields = {"prompt": "x", "stream": True, "max_tokens": 30}
+
+    async def work() -> None:
+        instance = TokenInstance(die_after=7, how="hang")
+        await instance.start()
+        alone = aiohttp.TCPConnector(limit=0, force_close=True)
+        with Processes(instance) as processes:
+            async with aiohttp.ClientSession(connector=alone) as client:
+
+                async def ask(number: int, last: int) -> aiohttp.ClientResponse:
+                    headers = {"X-Request-Id": f"r-{number}", "Last-Event-ID": str(last)}
+                    return await client.post(
+                        f"{processes.url}/v1/completions", json=fields, headers=headers
+                    )
+
+                first = await processes.start("gateway-0")
+                begun = [await ask(number, 0) for number in range(20)]
+                had = [await read_some(answer, 7) for answer in begun]
+                second = await processes.start("gateway-1")
+                processes.kill(first)
+                for answer in begun:
+                    with pytest.raises(aiohttp.ClientError):
+                        await answer.read()
+
+                instance.die_after = 7  # of what is new; the tokens so far are repeated
+                begun = [await ask(number, 7) for number in range(20)]
+                for number, answer in enumerate(begun):
+                    had[number] += await read_some(answer, 7)
+                await processes.start("gateway-0")
+                processes.kill(second)
+
+                instance.die_after = 10**9
+                for number in range(20):
+                    answer = await ask(number, 14)
+                    whole = (had[number] + await answer.read()).split(b"\n\n")[:-1]
+                    lines = [event.split(b"\n") for event in whole]
+                    assert [line[0] for line in lines] == [b"id: %d" % i for i in range(1, 32)]
+                    plain = b"".join(line[1] + b"\n\n" for line in lines)
+                    bodies = list(events_of(plain))
+                    said = [choice["text"] for body in bodies for choice in body["choices"]]
+                    assert said == [instance._text_of(7 * i) for i in range(30)]
+                    assert len({(body["id"], body["created"]) for body in bodies}) == 1
         await instance.stop()
 
     run(work(), 30.0)

@@ -34,6 +34,7 @@ from afd_launch.roles_of_host import (
     with_keys,
 )
 from afd_launch.serve import check_machine
+from afd_launch.standby import ATTENTION, FFN
 
 REPO = Path(__file__).parents[3]
 
@@ -207,13 +208,25 @@ def test_stages_start_control_first_and_pass_role_files(tmp_path):
     assert commands["ffn-1"].argv[-2:] == ("--role-file", str(tmp_path / "ffn-1.json"))
 
 
+@pytest.mark.parametrize(
+    ("setting", "waits"), [(True, (FFN, ATTENTION)), ("ffn", (FFN, ())), (False, ((), ()))]
+)
+def test_which_roles_a_process_waits_for(tmp_path, setting, waits):
+    plan = deployment(restart={"standby": setting})
+    specs = role_specs(plan, Ports(8000, (8100,), "tcp://127.0.0.1:5"), [0, 1])
+    commands = {c.name: c for stage in stages(specs, tmp_path) for c in stage.commands}
+    assert (commands["ffn-0"].standby, commands["attention-0"].standby) == waits
+    assert commands["gateway-0"].standby == commands["control-0"].standby == ()
+    assert [name for name in commands if commands[name].forked] == ["attention-0"] * bool(waits[1])
+
+
 def test_gateway_processes_inherit_one_port(tmp_path):
     plan = deployment(gateway={"processes": 2})
     specs = role_specs(plan, Ports(8000, (8100,), "tcp://127.0.0.1:5"), [0, 1])
-    port = Inherited(listener=11, counts=12)
+    port = Inherited(listener=11, counts=12, answers=13)
     commands = {c.name: c for stage in stages(specs, tmp_path, port) for c in stage.commands}
     for name in ("gateway-0", "gateway-1"):
-        assert commands[name].descriptors == (11, 12)
+        assert commands[name].descriptors == (11, 12, 13)
         assert inherited(commands[name].env) == port
         assert load_role(tmp_path / f"{name}.json").api_port == 8000
     assert commands["attention-0"].descriptors == ()
@@ -224,7 +237,7 @@ def test_a_role_inherits_the_descriptors_of_its_command():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         code = f"import socket; print(socket.socket(fileno={listener.fileno()}).getsockname()[1])"
         command = Command("x", (sys.executable, "-c", code), descriptors=(listener.fileno(),))
-        process = RoleProcess(command)
+        process = RoleProcess.start(command)
         while process.exit_code() is None:
             time.sleep(0.01)
         assert int(os.read(process.output, 99)) == listener.getsockname()[1]
@@ -358,6 +371,7 @@ def test_check_with_a_host_looks_at_this_machine(capsys):
         (["remove", "attention-1", "--wait", "9"], "remove", "attention-1"),
         (["restart", "ffn-0"], "restart", "ffn-0"),
         (["restart", "--rolling"], "restart", None),
+        (["add", "ffn"], "add", "ffn"),
         (["drain", "attention-1"], "drain", "attention-1"),
         (["drain"], "drain", None),
     ],
@@ -371,7 +385,7 @@ def test_actions_on_instances(monkeypatch, words, action, member):
     assert known["wait_s"] == (9.0 if "9" in words else 0.0 if action == "drain" else 300.0)
 
 
-@pytest.mark.parametrize("words", [["add", "ffn"], ["restart"], ["restart", "ffn-0", "--rolling"]])
+@pytest.mark.parametrize("words", [["add"], ["restart"], ["restart", "ffn-0", "--rolling"]])
 def test_actions_that_do_not_exist(capsys, words):
     with pytest.raises(SystemExit):
         cli.main(["ctl", "--control", "tcp://h:1", *words])

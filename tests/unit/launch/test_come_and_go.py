@@ -5,14 +5,22 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
-from control_support import CONTRACT, KEYS, control_client, control_server, eventually
+from control_support import (
+    CONTRACT,
+    KEYS,
+    contract_with,
+    control_client,
+    control_server,
+    eventually,
+)
 
 from afd.control import operator
 from afd.control.client import ControlClient
-from afd.control.messages import Members
+from afd.control.messages import Members, Seat
 from afd.errors import ConfigError, DeadlineExceeded
+from afd.placement.tables import spread
 from afd_launch import come_and_go
-from afd_launch.come_and_go import Operator
+from afd_launch.come_and_go import Operator, tables_without
 
 
 class Fleet:
@@ -50,15 +58,16 @@ class Fleet:
                 seat = members.seat(name)
                 wish = seat.wish if seat else "run"
                 if wish == "remove" or (wish == "restart" and seat.generation == client.generation):
+                    del self.running[name]  # before the operator sees that it has left
                     client.leave()
                     client.close()
-                    del self.running[name]
                     if wish == "restart":
                         role, _, index = name.partition("-")
                         self.start(role, int(index))
             for seat in members.seats:
                 if seat.wish == "run" and seat.id not in self.running:
-                    self.start("attention", int(seat.id.partition("-")[2]))
+                    role, _, index = seat.id.partition("-")
+                    self.start(role, int(index))
 
 
 @pytest.fixture
@@ -145,3 +154,18 @@ def test_ready_means_that_its_api_server_answers(fleet: Fleet) -> None:
         eventually(is_ready, 5)
         server.shutdown()
     assert not is_ready()
+
+
+def test_ffn_instances_that_drain_get_no_experts() -> None:
+    bounds = (0, 5, 10, 15)
+    contract = contract_with(
+        ffn_instances=3,
+        elastic=True,
+        expert_slots=bounds,
+        expert_map=(spread(8, bounds, (0, 1), 1),) * 3,
+    )
+    seats = (Seat("ffn-0"), Seat("ffn-1", "drain"), Seat("ffn-2", "restart", 7), Seat("ffn-2.1"))
+    tables = tables_without("", Members(seats=seats), contract)
+    assert tables == (spread(8, bounds, (0, 2), 1),) * 3
+    with pytest.raises(ConfigError, match="8 experts per layer do not fit on 1 FFN instances"):
+        tables_without("ffn-2", Members(seats=seats), contract)

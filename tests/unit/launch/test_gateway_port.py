@@ -58,7 +58,7 @@ class Gateways:
             self.end(name, signal.SIGKILL)
 
     def start(self, *names: str) -> None:
-        self.running |= {name: RoleProcess(self._commands[name]) for name in names}
+        self.running |= {name: RoleProcess.start(self._commands[name]) for name in names}
 
     def await_ready(self, *names: str) -> None:
         for name in names:

@@ -54,8 +54,8 @@ def test_operators_wishes_reach_the_instance_that_they_name() -> None:
         members = (Member(instance.role, instance.index, generation=generation),)
         return wish_for(Members(members=members, seats=seats), instance)
 
-    assert wish(ffn) == "run"
-    assert wish(attention) == "away", "removed, or not added yet"
+    assert wish(ffn, Seat("ffn-0")) == "run"
+    assert wish(ffn) == wish(attention) == "away", "removed, or not added yet"
     assert wish(attention, Seat("attention-1")) == "run"
     assert wish(attention, Seat("attention-1", "drain")) == "run"
     assert wish(attention, Seat("attention-1", "remove")) == "leave"

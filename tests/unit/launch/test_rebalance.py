@@ -16,7 +16,8 @@ from afd.control.messages import Timing
 from afd.errors import AfdError, ConfigError
 from afd.metrics.role import RoleMetrics
 from afd.metrics.server import serve_metrics
-from afd.placement.tables import contiguous, imbalance, load_placement, problem, slot_bounds
+from afd.placement.tables import contiguous, load_placement, problem, slot_bounds
+from afd_launch.balance import imbalance
 from afd_launch.cli import main
 from afd_launch.rebalance import Rebalance, place, propose, rebalance, routing_load
 from afd_planner.facts.files import NATURAL_LOADS

@@ -103,6 +103,29 @@ def test_a_sender_whose_messages_are_late_everywhere_is_named() -> None:
     assert "at every peer" in str(found)
 
 
+def test_one_late_link_blames_its_receiver() -> None:
+    """The sender's other messages are late too, but by far less."""
+    members = healthy(random.Random(3), 2, 2)
+    late = {"attention-0": 0.02, "attention-1": 0.001}
+    slow = [
+        replace(w, wire={**w.wire, "ffn-1": Mean(500, 500 * late[w.member])})
+        if w.member in late
+        else w
+        for w in members
+    ]
+    found = find(slow)
+    assert found is not None and (found.member, found.cause) == ("attention-0", "wire")
+
+
+def test_a_wait_for_a_core_outside_the_stage_is_found() -> None:
+    """The thread of an attention instance also runs vLLM's scheduler, which no stage contains."""
+    members = healthy(random.Random(4), 2, 2)
+    slow = [replace(members[0], waited=0.8, queued=0.015), *members[1:]]
+    found = find(slow)
+    assert found is not None and (found.member, found.cause) == ("attention-0", "processor")
+    assert "80% of its time" in str(found)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_healthy_members_do_not_stand_out(seed: int) -> None:
     members = healthy(random.Random(seed), 3, 3)
@@ -132,8 +155,8 @@ afd_stage_seconds_count{{stage="ffn"}} {count}
 afd_stage_seconds_sum{{stage="a2f"}} 9.0
 afd_wire_seconds_sum{{path="inbound",peer="attention-0"}} 1.5
 afd_wire_seconds_count{{path="inbound",peer="attention-0"}} 3
-afd_cpu_seconds_total{{state="running"}} {ran}
-afd_cpu_seconds_total{{state="waiting"}} 1.0
+afd_step_thread_seconds_total{{state="running"}} {ran}
+afd_step_thread_seconds_total{{state="waiting"}} 1.0
 afd_expert_rows_total{{layer="1",expert="0"}} {rows}
 afd_expert_rows_total{{layer="1",expert="1"}} 10
 afd_bubble_seconds_total{{side="ffn"}} 1.0

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from afd.config.sections import Restart
 from afd.errors import ConfigError
 from afd.host.ports import accepts, check_free, held_ports
 from afd_launch.cpus import CpuPlan, cpu_plan, plan_for
-from afd_launch.process import Command, describe_exit, group_members
+from afd_launch.process import Command, RoleProcess, describe_exit, group_members
 from afd_launch.restarts import backoff_s
 from afd_launch.role_log import RoleLog
 from afd_launch.roles_of_host import Ports, role_specs
@@ -60,10 +61,14 @@ def lines(here: Path, name: str, what: str) -> list[str]:
 
 
 def awaited(here: Path):
-    """Returns a readiness check: ready once every start of the role has written its ready line."""
+    """Returns a readiness check: ready once every start of the role has written its ready line.
+
+    A start that has not written its pid yet is not ready, whatever the starts before it wrote.
+    """
 
     def wait(name: str, group: int) -> str | None:
-        ready = len(lines(here, name, "ready")) >= max(1, len(lines(here, name, "pid")))
+        pids = lines(here, name, "pid")
+        ready = str(group) in pids and len(lines(here, name, "ready")) >= len(pids)
         return None if ready else "to say that it is ready"
 
     return wait
@@ -237,6 +242,26 @@ def test_a_stateless_role_that_stalls_is_ended_once_and_restarted(tmp_path, monk
     assert "ffn-0 was killed by SIGKILL; starting it again" in run.text
     assert len(lines(tmp_path, "ffn-0", "pid")) == 2
     assert len(lines(tmp_path, "attention-0", "pid")) == 1  # holds request state
+
+
+def test_a_role_that_is_not_ready_after_its_restart_is_ended_once(tmp_path, monkeypatch):
+    """Its death takes a moment, as that of a process with much memory does."""
+    kill = RoleProcess.signal
+    monkeypatch.setattr(
+        RoleProcess, "signal", lambda *told: threading.Timer(0.5, kill, told).start()
+    )
+    here = role(tmp_path, "ffn-0", "while starts() == 2: time.sleep(0.05)\n" + READY + WAIT)
+
+    def after() -> None:
+        os.kill(int(lines(tmp_path, "ffn-0", "pid")[0]), signal.SIGKILL)
+        subprocess.Popen(
+            [sys.executable, "-S", "-c", _TERM_WHEN, str(tmp_path / "ffn-0.ready"), "2"]
+        )
+
+    run = Run(tmp_path, Stage((here,), 1), start_s=2.0, after=after)
+    assert run.status == 0
+    assert run.text.count("after its restart; ending it") == 1
+    assert len(lines(tmp_path, "ffn-0", "pid")) == 3
 
 
 @pytest.mark.parametrize("deaf", [False, True])

@@ -180,13 +180,16 @@ def test_a_full_disk_loses_lines_and_nothing_else(tmp_path):
     once = (
         READY
         + "print('line')\n" * 3
-        + "if starts() == 1:\n    time.sleep(0.5)\n    os.abort()\n"
+        + "if starts() == 1:\n"
+        + "    while not os.path.exists(os.path.join(here, 'serves')): time.sleep(0.02)\n"
+        + "    os.abort()\n"
         + WAIT
     )
     first, second = (role(tmp_path, name, once) for name in ("ffn-0", "attention-0"))
 
     def after():
         subprocess.Popen([sys.executable, "-S", "-c", _TERM, str(tmp_path)])
+        (tmp_path / "serves").touch()
 
     run = Run(tmp_path, Stage((first,), 1), Stage((second,), 1), after=after, log_dir=logs)
     assert run.status == 0

@@ -134,3 +134,19 @@ def test_an_instance_that_does_not_leave_is_killed(tmp_path):
     )
     assert failures == [] and run.status == 0
     assert "attention-0 has not left within 0.5 s; killing it" in run.text
+
+
+def test_an_added_ffn_instance_that_cannot_start_does_not_end_the_others(tmp_path):
+    bad = replace(role(tmp_path, "ffn-1", "sys.exit(3)\n"), stateless=True, spare=True)
+    orders = FakeOrders(attention_0="run", ffn_1="away")
+
+    def steps():
+        orders.wishes["ffn-1"] = "run"
+        soon(lambda: orders.given_up == ["ffn-1"], "it is given up")
+
+    after, failures = script(steps)
+    good = instances(tmp_path, "attention-0").commands[0]
+    stage = Stage((good, bad), 1)
+    run = Run(tmp_path, stage, after=after, orders=orders, restarts=0)
+    assert failures == [] and run.status == 0
+    assert "it is not started again until it is added again" in run.text

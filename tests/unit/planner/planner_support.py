@@ -16,6 +16,10 @@ def request(model="step-3", accelerator="h800", ffn=None, context=4096, **change
     return Request(load_model(model), (first,), (second,), fixed(context), **changes)
 
 
+INSTANT = replace(calibrated((load_accelerator("h200"),)), handover_s=0, turn_s=0)
+"""H200 without the two costs of handing over under AFD. Then some plans win for certain."""
+
+
 def scaled(asked: Request, field: str, factor: float) -> Request:
     """Returns the request with ``field`` of every accelerator multiplied by ``factor``."""
 

@@ -16,14 +16,13 @@ from afd_planner.cost.budget import (
 )
 from afd_planner.cost.disaggregated import (
     afd_stages,
-    attention_parts,
     collective_s,
-    ffn_part,
     rest_seconds,
     tokens_per_gpu_second,
     usd_per_million_tokens,
     wire_seconds,
 )
+from afd_planner.cost.roofline import attention_parts, ffn_part
 from afd_planner.cost.shape import (
     EVEN_ROUTING,
     IDEAL,
@@ -45,6 +44,7 @@ from afd_planner.facts.ffn import MoeFfn
 from afd_planner.facts.hardware import load_accelerator
 from afd_planner.facts.model_hf import load_model
 from afd_planner.facts.precision import PRECISIONS, Precision, wire_bytes
+from afd_planner.simulate.closed_form import step_seconds as closed_form
 
 NAMES = ("step-3", "deepseek-v3", "qwen3-235b-a22b", "llama4-maverick", "minimax-m1")
 MODELS = {name: load_model(name) for name in (*NAMES, "qwen3-32b")}
@@ -198,7 +198,24 @@ def test_depth_three_condition_of_the_design(a, f, c):
 def test_step_adds_layers_and_rest():
     local = replace(layer(1e-3, 1e-3), layers=(2,), ffn=None)
     stages = AfdStages((layer(1e-3, 2e-3), local), 5e-3)
-    assert step_seconds(stages, 2) == pytest.approx(2 * 4e-3 + 2e-3 + 5e-3)
+    # two layers of the slower stage, one local layer, the rest, and the fill: attention of the
+    # first micro-batch
+    assert step_seconds(stages, 2) == pytest.approx(2 * 4e-3 + 2e-3 + 5e-3 + 1e-3)
+
+
+@given(
+    st.integers(1, 40),
+    st.integers(1, 3),
+    *(st.floats(1e-5, 1e-3) for _ in range(4)),
+    st.floats(0, 1e-4),
+)
+def test_a_step_of_equal_layers_takes_what_the_simulator_says(layers, depth, a, f, out, back, turn):
+    """A turn costs at most its time at every position."""
+    one = replace(layer(a, f, out, back), layers=tuple(range(layers)))
+    wanted = closed_form(layers, depth, a, out, f, back)
+    assert step_seconds(AfdStages((one,), 0.0), depth) == pytest.approx(wanted)
+    slower = step_seconds(AfdStages((replace(one, turn_s=turn),), 0.0), depth)
+    assert wanted * (1 - 1e-9) <= slower <= wanted + layers * depth * turn + 1e-12
 
 
 def test_bound_names_the_largest_share():

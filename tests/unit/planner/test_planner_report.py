@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from planner_support import request
+from planner_support import INSTANT, request
 
 from afd_planner.cost.stages import layer_period
 from afd_planner.facts.precision import PRECISIONS
@@ -23,8 +23,8 @@ from afd_planner.sizing.plan import Change, ChangeKind, Reason, ReasonKind
 
 @pytest.fixture(scope="module")
 def wins():
-    precision = PRECISIONS["all-fp8"]
-    return make_plan(request("qwen3-235b-a22b", "h200", tpot_s=0.02, gpus=256, precision=precision))
+    asked = request("qwen3-235b-a22b", "h200", tpot_s=0.02, gpus=256, efficiency=INSTANT)
+    return make_plan(replace(asked, precision=PRECISIONS["all-fp8"]))
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from planner_support import request, scaled
+from planner_support import INSTANT, request, scaled
 
 from afd_planner.cost.measured import load_measured
 from afd_planner.cost.shape import Efficiency
@@ -31,7 +31,8 @@ def kinds(plan):
 
 
 def test_a_winning_plan_has_no_reasons_against_it():
-    plan = make_plan(request("qwen3-235b-a22b", "h200", tpot_s=0.02, gpus=256, precision=ALL_FP8))
+    asked = request("qwen3-235b-a22b", "h200", tpot_s=0.02, gpus=256, precision=ALL_FP8)
+    plan = make_plan(replace(asked, efficiency=INSTANT))
     assert plan.verdict.disaggregate and plan.verdict.ratio >= plan.verdict.error.high
     assert plan.verdict.reasons == () and plan.chosen is plan.afd
 
@@ -52,6 +53,7 @@ def test_a_dense_model_is_never_split():
 
 def test_too_few_gpus_names_the_number_that_is_enough():
     asked = request("qwen3-235b-a22b", "h200", tpot_s=0.02, gpus=24, precision=ALL_FP8)
+    asked = replace(asked, efficiency=INSTANT)
     plan = make_plan(asked)
     assert not plan.verdict.disaggregate
     assert ReasonKind.TOO_FEW_GPUS in kinds(plan)
