@@ -56,7 +56,8 @@ def run_attention(
             fork: for a process that has imported vLLM; it needs ``file``.
 
     Returns:
-        the exit status of vLLM; 0 after it was told to end.
+        the exit status of vLLM; 0 after it was told to end. vLLM ends its engine first; its API
+        server may take that for a death, or fail in its last report, and end with another status.
     """
     from attention_worker.vllm_hooks.command import attention_command
     from attention_worker.vllm_hooks.versions import installed, warning
@@ -102,6 +103,7 @@ class AttentionServer:
         self._told = threading.Event()
         self._hurry = threading.Event()
         self._drained = False
+        self._terminated = False
 
     def run(
         self,
@@ -121,8 +123,9 @@ class AttentionServer:
         while (status := child.poll()) is None:
             if self._told.wait(POLL_S):
                 self._end(child)
-        # vLLM ends its engine first, and its API server may take that for a death.
-        if self._told.is_set() and status in (0, ENGINE_DIED, -signal.SIGTERM, -signal.SIGKILL):
+        if self._terminated or (self._told.is_set() and status in (0, ENGINE_DIED)):
+            if status not in (0, ENGINE_DIED, -signal.SIGTERM, -signal.SIGKILL):
+                logger.warning("vLLM ended with status %d after SIGTERM", status)
             return 0
         if status < 0:  # end in the same way, for the supervisor's message
             with contextlib.suppress(OSError):  # SIGKILL has no handler
@@ -150,6 +153,7 @@ class AttentionServer:
         if not self._drained:
             self._drained = True
             self._drain(child)
+        self._terminated = child.poll() is None
         child.terminate()
         try:
             child.wait(END_S)

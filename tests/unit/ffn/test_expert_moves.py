@@ -9,7 +9,7 @@ import time
 import msgspec
 import pytest
 import torch
-from control_support import contract_with
+from control_support import contract_with, eventually
 from remote_support import Traffic, in_background, run_step
 
 from afd.control.messages import Member, Members
@@ -89,6 +89,22 @@ def tables_for(deployed, seed):
     return some_tables(random.Random(seed), model.num_experts, bounds, len(model.moe_layers))
 
 
+def await_settled(deployed):
+    """Waits until the FFN loops, on their own threads, hold the tables that were asked for."""
+    layers = deployed.resolved.model.moe_layers
+    places = settled(deployed.registry.members, deployed.resolved.placement, layers)
+
+    def all_held():
+        for loop in deployed.loops.values():
+            start, end = loop.rank.model.shard.slots
+            for layer, (bank, table) in places.items():
+                if loop.rank.model.banks.held(layer) != {bank: table[start:end]}:
+                    return False
+        return True
+
+    eventually(all_held, 10.0)
+
+
 @pytest.mark.parametrize("dispatch", ["broadcast", "routed"])
 def test_experts_move_under_load(deploy, dispatch):
     deployed, expected = deploy(
@@ -98,13 +114,7 @@ def test_experts_move_under_load(deploy, dispatch):
         for seed in (1, 2):
             time.sleep(0.05)
             deployed.move(tables_for(deployed, seed))
-    model = deployed.resolved.model
-    places = settled(deployed.registry.members, deployed.resolved.placement, model.moe_layers)
-    for loop in deployed.loops.values():
-        loop.moves.follow(deployed.registry.members)
-        start, end = loop.rank.model.shard.slots
-        for layer, (bank, table) in places.items():
-            assert loop.rank.model.banks.held(layer) == {bank: table[start:end]}
+    await_settled(deployed)
 
 
 def test_an_idle_instance_does_not_delay_a_move(deploy):
@@ -166,7 +176,7 @@ def test_experts_that_are_not_held_are_detected(deploy):
     assert model.banks.holds(layer, ids) and model.banks.holds(layer, torch.full_like(ids, -1))
     assert not model.banks.holds(layer, ids + model.shard.total_slots)  # bank 1
     deployed.move(tables_for(deployed, 8))
-    deployed.loops[0].moves.follow(deployed.registry.members)
+    await_settled(deployed)
     assert model.banks.holds(layer, ids + model.shard.total_slots)
     assert not model.banks.holds(layer, ids)
     # A call over several attention instances: one lost, one of each bank.

@@ -146,11 +146,12 @@ def test_a_second_ctrl_c_hurries(start):
         assert instance.process.wait(10) == 0 and instance.got_term
 
 
-@pytest.mark.parametrize(("status", "found"), [(ENGINE_DIED, 0), (1, 1)])
-def test_an_engine_that_ends_before_its_api_server_is_no_failure(start, status, found):
+@pytest.mark.parametrize("status", [ENGINE_DIED, 1])
+def test_an_engine_that_ends_before_its_api_server_is_no_failure(start, status):
+    """vLLM's API server ends with 1 if the engine's process is a zombie when it reports it."""
     instance = start("tcp://127.0.0.1:9", status=status)
     instance.process.send_signal(signal.SIGTERM)
-    assert instance.process.wait(15) == found and instance.got_term
+    assert instance.process.wait(15) == 0 and instance.got_term
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
