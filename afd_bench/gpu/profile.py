@@ -40,6 +40,7 @@ from afd_bench.gpu.targets import (
     vllm_args,
 )
 from afd_bench.servers import Server, await_health, server_process
+from afd_bench.stages import totals
 from afd_launch.roles_of_host import (
     OPERATOR_KEYS,
     available_cores,
@@ -218,7 +219,7 @@ async def _profile(
     async with held(server, load):
         ffn.send_signal(signal.SIGUSR1)
         # The profiler takes seconds to start; stopping it before would end its process.
-        await asyncio.to_thread(_appears, ffn_trace.with_suffix(".started"))
+        await asyncio.to_thread(_started, ffn_trace, server)
         await asyncio.to_thread(_post, f"{server.url}/start_profile")
         await asyncio.sleep(args.profiled_s)
         await asyncio.to_thread(_post, f"{server.url}/stop_profile")
@@ -230,12 +231,17 @@ def _post(url: str) -> None:
         pass
 
 
-def _appears(file: Path) -> None:
-    end = time.monotonic() + _WRITE_S
-    while not file.exists():
+def _started(trace: Path, server: Server) -> None:
+    """Waits until the FFN instance's profiler runs. Raises DeadlineExceeded."""
+    end, generated = time.monotonic() + _WRITE_S, totals(server.metrics(), 0.0).generated
+    while not trace.with_suffix(".started").exists():
         if time.monotonic() > end:
+            heard = trace.with_suffix(".signalled").exists()
+            generated = totals(server.metrics(), 0.0).generated - generated
             raise DeadlineExceeded(
-                f"the profiler did not start within {_WRITE_S:g} s; see the FFN instance's log"
+                f"the profiler did not start within {_WRITE_S:g} s, in which {generated} tokens"
+                f" were generated; the FFN instance {'has' if heard else 'has not'} seen its"
+                " signal; see its log"
             )
         time.sleep(0.02)
 
