@@ -1,12 +1,16 @@
 """`afd bench wire_gpu`: what a step pays for a wire that the CPU drives, beside backend ipc.
 
 One process holds both sides, each with its own region, link, streams and captured graph, because
-two processes take turns on one GPU. A step is a walk over positions: attention sends a micro-batch,
-the FFN answers it. verbs runs on a libibverbs without hardware (comm/tests/fake_ibverbs.cc), which
-copies between registered memory at the rate of ``--gbps``. staged is the same NIC where it cannot
-register GPU memory: messages are copied through host memory. tcp is staged too, over loopback.
+two processes take turns on one GPU. Each side has a NIC and a sending thread of its own, as on two
+hosts. A step is a walk over positions: attention sends a micro-batch, the FFN answers it. verbs
+runs on a libibverbs without hardware (comm/tests/fake_ibverbs.cc), which copies between registered
+memory at the rate of ``--gbps``. staged is the same NIC where it cannot register GPU memory:
+messages are copied through host memory. tcp is staged too, over loopback, where both sides share
+one sending thread.
 
 - round_trip_us: depth 1, no work. One message up and one down.
+- with ``--parts``, where a round trip's time goes: see Parts in wire_gpu_torch.py. Printed only,
+  and of replays of their own, because messages carry times then.
 - step_us: ``--work-us`` of work per position and side, at each of ``--depths``. Time per position
   and micro-batch.
 
@@ -20,11 +24,16 @@ import argparse
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
 
 from afd.records import Record, command_line, machine, results_file, today, write_records
 from afd_bench import stand_in_nic
+
+if TYPE_CHECKING:
+    from afd_bench.wire_gpu_torch import Settings
 
 UP, DOWN = 917_504, 1_835_008
 """Bytes of 128 rows of 7168: FP8 to the FFN, BF16 back, as in the Step-3 report."""
@@ -85,12 +94,24 @@ def main(argv: Sequence[str]) -> int:
                     )
                 )
                 print(cells[-1], flush=True)
+                if args.parts and not depth and backend != PEER:
+                    print(f"  {_parts(settings)}", flush=True)
     found = records(cells, machine(), command_line("wire_gpu", argv), today())
     if args.out is not None:
         write_records(args.out, found)
     for record in found:
         print(f"{record.case:14} {record.metric:14} {record.value:9.2f} {record.ratio:6.3f} of ipc")
     return 0
+
+
+def _parts(settings: Settings) -> str:
+    """The medians of a round trip's parts, us."""
+    from afd_bench.wire_gpu_torch import Parts, measure_parts
+
+    found = [astuple(parts) for parts in measure_parts(replace(settings, trace=True))]
+    names = [field.name for field in fields(Parts)]
+    medians = [median(times) for times in zip(*found, strict=True)]
+    return ", ".join(f"{n} {t:.1f} us" for n, t in zip(names, medians, strict=True))
 
 
 def records(cells: Sequence[Cell], host: str, command: str, day: str) -> list[Record]:
@@ -130,6 +151,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--down", type=int, default=DOWN, help="bytes of an answer")
     parser.add_argument("--positions", type=int, default=96, help="per micro-batch in a graph")
     parser.add_argument("--replays", type=int, default=100, help="timed replays per case")
+    parser.add_argument("--parts", action="store_true", help="where a round trip's time goes")
     parser.add_argument("--library", type=Path, help="compiled fake_ibverbs.cc")
     parser.add_argument("--out", type=results_file, help="file of the records")
     return parser.parse_args(argv)

@@ -6,12 +6,13 @@ import contextlib
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from afd.errors import AfdError
+from afd_bench import stand_in_nic
 from afd_comm import Link, Message, Region, Status, VerbsOptions, make_flag
 
 TIMEOUT_US = 20_000_000
@@ -34,6 +35,7 @@ class Settings:
     positions: int
     replays: int
     library: str
+    trace: bool = False  # messages carry times
 
     @property
     def over(self) -> str:
@@ -48,8 +50,11 @@ class Side:
         self.rank = rank
         self._depth, self._positions = settings.depth, settings.positions
         self._on_gpu = settings.device != "cpu"
+        # A NIC of its own, as on a host of its own: with its line and its sending thread.
         self._options = (
-            VerbsOptions(ports=["fake0:1"], host="127.0.0.1", library=settings.library)
+            VerbsOptions(
+                ports=[stand_in_nic.PORTS[rank]], host="127.0.0.1", library=settings.library
+            )
             if settings.over == "verbs"
             else None
         )
@@ -78,6 +83,7 @@ class Side:
             other.region.addresses,
             backend=settings.over,
             slots=(0, settings.depth),
+            trace=settings.trace,
             timeout_us=TIMEOUT_US,
             device=settings.device,
             verbs=self._options,
@@ -123,25 +129,63 @@ class Side:
             raise AfdError(f"enqueue failed with {status.name}; link: {self.link.notes}")
 
 
+@dataclass(frozen=True)
+class Parts:
+    """Where a round trip's time goes, us.
+
+    up, down: from the ticket that the sending thread saw to the doorbell that it rang at the
+    receiver, staged copies included. ffn: from the doorbell to the ticket of the answer. attention:
+    from the answer's doorbell to the next ticket; what is left of the round trip.
+    """
+
+    up: float
+    ffn: float
+    down: float
+    attention: float
+
+
 def measure(settings: Settings) -> list[float]:
     """Returns us per position and micro-batch, one value per replay."""
+    with _opened(settings) as (_, run):
+        return list(_timed(settings, run))
+
+
+def measure_parts(settings: Settings) -> list[Parts]:
+    """Of the last round trip of each replay. settings: depth 1, no work, trace, no ipc."""
+    out = []
+    with _opened(settings) as (sides, run):
+        for whole in _timed(settings, run):
+            answer, asked = (side.region.header(0) for side in sides)
+            up = 1e-3 * (asked.t_arrived - asked.t_posted)
+            ffn = 1e-3 * (answer.t_posted - asked.t_arrived)
+            down = 1e-3 * (answer.t_arrived - answer.t_posted)
+            out.append(Parts(up, ffn, down, whole - up - ffn - down))
+    return out
+
+
+@contextlib.contextmanager
+def _opened(settings: Settings) -> Iterator[tuple[Sequence[Side], Callable[[], None]]]:
+    """Both sides, connected, and what runs one replay."""
     with _nic(settings):
         sides = [Side(rank, settings) for rank in range(2)]
         for side, other in zip(sides, reversed(sides), strict=True):
             side.connect(other, settings)
-    run = _on_gpu(sides) if settings.device != "cpu" else _on_cpu(sides)
-    times = []
-    for _ in range(WARM_UP + settings.replays):
-        began = time.perf_counter()
-        run()
-        took = time.perf_counter() - began
-        times.append(1e6 * took / (settings.positions * settings.depth))
+    yield sides, _on_gpu(sides) if settings.device != "cpu" else _on_cpu(sides)
     for side in sides:
         assert side.link is not None
         if side.link.status != Status.OK:
             raise AfdError(f"the link failed: {side.link.status.name}; {side.link.notes}")
         side.link.close()
-    return times[WARM_UP:]
+
+
+def _timed(settings: Settings, run: Callable[[], None]) -> Iterator[float]:
+    """Yields us per position and micro-batch of each replay, after the warm-up."""
+    for number in range(WARM_UP + settings.replays):
+        began = time.perf_counter()
+        run()
+        took = time.perf_counter() - began
+        if number >= WARM_UP:
+            yield 1e6 * took / (settings.positions * settings.depth)
 
 
 @contextlib.contextmanager

@@ -243,7 +243,7 @@ ib::Qp* ibv_create_qp(ib::Pd* pd, ib::QpInitAttr* attr) {
   return qp;
 }
 int ibv_modify_qp(ib::Qp* base, ib::QpAttr* attr, int) {
-  const std::lock_guard<std::mutex> lock(world);
+  std::unique_lock<std::mutex> lock(world);
   auto* qp = static_cast<FakeQp*>(base);
   if (attr->qp_state == ib::kQpRtr) {
     qp->peer = attr->dest_qp_num;
@@ -252,15 +252,17 @@ int ibv_modify_qp(ib::Qp* base, ib::QpAttr* attr, int) {
   }
   if (attr->qp_state == ib::kQpRts) qp->connected = true;
   if (attr->qp_state == ib::kQpError && !qp->failed) qp->fail();
+  if (attr->qp_state == ib::kQpError) settle(*qp, lock);
   qp->changed.notify_one();
   return 0;
 }
 int ibv_destroy_qp(ib::Qp* base) {
   auto* qp = static_cast<FakeQp*>(base);
   {
-    const std::lock_guard<std::mutex> lock(world);
+    std::unique_lock<std::mutex> lock(world);
     qps.erase(qp->qp_num);
     qp->stop = true;
+    settle(*qp, lock);
     if (qp->away >= 0) shutdown(qp->away, SHUT_RDWR);
     qp->changed.notify_one();
   }

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "../src/verbs_abi.h"
+#include "fake_copy.h"
 #include "fake_remote.h"
 
 namespace ib = afd_comm::ib;
@@ -28,6 +29,8 @@ namespace {
 constexpr int kDevices = 2;
 constexpr uint32_t kMaxMessage = 1 << 20;
 constexpr uint32_t kMaxInline = 220;
+// Shorter writes are copied under `world`.
+constexpr uint32_t kOwnCopy = 16 << 10;
 
 std::mutex world;  // guards everything below and every queue
 uint32_t next_number = 100;
@@ -95,6 +98,7 @@ struct FakeQp : ib::Qp {
   bool connected = false;
   bool failed = false;
   bool stop = false;
+  int copying = 0;  // copies from or to this end that `world` is open for
   std::deque<Request> sends;
   std::deque<uint64_t> receives;
   std::condition_variable changed;
@@ -136,8 +140,15 @@ struct FakeMr : ib::Mr {
 std::map<uint32_t, FakeQp*> qps;
 std::map<uint32_t, FakeMr*> regions;  // by rkey
 
+// Rate of a device's line, Gb/s (AFD_FAKE_NIC_GBPS). 0: no limit.
+double line_gbps() {
+  static const char* const text = std::getenv("AFD_FAKE_NIC_GBPS");
+  static const double gbps = text != nullptr ? std::atof(text) : 0;
+  return gbps;
+}
+
 // Writes into memory of this process that is registered under `rkey`. `bytes`: null if they are
-// there already. `lock` of `world` is open while the device copies. Returns a status.
+// there already. `lock` of `world` is open while a device, or much, is copied. Returns a status.
 int write_here(uint32_t rkey, uint64_t at, const void* bytes, uint32_t length,
                std::unique_lock<std::mutex>& lock) {
   const auto region = regions.find(rkey);
@@ -147,16 +158,30 @@ int write_here(uint32_t rkey, uint64_t at, const void* bytes, uint32_t length,
   if (!(mr.access & ib::kRemoteWrite) || at < base || at + length > base + mr.length)
     return ib::kWcRemoteAccess;
   if (bytes == nullptr) return ib::kWcSuccess;
-  if (!mr.device || !fake_gpu::driver().loaded) {
-    std::memcpy(reinterpret_cast<void*>(at), bytes, length);
+  const bool device = mr.device && fake_gpu::driver().loaded;
+  auto* const to = reinterpret_cast<void*>(at);
+  if (!device && length < kOwnCopy) {
+    std::memcpy(to, bytes, length);
     return ib::kWcSuccess;
   }
   ++mr.busy;  // keeps the registration
   lock.unlock();
-  fake_gpu::copy(at, reinterpret_cast<void*>(at), bytes, length);
+  if (device)
+    fake_gpu::copy(at, to, bytes, length);
+  else
+    fake_copy::copy(to, bytes, length, line_gbps() > 0);
   lock.lock();
   --mr.busy;
   return ib::kWcSuccess;
+}
+
+// Waits until no copy reads or writes for this end any more.
+void settle(const FakeQp& qp, std::unique_lock<std::mutex>& lock) {
+  while (qp.copying != 0) {
+    lock.unlock();
+    usleep(10);
+    lock.lock();
+  }
 }
 
 bool takes(const FakeQp* qp) {
@@ -172,13 +197,6 @@ FakeQp* find_qp(uint32_t number) {
 void give(FakeQp& to, uint32_t imm) {
   to.complete(to.recv_queue(), to.receives.front(), ib::kWcSuccess, ib::kWcRecvWithImm, imm);
   to.receives.pop_front();
-}
-
-// Rate of a device's line, Gb/s (AFD_FAKE_NIC_GBPS). 0: no limit.
-double line_gbps() {
-  static const char* const text = std::getenv("AFD_FAKE_NIC_GBPS");
-  static const double gbps = text != nullptr ? std::atof(text) : 0;
-  return gbps;
 }
 
 // When the device's line will have carried these bytes, which were posted now. Under `world`.
@@ -226,9 +244,12 @@ void serve_peer(int fd) {
       } else if (frame.kind == Kind::Last && to->receives.empty()) {
         status = kNotReady;
       } else if (status == ib::kWcSuccess) {
-        if (frame.length != 0)
+        if (frame.length != 0) {
+          ++to->copying;
           status = write_here(frame.rkey, frame.addr, bytes.empty() ? nullptr : bytes.data(),
                               frame.length, lock);
+          --to->copying;
+        }
         to = find_qp(frame.qpn);
         if (!takes(to)) status = ib::kWcRetryExceeded;
         if (status == ib::kWcSuccess && frame.kind == Kind::Last) give(*to, frame.imm);
@@ -354,8 +375,13 @@ void FakeQp::run() {
       status = send_away(request);
       lock.lock();
     } else {
-      if (length != 0)
+      if (length != 0) {
+        ++copying;
+        ++to->copying;
         status = write_here(request.wr.rkey, request.wr.remote_addr, from, length, lock);
+        --to->copying;
+        --copying;
+      }
       if (status == ib::kWcSuccess && immediate && damage_at >= 0) {
         std::memcpy(reinterpret_cast<uint8_t*>(request.wr.remote_addr) + damage_at, &damage,
                     sizeof damage);

@@ -13,13 +13,17 @@ from afd_bench import stand_in_nic
 from afd_bench.wire_gpu import Cell, main, records
 
 
-def test_all_backends_run_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_backends_run_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(os.environ, "AFD_FAKE_NIC_GBPS", "")  # restored behind the test
     out = tmp_path / "wire.json"
     sizes = ["--up", "5000", "--down", "9000", "--positions", "4", "--replays", "3"]
-    given = ["--device", "cpu", "--depths", "3", "--work-us", "1", "--out", str(out)]
+    given = ["--device", "cpu", "--depths", "3", "--work-us", "1", "--parts"]
     library = stand_in_nic.build(tmp_path)
+    given += ["--out", str(out)]
     assert main([*given, *sizes, "--gbps", "100", "--library", str(library)]) == 0
+    assert capsys.readouterr().out.count(", attention ") == 3  # all but ipc
     found = {(r.case, r.metric): r for r in read_records(out)}
     cases = [(f"{name} {depth} {gbps}", metric)
              for name, gbps in (("verbs", 100), ("staged", 100), ("tcp", 0))

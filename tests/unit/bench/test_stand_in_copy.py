@@ -1,0 +1,47 @@
+"""The copies of the emulated NIC by several threads (comm/tests/fake_copy.h), beside memcpy."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from afd_bench import stand_in_nic
+
+PROGRAM = """
+#include "fake_copy.h"
+#include <random>
+int main() {
+  fake_copy::Pool& pool = *new fake_copy::Pool(3);
+  std::atomic<int> wrong{0};
+  std::vector<std::thread> senders;
+  for (unsigned sender = 0; sender < 2; ++sender)
+    senders.emplace_back([&pool, &wrong, sender] {
+      std::mt19937 random(sender);
+      for (int round = 0; round < 60; ++round) {
+        std::vector<uint8_t> from(random() % 500000), to(from.size()), plain(from.size());
+        for (uint8_t& byte : from) byte = static_cast<uint8_t>(random());
+        pool.copy(to.data(), from.data(), from.size());
+        std::memcpy(plain.data(), from.data(), from.size());
+        wrong += to != plain;
+      }
+    });
+  for (std::thread& sender : senders) sender.join();
+  return wrong;
+}
+"""
+
+
+@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
+def test_copies_by_several_threads_equal_memcpy(tmp_path: Path, sanitizer: str) -> None:
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs a C++ compiler")
+    source, program = tmp_path / "copies.cc", tmp_path / "copies"
+    source.write_text(PROGRAM)
+    flags = ["-std=c++17", "-O1", "-pthread", f"-fsanitize={sanitizer}"]
+    include = f"-I{stand_in_nic.SOURCE.parent}"
+    subprocess.run([compiler, *flags, include, source, "-o", program], check=True, timeout=120)
+    subprocess.run([program], check=True, timeout=120)
