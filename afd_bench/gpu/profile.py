@@ -233,11 +233,11 @@ def _post(url: str) -> None:
 
 def _started(trace: Path, server: Server) -> None:
     """Waits until the FFN instance's profiler runs. Raises DeadlineExceeded."""
-    end, generated = time.monotonic() + _WRITE_S, totals(server.metrics(), 0.0).generated
+    end, generated = time.monotonic() + _WRITE_S, totals(server.metrics(), 0).generated
     while not trace.with_suffix(".started").exists():
         if time.monotonic() > end:
             heard = trace.with_suffix(".signalled").exists()
-            generated = totals(server.metrics(), 0.0).generated - generated
+            generated = totals(server.metrics(), 0).generated - generated
             raise DeadlineExceeded(
                 f"the profiler did not start within {_WRITE_S:g} s, in which {generated} tokens"
                 f" were generated; the FFN instance {'has' if heard else 'has not'} seen its"

@@ -36,6 +36,7 @@ def _fits(norm: RMSNorm) -> bool:
 
 def _forward(norm: RMSNorm) -> Callable[..., _Normed]:
     kernel, fused = torch.ops._C.rms_norm.default, torch.ops._C.fused_add_rms_norm.default
+    plain: Callable[..., _Normed] = norm.forward_native
     weight, epsilon = norm.weight.data, norm.variance_epsilon
 
     def forward(x: torch.Tensor, residual: torch.Tensor | None = None) -> _Normed:
@@ -44,14 +45,14 @@ def _forward(norm: RMSNorm) -> Callable[..., _Normed]:
         x, residual: [..., hidden]. The kernels read rows that follow one another.
         """
         if x.dtype != weight.dtype:
-            return norm.forward_native(x, residual)
+            return plain(x, residual)
         if residual is None:
             x = x.contiguous()
             out = torch.empty_like(x)
             kernel(out, x, weight, epsilon)
             return out
         if not (x.is_contiguous() and residual.is_contiguous()):
-            return norm.forward_native(x, residual)
+            return plain(x, residual)
         fused(x, residual, weight, epsilon)
         return x, residual
 
