@@ -33,9 +33,9 @@ _DEEP = 48
 AIM_DEEP = 1.03
 AIM = 1.15
 _PROPAGATION_S = 0.3  # until the instances have received a new depth
-_SPARE = 160
+_SPARE = 200
 """Tokens of an answer beside those of the measured steps: requests start one after the other."""
-_POLL_S = 0.02
+_POLL_S = 0.2
 _CELL_S = 20.0  # estimated time of a measurement, with its ramp-up
 
 
