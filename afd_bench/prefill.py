@@ -69,13 +69,9 @@ def main(argv: Sequence[str]) -> int:
     found: list[Measured] = []
     for step in args.steps:
         with _servers(args, step) as servers:
-            found += asyncio.run(_measure(servers, args, f"step {step}"))
+            found += asyncio.run(measure(servers, args, f"step {step}"))
     made = records(found, "prefill", OURS, PEER, command_line("prefill", argv).strip())
-    for record in made:
-        print(
-            f"{record.case:34} {record.metric:13} {record.value:9.1f} {record.peer_value:9.1f}"
-            f" {record.ratio:6.2f}"
-        )
+    print(table(made))
     if args.out is not None:
         write_records(args.out, made)
     return 0
@@ -108,9 +104,14 @@ def _servers(args: argparse.Namespace, step: int) -> Iterator[dict[str, Server]]
         }
 
 
-async def _measure(
+async def measure(
     servers: Mapping[str, Server], args: argparse.Namespace, name: str
 ) -> list[Measured]:
+    """Measures all servers in turns.
+
+    args: lengths, together, streams, answer and rounds, as in the command line. name: begins the
+    cases.
+    """
     prompts, found = Prompts(), []
     async with open_session() as session:
         for length in args.lengths:
@@ -216,6 +217,13 @@ def records(
             )
         )
     return made
+
+
+def table(made: Sequence[Record]) -> str:
+    return "\n".join(
+        f"{one.case:34} {one.metric:13} {one.value:9.1f} {one.peer_value:9.1f} {one.ratio:6.2f}"
+        for one in made
+    )
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:

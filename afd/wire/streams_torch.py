@@ -8,6 +8,7 @@ import pkgutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Protocol, TypeVar
 
 import torch
@@ -51,6 +52,7 @@ def runtime_of(device: torch.device) -> "Runtime":
     return _runtime(device_of_torch(device.type))
 
 
+@cache  # the host form asks twice per message
 def _runtime(kind: Device) -> "Runtime":
     runtime: Runtime = pkgutil.resolve_name(kind.runtime)()
     return runtime
@@ -205,7 +207,7 @@ class CudaStreams:
 
 
 class Runtime(Protocol):
-    """The device's API, as far as a step uses it. Stateless: made anew for each use."""
+    """The device's API, as far as a step uses it. Stateless: one serves all uses."""
 
     def enter(self, device: torch.device) -> None:
         """Make ``device`` the process's own and a stream that can be captured the current one."""

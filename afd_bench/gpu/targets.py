@@ -105,12 +105,13 @@ class Colocated:
 
     With more than one replica the experts are distributed over all GPUs (expert parallelism). mode:
     ``compiled`` is vLLM's default of torch.compile and CUDA graphs, which takes longest to start;
-    ``graphs`` uses only CUDA graphs of decode steps.
+    ``graphs`` uses only CUDA graphs of decode steps. Both capture only decode steps, as only these
+    are timed; ``default`` leaves that to vLLM too.
     """
 
     tp: int
     dp: int = 1
-    mode: Literal["compiled", "graphs", "eager"] = "compiled"
+    mode: Literal["compiled", "graphs", "eager", "default"] = "compiled"
 
     @property
     def gpus(self) -> int:
@@ -332,7 +333,7 @@ def serve(
             parallel = [f"--tensor-parallel-size={target.tp}"]
         if target.dp > 1:
             parallel += [f"--data-parallel-size={target.dp}", "--enable-expert-parallel"]
-        if target.mode != "eager" and device != "cpu":
+        if target.mode in ("compiled", "graphs") and device != "cpu":
             parallel.append(f"--compilation-config={json.dumps(compilation(target))}")
         yield stack.enter_context(
             colocated(

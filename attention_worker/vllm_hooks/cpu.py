@@ -26,6 +26,7 @@ from afd.config.roles import load_role
 from afd.host.affinity import bind_process
 from attention_worker.instance import reported
 from attention_worker.ranks import cores_of_rank
+from attention_worker.vllm_hooks.cpu_norms import use_c_norms
 from attention_worker.vllm_hooks.draft_kernels import put_draft_kernels
 from attention_worker.vllm_hooks.runner import DisaggregatedRunner
 from attention_worker.vllm_hooks.store import file_store
@@ -50,8 +51,9 @@ class CpuAdapterRows(PunicaWrapperCPU):
 
 
 class AfdCpuModelRunner(DisaggregatedRunner, CPUModelRunner):
-    """CPU runner of an attention instance. Fixes float32 gates in bfloat16 models, attention sinks
-    in float32 (vLLM before 0.31), and requests with a seed and a chunked prompt.
+    """CPU runner of an attention instance, with vLLM's C kernels for norms. Fixes float32 gates in
+    bfloat16 models, attention sinks in float32 (vLLM before 0.31), and requests with a seed and a
+    chunked prompt.
 
     A request with a seed draws random numbers in every step, also in the steps that prefill a chunk
     of its prompt. vLLM then rewinds the generator by its offset, but CPU generators have none: vLLM
@@ -62,6 +64,7 @@ class AfdCpuModelRunner(DisaggregatedRunner, CPUModelRunner):
     def load_model(self, load_dummy_weights: bool = False, **further: Any) -> None:
         super().load_model(load_dummy_weights, **further)
         restore_linear_dtypes(self.get_model())
+        use_c_norms(self.get_model())
         if not layout().cpu_sinks_bfloat16:
             return
         # The CPU kernel reads attention sinks as bfloat16, whatever the model's dtype

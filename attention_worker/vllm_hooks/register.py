@@ -19,7 +19,7 @@ from attention_worker.vllm_hooks.loader import LOAD_FORMAT, AttentionWeightLoade
 from attention_worker.vllm_hooks.model import disaggregated, text_only
 from attention_worker.vllm_hooks.resume import install
 from attention_worker.vllm_hooks.routing import register_remote_experts
-from attention_worker.vllm_hooks.split import split, split_drafting
+from attention_worker.vllm_hooks.split import split
 
 
 def register_model(role: RoleSpec) -> None:
@@ -53,7 +53,7 @@ def register_model(role: RoleSpec) -> None:
         architecture, source = family.mtp
         module, _, name = source.partition(":")
         draft = getattr(importlib.import_module(module), name)
-        ours = split_drafting(draft) if family.split else drafting(draft, family)
+        ours = split(draft, drafts=True) if family.split else drafting(draft, family)
         ModelRegistry.register_model(architecture, ours)
 
 

@@ -1,0 +1,70 @@
+"""Prefill of a 1A1F and of colocated vLLM on one shared GPU: time to first token, prompt tokens/s.
+
+Measures as `afd bench prefill` does on CPUs, and writes its records. Both servers share the first
+GPU and are measured in turns; a server without requests does not use it. Our two sides share it in
+time slices, so attention and experts do not overlap: on two GPUs the ratios would be higher.
+
+Each value of --steps (attention.max_num_batched_tokens) starts both servers anew. Prompts that are
+longer are computed in chunks.
+"""
+
+import argparse
+import asyncio
+from collections.abc import Sequence
+
+from afd.errors import AfdError
+from afd.records import command_line, gpu_names, write_records
+from afd_bench.gpu.common import Budget, add_model, case_of, count, model_of, parser
+from afd_bench.gpu.targets import PEER, Afd, Colocated, Sizes, fitted, running, vllm_args
+from afd_bench.prefill import OURS, TRAFFIC_TOKENS, measure, records, table
+
+_START_S = 100.0  # estimated time of a start and its measurements
+
+
+def main(argv: Sequence[str]) -> int:
+    args = _arguments(argv)
+    budget, done = Budget(args.seconds), 0
+    length = max(*args.lengths, TRAFFIC_TOKENS) + args.answer + 1
+    model_slice, path = model_of(args, args.model, length)
+    on_cpu = args.device == "cpu"
+    ours = fitted(Afd(1, 1), 0 if on_cpu else 1)
+    peer = Colocated(1, mode="eager" if on_cpu else args.peers)
+    name = f"{case_of(args.model, model_slice)} {'cpu' if on_cpu else gpu_names()[0]}"
+    for step in args.steps:
+        if not budget.allows(f"steps of {step} tokens", _START_S if done else 0.0):
+            break
+        requests = max(args.together, args.streams + 1)
+        sizes = Sizes(requests, length, args.kv_gib, step_tokens=step)
+        flags = [*vllm_args(args.device, False), *args.vllm_args]
+        with running([ours, peer], path, sizes, args.device, flags, args.logs) as servers:
+            if len(servers) < 2:
+                raise AfdError("a comparison needs both servers; see the error above")
+            both = {OURS: servers[ours], PEER: servers[peer]}
+            found = asyncio.run(measure(both, args, f"{name}, step {step}"))
+        done += 1
+        made = records(found, "prefill", OURS, PEER, command_line("gpu prefill", argv).strip())
+        print(table(made), flush=True)
+        if args.out is not None:
+            write_records(args.out, made)
+    return 0 if done == len(args.steps) else 1
+
+
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+    options = parser("prefill", __doc__, 200.0)
+    add_model(options, "qwen3-30b-short")
+    options.add_argument(
+        "--peers", default="default", choices=("default", "graphs", "eager"),
+        help="how colocated vLLM runs: with its defaults, only with CUDA graphs of decode steps,"
+        " or eagerly",
+    )  # fmt: skip
+    options.add_argument(
+        "--lengths", type=count, nargs="+", default=[128, 1024, 4096, 8192],
+        help="tokens of a prompt",
+    )  # fmt: skip
+    options.add_argument("--steps", type=count, nargs="+", default=[2048], help="tokens of a step")
+    options.add_argument("--together", type=count, default=2, help="prompts at once")
+    options.add_argument("--streams", type=count, default=8, help="decoding requests")
+    options.add_argument("--answer", type=count, default=96, help="tokens of a decoding request")
+    options.add_argument("--rounds", type=count, default=3, help="turns per case and server")
+    options.add_argument("--kv-gib", type=float, default=1.0, help="KV cache of a server, per GPU")
+    return options.parse_args(argv)
