@@ -6,6 +6,7 @@ a new request with those that were generated, as of one that was preempted, and 
 depends on tokens and positions only.
 """
 
+import logging
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vllm.sequence import IntermediateTensors
@@ -26,11 +27,14 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
+logger = logging.getLogger("afd.attention")
+
 
 class SecondRunner(InstanceRunner, _Base):
     """Mixin for a second-generation runner of vLLM."""
 
     def load_model(self, load_dummy_weights: bool = False, **further: Any) -> None:
+        logger.info("model runner: vLLM's second generation")
         super().load_model(load_dummy_weights, **further)
         self.model_state.__class__ = cutting(type(self.model_state))
         self.model_state.begin_cutting(self._instance.max_depth)
