@@ -8,7 +8,7 @@ dies is run again, without a graph, once that rank is back.
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from vllm.config import CUDAGraphMode
@@ -26,9 +26,6 @@ from attention_worker.remote.sessions import FfnSession
 from attention_worker.remote.stream import StreamExperts
 from attention_worker.vllm_hooks.second_dispatch import DepthDispatch
 
-if TYPE_CHECKING:
-    from torch import nn
-
 Forward = Callable[[CUDAGraphMode], None]
 """Runs the model on vLLM's input buffers, and copies its output to the manager's."""
 
@@ -36,9 +33,11 @@ Forward = Callable[[CUDAGraphMode], None]
 class CapturedSteps(DepthDispatch):
     """Captures and replays. vLLM's manager of a model calls it: see :class:`GraphManager`."""
 
+    _capture_descs: dict[CUDAGraphMode, list[BatchExecutionDescriptor]]
+
     def begin_captures(
         self,
-        model: "nn.Module",
+        model: Any,
         host: RemoteExperts,
         stream: StreamExperts,
         guard: ReplayGuard,
@@ -48,8 +47,8 @@ class CapturedSteps(DepthDispatch):
     ) -> None:
         """Comes behind :meth:`begin_dispatch`.
 
-        host, stream: both forms of the remote experts. ``model.remote`` is ``host`` except during a
-        capture. max_depth, min_rows: of a step, and of a micro-batch.
+        model: as vLLM calls it. host, stream: both forms of the remote experts. ``model.remote`` is
+        ``host`` except during a capture. max_depth, min_rows: of a step, and of a micro-batch.
         """
         self.guard = guard
         self._model = model
@@ -98,7 +97,7 @@ class CapturedSteps(DepthDispatch):
 
     def _forward(self, shape: BatchExecutionDescriptor, warmup: bool) -> Forward:
         assert self._create is not None
-        forward = self._create(shape, warmup)
+        forward: Forward = self._create(shape, warmup)
         if warmup:
             return forward
         depth = self._state.depth
