@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO
 
 import yaml
@@ -80,11 +81,15 @@ class Server:
 
 @contextlib.contextmanager
 def disaggregated(
-    config: Mapping[str, object], *, deadline_s: float = 240.0, log: Path | None = None
+    config: Mapping[str, object],
+    *,
+    deadline_s: float = 240.0,
+    log: Path | None = None,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Server]:
     """Runs ``afd serve`` with ``config`` (contents of a deployment file) on free ports.
 
-    log: file of its output; None: a temporary file.
+    log: file of its output; None: a temporary file. variables: of its environment, beside ours.
 
     Raises:
         AfdError: the deployment did not become ready; the message has the end of its log.
@@ -106,7 +111,7 @@ def disaggregated(
         argv = [sys.executable, "-m", "afd_launch.cli", "serve", str(path)]
         url = f"http://127.0.0.1:{port}"
         log = log or Path(folder, "serve.log")
-        with server_process(argv, os.environ, log) as leader:
+        with server_process(argv, {**os.environ, **variables}, log) as leader:
             await_health(leader, url, log, deadline_s)
             yield Server(url, str(merged["served_model_name"]), log, control, leader.pid)
 

@@ -17,6 +17,7 @@ from afd.models import read_config, read_model, read_quantization
 from attention_worker.quantised_linears import attention_is_quantised
 from attention_worker.rocm import attention_backend, switches
 from attention_worker.running_requests import MIDDLEWARE
+from attention_worker.vllm_hooks.generations import SWITCH, model_runner
 from attention_worker.vllm_hooks.transfer import transfer_arguments
 from attention_worker.vllm_hooks.versions import layout
 
@@ -66,7 +67,7 @@ def attention_command(
         f"--middleware={MIDDLEWARE}",
     ]
     extra: dict[str, str] = {
-        "VLLM_USE_V2_MODEL_RUNNER": "0",  # the hooks need the first-generation runner
+        SWITCH: model_runner(deployment, environment),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",  # the checkpoint is a local folder
         # numpy's library makes threads when it is loaded, and then the engine cannot be a fork.

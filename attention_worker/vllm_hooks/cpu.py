@@ -8,13 +8,7 @@ import os
 from typing import Any
 
 import torch
-from torch import nn
 from vllm.config import VllmConfig
-from vllm.lora.layers import BaseLayerWithLoRA
-from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
-from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.linear import LinearBase
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import SamplerOutput
@@ -26,7 +20,7 @@ from afd.config.roles import load_role
 from afd.host.affinity import bind_process
 from attention_worker.instance import reported
 from attention_worker.ranks import cores_of_rank
-from attention_worker.vllm_hooks.cpu_norms import use_c_norms
+from attention_worker.vllm_hooks.cpu_runner import CpuInstanceRunner
 from attention_worker.vllm_hooks.draft_kernels import put_draft_kernels
 from attention_worker.vllm_hooks.runner import DisaggregatedRunner
 from attention_worker.vllm_hooks.store import file_store
@@ -34,54 +28,15 @@ from attention_worker.vllm_hooks.support import check_runner
 from attention_worker.vllm_hooks.versions import layout
 
 
-class CpuAdapterRows(PunicaWrapperCPU):
-    """vLLM's LoRA arithmetic for CPUs, right for rows without an adapter beside rows with one.
-
-    Such a row has the index -1, which vLLM takes as the last adapter of the tensor
-    (vllm/lora/ops/torch_ops/lora_ops.py: bgmv_shrink). Here its product with A is 0. Model runners
-    use the prefill form in every step (vllm/v1/worker/lora_model_runner_mixin.py).
-    """
-
-    def _shrink_prefill(
-        self, y: torch.Tensor, x: torch.Tensor, w_t_all: torch.Tensor, scale: float
-    ) -> None:
-        super()._shrink_prefill(y, x, w_t_all, scale)
-        if not self.no_lora:  # then the step is not split, so that y has all of its rows
-            y[self.token_lora_indices < 0] = 0
-
-
-class AfdCpuModelRunner(DisaggregatedRunner, CPUModelRunner):
-    """CPU runner of an attention instance, with vLLM's C kernels for norms. Fixes float32 gates in
-    bfloat16 models, attention sinks in float32 (vLLM before 0.31), and requests with a seed and a
-    chunked prompt.
+class AfdCpuModelRunner(CpuInstanceRunner, DisaggregatedRunner, CPUModelRunner):
+    """CPU runner of an attention instance, of vLLM's first generation. Fixes requests with a seed
+    and a chunked prompt.
 
     A request with a seed draws random numbers in every step, also in the steps that prefill a chunk
     of its prompt. vLLM then rewinds the generator by its offset, but CPU generators have none: vLLM
     raises, and the engine ends (gpu_model_runner.py: _bookkeeping_sync). This class restores the
     state of the generator instead, so a seed gives the same tokens however the prompt is chunked.
     """
-
-    def load_model(self, load_dummy_weights: bool = False, **further: Any) -> None:
-        super().load_model(load_dummy_weights, **further)
-        restore_linear_dtypes(self.get_model())
-        use_c_norms(self.get_model())
-        if not layout().cpu_sinks_bfloat16:
-            return
-        # The CPU kernel reads attention sinks as bfloat16, whatever the model's dtype
-        # (csrc/cpu/cpu_attn.cpp: s_aux), and fails on others. Published sinks are bfloat16.
-        for module in self.get_model().modules():
-            if isinstance(module, Attention) and isinstance(module.impl, CPUAttentionBackendImpl):
-                sinks = module.impl.sinks
-                module.impl.sinks = None if sinks is None else sinks.bfloat16()
-
-    def load_lora_model(
-        self, model: nn.Module, vllm_config: VllmConfig, device: torch.device
-    ) -> nn.Module:
-        loaded = super().load_lora_model(model, vllm_config, device)
-        for module in loaded.modules():
-            if isinstance(module, BaseLayerWithLoRA):
-                module.punica_wrapper.__class__ = CpuAdapterRows
-        return loaded
 
     def _sample(
         self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None
@@ -118,22 +73,6 @@ class AfdCpuModelRunner(DisaggregatedRunner, CPUModelRunner):
         return bool(self.discard_request_mask.np[request])
 
 
-def restore_linear_dtypes(model: nn.Module) -> None:
-    """Gives emptied weights of linear layers the dtype of the packed copies that replaced them.
-
-    On CPUs vLLM packs a weight and leaves an empty one in the model's dtype
-    (vllm/model_executor/layers/utils.py: dispatch_cpu_unquantized_gemm). A float32 gate of a
-    bfloat16 model, as in MiniMax-M2, converts its input to the dtype of that empty weight. The
-    product then writes float32 results into a bfloat16 tensor, beyond its end.
-    """
-    for module in model.modules():
-        if not isinstance(module, LinearBase):
-            continue
-        weight = module._parameters.get("weight")
-        if weight is not None and weight.numel() == 0 and weight.dtype != module.params_dtype:
-            module.weight = nn.Parameter(weight.data.to(module.params_dtype), requires_grad=False)
-
-
 class AfdCpuWorker(CPUWorker):
     """vLLM's CPU worker with the disaggregated model runner, bound to the instance's cores.
 
@@ -164,7 +103,13 @@ class AfdCpuWorker(CPUWorker):
             check_runner(self.vllm_config)
         self.distributed_init_method = file_store(self.rank, self.parallel_config.world_size)
         super().init_device()
-        self.model_runner.__class__ = AfdCpuModelRunner
+        if self.use_v2_model_runner:
+            # Late: its modules need Triton.
+            from attention_worker.vllm_hooks.second_cpu import AfdCpuSecondRunner
+
+            self.model_runner.__class__ = AfdCpuSecondRunner
+        else:
+            self.model_runner.__class__ = AfdCpuModelRunner
         if layout().cpu_draft_kernels_missing:
             put_draft_kernels()
 

@@ -8,10 +8,7 @@ from typing import Any
 
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import BatchDescriptor
-from vllm.sequence import IntermediateTensors
-from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
@@ -21,8 +18,7 @@ from afd.devices import device_named
 from afd.host.logs import say_phase
 from attention_worker.instance import reported
 from attention_worker.ranks import own_gpu_first
-from attention_worker.remote.replay_guard import RunningStep
-from attention_worker.vllm_hooks.fused import fuse
+from attention_worker.vllm_hooks.gpu_runner import GpuInstanceRunner
 from attention_worker.vllm_hooks.graphs import StepGraphs
 from attention_worker.vllm_hooks.runner import DisaggregatedRunner
 from attention_worker.vllm_hooks.store import file_store
@@ -31,34 +27,18 @@ from attention_worker.vllm_hooks.support import check_runner
 logger = logging.getLogger("afd.attention")
 
 
-class GuardedOutput(AsyncModelRunnerOutput):
-    """The sampled tokens of a step that may still run: released once the step has passed."""
-
-    def __init__(self, running: RunningStep, output: AsyncModelRunnerOutput) -> None:
-        self._running = running
-        self._output = output
-
-    def get_output(self) -> ModelRunnerOutput:
-        self._running.wait_for_step()
-        return self._output.get_output()
-
-
-class AfdGpuModelRunner(DisaggregatedRunner, GPUModelRunner):
-    """CUDA or ROCm runner of an attention instance."""
+class AfdGpuModelRunner(GpuInstanceRunner, DisaggregatedRunner, GPUModelRunner):
+    """CUDA or ROCm runner of an attention instance, of vLLM's first generation."""
 
     def load_model(self, load_dummy_weights: bool = False, **further: Any) -> None:
         super().load_model(load_dummy_weights, **further)
-        with reported():
-            family = self._instance.family
-            halves = () if family.split else self.get_model().halves
-            fuse(halves, family, self._instance.wanted_fusion)
-        self._graphs: StepGraphs | None = None
         # Dummy runs, which include captures, read the number of micro-batches from this config.
         self.vllm_config: VllmConfig = copy.copy(self.vllm_config)
         self.vllm_config.parallel_config = self.parallel_config
         if self.compilation_config.cudagraph_mode.has_full_cudagraphs():
             stream, guard = self._instance.stream_form()
-            self.model = self._graphs = StepGraphs(
+            self._guard = guard
+            self.model = StepGraphs(
                 self.get_model(), self.vllm_config, self._instance.remote, stream, guard
             )
 
@@ -70,31 +50,10 @@ class AfdGpuModelRunner(DisaggregatedRunner, GPUModelRunner):
         decision = super()._determine_batch_execution_and_padding(
             num_tokens, num_reqs, *arguments, **named
         )
-        serving = self._scheduled is not None and self._graphs is not None
+        serving = self._scheduled is not None and self._guard is not None
         if serving and decision[0] != CUDAGraphMode.FULL:
             self._instance.ran_eagerly("rows" if num_tokens == num_reqs else "prefill")
         return decision
-
-    def sample_tokens(
-        self, grammar_output: GrammarOutput | None
-    ) -> ModelRunnerOutput | AsyncModelRunnerOutput | IntermediateTensors:
-        """Runs vLLM's sampling.
-
-        If vLLM schedules asynchronously, sampling is only queued behind a step that still runs.
-        Otherwise sampling would wait for the stream anyway, so the step is judged first.
-        """
-        running = self._graphs.running if self._graphs is not None else None
-        if running is not None and not (self.use_async_scheduling and grammar_output is None):
-            running.wait_for_step()
-        output = super().sample_tokens(grammar_output)
-        if running is not None and isinstance(output, AsyncModelRunnerOutput):
-            return GuardedOutput(running, output)
-        return output
-
-    def go_idle(self) -> None:
-        if self._graphs is not None:
-            self._graphs.wait_for_step()
-        super().go_idle()
 
     def initialize_metadata_builders(
         self, kv_cache_config: KVCacheConfig, kernel_block_sizes: list[int]
@@ -165,7 +124,13 @@ class AfdGpuWorker(Worker):
             check_runner(self.vllm_config)
         self.distributed_init_method = file_store(self.rank, self.parallel_config.world_size)
         super().init_device()
-        self.model_runner.__class__ = AfdGpuModelRunner
+        if self.use_v2_model_runner:
+            # Late: its modules need Triton, which an environment may lack.
+            from attention_worker.vllm_hooks.second_gpu import AfdGpuSecondRunner
+
+            self.model_runner.__class__ = AfdGpuSecondRunner
+        else:
+            self.model_runner.__class__ = AfdGpuModelRunner
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Runs vLLM's warm-up and captures, which call the FFN; then goes idle."""

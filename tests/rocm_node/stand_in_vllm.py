@@ -84,7 +84,7 @@ class _Unpadded(CPUModelRunner):
             *arguments,
             **named,
         )
-        serving = self._scheduled is not None and self._graphs is not None
+        serving = self._scheduled is not None and self._guard is not None
         each = self.uniform_decode_query_len  # 1, or 1 and the drafts
         uniform = max_num_scheduled_tokens == each and num_tokens == num_reqs * each
         if serving and uniform:
@@ -101,8 +101,8 @@ class NodeRunner(AfdGpuModelRunner, AfdCpuModelRunner, _Unpadded):
             config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
         super().load_model(load_dummy_weights, **further)
         config.cudagraph_mode = before
-        if self._graphs is not None:
-            self._graphs.__class__ = NodeGraphs
+        if self._guard is not None:
+            self.model.__class__ = NodeGraphs
 
 
 class NodeWorker(AfdCpuWorker):

@@ -54,7 +54,7 @@ def test_rows_without_an_adapter_stay_as_they_are_beside_others():
     """Against a plain loop over rows, through vLLM's own entry point."""
     from vllm.lora.layers import LoRAMapping
 
-    from attention_worker.vllm_hooks.cpu import CpuAdapterRows
+    from attention_worker.vllm_hooks.cpu_runner import CpuAdapterRows
 
     torch.manual_seed(0)
     rows, hidden, width, rank, slots = 9, 16, 12, 4, 3

@@ -237,7 +237,7 @@ def test_with_lookahead_the_host_continues_and_the_next_step_waits(ahead):
     ],
 )
 def test_with_lookahead_a_lost_step_gives_no_token(ahead, statuses, error, said):
-    gpu = pytest.importorskip("attention_worker.vllm_hooks.gpu")
+    gpu = pytest.importorskip("attention_worker.vllm_hooks.gpu_runner")
     ahead.region.script = [statuses]
     assert ahead.step() == "hidden"
     tokens = SimpleNamespace(get_output=lambda: "tokens")
@@ -249,7 +249,7 @@ def test_with_lookahead_a_lost_step_gives_no_token(ahead, statuses, error, said)
 
 
 def test_with_lookahead_a_good_step_gives_its_tokens(ahead):
-    gpu = pytest.importorskip("attention_worker.vllm_hooks.gpu")
+    gpu = pytest.importorskip("attention_worker.vllm_hooks.gpu_runner")
     ahead.step()
     tokens = SimpleNamespace(get_output=lambda: "tokens")
     assert gpu.GuardedOutput(ahead.step.running, tokens).get_output() == "tokens"

@@ -24,11 +24,19 @@ HOOKS = ROOT / "attention_worker" / "vllm_hooks"
 RECORD = Path(__file__).with_name("vllm_api.json")
 
 RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
-MIXINS = {"DisaggregatedRunner": RUNNER}
+SECOND = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
+"""The second-generation runner."""
+MIXINS = {
+    "InstanceRunner": (RUNNER, SECOND),
+    "CpuInstanceRunner": (RUNNER, SECOND),
+    "GpuInstanceRunner": (RUNNER, SECOND),
+    "DisaggregatedRunner": (RUNNER,),
+    "SecondRunner": (SECOND,),
+    "CutState": ("vllm.v1.worker.gpu.model_states.default:DefaultModelState",),
+    "CapturedSteps": ("vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager",),
+}
 """Our classes that become a subclass of vLLM's at run time only."""
 
-SECOND = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
-"""The second-generation runner. The hooks do not use it; docs/vllm.md says what that would take."""
 SECOND_GENERATION = (
     SECOND,
     *(
@@ -48,7 +56,7 @@ SECOND_GENERATION = (
     "vllm.v1.worker.gpu.ubatch_utils:UBatchRunner",
     "vllm.v1.worker.gpu.ubatch_utils:create_ubatch_slices",
 )
-"""What would replace our overrides, beside those of their names that this runner has."""
+"""What replaces overrides of the first-generation runner, beside those of their names."""
 
 STATE = (
     "vllm.config.vllm:VllmConfig.use_v2_model_runner",
@@ -65,6 +73,59 @@ STATE = (
     f"{RUNNER}.uniform_decode_query_len",
     f"{RUNNER}.use_async_scheduling",
     f"{RUNNER}.vllm_config",
+    *(
+        f"{SECOND}.{name}"
+        for name in (
+            "attn_groups",
+            "cudagraph_manager",
+            "decode_query_len",
+            "kernel_block_sizes",
+            "kv_cache_config",
+            "model_state",
+            "scheduler_config",
+            "update_requests",
+        )
+    ),
+    *(
+        f"vllm.v1.worker.gpu.input_batch:InputBatch.{name}"
+        for name in (
+            "idx_mapping",
+            "idx_mapping_np",
+            "input_ids",
+            "is_prefilling_np",
+            "num_reqs",
+            "num_reqs_after_padding",
+            "num_scheduled_tokens",
+            "num_tokens",
+            "num_tokens_after_padding",
+            "positions",
+            "prompt_lens",
+            "query_start_loc",
+            "query_start_loc_np",
+            "req_ids",
+            "seq_lens",
+            "seq_lens_cpu_upper_bound",
+        )
+    ),
+    *(
+        f"vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager.{name}"
+        for name in ("_capture_descs", "cudagraph_mode", "graphs", "pool", "vllm_config")
+    ),
+    "vllm.v1.worker.gpu.cudagraph_utils:ModelCudaGraphManager.hidden_states",
+    "vllm.v1.worker.gpu.cudagraph_utils:BatchExecutionDescriptor.cg_mode",
+    "vllm.v1.worker.gpu.cudagraph_utils:BatchExecutionDescriptor.num_active_loras",
+    "vllm.v1.worker.gpu.cudagraph_utils:BatchExecutionDescriptor.num_tokens",
+    "vllm.v1.worker.gpu.model_states.interface:ModelState.prepare_dummy_inputs",
+    "vllm.v1.worker.utils:AttentionGroup.create_metadata_builders",
+    "vllm.v1.worker.utils:AttentionGroup.kv_cache_group_id",
+    "vllm.v1.worker.utils:AttentionGroup.metadata_builders",
+    "vllm.v1.core.sched.output:CachedRequestData.new_block_ids",
+    "vllm.v1.core.sched.output:CachedRequestData.num_computed_tokens",
+    "vllm.v1.core.sched.output:NewRequestData.block_ids",
+    "vllm.v1.core.sched.output:NewRequestData.num_computed_tokens",
+    "vllm.v1.core.sched.output:SchedulerOutput.finished_req_ids",
+    "vllm.v1.core.sched.output:SchedulerOutput.preempted_req_ids",
+    "vllm.v1.worker.gpu_worker:Worker.use_v2_model_runner",
     "vllm.v1.engine.async_llm:OutputProcessor",
     "vllm.v1.engine.core:Request",
     "vllm.v1.engine.core:StructuredOutputManager",
@@ -166,12 +227,15 @@ def imported(path: Path) -> dict[str, str]:
 def overrides() -> Iterator[Override]:
     """Yields the methods of our classes below vLLM's that could override one of vLLM's."""
     for path in sorted(HOOKS.glob("*.py")):
-        names = imported(path) | MIXINS
+        names = imported(path)
         for node in ast.parse(path.read_text()).body:
             if not isinstance(node, ast.ClassDef):
                 continue
             bases = [names[b.id] for b in node.bases if isinstance(b, ast.Name) and b.id in names]
-            bases += [MIXINS[node.name]] if node.name in MIXINS else []
+            mixins = [MIXINS[b.id] for b in node.bases if isinstance(b, ast.Name) if b.id in MIXINS]
+            # Of several mixins, the runner that all of them are for.
+            shared = [t for t in (mixins or [()])[0] if all(t in found for found in mixins)]
+            bases += MIXINS.get(node.name, shared)
             for method in node.body:
                 if isinstance(method, FUNCTIONS):
                     for base in dict.fromkeys(bases):
@@ -297,6 +361,9 @@ def _assigned(node: ast.AST, *, self: bool = False) -> set[str]:
     """Returns names that a statement assigns; with ``self``: attributes of self."""
     targets = node.targets if isinstance(node, ast.Assign) else []
     targets = [node.target] if isinstance(node, ast.AnnAssign) else targets
+    targets = [
+        t for found in targets for t in (found.elts if isinstance(found, ast.Tuple) else [found])
+    ]
     if self:
         return {t.attr for t in targets if isinstance(t, ast.Attribute)}
     return {t.id for t in targets if isinstance(t, ast.Name)}
