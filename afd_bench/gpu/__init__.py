@@ -9,8 +9,8 @@
     fused_served  a served 1A1F with and without attention.fused
     jitter      time per token over thousands of steps, against colocated vLLM
     peer        throughput against vllm-project/afd-plugin, run from a checkout
-    host        what the host adds to a decode step, on one shared GPU
-    prefill     time to first token and prompt tokens/s against colocated vLLM, on one shared GPU
+    host        what the host adds to a decode step
+    prefill     time to first token and prompt tokens/s against colocated vLLM
     profile     checks that replayed steps have no host synchronization per layer
 
 Each benchmark writes its records cell by cell (--out), starts no cell after --seconds, and has a

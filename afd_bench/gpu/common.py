@@ -1,15 +1,24 @@
 """Shared parts of `afd bench gpu`: common options, time budget, records."""
 
 import argparse
+import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from afd.devices import DEVICES
 from afd.errors import ConfigError
-from afd.records import Record, command_line, machine, results_file, today, write_records
+from afd.records import (
+    Record,
+    command_line,
+    gpu_names,
+    machine,
+    results_file,
+    today,
+    write_records,
+)
 from afd_bench.gpu.checkpoint import make
 from afd_bench.gpu.slices import Slice, find
 
@@ -76,6 +85,20 @@ class Report:
         if self.out is not None:
             with self._writing:
                 write_records(self.out, [record])
+
+
+def usable_gpus(environ: Mapping[str, str] = os.environ) -> int:
+    """Returns how many GPUs of this host a bench may use, by CUDA_VISIBLE_DEVICES and its like."""
+    names = (name for device in DEVICES.values() for name in device.visible_variables)
+    allowed = [len(environ[name].split(",")) for name in names if environ.get(name)]
+    return min(len(gpu_names()), *allowed) if allowed else len(gpu_names())
+
+
+def gpus_case(gpus: int) -> str:
+    """Returns what a case says of so many of this host's GPUs; 0 for the CPU."""
+    if not gpus:
+        return "cpu"
+    return gpu_names()[0] if gpus == 1 else f"{gpus} x {gpu_names()[0]}"
 
 
 def count(text: str) -> int:

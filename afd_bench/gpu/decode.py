@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from afd.errors import AfdError, ConfigError
-from afd.records import gpu_names
 from afd_bench.gpu.common import (
     Budget,
     Report,
@@ -26,6 +25,7 @@ from afd_bench.gpu.common import (
     model_of,
     parser,
     report,
+    usable_gpus,
 )
 from afd_bench.gpu.kv import default_gib, spread_kv_bytes
 from afd_bench.gpu.load import Load, steady
@@ -196,7 +196,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _targets(args: argparse.Namespace) -> list[Target]:
-    gpus = args.gpus or len(gpu_names())
+    gpus = args.gpus or usable_gpus()
     if not args.targets and gpus < 2:
         raise ConfigError("a comparison needs two or more GPUs; give --targets for a dry run")
     named = [parse(name, args.wire) for name in args.targets or ()]

@@ -16,8 +16,17 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from afd.errors import AfdError
-from afd.records import gpu_names
-from afd_bench.gpu.common import Budget, Report, add_model, case_of, count, model_of, parser, report
+from afd_bench.gpu.common import (
+    Budget,
+    Report,
+    add_model,
+    case_of,
+    count,
+    model_of,
+    parser,
+    report,
+    usable_gpus,
+)
 from afd_bench.gpu.kv import kv_gib
 from afd_bench.gpu.load import Load, device_step_s, held, read
 from afd_bench.gpu.targets import Afd, Sizes, Target, fitted, running, vllm_args
@@ -80,7 +89,7 @@ def _of_model(name: str, args: argparse.Namespace, budget: Budget, out: Report) 
     """Measures one model; returns the number of cells."""
     length = args.context + args.answer
     model_slice, path = model_of(args, name, length, experts=False)
-    both = targets(args.device, len(gpu_names()))
+    both = targets(args.device, usable_gpus())
     batches = max(args.batches)
     cache = kv_gib(both, batches, length, load_model(str(path)))
     sizes = Sizes(batches, length, cache, tuple(args.batches))

@@ -4,8 +4,8 @@ A served step is the time per token of a full batch. Its time on the device is t
 graph, as the GPU's events measure it. The difference is the host's: scheduling, preparing inputs,
 sampling and sending tokens on. With ``pipeline.lookahead`` the host works during the replay.
 
-One GPU is enough: both sides share it in time slices. Steps take longer then than on two GPUs, so
-the same host time is a smaller part of them; "host ms" is the part that compares with other runs.
+On one GPU both sides share it in time slices. Steps take longer then than on two GPUs, so the same
+host time is a smaller part of them; "host ms" is the part that compares with other runs.
 Prompts are filled, experts are random (ffn.load is dummy), and no colocated vLLM runs.
 
 --phases also prints what `afd serve` said while it started, with the seconds of each line.
@@ -20,8 +20,17 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from afd.errors import AfdError
-from afd.records import gpu_names
-from afd_bench.gpu.common import Budget, Report, add_model, count, model_of, parser, report
+from afd_bench.gpu.common import (
+    Budget,
+    Report,
+    add_model,
+    count,
+    gpus_case,
+    model_of,
+    parser,
+    report,
+    usable_gpus,
+)
 from afd_bench.gpu.kv import kv_gib
 from afd_bench.gpu.load import Load, Steady, held, rate, read
 from afd_bench.gpu.targets import Afd, Sizes, Target, fitted, running, vllm_args
@@ -73,11 +82,12 @@ def main(argv: Sequence[str]) -> int:
     budget, out = Budget(args.seconds), report("host", args, "host", argv)
     length = args.context + args.steps + _SPARE
     model_slice, path = model_of(args, args.model, length, experts=False)
-    targets = deployments(args.device, args.lookahead)
+    gpus = 0 if args.device == "cpu" else min(2, usable_gpus())
+    targets = deployments(gpus, args.lookahead)
     cache = kv_gib(targets, max(args.requests), length, load_model(str(path)))
     sizes = Sizes(max(args.requests), length, cache, tuple(args.requests))
     flags = [*vllm_args(args.device, True), *args.vllm_args]
-    gpu = args.device if args.device == "cpu" else gpu_names()[0]
+    gpu = gpus_case(gpus)
     cells = 0
     with running(targets, path, sizes, args.device, flags, args.logs) as servers:
         for requests, (target, server) in product(args.requests, servers.items()):
@@ -103,9 +113,9 @@ def main(argv: Sequence[str]) -> int:
     return 0 if cells == len(args.requests) * len(targets) else 1
 
 
-def deployments(device: str, lookahead: str) -> list[Target]:
-    """Returns 1A1F on one GPU; lookahead: off, on or both."""
-    one = fitted(Afd(1, 1, dummy=True), 0 if device == "cpu" else 1)
+def deployments(gpus: int, lookahead: str) -> list[Target]:
+    """Returns 1A1F on so many GPUs, 0 for the CPU; lookahead: off, on or both."""
+    one = fitted(Afd(1, 1, dummy=True), gpus)
     values = {"off": (False,), "on": (True,), "both": (True, False)}[lookahead]
     return [replace(one, lookahead=on) for on in values]
 

@@ -20,7 +20,6 @@ from itertools import product
 
 from afd.config.choices import choices
 from afd.errors import AfdError, ConfigError
-from afd.records import gpu_names
 from afd_bench import stand_in_nic
 from afd_bench.agreement import Agreement, compare, score
 from afd_bench.cases import AUTO, MAX_LOGPROBS, SETTINGS
@@ -32,6 +31,7 @@ from afd_bench.gpu.common import (
     model_of,
     parser,
     report,
+    usable_gpus,
 )
 from afd_bench.gpu.targets import (
     DEFAULT_BACKEND,
@@ -152,7 +152,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
 def variants(args: argparse.Namespace) -> list[Target]:
     """Returns the deployments to compare; on the exact wire and the usual transport also some eager
     or with lookahead."""
-    gpus = len(gpu_names())
+    gpus = usable_gpus()
     nic = str(stand_in_nic.build(args.logs.absolute())) if "verbs" in args.over else ""
     names = args.targets or [
         name

@@ -23,7 +23,6 @@ from pathlib import Path
 from afd.devices import CUDA
 from afd.errors import AfdError, ConfigError
 from afd.host.ports import check_free, held_ports
-from afd.records import gpu_names
 from afd.topology import visible_gpus
 from afd_bench.gpu.common import (
     Budget,
@@ -34,6 +33,7 @@ from afd_bench.gpu.common import (
     model_of,
     parser,
     report,
+    usable_gpus,
 )
 from afd_bench.gpu.load import Load, Steady, steady
 from afd_bench.gpu.targets import (
@@ -190,10 +190,10 @@ def _check_gpus(device: str, ours: Afd, recipes: Sequence[Recipe]) -> None:
     """Raises ConfigError if the GPUs do not suffice, before anything is written or started."""
     if device == "cpu":
         raise ConfigError("the peer needs GPUs; use --dry-run to print its commands")
-    needed, there = max(ours.gpus, *(2 * recipe.side for recipe in recipes)), len(gpu_names())
+    needed, there = max(ours.gpus, *(2 * recipe.side for recipe in recipes)), usable_gpus()
     if needed > there:
         raise ConfigError(
-            f"this needs {needed} GPUs and the host has {there}; use --recipes dp1tp1 --target"
+            f"this needs {needed} GPUs and may use {there}; use --recipes dp1tp1 --target"
             " 1A1F, which need two"
         )
 

@@ -1,8 +1,9 @@
-"""Prefill of a 1A1F and of colocated vLLM on one shared GPU: time to first token, prompt tokens/s.
+"""Prefill of a 1A1F and of colocated vLLM on the same GPUs: time to first token, prompt tokens/s.
 
-Measures as `afd bench prefill` does on CPUs, and writes its records. Both servers share the first
-GPU and are measured in turns; a server without requests does not use it. Our two sides share it in
-time slices, so attention and experts do not overlap: on two GPUs the ratios would be higher.
+Measures as `afd bench prefill` does on CPUs, and writes its records. The servers are measured in
+turns; a server without requests does not use the GPUs. Two GPUs are one for each of our sides, and
+tensor parallelism of colocated vLLM. On one GPU our sides share it in time slices, so attention and
+experts do not overlap, and each hand-over waits for a slice.
 
 Each value of --steps (attention.max_num_batched_tokens) starts both servers anew. Prompts that are
 longer are computed in chunks.
@@ -13,8 +14,17 @@ import asyncio
 from collections.abc import Sequence
 
 from afd.errors import AfdError
-from afd.records import command_line, gpu_names, write_records
-from afd_bench.gpu.common import Budget, add_model, case_of, count, model_of, parser
+from afd.records import command_line, write_records
+from afd_bench.gpu.common import (
+    Budget,
+    add_model,
+    case_of,
+    count,
+    gpus_case,
+    model_of,
+    parser,
+    usable_gpus,
+)
 from afd_bench.gpu.targets import PEER, Afd, Colocated, Sizes, fitted, running, vllm_args
 from afd_bench.prefill import OURS, TRAFFIC_TOKENS, measure, records, table
 
@@ -27,9 +37,10 @@ def main(argv: Sequence[str]) -> int:
     length = max(*args.lengths, TRAFFIC_TOKENS) + args.answer + 1
     model_slice, path = model_of(args, args.model, length)
     on_cpu = args.device == "cpu"
-    ours = fitted(Afd(1, 1), 0 if on_cpu else 1)
-    peer = Colocated(1, mode="eager" if on_cpu else args.peers)
-    name = f"{case_of(args.model, model_slice)} {'cpu' if on_cpu else gpu_names()[0]}"
+    gpus = 0 if on_cpu else min(2, usable_gpus())
+    ours = fitted(Afd(1, 1), gpus)
+    peer = Colocated(max(1, gpus), mode="eager" if on_cpu else args.peers)
+    name = f"{case_of(args.model, model_slice)} {gpus_case(gpus)}"
     for step in args.steps:
         if not budget.allows(f"steps of {step} tokens", _START_S if done else 0.0):
             break

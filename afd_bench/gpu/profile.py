@@ -26,8 +26,16 @@ from typing import Any
 from afd.config.deployment import Deployment
 from afd.control.local_keys import announced
 from afd.errors import AfdError, DeadlineExceeded
-from afd.records import gpu_names
-from afd_bench.gpu.common import Report, add_model, case_of, count, model_of, parser, report
+from afd_bench.gpu.common import (
+    Report,
+    add_model,
+    case_of,
+    count,
+    model_of,
+    parser,
+    report,
+    usable_gpus,
+)
 from afd_bench.gpu.kv import default_gib
 from afd_bench.gpu.load import Load, held
 from afd_bench.gpu.slices import Slice
@@ -172,7 +180,7 @@ def roles(
         "torch_profiler_use_gzip": False,
         "ignore_frontend": True,
     }
-    gpus = 0 if args.device == "cpu" else len(gpu_names())
+    gpus = 0 if args.device == "cpu" else usable_gpus()
     target = fitted(Afd(1, 1), gpus)  # may share a GPU: calls are counted, not timed
     flags = [
         *vllm_args(args.device, True),

@@ -116,5 +116,6 @@ def test_a_server_gives_the_tokens_of_one_without_them(tmp_path, family, depth, 
         assert len(mine.tokens) == TOKENS
         differs = first_difference(mine, other)
         same.append(TOKENS if differs is None else differs)
-        assert differs is None or other.gaps[differs] < 3 * NEAR_TIE, differs
+        most = NEAR_TIE * (5 if kv == "fp8" else 3)  # a step of FP8 is 16 of bfloat16
+        assert differs is None or other.gaps[differs] < most, differs
     print("equal tokens of each request", same)

@@ -28,7 +28,7 @@ pytestmark = [
 ]
 TOKENS = 300
 SAID = "model runner: vLLM's second generation"
-NEAR_TIE = 0.1  # nats
+NEAR_TIE = 0.3  # nats; the runners batch the chunks of prompts differently, and bfloat16 rounds
 # Enough requests that each of 3 micro-batches has rows, and prompts of several chunks.
 REQUESTS = tuple(Request(tuple(range(30 + 7 * i, 60 + 29 * i)), TOKENS, 0.0) for i in range(8))
 WAYS = (

@@ -4,16 +4,24 @@ import json
 
 import pytest
 
-from afd_bench.gpu import host
-from afd_bench.gpu.common import Report
+from afd_bench.gpu import common, host
+from afd_bench.gpu.common import Report, usable_gpus
 from afd_bench.gpu.host import Cell, deployments, phases
 
 
 def test_both_sides_share_one_gpu_with_and_without_lookahead():
-    found = deployments("cuda", "both")
+    found = deployments(1, "both")
     assert [t.lookahead for t in found] == [True, False]
     assert all(t.shared == 1 and t.dummy and t.graphs for t in found)
-    assert [t.shared for t in deployments("cpu", "on")] == [None]
+    assert [t.shared for t in deployments(2, "on")] == [None]
+    assert [t.shared for t in deployments(0, "on")] == [None]
+
+
+def test_a_bench_uses_the_gpus_that_the_variables_allow(monkeypatch):
+    monkeypatch.setattr(common, "gpu_names", lambda: ["H200"] * 4)
+    assert usable_gpus({}) == 4
+    assert usable_gpus({"CUDA_VISIBLE_DEVICES": "1"}) == 1
+    assert usable_gpus({"CUDA_VISIBLE_DEVICES": "0,1", "HIP_VISIBLE_DEVICES": "0,1,2"}) == 2
 
 
 def test_a_step_is_compared_with_its_aim_and_its_time_on_the_device(tmp_path, capsys):
