@@ -315,11 +315,11 @@ def _run_remote(case: Case, role_file: Path) -> Result:
     from vllm.model_executor.custom_op import op_registry_oot
 
     from afd.config.roles import ROLE_FILE_ENV, load_role
-    from attention_worker.vllm_hooks import runner
+    from attention_worker.vllm_hooks import instance_runner
     from attention_worker.vllm_hooks.arguments import process_environment
     from attention_worker.vllm_hooks.register import register_model
 
-    runner.AttentionInstance = LocalInstance  # type: ignore[assignment,attr-defined]  # stands in for it
+    instance_runner.AttentionInstance = LocalInstance  # type: ignore[assignment,attr-defined]  # stands in for it
     op_registry_oot.pop("RoutedExperts", None)  # registered by the case before; vLLM refuses twice
     with process_environment({**environment, ROLE_FILE_ENV: str(role_file)}):
         register_model(load_role())
