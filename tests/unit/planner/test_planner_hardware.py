@@ -9,7 +9,8 @@ from afd.errors import ConfigError
 from afd_planner.facts.hardware import accelerators, load_accelerator, read_accelerator
 
 WANTED = (
-    "h800", "h20", "a800", "910b", "l20", "l4", "h100", "h200", "b200", "mi300x", "mi325x", "mi355x",
+    "h800", "h20", "a800", "910b", "l20", "l4", "h100", "h200", "b200", "mi300x", "mi325x",
+    "mi355x",
 )  # fmt: skip
 SOURCED = (
     "flops",
