@@ -21,6 +21,7 @@ CODE_OF = {
     "gateway": ("afd_gateway", "afd_bench/gateway"),
     "gpu": _SERVER,
     "hf": _SERVER,
+    "host": _SERVER,
     "identity": _SERVER,
     "load": ("ffn_worker/experts", "ffn_worker/moe/stored.py"),
     "moe": ("ffn_worker/moe", "ffn_worker/kernels"),
