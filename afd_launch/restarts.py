@@ -8,6 +8,11 @@ FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 10.0
 
 
+def recent(deaths: Sequence[float], now: float, window_s: float) -> list[float]:
+    """Returns the deaths that count: those within ``window_s`` seconds."""
+    return [moment for moment in deaths if now - moment <= window_s]
+
+
 def backoff_s(
     deaths: Sequence[float], now: float, max_restarts: int, window_s: float
 ) -> float | None:
@@ -19,7 +24,7 @@ def backoff_s(
         deaths: times of all deaths of the role, the latest included, in seconds of the clock of
             ``now``. The caller subtracts the time that failed starts took.
     """
-    recent = sum(1 for moment in deaths if now - moment <= window_s)
-    if recent > max_restarts:
+    count = len(recent(deaths, now, window_s))
+    if count > max_restarts:
         return None
-    return min(FIRST_BACKOFF_S * 2.0 ** (recent - 2), LONGEST_BACKOFF_S) if recent > 1 else 0.0
+    return min(FIRST_BACKOFF_S * 2.0 ** (count - 2), LONGEST_BACKOFF_S) if count > 1 else 0.0

@@ -21,11 +21,11 @@ from afd.errors import ConfigError
 from afd_launch.host_watch import HostWatch
 from afd_launch.orders import NO_ORDERS, Orders
 from afd_launch.process import Command, RoleProcess, describe_exit
-from afd_launch.restarts import backoff_s
+from afd_launch.restarts import backoff_s, recent
 from afd_launch.role_log import say, write_line
 from afd_launch.role_table import KILL_WAIT_S, POLL_S, RoleTable, StartFailed
 from afd_launch.stall_monitor import StallMonitor
-from afd_launch.start_progress import PROGRESS_S, StartProgress, waiting_for
+from afd_launch.start_progress import StartProgress, waiting_for
 from afd_launch.watchdog import Watchdog
 
 BURY_S = 2.0  # Python's resource tracker needs time to free the semaphores of a dead role
@@ -154,7 +154,7 @@ class Supervisor:
         come = self._hosts is None
         for stage in self._stages:
             if not come and not stage.first:
-                self._await_hosts()
+                self._await_hosts(progress)
                 come, progress = True, StartProgress(self._say)
             commands = [command for command in stage.commands if not command.spare]
             names += [command.name for command in commands]
@@ -172,9 +172,9 @@ class Supervisor:
             else:
                 self._table.start(command)
 
-    def _await_hosts(self) -> None:
+    def _await_hosts(self, progress: StartProgress) -> None:
         assert self._hosts is not None
-        began = shown = time.monotonic()
+        began = time.monotonic()
         while True:
             self._turn()
             for name in self._running:  # the control plane
@@ -184,9 +184,7 @@ class Supervisor:
             missing = self._hosts.check_start(now - began)
             if missing is None:
                 return
-            if now - shown > PROGRESS_S:
-                shown = now
-                self._say(f"waiting for {missing}: {now - began:.0f} s")
+            progress.remind(missing, now)
 
     def _await_stage(self, names: list[str], progress: StartProgress) -> None:
         while True:
@@ -274,7 +272,7 @@ class Supervisor:
             deaths[:] = [moment + now - deaths[-1] for moment in deaths]
         deaths.append(now)
         limit, window_s = self._restart.max_restarts, self._restart.window_s
-        deaths[:] = [moment for moment in deaths if now - moment <= window_s]
+        deaths[:] = recent(deaths, now, window_s)
         wait_s = backoff_s(deaths, now, limit, window_s)
         if wait_s is None:
             text = (

@@ -45,7 +45,7 @@ def watch(hosts: FakeHosts) -> HostWatch:
 
 
 def test_roles_start_once_every_host_is_there(tmp_path, monkeypatch):
-    monkeypatch.setattr("afd_launch.supervisor.PROGRESS_S", 0.3)
+    monkeypatch.setattr("afd_launch.start_progress.PROGRESS_S", 0.3)
     hosts = FakeHosts("host b (ffn-1)")
 
     def come() -> None:
@@ -64,7 +64,7 @@ def test_roles_start_once_every_host_is_there(tmp_path, monkeypatch):
     )
     friend.join()
     assert run.status == 0 and lines(tmp_path, "ffn-0", "ready")
-    assert "waiting for host b (ffn-1): " in run.text and not hosts.told
+    assert "waiting for host b (ffn-1)" in run.text and not hosts.told
 
 
 def test_it_gives_up_with_one_sentence_that_names_the_host(tmp_path, capsys):
