@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import random
 import statistics
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -231,11 +232,9 @@ async def _prefill(server: Server, rows: int, plan: Plan) -> Times:
         while (first := await _read(server)).running < beside:
             await asyncio.sleep(_POLL_S)
         async with aiohttp.ClientSession() as session:
-            for turn in range(plan.rounds):
-                firsts = range(0, rows - each + 1, each)
+            for _ in range(plan.rounds):
                 every = [
-                    [_prompt((turn * plan.instances + i) * rows + at, each) for at in firsts]
-                    for i in range(plan.instances)
+                    [_prompt(each) for _ in range(rows // each)] for _ in range(plan.instances)
                 ]
                 await asyncio.gather(
                     *(_complete(session, server, some, 1, stream=plan.stream) for some in every)
@@ -259,17 +258,17 @@ async def _load(server: Server, count: int, context: int, plan: Plan) -> AsyncIt
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         tasks = [
             asyncio.create_task(
-                _complete(session, server, [_prompt(i, context)], tokens, stream=plan.stream)
+                _complete(session, server, [_prompt(context)], tokens, stream=plan.stream)
             )
-            for i in range(count)
+            for _ in range(count)
         ]
         async with kept_running(tasks):
             yield
 
 
-def _prompt(index: int, length: int) -> list[int]:
-    salt = time.monotonic_ns()  # a different prompt each time, so that no prefix is cached
-    return [5 + (salt + index * 7919 + i * 31) % _VOCAB for i in range(length)]
+def _prompt(length: int) -> list[int]:
+    # Like no other, or the gateway would send it where that one went, and vLLM find it cached.
+    return [5 + random.randrange(_VOCAB) for _ in range(length)]
 
 
 async def _complete(
