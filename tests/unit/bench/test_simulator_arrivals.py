@@ -187,7 +187,7 @@ def test_published_cells_follow_from_the_measurements_of_their_run():
         layout: sum(abs(r.ratio - 1) <= 0.1 for r in records if f" {layout} " in r.case)
         for layout in ("1A1F", "2A2F")
     }
-    assert close == {"1A1F": 9, "2A2F": 14}
+    assert close == {"1A1F": 15, "2A2F": 15}
     alone = [r for r in records if " 1A1F " in r.case]
     page = (RESULTS / "simulator.md").read_text()
     found = {cell.metric: cell for cell in cells(RUNS / "1A1F", rates=(2.0,))}
