@@ -61,9 +61,18 @@ void failing_ports(const std::string& library, double seconds) {
   std::vector<std::thread> threads;
   for (uint32_t slot = 0; slot < kSlots; ++slot)
     threads.emplace_back([&, slot] {
-      auto link = open(region, library, SlotRange{slot, 1});
       std::vector<uint8_t> data(kBytes);
-      link->register_memory(data.data(), data.size(), Device{});
+      std::unique_ptr<Link> link;
+      const auto connect = [&] {  // the ports may be down already
+        for (int tries = 0; link == nullptr; ++tries) try {
+            link = open(region, library, SlotRange{slot, 1});
+            link->register_memory(data.data(), data.size(), Device{});
+          } catch (const CommError& error) {
+            check(tries < 10000, error.what());
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+          }
+      };
+      connect();
       std::mt19937 random(slot);
       for (uint32_t seq = 1; now_ns() < end; ++seq) {
         const uint64_t flag = make_flag(1, seq);
@@ -80,13 +89,7 @@ void failing_ports(const std::string& library, double seconds) {
         while (link->post(message) != Status::Ok ||
                await(region, slot, flag, kTimeoutUs) != Status::Ok) {
           link.reset();
-          for (int tries = 0; link == nullptr; ++tries) try {
-              link = open(region, library, SlotRange{slot, 1});
-              link->register_memory(data.data(), data.size(), Device{});
-            } catch (const CommError& error) {
-              check(tries < 10000, error.what());
-              std::this_thread::sleep_for(std::chrono::milliseconds(1));
-            }
+          connect();
           ++reopened;
         }
         check(region.header(slot).nbytes == static_cast<int64_t>(n), "header");

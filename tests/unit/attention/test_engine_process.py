@@ -41,7 +41,7 @@ def test_threads_of_zeromq_are_none() -> None:
             time.sleep(0.01)
         tasks = Path("/proc/self/task").iterdir()
         assert any((task / "comm").read_text().startswith("ZMQbg/") for task in tasks)
-        assert len(_unknown_threads()) == before
+        assert len(_unknown_threads()) <= before  # one of another test may have ended
 
 
 def test_a_library_that_only_the_engine_would_load_is_an_obstacle(
