@@ -91,7 +91,7 @@ def usable_gpus(environ: Mapping[str, str] = os.environ) -> int:
     """Returns how many GPUs of this host a bench may use, by CUDA_VISIBLE_DEVICES and its like."""
     names = (name for device in DEVICES.values() for name in device.visible_variables)
     allowed = [len(environ[name].split(",")) for name in names if environ.get(name)]
-    return min(len(gpu_names()), *allowed) if allowed else len(gpu_names())
+    return min([len(gpu_names()), *allowed])
 
 
 def gpus_case(gpus: int) -> str:

@@ -63,7 +63,7 @@ def test_a_wrong_set_up_ends_at_once_and_names_the_host(
     model = tiny_models("qwen3_moe")
     with deployed(tmp_path, model, deadlines={"hosts_s": 12}) as hosts:
         a = hosts.serve("a")
-        a.says("waiting for host b (attention-1, ffn-1)", 30)
+        a.says(" s, waiting for host b (attention-1, ffn-1)", 30)
         other = hosts.serve("b", "--set", "pipeline.depth=2")
         other.says("error: pipeline.depth is 2 on host b, but 3 on host a; give every host", 20)
         CurveKeys.generate().save(tmp_path / "other.keys")

@@ -47,4 +47,5 @@ def test_copies_by_several_threads_equal_memcpy(tmp_path: Path, sanitizer: str) 
     subprocess.run([compiler, *flags, include, source, "-o", program], check=True, timeout=120)
     # A sanitizer has to be the first library. vLLM preloads others in its processes.
     environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
-    subprocess.run([program], check=True, timeout=120, env=environment)
+    done = subprocess.run([program], timeout=120, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -64,7 +64,7 @@ def test_roles_start_once_every_host_is_there(tmp_path, monkeypatch):
     )
     friend.join()
     assert run.status == 0 and lines(tmp_path, "ffn-0", "ready")
-    assert "waiting for host b (ffn-1)" in run.text and not hosts.told
+    assert " s, waiting for host b (ffn-1)\n" in run.text and not hosts.told
 
 
 def test_it_gives_up_with_one_sentence_that_names_the_host(tmp_path, capsys):
