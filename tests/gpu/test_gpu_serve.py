@@ -45,7 +45,7 @@ _FFN_S = 5.0
 
 def deployed(model, ffn_s, tp=1, over="auto", nic=""):
     config = deployment(
-        fitted(Afd(1, 1, tp=tp, over=over, nic=nic), GPUS),
+        fitted(Afd(1, 1, tp=tp, over=over, nic=nic, lookahead=True), GPUS),
         model,
         Sizes(8, 1024, 1.0),
         KIND,
