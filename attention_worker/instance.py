@@ -202,15 +202,16 @@ class AttentionInstance:
         them."""
         deployment = self._resolved.deployment
         device = torch_device(deployment.attention.device)
-        streams = make_streams(device)
+        streams, runtime = make_streams(device), runtime_of(device)
+        # Draft layers run, message by message, once the step has ended.
+        lookahead = deployment.pipeline.lookahead and deployment.attention.speculation is None
         guard = ReplayGuard(
-            ReplaySettings(deployment.deadlines.ffn_s, deployment.pipeline.lookahead),
+            ReplaySettings(deployment.deadlines.ffn_s, lookahead),
             self.remote,
             self._region,
             streams,
-            ReplayObserver(
-                self._metrics, deployment.metrics.stage_every, runtime_of(device).step_timer()
-            ),
+            ReplayObserver(self._metrics, deployment.metrics.stage_every, runtime.step_timer()),
+            partial(runtime.enter, device),
         )
         number, slots = self._role.number, self.remote.expert_slots
         return StreamExperts(self._resolved, number, self._region, streams, slots), guard

@@ -288,7 +288,7 @@ class Pipeline(Section):
     )
     min_rows: int = Field(default=4, ge=1)  # fewest rows per micro-batch; smaller steps split less
     graphs: bool = True  # on GPUs: capture decode steps as graphs and replay them, on both sides
-    lookahead: bool = False  # prepare the next step during a replay; for its cost see docs/gpu.md
+    lookahead: bool = True  # on GPUs: schedule and prepare the next step during a replay
 
     @property
     def max_depth(self) -> int:

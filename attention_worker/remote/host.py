@@ -210,6 +210,11 @@ class RemoteExperts:
         object."""
         return self._sessions.all
 
+    @property
+    def links(self) -> tuple[FfnSession, ...]:
+        """The sessions with all FFN ranks, also those that hold no experts now."""
+        return self._sessions.kept
+
     def reconnect(self, lost: Sequence[int]) -> None:
         """Waits until the FFN ranks that were lost in a replayed step are back.
 

@@ -1,31 +1,36 @@
-"""Judges replayed steps: complete, to be run again, or lost.
+"""Judges replayed steps, and runs those again in which an FFN rank died.
 
 A replay runs without the host. If an FFN rank dies in it, the stream would wait forever; a guard of
 the transport then rings the missing doorbells, and the output of the step is garbage. Garbage must
-not become a token, so every replay is judged before vLLM samples from it.
+not become a token, and with ``pipeline.lookahead`` the host has gone on by then: sampling and the
+inputs of the next step are queued behind the replay. So the guard first closes a hold behind it.
+What is queued there waits, the inputs of the step are as they were, and the step runs again on
+another stream, message by message.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from threading import Timer
 
 from afd.errors import DeadlineExceeded, PeerLost
 from afd.metrics.step_trace import StageTimestamps
 from afd.wire.streams_torch import Streams
-from afd_comm import Region, Status
+from afd_comm import Guard, Hold, Region, Status
 from attention_worker.remote.host import RemoteExperts
 from attention_worker.remote.observer import ReplayObserver
 from attention_worker.remote.stream import Waits
 
+_LIMIT = 3
+"""A step is run again within this multiple of the deadline: waiting for the FFN rank and running
+may each take one."""
+
 
 @dataclass(frozen=True)
 class ReplaySettings:
-    """deadline_s: ``deadlines.ffn_s``. lookahead: ``pipeline.lookahead``; vLLM prepares the next
-    step while a replayed one runs."""
+    """deadline_s: ``deadlines.ffn_s``. lookahead: vLLM goes on while a replayed step runs."""
 
     deadline_s: float
     lookahead: bool
@@ -44,42 +49,12 @@ class CapturedStep:
     rows_sent: Callable[[], Sequence[int]]
 
 
-class RunningStep:
-    """A replayed step that may still run on the GPU while the host continues.
-
-    A thread waits for it, so that its streams are freed at the deadline whatever vLLM does.
-    """
-
-    def __init__(
-        self, statuses: Future[list[Status]], judge: Callable[[Sequence[Status]], None]
-    ) -> None:
-        self._statuses = statuses
-        self._judge = judge
-        # vLLM fetches the tokens of a step in one thread while the engine begins the next step.
-        self._lock = threading.Lock()
-
-    def wait_for_step(self) -> None:
-        """Waits until the step is complete. Its output is valid only after that.
-
-        Raises:
-            DeadlineExceeded, PeerLost: the step failed. Its inputs are already overwritten, so it
-                cannot be run again, and the engine has to end.
-        """
-        statuses = self._statuses.result()
-        with self._lock:
-            self._judge(statuses)
-            self._judge = _already_judged
-
-
-def _already_judged(statuses: Sequence[Status]) -> None:
-    """Accepts the statuses of a step that was judged before."""
-
-
 class ReplayGuard:
-    """Waits for replayed steps and judges them.
+    """Waits for replayed steps, one at a time, in a thread of its own.
 
     Attributes:
-        running: with lookahead, the last replayed step until it is waited for; else None.
+        running: with lookahead, the last replayed step until it is waited for; else None. Its
+            result comes once the output of the step is good, or its error.
     """
 
     def __init__(
@@ -89,61 +64,82 @@ class ReplayGuard:
         region: Region,
         streams: Streams,
         observer: ReplayObserver,
+        enter: Callable[[], None],
     ) -> None:
+        """enter: gives the calling thread the device and a stream of its own."""
         self._settings = settings
         self._host = host
         self._region = region
         self._streams = streams
         self.observer = observer
-        self.running: RunningStep | None = None
-        self._watcher = (
-            ThreadPoolExecutor(1, thread_name_prefix="guard") if settings.lookahead else None
-        )
+        self.running: Future[None] | None = None
+        self._hold = Hold(region.device)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="guard", initializer=enter)
+        self._thread.submit(int).result()  # the stream: a driver may make none while one waits
 
-    def passes(self, step: CapturedStep) -> bool:
-        """Guards the replay that was just queued. Returns whether its output may be used.
+    def watch(self, step: CapturedStep, again: Callable[[], None]) -> None:
+        """Guards the replay that was just queued.
 
-        Without lookahead the call waits for the step. It returns False if an FFN rank died in the
-        step and is back now; the caller then runs the step again, which writes the same keys and
-        values to the same places. With lookahead it returns True at once and sets
-        :attr:`running`.
+        Without lookahead its output is good when the call returns. With lookahead the call returns
+        at once and sets :attr:`running`. Until that is done, only streams may use the output.
+
+        Args:
+            again: runs the step in host form, waits for its end, and writes the output where the
+                replay does. Called in another thread, with a stream of its own, while the stream of
+                the step is held. What it calls must have run before: see ``Hold``.
+
+        Raises:
+            DeadlineExceeded, PeerLost: as :meth:`wait_for_step`.
+        """
+        waits = step.waits
+        guard = self._region.guard(self._streams.compute, waits.slots, waits.flags, self._hold)
+        self.running = self._thread.submit(self._settle, guard, step, again)
+        if not self._settings.lookahead:
+            self.wait_for_step()
+
+    def wait_for_step(self) -> None:
+        """Waits until the output of the running step is good, if there is one.
 
         Raises:
             DeadlineExceeded: an FFN rank neither answered nor came back in ``deadlines.ffn_s``.
+            PeerLost: the step could not be run again. The engine has to end in both cases.
         """
-        guard = self._region.guard(self._streams.compute, step.waits.slots, step.waits.flags)
-        timeout_us = int(self._settings.deadline_s * 1e6)
-        if self._watcher is not None:
-            judge = partial(self._judge_last_chance, step)
-            self.running = RunningStep(self._watcher.submit(guard.wait, timeout_us), judge)
-            return True
-        gone = self._gone(guard.wait(timeout_us))
-        self._host.reconnect(gone)
-        if gone:
-            return False
-        self._finish(step)
-        return True
-
-    def wait_for_step(self) -> None:
-        """Waits for the running step, if there is one; see :meth:`RunningStep.wait_for_step`."""
         running, self.running = self.running, None
         if running is not None:
-            running.wait_for_step()
+            running.result()
 
-    def _judge_last_chance(self, step: CapturedStep, statuses: Sequence[Status]) -> None:
-        """Judges a step that cannot be run again."""
-        gone = self._gone(statuses)
-        if gone:
+    def _settle(self, guard: Guard, step: CapturedStep, again: Callable[[], None]) -> None:
+        """Waits for the replay, and runs the step again if an FFN rank died in it."""
+        try:
+            gone = self._gone(guard.wait(int(self._settings.deadline_s * 1e6)))
+            if gone:
+                self._run_again(gone, step.depth, again)
+            else:
+                self._host.end_replay(step.rows_sent())
+                self.observer.finished(step.timestamps, step.depth)
+        finally:
+            self._hold.open()  # also behind an error, or the engine could not end
+
+    def _run_again(self, gone: Sequence[int], depth: int, again: Callable[[], None]) -> None:
+        """Runs the step in host form. It writes the same keys and values to the same places."""
+        # Freeing a link unmaps memory, and the driver does that on an idle device only.
+        links = self._host.links
+        limit_s = _LIMIT * self._settings.deadline_s
+        # For a call of the driver that waits for the device itself. It returns when this opens.
+        timer = Timer(limit_s, self._hold.open)
+        timer.start()
+        try:
+            self._host.reconnect(gone)
+            self._host.begin_step(depth)
+            again()
+        finally:
+            timer.cancel()
+        if not self._hold.closed:
             raise PeerLost(
-                f"{self._names(gone)} died in a step that cannot be run again because"
-                " pipeline.lookahead is on; the engine ends and its requests are lost; turn"
-                " pipeline.lookahead off to survive this"
+                f"a step in which {self._names(gone)} died was not run again within {limit_s:g} s;"
+                " the engine ends; report this with its log, and turn pipeline.lookahead off"
             )
-        self._finish(step)
-
-    def _finish(self, step: CapturedStep) -> None:
-        self._host.end_replay(step.rows_sent())
-        self.observer.finished(step.timestamps, step.depth)
+        del links
 
     def _gone(self, statuses: Sequence[Status]) -> tuple[int, ...]:
         """Returns the FFN ranks that died in a step. Raises DeadlineExceeded if one is late."""

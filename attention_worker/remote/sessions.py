@@ -75,6 +75,11 @@ class FfnSessions:
         """The sessions by number of the rank. A renewed session is a new object."""
         return tuple(self._sessions[j] for j in self.ranks)
 
+    @property
+    def kept(self) -> tuple[FfnSession, ...]:
+        """The sessions whose links are open, in no order."""
+        return (*self._sessions.values(), *self._idle.values())
+
     def of(self, j: int) -> FfnSession:
         """The session with rank j, which is in use."""
         return self._sessions[j]
@@ -167,7 +172,7 @@ class FfnSessions:
         return self._sessions[j]
 
     def close(self) -> None:
-        for ffn in (*self._sessions.values(), *self._idle.values()):
+        for ffn in self.kept:
             ffn.link.close()
 
     def name(self, j: int) -> str:

@@ -143,18 +143,12 @@ def speculative_config(deployment: Deployment) -> dict[str, object]:
     """Returns vLLM's configuration of speculative decoding.
 
     Raises:
-        ConfigError: draft layers would run beside a step that still runs (``pipeline.lookahead``),
-            or there is no draft model.
+        ConfigError: there is no draft model.
     """
     speculation = deployment.attention.speculation
     assert speculation is not None
     if speculation.method == "ngram":
         return speculation.model_dump(exclude_none=True)
-    if deployment.pipeline.lookahead:
-        raise ConfigError(
-            f"attention.speculation {speculation.method} needs the end of a step before it drafts,"
-            " but pipeline.lookahead is on; turn it off"
-        )
     # Eager: a draft layer sends its rows from the host.
     found: dict[str, object] = {
         "method": speculation.method,

@@ -55,6 +55,14 @@ class AfdGpuModelRunner(GpuInstanceRunner, DisaggregatedRunner, GPUModelRunner):
             self._instance.ran_eagerly("rows" if num_tokens == num_reqs else "prefill")
         return decision
 
+    def _preprocess(self, *arguments: Any, **named: Any) -> tuple[Any, ...]:
+        """The last call before vLLM sets the forward context of a step. Waits for the step before
+        it: that may be running again in another thread, and the process has one context."""
+        inputs: tuple[Any, ...] = super()._preprocess(*arguments, **named)
+        if self._guard is not None:
+            self._guard.wait_for_step()
+        return inputs
+
     def initialize_metadata_builders(
         self, kv_cache_config: KVCacheConfig, kernel_block_sizes: list[int]
     ) -> None:

@@ -1,5 +1,6 @@
 """What attention instances on GPUs add to both of vLLM's model runners."""
 
+from concurrent.futures import Future
 from typing import Any
 
 from vllm.sequence import IntermediateTensors
@@ -7,20 +8,20 @@ from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from attention_worker.instance import reported
-from attention_worker.remote.replay_guard import ReplayGuard, RunningStep
+from attention_worker.remote.replay_guard import ReplayGuard
 from attention_worker.vllm_hooks.fused import fuse
 from attention_worker.vllm_hooks.instance_runner import InstanceRunner
 
 
 class GuardedOutput(AsyncModelRunnerOutput):
-    """The sampled tokens of a step that may still run: released once the step has passed."""
+    """The sampled tokens of a step that may still run: released once its output is good."""
 
-    def __init__(self, running: RunningStep, output: AsyncModelRunnerOutput) -> None:
+    def __init__(self, running: Future[None], output: AsyncModelRunnerOutput) -> None:
         self._running = running
         self._output = output
 
     def get_output(self) -> ModelRunnerOutput:
-        self._running.wait_for_step()
+        self._running.result()
         return self._output.get_output()
 
 
@@ -41,12 +42,12 @@ class GpuInstanceRunner(InstanceRunner):
         """Runs vLLM's sampling.
 
         If vLLM schedules asynchronously, sampling is only queued behind a step that still runs.
-        Otherwise sampling would wait for the stream anyway, so the step is judged first.
+        Otherwise sampling would wait for the stream anyway, so the step is waited for first.
         """
         running = self._guard.running if self._guard is not None else None
         queued = self.scheduler_config.async_scheduling and grammar_output is None
         if running is not None and not queued:
-            running.wait_for_step()
+            running.result()
         output = super().sample_tokens(grammar_output)
         if running is not None and isinstance(output, AsyncModelRunnerOutput):
             return GuardedOutput(running, output)

@@ -3,19 +3,26 @@
 vLLM captures and replays the whole model for uniform decode steps
 (vllm/compilation/cuda_graph.py: CUDAGraphWrapper, mode FULL). Added here: the depth is part of the
 key, the FFN ranks are told of a step before it is replayed, and a step in which an FFN rank dies is
-run again once that rank is back.
+run again, without a graph, once that rank is back.
 """
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from vllm.compilation.cuda_graph import CUDAGraphEntry, CUDAGraphWrapper
 from vllm.compilation.monitor import set_cudagraph_capturing_enabled
 from vllm.config import CUDAGraphMode, VllmConfig
-from vllm.forward_context import BatchDescriptor, ForwardContext, get_forward_context
+from vllm.forward_context import (
+    BatchDescriptor,
+    ForwardContext,
+    get_forward_context,
+    override_forward_context,
+)
 
+from afd.wire.streams_torch import synchronize
 from attention_worker.remote.host import RemoteExperts
-from attention_worker.remote.replay_guard import CapturedStep, ReplayGuard, RunningStep
+from attention_worker.remote.replay_guard import CapturedStep, ReplayGuard
 from attention_worker.remote.sessions import FfnSession
 from attention_worker.remote.stream import StreamExperts
 
@@ -44,15 +51,6 @@ class StepGraphs(CUDAGraphWrapper):
         self._entries: dict[int, dict[BatchDescriptor, CUDAGraphEntry]] = {}
         self._steps: dict[tuple[int, BatchDescriptor], CapturedStep] = {}
 
-    @property
-    def running(self) -> RunningStep | None:
-        """With ``pipeline.lookahead``, the last replayed step until it is waited for."""
-        return self._guard.running
-
-    def wait_for_step(self) -> None:
-        """Waits for the running step, if there is one; see :meth:`RunningStep.wait_for_step`."""
-        self._guard.wait_for_step()
-
     def clear_graphs(self) -> None:
         """Drops every graph; the next step of each shape is captured again."""
         super().clear_graphs()
@@ -62,11 +60,12 @@ class StepGraphs(CUDAGraphWrapper):
         self.graph_pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, *args: torch.Tensor, **kwargs: object) -> torch.Tensor:
-        """Returns the final hidden states, model dtype [tokens, hidden].
+        """Returns the final hidden states, model dtype [tokens, hidden]. With
+        ``pipeline.lookahead`` only streams may use them before :meth:`ReplayGuard.wait_for_step`.
 
         Raises:
             DeadlineExceeded: an FFN rank neither answered nor came back in ``deadlines.ffn_s``.
-            PeerLost: with ``pipeline.lookahead``, one died in the step before this one.
+            PeerLost: a step could not be run again.
         """
         self._guard.wait_for_step()
         context = get_forward_context()
@@ -76,20 +75,31 @@ class StepGraphs(CUDAGraphWrapper):
         descriptor = context.batch_descriptor
         assert descriptor is not None, "vLLM sets the descriptor of every step it wants replayed"
         depth = len(context.ubatch_slices) if context.ubatch_slices else 1
-        while True:
-            self._host.begin_step(depth)
-            self._drop_graphs_of_ended_sessions()
-            self.concrete_cudagraph_entries = self._entries.setdefault(depth, {})
-            step = self._steps.get((depth, descriptor))
-            if step is None:
-                step = self._capture(context, depth, args, kwargs)
-                self._steps[depth, descriptor] = step
-            self._host.announce(descriptor.num_tokens)
-            self._guard.observer.begin()
-            output: torch.Tensor = super().__call__(*args, **kwargs)
-            self._guard.observer.queued()
-            if self._guard.passes(step):
-                return output
+        self._host.begin_step(depth)
+        self._drop_graphs_of_ended_sessions()
+        self.concrete_cudagraph_entries = self._entries.setdefault(depth, {})
+        step = self._steps.get((depth, descriptor))
+        if step is None:
+            step = self._capture(context, depth, args, kwargs)
+            self._steps[depth, descriptor] = step
+        self._host.announce(descriptor.num_tokens)
+        self._guard.observer.begin()
+        output: torch.Tensor = super().__call__(*args, **kwargs)
+        self._guard.observer.queued()
+        self._guard.watch(step, partial(self._run_eagerly, context, args, kwargs, output))
+        return output
+
+    def _run_eagerly(
+        self,
+        context: ForwardContext,
+        args: tuple[torch.Tensor, ...],
+        kwargs: dict[str, object],
+        output: torch.Tensor,
+    ) -> None:
+        """Runs a step in host form. args, kwargs: vLLM's input buffers. output: of the graph."""
+        with torch.inference_mode(), override_forward_context(context):
+            output.copy_(self.runnable(*args, **kwargs))
+        synchronize(output.device)
 
     def _drop_graphs_of_ended_sessions(self) -> None:
         """A graph holds addresses in the memory of its peers, and doorbells of their sessions."""

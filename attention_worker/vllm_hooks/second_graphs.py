@@ -20,10 +20,12 @@ from vllm.v1.worker.gpu.cudagraph_utils import (
     ModelCudaGraphManager,
 )
 
+from afd.wire.streams_torch import synchronize
 from attention_worker.remote.host import RemoteExperts
 from attention_worker.remote.replay_guard import CapturedStep, ReplayGuard
 from attention_worker.remote.sessions import FfnSession
 from attention_worker.remote.stream import StreamExperts
+from attention_worker.vllm_hooks.cut_state import Prepared
 from attention_worker.vllm_hooks.second_dispatch import DepthDispatch
 
 Forward = Callable[[CUDAGraphMode], None]
@@ -147,41 +149,46 @@ class CapturedSteps(DepthDispatch):
         self.pool = torch.cuda.graph_pool_handle()
 
     def run_fullgraph(self, desc: BatchExecutionDescriptor) -> None:
-        """Runs the step that vLLM has prepared. Its output is in the manager's buffer.
+        """Runs the step that vLLM has prepared. Its output is in the manager's buffer. With
+        ``pipeline.lookahead`` only streams may use it before :meth:`ReplayGuard.wait_for_step`.
 
         Raises:
             DeadlineExceeded: an FFN rank neither answered nor came back in ``deadlines.ffn_s``.
-            PeerLost: with ``pipeline.lookahead``, one died in the step before this one.
+            PeerLost: a step could not be run again.
         """
         self.guard.wait_for_step()
-        depth = self._state.depth
+        depth, prepared = self._state.depth, self._state.prepared
+        assert prepared is not None
         self._host.begin_step(depth)
-        if self._host.peers == self._peers:
-            self.graphs = self._graphs[depth]
-            self._host.announce(desc.num_tokens)
-            self.guard.observer.begin()
-            super().run_fullgraph(desc)
-            self.guard.observer.queued()
-            if self.guard.passes(self._steps[depth, desc]):
-                return
-        # A rank was lost, and its session is another one now. A capture would overwrite the inputs.
-        self._run_eagerly(desc.num_tokens)
+        if self._host.peers != self._peers:
+            # A capture would overwrite the inputs, so this step runs without a graph.
+            self._run_eagerly(prepared, desc.num_tokens)
+            return
+        self.graphs = self._graphs[depth]
+        self._host.announce(desc.num_tokens)
+        self.guard.observer.begin()
+        super().run_fullgraph(desc)
+        self.guard.observer.queued()
+        again = partial(self._run_eagerly, prepared, desc.num_tokens)
+        self.guard.watch(self._steps[depth, desc], again)
 
-    def _run_eagerly(self, rows: int) -> None:
-        """Runs the prepared step in host form. It writes the same keys and values to the same
-        places as the replay that failed."""
-        prepared = self._state.prepared
-        assert prepared is not None and self.hidden_states is not None
+    def _run_eagerly(self, prepared: Prepared, rows: int) -> None:
+        """Runs a prepared step in host form."""
+        assert self.hidden_states is not None
         batch = prepared.batch
         inputs = self._state.prepare_dummy_inputs(batch.num_reqs_after_padding, rows)
         slots = build_slot_mappings_by_layer(prepared.slot_mappings, prepared.kv_cache_config)
-        with set_forward_context(
-            prepared.metadata, self.vllm_config, num_tokens=rows, slot_mapping=slots
+        with (
+            torch.inference_mode(),
+            set_forward_context(
+                prepared.metadata, self.vllm_config, num_tokens=rows, slot_mapping=slots
+            ),
         ):
             hidden = self._model(
                 **{"input_ids": batch.input_ids, "positions": batch.positions} | inputs
             )
-        self.hidden_states[:rows] = hidden
+            self.hidden_states[:rows] = hidden
+        synchronize(hidden.device)
 
 
 class GraphManager(ModelCudaGraphManager, CapturedSteps):

@@ -7,8 +7,8 @@
 
 namespace afd_comm {
 
-Guard::Guard(Region& region, Stream stream, std::vector<Awaited> awaited)
-    : region_(region), awaited_(std::move(awaited)) {
+Guard::Guard(Region& region, Stream stream, std::vector<Awaited> awaited, Hold* hold)
+    : region_(region), awaited_(std::move(awaited)), hold_(hold) {
   for (Awaited& a : awaited_) {
     a.status = Status::Ok;
     auto due =
@@ -20,14 +20,21 @@ Guard::Guard(Region& region, Stream stream, std::vector<Awaited> awaited)
   Accelerator& accelerator = region_.accelerator();
   event_ = accelerator.make_event(false);
   accelerator.record(event_, stream);
+  if (hold_ != nullptr) step_ = hold_->enqueue(stream);
 }
 
 Guard::~Guard() { region_.accelerator().destroy_event(event_); }
 
 bool Guard::done() const { return region_.accelerator().done(event_); }
 
+// Returns false if the stream is done with the step: its peers rang all doorbells in time.
+bool Guard::withhold() {
+  if (hold_ == nullptr || withheld_) return true;
+  return withheld_ = hold_->close(step_);
+}
+
 void Guard::release(Due& due, Status status) {
-  if (due.status != Status::Ok) return;
+  if (due.status != Status::Ok || !withhold()) return;
   due.status = status;
   // The stream awaits the flags in order, so it waits for the flag after the one that the doorbell
   // shows.

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "afd_comm/guard.h"
+#include "afd_comm/hold.h"
 #include "python.h"
 
 namespace nb = nanobind;
@@ -174,11 +175,12 @@ void enqueue_wait(Region& region, uint64_t stream, nb::list slots, nb::list flag
   region.enqueue_wait(as_stream(stream), awaited.data(), awaited.size(), reset);
 }
 
-std::unique_ptr<Guard> guard(Region& region, uint64_t stream, nb::list slots, nb::list flags) {
+std::unique_ptr<Guard> guard(Region& region, uint64_t stream, nb::list slots, nb::list flags,
+                             Hold* hold) {
   AwaitedList awaited(region, slots, flags);
   return std::make_unique<Guard>(
       region, as_stream(stream),
-      std::vector<Awaited>(awaited.data(), awaited.data() + awaited.size()));
+      std::vector<Awaited>(awaited.data(), awaited.data() + awaited.size()), hold);
 }
 
 nb::list wait_guard(Guard& guard, int64_t timeout_us) {
@@ -231,6 +233,14 @@ void bind_region(nb::module_& m) {
       .def_prop_ro("t_arrived", &field<&Received::times, &Times::arrived>)
       .def_prop_ro("t_consumed", &field<&Received::times, &Times::consumed>)
       .def("__repr__", &header_text);
+
+  nb::class_<Hold>(m, "Hold")
+      .def(
+          "__init__",
+          [](Hold* self, const std::string& device) { new (self) Hold(parse_device(device)); },
+          "device"_a)
+      .def("open", &Hold::open)
+      .def_prop_ro("closed", &Hold::closed);
 
   nb::class_<Guard>(m, "Guard")
       .def_prop_ro("done", &Guard::done)
@@ -285,7 +295,8 @@ void bind_region(nb::module_& m) {
           },
           "slots"_a)
       .def("enqueue_wait", &enqueue_wait, "stream"_a, "slots"_a, "flags"_a, "reset"_a = false)
-      .def("guard", &guard, "stream"_a, "slots"_a, "flags"_a, nb::keep_alive<0, 1>())
+      .def("guard", &guard, "stream"_a, "slots"_a, "flags"_a, "hold"_a = nb::none(),
+           nb::keep_alive<0, 1>(), nb::keep_alive<0, 5>())
       .def("trace", &trace, "slots"_a, "into"_a.none())
       .def("wake", &Region::wake)
       .def("set_spin_us", &Region::set_spin_us, "us"_a)

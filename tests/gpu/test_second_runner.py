@@ -39,7 +39,7 @@ WAYS = (
 
 
 def config_of(model, graphs):
-    target = fitted(Afd(1, 1, graphs=graphs), 1)
+    target = fitted(Afd(1, 1, graphs=graphs, lookahead=True), 1)
     args = vllm_args(KIND, filled=False)
     config = deployment(target, model, Sizes(8, 1024, 1.0), KIND, args)
     # A prefix cache hit would split the second run's prefill differently.

@@ -7,6 +7,7 @@ what its own step has received.
 
 import ctypes
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -63,24 +64,30 @@ def hip() -> Hip:
     return Hip()
 
 
-# The current streams, innermost last, as torch has them per thread. Steps run in one thread.
-_current: list[ctypes.c_void_p] = []
+class _Current(threading.local):
+    """The current streams of a thread, innermost last."""
+
+    def __init__(self) -> None:
+        self.streams = [hip().stream()]
+
+
+@cache
+def _current() -> _Current:
+    return _Current()
 
 
 def current() -> ctypes.c_void_p:
-    if not _current:
-        _current.append(hip().stream())
-    return _current[-1]
+    return _current().streams[-1]
 
 
 @contextmanager
 def on(stream: ctypes.c_void_p) -> Iterator[None]:
-    current()
-    _current.append(stream)
+    streams = _current().streams
+    streams.append(stream)
     try:
         yield
     finally:
-        _current.pop()
+        streams.pop()
 
 
 class StandInStreams:

@@ -289,10 +289,13 @@ class Region:
 
         A stream has no deadline: watch it with ``guard``. Raises CommError, IndexError, ValueError.
         """
-    def guard(self, stream: int, slots: list[int], flags: list[int]) -> Guard:
+    def guard(
+        self, stream: int, slots: list[int], flags: list[int], hold: Hold | None = None
+    ) -> Guard:
         """Watch the work given to ``stream`` so far; ``slots`` and ``flags``: those of its waits here, in order.
 
-        Call it after enqueueing the work, or after the launch of a graph, and not during a capture. Raises CommError.
+        With ``hold``, what the stream is given later runs only while the hold is open. Call it after enqueueing the
+        work, or after the launch of a graph, and not during a capture. Raises CommError.
         """
     def header(self, slot: int) -> Header:
         """Return the header of the last message written to the slot."""
@@ -352,6 +355,20 @@ class DeviceArray(Protocol):
     def __dlpack__(self, **options: object) -> object: ...
     def __dlpack_device__(self) -> tuple[int, int]: ...
 
+class Hold:
+    """Stops a stream behind a step in which a peer died, so that nothing uses what it computed.
+
+    For one stream; give it to the guard of each step, one step at a time. While it is closed, calls of the driver that
+    wait for an idle device do not return: first use of a kernel, captures, unmapping and freeing memory.
+    """
+
+    def __init__(self, device: str) -> None:
+        """device: "cpu", "cuda:N" or "hip:N". Raises CommError."""
+    def open(self) -> None:
+        """Let the stream go on. Idempotent."""
+    @property
+    def closed(self) -> bool: ...
+
 class Guard:
     """Enforces a deadline on a stream's waits; from ``Region.guard``."""
 
@@ -364,7 +381,8 @@ class Guard:
         OK. PEER_GONE: the slot's writer ended, and the wait was released within about 10 ms. DEADLINE: the stream did
         not finish in time, and all its waits were released; which peer was late is not known. After anything but OK
         the slot's doorbell is 0, and the stream's results must be discarded. The flags must not be used again, since
-        the late message may still arrive: continue with a new generation (graphs: capture again). The GIL is
+        the late message may still arrive: continue with a new generation (graphs: capture again). Its hold is closed
+        then; with a hold, a step whose messages all came in time is OK although a writer ended. The GIL is
         released, so a thread can wait while others work. Raises CommError if the stream is still busy 10 s after its
         waits were released.
         """

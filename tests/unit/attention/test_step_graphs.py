@@ -2,8 +2,8 @@
 
 import itertools
 import threading
-import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -20,8 +20,9 @@ from afd.errors import DeadlineExceeded, PeerLost
 from afd.metrics.role import RoleMetrics, Stage
 from afd.wire.streams_torch import CudaTimer, HostStreams
 from afd_comm import Status
+from attention_worker.remote import replay_guard
 from attention_worker.remote.observer import ReplayObserver
-from attention_worker.remote.replay_guard import ReplayGuard, ReplaySettings, RunningStep
+from attention_worker.remote.replay_guard import ReplayGuard, ReplaySettings
 from attention_worker.remote.stream import Waits
 from attention_worker.vllm_hooks import graphs
 
@@ -38,7 +39,7 @@ class Host:
     """A stand-in for RemoteExperts."""
 
     def __init__(self, log):
-        self.peers = (Peer("ffn-0", 1), Peer("ffn-1", 2))
+        self.peers = self.links = (Peer("ffn-0", 1), Peer("ffn-1", 2))
         self.log = log
 
     def begin_step(self, depth):
@@ -71,19 +72,31 @@ class Stream:
         return Waits([0, 1, 0, 1], [1, 1, 2, 2])
 
 
+class Hold:
+    def __init__(self, device):
+        assert device == "cpu"
+        self.closed = False
+
+    def open(self):
+        self.closed = False
+
+
 class Region:
-    """Its guards return the statuses in ``script``, then OK."""
+    """Its guards return the statuses in ``script``, then OK. Bad ones close the hold."""
+
+    device = "cpu"
 
     def __init__(self):
         self.script = []
         self.finished = threading.Event()  # the stream has finished
         self.finished.set()
 
-    def guard(self, stream, slots, flags):
+    def guard(self, stream, slots, flags, hold):
         statuses = self.script.pop(0) if self.script else [OK] * len(slots)
 
         def wait(timeout_us):
             assert self.finished.wait(5)
+            hold.closed = statuses != [OK] * len(slots)
             return statuses
 
         return SimpleNamespace(wait=wait)
@@ -112,18 +125,35 @@ def ahead(monkeypatch):
 
 def make(monkeypatch, lookahead):
     log = []
-    model = SimpleNamespace(remote=None)
+
+    class Model:
+        """Its output names the step that it was run for."""
+
+        remote = None
+
+        def __call__(self, x):
+            log.append(("eager", contexts[-1].step, threading.current_thread().name))
+            assert len(log) < 50 and not torch.is_grad_enabled()
+            return x + 1
+
+    model, contexts, outputs = Model(), [], {}
 
     def init(self, runnable, config, runtime_mode):
         self.runnable, self.runtime_mode = runnable, runtime_mode
         self.concrete_cudagraph_entries = {}
 
     def call(self, *args, **kwargs):
-        key = context.batch_descriptor
+        key = made.context.batch_descriptor
         first = key not in self.concrete_cudagraph_entries
         self.concrete_cudagraph_entries[key] = object()
         log.append(("capture" if first else "replay", type(model.remote).__name__))
-        return "hidden"
+        return outputs.setdefault(key, torch.zeros(2))
+
+    @contextmanager
+    def override(context):
+        contexts.append(context)
+        yield
+        contexts.pop()
 
     monkeypatch.setattr(CUDAGraphWrapper, "__init__", init)
     monkeypatch.setattr(CUDAGraphWrapper, "__call__", call)
@@ -135,8 +165,12 @@ def make(monkeypatch, lookahead):
         cudagraph_runtime_mode=CUDAGraphMode.FULL,
         batch_descriptor=BatchDescriptor(24),
         ubatch_slices=None,
+        step=1,
     )
-    monkeypatch.setattr(graphs, "get_forward_context", lambda: context)
+    made = SimpleNamespace(context=context)
+    monkeypatch.setattr(graphs, "get_forward_context", lambda: made.context)
+    monkeypatch.setattr(graphs, "override_forward_context", override)
+    monkeypatch.setattr(replay_guard, "Hold", Hold)
     host, region, metrics = Host(log), Region(), RoleMetrics("attention")
     model.remote = host
     guard = ReplayGuard(
@@ -145,15 +179,23 @@ def make(monkeypatch, lookahead):
         region,
         Stream.streams,
         ReplayObserver(metrics, 2, CudaTimer()),
+        lambda: None,
     )
     step = graphs.StepGraphs(model, None, host, Stream(), guard)
-    return SimpleNamespace(
-        step=step, log=log, context=context, host=host, region=region, metrics=metrics
+    made.__dict__.update(
+        step=lambda: step(torch.zeros(2)),
+        graphs=step,
+        guard=guard,
+        log=log,
+        host=host,
+        region=region,
+        metrics=metrics,
     )
+    return made
 
 
 def test_a_shape_is_captured_once_and_replayed_each_time(made):
-    assert made.step() == made.step() == "hidden"
+    assert made.step() is made.step()
     run = [("announce", 24), ("replay", "Host"), ("end",)]
     assert made.log == [("begin", 1), ("capture", "Stream"), *run, ("begin", 1), *run]
     assert made.metrics.graph_steps[1] == 2
@@ -170,22 +212,19 @@ def test_each_depth_of_a_shape_has_its_own_graph(made):
     assert made.metrics.graph_steps[:3] == [0, 2, 1]
 
 
-def test_after_an_ffn_death_the_step_is_repeated_on_a_new_graph(made):
+def test_after_an_ffn_death_the_step_runs_again_without_a_graph(made):
     made.step()
     made.log.clear()
     made.region.script = [[OK, GONE, OK, GONE]]
-    pool = made.step.graph_pool
-    assert made.step() == "hidden"
-    assert made.step.graph_pool != pool  # a pool whose graphs were deleted is not reused
-    again = [("begin", 1), ("capture", "Stream"), ("announce", 24), ("replay", "Host"), ("end",)]
-    assert made.log == [
-        ("begin", 1),
-        ("announce", 24),
-        ("replay", "Host"),
-        ("reconnect", (1,)),
-        *again,
-    ]
-    assert made.metrics.graph_steps[1] == 2  # the first and the repeated step
+    pool = made.graphs.graph_pool
+    assert made.step().tolist() == [1, 1]  # in the memory of the graph
+    repeated = [("reconnect", (1,)), ("begin", 1), ("eager", 1, "guard_0")]
+    assert made.log == [("begin", 1), ("announce", 24), ("replay", "Host"), *repeated]
+    assert made.metrics.graph_steps[1] == 1
+    made.log.clear()
+    made.step()
+    assert made.log[:2] == [("begin", 1), ("capture", "Stream")]
+    assert made.graphs.graph_pool != pool  # a pool whose graphs were deleted is not reused
 
 
 def test_stage_timestamps_of_every_second_step_are_read(made):
@@ -204,15 +243,15 @@ def test_a_late_ffn_is_an_error_that_names_it(made):
 
 def test_steps_of_other_modes_run_the_model_eagerly(made):
     made.context.cudagraph_runtime_mode = CUDAGraphMode.NONE
-    made.step.runnable = lambda x: ("eager", x)
-    assert made.step(3) == ("eager", 3)
+    made.graphs.runnable = lambda x: ("eager", x)
+    assert made.graphs(3) == ("eager", 3)
     assert made.log == []
 
 
 def test_with_lookahead_the_host_continues_and_the_next_step_waits(ahead):
     ahead.region.finished.clear()
-    assert ahead.step() == "hidden"
-    first = ahead.step.running
+    ahead.step()
+    first = ahead.guard.running
     assert ahead.metrics.graph_steps[1] == 0
     ahead.log.clear()
     with ThreadPoolExecutor(1) as pool:
@@ -221,51 +260,54 @@ def test_with_lookahead_the_host_continues_and_the_next_step_waits(ahead):
             second.result(0.1)
         assert ahead.log == []  # not announced before the first step has finished
         ahead.region.finished.set()
-        assert second.result(5) == "hidden"
-    assert ahead.metrics.graph_steps[1] == 1
-    assert ahead.step.running is not first
-    ahead.step.wait_for_step()
-    first.wait_for_step()  # repeating the call changes nothing
+        second.result(5)
+    assert first.done() and ahead.guard.running is not first
+    ahead.guard.wait_for_step()
     assert ahead.metrics.graph_steps[1] == 2
 
 
-@pytest.mark.parametrize(
-    ("statuses", "error", "said"),
-    [
-        ([OK, GONE, OK, GONE], PeerLost, "ffn-1 died in a step that cannot be run again"),
-        ([LATE, OK, LATE, OK], DeadlineExceeded, "ffn-0 did not answer a step within 1 s"),
-    ],
-)
-def test_with_lookahead_a_lost_step_gives_no_token(ahead, statuses, error, said):
+def test_with_lookahead_a_lost_step_runs_again_before_its_tokens_are_given(ahead):
     gpu = pytest.importorskip("attention_worker.vllm_hooks.gpu_runner")
-    ahead.region.script = [statuses]
-    assert ahead.step() == "hidden"
+    ahead.region.script = [[OK, GONE, OK, GONE]]
+    ahead.region.finished.clear()
+    hidden = ahead.step()
+    tokens = SimpleNamespace(get_output=lambda: hidden.tolist())
+    output = gpu.GuardedOutput(ahead.guard.running, tokens)
+    ahead.context = SimpleNamespace(**{**vars(ahead.context), "step": 2})  # of the next step
+    ahead.region.finished.set()
+    assert output.get_output() == [1, 1]
+    assert ahead.log[-3:] == [("reconnect", (1,)), ("begin", 1), ("eager", 1, "guard_0")]
+    ahead.guard.wait_for_step()
+
+
+def test_with_lookahead_a_late_step_gives_no_token(ahead):
+    gpu = pytest.importorskip("attention_worker.vllm_hooks.gpu_runner")
+    ahead.region.script = [[LATE, OK, LATE, OK]]
+    ahead.step()
     tokens = SimpleNamespace(get_output=lambda: "tokens")
-    output = gpu.GuardedOutput(ahead.step.running, tokens)
-    with pytest.raises(error, match=said):
+    output = gpu.GuardedOutput(ahead.guard.running, tokens)
+    said = "ffn-0 did not answer a step within 1 s"
+    with pytest.raises(DeadlineExceeded, match=said):
         output.get_output()
-    with pytest.raises(error, match=said):
+    with pytest.raises(DeadlineExceeded, match=said):
         ahead.step()
+
+
+def test_a_step_that_cannot_run_again_in_time_ends_the_engine(ahead, monkeypatch):
+    """A call of the driver waits for the device, which is held."""
+    monkeypatch.setattr(replay_guard, "_LIMIT", 0.1)
+    ahead.region.script = [[OK, GONE, OK, GONE]]
+    opened = threading.Event()
+    hold = ahead.guard._hold
+    monkeypatch.setattr(hold, "open", lambda: (setattr(hold, "closed", False), opened.set()))
+    ahead.host.reconnect = lambda lost: opened.wait(5)
+    ahead.step()
+    with pytest.raises(PeerLost, match=r"ffn-1 died was not run again within 0\.1 s"):
+        ahead.guard.wait_for_step()
 
 
 def test_with_lookahead_a_good_step_gives_its_tokens(ahead):
     gpu = pytest.importorskip("attention_worker.vllm_hooks.gpu_runner")
     ahead.step()
     tokens = SimpleNamespace(get_output=lambda: "tokens")
-    assert gpu.GuardedOutput(ahead.step.running, tokens).get_output() == "tokens"
-
-
-def test_two_threads_that_wait_for_a_step_judge_it_once():
-    judged, statuses = [], Future()
-
-    def judge(found):
-        time.sleep(0.02)  # meanwhile the other thread arrives
-        judged.append(found)
-
-    running = RunningStep(statuses, judge)
-    with ThreadPoolExecutor(2) as pool:
-        both = [pool.submit(running.wait_for_step) for _ in range(2)]
-        statuses.set_result([OK])
-        for one in both:
-            one.result(5)
-    assert judged == [[OK]]
+    assert gpu.GuardedOutput(ahead.guard.running, tokens).get_output() == "tokens"

@@ -42,6 +42,7 @@ CALLED_BY_US = {"graphs.py: StepGraphs.__init__"}
 FIRST_ONLY = {
     "_bookkeeping_sync",
     "_determine_batch_execution_and_padding",
+    "_preprocess",
     "_sample",
     "_update_states",
     "_warmup_and_capture",

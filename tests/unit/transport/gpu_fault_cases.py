@@ -10,13 +10,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
 from comm_peer import peer
 from gpu_cases import SLOT_BYTES, TIMEOUT_US, Gpu, enqueue, memory_of
 
-from afd_comm import CommError, Link, Message, Region, Status, make_flag
+from afd_comm import CommError, Hold, Link, Message, Region, Status, make_flag
 
 
 def stopped_sender(gpu: Gpu) -> None:
@@ -74,6 +75,48 @@ def late_message_of_a_dead_epoch(gpu: Gpu) -> None:
     assert enqueue(second, streams[1], 0, flag, new) == Status.OK
     assert guard.wait(TIMEOUT_US) == [Status.OK]
     assert (memory_of(region, 0)[0, :64] == 2).all()
+
+
+def withheld_steps(gpu: Gpu) -> None:
+    """A writer ends at a random moment of a step. Work behind the step runs at once if the writer
+    had rung all its doorbells, else once the hold is opened."""
+    rng = np.random.default_rng(7)
+    hold, here, there = Hold(gpu.device), gpu.stream(), gpu.stream()
+    behind = Region(1, 64, name="behind", device=gpu.device)
+    mark = Link(behind.addresses, slots=(0, 1), timeout_us=TIMEOUT_US, device=gpu.device)
+    region = Region(1, SLOT_BYTES, name="attention", device=gpu.device)
+    counts = {Status.OK: 0, Status.PEER_GONE: 0}
+    for step in range(1, 61):
+        writer = Link(region.addresses, slots=(0, 1), timeout_us=TIMEOUT_US, device=gpu.peer)
+        flags = [make_flag(step, seq) for seq in (1, 2, 3)]
+        for flag in flags:
+            region.enqueue_wait(here, [0], [flag])
+        guard = region.guard(here, [0] * 3, flags, hold)
+        assert enqueue(mark, here, 0, step) == Status.OK
+        rung = int(rng.integers(4))
+        ender = threading.Thread(target=_ring_and_end, args=(region, writer, there, flags[:rung]))
+        ender.start()
+        statuses = guard.wait(60_000_000)
+        ender.join()
+        assert statuses == [statuses[0]] * 3
+        assert rung == 3 or statuses[0] == Status.PEER_GONE
+        counts[statuses[0]] += 1
+        if statuses[0] == Status.PEER_GONE:
+            time.sleep(0.002)
+            assert hold.closed and not behind.ready(0, step)
+            hold.open()
+        assert behind.wait_all([0], [step], TIMEOUT_US) == [Status.OK]
+        assert not hold.closed
+    assert min(counts.values()) > 5, counts
+
+
+def _ring_and_end(region: Region, writer: Link, stream: int, flags: list[int]) -> None:
+    for flag in flags:
+        assert enqueue(writer, stream, 0, flag) == Status.OK
+        while not region.ready(0, flag):
+            time.sleep(0.0001)
+        time.sleep(0.001)  # the stream must see this doorbell before the next one overwrites it
+    writer.close()
 
 
 def refused_page_locking(gpu: Gpu) -> None:

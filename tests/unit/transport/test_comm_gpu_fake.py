@@ -38,6 +38,7 @@ CASES = [
     gpu_fault_cases.stopped_sender,
     gpu_fault_cases.stopped_and_killed_owner,
     gpu_fault_cases.late_message_of_a_dead_epoch,
+    gpu_fault_cases.withheld_steps,
     gpu_fault_cases.refused_page_locking,
     gpu_fault_cases.three_peers,
 ]
