@@ -62,7 +62,7 @@ class Cell:
     @property
     def case(self) -> str:
         """``LAYERS REQUESTS GPU``, then what is not a default."""
-        return f"{self.layers} {self.requests} {self.gpu}" + " lookahead" * self.lookahead
+        return f"{self.layers} {self.requests} {self.gpu}" + " no lookahead" * (not self.lookahead)
 
     @property
     def over(self) -> float:

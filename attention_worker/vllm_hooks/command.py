@@ -17,7 +17,7 @@ from afd.models import read_config, read_model, read_quantization
 from attention_worker.quantised_linears import attention_is_quantised
 from attention_worker.rocm import attention_backend, switches
 from attention_worker.running_requests import MIDDLEWARE
-from attention_worker.vllm_hooks.generations import SWITCH, model_runner
+from attention_worker.vllm_hooks.generations import model_runner
 from attention_worker.vllm_hooks.transfer import transfer_arguments
 from attention_worker.vllm_hooks.versions import layout
 
@@ -67,7 +67,6 @@ def attention_command(
         f"--middleware={MIDDLEWARE}",
     ]
     extra: dict[str, str] = {
-        SWITCH: model_runner(deployment, environment),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",  # the checkpoint is a local folder
         # numpy's library makes threads when it is loaded, and then the engine cannot be a fork.
@@ -76,6 +75,7 @@ def attention_command(
         "GLOO_SOCKET_IFNAME": "lo",
         "VLLM_HOST_IP": "127.0.0.1",
     }
+    extra |= model_runner(deployment, environment)
     extra |= role.gpu_environment(environment)
     if on_gpu:
         if vllm.cascade_attention:

@@ -1,7 +1,7 @@
 """Which of vLLM's two model runners an attention instance uses. Imports no vLLM.
 
-vLLM's own switch asks for the second-generation runner: ``VLLM_USE_V2_MODEL_RUNNER=1``. Without it
-the first-generation runner is used, until the second one has run on GPUs as the first one has.
+vLLM's own rule decides (vllm/config/vllm.py: use_v2_model_runner), and its switch
+``VLLM_USE_V2_MODEL_RUNNER``. What works on the first-generation runner only keeps that one.
 """
 
 import logging
@@ -16,25 +16,27 @@ FIRST, SECOND = "0", "1"
 
 
 def why_first(deployment: Deployment) -> str | None:
-    """Returns what the hooks do on the first-generation runner only; None: nothing of it is asked.
+    """Returns what needs the first-generation runner; None: nothing that is asked for does.
 
-    Adapters and structured output work on both.
+    Adapters were never run on the other one. Structured output works on both.
     """
     reasons = {
         "attention.speculation": deployment.attention.speculation is not None,
         "attention.tp": deployment.attention.tp > 1,
         "the section prefill": bool(deployment.prefill.instances),
+        "--enable-lora": "--enable-lora" in deployment.attention.vllm_args,
     }
     return next((what for what, asked in reasons.items() if asked), None)
 
 
-def model_runner(deployment: Deployment, environment: Mapping[str, str]) -> str:
-    """Returns the value of :data:`SWITCH`; one log line says why it is not the one asked for."""
-    if environment.get(SWITCH, FIRST) in ("", FIRST):
-        return FIRST
-    if (reason := why_first(deployment)) is None:
-        return SECOND
-    logger.warning(
-        "%s is ignored: %s works on vLLM's first-generation model runner only", SWITCH, reason
-    )
-    return FIRST
+def model_runner(deployment: Deployment, environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the setting of :data:`SWITCH`, if vLLM may not follow its own rule or the user's. One
+    log line says why the user's is ignored."""
+    reason = why_first(deployment)
+    if reason is None:
+        return {}
+    if environment.get(SWITCH, FIRST) != FIRST:
+        logger.warning(
+            "%s is ignored: %s works on vLLM's first-generation model runner only", SWITCH, reason
+        )
+    return {SWITCH: FIRST}

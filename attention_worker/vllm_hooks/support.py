@@ -11,19 +11,18 @@ from afd.config.prefill import Connector
 from afd.config.vllm_arguments import BENCH_CONNECTOR
 from afd.errors import ConfigError
 from attention_worker.kernels.mqa import refusal
-from attention_worker.vllm_hooks.generations import SECOND, SWITCH
+from attention_worker.vllm_hooks.generations import FIRST, SWITCH
 
 
 def check_runner(config: VllmConfig) -> None:
-    """Raises ConfigError if vLLM takes its second-generation model runner unasked.
-
-    It does so for some settings in spite of ``VLLM_USE_V2_MODEL_RUNNER=0`` (generations.py), as for
-    watermarks since 0.30 (vllm/config/vllm.py: use_v2_model_runner).
-    """
-    if config.use_v2_model_runner and os.environ.get(SWITCH) != SECOND:
+    """Raises ConfigError if vLLM takes its second-generation model runner in spite of
+    ``VLLM_USE_V2_MODEL_RUNNER=0``, as it does for watermarks since 0.30 (vllm/config/vllm.py:
+    use_v2_model_runner)."""
+    if config.use_v2_model_runner and os.environ.get(SWITCH) == FIRST:
         raise ConfigError(
-            "vLLM serves these settings with its second-generation model runner only, but attention"
-            " instances use the first one; remove --watermark-config from attention.vllm_args"
+            "vLLM serves --watermark-config with its second-generation model runner only, but"
+            " adapters, attention.speculation, attention.tp and the section prefill need the first"
+            " one; remove either, or VLLM_USE_V2_MODEL_RUNNER=0"
         )
 
 

@@ -157,8 +157,8 @@ def _rocm(
     model: Path, instances: int = 2, ffn: dict[str, object] | None = None, **sections: object
 ) -> dict[str, Any]:
     """Device rocm, for the stand-in node (tests/rocm_node): decode steps are replayed on both
-    sides. instances: on each side. Without lookahead: vLLM for CPUs samples and prepares steps on the
-    host, which no stream orders."""
+    sides. instances: on each side. Without lookahead: vLLM for CPUs samples and prepares steps on
+    the host, which no stream orders."""
     attention = {**SETTINGS, "max_num_batched_tokens": 128, "vllm_args": [BLOCK]}
     return {
         "model": str(model),

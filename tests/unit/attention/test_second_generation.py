@@ -157,28 +157,33 @@ def test_a_prefix_that_the_same_step_fills_is_a_hazard() -> None:
 
 
 def deployment(**changed: Any) -> Any:
-    attention = SimpleNamespace(speculation=changed.get("speculation"), tp=changed.get("tp", 1))
+    attention = SimpleNamespace(
+        speculation=changed.get("speculation"),
+        tp=changed.get("tp", 1),
+        vllm_args=changed.get("vllm_args", []),
+    )
     prefill = SimpleNamespace(instances=changed.get("prefill", 0))
     return SimpleNamespace(attention=attention, prefill=prefill)
 
 
-@pytest.mark.parametrize("environment", [{}, {SWITCH: "0"}, {SWITCH: ""}])
-def test_the_first_generation_is_the_default(environment: dict[str, str]) -> None:
-    assert model_runner(deployment(), environment) == FIRST
+@pytest.mark.parametrize("environment", [{}, {SWITCH: FIRST}, {SWITCH: SECOND}])
+def test_vllms_own_rule_decides(environment: dict[str, str]) -> None:
+    assert model_runner(deployment(), environment) == {}
 
 
-def test_what_the_second_generation_lacks_falls_back_with_one_line(
+def test_what_the_second_generation_lacks_keeps_the_first(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    asked = {SWITCH: "1"}
-    assert model_runner(deployment(), asked) == SECOND
-    assert not caplog.records
     for changed, named in (
         ({"speculation": "ngram"}, "attention.speculation"),
         ({"tp": 2}, "attention.tp"),
         ({"prefill": 1}, "the section prefill"),
+        ({"vllm_args": ["--enable-lora"]}, "--enable-lora"),
     ):
         caplog.clear()
-        assert model_runner(deployment(**changed), asked) == FIRST
+        for environment in ({}, {SWITCH: FIRST}):
+            assert model_runner(deployment(**changed), environment) == {SWITCH: FIRST}
+        assert not caplog.records
+        assert model_runner(deployment(**changed), {SWITCH: SECOND}) == {SWITCH: FIRST}
         (record,) = caplog.records
         assert f"{named} works on vLLM's first-generation" in record.getMessage()

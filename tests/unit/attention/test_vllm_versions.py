@@ -23,6 +23,7 @@ from vllm_api import (
 
 from afd.errors import ConfigError
 from attention_worker.vllm_hooks import versions
+from attention_worker.vllm_hooks.generations import FIRST, SWITCH
 from attention_worker.vllm_hooks.versions import (
     CHECKED,
     LAYOUTS,
@@ -128,12 +129,15 @@ def test_what_the_second_generation_runner_has_of_our_overrides(label: str) -> N
     assert SECOND in recorded
 
 
-def test_settings_that_need_the_second_generation_runner_are_refused() -> None:
+def test_settings_that_need_both_runners_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm.config")
     from attention_worker.vllm_hooks.support import check_runner
 
+    monkeypatch.delenv(SWITCH, raising=False)
+    check_runner(SimpleNamespace(use_v2_model_runner=True))
+    monkeypatch.setenv(SWITCH, FIRST)
     check_runner(SimpleNamespace(use_v2_model_runner=False))
-    with pytest.raises(ConfigError, match=r"remove --watermark-config from attention\.vllm_args"):
+    with pytest.raises(ConfigError, match=r"vLLM serves --watermark-config with its second"):
         check_runner(SimpleNamespace(use_v2_model_runner=True))
 
 
