@@ -91,10 +91,11 @@ class Subject:
 
     def _groups(self) -> dict[int, str]:
         """Returns the registered members by the process that the supervisor started for them."""
-        found = {}
-        for member in self._members():
+        found: dict[int, str] = {}
+        for member in self._members():  # the ranks of an instance are one group, of rank 0's name
             with contextlib.suppress(ProcessLookupError):  # it has just ended
-                found[os.getpgid(member.pid)] = member.id
+                group = os.getpgid(member.pid)
+                found[group] = min(member.id, found.get(group, member.id))
         return found
 
     def member_pid(self, member: str) -> int:

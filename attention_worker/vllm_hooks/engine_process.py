@@ -1,8 +1,9 @@
-"""Starts vLLM's engine as a fork of its API server, which has imported everything already.
+"""Starts vLLM's engine as a fork of its API server, and the ranks of an instance as forks of the
+engine: their parents have imported everything already.
 
-On CPUs vLLM starts its engine anew (vllm/platforms/cpu.py: spawn), and it imports for eight seconds
-what its parent has imported. A fork has only the thread that made it. It is sound while no other
-thread of the parent can hold what the engine needs: a lock, or a share of a parallel loop. So
+On CPUs vLLM starts its processes anew (vllm/platforms/cpu.py: spawn), and each imports for eight
+seconds what its parent has imported. A fork has only the thread that made it. It is sound while no
+other thread of the parent can hold what the child needs: a lock, or a share of a parallel loop. So
 :func:`_context` looks which threads run, and leaves the start to vLLM if it does not know them all.
 """
 
@@ -18,45 +19,49 @@ from pathlib import Path
 
 from vllm.utils.system_utils import get_mp_context
 from vllm.v1.engine import utils
+from vllm.v1.executor import multiproc_executor
 
 logger = logging.getLogger("afd.attention")
 
-FORKED = "the engine starts as a fork of its API server"
 _ZEROMQ = "ZMQbg/"
-"""Names of libzmq's threads begin so. Their locks belong to a context, and the engine makes one of
+"""Names of libzmq's threads begin so. Their locks belong to a context, and the child makes one of
 its own."""
 _NAMED_S = 0.5
 """A thread has its parent's name before it has its own; longest wait for that."""
 
 
 def install() -> None:
-    """Makes the API server of this process fork its engine where that is sound."""
+    """Makes this process, an API server or an engine, fork its children where that is sound."""
     utils.get_mp_context = _context
+    multiproc_executor.get_mp_context = _context
 
 
-class _EngineProcess(ForkProcess):
+class _Child(ForkProcess):
+    def start(self) -> None:
+        logger.info("%s starts as a fork of its parent", self.name)
+        super().start()
+
     def run(self) -> None:
-        signal.set_wakeup_fd(-1)  # else the parent's event loop handles the engine's signals
+        signal.set_wakeup_fd(-1)  # else the parent's event loop handles the child's signals
         _close_listeners()
         super().run()
 
 
-class _EngineContext(ForkContext):
-    Process = _EngineProcess
+class _ForksOfThis(ForkContext):
+    Process = _Child
 
 
 def _context() -> BaseContext:
     obstacle = _obstacle()
     if obstacle is None:
-        logger.info("%s", FORKED)
-        return _EngineContext()
-    logger.info("the engine imports vLLM again, because its API server %s", obstacle)
+        return _ForksOfThis()
+    logger.info("a child of this process imports vLLM again, because its parent %s", obstacle)
     theirs: BaseContext = get_mp_context()
     return theirs
 
 
 def _obstacle() -> str | None:
-    """Returns why this process must not fork an engine; None: it may."""
+    """Returns why this process must not be forked; None: it may."""
     end = time.monotonic() + _NAMED_S
     while threads := _unknown_threads():
         if time.monotonic() > end:

@@ -63,7 +63,7 @@ def test_vllm_metrics_keep_their_names(deployment: Running) -> None:
 
 
 def test_the_engine_imports_nothing_again(deployment: Running) -> None:
-    assert "the engine starts as a fork of its API server" in deployment.server.log.read_text()
+    assert "EngineCore starts as a fork of its parent" in deployment.server.log.read_text()
 
 
 def test_counters_grow_by_the_work_done(deployment: Running) -> None:

@@ -15,7 +15,7 @@ import zmq
 pytest.importorskip("vllm")
 
 from attention_worker.vllm_hooks import engine_process
-from attention_worker.vllm_hooks.engine_process import _EngineContext, _obstacle, _unknown_threads
+from attention_worker.vllm_hooks.engine_process import _ForksOfThis, _obstacle, _unknown_threads
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_the_fork_keeps_no_listener_and_no_event_loop() -> None:
         pair = [one.fileno(), other.fileno()]
         before = signal.set_wakeup_fd(one.fileno())
         try:
-            process = _EngineContext().Process(target=child)
+            process = _ForksOfThis().Process(target=child)
             process.start()
             process.join(20)
         finally:

@@ -130,6 +130,7 @@ STATE = (
     "vllm.v1.engine.core:Request",
     "vllm.v1.engine.core:StructuredOutputManager",
     "vllm.v1.engine.utils:get_mp_context",
+    "vllm.v1.executor.multiproc_executor:get_mp_context",
     "vllm.v1.engine.output_processor:RequestOutputCollector.get",
     "vllm.v1.engine.output_processor:RequestOutputCollector.get_nowait",
     "vllm.v1.request:Request.append_output_token_ids",
