@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from afd_launch.process import die_with
+from attention_worker.forks import unknown_threads
 
 READY = b"waiting to take over"
 GO = b"go"
@@ -87,8 +88,8 @@ def await_order() -> Order | None:
 
 def obstacle() -> str | None:
     """Returns why this process must not be forked; None: it may."""
-    if len(os.listdir("/proc/self/task")) > 1:
-        return "has other threads"
+    if threads := unknown_threads():
+        return f"has other threads: {', '.join(threads)}"
     for entry in Path("/proc/self/fd").iterdir():
         try:
             target = os.readlink(entry)
