@@ -22,14 +22,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from afd_launch.process import die_with
-from attention_worker.forks import unknown_threads
+from attention_worker.forks import fork_can_use_gpu, unknown_threads
 
 READY = b"waiting to take over"
 GO = b"go"
 LONGEST = 1 << 20
 """Bytes of an order."""
 _DEVICE_FILES = ("/dev/nvidia-uvm", "/dev/kfd")
-"""What CUDA and HIP open for a context; to look for GPUs (NVML) they do not."""
+"""What CUDA and HIP open; to look for GPUs by NVML they do not."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def obstacle() -> str | None:
         except OSError:  # the descriptor of the folder itself
             continue
         if target in _DEVICE_FILES:
-            return f"uses {target}"
+            return None if fork_can_use_gpu() else f"uses {target}"
     return None
 
 

@@ -9,7 +9,6 @@ no context of a GPU, and makes processes as the server of multiprocessing's meth
 import contextlib
 import logging
 import os
-import sys
 import tempfile
 from collections.abc import Sequence
 from multiprocessing import forkserver, resource_tracker, util
@@ -17,9 +16,7 @@ from multiprocessing.context import BaseContext, ForkServerContext, ForkServerPr
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from attention_worker.forks import unknown_threads
+from attention_worker.forks import fork_can_use_gpu, unknown_threads
 
 logger = logging.getLogger("afd.attention")
 
@@ -48,7 +45,7 @@ def keep(folder: Path) -> None:
 
     folder: private to the user, for the fork's socket.
     """
-    if (threads := unknown_threads()) or not _fork_can_use_gpu():
+    if (threads := unknown_threads()) or not fork_can_use_gpu():
         why = f"threads: {', '.join(threads)}" if threads else "no use of the GPU in a fork"
         logger.info("the engine will import vLLM again: %s", why)
         return
@@ -88,16 +85,3 @@ def _fork(_executable: bytes, arguments: Sequence[Any], descriptors: Sequence[in
         os._exit(0)
     finally:
         os._exit(1)
-
-
-def _fork_can_use_gpu() -> bool:
-    """Tries it: some drivers refuse forks of a process that has looked for GPUs."""
-    sys.stderr.flush()
-    pid = os.fork()
-    if not pid:
-        try:
-            torch.cuda.init()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    return os.waitpid(pid, 0)[1] == 0

@@ -57,7 +57,7 @@ def not_made(folder: Path) -> None:
 
 
 def no_gpu(folder: Path) -> None:
-    kept_fork._fork_can_use_gpu = lambda: False
+    kept_fork.fork_can_use_gpu = lambda: False
     kept_fork.keep(folder)
     assert kept_fork.context() is None
 
@@ -76,6 +76,6 @@ def test_the_fork(case, tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] != "no_gpu":
-        kept_fork._fork_can_use_gpu = lambda: True
+        kept_fork.fork_can_use_gpu = lambda: True
     assert tempfile.gettempdir()
     globals()[sys.argv[1]](Path(sys.argv[2]))
