@@ -22,13 +22,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from afd_launch.process import die_with
+from attention_worker.forks import fork_can_use_gpu, unknown_threads
 
 READY = b"waiting to take over"
 GO = b"go"
 LONGEST = 1 << 20
 """Bytes of an order."""
 _DEVICE_FILES = ("/dev/nvidia-uvm", "/dev/kfd")
-"""What CUDA and HIP open for a context; to look for GPUs (NVML) they do not."""
+"""What CUDA and HIP open; to look for GPUs by NVML they do not."""
 
 
 @dataclass(frozen=True)
@@ -87,15 +88,15 @@ def await_order() -> Order | None:
 
 def obstacle() -> str | None:
     """Returns why this process must not be forked; None: it may."""
-    if len(os.listdir("/proc/self/task")) > 1:
-        return "has other threads"
+    if threads := unknown_threads():
+        return f"has other threads: {', '.join(threads)}"
     for entry in Path("/proc/self/fd").iterdir():
         try:
             target = os.readlink(entry)
         except OSError:  # the descriptor of the folder itself
             continue
         if target in _DEVICE_FILES:
-            return f"uses {target}"
+            return None if fork_can_use_gpu() else f"uses {target}"
     return None
 
 

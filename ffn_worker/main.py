@@ -46,16 +46,21 @@ _EXIT_GRACE_S = 2.0
 """How long a process may take to end by itself after a rank of its instance is gone, seconds."""
 
 
+def set_gpu_environment(role: RoleSpec) -> None:
+    """Sets the variables of this process that CUDA or HIP read at the first use of the GPU."""
+    os.environ |= role.gpu_environment(os.environ)
+    # CUDA's most hardware queues: a stream that sends answers should not share one with a stream
+    # that waits for requests.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+
 def run_ffn(role: RoleSpec) -> None:
     """Loads this rank's experts, joins the deployment and serves until SIGTERM or SIGINT.
 
     Raises:
         ConfigError, HandshakeRefused, DeadlineExceeded: the message names cause and remedy.
     """
-    os.environ |= role.gpu_environment(os.environ)  # before the first use of the GPU
-    # CUDA's most hardware queues: a stream that sends answers should not share one with a stream
-    # that waits for requests.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    set_gpu_environment(role)
     bind_process(role.cpus, "ffn.cpus")
     torch.set_num_threads(role.threads)
     deployment = role.deployment

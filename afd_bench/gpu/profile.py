@@ -11,8 +11,6 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -67,6 +65,8 @@ WAITS = (
     "cuEventSynchronize",
 )
 """Calls in which a host waits for a GPU. cudaMemcpyAsync to pageable memory counts as a copy."""
+START, STARTED, STOP = ".start", ".started", ".stop"
+"""Suffixes of the files by which the FFN instance's profiler is told; see profile_ffn_torch.py."""
 LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
 
 
@@ -131,10 +131,10 @@ def main(argv: Sequence[str]) -> int:
     out = report("gpu", args, "profile", argv)
     with (
         tempfile.TemporaryDirectory(prefix="afd-profile-") as folder,
-        roles(Path(folder), path, sizes, args) as (server, ffn),
+        roles(Path(folder), path, sizes, args) as server,
     ):
         load = Load(args.batch, args.context, sizes.length, model_slice.sizes.vocab, args.seed)
-        asyncio.run(_profile(server, ffn, Path(folder, "ffn", _TRACE), load, args))
+        asyncio.run(_profile(server, Path(folder, "ffn", _TRACE), load, args))
         found = {
             "attention": calls(_trace_of(Path(folder, "attention"), _WRITE_S)),
             "ffn": calls(_trace_of(Path(folder, "ffn"), _WRITE_S)),
@@ -166,12 +166,10 @@ def _judge(
 
 
 @contextlib.contextmanager
-def roles(
-    folder: Path, model: Path, sizes: Sizes, args: argparse.Namespace
-) -> Iterator[tuple[Server, subprocess.Popen[bytes]]]:
+def roles(folder: Path, model: Path, sizes: Sizes, args: argparse.Namespace) -> Iterator[Server]:
     """Runs 1A1F without a gateway, with each role as a child process, for its profiler.
 
-    Yields the server of the attention instance and the process of the FFN instance.
+    Yields the server of the attention instance.
     """
     profiler = {
         "profiler": "torch",
@@ -213,25 +211,23 @@ def roles(
         url, log = f"http://127.0.0.1:{ports.attention[0]}", args.logs / "profile-attention-0.log"
         await_health(started["attention"], url, log, START_S)
         leader = started["attention"]
-        yield Server(url, "model", log, ports.control_address, leader.pid), started["ffn"]
+        yield Server(url, "model", log, ports.control_address, leader.pid)
 
 
 async def _profile(
     server: Server,
-    ffn: subprocess.Popen[bytes],
     ffn_trace: Path,
     load: Load,
     args: argparse.Namespace,
 ) -> None:
     server.set_depth(args.depth)
     async with held(server, load):
-        ffn.send_signal(signal.SIGUSR1)
-        # The profiler takes seconds to start; stopping it before would end its process.
+        ffn_trace.with_suffix(START).touch()
         await asyncio.to_thread(_started, ffn_trace, server)
         await asyncio.to_thread(_post, f"{server.url}/start_profile")
         await asyncio.sleep(args.profiled_s)
         await asyncio.to_thread(_post, f"{server.url}/stop_profile")
-        ffn.send_signal(signal.SIGUSR2)
+        ffn_trace.with_suffix(STOP).touch()
 
 
 def _post(url: str) -> None:
@@ -242,14 +238,12 @@ def _post(url: str) -> None:
 def _started(trace: Path, server: Server) -> None:
     """Waits until the FFN instance's profiler runs. Raises DeadlineExceeded."""
     end, generated = time.monotonic() + _WRITE_S, totals(server.metrics(), 0).generated
-    while not trace.with_suffix(".started").exists():
+    while not trace.with_suffix(STARTED).exists():
         if time.monotonic() > end:
-            heard = trace.with_suffix(".signalled").exists()
             generated = totals(server.metrics(), 0).generated - generated
             raise DeadlineExceeded(
-                f"the profiler did not start within {_WRITE_S:g} s, in which {generated} tokens"
-                f" were generated; the FFN instance {'has' if heard else 'has not'} seen its"
-                " signal; see its log"
+                f"the profiler of the FFN instance did not start within {_WRITE_S:g} s, in which"
+                f" {generated} tokens were generated; see its log"
             )
         time.sleep(0.02)
 

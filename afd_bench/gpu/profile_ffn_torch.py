@@ -1,46 +1,53 @@
 """Runs an FFN instance under PyTorch's profiler: `... TRACE --role-file FILE`.
 
-SIGUSR1 starts the profiler and SIGUSR2 stops it, both in the thread of the loop. Files with TRACE's
-name say how far that is: suffix .signalled when the thread has the signal, .started once the
-profiler runs. Do not send SIGUSR2 before: stopping a profiler that has not started ends the
-instance. Another thread writes the trace, because that takes seconds in which peers would wait.
+A thread starts the profiler when a file with TRACE's name and suffix .start appears, says so with
+.started, stops it when .stop appears, and writes the trace. The loop takes no part. The profiler
+sees the operators of its own thread only, but the calls of CUDA of all threads.
 """
 
 import os
-import signal
 import sys
 import threading
+import time
 from pathlib import Path
-from types import FrameType
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from afd.config.roles import load_role
+from afd_bench.gpu.profile import START, STARTED, STOP
 from afd_launch.role import run_role
+from ffn_worker.main import set_gpu_environment
+
+_LOOK_S = 0.01
 
 
 def main(trace: Path, role_file: Path) -> int:
+    role = load_role(role_file)
+    set_gpu_environment(role)
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
         _attach(activities)
-    profiler = profile(activities=activities)
+    threading.Thread(
+        target=record, args=(profile(activities=activities), trace), daemon=True
+    ).start()
+    return run_role(role, role_file)
 
-    def start(_signum: int, _frame: FrameType | None) -> None:
-        trace.with_suffix(".signalled").touch()
-        profiler.start()
-        trace.with_suffix(".started").touch()
 
-    writer = threading.Thread(target=lambda: profiler.export_chrome_trace(str(trace)))
+def record(profiler: profile, trace: Path) -> None:
+    """Runs the profiler from one file to the other; see the module."""
+    _await(trace.with_suffix(START))
+    profiler.start()
+    trace.with_suffix(STARTED).touch()
+    _await(trace.with_suffix(STOP))
+    profiler.stop()
+    profiler.export_chrome_trace(str(trace))
 
-    def stop(_signum: int, _frame: FrameType | None) -> None:
-        profiler.stop()
-        writer.start()
 
-    signal.signal(signal.SIGUSR1, start)
-    signal.signal(signal.SIGUSR2, stop)
-    return run_role(load_role(role_file), role_file)
+def _await(file: Path) -> None:
+    while not file.exists():
+        time.sleep(_LOOK_S)
 
 
 def _attach(activities: list[ProfilerActivity]) -> None:

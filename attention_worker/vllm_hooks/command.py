@@ -24,6 +24,7 @@ from attention_worker.vllm_hooks.versions import layout
 CPU_WORKER = ("attention_worker.vllm_hooks.cpu", "AfdCpuWorker")
 GPU_WORKER = ("attention_worker.vllm_hooks.gpu", "AfdGpuWorker")
 """vLLM has one worker for CPUs and one for GPUs. Module and name."""
+SERVE = "attention_worker.vllm_hooks.serve"
 
 
 def attention_command(
@@ -48,7 +49,7 @@ def attention_command(
     argv = [
         sys.executable,
         "-m",
-        vllm.server_module,
+        SERVE if on_gpu else vllm.server_module,
         f"--model={deployment.model}",
         f"--served-model-name={deployment.served_model_name}",
         f"--host={attention.host}",

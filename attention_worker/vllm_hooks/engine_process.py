@@ -21,17 +21,18 @@ from vllm.utils.system_utils import get_mp_context
 from vllm.v1.engine import utils
 from vllm.v1.executor import multiproc_executor
 
+from attention_worker.forks import unknown_threads
+from attention_worker.vllm_hooks import kept_fork
+
 logger = logging.getLogger("afd.attention")
 
-_ZEROMQ = "ZMQbg/"
-"""Names of libzmq's threads begin so. Their locks belong to a context, and the child makes one of
-its own."""
 _NAMED_S = 0.5
 """A thread has its parent's name before it has its own; longest wait for that."""
 
 
 def install() -> None:
-    """Makes this process, an API server or an engine, fork its children where that is sound."""
+    """Makes this process, an API server or an engine, fork its children where that is sound; on a
+    GPU, the API server's are forks of the process that it was (kept_fork.py)."""
     utils.get_mp_context = _context
     multiproc_executor.get_mp_context = _context
 
@@ -52,6 +53,9 @@ class _ForksOfThis(ForkContext):
 
 
 def _context() -> BaseContext:
+    kept = kept_fork.context()
+    if kept is not None:
+        return kept
     obstacle = _obstacle()
     if obstacle is None:
         return _ForksOfThis()
@@ -63,7 +67,7 @@ def _context() -> BaseContext:
 def _obstacle() -> str | None:
     """Returns why this process must not be forked; None: it may."""
     end = time.monotonic() + _NAMED_S
-    while threads := _unknown_threads():
+    while threads := unknown_threads():
         if time.monotonic() > end:
             return f"has other threads: {', '.join(threads)}"
         time.sleep(0.01)
@@ -72,17 +76,6 @@ def _obstacle() -> str | None:
         if library not in mapped:  # vLLM wants it in its engine (vllm/platforms/cpu.py)
             return f"has not loaded {library}"
     return None
-
-
-def _unknown_threads() -> list[str]:
-    """Returns the names of the other threads of this process, without those of ZeroMQ."""
-    found = []
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it ended meanwhile
-            name = (task / "comm").read_text().strip()
-            if int(task.name) != os.getpid() and not name.startswith(_ZEROMQ):
-                found.append(name)
-    return found
 
 
 def _close_listeners() -> None:

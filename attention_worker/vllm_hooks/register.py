@@ -13,7 +13,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from afd.config.roles import RoleSpec
 from afd.errors import ConfigError
 from afd.models import read_config, read_model
-from attention_worker.vllm_hooks import engine_process
+from attention_worker.vllm_hooks import engine_process, kept_fork
 from attention_worker.vllm_hooks.draft import drafting
 from attention_worker.vllm_hooks.loader import LOAD_FORMAT, AttentionWeightLoader
 from attention_worker.vllm_hooks.model import disaggregated, text_only
@@ -34,7 +34,7 @@ def register_model(role: RoleSpec) -> None:
     if model.architecture in family.text_prefix:
         base = text_only(base)
     install(_vocabulary(role))
-    if current_platform.is_cpu():
+    if current_platform.is_cpu() or kept_fork.context() is not None:
         engine_process.install()
     register_remote_experts()
     register_model_loader(LOAD_FORMAT)(AttentionWeightLoader)

@@ -174,6 +174,7 @@ def test_kills_inside_replayed_steps(tiny_models, tmp_path, role):
     log, moments = tmp_path / "serve.log", random.Random(time.time_ns())
     config = deployed(tiny_models("qwen3_moe"), 60.0)
     config["control"]["timeout_s"] = 5.0
+    config["restart"] = {"max_restarts": KILLS}  # within a minute
     with disaggregated(config, log=log) as server:
         calm = run(server.url, server.model, TOGETHER, salt="calm")
         for kill in range(KILLS if role == "ffn" else KILLS // 4):

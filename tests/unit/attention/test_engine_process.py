@@ -14,8 +14,9 @@ import zmq
 
 pytest.importorskip("vllm")
 
+from attention_worker.forks import unknown_threads
 from attention_worker.vllm_hooks import engine_process
-from attention_worker.vllm_hooks.engine_process import _ForksOfThis, _obstacle, _unknown_threads
+from attention_worker.vllm_hooks.engine_process import _ForksOfThis, _obstacle
 
 
 @pytest.fixture
@@ -34,21 +35,21 @@ def test_a_thread_is_an_obstacle(monkeypatch: pytest.MonkeyPatch, thread: None) 
 
 
 def test_threads_of_zeromq_are_none() -> None:
-    before = Counter(_unknown_threads())  # those of other tests, which may end meanwhile
+    before = Counter(unknown_threads())  # those of other tests, which may end meanwhile
     with zmq.Context() as context, context.socket(zmq.PULL) as one:
         one.bind_to_random_port("tcp://127.0.0.1")
         end = time.monotonic() + 5  # a thread has its parent's name at first
-        while Counter(_unknown_threads()) - before and time.monotonic() < end:
+        while Counter(unknown_threads()) - before and time.monotonic() < end:
             time.sleep(0.01)
         tasks = Path("/proc/self/task").iterdir()
         assert any((task / "comm").read_text().startswith("ZMQbg/") for task in tasks)
-        assert not Counter(_unknown_threads()) - before
+        assert not Counter(unknown_threads()) - before
 
 
 def test_a_library_that_only_the_engine_would_load_is_an_obstacle(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine_process, "_unknown_threads", lambda: [])  # torch may have some here
+    monkeypatch.setattr(engine_process, "unknown_threads", lambda: [])  # torch may have some here
     lines = Path("/proc/self/maps").read_text().splitlines()
     loaded = next(line.split()[-1] for line in lines if ".so" in line)
     monkeypatch.setenv("LD_PRELOAD", loaded)
