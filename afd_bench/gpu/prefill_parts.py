@@ -59,11 +59,11 @@ def parts_of(step: Step) -> Parts:
     layer_ns = (starts[-1] - starts[1]) / (len(layers) - 2)
     requested = {(s.layer, s.micro_batch): s.copied_ns for s in mine}
     answered = {(s.layer, s.micro_batch): s.copied_ns for s in ffn}
-    previous = dict(itertools.pairwise(layers))
+    following = dict(itertools.pairwise(layers))
     came = {
-        (previous[layer], micro_batch): at
+        (following[layer], micro_batch): at
         for (layer, micro_batch), at in answered.items()
-        if layer in previous
+        if layer in following
     }  # the answer that a position begins with, by position
 
     def later(spans: Sequence[Span]) -> list[tuple[Span, Span]]:
