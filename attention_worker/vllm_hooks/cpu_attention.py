@@ -44,7 +44,7 @@ def fits(module: Any) -> bool:
     return (
         all(_is_plain(linear) for linear in (module.qkv_proj, module.o_proj))
         and all(has_c_norm(norm) for norm in (module.q_norm, module.k_norm))
-        and type(module.rotary_emb) is RotaryEmbedding
+        and _is_kernel(module.rotary_emb)
         and type(layer.impl) is CPUAttentionBackendImpl
         and layer.kv_cache_dtype == "auto"
         and layer.kv_sharing_target_layer_name is None
@@ -55,6 +55,12 @@ def _is_plain(linear: Any) -> bool:
     """``cpu_linear`` computes all of it: it has no shards and no quantised weight."""
     unquantised = type(linear.quant_method) is UnquantizedLinearMethod
     return unquantised and linear.tp_size == 1 and "cpu_linear" in vars(linear)
+
+
+def _is_kernel(rope: Any) -> bool:
+    """It is vLLM's kernel, as without torch.compile, and not torch operations."""
+    method = RotaryEmbedding.forward_cpu
+    return type(rope) is RotaryEmbedding and rope._forward_method.__func__ is method
 
 
 def _weights(linear: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
