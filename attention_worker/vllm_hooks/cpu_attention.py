@@ -1,9 +1,9 @@
 """Attention of Qwen3-MoE on CPUs: vLLM's kernels without the modules between them.
 
 The same kernels in the same order as Qwen3MoeAttention (vllm/model_executor/models/qwen3_moe.py),
-so results are equal bit for bit. Each kernel streams weights or the KV cache through the processor's
-caches, so the Python code between two of them always runs cold: with vLLM's modules it takes a
-seventh of the attention half at 16 rows.
+so results are equal bit for bit. Each kernel streams weights or the KV cache through the caches of
+the processor, so the Python code between two of them always runs cold: with vLLM's modules it takes
+a seventh of the attention half at 16 rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -90,11 +90,12 @@ def direct(module: Any) -> _Forward:
         rows = len(hidden_states)
         q, k, v = project(hidden_states, *weights).split(widths, 1)
         # The norm wants rows that follow one another.
-        q_in, k_in = q.view(rows, -1, head_dim).contiguous(), k.view(rows, -1, head_dim).contiguous()
+        q_in, k_in = (x.view(rows, -1, head_dim).contiguous() for x in (q, k))
         q_heads, k_heads = torch.empty_like(q_in), torch.empty_like(k_in)
         norm(q_heads, q_in, q_weight, epsilon)
         norm(k_heads, k_in, k_weight, epsilon)
-        rotate(positions, q_heads.view(rows, -1), k_heads.view(rows, -1), head_dim, cos_sin, is_neox)
+        flat = q_heads.view(rows, -1), k_heads.view(rows, -1)
+        rotate(positions, *flat, head_dim, cos_sin, is_neox)
         v_heads = v.view(rows, -1, head_dim)
         store(layer, k_heads, v_heads, cache, slots)
         attended = q_in  # its memory is free now

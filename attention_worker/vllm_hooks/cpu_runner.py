@@ -36,8 +36,9 @@ class CpuAdapterRows(PunicaWrapperCPU):
 class CpuInstanceRunner(InstanceRunner):
     """Mixin for a vLLM model runner on CPUs, in front of the one of its generation.
 
-    Computes norms by vLLM's C kernels, and calls those of Qwen3-MoE's attention directly. Fixes float32 gates in bfloat16 models, attention sinks in
-    float32 (vLLM before 0.31), and adapters of some requests of a step.
+    Computes norms by vLLM's C kernels, and calls those of Qwen3-MoE's attention directly. Fixes
+    float32 gates in bfloat16 models, attention sinks in float32 (vLLM before 0.31), and adapters of
+    some requests of a step.
     """
 
     def load_model(self, load_dummy_weights: bool = False, **further: Any) -> None:

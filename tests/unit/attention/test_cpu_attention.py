@@ -5,33 +5,33 @@ import torch
 
 pytest.importorskip("vllm")
 
-from vllm.config import (  # noqa: E402
+from vllm.config import (
     CacheConfig,
     CompilationConfig,
     ModelConfig,
     VllmConfig,
     set_current_vllm_config,
 )
-from vllm.distributed import (  # noqa: E402
+from vllm.distributed import (
     destroy_distributed_environment,
     destroy_model_parallel,
     init_distributed_environment,
     initialize_model_parallel,
 )
-from vllm.forward_context import set_forward_context  # noqa: E402
-from vllm.platforms import current_platform  # noqa: E402
+from vllm.forward_context import set_forward_context
+from vllm.platforms import current_platform
 
 if not current_platform.is_cpu():
     pytest.skip("vLLM is not the one for CPUs", allow_module_level=True)
 
-from vllm.model_executor.layers.linear import LinearBase  # noqa: E402
-from vllm.model_executor.models.qwen3_moe import Qwen3MoeAttention  # noqa: E402
-from vllm.v1.attention.backend import CommonAttentionMetadata  # noqa: E402
-from vllm.v1.attention.backends import cpu_attn  # noqa: E402
-from vllm.v1.kv_cache_interface import FullAttentionSpec  # noqa: E402
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.models.qwen3_moe import Qwen3MoeAttention
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends import cpu_attn
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from attention_worker.vllm_hooks import cpu_attention  # noqa: E402
-from attention_worker.vllm_hooks.cpu_norms import use_c_norms  # noqa: E402
+from attention_worker.vllm_hooks import cpu_attention
+from attention_worker.vllm_hooks.cpu_norms import use_c_norms
 
 HIDDEN, HEADS, KV_HEADS, WIDTH, BLOCK = 128, 4, 2, 64, 32
 LENGTHS = (5, 1, 40, 33)
@@ -85,9 +85,7 @@ def attention(dtype: torch.dtype, *, bias: bool) -> Qwen3MoeAttention:
 def inputs(config: VllmConfig, module: Qwen3MoeAttention, dtype: torch.dtype):
     """Returns the metadata of a step, its slots and positions, and a filled KV cache."""
     layer = module.attn
-    spec = FullAttentionSpec(
-        block_size=BLOCK, num_kv_heads=KV_HEADS, head_size=WIDTH, dtype=dtype
-    )
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=KV_HEADS, head_size=WIDTH, dtype=dtype)
     layer.kv_cache = torch.randn(16, KV_HEADS, BLOCK, 2 * WIDTH).to(dtype)
     blocks = torch.randperm(16)[: 2 * len(LENGTHS)].view(len(LENGTHS), 2).int()
     positions = torch.cat(
