@@ -1,6 +1,19 @@
-"""Top-k with a selection bias, for the host: vLLM 0.26 has it for GPUs only."""
+"""Top-k of the router on the host."""
 
 import torch
+
+
+def softmax_top_k(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns weights float32 and expert ids int32, both [rows, top_k]; a row's weights add up
+    to 1. In no order.
+
+    As vLLM's router for CPUs, bit for bit, which makes an object per call.
+
+    Args:
+        logits: [rows, experts].
+    """
+    chosen, ids = logits.topk(top_k, dim=-1, sorted=False)
+    return chosen.softmax(dim=-1).float(), ids.int()
 
 
 def biased_top_k(
@@ -12,7 +25,8 @@ def biased_top_k(
     renormalise: bool,
     scaling: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns weights float32 and expert ids int32, both [rows, top_k].
+    """Returns weights float32 and expert ids int32, both [rows, top_k]. vLLM 0.26 has this for GPUs
+    only.
 
     The bias decides which experts are chosen; their weights come from the scores without it
     (vllm/model_executor/layers/fused_moe/router/fused_topk_bias_router.py).

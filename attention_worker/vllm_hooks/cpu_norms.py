@@ -29,6 +29,11 @@ def use_c_norms(model: nn.Module) -> None:
             vars(module)["forward"] = _forward(module)
 
 
+def has_c_norm(norm: nn.Module) -> bool:
+    """Returns whether the forward of ``norm`` is the C kernel."""
+    return "forward" in vars(norm)
+
+
 def _fits(norm: RMSNorm) -> bool:
     plain = norm.has_weight and norm.variance_size_override is None
     return plain and norm.weight.dtype.itemsize == 2 and norm.weight.numel() % _LANES == 0

@@ -11,6 +11,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
+from attention_worker.vllm_hooks.cpu_attention import call_kernels_directly
 from attention_worker.vllm_hooks.cpu_norms import use_c_norms
 from attention_worker.vllm_hooks.instance_runner import InstanceRunner
 from attention_worker.vllm_hooks.versions import layout
@@ -35,14 +36,18 @@ class CpuAdapterRows(PunicaWrapperCPU):
 class CpuInstanceRunner(InstanceRunner):
     """Mixin for a vLLM model runner on CPUs, in front of the one of its generation.
 
-    Computes norms by vLLM's C kernels. Fixes float32 gates in bfloat16 models, attention sinks in
-    float32 (vLLM before 0.31), and adapters of some requests of a step.
+    Computes norms by vLLM's C kernels, and calls those of Qwen3-MoE's attention directly. Fixes
+    float32 gates in bfloat16 models, attention sinks in float32 (vLLM before 0.31), and adapters of
+    some requests of a step.
     """
 
     def load_model(self, load_dummy_weights: bool = False, **further: Any) -> None:
         super().load_model(load_dummy_weights, **further)
         restore_linear_dtypes(self.get_model())
         use_c_norms(self.get_model())
+        family = self._instance.family
+        if not family.split:
+            call_kernels_directly(self.get_model().halves, family, self.vllm_config)
         if not layout().cpu_sinks_bfloat16:
             return
         # The CPU kernel reads attention sinks as bfloat16, whatever the model's dtype

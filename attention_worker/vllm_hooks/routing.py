@@ -24,7 +24,7 @@ from vllm.platforms import current_platform
 from afd.models import Family
 from attention_worker.model import Router
 from attention_worker.pipeline import Experts
-from attention_worker.top_k import biased_top_k
+from attention_worker.top_k import biased_top_k, softmax_top_k
 from attention_worker.vllm_hooks.versions import layout
 
 _TopK: TypeAlias = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -150,7 +150,10 @@ def _top_k_cpu(
     experts: RoutedExperts, hidden: torch.Tensor, logits: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     plain = experts.scoring_func == "softmax" and experts.e_score_correction_bias is None
-    if not (experts.use_grouped_topk or experts.custom_routing_function or plain):
+    other = experts.use_grouped_topk or experts.custom_routing_function
+    if plain and experts.renormalize and not other:
+        return softmax_top_k(logits, experts.top_k)
+    if not (other or plain):
         # Here vLLM's function asserts, or leaves out the bias without a word.
         return biased_top_k(
             logits,
