@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
+
+import torch
 
 import ffn_worker.main  # noqa: F401  takes seconds
 from afd.config.roles import load_role
 from afd.errors import AfdError
 from afd_launch.role import end_at_once, run_role
-from afd_launch.standby_process import await_order
+from afd_launch.standby_process import await_order, device_file
 from ffn_worker.moe.late_imports import import_all
 
 
@@ -19,6 +22,10 @@ def main() -> int:
     order = await_order()
     if order is None:
         return 0
+    # An import that looked for GPUs saw all of the host, and the rank is meant for one of them.
+    if device_file() is not None and torch.cuda.device_count() > 1:
+        words = [sys.executable, "-m", "afd_launch.cli", "ffn", "--role-file", order.file]
+        os.execve(sys.executable, words, order.environment)
     try:
         end_at_once(run_role(load_role(order.file), Path(order.file)))
     except AfdError as error:

@@ -22,14 +22,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from afd_launch.process import die_with
-from attention_worker.forks import fork_can_use_gpu, unknown_threads
+from attention_worker.forks import unknown_threads
 
 READY = b"waiting to take over"
 GO = b"go"
 LONGEST = 1 << 20
 """Bytes of an order."""
 _DEVICE_FILES = ("/dev/nvidia-uvm", "/dev/kfd")
-"""What CUDA and HIP open; to look for GPUs by NVML they do not."""
+"""What CUDA and HIP open when they look for GPUs; by NVML they do not. A fork has the GPUs that
+were visible then, and its instance may be meant for others."""
 
 
 @dataclass(frozen=True)
@@ -90,13 +91,20 @@ def obstacle() -> str | None:
     """Returns why this process must not be forked; None: it may."""
     if threads := unknown_threads():
         return f"has other threads: {', '.join(threads)}"
+    file = device_file()
+    return None if file is None else f"uses {file}"
+
+
+def device_file() -> str | None:
+    """Returns the file by which this process has looked for GPUs; None: it has not. What is visible
+    to it is decided then."""
     for entry in Path("/proc/self/fd").iterdir():
         try:
             target = os.readlink(entry)
         except OSError:  # the descriptor of the folder itself
             continue
         if target in _DEVICE_FILES:
-            return None if fork_can_use_gpu() else f"uses {target}"
+            return target
     return None
 
 
