@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from afd.models import Family
 from afd.models.family import split_form
 from attention_worker.ranks import Ranks
 
@@ -196,7 +197,10 @@ class LocalExperts:
 
     def __init__(self, resolved: Any) -> None:
         from ffn_worker.experts.build import load_ffn_model
+        from ffn_worker.moe import vllm_cpu
 
+        # Colocated vLLM does not use that kernel for bfloat16 experts, and it rounds differently.
+        vllm_cpu.__dict__["fused_experts"] = lambda: None
         deployment = resolved.deployment
         self._models = [
             load_ffn_model(
@@ -262,6 +266,10 @@ class LocalInstance:
         self.max_depth = self.resolved.contract.max_depth
         self.min_rows = 1
         self.requests = None  # steps are not traced
+
+    @property
+    def family(self) -> Family:
+        return self.resolved.family
 
     @classmethod
     def join(cls, ranks: Ranks) -> "LocalInstance":

@@ -80,13 +80,13 @@ def kernel_isa(dtype: torch.dtype, hidden: int, intermediate: int) -> str | None
         return "amx" if bf16 and intermediate % 32 == 0 else None
     if platform.machine() in _ARM:
         return "neon" if bf16 and intermediate % 4 == 0 else None
-    if bf16 and intermediate % 32 == 0 and _fused_experts() is not None:
+    if bf16 and intermediate % 32 == 0 and fused_experts() is not None:
         return "bf16"
     return "vec"
 
 
 @cache
-def _fused_experts() -> Callable[..., None] | None:
+def fused_experts() -> Callable[..., None] | None:
     """vLLM's kernel with products in bfloat16, without biases and scales; None: not here.
 
     Takes ``out``, ``hidden_states``, ``w1``, ``w2``, ``topk_weights`` and ``topk_ids`` by name.
@@ -185,7 +185,7 @@ class VllmCpuBackend(MoeBackend):
         w13, w2, isa = self._weights[layer]
         out = torch.empty_like(x)
         if isa == "bf16":  # weights of 1 leave the outputs as they are
-            fused = _fused_experts()
+            fused = fused_experts()
             assert fused is not None
             fused(out=out, hidden_states=x, w1=w13, w2=w2, topk_weights=weights, topk_ids=ids)
             return out
