@@ -189,11 +189,34 @@ def test_choose_backend():
         BACKENDS["torch"].load()((3, 3))
 
 
-def test_kernel_choice_follows_vllm(monkeypatch):
+@pytest.mark.parametrize(("hidden", "width"), [(128, 96), (512, 256), (160, 32)])
+@pytest.mark.parametrize("rows", [1, 3, 16, 90])
+def test_products_in_bfloat16_are_as_near_as_those_in_float32(hidden, width, rows, monkeypatch):
+    if kernel_isa(torch.bfloat16, hidden, width) != "bf16":
+        pytest.skip("the processor has no AVX512_BF16, or has AMX, or vLLM is older than 0.30")
+    w13 = (torch.randn(EXPERTS, 2 * width, hidden) / hidden**0.5).bfloat16()
+    w2 = (torch.randn(EXPERTS, hidden, width) / width**0.5).bfloat16()
+    _, ids, scale = batch(rows, torch.bfloat16)
+    x = torch.randn(rows, hidden).bfloat16()
+    exact = unrounded(w13, w2, x, ids, scale)
+    found = build("vllm_cpu", w13, w2).forward(5, x, ids, scale)
+    monkeypatch.setattr("ffn_worker.moe.vllm_cpu.fused_experts", lambda: None)
+    assert kernel_isa(torch.bfloat16, hidden, width) == "vec"
+    plain = build("vllm_cpu", w13, w2).forward(5, x, ids, scale)
+    assert (found - exact).norm() < 1.5 * (plain - exact).norm()
+    assert_close(found, exact)
+
+
+def test_kernel_choice(monkeypatch):
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setattr("ffn_worker.moe.vllm_cpu.has_amx", lambda: False)
     assert kernel_isa(torch.float32, 128, 96) == "vec"
     assert kernel_isa(torch.float32, 100, 96) is None
+    monkeypatch.setattr("ffn_worker.moe.vllm_cpu.fused_experts", lambda: print)
+    assert kernel_isa(torch.bfloat16, 128, 96) == "bf16"
+    assert kernel_isa(torch.bfloat16, 128, 80) == kernel_isa(torch.float32, 128, 96) == "vec"
+    monkeypatch.setattr("ffn_worker.moe.vllm_cpu.fused_experts", lambda: None)
+    assert kernel_isa(torch.bfloat16, 128, 96) == "vec"
     monkeypatch.setattr("ffn_worker.moe.vllm_cpu.has_amx", lambda: True)
     assert kernel_isa(torch.bfloat16, 128, 96) == "amx"
     assert kernel_isa(torch.float32, 128, 96) is None
