@@ -13,6 +13,11 @@ GAIN = 0.03
 """A new depth must shorten steps by at least this share: step times of one depth vary by as much
 from minute to minute."""
 
+ROWS_PER_EXPERT = 256
+"""Rows from which a GPU takes longer for an expert's products than for reading its weights: an H100
+has 990 TFLOP/s in bfloat16 and 3.35 TB/s, so 295 operations per byte, and a row has one operation
+per byte. Measured in docs/results/prefill_gpu.md."""
+
 
 def bucket_of(rows: int) -> int:
     """Returns ``rows`` rounded up to a power of two."""
@@ -22,6 +27,18 @@ def bucket_of(rows: int) -> int:
 def depth_of(depths: Iterable[tuple[int, int]], rows: int, otherwise: int) -> int:
     """Returns the depth for ``rows`` rows from (bucket, depth) pairs, or ``otherwise``."""
     return dict(depths).get(bucket_of(rows), otherwise)
+
+
+def prompt_depth(rows: int, experts: int, top_k: int, most: int) -> int:
+    """Returns the depth of a step with prompts on GPUs, at most ``most``.
+
+    Each micro-batch reads the weights of all experts. That hides behind their products only if an
+    expert gets :data:`ROWS_PER_EXPERT` rows on average.
+
+    Args:
+        rows: of the step. experts, top_k: of a layer, and of a row.
+    """
+    return max(1, min(most, rows * top_k // (ROWS_PER_EXPERT * experts)))
 
 
 @dataclass(frozen=True)

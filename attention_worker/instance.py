@@ -16,7 +16,7 @@ from afd.config.roles import RoleSpec, load_role
 from afd.control.client import ControlClient
 from afd.control.connect import client_for
 from afd.control.ending import exit_if_refused
-from afd.depth import AUTO, depth_of
+from afd.depth import AUTO, depth_of, prompt_depth
 from afd.errors import AfdError
 from afd.host.logs import say_phase
 from afd.metrics import at_scrape
@@ -105,6 +105,7 @@ class AttentionInstance:
         self._metrics = metrics
         self._scraper = scraper
         self._configured = AUTO if role.deployment.pipeline.depth == "auto" else self.max_depth
+        self._experts_on_gpu = role.deployment.ffn.device != "cpu"
         self.remote = RemoteExperts(resolved, role.number, region, control, metrics)
         traced = role.deployment.metrics
         self.requests: StepRequests | None = None
@@ -245,17 +246,21 @@ class AttentionInstance:
         """Returns the largest number of micro-batches for a step of ``rows`` rows: on every rank
         that of rank 0, because the ranks hear of a change at different times.
 
-        The operator's run-time setting wins over the configured one. With ``auto``, decode steps
-        use the measured best depth and other steps the maximum.
+        A depth that the operator has fixed at run time wins over the configured one. Otherwise
+        steps with prompts follow :func:`afd.depth.prompt_depth` on GPUs, and with ``auto`` decode
+        steps use the measured best depth.
 
         Args:
             decode: every request has one row, or one and its drafts.
         """
-        members = self._control.members
+        members, most = self._control.members, self.max_depth
         wanted = self._configured if members.depth is None else members.depth
-        if wanted == AUTO:
-            wanted = depth_of(members.depths, rows, self.max_depth) if decode else self.max_depth
-        return self._ranks.agree(min(wanted, self.max_depth))
+        if not members.depth and not decode and self._experts_on_gpu:
+            model = self._resolved.model
+            wanted = prompt_depth(rows, model.num_experts, model.top_k, wanted or most)
+        elif wanted == AUTO:
+            wanted = depth_of(members.depths, rows, most) if decode else most
+        return self._ranks.agree(min(wanted, most))
 
     def ran_eagerly(self, reason: str) -> None:
         """A step ran without a graph although graphs are on."""

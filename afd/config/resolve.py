@@ -241,11 +241,6 @@ def _placement(deployment: Deployment, model: MoeModel) -> Placement:
 
 
 def _dispatch(deployment: Deployment, model: MoeModel, graphs: bool) -> Dispatch:
-    if graphs and deployment.ffn.max_instances is not None:
-        raise ConfigError(
-            "ffn.max_instances lets FFN instances come and go, but a captured graph sends to those"
-            " of its capture; set pipeline.graphs: false, or remove ffn.max_instances"
-        )
     wanted = deployment.wire.dispatch
     if wanted != "auto":
         return wanted

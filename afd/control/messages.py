@@ -19,7 +19,7 @@ from afd.config.contract import Contract
 from afd.errors import ConfigError
 from afd.topology import member_id
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Incremented when a message changes its meaning; members of another protocol are refused."""
 MAX_MESSAGE_BYTES = 1 << 20
 """Both ends drop a connection that sends a larger message."""

@@ -12,15 +12,15 @@ import numpy as np
 
 from afd_comm import Header, Message
 
-_WORDS = struct.Struct("<ihhhhIq")
+_WORDS = struct.Struct("<hhbbbxIIq")
 _pack, _unpack = _WORDS.pack, _WORDS.unpack
 _new = tuple.__new__
 
 HEADERS = np.dtype(
     [
-        ("seen", "<u8"), ("layer", "<i4"), ("micro_batch", "<i2"), ("depth", "<i2"),
-        ("kind", "<i2"), ("tag", "<i2"), ("moves", "<u4"), ("step", "<i8"), ("rows", "<u8"),
-        ("nbytes", "<u8"),
+        ("seen", "<u8"), ("layer", "<i2"), ("micro_batch", "<i2"), ("depth", "<i1"),
+        ("kind", "<i1"), ("tag", "<i1"), ("unused", "<i1"), ("moves", "<u4"),
+        ("receivers", "<u4"), ("step", "<i8"), ("rows", "<u8"), ("nbytes", "<u8"),
     ]
 )  # fmt: skip
 """A row of ``afd_comm.Region.read_headers``, for messages that :func:`message` made."""
@@ -41,6 +41,7 @@ def message(
     tag: int = 0,
     step: int = 0,
     moves: int = 0,
+    receivers: int = 0,
     whole: int = 0,
 ) -> Message:
     """Return a message of ``rows`` rows for ``slot``.
@@ -54,13 +55,18 @@ def message(
         tag: :class:`afd.wire.layout.Tag` of the payload.
         step: the attention instance's own number of the step; 0 in a replayed step.
         moves: of an announced step, the last expert move in the placement that its sender uses; of
-            an order, the last move that is complete (afd/control/moves.py). Of a request: bit j is
-            set if FFN instance j gets it; 0: all get it.
+            an order, the last move that is complete (afd/control/moves.py).
+        receivers: of a request or an announced step, bit j is set if FFN instance j gets it; 0: all
+            get it.
         whole: so many of the last parts travel whole where the other parts are cut to a number of
             rows (``afd_comm.Link.enqueue``).
     """
     return Message(
-        slot, parts, _pack(layer, micro_batch, depth, kind, tag, moves, step), rows, whole
+        slot,
+        parts,
+        _pack(layer, micro_batch, depth, kind, tag, moves, receivers, step),
+        rows,
+        whole,
     )
 
 
@@ -80,6 +86,7 @@ class Received(NamedTuple):
     kind: int
     tag: int
     moves: int
+    receivers: int
     step: int
     rows: int
     nbytes: int  # size of the payload

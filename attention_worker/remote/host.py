@@ -184,9 +184,9 @@ class RemoteExperts:
         layout, peers = self._layout, self.peers
         whole = len(self._resolved.model.step_layers) * self._announced
         nbytes = len(peers) * layout.message_bytes(whole)
-        for j, session in enumerate(peers if rows_sent else ()):
-            if follows_count(session.link.backend):
-                left_out = whole - rows_sent[j // self._tp]
+        for peer in peers if rows_sent else ():
+            if follows_count(peer.link.backend):
+                left_out = whole - rows_sent[peer.rank // self._tp]
                 nbytes -= left_out * (layout.message_bytes(1) - 4 * layout.top_k)  # ids travel
         self._observer.posted(nbytes)
         self.end_step()

@@ -91,7 +91,8 @@ class Outbox:
         self._post(doorbells, micro_batch, batch)
 
     def tell(self, kind: Kind, rows: int, *, moves: int = 0) -> None:
-        """Posts a control message to every FFN rank. moves: see :func:`afd.wire.message.message`.
+        """Posts a control message to every FFN rank in use. moves: see
+        :func:`afd.wire.message.message`.
 
         The statuses are ignored. The next wait finds a rank that is gone, and a lost
         ``Kind.LEAVE`` only costs other instances one ``ffn.step_wait_ms``.
@@ -107,6 +108,7 @@ class Outbox:
             kind=kind,
             step=self._step,
             moves=moves,
+            receivers=self._receivers,
         )
         self._group.broadcast(order, doorbells)
 
@@ -207,7 +209,7 @@ class Outbox:
             kind=Kind.DATA,
             tag=layout.tag,
             step=self._step,
-            moves=self._receivers,
+            receivers=self._receivers,
         )
         echoes = self._echoes[micro_batch]
         if plan is None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Timer
+from typing import TypeVar
 
 from afd.errors import DeadlineExceeded, PeerLost
 from afd.metrics.step_trace import StageTimestamps
@@ -21,7 +22,10 @@ from afd.wire.streams_torch import Streams
 from afd_comm import Guard, Hold, Region, Status
 from attention_worker.remote.host import RemoteExperts
 from attention_worker.remote.observer import ReplayObserver
+from attention_worker.remote.sessions import FfnSession
 from attention_worker.remote.stream import Waits
+
+_Peer = TypeVar("_Peer")
 
 _LIMIT = 3
 """A step is run again within this multiple of the deadline: waiting for the FFN rank and running
@@ -120,7 +124,7 @@ class ReplayGuard:
         finally:
             self._hold.open()  # also behind an error, or the engine could not end
 
-    def _run_again(self, gone: Sequence[int], depth: int, again: Callable[[], None]) -> None:
+    def _run_again(self, gone: Sequence[FfnSession], depth: int, again: Callable[[], None]) -> None:
         """Runs the step in host form. It writes the same keys and values to the same places."""
         # Freeing a link unmaps memory, and the driver does that on an idle device only.
         links = self._host.links
@@ -129,45 +133,54 @@ class ReplayGuard:
         timer = Timer(limit_s, self._hold.open)
         timer.start()
         try:
-            self._host.reconnect(gone)
+            self._host.reconnect([peer.rank for peer in gone])
             self._host.begin_step(depth)
             again()
         finally:
             timer.cancel()
         if not self._hold.closed:
             raise PeerLost(
-                f"a step in which {self._names(gone)} died was not run again within {limit_s:g} s;"
+                f"a step in which {_names(gone)} died was not run again within {limit_s:g} s;"
                 " the engine ends; report this with its log, and turn pipeline.lookahead off"
             )
         del links
 
-    def _gone(self, statuses: Sequence[Status]) -> tuple[int, ...]:
-        """Returns the FFN ranks that died in a step. Raises DeadlineExceeded if one is late."""
-        gone, late = failed_peers(statuses, len(self._host.peers))
+    def _gone(self, statuses: Sequence[Status]) -> tuple[FfnSession, ...]:
+        """Returns the sessions with the FFN ranks that died in a step.
+
+        Raises:
+            DeadlineExceeded: one is late.
+        """
+        gone, late = failed_peers(statuses, self._host.peers)
         if late:
             raise DeadlineExceeded(
-                f"{self._names(late)} did not answer a step within"
+                f"{_names(late)} did not answer a step within"
                 f" {self._settings.deadline_s:g} s; look at its log, or raise deadlines.ffn_s if"
                 " its experts are that slow"
             )
         return gone
 
-    def _names(self, ranks: Sequence[int]) -> str:
-        return ", ".join(self._host.peers[j].id for j in ranks)
+
+def _names(peers: Sequence[FfnSession]) -> str:
+    return ", ".join(peer.id for peer in peers)
 
 
-def failed_peers(statuses: Sequence[Status], count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the numbers of the FFN ranks that are (gone, late) in a replayed step.
+def failed_peers(
+    statuses: Sequence[Status], peers: Sequence[_Peer]
+) -> tuple[tuple[_Peer, ...], tuple[_Peer, ...]]:
+    """Returns the FFN ranks that are (gone, late) in a replayed step.
 
     Args:
         statuses: of the waits of the step; each wait has one per FFN rank, in order.
-        count: number of FFN ranks.
+        peers: the FFN ranks of the step, in this order.
     """
 
     if statuses.count(Status.OK) == len(statuses):  # thousands, so this matters
         return (), ()
 
-    def which(wanted: Status) -> tuple[int, ...]:
-        return tuple(sorted({i % count for i, status in enumerate(statuses) if status == wanted}))
+    def which(wanted: Status) -> tuple[_Peer, ...]:
+        count = len(peers)
+        failed = {i % count for i, status in enumerate(statuses) if status == wanted}
+        return tuple(peers[i] for i in sorted(failed))
 
     return which(Status.PEER_GONE), which(Status.DEADLINE)

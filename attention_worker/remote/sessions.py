@@ -24,9 +24,11 @@ then it may have died without the control plane having noticed."""
 
 @dataclass(frozen=True)
 class FfnSession:
-    """The session with one FFN rank. id: member id of the rank. session: number of the session."""
+    """The session with one FFN rank. id: member id of the rank. rank: its number among all FFN
+    ranks (:func:`afd.topology.rank_number`). session: number of the session."""
 
     id: str
+    rank: int
     session: int
     link: Link
 
@@ -245,4 +247,5 @@ class FfnSessions:
         )
         if link.notes:
             logger.warning("link to %s: %s", member.id, link.notes)
-        return FfnSession(member.id, self._number(member), link)
+        rank = rank_number(member.index, member.rank, self._tp)
+        return FfnSession(member.id, rank, self._number(member), link)

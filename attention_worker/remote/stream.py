@@ -138,8 +138,8 @@ class StreamExperts:
         sequence = stream_sequence(self._position)
         doorbells = [make_flag(peer.session, sequence) for peer in self._peers]
         self._awaited[micro_batch] = doorbells
-        for j, (peer, doorbell) in enumerate(zip(self._peers, doorbells, strict=True)):
-            request, count = requests[j // self._tp]
+        for peer, doorbell in zip(self._peers, doorbells, strict=True):
+            request, count = requests[peer.rank // self._tp]
             # The status is ignored: it says that the peer is gone, and so does the wait in recv().
             peer.link.enqueue(self.streams.copy, request, doorbell, count)
         self._timestamps.copied()
@@ -148,8 +148,8 @@ class StreamExperts:
         """:meth:`attention_worker.remote.host.RemoteExperts.recv`; the compute stream waits."""
         batches = self._batches[micro_batch]
         assert batches is not None, f"micro-batch {micro_batch} was not sent"
-        count, doorbells = len(self._peers), self._awaited[micro_batch]
-        slots = [self._resolved.slots.to_attention(j, micro_batch) for j in range(count)]
+        ranks, doorbells = [peer.rank for peer in self._peers], self._awaited[micro_batch]
+        slots = [self._resolved.slots.to_attention(rank, micro_batch) for rank in ranks]
         self._region.enqueue_wait(self.streams.compute, slots, doorbells, reset=self._reset)
         self._timestamps.working()
         self._waits.slots += slots
@@ -159,7 +159,8 @@ class StreamExperts:
         places, self._places[micro_batch] = self._places[micro_batch], None
         if places is not None:
             return self._placed[micro_batch].sum(places.of_rows, self._dtype)
-        return sum_of_ranks(self._answers[micro_batch], self._tp, batches[0].rows, self._dtype)
+        answers = [self._answers[micro_batch][rank] for rank in ranks]
+        return sum_of_ranks(answers, self._tp, batches[0].rows, self._dtype)
 
     def end_step(self) -> None:
         self._timestamps.end()

@@ -9,7 +9,7 @@
 
 namespace afd_comm {
 
-constexpr uint32_t kTcpVersion = 3;
+constexpr uint32_t kTcpVersion = 4;
 constexpr uint32_t kHelloMagic = 0x48444641;    // "AFDH"
 constexpr uint32_t kWelcomeMagic = 0x57444641;  // "AFDW"
 constexpr uint32_t kFrameMagic = 0x46444641;    // "AFDF"

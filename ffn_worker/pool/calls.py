@@ -53,7 +53,7 @@ class Call:
         for sender in senders:
             request, peer = sender.request, sender.peer
             assert request is not None
-            row = request.rows, request.depth, request.moves, request.step
+            row = request.rows, request.depth, request.moves, request.receivers, request.step
             parts.append(_new(Part, (peer.index, peer.generation, *row)))
         return cls(Order(Kind.DATA, position, tuple(parts)), tuple(senders))
 

@@ -43,14 +43,14 @@ class Doorbells:
         self._request_words = np.zeros((ranks * depth, self._words.shape[1]), np.uint64)
         # Views, made once.
         self._seen, self._kinds = self._headers["seen"], self._headers["kind"]
-        names = ("rows", "depth", "moves", "step")
+        names = ("rows", "depth", "moves", "receivers", "step")
         self._said = [(self.parts[name], self._headers[name]) for name in names]
 
     def begin(self, rank: int, session: int, generation: int) -> None:
         """A session with this rank begins."""
         self.requests[rank] = self._controls[rank] = make_flag(session, 1)
         self.joined[rank], self.active[rank], self.announced[rank] = True, False, False
-        self.parts[rank] = (rank, generation, 0, 0, 0, 0)
+        self.parts[rank] = (rank, generation, 0, 0, 0, 0, 0)
 
     def end(self, rank: int) -> None:
         self.requests[rank] = self._controls[rank] = _NEVER

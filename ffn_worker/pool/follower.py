@@ -131,7 +131,7 @@ class Head:
         mb, layer = order.position.micro_batch, order.position.layer
         due = []
         for part in order.parts:
-            if not gets(part.moves, self._instance):
+            if not gets(part.receivers, self._instance):
                 continue  # it holds none of the experts that this sender knows of
             peer = self._table.find(part.attention)
             if peer is None or peer.generation != part.generation:
@@ -160,8 +160,9 @@ class Head:
         return Call.of(order.position, senders) if senders else None
 
     def _ordered_step(self, order: Order) -> Call | None:
-        """Returns the step without peers that are gone or have not announced it in time."""
-        parts, deadline = Parts.of(order.parts), time.monotonic() + self._late_s
+        """Returns the step without peers that are gone or have not announced it in time, and
+        without those that know of no experts here."""
+        parts, deadline = Parts.of(order.parts).to(self._instance), time.monotonic() + self._late_s
         here = self._arrivals.await_step(parts, deadline, self._on_pause, even_if_cut_off=False)
         if not here.all():
             for part in Parts.where(parts.table, ~here):

@@ -18,7 +18,7 @@ from afd.schedule import Position
 from afd.wire.layout import Kind
 
 _BUCKET = struct.Struct("<Q")
-_PART = struct.Struct("<5Iq")
+_PART = struct.Struct("<6Iq")
 _HELLO_BYTES = 256
 """Enough for the address of a rendezvous."""
 
@@ -28,7 +28,7 @@ class Part(NamedTuple):
 
     attention, generation: number and generation of the rank. rows: in this call, or in the whole
     step on streams. depth: micro-batches of its step. moves: of a step on streams, the last expert
-    move in the placement that it uses; of a request, the FFN instances that get it, as
+    move in the placement that it uses. receivers: the FFN instances that get its rows, as
     :func:`afd.wire.message.message` has them. step: its own number of the step.
     """
 
@@ -37,13 +37,14 @@ class Part(NamedTuple):
     rows: int
     depth: int
     moves: int
+    receivers: int
     step: int
 
 
 PARTS = np.dtype(
     [
         ("attention", "<u4"), ("generation", "<u4"), ("rows", "<u4"), ("depth", "<u4"),
-        ("moves", "<u4"), ("step", "<i8"),
+        ("moves", "<u4"), ("receivers", "<u4"), ("step", "<i8"),
     ]
 )  # fmt: skip
 """A part as it is in an order's payload."""
@@ -52,7 +53,7 @@ _BYTES = np.dtype((np.void, PARTS.itemsize))
 
 
 def gets(receivers: int, instance: int) -> bool:
-    """Whether an FFN instance is among the receivers of a request."""
+    """Whether an FFN instance is among the receivers of a request or step."""
     return not receivers or bool(receivers >> instance & 1)
 
 
@@ -73,6 +74,11 @@ class Parts(Sequence[Part]):
     @classmethod
     def of(cls, parts: Sequence[Part]) -> "Parts":
         return parts if isinstance(parts, cls) else cls(np.array(list(parts), PARTS))
+
+    def to(self, instance: int) -> "Parts":
+        """Returns the parts whose rows this FFN instance gets."""
+        receivers = self.table["receivers"]
+        return Parts.where(self.table, (receivers == 0) | (receivers >> instance & 1 == 1))
 
     @property
     def shapes(self) -> set[tuple[int, int]]:
@@ -114,10 +120,12 @@ class Order:
 
     @property
     def receivers(self) -> int:
-        """The FFN instances that get a request of this call; 0: all do."""
-        if self.kind != Kind.DATA or not self.parts[0].moves:
+        """The FFN instances that get rows of this call or step; 0: all do."""
+        if isinstance(self.parts, Parts):
+            return int(np.bitwise_or.reduce(self.parts.table["receivers"]))
+        if not self.parts[0].receivers:
             return 0
-        return functools.reduce(operator.or_, [part.moves for part in self.parts])
+        return functools.reduce(operator.or_, [part.receivers for part in self.parts])
 
     @functools.cached_property
     def depth(self) -> int:

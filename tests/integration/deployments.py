@@ -200,6 +200,7 @@ DEPLOYMENTS: dict[str, tuple[str, Callable[[Path], dict[str, object]]]] = {
     "ranks": ("qwen3_moe", _ranks),
     "rocm": ("qwen3_moe", _rocm),
     "rocm_1A1F": ("qwen3_moe", partial(_rocm, instances=1)),
+    "rocm_grow": ("qwen3_moe", partial(_rocm, instances=1, ffn={"max_instances": 2})),
     "rocm_ngram": ("qwen3_moe", _rocm_ngram),
     "rocm_ranks": ("qwen3_moe", partial(_rocm, ffn={"instances": 1, "tp": 2})),
     "rocm_routed": (

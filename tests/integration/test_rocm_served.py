@@ -11,7 +11,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,8 +28,10 @@ from helpers import (
 from reference import References, same_tokens
 
 from afd.control import operator
+from afd.control.local_keys import operator_keys
 from afd_bench import stand_in_nic
 from afd_launch.balance import balance
+from afd_launch.come_and_go import Operator
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "rocm_node"))
 import node
@@ -144,6 +146,37 @@ def test_experts_move_between_replayed_steps(deployment: Running) -> None:
     assert min(len(s.tokens) for s in streams) < TOKENS, "all requests had ended before"
     assert tokens_when_whole(streams, 60) == wanted
     assert replayed(deployment) - steps > TOKENS
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["rocm_grow"], indirect=True)
+def test_an_ffn_instance_comes_and_goes_between_replayed_steps(deployment: Running) -> None:
+    """1A1F to 1A2F and back. Both graphs of a step are replayed with one FFN instance and two."""
+    control = deployment.server.control
+    instances = Operator(control, operator_keys(control), 180)
+    wanted = tokens_when_whole(start_streams(deployment.url, 4, TOKENS, name="grows"), 60)
+
+    def same_under_load(change: Callable[[], object]) -> None:
+        steps, streams = (
+            replayed(deployment),
+            start_streams(deployment.url, 4, TOKENS, name="grows"),
+        )
+        all_begun(streams)
+        change()
+        assert tokens_when_whole(streams, 180) == wanted
+        again = start_streams(deployment.url, 4, TOKENS, name="grows")
+        assert tokens_when_whole(again, 60) == wanted
+        assert replayed(deployment) - steps > TOKENS
+
+    def rows(member: str) -> float:
+        return sum(deployment.metrics().values("afd_expert_rows_total", instance=member))
+
+    same_under_load(lambda: instances.add("ffn"))
+    assert rows("ffn-1") > 0
+    same_under_load(lambda: os.kill(deployment.member("ffn-1").pid, signal.SIGKILL))
+    same_under_load(lambda: instances.remove("ffn-1"))
+    assert deployment.members().find("ffn", 1) is None
+    assert not deployment.metrics().total("afd_ffn_graph_captures_total", when="after")
 
 
 @pytest.mark.long

@@ -358,12 +358,15 @@ class Traffic:
     def _run(self, deployed, expected, i):
         try:
             while not self._ended.is_set():
-                seed = (i, self.steps[i])
-                run_step(deployed.clients[i], deployed.resolved, expected, [3, 2], seed)
+                self.run_step(deployed, expected, i)
                 self.steps[i] += 1
         except BaseException as error:
             self.errors.append(error)
         deployed.clients[i].leave()
+
+    def run_step(self, deployed, expected, i):
+        """Runs one step of attention instance i."""
+        run_step(deployed.clients[i], deployed.resolved, expected, [3, 2], (i, self.steps[i]))
 
     def run_on(self, steps=3):
         """Returns once every attention instance has run so many more steps."""

@@ -16,7 +16,7 @@
 namespace afd_comm {
 
 constexpr uint64_t kRegionMagic = 0x4e4f494745524641;  // "AFREGION"
-constexpr uint32_t kRegionVersion = 5;
+constexpr uint32_t kRegionVersion = 6;
 constexpr std::size_t kLine = 64;
 constexpr std::size_t kPage = 4096;
 

@@ -10,12 +10,29 @@ from hypothesis import strategies as st
 from afd.control import messages as m
 from afd.control.depths import FIRST_PAUSE_S, LONGEST_PAUSE_S, DepthPolicy, DepthTuner
 from afd.control.messages import BucketSteps, Work
-from afd.depth import AUTO, GAIN, bucket_of, choose, depth_of, worth_trying
+from afd.depth import (
+    AUTO,
+    GAIN,
+    ROWS_PER_EXPERT,
+    bucket_of,
+    choose,
+    depth_of,
+    prompt_depth,
+    worth_trying,
+)
 from afd.metrics.decode_steps import DecodeSteps, Timed
 
 seconds = st.floats(1e-4, 10.0)
 tables = st.dictionaries(st.integers(1, 3), seconds, min_size=1)
 targets = st.none() | seconds
+
+
+@given(st.integers(1, 2**20), st.integers(1, 512), st.integers(1, 16), st.integers(1, 3))
+def test_prompts_are_split_only_if_experts_keep_enough_rows(rows, experts, top_k, most):
+    depth = prompt_depth(rows, experts, top_k, most)
+    assert 1 <= depth <= most
+    assert depth == 1 or rows / depth * top_k / experts >= ROWS_PER_EXPERT
+    assert depth == most or rows / (depth + 1) * top_k / experts < ROWS_PER_EXPERT
 
 
 @given(st.data(), tables, targets)

@@ -54,7 +54,7 @@ def test_the_table_of_a_step(data):
     instances, tp = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 4))
     here = data.draw(st.sets(st.integers(0, instances - 1), min_size=1))
     parts = [
-        Part(i, 1, data.draw(st.integers(3, 99)), data.draw(st.integers(1, 3)), 0, 0)
+        Part(i, 1, data.draw(st.integers(3, 99)), data.draw(st.integers(1, 3)), 0, 0, 0)
         for i in sorted(here)
     ]
     present = [data.draw(st.booleans()) for _ in parts]

@@ -13,7 +13,7 @@ from afd.wire.layout import Kind
 from afd.wire.message import message
 from afd_comm import Link, Region, Status, make_flag
 from ffn_worker.pool.doorbells import Doorbells
-from ffn_worker.pool.order_format import PARTS, Part, Parts
+from ffn_worker.pool.order_format import PARTS, Part, Parts, gets
 
 RANKS, DEPTH, STEPS = 5, 2, 1500
 
@@ -59,9 +59,10 @@ class Model:
             return
         rank.controls += 1
         part = Part(i, rank.generation, rng.randint(1, 99), rng.randint(1, DEPTH),
-                    rng.randint(0, 3), rng.randint(0, 2**40))  # fmt: skip
+                    rng.randint(0, 3), rng.getrandbits(32), rng.randint(0, 2**40))  # fmt: skip
         rank.unread.append((kind, part))
-        words = {"depth": part.depth, "moves": part.moves, "step": part.step, "rows": part.rows}
+        names = ("rows", "depth", "moves", "receivers", "step")
+        words = {name: getattr(part, name) for name in names}
         flag = make_flag(rank.session, rank.controls)
         self.post(self.slots.control_to_ffn(i), flag, kind=kind, **words)
 
@@ -145,9 +146,9 @@ def test_announced_here_means_this_step_of_this_process() -> None:
         doorbells.begin(rank, 1, 5)
         doorbells.parts["step"][rank] = 9
     doorbells.announced[:2] = True
-    ordered = [Part(0, 5, 8, 1, 0, 9), Part(1, 6, 8, 1, 0, 9), Part(2, 5, 8, 1, 0, 9)]
+    ordered = [Part(0, 5, 8, 1, 0, 0, 9), Part(1, 6, 8, 1, 0, 0, 9), Part(2, 5, 8, 1, 0, 0, 9)]
     assert doorbells.have_announced(Parts.of(ordered)).tolist() == [True, False, False]
-    other_step = [Part(0, 5, 8, 1, 0, 8)]
+    other_step = [Part(0, 5, 8, 1, 0, 0, 8)]
     assert doorbells.have_announced(Parts.of(other_step)).tolist() == [False]
     assert [p.attention for p in doorbells.take_announced(1)] == [1]
     assert doorbells.announced.tolist() == [True, False, False]
@@ -159,7 +160,8 @@ def test_parts_in_an_array_are_those_of_a_list(seed: int) -> None:
     most = 2**32 - 1
     parts = [
         Part(rng.randint(0, most), rng.randint(0, most), rng.choice((1, 7, most)),
-             rng.choice((1, 3, most)), rng.randint(0, most), rng.randint(0, 2**62))
+             rng.choice((1, 3, most)), rng.randint(0, most), rng.choice((0, 1, 6, most)),
+             rng.randint(0, 2**62))
         for _ in range(rng.randint(1, 70))
     ]  # fmt: skip
     table = Parts.of(parts)
@@ -169,3 +171,5 @@ def test_parts_in_an_array_are_those_of_a_list(seed: int) -> None:
     kept = Parts.where(table.table, np.array(taken))
     assert list(kept) == [part for part, take in zip(parts, taken, strict=True) if take]
     assert kept.table.dtype == PARTS
+    for instance in (0, 1, 2, 31):
+        assert list(table.to(instance)) == [p for p in parts if gets(p.receivers, instance)]

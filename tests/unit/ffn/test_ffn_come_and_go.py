@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 
 import msgspec
 import pytest
-from remote_support import Traffic, in_background, run_step
+from remote_support import DEPTH, Traffic, in_background, run_step
+from test_stream_steps import run_on_streams, stream_of
 
 from afd.control.moves import holding
+from afd.metrics.role import Captured
 from afd.placement.tables import spread
 
 
@@ -69,6 +72,63 @@ def test_an_instance_is_added_and_removed_under_load(deploy, family, y, tp, disp
     for client in deployed.clients:
         assert not client._sessions._idle
     assert all(loop.rank.metrics.late_peers == 0 for loop in deployed.loops.values())
+
+
+class Replayed(Traffic):
+    """Most steps are announced and run on streams, as replayed graphs are."""
+
+    def run_step(self, deployed, expected, i):
+        client, rng = deployed.clients[i], random.Random(f"{i} {self.steps[i]}")
+        if rng.random() < 0.2:
+            super().run_step(deployed, expected, i)
+            return
+        depth = rng.randint(1, DEPTH)
+        rows, seed = rng.randint(depth, 9), (i, self.steps[i])
+        stream = stream_of(deployed, i)
+        run_on_streams(client, stream, deployed.resolved, expected, rows, depth, seed)
+
+
+@pytest.mark.parametrize(
+    ("family", "y", "tp", "dispatch", "rounds"),
+    [
+        ("qwen3_moe", 1, 1, "broadcast", 2),
+        ("deepseek_v3", 2, 2, "routed", 1),
+        pytest.param("qwen3_moe", 1, 2, "routed", 3, marks=LONG),
+        pytest.param("deepseek_v3", 2, 1, "broadcast", 3, marks=LONG),
+    ],
+)
+def test_an_instance_is_added_and_removed_between_replayed_steps(
+    deploy, family, y, tp, dispatch, rounds
+):
+    """Also the first of several instances goes, so that numbers in use are not consecutive."""
+    deployed, expected = deploy(
+        family, 2, y,
+        transport={"backend": "ipc"},
+        ffn={"max_instances": y + 1, "tp": tp, "late_ms": 20_000.0},
+        wire={"dispatch": dispatch},
+    )  # fmt: skip
+    layer = deployed.resolved.model.moe_layers[0]
+    with Replayed(deployed, expected) as traffic:
+        for _ in range(rounds):
+            add(deployed, y)
+            use(deployed, *range(y + 1))
+            model = deployed.loops[y * tp].rank.model
+            before = sum(model.banks.expert_rows()[layer])
+            traffic.run_on(6)
+            assert sum(model.banks.expert_rows()[layer]) > before
+            gone = 1 if y > 1 else y
+            use(deployed, *(j for j in range(y + 1) if j != gone))
+            remove(deployed, gone)
+            traffic.run_on(6)
+            if gone != y:
+                add(deployed, gone)
+                use(deployed, *range(y))
+                remove(deployed, y)
+                traffic.run_on(6)
+    assert all(loop.rank.metrics.late_peers == 0 for loop in deployed.loops.values())
+    assert not any(
+        loop.rank.metrics.graph_captures[Captured.AFTER] for loop in deployed.loops.values()
+    )
 
 
 @LONG

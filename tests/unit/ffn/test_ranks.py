@@ -79,7 +79,7 @@ def test_every_rank_but_the_leader_follows_exactly_one_rank():
 
 
 def test_an_order_survives_the_wire():
-    parts = (Part(0, 2**32 - 1, 7, 3, 2**31, 2**40), Part(300, 1, 0, 1, 0, 5))
+    parts = (Part(0, 2**32 - 1, 7, 3, 2**31, 2**31, 2**40), Part(300, 1, 0, 1, 0, 0, 5))
     order = Order(Kind.DATA, Position(60, 2), parts, settled=9)
     assert read_order(Kind.DATA, 60, 2, 9, order.payload()) == order
     assert order.depth == 3

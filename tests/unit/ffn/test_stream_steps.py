@@ -208,6 +208,6 @@ def wait_for(check):
 
 def test_peers_of_failed_waits():
     ok, gone, late = Status.OK, Status.PEER_GONE, Status.DEADLINE
-    assert failed_peers([ok, ok, ok, ok], 2) == ((), ())
-    assert failed_peers([ok, gone, ok, gone], 2) == ((1,), ())
-    assert failed_peers([late, gone, ok, ok], 2) == ((1,), (0,))
+    assert failed_peers([ok, ok, ok, ok], "ab") == ((), ())
+    assert failed_peers([ok, gone, ok, gone], "ab") == (("b",), ())
+    assert failed_peers([late, gone, ok, ok], "ab") == (("b",), ("a",))
