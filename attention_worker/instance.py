@@ -17,6 +17,7 @@ from afd.control.client import ControlClient
 from afd.control.connect import client_for
 from afd.control.ending import exit_if_refused
 from afd.depth import AUTO, depth_of, prompt_depth
+from afd.devices import device_named
 from afd.errors import AfdError
 from afd.host.logs import say_phase
 from afd.metrics import at_scrape
@@ -32,6 +33,7 @@ from attention_worker.draft_layer import DraftExperts
 from attention_worker.fused import Wanted
 from attention_worker.ranks import Ranks
 from attention_worker.remote.host import RemoteExperts
+from attention_worker.remote.launch_ahead import LaunchAhead
 from attention_worker.remote.observer import ReplayObserver
 from attention_worker.remote.replay_guard import ReplayGuard, ReplaySettings
 from attention_worker.remote.stream import StreamExperts
@@ -107,6 +109,11 @@ class AttentionInstance:
         self._configured = AUTO if role.deployment.pipeline.depth == "auto" else self.max_depth
         self._experts_on_gpu = role.deployment.ffn.device != "cpu"
         self.remote = RemoteExperts(resolved, role.number, region, control, metrics)
+        attention = role.deployment.attention
+        if attention.tp == 1 and device_named(attention.device).has_streams:
+            device = torch_device(attention.device)
+            enter = partial(runtime_of(device).enter, device)
+            self.remote.launch_ahead(LaunchAhead(region, make_streams(device), enter))
         traced = role.deployment.metrics
         self.requests: StepRequests | None = None
         self._spans: StepSpans | None = None

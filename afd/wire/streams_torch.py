@@ -27,6 +27,8 @@ class Payloads(Protocol):
     @property
     def slot_bytes(self) -> int: ...
 
+    def enqueue_wait(self, stream: int, slots: list[int], flags: list[int]) -> None: ...
+
     def view(self, slot: int) -> object:
         """Return the slot's payload as uint8 [1, slot stride], for DLPack."""
 
@@ -78,6 +80,9 @@ class Streams(Protocol):
     @property
     def copy(self) -> int: ...
 
+    def wait_for(self, region: Payloads, slots: list[int], flags: list[int]) -> None:
+        """Order later work of ``compute`` after the messages with these doorbells."""
+
     def fork(self) -> None:
         """Order later work of ``copy`` after all work queued on ``compute`` so far."""
 
@@ -124,6 +129,9 @@ class HostStreams:
     compute = 0
     copy = 0
 
+    def wait_for(self, region: Payloads, slots: list[int], flags: list[int]) -> None:
+        region.enqueue_wait(self.compute, slots, flags)
+
     def fork(self) -> None: ...
 
     def join(self) -> None: ...
@@ -168,6 +176,9 @@ class CudaStreams:
     @property
     def copy(self) -> int:
         return self._copy.cuda_stream
+
+    def wait_for(self, region: Payloads, slots: list[int], flags: list[int]) -> None:
+        region.enqueue_wait(self.compute, slots, flags)
 
     def fork(self) -> None:
         self._copy.wait_stream(torch.cuda.current_stream(self._device))

@@ -11,6 +11,7 @@ import torch
 
 from afd.config.resolve import Resolved
 from afd.control.client import ControlClient
+from afd.errors import PeerLost
 from afd.metrics.role import RoleMetrics
 from afd.wire.dtypes_torch import DTYPE_OF_TAG
 from afd.wire.layout import TAG_OF_DTYPE, Kind
@@ -18,11 +19,12 @@ from afd.wire.message import follows_count
 from afd.wire.rows_torch import EncodedRows
 from afd.wire.slot_torch import sum_of_ranks, sum_of_shares
 from afd.wire.slot_view_torch import SlotView
-from afd.wire.streams_torch import slot_bytes
+from afd.wire.streams_torch import slot_bytes, synchronize
 from afd_comm import PeerTrace, Region
 from attention_worker.remote.dispatcher import Dispatcher
-from attention_worker.remote.encoded_batch import encode
+from attention_worker.remote.encoded_batch import EncodedBatch, encode
 from attention_worker.remote.expert_slots import ExpertSlotMap
+from attention_worker.remote.launch_ahead import LaunchAhead
 from attention_worker.remote.observer import StepObserver
 from attention_worker.remote.outbox import Outbox
 from attention_worker.remote.recovery import WAIT_SLICE_US, Recovery
@@ -71,6 +73,8 @@ class RemoteExperts:
             self._observer,
             resolved.deployment.deadlines.ffn_s,
         )
+        self._ahead: LaunchAhead | None = None  # see launch_ahead()
+        self._kept: tuple[FfnSession, ...] = ()
         self._announced = 0  # rows of the last announced step
         self._active = False  # a step has begun since the last leave()
         if resolved.deployment.transport.trace:
@@ -117,10 +121,12 @@ class RemoteExperts:
             CapacityExceeded: more rows than a receive slot holds; raised by ``encode``.
         """
         source = encode(self._layout, layer, hidden, ids, weights, encoded)
+        self._settle()
         # Replaces expert ids by expert slots: an expert may have copies, and may move. If
         # wire.dispatch is routed, the result has a plan: which rows go to which FFN instance, with
         # the rows sorted that way. Without a plan every FFN instance gets all rows.
         batch = self._dispatcher.dispatch(source)
+        synchronize(batch.payload.device)
         self._observer.computed(layer, micro_batch, batch.rows)
         self._outbox.send(micro_batch, source, batch)
         self._observer.sent()
@@ -136,6 +142,26 @@ class RemoteExperts:
         Raises:
             DeadlineExceeded: an FFN rank neither answered nor came back in ``deadlines.ffn_s``.
         """
+        self._settle()
+        if self._ahead is None or not _arrive_alone(self.peers):
+            batch = self._await_answers(micro_batch)
+        else:
+            batch = self._queue_behind_answers(self._ahead, micro_batch)
+        views = self._outbox.views[micro_batch]
+        if batch.plan is None:
+            return sum_of_ranks(views, self._tp, batch.rows, self._dtype)
+        shares = self._dispatcher.shares(batch.plan)
+        return sum_of_shares(views, self._tp, shares, batch.rows, self._hidden, self._dtype)
+
+    def end_step(self) -> None:
+        """Ends a step whose answers have all been received."""
+        self._settle()
+        self._observer.end_step()
+        self._dispatcher.end_step()
+
+    def _await_answers(self, micro_batch: int) -> EncodedBatch:
+        """Waits for the answers on the host. Returns the micro-batch that was answered: recovery
+        may have dispatched it again."""
         self._observer.waiting()
         self._recovery.begin_wait()
         ranks = self._sessions.ranks
@@ -144,18 +170,39 @@ class RemoteExperts:
             statuses = self._region.wait_all(slots, doorbells, WAIT_SLICE_US)
             ranks = self._recovery.recover_missing(micro_batch, ranks, statuses)
         self._observer.working()
-        batch, views = self._outbox.take_answered(micro_batch), self._outbox.views[micro_batch]
-        if batch.plan is None:
-            return sum_of_ranks(views, self._tp, batch.rows, self._dtype)
-        shares = self._dispatcher.shares(batch.plan)
-        return sum_of_shares(views, self._tp, shares, batch.rows, self._hidden, self._dtype)
+        batch = self._outbox.posted(micro_batch)
+        self._outbox.answered(micro_batch)
+        return batch
 
-    def end_step(self) -> None:
-        """Ends a step whose answers have all been received."""
-        self._observer.end_step()
-        self._dispatcher.end_step()
+    def _queue_behind_answers(self, ahead: LaunchAhead, micro_batch: int) -> EncodedBatch:
+        """Lets the stream wait for the answers. Returns the micro-batch that they belong to."""
+        batch, ranks = self._outbox.posted(micro_batch), self._sessions.ranks
+        slots, doorbells = map(list, self._outbox.awaited(micro_batch, ranks))
+
+        def answered() -> list[int]:
+            answered = self._await_answers(micro_batch)
+            same = answered is batch or answered.plan is None
+            if not same or self._sessions.ranks != ranks:
+                raise PeerLost(
+                    "the control plane had given this instance up, and experts have moved since;"
+                    " the engine ends, and its requests go on elsewhere or when it is back"
+                )
+            return self._outbox.rung(micro_batch)
+
+        # Freeing a link unmaps memory, and the driver does that on an idle device only.
+        self._kept = self.links
+        ahead.wait(slots, doorbells, answered)
+        return batch
+
+    def _settle(self) -> None:
+        if self._ahead is not None:
+            self._ahead.settle()
 
     # Around the steps.
+
+    def launch_ahead(self, ahead: LaunchAhead) -> None:
+        """From now on the host queues work behind answers, if the transport allows it."""
+        self._ahead = ahead
 
     def connect(self, deadline_s: float) -> None:
         """Waits until every FFN rank that holds experts is ready, and links to it.
@@ -226,6 +273,11 @@ class RemoteExperts:
     def close(self) -> None:
         self._sessions.close()
         self._region.close()
+
+
+def _arrive_alone(peers: Sequence[FfnSession]) -> bool:
+    """Whether answers arrive without a thread of this process: by backend ipc they do."""
+    return all(peer.link.backend == "ipc" for peer in peers)
 
 
 def answer_views(resolved: Resolved, region: Region) -> list[list[SlotView]]:

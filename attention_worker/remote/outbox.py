@@ -6,7 +6,7 @@ of its messages:
 - The request of the next layer overwrites the last one in the FFN ranks' receive slots. It is
   posted after ``recv`` returned, so every rank has answered, and a rank answers after it has read.
 - The answers to it overwrite the last ones in the receive slots here. They come after that request,
-  and ``_post`` synchronizes the device first, so the last answers have been used.
+  and the sender waits for its device first, so the last answers have been used.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class Outbox:
         self._step += 1
 
     def send(self, micro_batch: int, source: EncodedBatch, batch: EncodedBatch) -> None:
-        """Posts a dispatched micro-batch to the FFN ranks: to each the rows of its instance.
+        """Posts a dispatched micro-batch to the FFN ranks: to each the rows of its instance. The
+        device has computed it.
 
         source: the same rows before dispatch, in case recovery has to dispatch them again.
         """
@@ -114,35 +115,43 @@ class Outbox:
 
     def layer_of(self, micro_batch: int) -> int:
         """Returns the layer of an unanswered micro-batch."""
-        batch = self._batches[micro_batch]
-        assert batch is not None
-        return batch.layer
+        return self.posted(micro_batch).layer
 
     def awaited(self, micro_batch: int, ranks: list[int]) -> tuple[list[int], list[int]]:
         """Returns the receive slots and doorbells of these FFN ranks' answers to a micro-batch."""
-        assert self._batches[micro_batch] is not None, f"micro-batch {micro_batch} was not sent"
         slots, doorbells = self._answer_slots[micro_batch], self._doorbells[micro_batch]
         if len(ranks) == len(self._ranks):
             return slots, doorbells
         places = [self._ranks.index(j) for j in ranks]
         return [slots[k] for k in places], [doorbells[k] for k in places]
 
-    def take_answered(self, micro_batch: int) -> EncodedBatch:
-        """Returns a micro-batch that all FFN ranks have answered, and forgets it."""
+    def posted(self, micro_batch: int) -> EncodedBatch:
+        """Returns an unanswered micro-batch, as it was sent."""
         batch = self._batches[micro_batch]
-        assert batch is not None
+        assert batch is not None, f"micro-batch {micro_batch} was not sent"
+        return batch
+
+    def rung(self, micro_batch: int) -> list[int]:
+        """Returns the doorbells of the last message of this micro-batch."""
+        return self._doorbells[micro_batch]
+
+    def answered(self, micro_batch: int) -> None:
+        """All FFN ranks have answered this micro-batch."""
         self._sources[micro_batch] = self._batches[micro_batch] = None
         self._echoes[micro_batch] = [
             self._region.header(slot) for slot in self._answer_slots[micro_batch]
         ]
-        return batch
 
     def sources(self) -> list[EncodedBatch | None]:
         """Returns the unanswered micro-batches as they were before dispatch, by number."""
         return self._sources
 
     def replace(self, batches: list[EncodedBatch | None]) -> None:
-        """Replaces the unanswered micro-batches by newly dispatched ones; posts nothing."""
+        """Replaces the unanswered micro-batches by newly dispatched ones; posts nothing. Waits for
+        the device."""
+        for batch in batches:
+            if batch is not None:
+                synchronize(batch.payload.device)
         self._batches = batches
 
     def start_session(self, j: int, session: FfnSession) -> None:
@@ -198,7 +207,6 @@ class Outbox:
         counts = [batch.rows] * len(doorbells) if plan is None else plan.of_ranks(self._ranks)
         sent = sum(rows for rows, doorbell in zip(counts, doorbells, strict=True) if doorbell)
         self._observer.posted(layout.message_bytes(sent))
-        synchronize(batch.payload.device)
         request = message(
             slot,
             batch.parts(layout) if plan is None else batch.row_parts(layout),

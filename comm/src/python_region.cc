@@ -294,6 +294,14 @@ void bind_region(nb::module_& m) {
               r.set_doorbell(checked_slot(r, nb::cast<int64_t>(slot)), 0);
           },
           "slots"_a)
+      .def(
+          "ring",
+          [](Region& r, nb::list slots, nb::list flags) {
+            AwaitedList rung(r, slots, flags);
+            for (std::size_t i = 0; i < rung.size(); ++i)
+              r.set_doorbell(rung.data()[i].slot, rung.data()[i].flag);
+          },
+          "slots"_a, "flags"_a)
       .def("enqueue_wait", &enqueue_wait, "stream"_a, "slots"_a, "flags"_a, "reset"_a = false)
       .def("guard", &guard, "stream"_a, "slots"_a, "flags"_a, "hold"_a = nb::none(),
            nb::keep_alive<0, 1>(), nb::keep_alive<0, 5>())

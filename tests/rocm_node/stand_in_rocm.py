@@ -112,6 +112,10 @@ class StandInStreams:
         hip().hipEventRecord(event, first)
         hip().hipStreamWaitEvent(then, event, 0)
 
+    def wait_for(self, region: Payloads, slots: list[int], flags: list[int]) -> None:
+        region.enqueue_wait(self.compute, slots, flags)
+        hip().hipStreamSynchronize(current())  # torch computes on the host at once
+
     def fork(self) -> None:
         self._order(current(), self._copy)
 

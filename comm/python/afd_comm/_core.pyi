@@ -269,6 +269,9 @@ class Region:
         """
     def reset(self, slots: list[int]) -> None:
         """Set doorbells to 0, so that the same flags can be awaited again. For the consumer of their messages."""
+    def ring(self, slots: list[int], flags: list[int]) -> None:
+        """Set doorbells in place of a peer that will not ring: streams that wait for these flags go on. For the
+        consumer of their messages."""
     def enqueue_wait(
         self, stream: int, slots: list[int], flags: list[int], reset: bool = False
     ) -> None:
