@@ -109,8 +109,8 @@ class AttentionInstance:
         self._configured = AUTO if role.deployment.pipeline.depth == "auto" else self.max_depth
         self._experts_on_gpu = role.deployment.ffn.device != "cpu"
         self.remote = RemoteExperts(resolved, role.number, region, control, metrics)
-        attention = role.deployment.attention
-        if attention.tp == 1 and device_named(attention.device).has_streams:
+        attention, ahead = role.deployment.attention, role.deployment.pipeline.lookahead
+        if ahead and attention.tp == 1 and device_named(attention.device).has_streams:
             device = torch_device(attention.device)
             enter = partial(runtime_of(device).enter, device)
             self.remote.launch_ahead(LaunchAhead(region, make_streams(device), enter))

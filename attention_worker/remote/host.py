@@ -28,7 +28,7 @@ from attention_worker.remote.launch_ahead import LaunchAhead
 from attention_worker.remote.observer import StepObserver
 from attention_worker.remote.outbox import Outbox
 from attention_worker.remote.recovery import WAIT_SLICE_US, Recovery
-from attention_worker.remote.sessions import FfnSession, FfnSessions
+from attention_worker.remote.sessions import FfnSession, FfnSessions, run_alone
 
 
 class RemoteExperts:
@@ -143,7 +143,7 @@ class RemoteExperts:
             DeadlineExceeded: an FFN rank neither answered nor came back in ``deadlines.ffn_s``.
         """
         self._settle()
-        if self._ahead is None or not _arrive_alone(self.peers):
+        if self._ahead is None or not run_alone(self._region, self.peers):
             batch = self._await_answers(micro_batch)
         else:
             batch = self._queue_behind_answers(self._ahead, micro_batch)
@@ -273,11 +273,6 @@ class RemoteExperts:
     def close(self) -> None:
         self._sessions.close()
         self._region.close()
-
-
-def _arrive_alone(peers: Sequence[FfnSession]) -> bool:
-    """Whether answers arrive without a thread of this process: by backend ipc they do."""
-    return all(peer.link.backend == "ipc" for peer in peers)
 
 
 def answer_views(resolved: Resolved, region: Region) -> list[list[SlotView]]:

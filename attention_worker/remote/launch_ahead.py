@@ -17,8 +17,8 @@ from afd_comm import Region
 class LaunchAhead:
     """Waits for the answers to one micro-batch at a time.
 
-    Only for links whose messages arrive without a thread of this process: the thread that queues
-    may sit in a call of the driver until the stream has gone on.
+    Only for links that run alone (:func:`attention_worker.remote.sessions.run_alone`): the thread
+    that queues may sit in a call of the driver until the stream has gone on.
     """
 
     def __init__(self, region: Region, streams: Streams, enter: Callable[[], None]) -> None:

@@ -22,7 +22,7 @@ from afd.wire.streams_torch import Streams
 from afd_comm import Guard, Hold, Region, Status
 from attention_worker.remote.host import RemoteExperts
 from attention_worker.remote.observer import ReplayObserver
-from attention_worker.remote.sessions import FfnSession
+from attention_worker.remote.sessions import FfnSession, run_alone
 from attention_worker.remote.stream import Waits
 
 _Peer = TypeVar("_Peer")
@@ -34,7 +34,8 @@ may each take one."""
 
 @dataclass(frozen=True)
 class ReplaySettings:
-    """deadline_s: ``deadlines.ffn_s``. lookahead: vLLM goes on while a replayed step runs."""
+    """deadline_s: ``deadlines.ffn_s``. lookahead: vLLM goes on while a replayed step runs, if the
+    transport allows it (:func:`attention_worker.remote.sessions.run_alone`)."""
 
     deadline_s: float
     lookahead: bool
@@ -97,8 +98,9 @@ class ReplayGuard:
         """
         waits = step.waits
         guard = self._region.guard(self._streams.compute, waits.slots, waits.flags, self._hold)
+        ahead = self._settings.lookahead and run_alone(self._region, self._host.peers)
         self.running = self._thread.submit(self._settle, guard, step, again)
-        if not self._settings.lookahead:
+        if not ahead:
             self.wait_for_step()
 
     def wait_for_step(self) -> None:

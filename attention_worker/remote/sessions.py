@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from afd.config.resolve import Resolved
@@ -10,7 +10,7 @@ from afd.control.client import ControlClient
 from afd.control.messages import Member, Members
 from afd.errors import DeadlineExceeded
 from afd.topology import member_id, rank_number, session
-from afd_comm import CommError, Link, VerbsOptions
+from afd_comm import CommError, Link, Region, VerbsOptions
 
 logger = logging.getLogger("afd.attention")
 
@@ -31,6 +31,23 @@ class FfnSession:
     rank: int
     session: int
     link: Link
+
+
+def run_alone(region: Region, peers: Sequence[FfnSession]) -> bool:
+    """Whether messages leave and arrive without a call of the device's driver by this process.
+
+    If not, the host must not give the device further work while a step runs: a call that waits for
+    the device, such as the first use of a kernel, holds up the driver, and the message that the
+    device waits for needs the driver too.
+
+    Args:
+        region: the receive slots of the answers.
+    """
+    return all(
+        peer.link.backend == "ipc"
+        or (peer.link.backend == "verbs" and peer.link.sends_alone and region.nics_write_alone)
+        for peer in peers
+    )
 
 
 class FfnSessions:

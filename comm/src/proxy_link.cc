@@ -79,10 +79,13 @@ ProxyLink::~ProxyLink() {
   if (cells_ != nullptr) munmap(cells_, cells_bytes_);
 }
 
+bool ProxyLink::sends_alone() const {
+  return options_.device.is_cpu() || (!staged_.load() && link_->reads_devices());
+}
+
 std::string ProxyLink::notes() const {
   std::string notes = link_->notes();
-  const bool stages = staged_.load() || !link_->reads_devices();
-  if (!options_.device.is_cpu() && stages && notes.empty())
+  if (!sends_alone() && notes.empty())
     notes = std::string(backend()) + " copies messages of " + device_text(options_.device) +
             " through host memory";
   return notes;

@@ -41,6 +41,7 @@ class ProxyLink final : public Link, private Polled {
     return link_->wait_sent(slot, timeout_us);
   }
   std::string notes() const override;
+  bool sends_alone() const override;
   Status enqueue(Stream stream, const Message& message, const uint32_t* count) override;
   std::unique_ptr<Recording> record() override;
   Status status() const override;

@@ -115,6 +115,7 @@ void bind_link(nb::module_& m) {
       .def_prop_rw("trace", &Link::traced, &Link::set_trace)
       .def_prop_ro("backend", &Link::backend)
       .def_prop_ro("notes", &Link::notes)
+      .def_prop_ro("sends_alone", &Link::sends_alone)
       .def("register_memory", &register_memory, "ptr"_a, "nbytes"_a, "device"_a = "cpu")
       .def("wait_sent", &wait_sent, "slot"_a, "timeout_us"_a)
       .def("post", &post, "message"_a, "flag"_a, "answer_to"_a = nb::none())

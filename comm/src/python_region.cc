@@ -307,6 +307,14 @@ void bind_region(nb::module_& m) {
            nb::keep_alive<0, 1>(), nb::keep_alive<0, 5>())
       .def("trace", &trace, "slots"_a, "into"_a.none())
       .def("wake", &Region::wake)
+      .def_prop_ro("nics_write_alone",
+                   [](Region& r) {
+                     if (r.device().is_cpu()) return true;
+                     const RemoteWrites writes = r.accelerator().remote_writes();
+                     // HIP flushes by a register, CUDA by a call of the driver.
+                     return writes == RemoteWrites::Ordered ||
+                            (writes == RemoteWrites::Flushed && r.device().kind == DeviceKind::Hip);
+                   })
       .def("set_spin_us", &Region::set_spin_us, "us"_a)
       .def("close", &Region::close, nb::call_guard<nb::gil_scoped_release>());
 }

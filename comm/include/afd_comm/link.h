@@ -83,6 +83,9 @@ class Link {
   // call. Destroy it when no graph that holds them will run again: this frees what they need.
   // Without a recording that lives as long as the link.
   virtual std::unique_ptr<Recording> record() { return std::make_unique<Recording>(); }
+  // Whether messages leave without a call of the device's driver by a thread of this process. If
+  // not, they may be stuck behind a call of another thread that waits for the device.
+  virtual bool sends_alone() const { return true; }
   // Ok, or why an enqueued message was not sent. Thread safe.
   virtual Status status() const { return Status::Ok; }
   // Like begin(), for parts that do not change before the peer's next message: the outcome need not

@@ -343,6 +343,9 @@ class Region:
         """
     def wake(self) -> None:
         """Make the waits now in progress return early (DEADLINE, -1). Later waits are not affected."""
+    @property
+    def nics_write_alone(self) -> bool:
+        """Whether streams see what NICs write here without a call of the device's driver by this process."""
     def set_spin_us(self, us: int) -> None:
         """How long a wait spins before it sleeps; default 50, on at most two usable CPUs 5.
 
@@ -502,6 +505,10 @@ class Link:
         """Deviations from what was requested, such as a port that is down, then what failed since: paths, and why
         the link ended. "" if there is nothing.
         """
+    @property
+    def sends_alone(self) -> bool:
+        """Whether messages leave without a call of the device's driver by a thread of this process. If not, they may be
+        stuck behind a call of another thread that waits for the device."""
     def register_memory(self, ptr: int, nbytes: int, device: str = "cpu") -> None:
         """Send parts within this memory without a copy, on backends that can.
 
