@@ -1,7 +1,7 @@
-"""The cells of docs/results/gpu.json that the planner can be compared with. Pure.
+"""The cells of docs/results that the planner can be compared with. Pure.
 
 Three kinds:
-- a step of 1A1F, timed on the devices, with or without times of its stages;
+- a step of 1A1F, timed on the devices, with or without times of its stages (gpu.json, host.json);
 - the best colocated vLLM on the same two GPUs, by its tokens/s;
 - the ratio of the two, by their tokens/s at the best depth.
 """
@@ -21,7 +21,7 @@ COLOCATED = {
     # model, layers -> the targets that docs/results/gpu.md measured
     ("qwen3-30b", 12): (Colocated(2), Colocated(1, 2)),
     ("qwen3-30b", 48): (Colocated(2),),
-    ("qwen3-30b-coarse-mqa", 12): (Colocated(2), Colocated(1, 2)),
+    ("qwen3-30b-coarse-mqa", 12): (Colocated(1, 2),),
     ("qwen3-30b-coarse-mqa", 24): (Colocated(2), Colocated(1, 2)),
 }
 DEFAULT_CONTEXT = 1024
@@ -36,18 +36,22 @@ _CASE = re.compile(
     r"(?P<ahead>lookahead )?depth (?P<depth>\d)(?P<streams>, a stream per micro-batch,)?"
     r" batch (?P<batch>\d+)(?: context (?P<context>\d+))?"
 )
+_HOST_CASE = re.compile(r"(?P<layers>\d+) (?P<batch>\d+) 2 x NVIDIA (?P<gpu>H\d+) .*HBM3e?")
+_HOST = ("qwen3-30b", 128, 2)
+"""Model, mean tokens per request while it is timed, and depth of `afd bench gpu host`."""
 _STAGES = ("attention_us", "to_ffn_us", "ffn_us", "to_attention_us")
 
 
 @dataclass(frozen=True)
 class Place:
-    """What ran: a model slice, its cache, requests and tokens per request."""
+    """What ran: a model slice, its cache, requests and tokens per request; on which kind of GPU."""
 
     model: str
     layers: int
     kv: str
     requests: int
     context: int
+    gpu: str = "h200"
 
     @property
     def alike(self) -> bool:
@@ -59,7 +63,7 @@ class Place:
         cache = "" if self.kv == "bfloat16" else f", {self.kv} cache"
         return (
             f"{self.model}, {self.layers} layers{cache}, {self.requests} requests of"
-            f" {self.context} tokens"
+            f" {self.context} tokens" + ("" if self.gpu == "h200" else f" on {self.gpu}")
         )
 
 
@@ -133,6 +137,21 @@ def step_cells(records: Iterable[Record]) -> list[StepCell]:
                 streams=match["streams"] is not None,
             )
         )
+    return found
+
+
+def host_cells(records: Iterable[Record]) -> list[StepCell]:
+    """Returns every step of `afd bench gpu host`, on the devices and served."""
+    found = []
+    model, context, depth = _HOST
+    for record in records:
+        match = _HOST_CASE.fullmatch(record.case)
+        if match is None or record.metric != "step_ms":
+            continue
+        batch, gpu = int(match["batch"]), match["gpu"].lower()
+        place = Place(model, int(match["layers"]), "bfloat16", batch, context, gpu)
+        found.append(StepCell(place, depth, record.peer_value / 1e3))
+        found.append(StepCell(place, depth, record.value / 1e3, served=True))
     return found
 
 

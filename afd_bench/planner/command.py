@@ -9,13 +9,12 @@ Two parts, both arithmetic over data in the repository:
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from afd.records import Record, command_line, machine, read_records, today, write_records
-from afd_bench.planner.cells import ratio_cells, stage_tables, step_cells
+from afd_bench.planner.cells import host_cells, ratio_cells, stage_tables, step_cells
 from afd_bench.planner.compare import (
-    GPU,
     Error,
     colocated_errors,
     ratio_errors,
@@ -35,7 +34,7 @@ from afd_planner.cost.shape import Efficiency, calibrated
 from afd_planner.facts.hardware import load_accelerator
 
 PARTS = ("errors", "map")
-MEASURED = "measured (docs/results/gpu.json)"
+MEASURED = "measured (docs/results)"
 COLOCATED = "best colocated plan"
 
 
@@ -47,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     command = command_line("planner", argv)
     records: list[Record] = []
     if "errors" in args.parts:
-        fitted, defaults = found_errors(args.out / "gpu.json")
+        fitted, defaults = found_errors(args.out)
         records += [_error_record(metric, error, command) for metric, error in fitted]
         records += winner_records(fitted, command)
         page = errors_page(fitted, defaults)
@@ -70,23 +69,33 @@ Errors = list[tuple[str, Error]]
 """(metric, error) of every cell; metrics are step_error and ratio_error."""
 
 
-def found_errors(path: Path) -> tuple[Errors, Errors]:
-    """Returns the errors with the efficiencies fitted to H200, and with the defaults."""
-    records = read_records(path)
-    steps, ratios = step_cells(records), ratio_cells(records)
-    tables = stage_tables(steps)
+def found_errors(results: Path) -> tuple[Errors, Errors]:
+    """Returns the errors with the efficiencies of each accelerator, and with the defaults.
 
-    def errors(efficiency: Efficiency) -> Errors:
+    results: the folder docs/results.
+    """
+    records = read_records(results / "gpu.json")
+    steps, ratios = step_cells(records), ratio_cells(records)
+    elsewhere, tables = host_cells(read_records(results / "host.json")), stage_tables(steps)
+
+    def errors(efficiency: Callable[[str], Efficiency]) -> Errors:
+        of_h200 = efficiency("h200")
         found = [
             ("step_error", error)
             for error in (
-                *step_errors(steps, tables, efficiency),
-                *colocated_errors(ratios, efficiency),
+                *step_errors(steps, tables, of_h200),
+                *(
+                    e
+                    for cell in elsewhere
+                    for e in step_errors([cell], {}, efficiency(cell.place.gpu))
+                ),
+                *colocated_errors(ratios, of_h200),
             )
         ]
-        return found + [("ratio_error", error) for error in ratio_errors(ratios, efficiency)]
+        return found + [("ratio_error", error) for error in ratio_errors(ratios, of_h200)]
 
-    return errors(calibrated((load_accelerator(GPU),))), errors(Efficiency())
+    fitted = errors(lambda gpu: calibrated((load_accelerator(gpu),)))
+    return fitted, errors(lambda gpu: Efficiency())
 
 
 def winner_records(errors: Errors, command: str) -> list[Record]:

@@ -26,8 +26,6 @@ from afd_planner.facts.model import ModelSpec
 from afd_planner.facts.model_hf import from_config
 from afd_planner.facts.precision import PRECISIONS
 
-GPU = "h200"
-
 Method = Literal["modelled", "composed"]
 """modelled: from data sheets and efficiencies. composed: from stage times measured at the same
 batch, by the pipeline's formula; what has no stage time (dense layers, rest of a step) is
@@ -39,7 +37,7 @@ class Error:
     """A predicted and a measured value of one cell.
 
     alike: random weights made its rows choose the same experts. colocated: of colocated vLLM alone.
-    retired: of an arrangement of streams that nothing has today.
+    retired: of an arrangement of streams that nothing has today. gpu: what it was measured on.
     """
 
     cell: str
@@ -49,6 +47,7 @@ class Error:
     alike: bool = False
     colocated: bool = False
     retired: bool = False
+    gpu: str = "h200"
 
     @property
     def text(self) -> str:
@@ -78,8 +77,8 @@ def modelled_step(cell: StepCell, efficiency: Efficiency) -> float:
     """
     place, model = cell.place, model_of(cell.place.model, cell.place.layers)
     said = predict(
-        AFD, cell.depth, place.requests, place.context, model, load_accelerator(GPU), efficiency,
-        place.kv,
+        AFD, cell.depth, place.requests, place.context, model, load_accelerator(place.gpu),
+        efficiency, place.kv,
     )  # fmt: skip
     seconds = said.tpot_s if cell.served else said.tpot_s - said.rest_s
     return seconds / (positions(model, cell.depth) if cell.position else 1)
@@ -116,7 +115,8 @@ def composed_step(cell: StepCell, source: StepCell, efficiency: Efficiency) -> f
 
 def modelled_stages(cell: StepCell, efficiency: Efficiency) -> AfdStages:
     """Returns the predicted stages of a cell."""
-    place, pool = cell.place, Pool(load_accelerator(GPU), 1, 1)
+    place = cell.place
+    pool = Pool(load_accelerator(place.gpu), 1, 1)
     precision = replace(PRECISIONS["bf16"], kv=place.kv)
     rows = place.requests / cell.depth
     shape = AfdShape(pool, pool, cell.depth, rows, place.context, precision)
@@ -134,7 +134,7 @@ def positions(model: ModelSpec, depth: int) -> int:
 
 def colocated_step_s(place: Place, efficiency: Efficiency) -> float:
     """Returns the predicted seconds of a step of the best colocated vLLM that was measured."""
-    model, gpu = model_of(place.model, place.layers), load_accelerator(GPU)
+    model, gpu = model_of(place.model, place.layers), load_accelerator(place.gpu)
     return min(
         predict(target, 1, place.requests, place.context, model, gpu, efficiency, place.kv).tpot_s
         for target in COLOCATED[place.model, place.layers]
@@ -150,12 +150,20 @@ def step_errors(
     found = []
     for cell in cells:
         seconds = modelled_step(cell, efficiency)
-        flags = {"alike": cell.place.alike, "retired": cell.streams and cell.depth == 2}
-        found.append(Error(cell.text, "modelled", seconds, cell.seconds, **flags))
+        error = Error(
+            cell.text,
+            "modelled",
+            seconds,
+            cell.seconds,
+            alike=cell.place.alike,
+            retired=cell.streams and cell.depth == 2,
+            gpu=cell.place.gpu,
+        )
+        found.append(error)
         source = cell if cell.stages else tables.get(stage_key(cell))
         if source is not None:
             seconds = composed_step(cell, source, efficiency)
-            found.append(Error(cell.text, "composed", seconds, cell.seconds, **flags))
+            found.append(replace(error, method="composed", predicted=seconds))
     return found
 
 

@@ -23,13 +23,14 @@ CLOSE = 1.10
 _ERRORS = """# The planner against what was measured
 
 `afd bench planner --parts errors`. Every step of [gpu.md](gpu.md) that was timed, every colocated
-vLLM beside them, and every ratio of the two, all on 2 x H200. Two predictions:
+vLLM beside them, and every ratio of the two, on 2 x H200; and the steps of [host.md](host.md) on
+2 x H100, from which nothing was taken. Two predictions:
 
 - **composed**: attention, experts and wire as measured at the same batch, put together by the
   planner's formula for the pipeline. What the stage times do not separate (dense layers, logits,
   sampling) is modelled. This tests the formula.
 - **modelled**: everything from data sheets, efficiencies and the kernels that were measured on one
-  H200 ([which](../planner-model.md#measured-kernels)). This tests the whole planner. The
+  GPU ([which](../planner-model.md#measured-kernels)). This tests the whole planner. The
   efficiencies are those of [h200.yaml](../../afd_planner/data/hardware/h200.yaml);
   [planner-model.md](../planner-model.md#checked-on-h200) says which cells they come from. The right
   column has the defaults, which all other accelerators use.
@@ -106,8 +107,9 @@ _SUMMARY: tuple[tuple[str, str, str, Callable[[Error], bool]], ...] = (
         "steps of 1A1F, modelled",
         "step_error",
         "modelled",
-        lambda e: not (e.colocated or e.alike),
+        lambda e: not (e.colocated or e.alike) and e.gpu == "h200",
     ),
+    ("the same on 2 x H100", "step_error", "modelled", lambda e: e.gpu == "h100"),
     (
         "the same, *alike*: random routing",
         "step_error",

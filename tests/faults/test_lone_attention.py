@@ -1,4 +1,5 @@
-"""The only attention instance dies under load: its requests wait, and it is back within 15 s.
+"""The only attention instance, of one rank or two, dies under load: its requests wait, and it is
+back within 15 s.
 
 ``AFD_TEST_SEED`` repeats a run. The time is that of a machine that does nothing else.
 """
@@ -33,15 +34,24 @@ def kill(subject: Subject, draw: random.Random) -> None:
     subject.signal_group("attention-0", signal.SIGKILL)
 
 
+def kill_rank(subject: Subject, draw: random.Random) -> None:
+    """The engine and the other rank end with it."""
+    os.kill(subject.member_pid("attention-0.1"), signal.SIGKILL)
+
+
 KILL = Fault("kill -9 attention API server and engine", kill, BACK_S, renews="attention")
+KILL_RANK = Fault("kill -9 an attention rank", kill_rank, BACK_S, renews="attention")
 
 
 @pytest.fixture
-def lone(tiny_models: Callable[[str], Path], tmp_path: Path) -> Iterator[tuple[Subject, Traffic]]:
+def lone(
+    tiny_models: Callable[[str], Path], tmp_path: Path, tp: int
+) -> Iterator[tuple[Subject, Traffic]]:
     config = config_of(tiny_models("qwen3_moe"))
     attention, ffn = config["attention"], config["ffn"]
     assert isinstance(attention, dict) and isinstance(ffn, dict)
     attention["instances"] = attention["max_instances"] = ffn["instances"] = 1
+    attention["tp"] = tp
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(disaggregated(config, log=tmp_path / "serve.log"))
         subject = Subject(server)
@@ -53,12 +63,15 @@ def lone(tiny_models: Callable[[str], Path], tmp_path: Path) -> Iterator[tuple[S
 
 
 @pytest.mark.timeout(900)
-def test_the_only_attention_instance_is_back_within_15_s(lone: tuple[Subject, Traffic]) -> None:
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_only_attention_instance_is_back_within_15_s(
+    lone: tuple[Subject, Traffic], tp: int
+) -> None:
     subject, traffic = lone
     draw = random.Random(SEED)
     waits = subject.await_waiting_attention(WAITS_S)
-    for _ in range(3):
-        cell = inject(subject, traffic, KILL, draw)
+    for fault in (KILL, KILL, KILL) if tp == 1 else (KILL, KILL_RANK, KILL):
+        cell = inject(subject, traffic, fault, draw)
         text = f"AFD_TEST_SEED={SEED}; {cell.line}"
         print(text)
         command = subject.leaders()["attention-0"].cmdline()

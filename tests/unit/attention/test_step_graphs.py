@@ -4,7 +4,7 @@ import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +23,7 @@ from afd_comm import Status
 from attention_worker.remote import replay_guard
 from attention_worker.remote.observer import ReplayObserver
 from attention_worker.remote.replay_guard import ReplayGuard, ReplaySettings
+from attention_worker.remote.sessions import run_alone
 from attention_worker.remote.stream import Waits
 from attention_worker.vllm_hooks import graphs
 
@@ -30,16 +31,24 @@ OK, GONE, LATE = Status.OK, Status.PEER_GONE, Status.DEADLINE
 
 
 @dataclass(frozen=True)
+class Wire:
+    backend: str = "ipc"
+    sends_alone: bool = True
+
+
+@dataclass(frozen=True)
 class Peer:
     id: str
+    rank: int
     session: int
+    link: Wire = Wire()
 
 
 class Host:
     """A stand-in for RemoteExperts."""
 
     def __init__(self, log):
-        self.peers = self.links = (Peer("ffn-0", 1), Peer("ffn-1", 2))
+        self.peers = self.links = (Peer("ffn-0", 0, 1), Peer("ffn-1", 1, 2))
         self.log = log
 
     def begin_step(self, depth):
@@ -52,7 +61,7 @@ class Host:
         if lost:
             self.log.append(("reconnect", tuple(lost)))
             self.peers = tuple(
-                Peer(p.id, p.session + 10) if j in lost else p for j, p in enumerate(self.peers)
+                replace(p, session=p.session + 10) if p.rank in lost else p for p in self.peers
             )
 
     def end_replay(self, rows_sent):
@@ -311,3 +320,18 @@ def test_with_lookahead_a_good_step_gives_its_tokens(ahead):
     ahead.step()
     tokens = SimpleNamespace(get_output=lambda: "tokens")
     assert gpu.GuardedOutput(ahead.guard.running, tokens).get_output() == "tokens"
+
+
+def test_with_lookahead_a_step_whose_messages_need_the_driver_is_waited_for(ahead):
+    ahead.host.peers = tuple(replace(peer, link=Wire("tcp")) for peer in ahead.host.peers)
+    ahead.step()
+    assert ahead.guard.running is None and ("end",) in ahead.log
+
+
+@pytest.mark.parametrize("backend", ["ipc", "verbs", "tcp"])
+@pytest.mark.parametrize("sends", [True, False])
+@pytest.mark.parametrize("writes", [True, False])
+def test_messages_run_alone_over_ipc_and_where_nics_reach_gpu_memory(backend, sends, writes):
+    link, region = Wire(backend, sends), SimpleNamespace(nics_write_alone=writes)
+    alone = backend == "ipc" or (backend == "verbs" and sends and writes)
+    assert run_alone(region, [Peer("ffn-0", 0, 1), Peer("ffn-1", 1, 2, link)]) == alone

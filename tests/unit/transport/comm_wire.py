@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from afd_comm import Region, make_flag
 
 FLAG = make_flag(1, 1)
-VERSION = 3
+VERSION = 4
 HELLO, WELCOME, FRAME = 0x48444641, 0x57444641, 0x46444641
 
 
