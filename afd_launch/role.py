@@ -135,7 +135,7 @@ def _control(spec: RoleSpec, *, anchored: bool) -> int:
         members=member_ids(spec.deployment),
         timing=timing_of(spec),
         contract=resolve(spec.deployment).contract if anchored else None,
-        depth=DepthPolicy(pipeline.depth == "auto", target_s),
+        depth=DepthPolicy(spec.deployment.depth == "auto", target_s),
         hosts=HostRules(
             spec.host,
             tuple(host.name for host in spec.deployment.hosts),

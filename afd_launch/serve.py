@@ -163,7 +163,7 @@ def summary(deployment: Deployment) -> str:
     decoding = attention.instances - (prefill.instances if prefill.by == "afd" else 0)
     return (
         f"model {deployment.served_model_name}, {prefills}{decoding} attention{ranks[0]} +"
-        f" {ffn.instances} FFN{ranks[1]}, depth {deployment.pipeline.depth},"
+        f" {ffn.instances} FFN{ranks[1]}, depth {deployment.depth},"
         f" {deployment.wire.format} wire"
     )
 

@@ -106,7 +106,7 @@ class AttentionInstance:
         self._region = region
         self._metrics = metrics
         self._scraper = scraper
-        self._configured = AUTO if role.deployment.pipeline.depth == "auto" else self.max_depth
+        self._configured = AUTO if role.deployment.depth == "auto" else self.max_depth
         self._experts_on_gpu = role.deployment.ffn.device != "cpu"
         self.remote = RemoteExperts(resolved, role.number, region, control, metrics)
         attention, ahead = role.deployment.attention, role.deployment.pipeline.lookahead

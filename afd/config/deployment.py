@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -71,6 +71,15 @@ class Deployment(Section):
     deadlines: Deadlines = Deadlines()
     restart: Restart = Restart()
     metrics: Metrics = Metrics()
+
+    @property
+    def depth(self) -> int | Literal["auto"]:
+        """Micro-batches of a step, or that they are chosen from measured step times: on CPUs too
+        few rows per micro-batch cost more than they hide (docs/results/cpu.md)."""
+        if self.pipeline.depth is not None:
+            return self.pipeline.depth
+        cpus = self.attention.device == self.ffn.device == "cpu"
+        return "auto" if cpus else self.pipeline.max_depth
 
     @model_validator(mode="after")
     def _ports_differ(self) -> Deployment:

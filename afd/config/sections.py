@@ -278,9 +278,10 @@ class Ffn(Section):
 class Pipeline(Section):
     """How a step is split into micro-batches."""
 
-    # Micro-batches in flight per step; auto: chosen from measured step times (docs/depth.md)
-    depth: Literal["auto"] | Annotated[int, Field(ge=1, le=MAX_DEPTH)] = Field(
-        default=3, description=f"auto or a whole number from 1 to {MAX_DEPTH}"
+    # Micro-batches in flight per step; auto: chosen from measured step times (docs/depth.md); null:
+    # auto on CPUs, 3 on GPUs
+    depth: Literal["auto"] | Annotated[int, Field(ge=1, le=MAX_DEPTH)] | None = Field(
+        default=None, description=f"auto or a whole number from 1 to {MAX_DEPTH}"
     )
     # Target time per output token in milliseconds, used if depth is auto; null: no target
     tpot_ms: float | None = Field(
@@ -293,7 +294,7 @@ class Pipeline(Section):
     @property
     def max_depth(self) -> int:
         """Largest number of micro-batches per step; slots and graphs are made for it."""
-        return MAX_DEPTH if self.depth == "auto" else self.depth
+        return self.depth if isinstance(self.depth, int) else MAX_DEPTH
 
 
 class Wire(Section):

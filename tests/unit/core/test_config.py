@@ -31,13 +31,23 @@ def test_defaults_equal_the_documented_ones(write, tmp_path):
     assert deployment.attention.api_ports() == (8100,)
     assert deployment.attention.cpus == "auto" and deployment.attention.vllm_args == ()
     assert deployment.ffn.step_wait_ms == 10.0 and deployment.ffn.late_ms == 1000.0
-    assert (deployment.pipeline.depth, deployment.pipeline.min_rows) == (3, 4)
+    assert (deployment.depth, deployment.pipeline.max_depth) == ("auto", 3)
+    assert deployment.pipeline.min_rows == 4
     assert deployment.wire.format == "exact" and deployment.transport.backend == "auto"
     assert deployment.wire.format == "exact" and deployment.wire.fp8 == "auto"
     assert deployment.control.address == "auto" and deployment.control.keys is None
     assert (deployment.gateway.host, deployment.gateway.port) == ("127.0.0.1", 8000)
     assert deployment.deadlines.ffn_s == 60.0 and deployment.deadlines.stuck_s == 20.0
     assert deployment.restart.max_restarts == 3
+
+
+@pytest.mark.parametrize(
+    ("attention", "ffn", "depth"), [("cpu", "cpu", "auto"), ("cuda", "cuda", 3), ("cuda", "cpu", 3)]
+)
+def test_the_default_depth_is_measured_on_cpus(write, attention, ffn, depth):
+    text = f"model: m\nattention: {{device: {attention}}}\nffn: {{device: {ffn}}}\n"
+    assert load_config(write(text)).depth == depth
+    assert load_config(write(text + "pipeline: {depth: 2}\n")).depth == 2
 
 
 def test_all_sections_are_read(write, tmp_path):

@@ -9,7 +9,8 @@ from afd_comm import Link, PeerTrace, Region, Status, make_flag
 EXTREMES = (
     {"layer": 61, "micro_batch": 2, "depth": 3, "kind": Kind.DATA, "tag": Tag.E2M1, "step": 2**62},
     {"layer": -1, "micro_batch": -1, "depth": 1, "kind": Kind.LEAVE, "tag": 0, "step": 0},
-    {"layer": 2**31 - 1, "micro_batch": 0, "depth": 2**15 - 1, "kind": 1, "tag": 5, "step": -1},
+    {"layer": 2**15 - 1, "micro_batch": 0, "depth": 127, "kind": 1, "tag": 5, "step": -1},
+    {"layer": 0, "micro_batch": 0, "depth": 1, "kind": 2, "moves": 2**32 - 1, "receivers": 2**31},
 )
 
 
