@@ -62,7 +62,7 @@ def _pair(model: Path) -> dict[str, object]:
     }
 
 
-def _faults(model: Path, instances: int, tp: int = 1, ffn: int = 1) -> dict[str, object]:
+def _faults(model: Path, instances: int, tp: int = 1, ffn: int = 1) -> dict[str, Any]:
     """Deployments that are killed again and again.
 
     ffn: FFN instances. tp: ranks of an attention instance. With several, late_ms is long: then a
@@ -89,12 +89,12 @@ def _gateways(model: Path) -> dict[str, object]:
     }
 
 
-def _grow(model: Path, instances: int, dispatch: str) -> dict[str, object]:
-    """xAxF with room for one more FFN instance."""
-    found = _faults(model, instances)
+def _grow(model: Path, instances: int, dispatch: str, tp: int = 1) -> dict[str, object]:
+    """xAxF with room for one more FFN instance. tp: ranks of an attention instance."""
+    found = _faults(model, instances, tp=tp)
     return {
         **found,
-        "ffn": {"instances": instances, "max_instances": instances + 1},
+        "ffn": {**found["ffn"], "instances": instances, "max_instances": instances + 1},
         "wire": {"dispatch": dispatch},
     }
 
@@ -191,6 +191,7 @@ DEPLOYMENTS: dict[str, tuple[str, Callable[[Path], dict[str, object]]]] = {
     "gateways": ("qwen3_moe", _gateways),
     "grow_1A1F": ("qwen3_moe", partial(_grow, instances=1, dispatch="broadcast")),
     "grow_2A2F": ("qwen3_moe", partial(_grow, instances=2, dispatch="routed")),
+    "grow_ranks": ("qwen3_moe", partial(_grow, instances=1, dispatch="routed", tp=2)),
     "grow_shared": ("deepseek_v3", partial(_grow, instances=2, dispatch="broadcast")),
     "tp_4_ranks": ("qwen3_moe", partial(_faults, instances=1, tp=4)),
     "tp_2A2F": ("qwen3_moe", partial(_faults, instances=2, tp=2, ffn=2)),

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.serve, pytest.mark.long]
 SEED = os.environ.get("AFD_TEST_SEED", str(time.time_ns()))
 
 
-@pytest.fixture(params=["grow_1A1F", "grow_2A2F", "grow_shared"])
+@pytest.fixture(params=["grow_1A1F", "grow_2A2F", "grow_shared", "grow_ranks"])
 def deployment(host: Host, request: pytest.FixtureRequest) -> Running:
     return host.serve(str(request.param))
 
