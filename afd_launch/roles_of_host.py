@@ -17,6 +17,7 @@ from afd.host.ports import check_free, held_ports
 from afd_gateway.inherited import Inherited
 from afd_launch.cpus import plan_for
 from afd_launch.host_view import control_address, home_of
+from afd_launch.lending import lend
 from afd_launch.names import numeric, resolved
 from afd_launch.process import Command
 from afd_launch.standby import ATTENTION, FFN
@@ -112,7 +113,7 @@ def role_specs(
     place = deployment.place_of(host)
     base = RoleSpec("control", 0, deployment, ports.control_address, host=host)
     leads = home_of(deployment, "control", 0) == host
-    return [
+    made = [
         *([base] if leads else []),
         *(
             replace(base, role="ffn", index=j, rank=rank, cpus=cpus.ffn[j * tp + rank])
@@ -147,6 +148,7 @@ def role_specs(
             for i in range(deployment.gateway.processes if leads else 0)
         ),
     ]
+    return lend(made)
 
 
 OPERATOR_KEYS = "operator.keys"
@@ -199,6 +201,8 @@ def _command(spec: RoleSpec, run_dir: Path) -> Command:
         # sockets and temporary files are removed with the run directory
         "TMPDIR": str(run_dir),
     }
+    if spec.lent:  # compute threads that spin would take the cores of the side whose turn it is
+        env["OMP_WAIT_POLICY"] = "passive"
     argv = (sys.executable, "-m", "afd_launch.cli", spec.role, "--role-file", str(file))
     attention, ffn = spec.deployment.attention, spec.deployment.ffn
     started = {"attention": attention.instances, "ffn": ffn.instances}

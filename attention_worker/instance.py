@@ -19,6 +19,7 @@ from afd.control.ending import exit_if_refused
 from afd.depth import AUTO, depth_of, prompt_depth
 from afd.devices import device_named
 from afd.errors import AfdError
+from afd.host.lent_cores_torch import LentCores
 from afd.host.logs import say_phase
 from afd.metrics import at_scrape
 from afd.metrics.decode_steps import DecodeSteps
@@ -85,6 +86,7 @@ class AttentionInstance:
 
     Attributes:
         remote: the remote experts in host form.
+        cores: of this rank and, while the experts wait, of the FFN instance.
         requests: notes which traced requests a step serves; None: steps are not traced.
     """
 
@@ -108,6 +110,7 @@ class AttentionInstance:
         self._scraper = scraper
         self._configured = AUTO if role.deployment.depth == "auto" else self.max_depth
         self._experts_on_gpu = role.deployment.ffn.device != "cpu"
+        self.cores = LentCores(role.cpus, role.lent)
         self.remote = RemoteExperts(resolved, role.number, region, control, metrics)
         attention, ahead = role.deployment.attention, role.deployment.pipeline.lookahead
         if ahead and attention.tp == 1 and device_named(attention.device).has_streams:
@@ -254,15 +257,18 @@ class AttentionInstance:
         that of rank 0, because the ranks hear of a change at different times.
 
         A depth that the operator has fixed at run time wins over the configured one. Otherwise
-        steps with prompts follow :func:`afd.depth.prompt_depth` on GPUs, and with ``auto`` decode
-        steps use the measured best depth.
+        steps with prompts follow :func:`afd.depth.prompt_depth` on GPUs and have one micro-batch
+        where the sides lend each other cores, and with ``auto`` decode steps use the measured best
+        depth.
 
         Args:
             decode: every request has one row, or one and its drafts.
         """
         members, most = self._control.members, self.max_depth
         wanted = self._configured if members.depth is None else members.depth
-        if not members.depth and not decode and self._experts_on_gpu:
+        if not members.depth and not decode and self.cores.any:
+            wanted = 1
+        elif not members.depth and not decode and self._experts_on_gpu:
             model = self._resolved.model
             wanted = prompt_depth(rows, model.num_experts, model.top_k, wanted or most)
         elif wanted == AUTO:

@@ -34,6 +34,9 @@ from ffn_worker.rank_reduce import RankReduce
 from ffn_worker.slots import RankSlots
 from ffn_worker.stream_exchange import StreamExchange
 
+ROWS_TO_SHARE = 64
+"""Rows of a call from which more compute threads are worth their start."""
+
 
 class FfnLoop:
     """Serves all attention instances of the deployment from one thread."""
@@ -131,4 +134,7 @@ class FfnLoop:
                     self.moves.settle(call.order.settled)
                 self._late.drop_failed(self.steps.run(call))
             else:
+                # With one micro-batch, attention waits for this call.
+                alone = call.order.depth == 1 and sum(call.rows) >= ROWS_TO_SHARE
+                self.rank.cores.use(lent=alone)
                 yield call

@@ -21,6 +21,7 @@ from afd.control.moves import settled
 from afd.devices import device_named
 from afd.errors import PeerLost
 from afd.host.affinity import bind_process
+from afd.host.lent_cores_torch import LentCores
 from afd.host.load_progress import loading
 from afd.host.logs import PHASE, say_phase
 from afd.metrics import at_scrape
@@ -109,7 +110,8 @@ def run_ffn(role: RoleSpec) -> None:
             say_phase(logger, "compiling kernels")
             _compile(model, resolved)
         pool.meet(_collective(resolved, place), deployment.deadlines.start_s)
-        loop = FfnLoop(FfnRank(resolved, region, control, model, pool, metrics))
+        cores = LentCores(role.cpus, role.lent)
+        loop = FfnLoop(FfnRank(resolved, region, control, model, pool, metrics, cores))
         _stop_on_signals(loop)
         loop.moves.catch_up()
         control.on_change(lambda members: _on_members(loop, members))

@@ -36,7 +36,7 @@ class RoleSpec:
     prefill_ports: of the gateway: HTTP ports of the colocated prefill instances.
     transfer_port: where an instance tells others how to fetch its KV cache; 0 without prefill.
     metrics_port: port of /metrics; 0: any free port.
-    cpus: cores to run on; (): not pinned.
+    cpus: cores to run on; (): not pinned. lent: cores of the other side, to use while that waits.
     host: name of the host that it runs on; "" if the deployment file names none.
     deployment: as seen from this host, see afd_launch.host_view.
     """
@@ -49,6 +49,7 @@ class RoleSpec:
     api_port: int = 0
     metrics_port: int = 0
     cpus: tuple[int, ...] = ()
+    lent: tuple[int, ...] = ()
     rank: int = 0
     host: str = ""
     prefill_ports: tuple[int, ...] = ()

@@ -132,5 +132,6 @@ class InstanceRunner(_Base):
             num_tokens, num_reqs, largest, instance.min_rows, splittable=splittable
         )
         depth = padded_depth(depth, num_tokens, padded)
+        instance.cores.use(lent=depth == 1 and not decode)
         instance.steps.begin(num_tokens, depth, time.monotonic(), decode=decode)
         return depth
