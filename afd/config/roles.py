@@ -134,6 +134,7 @@ def load_role(path: str | Path | None = None) -> RoleSpec:
         data["deployment"] = Deployment.from_plain(data["deployment"])
         data["keys_file"] = Path(data["keys_file"]) if data["keys_file"] else None
         data["cpus"] = tuple(data["cpus"])
+        data["lent"] = tuple(data["lent"])
         data["prefill_ports"] = tuple(data["prefill_ports"])
         return RoleSpec(**data)
     except (OSError, ValueError, KeyError, TypeError, ValidationError) as err:

@@ -258,6 +258,7 @@ class LocalInstance:
     def __init__(self) -> None:
         from afd.config.resolve import resolve
         from afd.config.roles import load_role
+        from afd.host.lent_cores_torch import LentCores
         from afd.metrics.decode_steps import DecodeSteps
 
         self.resolved = resolve(load_role().deployment)
@@ -266,6 +267,7 @@ class LocalInstance:
         self.max_depth = self.resolved.contract.max_depth
         self.min_rows = 1
         self.requests = None  # steps are not traced
+        self.cores = LentCores((), ())
 
     @property
     def family(self) -> Family:

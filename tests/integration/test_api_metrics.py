@@ -83,11 +83,13 @@ def test_counters_grow_by_the_work_done(deployment: Running) -> None:
         HIDDEN * FLOAT32 + TOP_K * (4 + 4)
     )
     assert moved("afd_wire_bytes_total", direction="f2a") == rows * HIDDEN * FLOAT32
-    # The prompt's step has three micro-batches; each of the other eight has a single row.
-    calls = (3 + 8) * MOE_LAYERS
+    # The prompt's step has three micro-batches, but one where the sides lend each other their core.
+    # Each of the other eight has a single row.
+    split = 1 if len(available_cores()) == 2 else 3
+    calls = (split + 8) * MOE_LAYERS
     for instance, stages in (("attention-0", ("attention", "f2a")), ("ffn-0", ("a2f", "ffn"))):
         assert moved("afd_steps_total", instance=instance) == 9
-        assert moved("afd_steps_total", instance=instance, depth="3") == 1
+        assert moved("afd_steps_total", instance=instance, depth="1") == (9 if split == 1 else 8)
         assert moved("afd_bubble_seconds_total", instance=instance) > 0
         for stage in stages:
             count = moved("afd_stage_seconds_count", instance=instance, stage=stage)
