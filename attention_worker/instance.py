@@ -266,14 +266,19 @@ class AttentionInstance:
         """
         members, most = self._control.members, self.max_depth
         wanted = self._configured if members.depth is None else members.depth
-        if not members.depth and not decode and self.cores.any:
-            wanted = 1
-        elif not members.depth and not decode and self._experts_on_gpu:
-            model = self._resolved.model
-            wanted = prompt_depth(rows, model.num_experts, model.top_k, wanted or most)
+        if not decode and not members.depth:
+            wanted = self._prompt_depth(rows, wanted or most)
         elif wanted == AUTO:
-            wanted = depth_of(members.depths, rows, most) if decode else most
+            wanted = depth_of(members.depths, rows, most)
         return self._ranks.agree(min(wanted, most))
+
+    def _prompt_depth(self, rows: int, most: int) -> int:
+        if self.cores.any:
+            return 1
+        if self._experts_on_gpu:
+            model = self._resolved.model
+            return prompt_depth(rows, model.num_experts, model.top_k, most)
+        return most
 
     def ran_eagerly(self, reason: str) -> None:
         """A step ran without a graph although graphs are on."""

@@ -24,4 +24,4 @@ class FfnRank:
     model: FfnModel
     pool: PoolLinks
     metrics: RoleMetrics
-    cores: LentCores = field(default_factory=lambda: LentCores((), ()))
+    cores: LentCores = field(default_factory=LentCores)

@@ -267,7 +267,7 @@ class LocalInstance:
         self.max_depth = self.resolved.contract.max_depth
         self.min_rows = 1
         self.requests = None  # steps are not traced
-        self.cores = LentCores((), ())
+        self.cores = LentCores()
 
     @property
     def family(self) -> Family:

@@ -16,6 +16,8 @@ from afd.records import Record
 from afd_bench.gpu.targets import PEER, Afd, Colocated
 
 GPUS = 2
+H200 = "h200"
+"""What docs/results/gpu.md measured on."""
 AFD = Afd(1, 1)
 COLOCATED = {
     # model, layers -> the targets that docs/results/gpu.md measured
@@ -51,7 +53,7 @@ class Place:
     kv: str
     requests: int
     context: int
-    gpu: str = "h200"
+    gpu: str = H200
 
     @property
     def alike(self) -> bool:
@@ -63,7 +65,7 @@ class Place:
         cache = "" if self.kv == "bfloat16" else f", {self.kv} cache"
         return (
             f"{self.model}, {self.layers} layers{cache}, {self.requests} requests of"
-            f" {self.context} tokens" + ("" if self.gpu == "h200" else f" on {self.gpu}")
+            f" {self.context} tokens" + ("" if self.gpu == H200 else f" on {self.gpu}")
         )
 
 
@@ -196,6 +198,6 @@ def stage_tables(cells: Sequence[StepCell]) -> dict[tuple[object, ...], StepCell
 
 
 def stage_key(cell: StepCell) -> tuple[object, ...]:
-    """Returns model, cache, requests, context and depth of a cell."""
+    """Returns GPU, model, cache, requests, context and depth of a cell."""
     place = cell.place
-    return place.model, place.kv, place.requests, place.context, cell.depth
+    return place.gpu, place.model, place.kv, place.requests, place.context, cell.depth

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
 from afd.records import Record, command_line, machine, read_records, today, write_records
-from afd_bench.planner.cells import host_cells, ratio_cells, stage_tables, step_cells
+from afd_bench.planner.cells import H200, host_cells, ratio_cells, stage_tables, step_cells
 from afd_bench.planner.compare import (
     Error,
     colocated_errors,
@@ -76,25 +77,18 @@ def found_errors(results: Path) -> tuple[Errors, Errors]:
     """
     records = read_records(results / "gpu.json")
     steps, ratios = step_cells(records), ratio_cells(records)
-    elsewhere, tables = host_cells(read_records(results / "host.json")), stage_tables(steps)
+    tables = stage_tables(steps)
+    all_steps = (*steps, *host_cells(read_records(results / "host.json")))
 
     def errors(efficiency: Callable[[str], Efficiency]) -> Errors:
-        of_h200 = efficiency("h200")
-        found = [
-            ("step_error", error)
-            for error in (
-                *step_errors(steps, tables, of_h200),
-                *(
-                    e
-                    for cell in elsewhere
-                    for e in step_errors([cell], {}, efficiency(cell.place.gpu))
-                ),
-                *colocated_errors(ratios, of_h200),
-            )
+        of_h200 = efficiency(H200)
+        steps = (*step_errors(all_steps, tables, efficiency), *colocated_errors(ratios, of_h200))
+        return [
+            *(("step_error", error) for error in steps),
+            *(("ratio_error", error) for error in ratio_errors(ratios, of_h200)),
         ]
-        return found + [("ratio_error", error) for error in ratio_errors(ratios, of_h200)]
 
-    fitted = errors(lambda gpu: calibrated((load_accelerator(gpu),)))
+    fitted = errors(cache(lambda gpu: calibrated((load_accelerator(gpu),))))
     return fitted, errors(lambda gpu: Efficiency())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
@@ -13,6 +13,7 @@ from afd_bench.gpu.slices import find
 from afd_bench.planner.cells import (
     AFD,
     COLOCATED,
+    H200,
     Place,
     RatioCell,
     StepCell,
@@ -47,7 +48,7 @@ class Error:
     alike: bool = False
     colocated: bool = False
     retired: bool = False
-    gpu: str = "h200"
+    gpu: str = H200
 
     @property
     def text(self) -> str:
@@ -144,12 +145,16 @@ def colocated_step_s(place: Place, efficiency: Efficiency) -> float:
 def step_errors(
     cells: Sequence[StepCell],
     tables: Mapping[tuple[object, ...], StepCell],
-    efficiency: Efficiency,
+    efficiency: Callable[[str], Efficiency],
 ) -> list[Error]:
-    """Returns the errors of every step, modelled, and composed where stages were measured."""
+    """Returns the errors of every step, modelled, and composed where stages were measured.
+
+    efficiency: of a GPU's name.
+    """
     found = []
     for cell in cells:
-        seconds = modelled_step(cell, efficiency)
+        of_gpu = efficiency(cell.place.gpu)
+        seconds = modelled_step(cell, of_gpu)
         error = Error(
             cell.text,
             "modelled",
@@ -162,7 +167,7 @@ def step_errors(
         found.append(error)
         source = cell if cell.stages else tables.get(stage_key(cell))
         if source is not None:
-            seconds = composed_step(cell, source, efficiency)
+            seconds = composed_step(cell, source, of_gpu)
             found.append(replace(error, method="composed", predicted=seconds))
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from afd_bench.planner.cells import H200
 from afd_bench.planner.compare import Error
 from afd_bench.planner.map import (
     BUDGETS,
@@ -107,7 +108,7 @@ _SUMMARY: tuple[tuple[str, str, str, Callable[[Error], bool]], ...] = (
         "steps of 1A1F, modelled",
         "step_error",
         "modelled",
-        lambda e: not (e.colocated or e.alike) and e.gpu == "h200",
+        lambda e: not (e.colocated or e.alike) and e.gpu == H200,
     ),
     ("the same on 2 x H100", "step_error", "modelled", lambda e: e.gpu == "h100"),
     (

@@ -74,6 +74,7 @@ class RemoteExperts:
             resolved.deployment.deadlines.ffn_s,
         )
         self._ahead: LaunchAhead | None = None  # see launch_ahead()
+        self._goes_ahead = False  # in this step
         self._kept: tuple[FfnSession, ...] = ()
         self._announced = 0  # rows of the last announced step
         self._active = False  # a step has begun since the last leave()
@@ -93,6 +94,7 @@ class RemoteExperts:
         self._dispatcher.begin_step()
         self._recovery.renew_ended_sessions()
         self._outbox.begin_step(depth)
+        self._goes_ahead = self._ahead is not None and run_alone(self._region, self.peers)
         self._active = True
         self._observer.begin_step(depth, draft=draft)
 
@@ -143,10 +145,11 @@ class RemoteExperts:
             DeadlineExceeded: an FFN rank neither answered nor came back in ``deadlines.ffn_s``.
         """
         self._settle()
-        if self._ahead is None or not run_alone(self._region, self.peers):
-            batch = self._await_answers(micro_batch)
+        batch = self._outbox.posted(micro_batch)
+        if self._goes_ahead:
+            self._queue_behind_answers(micro_batch, batch)
         else:
-            batch = self._queue_behind_answers(self._ahead, micro_batch)
+            batch = self._await_answers(micro_batch)
         views = self._outbox.views[micro_batch]
         if batch.plan is None:
             return sum_of_ranks(views, self._tp, batch.rows, self._dtype)
@@ -174,25 +177,25 @@ class RemoteExperts:
         self._outbox.answered(micro_batch)
         return batch
 
-    def _queue_behind_answers(self, ahead: LaunchAhead, micro_batch: int) -> EncodedBatch:
-        """Lets the stream wait for the answers. Returns the micro-batch that they belong to."""
-        batch, ranks = self._outbox.posted(micro_batch), self._sessions.ranks
+    def _queue_behind_answers(self, micro_batch: int, batch: EncodedBatch) -> None:
+        """Lets the stream wait for the answers to a micro-batch, as it was sent."""
+        assert self._ahead is not None
+        ranks = self._sessions.ranks
         slots, doorbells = map(list, self._outbox.awaited(micro_batch, ranks))
 
         def answered() -> list[int]:
-            answered = self._await_answers(micro_batch)
-            same = answered is batch or answered.plan is None
+            now = self._await_answers(micro_batch)
+            same = now is batch or now.plan is None
             if not same or self._sessions.ranks != ranks:
                 raise PeerLost(
                     "the control plane had given this instance up, and experts have moved since;"
                     " the engine ends, and its requests go on elsewhere or when it is back"
                 )
-            return self._outbox.rung(micro_batch)
+            return self._outbox.awaited(micro_batch, ranks)[1]
 
         # Freeing a link unmaps memory, and the driver does that on an idle device only.
         self._kept = self.links
-        ahead.wait(slots, doorbells, answered)
-        return batch
+        self._ahead.wait(slots, doorbells, answered)
 
     def _settle(self) -> None:
         if self._ahead is not None:

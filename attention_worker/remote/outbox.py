@@ -131,10 +131,6 @@ class Outbox:
         assert batch is not None, f"micro-batch {micro_batch} was not sent"
         return batch
 
-    def rung(self, micro_batch: int) -> list[int]:
-        """Returns the doorbells of the last message of this micro-batch."""
-        return self._doorbells[micro_batch]
-
     def answered(self, micro_batch: int) -> None:
         """All FFN ranks have answered this micro-batch."""
         self._sources[micro_batch] = self._batches[micro_batch] = None

@@ -90,6 +90,7 @@ def test_counters_grow_by_the_work_done(deployment: Running) -> None:
     for instance, stages in (("attention-0", ("attention", "f2a")), ("ffn-0", ("a2f", "ffn"))):
         assert moved("afd_steps_total", instance=instance) == 9
         assert moved("afd_steps_total", instance=instance, depth="1") == (9 if split == 1 else 8)
+        assert moved("afd_steps_total", instance=instance, depth="3") == (1 if split == 3 else 0)
         assert moved("afd_bubble_seconds_total", instance=instance) > 0
         for stage in stages:
             count = moved("afd_stage_seconds_count", instance=instance, stage=stage)

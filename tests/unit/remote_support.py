@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -294,6 +295,18 @@ class Deployed:
             self.stop_ffn(number)
         for client in self.clients:
             client.close()
+
+
+@contextmanager
+def deploying(kind=Deployed):
+    """Yields a function that makes deployments of this kind (default: :class:`Deployed`) from its
+    arguments; all of them are closed at the end."""
+    with ExitStack() as stack:
+
+        def start(*arguments, **sections):
+            return stack.enter_context(closing(kind(*arguments, **sections)))
+
+        yield start
 
 
 def reference_model(checkpoint) -> FfnModel:

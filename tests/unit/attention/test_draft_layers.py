@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from remote_support import Deployed, random_rows, run_step
+from remote_support import deploying, random_rows, run_step
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import silu
 
@@ -41,16 +41,13 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def deploy(checkpoint):
-    running = []
+    with deploying() as start:
 
-    def make(x, y, **sections):
-        attention = {**ATTENTION, "instances": x}
-        running.append(Deployed(checkpoint, x, y, attention=attention, **sections))
-        return running[-1]
+        def make(x, y, **sections):
+            attention = {**ATTENTION, "instances": x}
+            return start(checkpoint, x, y, attention=attention, **sections)
 
-    yield make
-    for deployed in running:
-        deployed.close()
+        yield make
 
 
 @pytest.fixture(scope="module")

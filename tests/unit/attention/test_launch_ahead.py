@@ -7,7 +7,15 @@ thread can recover what the stream waits for.
 import random
 
 import pytest
-from remote_support import DEPTH, Deployed, Traffic, random_rows, reference_model, run_step
+from remote_support import (
+    DEPTH,
+    Deployed,
+    Traffic,
+    deploying,
+    random_rows,
+    reference_model,
+    run_step,
+)
 from test_remote_loop import (  # noqa: F401
     reference,
     test_a_member_removed_and_registered_again_continues,
@@ -36,15 +44,8 @@ class Ahead(Deployed):
 
 @pytest.fixture
 def deploy(tiny_models):
-    running = []
-
-    def make(family, x, y, **sections):
-        running.append(Ahead(tiny_models(family), x, y, **sections))
-        return running[-1]
-
-    yield make
-    for deployed in running:
-        deployed.close()
+    with deploying(Ahead) as start:
+        yield lambda family, x, y, **sections: start(tiny_models(family), x, y, **sections)
 
 
 @pytest.mark.parametrize("dispatch", ["broadcast", "routed"])

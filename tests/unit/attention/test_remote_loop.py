@@ -11,7 +11,7 @@ import pytest
 from fake_verbs import built_fake
 from remote_support import (
     DEPTH,
-    Deployed,
+    deploying,
     in_background,
     random_rows,
     reference_model,
@@ -24,15 +24,8 @@ from afd.metrics.role import Stage
 
 @pytest.fixture
 def deploy(tiny_models):
-    running = []
-
-    def make(family, x, y, **sections):
-        running.append(Deployed(tiny_models(family), x, y, **sections))
-        return running[-1]
-
-    yield make
-    for deployed in running:
-        deployed.close()
+    with deploying() as start:
+        yield lambda family, x, y, **sections: start(tiny_models(family), x, y, **sections)
 
 
 @pytest.fixture

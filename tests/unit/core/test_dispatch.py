@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from remote_support import Deployed, random_rows
+from remote_support import Deployed, deploying, random_rows
 
 from afd.control.messages import Members, Move
 from afd.errors import ConfigError
@@ -110,15 +110,12 @@ def sections(dispatch, wire="exact", **ffn):
 
 @pytest.fixture
 def deploy(tiny_models):
-    running = []
+    with deploying() as start:
 
-    def make(family, x, y, backend="torch", **sections):
-        running.append(Deployed(tiny_models(family), x, y, backend, **sections))
-        return running[-1]
+        def make(family, x, y, backend="torch", **sections):
+            return start(tiny_models(family), x, y, backend, **sections)
 
-    yield make
-    for deployed in running:
-        deployed.close()
+        yield make
 
 
 def answers(deployed, batches):

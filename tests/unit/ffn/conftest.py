@@ -7,14 +7,12 @@ import pytest
 def deploy(tiny_models):
     """Returns a function: family, counts of instances, sections -> deployment, reference."""
     # Here, because `./run test-amd` reads this file in an environment without torch.
-    from remote_support import Deployed, reference_model
+    from remote_support import deploying, reference_model
 
-    running = []
+    with deploying() as start:
 
-    def make(family, x, y, **sections):
-        running.append(Deployed(tiny_models(family), x, y, **sections))
-        return running[-1], reference_model(tiny_models(family))
+        def make(family, x, y, **sections):
+            model = tiny_models(family)
+            return start(model, x, y, **sections), reference_model(model)
 
-    yield make
-    for deployed in running:
-        deployed.close()
+        yield make

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from remote_support import DEPTH, Deployed, random_rows, reference_model, run_step
+from remote_support import DEPTH, Deployed, deploying, random_rows, reference_model, run_step
 from test_stream_steps import run_on_streams, stream_of
 
 from afd.config.resolve import Resolved
@@ -57,15 +57,10 @@ class Graphs(Deployed):
 
 @pytest.fixture
 def deploy(tiny_models):
-    running = []
-
-    def make(family, *arguments, **sections):
-        running.append(Graphs(tiny_models(family), *arguments, **sections))
-        return running[-1]
-
-    yield make
-    for deployed in running:
-        deployed.close()
+    with deploying(Graphs) as start:
+        yield lambda family, *arguments, **sections: start(
+            tiny_models(family), *arguments, **sections
+        )
 
 
 def in_threads(work, count):

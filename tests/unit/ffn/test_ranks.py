@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from remote_support import DEPTH, Deployed, in_background, reference_model, run_step
+from remote_support import DEPTH, deploying, in_background, reference_model, run_step
 from test_stream_steps import run_on_streams, stream_of
 
 from afd.config.choices import choices
@@ -25,15 +25,8 @@ from ffn_worker.rank_reduce import sort_by_rank
 
 @pytest.fixture
 def deploy(tiny_models):
-    running = []
-
-    def make(family, x, y, **sections):
-        running.append(Deployed(tiny_models(family), x, y, **sections))
-        return running[-1]
-
-    yield make
-    for deployed in running:
-        deployed.close()
+    with deploying() as start:
+        yield lambda family, x, y, **sections: start(tiny_models(family), x, y, **sections)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from remote_support import Deployed, random_rows, reference_model
+from remote_support import Deployed, deploying, random_rows, reference_model
 from tape import Tape, Taped, TapeRecorder, load_torch, take_bucket
 from test_expert_moves import tables_for
 from test_stream_steps import run_on_streams, stream_of
@@ -25,16 +25,13 @@ from ffn_worker.moe import registry
 
 @pytest.fixture
 def deploy(tiny_models):
-    running = []
+    with deploying() as start:
 
-    def make(family, x, y, backend="reference", dispatch="routed", **sections):
-        sections = {"transport": {"backend": "ipc"}, "wire": {"dispatch": dispatch}, **sections}
-        running.append(Deployed(tiny_models(family), x, y, backend, **sections))
-        return running[-1]
+        def make(family, x, y, backend="reference", dispatch="routed", **sections):
+            sections = {"transport": {"backend": "ipc"}, "wire": {"dispatch": dispatch}, **sections}
+            return start(tiny_models(family), x, y, backend, **sections)
 
-    yield make
-    for deployed in running:
-        deployed.close()
+        yield make
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from remote_support import DEPTH, Deployed, random_rows, reference_model, run_step
+from remote_support import DEPTH, deploying, random_rows, reference_model, run_step
 
 from afd.metrics.role import Stage
 from afd.metrics.step_trace import NoTimestamps, StepTimestamps
@@ -27,16 +27,13 @@ NO_TIMESTAMPS = NoTimestamps()
 
 @pytest.fixture
 def deploy(tiny_models):
-    running = []
+    with deploying() as start:
 
-    def make(family, x, y, **sections):
-        sections = {"transport": {"backend": "ipc"}, **sections}
-        running.append(Deployed(tiny_models(family), x, y, **sections))
-        return running[-1]
+        def make(family, x, y, **sections):
+            sections = {"transport": {"backend": "ipc"}, **sections}
+            return start(tiny_models(family), x, y, **sections)
 
-    yield make
-    for deployed in running:
-        deployed.close()
+        yield make
 
 
 def stream_of(deployed, i):

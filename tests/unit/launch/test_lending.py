@@ -1,7 +1,5 @@
 """Which cores the two sides of a deployment lend each other."""
 
-from dataclasses import replace
-
 import pytest
 
 from afd.config.deployment import Deployment
@@ -12,8 +10,7 @@ PORTS = Ports(8000, (8100, 8101), "tcp://127.0.0.1:1")
 
 def lent(cores, **sections):
     data = {"model": "m", "served_model_name": "m", **sections}
-    ports = replace(PORTS, attention=PORTS.attention)
-    specs = role_specs(Deployment.from_plain(data), ports, cores)
+    specs = role_specs(Deployment.from_plain(data), PORTS, cores)
     return {spec.id: (spec.cpus, spec.lent) for spec in specs if spec.role in ("attention", "ffn")}
 
 
