@@ -113,6 +113,8 @@ def run_ffn(role: RoleSpec) -> None:
         cores = LentCores(role.cpus, role.lent)
         loop = FfnLoop(FfnRank(resolved, region, control, model, pool, metrics, cores))
         _stop_on_signals(loop)
+        if replays(deployment, resolved.family) and deployment.ffn.load != "dummy":
+            loop.moves.warm_up()
         loop.moves.catch_up()
         control.on_change(lambda members: _on_members(loop, members))
         exit_if_refused(control, lambda reason: None if loop.stopping else exit_now(reason))

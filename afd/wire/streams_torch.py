@@ -249,6 +249,14 @@ class Runtime(Protocol):
 
     def step_timer(self) -> StepTimer: ...
 
+    def aside(self, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+        """Return a function that returns a context for work beside the steps, in any thread.
+
+        In it, the calling thread uses a stream that no step uses. On the stream of a step, a copy
+        would wait for the step's messages, and other copies behind it, those of messages among
+        them.
+        """
+
 
 class HostTimer:
     """The host's clock."""
@@ -289,6 +297,9 @@ class HostRuntime:
 
     def step_timer(self) -> StepTimer:
         return HostTimer()
+
+    def aside(self, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+        return nullcontext
 
 
 class CudaTimer:
@@ -343,6 +354,10 @@ class CudaRuntime:
 
     def step_timer(self) -> StepTimer:
         return CudaTimer()
+
+    def aside(self, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+        stream = torch.cuda.Stream(device)  # once: torch has 32, and gives them out in turn
+        return lambda: torch.cuda.stream(stream)
 
 
 def make_streams(device: torch.device, depth: int = 0) -> Streams:

@@ -219,6 +219,16 @@ class RemoteExperts:
             self._outbox.start_session(j, self._sessions.of(j))
         self._outbox.use(self._sessions.ranks)
         self._observer.connected(len(self._sessions.ranks))
+        self._warm_up_sums()
+
+    def _warm_up_sums(self) -> None:
+        """Adds up answers once for every number of FFN instances. Later, a driver that loads a
+        kernel may wait for an idle device, which a stream that waits for answers never is."""
+        views, tp = self._outbox.all_views[0], self._tp
+        for ranks in range(tp, len(views) + 1, tp):
+            sum_of_ranks(views[:ranks], tp, tp, self._dtype)
+        row = torch.zeros(1, dtype=torch.int64, device=views[0].payload.device)
+        sum_of_shares(views[:tp], tp, [row], 1, self._hidden, self._dtype)
 
     def announce(self, rows: int) -> None:
         """Tells the FFN ranks that a replayed step of ``rows`` rows follows.

@@ -35,7 +35,7 @@ class Outbox:
     Not thread-safe: used by the model's forward only.
 
     Attributes:
-        views: the receive slots of the answers, [micro-batch][k].
+        views: the receive slots of the answers, [micro-batch][k]. all_views: [micro-batch][j].
         unsent: FFN ranks that a post did not reach. Recovery renews their sessions, and then sends
             them every unanswered micro-batch again.
     """
@@ -57,7 +57,7 @@ class Outbox:
         self._data_slots = [slots.to_ffn(number, mb) for mb in range(depth)]
         self._control_slot = slots.control_to_ffn(number)
         self._slots = slots
-        self._all_views = views
+        self.all_views = views
         self._elastic, self._tp = resolved.contract.elastic, resolved.contract.ffn_tp
         self._group = Group([], timeout_us=POST_TIMEOUT_US)
         self._batches: list[EncodedBatch | None] = [None] * depth  # posted, unanswered
@@ -179,7 +179,7 @@ class Outbox:
         self._answer_slots = [
             [self._slots.to_attention(j, mb) for j in ranks] for mb in range(depth)
         ]
-        self.views = [[of_batch[j] for j in ranks] for of_batch in self._all_views]
+        self.views = [[of_batch[j] for j in ranks] for of_batch in self.all_views]
         links = [self._sessions[j].link for j in ranks]
         self._group = Group(links, timeout_us=POST_TIMEOUT_US)
 

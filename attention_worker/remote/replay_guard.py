@@ -10,8 +10,9 @@ another stream, message by message.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from threading import Timer
 from typing import TypeVar
@@ -97,9 +98,11 @@ class ReplayGuard:
             DeadlineExceeded, PeerLost: as :meth:`wait_for_step`.
         """
         waits = step.waits
-        guard = self._region.guard(self._streams.compute, waits.slots, waits.flags, self._hold)
         ahead = self._settings.lookahead and run_alone(self._region, self._host.peers)
-        self.running = self._thread.submit(self._settle, guard, step, again)
+        # A hold keeps the device from being idle, and calls of the driver wait for that.
+        hold = self._hold if ahead else None
+        guard = self._region.guard(self._streams.compute, waits.slots, waits.flags, hold)
+        self.running = self._thread.submit(self._settle, guard, step, again, hold)
         if not ahead:
             self.wait_for_step()
 
@@ -114,38 +117,53 @@ class ReplayGuard:
         if running is not None:
             running.result()
 
-    def _settle(self, guard: Guard, step: CapturedStep, again: Callable[[], None]) -> None:
+    def _settle(
+        self, guard: Guard, step: CapturedStep, again: Callable[[], None], hold: Hold | None
+    ) -> None:
         """Waits for the replay, and runs the step again if an FFN rank died in it."""
         try:
             gone = self._gone(guard.wait(int(self._settings.deadline_s * 1e6)))
             if gone:
-                self._run_again(gone, step.depth, again)
+                self._run_again(gone, step.depth, again, hold)
             else:
                 self._host.end_replay(step.rows_sent())
                 self.observer.finished(step.timestamps, step.depth)
         finally:
-            self._hold.open()  # also behind an error, or the engine could not end
+            if hold is not None:
+                hold.open()  # also behind an error, or the engine could not end
 
-    def _run_again(self, gone: Sequence[FfnSession], depth: int, again: Callable[[], None]) -> None:
+    def _run_again(
+        self,
+        gone: Sequence[FfnSession],
+        depth: int,
+        again: Callable[[], None],
+        hold: Hold | None,
+    ) -> None:
         """Runs the step in host form. It writes the same keys and values to the same places."""
         # Freeing a link unmaps memory, and the driver does that on an idle device only.
         links = self._host.links
-        limit_s = _LIMIT * self._settings.deadline_s
-        # For a call of the driver that waits for the device itself. It returns when this opens.
-        timer = Timer(limit_s, self._hold.open)
-        timer.start()
-        try:
+        with nullcontext() if hold is None else self._limited(hold, _names(gone)):
             self._host.reconnect([peer.rank for peer in gone])
             self._host.begin_step(depth)
             again()
+        del links
+
+    @contextmanager
+    def _limited(self, hold: Hold, gone: str) -> Iterator[None]:
+        """Opens the hold if the block takes too long: a call of the driver that waits for the
+        device returns then. Raises PeerLost at the end of such a block."""
+        limit_s = _LIMIT * self._settings.deadline_s
+        timer = Timer(limit_s, hold.open)
+        timer.start()
+        try:
+            yield
         finally:
             timer.cancel()
-        if not self._hold.closed:
+        if not hold.closed:
             raise PeerLost(
-                f"a step in which {_names(gone)} died was not run again within {limit_s:g} s;"
+                f"a step in which {gone} died was not run again within {limit_s:g} s;"
                 " the engine ends; report this with its log, and turn pipeline.lookahead off"
             )
-        del links
 
     def _gone(self, statuses: Sequence[Status]) -> tuple[FfnSession, ...]:
         """Returns the sessions with the FFN ranks that died in a step.

@@ -250,12 +250,12 @@ void VerbsLink::make_bounce() {
 // Whether the NICs can read the device's memory is a matter of drivers, not of this memory.
 void VerbsLink::test_device() {
   if (options_.device.is_cpu()) return;
-  const DeviceMemory sample(open_accelerator(options_.device), 1);
-  try {
-    make_source(sample.get(), 1, options_.device, 0);
-  } catch (const CommError& error) {
+  for (const auto& nic : nics_) {
+    const std::string why = nic->refuses(options_.device);
+    if (why.empty()) continue;
     staged_ = true;
-    add_note(notes_, std::string(error.what()) + "; messages are copied through host memory");
+    add_note(notes_, why + "; messages are copied through host memory");
+    return;
   }
 }
 

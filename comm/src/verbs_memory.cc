@@ -63,6 +63,20 @@ Registration::Registration(std::shared_ptr<Nic> nic, void* address, uint64_t nby
   if (mr_ == nullptr) refused(*nic_, nbytes, device, errno, no_dmabuf);
 }
 
+std::string Nic::refuses(Device device) {
+  const std::lock_guard<std::mutex> lock(testing_);
+  const auto [known, is_new] = refusals_.try_emplace({device.kind, device.index});
+  if (is_new) {
+    const DeviceMemory sample(open_accelerator(device), 1);
+    try {
+      Registration(shared_from_this(), sample.get(), 1, ib::kLocalWrite, device);
+    } catch (const CommError& error) {
+      known->second = error.what();
+    }
+  }
+  return known->second;
+}
+
 Registration::Registration(Registration&& other) noexcept
     : nic_(std::move(other.nic_)), mr_(std::exchange(other.mr_, nullptr)) {}
 

@@ -1,8 +1,11 @@
 // Backend verbs: one opened RDMA device of this process, and what is made from it.
 #pragma once
 
+#include <map>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <utility>
 
 #include "afd_comm/accelerator.h"
 #include "afd_comm/verbs.h"
@@ -22,7 +25,7 @@ struct PortFacts {
   uint32_t max_message = 0;  // bytes of one work request
 };
 
-class Nic {
+class Nic : public std::enable_shared_from_this<Nic> {
  public:
   // Opens the device, or returns the device that this process already opened with the same library
   // and spin time. Throws CommError.
@@ -43,6 +46,9 @@ class Nic {
   // `gid_index` -1: the first RoCE v2 address. Throws CommError if the port or index does not
   // exist.
   PortFacts port(uint8_t number, int gid_index) const;
+  // Why the NIC cannot reach memory of this device; "": it can. Tested once, because freeing the
+  // sample waits for an idle device: a link is also made while a stream waits for the lost peer.
+  std::string refuses(Device device);
 
  private:
   Nic(const Verbs& verbs, std::string name, uint64_t spin_ns);
@@ -54,6 +60,8 @@ class Nic {
   ib::DeviceAttr limits_{};
   std::unique_ptr<Progress> progress_;
   pid_t creator_;
+  std::mutex testing_;
+  std::map<std::pair<DeviceKind, int>, std::string> refusals_;  // of devices tested so far
 };
 
 // A completion queue that the NIC's progress thread polls for `sink`.

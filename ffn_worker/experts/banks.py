@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from afd.models import MoeModel
-from afd.wire.streams_torch import synchronize
+from afd.wire.streams_torch import runtime_of, synchronize
 from ffn_worker.experts.shard import DTYPES, LayerWeights, Shard
 from ffn_worker.moe.activation import ExpertMath
 from ffn_worker.moe.base import MoeBackend
@@ -58,6 +58,7 @@ class ExpertBanks:
         scheme: the format of the weights.
         nbytes: of all weights that the banks hold.
         joined: layers whose shared expert the backend computes with the routed ones.
+        aside: returns a context for work on the weights while steps run.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class ExpertBanks:
         self.nbytes = 0
         self.joined: set[int] = set()
         self._device = device
+        self.aside = runtime_of(device).aside(device)
         self._dtype = DTYPES[model.dtype]
         self._home, self._away = (backend_class(shard.slots, shard.total_slots) for _ in range(2))
         self._activation = model.activation
@@ -143,10 +145,11 @@ class ExpertBanks:
     def expert_rows(self) -> dict[int, tuple[int, ...]]:
         """Returns, by layer, how many rows each routed expert has computed here. Any thread."""
         rows = {}
-        for number, layer in list(self._layers.items()):
-            rows[number] = layer.past_rows
-            for held in layer.held:
-                rows[number] = held.load.added_to(rows[number])
+        with self.aside():
+            for number, layer in list(self._layers.items()):
+                rows[number] = layer.past_rows
+                for held in layer.held:
+                    rows[number] = held.load.added_to(rows[number])
         return rows
 
     def kept(self, weight: Weight, scheme: Scheme) -> Weight:

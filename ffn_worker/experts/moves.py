@@ -89,6 +89,24 @@ class ExpertMoves:
             if self._fault is not None:
                 raise self._fault
 
+    def warm_up(self) -> None:
+        """Reads into the other bank of one layer once, and drops it. Call it before the first step.
+
+        In a step, streams wait for messages. Then a driver may be unable to load a kernel or to
+        allocate memory, which move for the first time when experts do.
+
+        Raises:
+            AfdError, OSError: the experts cannot be read.
+        """
+        layer = self._resolved.model.moe_layers[0]
+        ((bank, experts),) = self._model.banks.held(layer).items()
+        try:
+            for first in (0, EMPTY):
+                self._load(layer, 1 - bank, (first,) + (EMPTY,) * (len(experts) - 1))
+                self._model.banks.drop(layer, 1 - bank)
+        except torch.OutOfMemoryError:
+            logger.warning("no device memory is left for experts that move: they cannot")
+
     def settle(self, number: int) -> None:
         """Returns once the move of this number is complete here, as it is for the leader.
 
@@ -149,16 +167,20 @@ class ExpertMoves:
             return held
 
     def _read(self, layer: int, bank: int, experts: Table) -> None:
-        resolved, model = self._resolved, self._model
-        shard = replace(model.shard, experts={layer: experts})
         try:
-            checkpoint = Checkpoint(resolved.deployment.model, resolved.family, resolved.model)
-            weights = load_layer(checkpoint, shard, layer, model.banks.scheme, model.device)
-            with torch.inference_mode():
-                model.banks.add(layer, bank, experts, weights)
-            synchronize(model.device)
+            self._load(layer, bank, experts)
             count = len(experts) - experts.count(EMPTY)
             logger.info("layer %d: read %d experts into bank %d", layer, count, bank)
         except (AfdError, OSError) as error:
             self._fault = error
         self._wake()
+
+    def _load(self, layer: int, bank: int, experts: Table) -> None:
+        resolved, model = self._resolved, self._model
+        shard = replace(model.shard, experts={layer: experts})
+        checkpoint = Checkpoint(resolved.deployment.model, resolved.family, resolved.model)
+        with model.banks.aside():
+            weights = load_layer(checkpoint, shard, layer, model.banks.scheme, model.device)
+            with torch.inference_mode():
+                model.banks.add(layer, bank, experts, weights)
+            synchronize(model.device)

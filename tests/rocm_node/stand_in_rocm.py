@@ -9,7 +9,7 @@ import ctypes
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -301,6 +301,9 @@ class StandInRuntime:
 
     def step_timer(self) -> StepTimer:
         return HostTimer()
+
+    def aside(self, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+        return nullcontext  # every thread has a stream of its own
 
 
 _backends: list["CapturedReference"] = []

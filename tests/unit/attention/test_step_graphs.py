@@ -91,21 +91,27 @@ class Hold:
 
 
 class Region:
-    """Its guards return the statuses in ``script``, then OK. Bad ones close the hold."""
+    """Its guards return the statuses in ``script``, then OK. Bad ones close the hold.
+
+    holds: of the steps so far; None: nothing stops the stream behind a step.
+    """
 
     device = "cpu"
 
     def __init__(self):
         self.script = []
+        self.holds = []
         self.finished = threading.Event()  # the stream has finished
         self.finished.set()
 
     def guard(self, stream, slots, flags, hold):
         statuses = self.script.pop(0) if self.script else [OK] * len(slots)
+        self.holds.append(hold)
 
         def wait(timeout_us):
             assert self.finished.wait(5)
-            hold.closed = statuses != [OK] * len(slots)
+            if hold is not None:
+                hold.closed = statuses != [OK] * len(slots)
             return statuses
 
         return SimpleNamespace(wait=wait)
@@ -326,6 +332,7 @@ def test_with_lookahead_a_step_whose_messages_need_the_driver_is_waited_for(ahea
     ahead.host.peers = tuple(replace(peer, link=Wire("tcp")) for peer in ahead.host.peers)
     ahead.step()
     assert ahead.guard.running is None and ("end",) in ahead.log
+    assert ahead.region.holds == [None]  # a driver's call of the recovery would wait for it
 
 
 @pytest.mark.parametrize("backend", ["ipc", "verbs", "tcp"])

@@ -124,6 +124,36 @@ def test_an_idle_instance_does_not_delay_a_move(deploy):
         time.sleep(0.05)
 
 
+class Aside:
+    """A context; entered: how often."""
+
+    entered, inside = 0, False
+
+    def __enter__(self):
+        self.entered, self.inside = self.entered + 1, True
+
+    def __exit__(self, *_):
+        self.inside = False
+
+
+def test_work_on_the_weights_leaves_the_streams_of_steps_alone(deploy, monkeypatch):
+    """There, it would wait for the messages of a step, and messages for it."""
+    deployed, _ = deploy("qwen3_moe", 1, 2)
+    loop = deployed.loops[0]
+    banks, aside = loop.rank.model.banks, Aside()
+    monkeypatch.setattr(banks, "aside", lambda: aside)
+    added = banks.add
+    monkeypatch.setattr(banks, "add", lambda *a: (added(*a), inside.append(aside.inside)))
+    inside = []
+    held = {layer: banks.held(layer) for layer in deployed.resolved.model.moe_layers}
+    loop.moves.warm_up()
+    assert inside == [True, True]  # with an expert, and without any
+    assert held == {layer: banks.held(layer) for layer in deployed.resolved.model.moe_layers}
+    before = aside.entered
+    banks.expert_rows()
+    assert aside.entered == before + 1
+
+
 def test_an_ffn_instance_that_dies_in_a_move_completes_it_after_restart(deploy):
     deployed, expected = deploy("qwen3_moe", 1, 2, ffn={"redundant_experts": 1})
     with Traffic(deployed, expected) as traffic:

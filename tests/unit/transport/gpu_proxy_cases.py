@@ -47,18 +47,22 @@ class Way:
         )
         if receiver == "cpu":
             self.region.pin(gpu.device)
-        self.link = Link(
-            self.region.addresses,
-            backend=backend,
-            slots=(0, SLOTS),
-            timeout_us=TIMEOUT_US,
-            device=sender,
-            verbs=verbs() if backend == "verbs" else None,
-        )
+        self._backend, self._sender = backend, sender
+        self.link = self.new_link()
         self.source = Region(SLOTS, SLOT_BYTES, name="from", device=sender)
         self.sends = gpu.stream() if sender != "cpu" else 0
         self.waits = gpu.stream()
         self.word = np.zeros(SLOTS, np.uint32)
+
+    def new_link(self) -> Link:
+        return Link(
+            self.region.addresses,
+            backend=self._backend,
+            slots=(0, SLOTS),
+            timeout_us=TIMEOUT_US,
+            device=self._sender,
+            verbs=verbs() if self._backend == "verbs" else None,
+        )
 
     def rows(self, region: Region, slot: int) -> np.ndarray:
         if region.device == "cpu":
@@ -133,6 +137,18 @@ def auto_backend(gpu: Gpu) -> None:
         assert way.link.post(way.message(0), 1) == Status.OK
         assert way.region.wait_all([0], [1], TIMEOUT_US) == [Status.OK]
         way.check(0, sent, ROWS)
+
+
+def relinked(gpu: Gpu) -> None:
+    """A further link frees no device memory. That waits for an idle device, and a link to a peer
+    that came back is made while a stream waits for it."""
+    way = Way(gpu, "verbs", gpu.peer, gpu.device)
+    frees = gpu.log.count("free")
+    assert frees > 0
+    way.link.close()
+    way.link = way.new_link()
+    assert gpu.log.count("free") == frees
+    exchange(way)
 
 
 def line_rate(gpu: Gpu) -> None:

@@ -49,6 +49,7 @@ RDMA_CASES = [
     "gpu_proxy_cases:auto_backend",
     "gpu_proxy_cases:line_rate",
     "gpu_proxy_cases:direct_verbs",
+    "gpu_proxy_cases:relinked",
     "gpu_proxy_cases:staged_verbs",
     "gpu_proxy_cases:to_another_process",
     "gpu_proxy_cases:memory_that_comes_back",
