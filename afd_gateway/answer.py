@@ -132,8 +132,7 @@ class Answer(asyncio.Protocol):
                 self._wake()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        if exc is None:
-            self._reader.close()
+        self._reader.close(whole=exc is None)
         if not self._reader.ended:
             self._fail(Broken("the connection was lost"))
         self._wake()

@@ -48,7 +48,8 @@ class AnswerReader:
         self._reason = b""
         self._headers: CIMultiDict[str] = CIMultiDict()
         self._parts: list[bytes] = []
-        self._parser = HttpResponseParser(self)
+        # It refers to this reader. Dropped at the end: a cycle would need a garbage collection.
+        self._parser: HttpResponseParser | None = HttpResponseParser(self)
 
     def feed(self, data: bytes) -> bytes:
         """Returns the decoded bytes of the body; what follows the answer is dropped.
@@ -56,7 +57,7 @@ class AnswerReader:
         Raises:
             Malformed: these bytes are no answer.
         """
-        if self.ended:
+        if self.ended or self._parser is None:
             return b""
         try:
             self._parser.feed_data(data)
@@ -67,13 +68,21 @@ class AnswerReader:
             self._received += len(data)
         if max(self._received, self._header_bytes) > MAX_HEAD_BYTES:
             raise Malformed("the head is too long")
+        if self.ended:
+            self._parser = None
         parts, self._parts = self._parts, []
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def close(self) -> None:
-        """The connection has ended. Only a body without a length is complete then."""
-        if self.head is not None and not any(name in self.head.headers for name in _LENGTHS):
+    def close(self, *, whole: bool = True) -> None:
+        """The connection has ended. Only a body without a length is complete then, if it ended in
+        order (``whole``)."""
+        if (
+            whole
+            and self.head is not None
+            and not any(name in self.head.headers for name in _LENGTHS)
+        ):
             self.ended = True
+        self._parser = None
 
     # Callbacks of the parser
 
@@ -86,6 +95,7 @@ class AnswerReader:
             self._headers.add(_text(name), _text(value).rstrip(" \t"))
 
     def on_headers_complete(self) -> None:
+        assert self._parser is not None  # it calls
         status = self._parser.get_status_code()
         if status < 200:
             self._reason, self._headers = b"", CIMultiDict()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import random
+import weakref
 from collections.abc import AsyncIterator
 
 import pytest
@@ -81,6 +83,20 @@ def test_an_answer_that_was_cut_off_has_not_ended() -> None:
     assert answer.feed(b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nab") == b"ab"
     answer.close()
     assert not answer.ended
+
+
+@pytest.mark.parametrize("rest", [b"0\r\n\r\n", b""], ids=["whole", "cut off"])
+def test_an_answer_leaves_nothing_to_the_garbage_collector(rest: bytes) -> None:
+    gc.disable()
+    try:
+        answer = AnswerReader("POST")
+        answer.feed(CHUNKED + chunk(b"abc") + rest)
+        answer.close(whole=False)
+        gone = weakref.ref(answer)
+        del answer
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_a_head_is_read() -> None:
