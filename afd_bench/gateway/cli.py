@@ -172,7 +172,8 @@ def _child(
     """Runs a process inside the block. checkout: where Python looks for packages first."""
     environment = dict(os.environ)
     if checkout is not None:
-        environment["PYTHONPATH"] = str(checkout)
+        path = os.pathsep.join(filter(None, (str(checkout), os.environ.get("PYTHONPATH"))))
+        environment["PYTHONPATH"] = path
     process = subprocess.Popen(
         argv,
         env=environment,
