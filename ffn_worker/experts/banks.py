@@ -1,6 +1,9 @@
 """The routed experts that an FFN rank holds. They can change while the rank serves."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -58,7 +61,6 @@ class ExpertBanks:
         scheme: the format of the weights.
         nbytes: of all weights that the banks hold.
         joined: layers whose shared expert the backend computes with the routed ones.
-        aside: returns a context for work on the weights while steps run.
     """
 
     def __init__(
@@ -71,11 +73,15 @@ class ExpertBanks:
         self.nbytes = 0
         self.joined: set[int] = set()
         self._device = device
-        self.aside = runtime_of(device).aside(device)
         self._dtype = DTYPES[model.dtype]
         self._home, self._away = (backend_class(shard.slots, shard.total_slots) for _ in range(2))
         self._activation = model.activation
         self._layers = {n: _Layer((), (0,) * model.num_experts) for n in model.moe_layers}
+
+    @cached_property
+    def aside(self) -> Callable[[], AbstractContextManager[object]]:
+        """Returns a context for work on the weights while steps run."""
+        return runtime_of(self._device).aside(self._device)
 
     @property
     def capturable(self) -> bool:
