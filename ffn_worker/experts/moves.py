@@ -92,8 +92,8 @@ class ExpertMoves:
     def warm_up(self) -> None:
         """Reads into the other bank of one layer once, and drops it. Call it before the first step.
 
-        In a step, streams wait for messages. Then a driver may be unable to load a kernel or to
-        allocate memory, which move for the first time when experts do.
+        So the first move loads no kernel and allocates no memory. In a step, a driver may be unable
+        to: it waits for an idle device, and the streams of a step wait for messages.
 
         Raises:
             AfdError, OSError: the experts cannot be read.
