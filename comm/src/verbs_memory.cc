@@ -65,16 +65,16 @@ Registration::Registration(std::shared_ptr<Nic> nic, void* address, uint64_t nby
 
 std::string Nic::refuses(Device device) {
   const std::lock_guard<std::mutex> lock(testing_);
-  const auto [known, is_new] = refusals_.try_emplace({device.kind, device.index});
-  if (is_new) {
-    const DeviceMemory sample(open_accelerator(device), 1);
-    try {
-      Registration(shared_from_this(), sample.get(), 1, ib::kLocalWrite, device);
-    } catch (const CommError& error) {
-      known->second = error.what();
-    }
+  const std::pair key{device.kind, device.index};
+  if (const auto known = refusals_.find(key); known != refusals_.end()) return known->second;
+  const DeviceMemory sample(open_accelerator(device), 1);
+  std::string why;
+  try {
+    Registration(shared_from_this(), sample.get(), 1, ib::kLocalWrite, device);
+  } catch (const CommError& error) {
+    why = error.what();
   }
-  return known->second;
+  return refusals_[key] = why;
 }
 
 Registration::Registration(Registration&& other) noexcept
