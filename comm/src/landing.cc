@@ -14,6 +14,18 @@ constexpr int64_t kStuckUs = 10000000;
 
 }  // namespace
 
+void wait_copied(Accelerator& accelerator, Event event) {
+  if (accelerator.done(event)) return;
+  const uint64_t deadline = deadline_after_us(kStuckUs);
+  while (!accelerator.done(event)) {
+    if (now_ns() >= deadline)
+      throw CommError(device_text(accelerator.device()) +
+                      " did not copy a received message in 10 s; look for the first error of the "
+                      "device, and restart the process");
+    relax();
+  }
+}
+
 Landing::Landing(std::shared_ptr<Accelerator> accelerator)
     : accelerator_(std::move(accelerator)),
       buffer_(accelerator_, kWindow * kLandingChunk),
@@ -58,24 +70,6 @@ void Landing::finish() {
   dirty_ = false;
 }
 
-void Landing::copy(void* to, const StageBuffer& from, uint64_t offset, uint64_t n) {
-  if (n == 0) return;
-  accelerator_->copy(stream_, to, from.for_device(from.host() + offset), n, CopyPath::Any);
-  accelerator_->record(copied_[now_], stream_);
-  now_ = (now_ + 1) % kWindow;
-  dirty_ = true;
-}
-
-void Landing::wait(Event event) {
-  if (accelerator_->done(event)) return;
-  const uint64_t deadline = deadline_after_us(kStuckUs);
-  while (!accelerator_->done(event)) {
-    if (now_ns() >= deadline)
-      throw CommError(device_text(accelerator_->device()) +
-                      " did not copy a received message in 10 s; look for the first error of the "
-                      "device, and restart the process");
-    relax();
-  }
-}
+void Landing::wait(Event event) { wait_copied(*accelerator_, event); }
 
 }  // namespace afd_comm

@@ -9,6 +9,10 @@
 
 namespace afd_comm {
 
+// Waits until the copies before the event are done. Throws CommError if the device does not do them
+// in 10 s.
+void wait_copied(Accelerator& accelerator, Event event);
+
 // For one thread. After construction nothing allocates; calls wait for copies, not for peers.
 class Landing {
  public:
@@ -31,8 +35,6 @@ class Landing {
   // Waits until everything is on the device. Throws CommError if the device does not copy it in
   // 10 s.
   void finish();
-  // Starts to copy bytes of a buffer that it can reach. Throws CommError.
-  void copy(void* to, const StageBuffer& from, uint64_t offset, uint64_t n);
 
  private:
   static constexpr std::size_t kWindow = 8;

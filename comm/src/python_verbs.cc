@@ -15,11 +15,13 @@ using namespace nb::literals;
 namespace afd_comm {
 namespace {
 
+// `least`: 0: of a message that is staged.
 std::vector<std::tuple<uint32_t, uint64_t, uint64_t>> plan(uint64_t nbytes, uint32_t alive,
                                                            uint32_t turn, uint64_t least) {
   if (alive == 0 || alive > all_stripes(kMaxStripes))
     throw nb::value_error("alive must name at least one of 16 queue pairs");
-  const StripePlan stripes = plan_stripes(nbytes, alive, turn, least);
+  const StripePlan stripes =
+      least == 0 ? plan_staged(nbytes, alive, turn) : plan_stripes(nbytes, alive, turn, least);
   std::vector<std::tuple<uint32_t, uint64_t, uint64_t>> out;
   for (uint32_t i = 0; i < stripes.count; ++i) {
     const Stripe& s = stripes.stripes[i];
@@ -58,6 +60,7 @@ void bind_verbs(nb::module_& m) {
           "retry"_a = 6, "spin_us"_a = -1, "stripe_bytes"_a = 64 << 10,
           "library"_a = "libibverbs.so.1");
   m.def("plan_stripes", &plan, "nbytes"_a, "alive"_a, "turn"_a, "least"_a);
+  m.def("stripe_length", &stripe_length, "nbytes"_a, "count"_a, "unit"_a);
 }
 
 }  // namespace afd_comm

@@ -58,7 +58,7 @@ void Stage::begin(Message& message, const StageBuffer& buffer) {
     message.parts[i].data = buffer.host() + total_;
     total_ += parts_[i].nbytes;
   }
-  while (flying_ < kWindow && issued_ < total_) issue();
+  if (total_ != 0) issue();
 }
 
 void Stage::issue() {
@@ -82,8 +82,9 @@ void Stage::advance() {
     available_ = ring_[first_].end;
     first_ = (first_ + 1) % kWindow;
     --flying_;
-    if (issued_ < total_) issue();
   }
+  // One at a time: while the driver takes a chunk, the caller could send an earlier one.
+  if (issued_ < total_ && flying_ < kWindow) issue();
 }
 
 }  // namespace afd_comm

@@ -143,7 +143,7 @@ void VerbsLink::make_paths(const VerbsOptions& options, const VerbsWelcome& welc
                     std::to_string(options.qps_per_port) + " make " + std::to_string(wanted) +
                     " queue pairs; at most " + std::to_string(kMaxVerbsQps) + " are possible");
   // Room for every stripe of every slot, in case all other paths failed.
-  const uint64_t depth = out_.size() * (per_message + 2 * wanted);
+  const uint64_t depth = out_.size() * (per_message + 2 * kMaxStripes);
   std::vector<int> entries(nics_.size(), 0);
   struct Wanted {
     std::size_t local, remote;

@@ -20,8 +20,6 @@ constexpr int64_t kClaimLockUs = 100000;
 // A queue pair in the error state returns its receives at once; a device that does not is lost.
 constexpr int64_t kDrainUs = 500000;
 constexpr uint32_t kFewReceives = 64;
-// wr_id of the last receive that is posted to a queue pair before it is closed.
-constexpr uint64_t kMarker = uint64_t{1} << 32;
 
 }  // namespace
 
@@ -42,12 +40,23 @@ void VerbsConnection::stop() {
   if (stopped_) return;
   stopped_ = true;
   for (std::size_t i = 0; i < halves_.size(); ++i) close_half(i);
+  if (landing_ == nullptr) return;
+  first_poller().remove(*this);
+  const Turn turn(turning_);
+  try {
+    landing_->finish();
+    ring_landed();
+  } catch (const CommError&) {
+    broken_.store(true, std::memory_order_release);
+  }
 }
 
 void VerbsConnection::say_farewell(Status reason) const {
   const VerbsReply reply{kVerbsFarewellMagic, 0, static_cast<int32_t>(reason), 0};
   static_cast<void>(send(fd_.get(), &reply, sizeof reply, MSG_NOSIGNAL | MSG_DONTWAIT));
 }
+
+Poller& VerbsConnection::first_poller() const { return host_.nics[0]->progress().poller(); }
 
 uint32_t VerbsConnection::slot_count() const {
   return slots_.count != 0 ? slots_.count : host_.memory.geometry().slots;
@@ -147,7 +156,8 @@ bool VerbsConnection::accept_connect() {
 void VerbsConnection::connect(VerbsAccept& accept) {
   const uint32_t slots = slot_count();
   // All messages that arrived but were not processed fit into half of the order window.
-  const uint32_t depth = std::clamp(2 * slots, kFewReceives, kOrderWindow / 2 / connect_.count);
+  const uint32_t depth =
+      std::clamp(kMaxStripes * slots, kFewReceives, kOrderWindow / 2 / connect_.count);
   records_bytes_ = round_up(slots * kRecordStride + kTestBytes, kPage);
   void* memory =
       mmap(nullptr, records_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -191,7 +201,11 @@ void VerbsConnection::connect(VerbsAccept& accept) {
     }
   }
   const StageBuffer* const staged = host_.staged.get();
-  if (staged != nullptr) landing_ = std::make_unique<Landing>(host_.accelerator);
+  if (staged != nullptr) {
+    landing_ = std::make_unique<VerbsLanding>(host_.accelerator, host_.memory, *staged,
+                                              SlotRange{slots_.first, slots});
+    first_poller().add(*this);
+  }
   accept.staged = staged != nullptr;
   accept.payload = reinterpret_cast<uintptr_t>(staged ? staged->host() : host_.memory.payload(0));
   accept.records = reinterpret_cast<uintptr_t>(records_);
@@ -238,136 +252,6 @@ bool VerbsConnection::needs_drop() {
     return true;
   }
   return broken;
-}
-
-void VerbsConnection::complain() {
-  broken_.store(true, std::memory_order_release);
-  const uint64_t one = 1;
-  static_cast<void>(!write(host_.wake_fd, &one, sizeof one));
-}
-
-// One flush covers all messages that were polled together: their bytes came before them.
-void VerbsConnection::before(const ib::Wc* completions, int count) {
-  if (!host_.flush) return;
-  const bool any = std::any_of(completions, completions + count, [](const ib::Wc& wc) {
-    return wc.status == ib::kWcSuccess && wc.opcode == ib::kWcRecvWithImm;
-  });
-  if (any) try {
-      host_.accelerator->flush_remote_writes();
-    } catch (const CommError&) {
-      complain();
-    }
-}
-
-// Copies a message from the host memory that the NIC wrote to the device.
-bool VerbsConnection::land(const Record& record) {
-  const Geometry& g = host_.memory.geometry();
-  const uint64_t at = g.payload_offset(record.slot);
-  try {
-    for (const Extent& extent : record.extents) {
-      if (extent.offset > g.slot_bytes || extent.nbytes > g.slot_bytes - extent.offset)
-        return false;
-      landing_->copy(host_.memory.payload(record.slot) + extent.offset, *host_.staged,
-                     at + extent.offset, extent.nbytes);
-    }
-    landing_->finish();
-  } catch (const CommError&) {
-    return false;
-  }
-  return true;
-}
-
-// On a progress thread.
-void VerbsConnection::on_completion(const ib::Wc& wc) {
-  const auto index = static_cast<std::size_t>(static_cast<uint32_t>(wc.wr_id));
-  Half& half = *halves_[index];
-  // Flushed receives of a closed half. If a half failed by itself, the sender reports it.
-  if (wc.status != ib::kWcSuccess || wc.opcode != ib::kWcRecvWithImm) {
-    if (wc.wr_id & kMarker) half.drained.store(true, std::memory_order_release);
-    return;
-  }
-  half.qp->post_recv(wc.wr_id);
-  const Immediate immediate = decode(ntohl(wc.imm_data));
-  if (immediate.stripe == kProbeStripe) return;
-  if (immediate.slot >= incoming_.size() || immediate.stripe >= kMaxStripes) return complain();
-  arrived(immediate);
-}
-
-void VerbsConnection::arrived(Immediate immediate) {
-  std::atomic<uint64_t>& state = incoming_[immediate.slot].arrivals;
-  uint64_t before = state.load(std::memory_order_acquire);
-  uint64_t after = 0;
-  do {
-    after = with_arrival(before, immediate.tag, immediate.stripe);
-    if (after == before) return;
-  } while (!state.compare_exchange_weak(before, after, std::memory_order_acq_rel));
-  // Without the leading stripe the record is not there yet.
-  if (stripes_of(after) & 1) complete(immediate, stripes_of(after));
-}
-
-void VerbsConnection::complete(Immediate immediate, uint32_t stripes) {
-  Record record;
-  const uint8_t* source = records_ + immediate.slot * kRecordStride;
-  std::memcpy(&record, source, sizeof record);
-  // The record was overwritten: the sender gave this message up, and the next message's immediates
-  // follow.
-  if (record.head != record.tail || static_cast<uint8_t>(record.head) != immediate.tag) return;
-  if (record.stripes == 0 || record.stripes > kMaxStripes) return complain();
-  // Exactly one stripe completes the set, so exactly one progress thread gets past here.
-  if (stripes != all_stripes(record.stripes)) return;
-  const Geometry& g = host_.memory.geometry();
-  Message message;
-  message.slot = slots_.first + immediate.slot;
-  message.flag = record.flag;
-  if (record.slot != message.slot ||
-      check_message(message, g.slots, g.slot_bytes, slots_) != Status::Ok ||
-      record.header.nbytes < 0 || static_cast<uint64_t>(record.header.nbytes) > g.slot_bytes)
-    return complain();
-  deliver_in_turn(record);
-}
-
-void VerbsConnection::deliver_in_turn(const Record& record) {
-  while (turning_.test_and_set(std::memory_order_acquire)) relax();
-  const auto inside = [this](uint32_t order) { return order - next_ < kOrderWindow; };
-  uint32_t& newest = incoming_[record.slot - slots_.first].newest;
-  const auto ahead = static_cast<int32_t>(record.head - newest);
-  // A record names the turn of the slot's previous message. If that message was overwritten before
-  // this process saw it (because the process was stopped), the turn before it is unknown, and all
-  // later messages would wait for it forever. If it is not ahead, another NIC's thread has already
-  // handled it.
-  if (ahead <= 0 || ahead > 2 || !inside(record.order)) {
-    turning_.clear(std::memory_order_release);
-    return ahead > 0 ? complain() : void();
-  }
-  newest = record.head;
-  // If the turn of the slot's previous message has not come yet, that message is lost.
-  if (record.before != 0 && inside(record.before))
-    window_[record.before % kOrderWindow].state = Arrived::State::Overwritten;
-  window_[record.order % kOrderWindow] = {Arrived::State::Complete, record};
-  while (true) {
-    Arrived& due = window_[next_ % kOrderWindow];
-    if (due.state == Arrived::State::Unknown) break;
-    if (due.state == Arrived::State::Complete) deliver(due.record);
-    due.state = Arrived::State::Unknown;
-    ++next_;
-  }
-  turning_.clear(std::memory_order_release);
-}
-
-void VerbsConnection::deliver(const Record& record) {
-  // A newer writer may have claimed the slot.
-  if (serial_ != 0 && !holds_claim(host_.memory, record.slot, serial_)) return complain();
-  // Bytes that could not be flushed must not be announced.
-  if (broken_.load(std::memory_order_relaxed)) return;
-  if (landing_ != nullptr && !land(record)) return complain();
-  SlotControl& control = host_.memory.control(record.slot);
-  control.header = record.header;
-  control.header.traced = record.header.traced != kNotTraced ? kTimesInLine : kNotTraced;
-  if (record.header.traced != kNotTraced) {
-    control.times = record.times;
-    control.times.arrived = static_cast<int64_t>(trace_now_ns());
-  }
-  host_.memory.ring(record.slot, record.flag);
 }
 
 }  // namespace afd_comm

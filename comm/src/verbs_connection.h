@@ -6,11 +6,14 @@
 #include <vector>
 
 #include "afd_comm/claims.h"
-#include "landing.h"
+#include "verbs_landing.h"
 #include "verbs_plan.h"
 #include "verbs_qp.h"
 
 namespace afd_comm {
+
+// wr_id of the last receive that is posted to a queue pair before it is closed.
+constexpr uint64_t kMarker = uint64_t{1} << 32;
 
 // What all connections of a region share. Must outlive them.
 struct VerbsHost {
@@ -30,7 +33,20 @@ struct VerbsHost {
   int wake_fd;  // an eventfd that signals needs_drop()
 };
 
-class VerbsConnection final : private CompletionSink {
+// Holds a flag that is set for a few microseconds at a time.
+class Turn {
+ public:
+  explicit Turn(std::atomic_flag& flag) : flag_(flag) {
+    while (flag_.test_and_set(std::memory_order_acquire)) relax();
+  }
+  ~Turn() { flag_.clear(std::memory_order_release); }
+  Turn(const Turn&) = delete;
+
+ private:
+  std::atomic_flag& flag_;
+};
+
+class VerbsConnection final : private CompletionSink, private Polled {
  public:
   VerbsConnection(Fd fd, VerbsHost& host);
   // Rings for all completely delivered messages, then writes nothing more and marks the writer of
@@ -78,15 +94,21 @@ class VerbsConnection final : private CompletionSink {
   bool close_half(std::size_t index);
   void on_completion(const ib::Wc& completion) override;
   void before(const ib::Wc* completions, int count) override;
-  bool land(const Record& record);
+  bool poll() override;
+  bool armed() const override { return landing_any_.load(std::memory_order_acquire); }
   void arrived(Immediate immediate);
-  void complete(Immediate immediate, uint32_t stripes);
+  void read_record(Immediate immediate, uint32_t stripes);
+  bool land(const Record& record, uint32_t stripes);
   void deliver_in_turn(const Record& record);
   void deliver(const Record& record);
+  bool ring_landed();
+  void ring(const Record& record);
   void complain();
   template <typename Frame>
   bool answer(const Frame& frame) const;
   uint32_t slot_count() const;
+  bool holds_slot(const Record& record) const;
+  Poller& first_poller() const;
 
   Fd fd_;
   VerbsHost& host_;
@@ -106,10 +128,11 @@ class VerbsConnection final : private CompletionSink {
   std::vector<std::unique_ptr<Half>> halves_;
   std::vector<Incoming> incoming_;
   // Turns: doorbells ring in the order of the posts, whichever paths the messages took.
-  std::atomic_flag turning_ = ATOMIC_FLAG_INIT;  // guards the next two and Incoming::newest
+  std::atomic_flag turning_ = ATOMIC_FLAG_INIT;  // guards the next three and Incoming::newest
   uint32_t next_ = 1;
-  std::vector<Arrived> window_;       // by order modulo its size
-  std::unique_ptr<Landing> landing_;  // if the host is staged
+  std::vector<Arrived> window_;            // by order modulo its size
+  std::unique_ptr<VerbsLanding> landing_;  // if the host is staged; the first NIC's poller looks
+  std::atomic<bool> landing_any_{false};
   std::atomic<bool> broken_{false};
   bool stopped_ = false;
 };

@@ -18,7 +18,7 @@ DrivenLink::Start VerbsLink::start(const Message& m, const uint64_t* available, 
   status = prepare(index, m, posted);
   if (status != Status::Ok) return Start::Done;
   if (available == nullptr) {
-    for (uint32_t i = out.plan.count; i-- > 0;) send_stripe(index, i, out.plan.stripes[i].qp);
+    send_stripes(index);
     return Start::Done;
   }
   out.available = available;

@@ -59,9 +59,18 @@ Status VerbsLink::post(const Message& m) {
   if (ready == Status::Ok) ready = wait_window(deadline);
   if (ready == Status::Ok) ready = prepare(index, m, posted);
   if (ready != Status::Ok) return ready;
-  // Post the leading stripe last, so that it arrives when the others have.
-  for (uint32_t i = out.plan.count; i-- > 0;) send_stripe(index, i, out.plan.stripes[i].qp);
+  send_stripes(index);
   return Status::Ok;
+}
+
+// The leading stripe has the record. It is posted last, so that it arrives when the others have,
+// but to a staged receiver first: that copies each stripe as it comes.
+void VerbsLink::send_stripes(uint32_t index) {
+  const StripePlan& plan = out_[index].plan;
+  for (uint32_t n = 0; n < plan.count; ++n) {
+    const uint32_t i = remote_staged_ ? n : plan.count - 1 - n;
+    send_stripe(index, i, plan.stripes[i].qp);
+  }
 }
 
 // Gives the message its number in slot and link, its stripes and its record.
@@ -83,7 +92,8 @@ Status VerbsLink::prepare(uint32_t index, const Message& m, uint64_t posted) {
   }
   const uint32_t alive = alive_.load(std::memory_order_acquire);
   if (alive == 0) return outcome() == Status::Ok ? Status::PeerGone : outcome();
-  out.plan = plan_stripes(total, alive, m.slot, least_stripe_);
+  out.plan = staged_ || remote_staged_ ? plan_staged(total, alive, m.slot)
+                                       : plan_stripes(total, alive, m.slot, least_stripe_);
   ++out.number;
   out.traced = posted != 0;
   Record record{};

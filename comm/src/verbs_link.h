@@ -130,6 +130,7 @@ class VerbsLink final : public DrivenLink, private CompletionSink {
   Status prepare(uint32_t index, const Message& message, uint64_t posted);
   void add_source(std::shared_ptr<const VerbsSource> source);
   const VerbsSource* source_of(const Part& part) const;
+  void send_stripes(uint32_t index);
   void send_stripe(uint32_t index, uint32_t stripe, uint32_t path);
   void lose(Outgoing& out, uint32_t stripe, uint32_t path);
   void fail_path(uint32_t path, int error);

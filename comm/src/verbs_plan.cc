@@ -5,21 +5,13 @@
 namespace afd_comm {
 namespace {
 
-constexpr uint64_t kLineBytes = 64;
-
 uint32_t next_alive(uint32_t alive, uint32_t from) {
   uint32_t qp = from % kMaxStripes;
   while (!(alive >> qp & 1)) qp = (qp + 1) % kMaxStripes;
   return qp;
 }
 
-}  // namespace
-
-StripePlan plan_stripes(uint64_t nbytes, uint32_t alive, uint32_t turn, uint64_t least) {
-  const auto usable = static_cast<uint64_t>(__builtin_popcount(alive));
-  const uint64_t wanted = std::clamp<uint64_t>(nbytes / std::max<uint64_t>(least, 1), 1, usable);
-  const uint64_t even = (nbytes + wanted - 1) / wanted;
-  const uint64_t length = (even + kLineBytes - 1) / kLineBytes * kLineBytes;
+StripePlan cut(uint64_t nbytes, uint64_t length, uint32_t alive, uint32_t turn) {
   StripePlan plan;
   uint32_t qp = next_alive(alive, turn);
   uint64_t begin = 0;
@@ -30,6 +22,28 @@ StripePlan plan_stripes(uint64_t nbytes, uint32_t alive, uint32_t turn, uint64_t
     qp = next_alive(alive, qp + 1);
   } while (begin < nbytes);
   return plan;
+}
+
+}  // namespace
+
+// With the number of stripes of a plan instead of the wanted number, the result is the same: a plan
+// of length L has ceil(nbytes / L) stripes.
+uint64_t stripe_length(uint64_t nbytes, uint32_t count, uint64_t unit) {
+  const uint64_t even = (nbytes + count - 1) / count;
+  return (even + unit - 1) / unit * unit;
+}
+
+StripePlan plan_stripes(uint64_t nbytes, uint32_t alive, uint32_t turn, uint64_t least) {
+  const auto usable = static_cast<uint64_t>(__builtin_popcount(alive));
+  const uint64_t wanted = std::clamp<uint64_t>(nbytes / std::max<uint64_t>(least, 1), 1, usable);
+  return cut(nbytes, stripe_length(nbytes, static_cast<uint32_t>(wanted)), alive, turn);
+}
+
+StripePlan plan_staged(uint64_t nbytes, uint32_t alive, uint32_t turn) {
+  const uint64_t wanted =
+      std::clamp<uint64_t>((nbytes + kStagedStripe - 1) / kStagedStripe, 1, kMaxStripes);
+  return cut(nbytes, stripe_length(nbytes, static_cast<uint32_t>(wanted), kStagedStripe), alive,
+             turn);
 }
 
 std::size_t cut_stripe(const Part* parts, std::size_t part_count, const Stripe& stripe,

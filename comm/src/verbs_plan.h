@@ -9,6 +9,9 @@
 namespace afd_comm {
 
 constexpr uint32_t kMaxStripes = kMaxVerbsQps;
+constexpr uint64_t kLineBytes = 64;
+// Large enough that a copy takes longer than its call.
+constexpr uint64_t kStagedStripe = 256 << 10;
 // Work requests of one stripe: its pieces and the immediate.
 constexpr std::size_t kMaxPieces = 47;
 
@@ -25,10 +28,19 @@ struct StripePlan {
   uint32_t count = 0;
 };
 
+// Bytes of each stripe but the last of a message of `nbytes` in `count` stripes: whole cache lines.
+// A receiver that knows the number of stripes of a plan thereby knows where each begins.
+uint64_t stripe_length(uint64_t nbytes, uint32_t count, uint64_t unit = kLineBytes);
+
 // Returns nearly equal stripes of whole cache lines over the QPs in the bit set `alive` (not
 // empty). No stripe is smaller than `least` bytes unless it is the only one. `turn` spreads small
 // messages over the QPs.
 StripePlan plan_stripes(uint64_t nbytes, uint32_t alive, uint32_t turn, uint64_t least);
+
+// The same for a message that is copied through host memory: stripes of kStagedStripe bytes, or
+// multiples of it if they would be too many, in turn over the QPs. A QP may get several: while one
+// stripe is on the wire, the next is copied from the device and the last to the device.
+StripePlan plan_staged(uint64_t nbytes, uint32_t alive, uint32_t turn);
 
 // One contiguous piece of a stripe: `nbytes` at `from` in part `part` go to `offset` in the slot.
 struct Piece {

@@ -22,7 +22,7 @@
 
 namespace afd_comm {
 
-constexpr uint32_t kVerbsVersion = 4;
+constexpr uint32_t kVerbsVersion = 5;
 constexpr uint32_t kVerbsHelloMagic = 0x31564641;    // "AFV1"
 constexpr uint32_t kVerbsWelcomeMagic = 0x32564641;  // "AFV2"
 constexpr uint32_t kVerbsConnectMagic = 0x33564641;

@@ -2,7 +2,7 @@
 // one core does not reach. So where a rate is emulated, idle cores help.
 #pragma once
 
-#include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -10,103 +10,90 @@
 #include <cstring>
 #include <mutex>
 #include <thread>
-#include <vector>
 
 namespace fake_copy {
 
-class Pool {
+// Threads that copy together. One copy at a time. Never destroyed: its threads run until the
+// process ends.
+class Team {
  public:
-  explicit Pool(unsigned threads) {
-    for (unsigned i = 0; i < threads; ++i) std::thread([this] { help(); }).detach();
+  Team() {
+    for (Part& part : parts_) std::thread([this, &part] { help(part); }).detach();
   }
 
-  // Any number of threads may copy at a time. Returns when all bytes are there.
-  void copy(void* to, const void* from, std::size_t n) {
-    Job job{static_cast<uint8_t*>(to), static_cast<const uint8_t*>(from), n};
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      jobs_.push_back(&job);
-      version_.fetch_add(1, std::memory_order_release);
+  // Returns false if the team is busy, else when all bytes are there.
+  bool copy(uint8_t* to, const uint8_t* from, std::size_t n) {
+    const std::unique_lock<std::mutex> lock(copying_, std::try_to_lock);
+    if (!lock) return false;
+    const std::size_t each = n / (parts_.size() + 1) / kPage * kPage;
+    std::size_t at = 0;
+    for (Part& part : parts_) {
+      part.to = to + at;
+      part.from = from + at;
+      part.bytes = each;
+      part.asked.fetch_add(1);
+      at += each;
     }
-    changed_.notify_all();
-    work(job);
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      jobs_.erase(std::find(jobs_.begin(), jobs_.end(), &job));
+    if (asleep_.load() != 0) {
+      const std::lock_guard<std::mutex> waking(sleeping_);
+      wake_.notify_all();
     }
-    while (job.helpers.load(std::memory_order_acquire) != 0) std::this_thread::yield();
+    std::memcpy(to + at, from + at, n - at);
+    for (const Part& part : parts_)
+      while (part.done.load(std::memory_order_acquire) !=
+             part.asked.load(std::memory_order_relaxed)) {
+      }
+    return true;
   }
 
  private:
-  static constexpr std::size_t kSlice = 32 << 10;
-
-  struct Job {
-    uint8_t* to;
-    const uint8_t* from;
-    std::size_t bytes;
-    std::atomic<std::size_t> next{0};
-    std::atomic<int> helpers{0};  // counted up under mutex_, while the job is listed
+  static constexpr std::size_t kHelpers = 3;
+  static constexpr std::size_t kPage = 4096;
+  struct alignas(64) Part {
+    std::atomic<uint32_t> asked{0};
+    std::atomic<uint32_t> done{0};
+    uint8_t* to = nullptr;
+    const uint8_t* from = nullptr;
+    std::size_t bytes = 0;
   };
 
-  static void work(Job& job) {
-    while (true) {
-      const std::size_t at = job.next.fetch_add(kSlice, std::memory_order_relaxed);
-      if (at >= job.bytes) return;
-      std::memcpy(job.to + at, job.from + at, std::min(kSlice, job.bytes - at));
-    }
-  }
-
-  // The unfinished job with the fewest helpers, or null. Under mutex_.
-  Job* choose() const {
-    Job* best = nullptr;
-    for (Job* const job : jobs_)
-      if (job->next.load(std::memory_order_relaxed) < job->bytes &&
-          (best == nullptr || job->helpers.load() < best->helpers.load()))
-        best = job;
-    return best;
-  }
-
   // Looks for work for a while without sleeping: waking a thread takes as long as a copy.
-  void help() {
+  void help(Part& part) {
     using Clock = std::chrono::steady_clock;
-    std::unique_lock<std::mutex> lock(mutex_);
-    while (true) {
-      if (Job* const job = choose()) {
-        job->helpers.fetch_add(1, std::memory_order_relaxed);
-        lock.unlock();
-        work(*job);
-        job->helpers.fetch_sub(1, std::memory_order_release);
-        lock.lock();
-        continue;
-      }
-      const uint64_t seen = version_.load(std::memory_order_relaxed);
-      lock.unlock();
+    for (uint32_t seen = 0;; ++seen) {
       const auto end = Clock::now() + std::chrono::milliseconds(1);
-      while (version_.load(std::memory_order_acquire) == seen && Clock::now() < end) {
+      while (part.asked.load(std::memory_order_acquire) == seen && Clock::now() < end) {
       }
-      lock.lock();
-      changed_.wait(lock, [this, seen] { return version_.load() != seen; });
+      if (part.asked.load(std::memory_order_acquire) == seen) {
+        std::unique_lock<std::mutex> lock(sleeping_);
+        asleep_.fetch_add(1);
+        wake_.wait(lock, [&part, seen] { return part.asked.load() != seen; });
+        asleep_.fetch_sub(1);
+      }
+      std::memcpy(part.to, part.from, part.bytes);
+      part.done.store(seen + 1, std::memory_order_release);
     }
   }
 
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::vector<Job*> jobs_;
-  std::atomic<uint64_t> version_{0};  // jobs, ever
+  std::array<Part, kHelpers> parts_;
+  std::mutex copying_;
+  std::mutex sleeping_;
+  std::condition_variable wake_;
+  std::atomic<int> asleep_{0};
 };
 
 // `helped`: whether other cores help, where there are some to spare.
 inline void copy(void* to, const void* from, std::size_t n, bool helped) {
   constexpr unsigned kSpare = 8;
-  constexpr unsigned kMost = 6;
-  static const unsigned cores = std::thread::hardware_concurrency();
-  if (!helped || cores <= kSpare) {
-    std::memcpy(to, from, n);
-    return;
+  static const bool few = std::thread::hardware_concurrency() <= kSpare;
+  auto* const target = static_cast<uint8_t*>(to);
+  const auto* const source = static_cast<const uint8_t*>(from);
+  if (helped && !few) {
+    // Two NICs may copy at a time.
+    static Team* const teams = new Team[2];
+    if (teams[0].copy(target, source, n) || teams[1].copy(target, source, n)) return;
   }
-  // Never destroyed: its threads run until the process ends.
-  static Pool& pool = *new Pool(std::min(cores - kSpare, kMost));
-  pool.copy(to, from, n);
+  std::memcpy(to, from, n);
 }
 
 }  // namespace fake_copy

@@ -165,24 +165,35 @@ def test_a_lost_ffn_instance_costs_no_request_and_no_token(
 
 
 KILLS = 20
+PROMPTS = tuple(
+    Request(tuple(20 + (7 * i + 3 * j) % 90 for j in range(600 + 4 * i)), 4, 0.0) for i in range(96)
+)
+"""Most of their steps are prompts, which run without a graph."""
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("role", ["ffn", "attention"])
-def test_kills_inside_replayed_steps(tiny_models, tmp_path, role):
-    """The FFN instance 20 times, or the engine of the only attention instance 5 times, at random
-    moments of replayed decode steps: no request fails, and its tokens stay the same."""
+@pytest.mark.parametrize(
+    ("role", "requests", "kills", "within_s"),
+    [
+        pytest.param("ffn", TOGETHER, KILLS, 0.5, id="ffn"),
+        pytest.param("attention", TOGETHER, KILLS // 4, 0.5, id="attention"),
+        pytest.param("ffn", PROMPTS, KILLS // 4, 0.1, id="prompts"),
+    ],
+)
+def test_kills_at_random_moments(tiny_models, tmp_path, role, requests, kills, within_s):
+    """The FFN instance or the engine of the only attention instance, inside replayed decode steps
+    or while prompts are computed: no request fails, and its tokens stay the same."""
     log, moments = tmp_path / "serve.log", random.Random(time.time_ns())
     config = deployed(tiny_models("qwen3_moe"), 60.0)
     config["control"]["timeout_s"] = 5.0
     config["restart"] = {"max_restarts": KILLS}  # within a minute
     with disaggregated(config, log=log) as server:
-        calm = run(server.url, server.model, TOGETHER, salt="calm")
-        for kill in range(KILLS if role == "ffn" else KILLS // 4):
+        calm = run(server.url, server.model, requests, salt="calm")
+        for kill in range(kills):
             before, steps = generated(server), replayed(server)
-            thread, found = in_background(server, TOGETHER, f"kill {kill}")
-            wait_until(lambda: generated(server) > before + len(TOGETHER), 60, "decode began")  # noqa: B023
-            time.sleep(moments.uniform(0.0, 0.5))
+            thread, found = in_background(server, requests, f"kill {kill}")
+            wait_until(lambda: generated(server) > before + 8, 60, "the first tokens")  # noqa: B023
+            time.sleep(moments.uniform(0.0, within_s))
             assert thread.is_alive(), "the kill came too late"
             began, lost = time.monotonic(), pid_of(server, role)
             os.kill(lost, signal.SIGKILL)
@@ -192,7 +203,7 @@ def test_kills_inside_replayed_steps(tiny_models, tmp_path, role):
             assert pid_of(server, role) != lost
             assert replayed(server) > (steps if role == "ffn" else 0)
             for mine, theirs in zip(answers, calm, strict=True):
-                assert len(mine.tokens) == TOKENS
+                assert len(mine.tokens) == len(theirs.tokens)
                 differs = first_difference(mine, theirs)
                 assert differs is None or theirs.gaps[differs] < NEAR_TIE, (kill, differs)
             print(f"{role} kill {kill}: answered {time.monotonic() - began:.1f} s after it")

@@ -54,6 +54,7 @@ RDMA_CASES = [
     "gpu_proxy_cases:to_another_process",
     "gpu_proxy_cases:memory_that_comes_back",
     "gpu_proxy_cases:graphs",
+    "gpu_proxy_cases:staged_graphs",
 ]
 """Cases with the libibverbs without hardware, as file:function."""
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from afd_comm._core import plan_stripes
+from afd_comm._core import plan_stripes, stripe_length
+
+STAGED = 256 << 10
+MOST = 16
 
 
 @given(
@@ -26,6 +29,26 @@ def test_stripes_cover_the_payload_once(nbytes: int, alive: int, turn: int, leas
     lengths = [length for _, _, length in stripes]
     assert len(stripes) <= max(1, nbytes // least)
     assert max(lengths) - min(lengths) <= 64 * len(stripes)
+    assert all(length == stripe_length(nbytes, len(stripes), 64) for length in lengths[:-1])
+
+
+@given(
+    nbytes=st.integers(0, 64 << 20), alive=st.integers(1, 0xFFFF), turn=st.integers(0, 1 << 31)
+)
+def test_stripes_of_staged_messages(nbytes: int, alive: int, turn: int) -> None:
+    """The receiver finds each stripe from their number. Each connection gets its share."""
+    stripes = plan_stripes(nbytes, alive, turn, 0)
+    length = stripe_length(nbytes, len(stripes), STAGED)
+    assert length % STAGED == 0 and len(stripes) <= MOST
+    assert length == max(STAGED, -(-nbytes // MOST // STAGED) * STAGED) or nbytes == 0
+    for i, (_, begin, size) in enumerate(stripes):
+        assert begin == min(i * length, nbytes)
+        assert size == min(length, nbytes - begin)
+    assert sum(size for _, _, size in stripes) == nbytes
+    used = [qp for qp, _, _ in stripes]
+    assert all(alive >> qp & 1 for qp in used)
+    connections = alive.bit_count()
+    assert all(used.count(qp) <= -(-len(used) // connections) for qp in used)
 
 
 def test_small_messages_take_turns() -> None:

@@ -1,0 +1,86 @@
+#include "verbs_landing.h"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+namespace afd_comm {
+
+VerbsLanding::VerbsLanding(std::shared_ptr<Accelerator> accelerator, const Memory& memory,
+                           const StageBuffer& staged, SlotRange slots)
+    : accelerator_(std::move(accelerator)),
+      memory_(memory),
+      staged_(staged),
+      first_slot_(slots.first),
+      stream_(accelerator_->make_copy_stream()),
+      started_(slots.count),
+      window_(kWindow) {
+  for (Expected& one : window_) one.copied = accelerator_->make_event(false);
+}
+
+VerbsLanding::~VerbsLanding() {
+  try {
+    // Also copies of messages that never became complete.
+    accelerator_->record(window_[0].copied, stream_);
+    wait_copied(*accelerator_, window_[0].copied);
+  } catch (const CommError&) {
+  }
+  for (const Expected& one : window_) accelerator_->destroy_event(one.copied);
+  accelerator_->destroy_stream(stream_);
+}
+
+bool VerbsLanding::start(const Record& record, uint32_t arrived) {
+  Started& slot = started_[record.slot - first_slot_];
+  const auto ahead = static_cast<int32_t>(record.head - slot.number);
+  if (ahead < 0) return true;  // the next message has begun
+  if (ahead > 0) slot = {record.head, 0};
+  const uint32_t fresh = arrived & ~slot.stripes;
+  slot.stripes |= arrived;
+  const Geometry& g = memory_.geometry();
+  Part parts[kMaxParts];
+  uint64_t total = 0;
+  for (std::size_t i = 0; i < kMaxParts; ++i) {
+    const Extent& extent = record.extents[i];
+    if (extent.offset > g.slot_bytes || extent.nbytes > g.slot_bytes - extent.offset) return false;
+    parts[i] = {extent.offset, nullptr, extent.nbytes};
+    total += extent.nbytes;
+  }
+  const uint64_t length = stripe_length(total, record.stripes, kStagedStripe);
+  uint8_t* const payload = memory_.payload(record.slot);
+  const uint64_t base = g.payload_offset(record.slot);
+  Piece pieces[kMaxPieces];
+  for (uint32_t i = 0; i < record.stripes; ++i) {
+    if (!(fresh >> i & 1)) continue;
+    const Stripe stripe{0, std::min(i * length, total), std::min((i + 1) * length, total)};
+    const std::size_t count =
+        cut_stripe(parts, kMaxParts, stripe, std::numeric_limits<uint64_t>::max(), pieces);
+    for (std::size_t n = 0; n < count; ++n)
+      accelerator_->copy(stream_, payload + pieces[n].offset,
+                         staged_.for_device(staged_.host() + base + pieces[n].offset),
+                         pieces[n].nbytes, CopyPath::Any);
+  }
+  return true;
+}
+
+void VerbsLanding::expect(const Record& record) {
+  Expected& one = window_[(first_ + count_) % kWindow];
+  one.record = record;
+  accelerator_->record(one.copied, stream_);
+  ++count_;
+}
+
+const Record* VerbsLanding::landed() {
+  if (count_ == 0 || !accelerator_->done(window_[first_].copied)) return nullptr;
+  return &window_[first_].record;
+}
+
+void VerbsLanding::pop() {
+  first_ = (first_ + 1) % kWindow;
+  --count_;
+}
+
+void VerbsLanding::finish() {
+  if (count_ != 0) wait_copied(*accelerator_, window_[(first_ + count_ - 1) % kWindow].copied);
+}
+
+}  // namespace afd_comm
