@@ -4,14 +4,10 @@
 #include <array>
 #include <memory>
 
-#include "afd_comm/accelerator.h"
-#include "stage.h"
+#include "device_counter.h"
+#include "stage_buffer.h"
 
 namespace afd_comm {
-
-// Waits until the copies before the event are done. Throws CommError if the device does not do them
-// in 10 s.
-void wait_copied(Accelerator& accelerator, Event event);
 
 // For one thread. After construction nothing allocates; calls wait for copies, not for peers.
 class Landing {
@@ -38,16 +34,14 @@ class Landing {
 
  private:
   static constexpr std::size_t kWindow = 8;
-  void wait(Event event);
-
   std::shared_ptr<Accelerator> accelerator_;
   StageBuffer buffer_;
   Stream stream_;
-  std::array<Event, kWindow> copied_{};
-  std::size_t now_ = 0;    // chunk that is being filled
-  uint64_t filled_ = 0;    // bytes of it
-  uint8_t* to_ = nullptr;  // their place
-  bool dirty_ = false;     // copies were issued since finish()
+  DeviceCounter copied_;
+  std::array<uint64_t, kWindow> free_at_{};  // count of copied_ at which a chunk is free again
+  std::size_t now_ = 0;                      // chunk that is being filled
+  uint64_t filled_ = 0;                      // bytes of it
+  uint8_t* to_ = nullptr;                    // their place
 };
 
 }  // namespace afd_comm

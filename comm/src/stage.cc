@@ -1,12 +1,7 @@
 #include "stage.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
-#include <cerrno>
 #include <utility>
-
-#include "afd_comm/process.h"
 
 namespace afd_comm {
 namespace {
@@ -16,36 +11,12 @@ constexpr uint64_t kStageChunk = 256 << 10;
 
 }  // namespace
 
-StageBuffer::StageBuffer(std::shared_ptr<Accelerator> accelerator, uint64_t nbytes)
-    : nbytes_(std::max<uint64_t>(nbytes, 1)) {
-  void* memory = mmap(nullptr, nbytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (memory == MAP_FAILED)
-    throw CommError("cannot allocate " + std::to_string(nbytes_) +
-                    " bytes to stage messages of a device: " + errno_text(errno) +
-                    "; free memory or lower the slot capacity");
-  host_ = static_cast<uint8_t*>(memory);
-  try {
-    pinned_ = std::make_unique<Pinned>(std::move(accelerator), host_, nbytes_);
-  } catch (...) {
-    munmap(host_, nbytes_);
-    throw;
-  }
-}
-
-StageBuffer::~StageBuffer() {
-  pinned_.reset();
-  munmap(host_, nbytes_);
-}
-
 Stage::Stage(std::shared_ptr<Accelerator> accelerator)
-    : accelerator_(std::move(accelerator)), stream_(accelerator_->make_copy_stream()) {
-  for (Chunk& chunk : ring_) chunk.copied = accelerator_->make_event(false);
-}
+    : accelerator_(std::move(accelerator)),
+      stream_(accelerator_->make_copy_stream()),
+      copied_(accelerator_) {}
 
-Stage::~Stage() {
-  for (const Chunk& chunk : ring_) accelerator_->destroy_event(chunk.copied);
-  accelerator_->destroy_stream(stream_);
-}
+Stage::~Stage() { accelerator_->destroy_stream(stream_); }
 
 void Stage::begin(Message& message, const StageBuffer& buffer) {
   buffer_ = &buffer;
@@ -71,14 +42,12 @@ void Stage::issue() {
                      static_cast<const uint8_t*>(parts_[part_].data) + in_part_, n, CopyPath::Any);
   in_part_ += n;
   issued_ += n;
-  Chunk& chunk = ring_[(first_ + flying_) % kWindow];
-  chunk.end = issued_;
-  accelerator_->record(chunk.copied, stream_);
+  ring_[(first_ + flying_) % kWindow] = {copied_.enqueue(stream_), issued_};
   ++flying_;
 }
 
 void Stage::advance() {
-  while (flying_ != 0 && accelerator_->done(ring_[first_].copied)) {
+  while (flying_ != 0 && copied_.reached(ring_[first_].count)) {
     available_ = ring_[first_].end;
     first_ = (first_ + 1) % kWindow;
     --flying_;

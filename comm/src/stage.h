@@ -5,27 +5,10 @@
 #include <array>
 #include <memory>
 
-#include "afd_comm/accelerator.h"
 #include "afd_comm/types.h"
+#include "device_counter.h"
 
 namespace afd_comm {
-
-// Host memory that a device's copy engine can reach.
-class StageBuffer {
- public:
-  // Throws CommError.
-  StageBuffer(std::shared_ptr<Accelerator> accelerator, uint64_t nbytes);
-  ~StageBuffer();
-  StageBuffer(const StageBuffer&) = delete;
-  uint8_t* host() const { return host_; }
-  void* for_device(const uint8_t* at) const { return pinned_->at(at); }
-  uint64_t nbytes() const { return nbytes_; }
-
- private:
-  uint8_t* host_;
-  uint64_t nbytes_;
-  std::unique_ptr<Pinned> pinned_;
-};
 
 // For one thread at a time. Nothing waits or allocates after construction.
 class Stage {
@@ -46,13 +29,14 @@ class Stage {
  private:
   static constexpr std::size_t kWindow = 8;  // chunks that the device has at a time
   struct Chunk {
-    Event copied = nullptr;
+    uint64_t count = 0;  // of copied_ when it is on the host
     uint64_t end = 0;
   };
   void issue();
 
   std::shared_ptr<Accelerator> accelerator_;
   Stream stream_;
+  DeviceCounter copied_;
   std::array<Chunk, kWindow> ring_;
   std::size_t first_ = 0;  // the oldest chunk on its way
   std::size_t flying_ = 0;

@@ -13,7 +13,6 @@
 namespace afd_comm {
 namespace {
 
-constexpr int64_t kClaimLockUs = 100000;
 
 }  // namespace
 

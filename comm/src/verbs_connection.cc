@@ -16,7 +16,6 @@
 namespace afd_comm {
 namespace {
 
-constexpr int64_t kClaimLockUs = 100000;
 // A queue pair in the error state returns its receives at once; a device that does not is lost.
 constexpr int64_t kDrainUs = 500000;
 constexpr uint32_t kFewReceives = 64;

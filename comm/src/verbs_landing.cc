@@ -13,19 +13,16 @@ VerbsLanding::VerbsLanding(std::shared_ptr<Accelerator> accelerator, const Memor
       staged_(staged),
       first_slot_(slots.first),
       stream_(accelerator_->make_copy_stream()),
+      copied_(accelerator_),
       started_(slots.count),
-      window_(kWindow) {
-  for (Expected& one : window_) one.copied = accelerator_->make_event(false);
-}
+      window_(kWindow) {}
 
 VerbsLanding::~VerbsLanding() {
   try {
     // Also copies of messages that never became complete.
-    accelerator_->record(window_[0].copied, stream_);
-    wait_copied(*accelerator_, window_[0].copied);
+    copied_.wait(copied_.enqueue(stream_));
   } catch (const CommError&) {
   }
-  for (const Expected& one : window_) accelerator_->destroy_event(one.copied);
   accelerator_->destroy_stream(stream_);
 }
 
@@ -63,14 +60,12 @@ bool VerbsLanding::start(const Record& record, uint32_t arrived) {
 }
 
 void VerbsLanding::expect(const Record& record) {
-  Expected& one = window_[(first_ + count_) % kWindow];
-  one.record = record;
-  accelerator_->record(one.copied, stream_);
+  window_[(first_ + count_) % kWindow] = {record, copied_.enqueue(stream_)};
   ++count_;
 }
 
 const Record* VerbsLanding::landed() {
-  if (count_ == 0 || !accelerator_->done(window_[first_].copied)) return nullptr;
+  if (count_ == 0 || !copied_.reached(window_[first_].count)) return nullptr;
   return &window_[first_].record;
 }
 
@@ -79,8 +74,6 @@ void VerbsLanding::pop() {
   --count_;
 }
 
-void VerbsLanding::finish() {
-  if (count_ != 0) wait_copied(*accelerator_, window_[(first_ + count_ - 1) % kWindow].copied);
-}
+void VerbsLanding::finish() { copied_.wait(copied_.enqueued()); }
 
 }  // namespace afd_comm

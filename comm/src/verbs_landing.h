@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "afd_comm/memory.h"
-#include "landing.h"
+#include "device_counter.h"
 #include "verbs_plan.h"
 #include "verbs_wire.h"
 
@@ -48,7 +48,7 @@ class VerbsLanding {
   };
   struct Expected {
     Record record;
-    Event copied = nullptr;
+    uint64_t count = 0;  // of copied_ when its bytes are on the device
   };
 
   std::shared_ptr<Accelerator> accelerator_;
@@ -56,6 +56,7 @@ class VerbsLanding {
   const StageBuffer& staged_;
   uint32_t first_slot_;
   Stream stream_;
+  DeviceCounter copied_;
   std::vector<Started> started_;
   std::vector<Expected> window_;
   std::size_t first_ = 0;  // the oldest of window_

@@ -64,9 +64,11 @@ struct FakeContext : ib::Context {
 
 struct FakeCq : ib::Cq {
   std::deque<ib::Wc> done;
+  std::atomic<std::size_t> count{0};  // of `done`: pollers look at it without the lock
   bool armed = false;
   void push(const ib::Wc& wc) {
     done.push_back(wc);
+    count.store(done.size(), std::memory_order_release);
     if (!armed || channel == nullptr) return;
     armed = false;
     static_cast<FakeChannel*>(channel)->events.push_back(this);

@@ -8,6 +8,9 @@
 
 namespace afd_comm {
 
+// How long a receiver waits for the lock of take_claim().
+constexpr int64_t kClaimLockUs = 100000;
+
 // Claims `range` for `owner` (0: a connection) and returns the claim's serial, which proves it.
 // Older claims end. `lock_fd` must be an open file description of the memory that no other thread
 // uses. Throws CommError if the range lies outside of the region, or if the lock is not free by

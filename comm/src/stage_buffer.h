@@ -1,0 +1,27 @@
+// StageBuffer: host memory that messages of a device are copied through.
+#pragma once
+
+#include <memory>
+
+#include "afd_comm/accelerator.h"
+
+namespace afd_comm {
+
+// Host memory that a device's copy engine can reach.
+class StageBuffer {
+ public:
+  // Throws CommError.
+  StageBuffer(std::shared_ptr<Accelerator> accelerator, uint64_t nbytes);
+  ~StageBuffer();
+  StageBuffer(const StageBuffer&) = delete;
+  uint8_t* host() const { return host_; }
+  void* for_device(const uint8_t* at) const { return pinned_->at(at); }
+  uint64_t nbytes() const { return nbytes_; }
+
+ private:
+  uint8_t* host_;
+  uint64_t nbytes_;
+  std::unique_ptr<Pinned> pinned_;
+};
+
+}  // namespace afd_comm
