@@ -65,6 +65,7 @@ def main(argv: Sequence[str]) -> int:
         library = args.library or stand_in_nic.build(Path(folder))
         # Read by the library when it sends first.
         os.environ["AFD_FAKE_NIC_GBPS"] = str(args.gbps)
+        os.environ["AFD_FAKE_NIC_BYTES"] = "0" if args.no_bytes else "1"
         from afd_bench.wire_gpu_torch import Settings, measure
 
         cells = []
@@ -146,6 +147,12 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--backends", nargs="+", default=BACKENDS, choices=BACKENDS)
     parser.add_argument("--depths", nargs="+", type=int, default=[1, 3], help="of the steps")
     parser.add_argument("--gbps", type=int, default=400, help="rate of the emulated NIC, Gb/s")
+    parser.add_argument(
+        "--no-bytes",
+        action="store_true",
+        help="the emulated NIC does not copy from host memory to host memory: a NIC does it by DMA,"
+        " and cores are slower",
+    )
     parser.add_argument("--work-us", type=float, default=150.0, help="per position and side")
     parser.add_argument("--up", type=int, default=UP, help="bytes of a message to the FFN")
     parser.add_argument("--down", type=int, default=DOWN, help="bytes of an answer")

@@ -4,6 +4,8 @@
 // shared library and pass its path as VerbsOptions::library.
 //
 // AFD_FAKE_NIC_GBPS: how fast each device sends, Gb/s; not set: as fast as it can.
+// AFD_FAKE_NIC_BYTES=0: payloads from host memory to host memory take their time on the line, but
+// are not copied. To measure only.
 //
 // One thread per queue pair simulates the wire, so messages of different queue pairs can overtake
 // each other. The fake_* functions at the end inject faults.

@@ -149,6 +149,13 @@ double line_gbps() {
   return gbps;
 }
 
+// Whether payloads are copied from host memory to host memory (not with AFD_FAKE_NIC_BYTES=0). A NIC
+// does it by DMA at the rate of its line. Cores that copy what a GPU has just written are slower.
+bool carries_bytes() {
+  static const char* const text = std::getenv("AFD_FAKE_NIC_BYTES");
+  return text == nullptr || std::strcmp(text, "0") != 0;
+}
+
 // Writes into memory of this process that is registered under `rkey`. `bytes`: null if they are
 // there already. `lock` of `world` is open while a device, or much, is copied. Returns a status.
 int write_here(uint32_t rkey, uint64_t at, const void* bytes, uint32_t length,
@@ -159,7 +166,8 @@ int write_here(uint32_t rkey, uint64_t at, const void* bytes, uint32_t length,
   const auto base = reinterpret_cast<uint64_t>(mr.addr);
   if (!(mr.access & ib::kRemoteWrite) || at < base || at + length > base + mr.length)
     return ib::kWcRemoteAccess;
-  if (bytes == nullptr) return ib::kWcSuccess;
+  if (bytes == nullptr || (length >= kOwnCopy && !mr.device && !carries_bytes()))
+    return ib::kWcSuccess;
   const bool device = mr.device && fake_gpu::driver().loaded;
   auto* const to = reinterpret_cast<void*>(at);
   if (!device && length < kOwnCopy) {
