@@ -16,7 +16,8 @@ from afd_bench.wire_gpu import Cell, main, records
 def test_all_backends_run_on_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(os.environ, "AFD_FAKE_NIC_GBPS", "")  # restored behind the test
+    for name in ("AFD_FAKE_NIC_GBPS", "AFD_FAKE_NIC_BYTES"):
+        monkeypatch.setitem(os.environ, name, "")  # restored behind the test
     out = tmp_path / "wire.json"
     sizes = ["--up", "5000", "--down", "9000", "--positions", "4", "--replays", "3"]
     given = ["--device", "cpu", "--depths", "3", "--work-us", "1", "--parts"]

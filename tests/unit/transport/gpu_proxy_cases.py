@@ -162,6 +162,17 @@ def line_rate(gpu: Gpu) -> None:
     assert time.monotonic() - began > 0.95 * 8 * SLOT_BYTES / 1e9 / 2  # two NICs
 
 
+def without_bytes(gpu: Gpu) -> None:
+    """The stand-in NIC takes the line's time for a payload and leaves it away, if it is told to."""
+    os.environ["AFD_FAKE_NIC_BYTES"] = "0"
+    way = Way(gpu, "verbs", "cpu", "cpu")
+    way.fill(np.random.default_rng(1), 0)
+    assert way.link.post(way.message(0), 1) == Status.OK
+    assert way.region.wait_all([0], [1], TIMEOUT_US) == [Status.OK]
+    assert way.region.header(0).count == ROWS
+    assert not way.rows(way.region, 0)[: CAPACITY[0]].any()  # the small part is copied
+
+
 def direct_verbs(gpu: Gpu) -> None:
     for sender, receiver in ((gpu.peer, gpu.device), (gpu.peer, "cpu"), ("cpu", gpu.device)):
         way = Way(gpu, "verbs", sender, receiver)

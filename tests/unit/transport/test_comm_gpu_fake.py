@@ -48,6 +48,7 @@ RDMA_CASES = [
     "gpu_proxy_cases:staged_tcp",
     "gpu_proxy_cases:auto_backend",
     "gpu_proxy_cases:line_rate",
+    "gpu_proxy_cases:without_bytes",
     "gpu_proxy_cases:direct_verbs",
     "gpu_proxy_cases:relinked",
     "gpu_proxy_cases:staged_verbs",

@@ -32,9 +32,7 @@ def test_stripes_cover_the_payload_once(nbytes: int, alive: int, turn: int, leas
     assert all(length == stripe_length(nbytes, len(stripes), 64) for length in lengths[:-1])
 
 
-@given(
-    nbytes=st.integers(0, 64 << 20), alive=st.integers(1, 0xFFFF), turn=st.integers(0, 1 << 31)
-)
+@given(nbytes=st.integers(0, 64 << 20), alive=st.integers(1, 0xFFFF), turn=st.integers(0, 1 << 31))
 def test_stripes_of_staged_messages(nbytes: int, alive: int, turn: int) -> None:
     """The receiver finds each stripe from their number. Each connection gets its share."""
     stripes = plan_stripes(nbytes, alive, turn, 0)
