@@ -11,8 +11,6 @@
 #include "trace_clock.h"
 
 namespace afd_comm {
-namespace {}  // namespace
-
 TcpConnection::TcpConnection(Fd fd, const Memory& memory, const Token& token, int claim_lock_fd,
                              std::shared_ptr<Accelerator> accelerator)
     : fd_(std::move(fd)),
