@@ -46,20 +46,24 @@ class CutState(ModelState):
     depth: int
     prepared: Prepared | None
 
-    def begin_cutting(self, max_depth: int) -> None:
-        """Comes before everything else, because ``__init__`` does not run."""
+    def begin_cutting(self, max_depth: int, *, drafts: bool) -> None:
+        """Comes before everything else, because ``__init__`` does not run.
+
+        drafts: draft layers run behind a step, on the whole of it.
+        """
         self.depth = 1
         self.prepared = None
+        self._drafts = drafts
         self._buffers = CutBuffers(max_depth, self.max_num_reqs, self.device)
         self._groups: list[Groups] = []
 
     def set_builders(self, groups: Groups, kernel_block_sizes: Sequence[int], depth: int) -> None:
-        """Makes builders for every micro-batch but the first, which has vLLM's.
+        """Makes builders for every micro-batch but the first, which has vLLM's, and for drafts.
 
         A builder has memory that captured graphs read, so micro-batches cannot share one.
         """
         self._groups = [groups]
-        for _ in range(1, depth):
+        for _ in range(1, depth + self._drafts):
             own = [[replace(group, metadata_builders=[]) for group in found] for found in groups]
             for group in (group for found in own for group in found):
                 number = group.kv_cache_group_id
@@ -120,7 +124,19 @@ class CutState(ModelState):
                     **named,
                 )
                 parts.append(part)
-            metadata = CutMetadata(parts, [cut.rows for cut in cuts])
+            whole: dict[str, Any] = {}
+            if self._drafts:
+                whole = super().prepare_attn(
+                    input_batch,
+                    cudagraph_mode,
+                    block_tables,
+                    slot_mappings,
+                    self._groups[-1],
+                    kv_cache_config,
+                    *arguments,
+                    **named,
+                )
+            metadata = CutMetadata(parts, [cut.rows for cut in cuts], whole)
         self.prepared = Prepared(input_batch, metadata, slot_mappings, kv_cache_config)
         return metadata
 

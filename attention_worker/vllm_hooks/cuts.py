@@ -4,8 +4,9 @@ A cut has equal numbers of rows (:func:`afd.schedule.split_rows`), so it may go 
 its later rows are then in the next micro-batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -55,14 +56,21 @@ def cut_step(starts: Starts, padded_rows: int, padded_requests: int, depth: int)
 class CutMetadata(dict[str, Any]):
     """Attention metadata of a step, one by one for its micro-batches.
 
-    It is empty: vLLM only hands it on, as the metadata of layers by their names, to the forward
-    context of the model (:mod:`attention_worker.vllm_hooks.forward_context`).
+    vLLM hands it on, as the metadata of layers by their names, to the forward context of the model
+    (:mod:`attention_worker.vllm_hooks.forward_context`), and to that of draft layers, which run on
+    the whole step. Only those read it by name.
 
-    parts: metadata by layer name, one per micro-batch. rows: of each micro-batch.
+    parts: metadata by layer name, one per micro-batch. rows: of each micro-batch. whole: of the
+        step, by layer name; empty without draft layers.
     """
 
-    def __init__(self, parts: Sequence[dict[str, Any]], rows: Sequence[slice]) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        parts: Sequence[dict[str, Any]],
+        rows: Sequence[slice],
+        whole: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        super().__init__(whole)
         self.parts = tuple(parts)
         self.rows = tuple(rows)
 

@@ -20,9 +20,9 @@ def check_runner(config: VllmConfig) -> None:
     use_v2_model_runner)."""
     if config.use_v2_model_runner and os.environ.get(SWITCH) == FIRST:
         raise ConfigError(
-            "vLLM serves --watermark-config with its second-generation model runner only, but"
-            " adapters, attention.speculation, attention.tp and the section prefill need the first"
-            " one; remove either, or VLLM_USE_V2_MODEL_RUNNER=0"
+            "vLLM serves --watermark-config with its second-generation model runner only; set"
+            " VLLM_USE_V2_MODEL_RUNNER=1. With the section prefill, or with attention.speculation by"
+            " draft layers and pipeline.graphs, remove --watermark-config"
         )
 
 

@@ -158,12 +158,16 @@ def test_a_prefix_that_the_same_step_fills_is_a_hazard() -> None:
 
 def deployment(**changed: Any) -> Any:
     attention = SimpleNamespace(
+        device=changed.get("device", "cuda"),
         speculation=changed.get("speculation"),
         tp=changed.get("tp", 1),
         vllm_args=changed.get("vllm_args", []),
     )
-    prefill = SimpleNamespace(instances=changed.get("prefill", 0))
-    return SimpleNamespace(attention=attention, prefill=prefill)
+    return SimpleNamespace(
+        attention=attention,
+        pipeline=SimpleNamespace(graphs=changed.get("graphs", True)),
+        prefill=SimpleNamespace(instances=changed.get("prefill", 0)),
+    )
 
 
 @pytest.mark.parametrize("environment", [{}, {SWITCH: FIRST}, {SWITCH: SECOND}])
@@ -171,19 +175,43 @@ def test_vllms_own_rule_decides(environment: dict[str, str]) -> None:
     assert model_runner(deployment(), environment) == {}
 
 
-def test_what_the_second_generation_lacks_keeps_the_first(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    for changed, named in (
-        ({"speculation": "ngram"}, "attention.speculation"),
-        ({"tp": 2}, "attention.tp"),
+MTP, NGRAM = SimpleNamespace(method="mtp"), SimpleNamespace(method="ngram")
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"speculation": MTP}, "attention.speculation with draft layers and pipeline.graphs"),
         ({"prefill": 1}, "the section prefill"),
+    ],
+)
+def test_what_the_second_generation_lacks_keeps_the_first(
+    changed: dict[str, Any], named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for environment in ({}, {SWITCH: FIRST}):
+        assert model_runner(deployment(**changed), environment) == {SWITCH: FIRST}
+    assert not caplog.records
+    assert model_runner(deployment(**changed), {SWITCH: SECOND}) == {SWITCH: FIRST}
+    (record,) = caplog.records
+    assert f"{named} works on vLLM's first-generation" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"speculation": NGRAM}, "attention.speculation"),
+        ({"speculation": MTP, "graphs": False}, "attention.speculation"),
+        ({"speculation": MTP, "device": "cpu"}, "attention.speculation"),
+        ({"tp": 2}, "attention.tp"),
         ({"vllm_args": ["--enable-lora"]}, "--enable-lora"),
-    ):
-        caplog.clear()
-        for environment in ({}, {SWITCH: FIRST}):
-            assert model_runner(deployment(**changed), environment) == {SWITCH: FIRST}
-        assert not caplog.records
-        assert model_runner(deployment(**changed), {SWITCH: SECOND}) == {SWITCH: FIRST}
-        (record,) = caplog.records
-        assert f"{named} works on vLLM's first-generation" in record.getMessage()
+    ],
+)
+def test_what_was_not_seen_on_a_gpu_waits_for_the_user(
+    changed: dict[str, Any], named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for environment in ({}, {SWITCH: FIRST}):
+        assert model_runner(deployment(**changed), environment) == {SWITCH: FIRST}
+    assert not caplog.records
+    assert model_runner(deployment(**changed), {SWITCH: SECOND}) == {}
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"{named} on vLLM's second-generation")
