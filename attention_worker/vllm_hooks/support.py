@@ -21,8 +21,8 @@ def check_runner(config: VllmConfig) -> None:
     if config.use_v2_model_runner and os.environ.get(SWITCH) == FIRST:
         raise ConfigError(
             "vLLM serves --watermark-config with its second-generation model runner only; set"
-            " VLLM_USE_V2_MODEL_RUNNER=1. With the section prefill, or with attention.speculation by"
-            " draft layers and pipeline.graphs, remove --watermark-config"
+            " VLLM_USE_V2_MODEL_RUNNER=1. With the section prefill, or with draft layers and"
+            " pipeline.graphs, remove --watermark-config"
         )
 
 

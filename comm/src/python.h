@@ -3,6 +3,7 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -41,6 +42,12 @@ inline Interrupt interrupt() { return syscall(SYS_gettid) == getpid() ? signals_
 
 // Up to this size a copy takes less time than releasing and reacquiring the GIL.
 constexpr uint64_t kCopyWithGil = 64 * 1024;
+
+// numpy arrays with one entry per message.
+using Slots =
+    nanobind::ndarray<const uint32_t, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
+using Flags =
+    nanobind::ndarray<const uint64_t, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
 
 // The user words, in hex and as the Python type bytes.
 std::string user_text(const std::array<uint64_t, kUserWords>& user);

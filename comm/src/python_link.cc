@@ -5,8 +5,10 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "afd_comm/link.h"
 #include "python.h"
@@ -44,6 +46,31 @@ Status post(Link& link, const Message& unflagged, uint64_t flag, const Received*
   // A signal handler that ran during the wait may have raised.
   if (PyErr_Occurred() != nullptr) throw nb::python_error();
   return status;
+}
+
+// Posts one message to several links. Returns the index and the status of those that failed.
+std::vector<std::pair<std::size_t, Status>> post_each(const std::vector<Link*>& links,
+                                                      const Message& unflagged, const Slots& slots,
+                                                      const Flags& flags) {
+  if (slots.shape(0) != links.size() || flags.shape(0) != links.size())
+    throw nb::value_error("slots and flags have one entry per link");
+  const auto copied = static_cast<uint64_t>(unflagged.header.nbytes) * links.size();
+  const bool quick = copied <= kCopyWithGil && std::none_of(links.begin(), links.end(),
+                                                            [](auto* l) { return l->may_block(); });
+  std::vector<std::pair<std::size_t, Status>> failed;
+  {
+    std::optional<nb::gil_scoped_release> release;
+    if (!quick) release.emplace();
+    Message message = unflagged;
+    for (std::size_t i = 0; i < links.size(); ++i) {
+      message.slot = slots.data()[i];
+      message.flag = flags.data()[i];
+      const Status status = links[i]->post(message);
+      if (status != Status::Ok) failed.emplace_back(i, status);
+    }
+  }
+  if (PyErr_Occurred() != nullptr) throw nb::python_error();
+  return failed;
 }
 
 std::unique_ptr<Link> connect(std::vector<std::string> addresses, std::string backend,
@@ -107,6 +134,7 @@ void bind_link(nb::module_& m) {
     for (const std::string& name : backend_names()) names.append(name);
     return nb::tuple(names);
   });
+  m.def("post_each", &post_each, "links"_a, "message"_a, "slots"_a, "flags"_a);
   nb::class_<PyRecording>(m, "Recording").def("release", &PyRecording::release);
   nb::class_<Link>(m, "Link")
       .def(nb::new_(&connect), "addresses"_a, nb::kw_only(), "backend"_a = "auto",

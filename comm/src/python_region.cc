@@ -87,8 +87,6 @@ int64_t wait_any(Region& region, nb::list slots, nb::list flags, int64_t timeout
   return -1;
 }
 
-using Slots = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Flags = nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Headers = nb::ndarray<uint64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 constexpr std::size_t kHeaderFields = kUserWords + 3;
 

@@ -1,8 +1,10 @@
 """How orders travel between the processes of the FFN pool: through a ring of slots per receiver."""
 
 import logging
+from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from afd.config.resolve import Resolved
 from afd.control.messages import Member, Members
@@ -11,7 +13,16 @@ from afd.schedule import Position
 from afd.topology import member_id, session
 from afd.wire.layout import Kind
 from afd.wire.message import message, received
-from afd_comm import CommError, Link, Message, Region, Status, VerbsOptions, make_flag
+from afd_comm import (
+    CommError,
+    Link,
+    Message,
+    Region,
+    Status,
+    VerbsOptions,
+    make_flag,
+    post_each,
+)
 from ffn_worker.pool.membership import MembershipWatch
 from ffn_worker.pool.order_format import (
     Order,
@@ -91,57 +102,72 @@ class OrderInbox:
 
 
 class _OrderLink:
-    """Sends orders to one process. Raises CommError if it cannot be reached."""
+    """A link to one process. Raises CommError if it cannot be reached."""
 
     def __init__(self, resolved: Resolved, member: Member, number: int, hello: str) -> None:
         """number: of the session."""
         self.id = member.id
         self.session = number
-        self._slots = _slots(resolved)
-        self._slot, self._flag = 0, make_flag(number, 1)  # of the next order
-        self._link = Link(
+        self.sent = 1  # messages
+        self.link = Link(
             list(member.order_addresses),
-            slots=(0, self._slots),
+            slots=(0, _slots(resolved)),
             timeout_us=_POST_TIMEOUT_US,
             verbs=_verbs(resolved),
         )
-        self.post(_Said(Kind.HELLO, Position(0, 0), hello.encode()))
-
-    def post(self, said: "_Said") -> Status:
-        slot, flag = self._slot, self._flag
-        self._slot, self._flag = (slot + 1) % self._slots, flag + 1
-        return self._link.post(said.in_slot(slot), flag)
-
-    def close(self) -> None:
-        self._link.close()
+        text = np.frombuffer(hello.encode(), np.uint8)
+        self.link.post(_said(Kind.HELLO, Position(0, 0), text), make_flag(number, 1))
 
 
-class _Said:
-    """An order or a hello, to several processes."""
+def _said(kind: Kind, position: Position, data: npt.NDArray[np.uint8], settled: int = 0) -> Message:
+    """Returns an order or a hello for slot 0. ``data`` has to live until it is posted."""
+    return message(
+        0,
+        [(0, data.ctypes.data, len(data))] if len(data) else [],
+        0,
+        layer=position.layer,
+        micro_batch=position.micro_batch,
+        depth=0,
+        kind=kind,
+        moves=settled,
+    )
 
-    def __init__(self, kind: Kind, position: Position, payload: bytes, settled: int = 0) -> None:
-        self._kind, self._position, self._settled = kind, position, settled
-        self._data = np.frombuffer(payload, np.uint8)  # keeps the bytes in memory
-        self._slot = -1
-        self._message: Message
 
-    def in_slot(self, slot: int) -> Message:
-        """Returns the message for a slot. Made once for all rings that are at the same slot, as
-        most are."""
-        if slot != self._slot:
-            size = len(self._data)
-            self._message = message(
-                slot,
-                [(0, self._data.ctypes.data, size)] if size else [],
-                0,
-                layer=self._position.layer,
-                micro_batch=self._position.micro_batch,
-                depth=0,
-                kind=self._kind,
-                moves=self._settled,
-            )
-            self._slot = slot
-        return self._message
+class _Rings:
+    """The slot and the flag of the next order in each ring, as arrays: with dozens of receivers,
+    one call posts to all of them."""
+
+    def __init__(self, links: Sequence[tuple[int, _OrderLink]], slots: int) -> None:
+        """links: the receiver's instance, and the link."""
+        self._order_links = [link for _, link in links]
+        self._links = [link.link for link in self._order_links]
+        self._instances = [instance for instance, _ in links]
+        self._count = slots
+        self._slots = np.array([link.sent % slots for link in self._order_links], np.uint32)
+        self._flags = np.array(
+            [make_flag(link.session, link.sent + 1) for link in self._order_links], np.uint64
+        )
+
+    def post(self, said: Message, receivers: int) -> list[tuple[_OrderLink, Status]]:
+        """Posts to those that get the order. Returns those that did not take it, and why."""
+        slots, flags, order_links = self._slots, self._flags, self._order_links
+        if receivers:
+            to = [i for i, instance in enumerate(self._instances) if gets(receivers, instance)]
+            order_links = [order_links[i] for i in to]
+            failed = post_each([self._links[i] for i in to], said, slots[to], flags[to])
+            slots[to] += 1
+            flags[to] += 1
+        else:
+            failed = post_each(self._links, said, slots, flags)
+            slots += 1
+            flags += 1
+        slots %= self._count
+        return [(order_links[i], status) for i, status in failed]
+
+    def note_sent(self) -> None:
+        """Notes in each link how many messages it has sent."""
+        for link, flag in zip(self._order_links, self._flags, strict=True):
+            link.sent = int(flag) - make_flag(link.session, 1)
 
 
 class OrderLinks:
@@ -163,19 +189,22 @@ class OrderLinks:
         self._hello = hello
         self._watch = MembershipWatch()
         self._links: dict[tuple[int, int], _OrderLink] = {}
+        self._rings = _Rings([], _slots(resolved))
 
     def reconcile(self, members: Members, generation: int) -> None:
         """Links to processes that are new, forgets those that are gone."""
         if not self._places or not self._watch.has_news(members.version, generation):
             return
+        self._rings.note_sent()
         for place in self._places:
             member, link = members.find("ffn", *place), self._links.get(place)
             number = session(generation, member.generation) if member else 0
             if link is not None and link.session != number:
-                self._links.pop(place).close()
+                self._links.pop(place).link.close()
                 link = None
             if member is not None and link is None:
                 self._connect(place, member, number)
+        self._line_up()
 
     def missing(self) -> list[str]:
         """Returns the ids of the processes that are not linked."""
@@ -189,15 +218,10 @@ class OrderLinks:
         """
         if not self._links:
             return
-        said = _Said(order.kind, order.position, order.payload(), order.settled)
-        receivers = order.receivers
-        for (instance, _), link in self._links.items():
-            # The ring of slots has room for orders that the receiver's answers keep in check.
-            if receivers and not gets(receivers, instance):
-                continue
-            status = link.post(said)
-            if status == Status.OK:
-                continue
+        data = np.frombuffer(order.payload(), np.uint8)
+        said = _said(order.kind, order.position, data, order.settled)
+        # A ring of slots has room for orders that the receiver's answers keep in check.
+        for link, status in self._rings.post(said, order.receivers):
             if status == Status.PEER_GONE and not self._same_instance:
                 logger.warning("%s is gone; continuing without it", link.id)
             else:
@@ -205,8 +229,13 @@ class OrderLinks:
 
     def close(self) -> None:
         for link in self._links.values():
-            link.close()
+            link.link.close()
         self._links.clear()
+        self._line_up()
+
+    def _line_up(self) -> None:
+        links = [(instance, link) for (instance, _), link in self._links.items()]
+        self._rings = _Rings(links, _slots(self._resolved))
 
     def _connect(self, place: tuple[int, int], member: Member, number: int) -> None:
         try:

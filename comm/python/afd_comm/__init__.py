@@ -25,6 +25,7 @@ from ._core import (
     make_flag,
     memcpy_ping_pong,
     ping_pong,
+    post_each,
 )
 
 __all__ = [
@@ -49,4 +50,5 @@ __all__ = [
     "make_flag",
     "memcpy_ping_pong",
     "ping_pong",
+    "post_each",
 ]

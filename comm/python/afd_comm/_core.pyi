@@ -200,6 +200,18 @@ class VerbsOptions:
         are opened when a region or link is made.
         """
 
+def post_each(
+    links: list[Link],
+    message: Message,
+    slots: npt.NDArray[np.uint32],
+    flags: npt.NDArray[np.uint64],
+) -> list[tuple[int, Status]]:
+    """Post one message to several links, ``slots[i]`` and ``flags[i]`` over ``links[i]``, as ``Link.post``.
+
+    Returns the index and the status of each that failed; the others are posted all the same. With many links this
+    takes a fraction of the time of as many calls. Raises ValueError for different lengths.
+    """
+
 def plan_stripes(nbytes: int, alive: int, turn: int, least: int) -> list[tuple[int, int, int]]:
     """Return how verbs divides a payload: (connection, offset, length) of each stripe. Pure; for tests.
 

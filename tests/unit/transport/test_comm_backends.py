@@ -21,6 +21,7 @@ from afd_comm import (
     Status,
     backends,
     make_flag,
+    post_each,
 )
 
 SLOT_BYTES = 4096
@@ -373,3 +374,31 @@ def test_concurrent_waiters_and_senders(region: Region, backend: str) -> None:
     for t in threads:
         t.join(timeout=8)
     assert not failures and not any(t.is_alive() for t in threads)
+
+
+def test_post_each_does_what_single_posts_do(backend: str) -> None:
+    rng, size = np.random.default_rng(4), 5
+    regions = [Region(4, SLOT_BYTES, name=f"to-{i}", tcp_host="127.0.0.1") for i in range(size)]
+    links = [Link(r.addresses, backend=backend, timeout_us=TIMEOUT_US) for r in regions]
+    for number in range(1, 21):
+        data = rng.integers(0, 256, int(rng.integers(1, SLOT_BYTES + 1)), dtype=np.uint8)
+        said = Message(0, [(0, data.ctypes.data, len(data))], b"u", number)
+        slots = rng.integers(0, 4, size, dtype=np.uint32)
+        flags = np.array([make_flag(i + 1, number) for i in range(size)], np.uint64)
+        assert post_each(links, said, slots, flags) == []
+        for region, slot, flag in zip(regions, slots.tolist(), flags.tolist(), strict=True):
+            assert region.wait_all([slot], [flag], TIMEOUT_US) == [Status.OK]
+            header = region.header(slot)
+            assert (header.count, header.user[:1]) == (number, b"u")
+            assert np.array_equal(region.buffer(slot)[: header.nbytes], data)
+
+
+def test_post_each_names_the_links_that_failed() -> None:
+    regions = [Region(1, 64, name=f"to-{i}") for i in range(3)]
+    links = [Link(r.addresses, timeout_us=TIMEOUT_US) for r in regions]
+    links[1].close()
+    slots, flags = np.zeros(3, np.uint32), np.full(3, FLAG, np.uint64)
+    assert post_each(links, Message(0, []), slots, flags) == [(1, Status.CLOSED)]
+    assert [region.ready(0, FLAG) for region in regions] == [True, False, True]
+    with pytest.raises(ValueError, match="one entry per link"):
+        post_each(links, Message(0, []), slots[:2], flags)
