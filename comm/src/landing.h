@@ -4,7 +4,7 @@
 #include <array>
 #include <memory>
 
-#include "device_counter.h"
+#include "copy_counter.h"
 #include "stage_buffer.h"
 
 namespace afd_comm {
@@ -37,7 +37,7 @@ class Landing {
   std::shared_ptr<Accelerator> accelerator_;
   StageBuffer buffer_;
   Stream stream_;
-  DeviceCounter copied_;
+  CopyCounter copied_;
   std::array<uint64_t, kWindow> free_at_{};  // count of copied_ at which a chunk is free again
   std::size_t now_ = 0;                      // chunk that is being filled
   uint64_t filled_ = 0;                      // bytes of it

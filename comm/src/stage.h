@@ -6,7 +6,8 @@
 #include <memory>
 
 #include "afd_comm/types.h"
-#include "device_counter.h"
+#include "copy_counter.h"
+#include "stage_buffer.h"
 
 namespace afd_comm {
 
@@ -36,7 +37,7 @@ class Stage {
 
   std::shared_ptr<Accelerator> accelerator_;
   Stream stream_;
-  DeviceCounter copied_;
+  CopyCounter copied_;
   std::array<Chunk, kWindow> ring_;
   std::size_t first_ = 0;  // the oldest chunk on its way
   std::size_t flying_ = 0;

@@ -7,7 +7,8 @@
 #include <vector>
 
 #include "afd_comm/memory.h"
-#include "device_counter.h"
+#include "copy_counter.h"
+#include "stage_buffer.h"
 #include "verbs_plan.h"
 #include "verbs_wire.h"
 
@@ -40,7 +41,7 @@ class VerbsLanding {
   void finish();
 
  private:
-  static constexpr std::size_t kWindow = 64;
+  static constexpr std::size_t kWindow = CopyCounter::kMost;
   // Of a slot's newest message.
   struct Started {
     uint32_t number = 0;
@@ -56,7 +57,7 @@ class VerbsLanding {
   const StageBuffer& staged_;
   uint32_t first_slot_;
   Stream stream_;
-  DeviceCounter copied_;
+  CopyCounter copied_;
   std::vector<Started> started_;
   std::vector<Expected> window_;
   std::size_t first_ = 0;  // the oldest of window_

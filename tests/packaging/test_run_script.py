@@ -137,11 +137,20 @@ def test_the_amd_driver_without_rocminfo(checkout: Checkout) -> None:
     assert done.stdout == "cpu\n" and "AMD GPU found" in done.stderr
 
 
+def test_a_failed_build_shows_the_compilers_error(checkout: Checkout) -> None:
+    body = "echo compiling; echo 'link.cc:1:1: error: no such name' >&2; exit 1"
+    checkout.program(".venv/bin/uv", body)
+    done = checkout.run("setup")
+    assert done.returncode != 0
+    assert "link.cc:1:1: error: no such name" in done.stderr
+    assert "building comm failed" in done.stderr.splitlines()[-1]
+
+
 def test_the_demo_on_the_cpu(checkout: Checkout) -> None:
     done = checkout.run("demo", "--port", "9000")
     assert done.returncode == 0, done.stderr
     build, install, demo = checkout.calls()
-    assert build.startswith(".venv uv build --quiet --wheel") and build.endswith(" comm")
+    assert build.startswith(".venv uv build --wheel") and build.endswith(" comm")
     assert install == (
         ".venv uv pip install --python .venv/bin/python --constraints requirements/pins.txt"
         " --overrides requirements/overrides.txt --excludes requirements/excludes.txt"

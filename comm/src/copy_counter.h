@@ -1,0 +1,38 @@
+// CopyCounter: how far the copies of a stream have come, by events. On ROCm a write by the stream,
+// which the CPU could read without a call, would be a kernel.
+#pragma once
+
+#include <array>
+#include <memory>
+
+#include "afd_comm/accelerator.h"
+
+namespace afd_comm {
+
+// For one thread at a time. Calls throw CommError if the device fails.
+class CopyCounter {
+ public:
+  static constexpr std::size_t kMost = 64;
+
+  explicit CopyCounter(std::shared_ptr<Accelerator> accelerator);
+  ~CopyCounter();
+  CopyCounter(const CopyCounter&) = delete;
+
+  // Counts one more behind the stream's earlier work. Returns the count then. Use one stream, and
+  // ask for no count behind which there are kMost others.
+  uint64_t enqueue(Stream stream);
+  // Whether the stream has come that far.
+  bool reached(uint64_t count);
+  // Returns when it has. Throws CommError if it has not in 10 s.
+  void wait(uint64_t count);
+  // The last count.
+  uint64_t enqueued() const { return enqueued_; }
+
+ private:
+  std::shared_ptr<Accelerator> accelerator_;
+  std::array<Event, kMost> events_;
+  uint64_t enqueued_ = 0;
+  uint64_t reached_ = 0;
+};
+
+}  // namespace afd_comm
