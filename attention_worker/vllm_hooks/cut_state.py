@@ -92,18 +92,27 @@ class CutState(ModelState):
             block_tables: per KV-cache group int32 [requests, blocks].
             slot_mappings: int64 [KV-cache groups, rows].
         """
-        metadata: dict[str, Any]
-        if self.depth == 1:
-            metadata = super().prepare_attn(
-                input_batch,
+
+        def made(
+            batch: InputBatch,
+            tables: tuple[torch.Tensor, ...],
+            mappings: torch.Tensor,
+            groups: Groups,
+        ) -> dict[str, Any]:
+            found: dict[str, Any] = super(CutState, self).prepare_attn(
+                batch,
                 cudagraph_mode,
-                block_tables,
-                slot_mappings,
-                attn_groups,
+                tables,
+                mappings,
+                groups,
                 kv_cache_config,
                 *arguments,
                 **named,
             )
+            return found
+
+        if self.depth == 1:
+            metadata = made(input_batch, block_tables, slot_mappings, attn_groups)
         else:
             cuts = cut_step(
                 input_batch.query_start_loc_np[: input_batch.num_reqs + 1],
@@ -111,31 +120,18 @@ class CutState(ModelState):
                 input_batch.num_reqs_after_padding,
                 self.depth,
             )
-            parts = []
-            for index, cut in enumerate(cuts):
-                part = super().prepare_attn(
+            parts = [
+                made(
                     self._buffers.part(input_batch, index, cut),
-                    cudagraph_mode,
                     tuple(table[cut.requests] for table in block_tables),
                     slot_mappings[:, cut.rows],
                     self._groups[index],
-                    kv_cache_config,
-                    *arguments,
-                    **named,
                 )
-                parts.append(part)
+                for index, cut in enumerate(cuts)
+            ]
             whole: dict[str, Any] = {}
             if self._drafts:
-                whole = super().prepare_attn(
-                    input_batch,
-                    cudagraph_mode,
-                    block_tables,
-                    slot_mappings,
-                    self._groups[-1],
-                    kv_cache_config,
-                    *arguments,
-                    **named,
-                )
+                whole = made(input_batch, block_tables, slot_mappings, self._groups[-1])
             metadata = CutMetadata(parts, [cut.rows for cut in cuts], whole)
         self.prepared = Prepared(input_batch, metadata, slot_mappings, kv_cache_config)
         return metadata

@@ -7,6 +7,7 @@ that some versions have and others do not are passed on as they come.
 """
 
 import time
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,7 +55,16 @@ class InstanceRunner(_Base):
 
     def _draft_model(self) -> DraftModel | None:
         """Returns the model of MTP layers, None if there are none."""
-        return None
+        config = self.speculative_config
+        if config is None or config.method != "mtp":
+            return None
+        model = self._proposer().model
+        assert isinstance(model, DraftModel)
+        return model
+
+    @abstractmethod
+    def _proposer(self) -> Any:
+        """Returns what makes drafts with a model. vLLM's runners name it differently."""
 
     def load_lora_model(
         self, model: nn.Module, vllm_config: VllmConfig, device: torch.device

@@ -15,7 +15,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
 from afd.schedule import reads_block_written_in_step
-from attention_worker.vllm_hooks.draft import DraftModel
 from attention_worker.vllm_hooks.instance_runner import InstanceRunner
 from attention_worker.vllm_hooks.resume import restore, resumed_tokens
 
@@ -32,13 +31,8 @@ class DisaggregatedRunner(InstanceRunner):
         self.parallel_config: ParallelConfig = copy.copy(self.parallel_config)
         self.parallel_config.ubatch_size = self._instance.max_depth
 
-    def _draft_model(self) -> DraftModel | None:
-        config = self.speculative_config
-        if config is None or config.method != "mtp":
-            return None
-        model = self.drafter.model
-        assert isinstance(model, DraftModel)
-        return model
+    def _proposer(self) -> Any:
+        return self.drafter
 
     def execute_model(
         self,

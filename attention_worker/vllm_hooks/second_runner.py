@@ -16,7 +16,6 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from attention_worker.vllm_hooks.cut_state import cutting
-from attention_worker.vllm_hooks.draft import DraftModel
 from attention_worker.vllm_hooks.instance_runner import InstanceRunner
 from attention_worker.vllm_hooks.request_blocks import RequestBlocks
 from attention_worker.vllm_hooks.second_dispatch import EagerManager
@@ -41,13 +40,8 @@ class SecondRunner(InstanceRunner, _Base):
         drafts = self.speculative_config is not None and self.speculative_config.method != "ngram"
         self.model_state.begin_cutting(self._instance.max_depth, drafts=drafts)
 
-    def _draft_model(self) -> DraftModel | None:
-        config = self.speculative_config
-        if config is None or config.method != "mtp":
-            return None
-        model = self.speculator.model
-        assert isinstance(model, DraftModel)
-        return model
+    def _proposer(self) -> Any:
+        return self.speculator
 
     def initialize_kv_cache(
         self, kv_cache_config: KVCacheConfig, *arguments: Any, **named: Any

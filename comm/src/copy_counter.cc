@@ -13,8 +13,8 @@ constexpr int64_t kStuckUs = 10000000;
 
 }  // namespace
 
-CopyCounter::CopyCounter(std::shared_ptr<Accelerator> accelerator)
-    : accelerator_(std::move(accelerator)) {
+CopyCounter::CopyCounter(std::shared_ptr<Accelerator> accelerator, std::size_t window)
+    : accelerator_(std::move(accelerator)), events_(window) {
   for (Event& event : events_) event = accelerator_->make_event(false);
 }
 
@@ -23,12 +23,12 @@ CopyCounter::~CopyCounter() {
 }
 
 uint64_t CopyCounter::enqueue(Stream stream) {
-  accelerator_->record(events_[(enqueued_ + 1) % kMost], stream);
+  accelerator_->record(events_[(enqueued_ + 1) % events_.size()], stream);
   return ++enqueued_;
 }
 
 bool CopyCounter::reached(uint64_t count) {
-  if (count > reached_ && accelerator_->done(events_[count % kMost])) reached_ = count;
+  if (count > reached_ && accelerator_->done(events_[count % events_.size()])) reached_ = count;
   return count <= reached_;
 }
 

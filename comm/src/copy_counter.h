@@ -2,8 +2,8 @@
 // which the CPU could read without a call, would be a kernel.
 #pragma once
 
-#include <array>
 #include <memory>
+#include <vector>
 
 #include "afd_comm/accelerator.h"
 
@@ -12,14 +12,13 @@ namespace afd_comm {
 // For one thread at a time. Calls throw CommError if the device fails.
 class CopyCounter {
  public:
-  static constexpr std::size_t kMost = 64;
-
-  explicit CopyCounter(std::shared_ptr<Accelerator> accelerator);
+  // `window`: how many counts may be on their way.
+  CopyCounter(std::shared_ptr<Accelerator> accelerator, std::size_t window);
   ~CopyCounter();
   CopyCounter(const CopyCounter&) = delete;
 
   // Counts one more behind the stream's earlier work. Returns the count then. Use one stream, and
-  // ask for no count behind which there are kMost others.
+  // ask for no count behind which there are `window` others.
   uint64_t enqueue(Stream stream);
   // Whether the stream has come that far.
   bool reached(uint64_t count);
@@ -30,7 +29,7 @@ class CopyCounter {
 
  private:
   std::shared_ptr<Accelerator> accelerator_;
-  std::array<Event, kMost> events_;
+  std::vector<Event> events_;
   uint64_t enqueued_ = 0;
   uint64_t reached_ = 0;
 };

@@ -6,17 +6,11 @@
 #include "afd_comm/types.h"
 
 namespace afd_comm {
-namespace {
-
-constexpr uint64_t kLandingChunk = 256 << 10;
-
-}  // namespace
-
 Landing::Landing(std::shared_ptr<Accelerator> accelerator)
     : accelerator_(std::move(accelerator)),
-      buffer_(accelerator_, kWindow * kLandingChunk),
+      buffer_(accelerator_, kWindow * kStageChunk),
       stream_(accelerator_->make_copy_stream()),
-      copied_(accelerator_) {}
+      copied_(accelerator_, kWindow) {}
 
 Landing::~Landing() {
   try {
@@ -28,19 +22,19 @@ Landing::~Landing() {
 
 Landing::Room Landing::room() {
   if (filled_ == 0) copied_.wait(free_at_[now_]);
-  return {buffer_.host() + now_ * kLandingChunk + filled_, kLandingChunk - filled_};
+  return {buffer_.host() + now_ * kStageChunk + filled_, kStageChunk - filled_};
 }
 
 void Landing::arrived(void* to, uint64_t n) {
   if (filled_ == 0) to_ = static_cast<uint8_t*>(to);
   filled_ += n;
-  if (filled_ == kLandingChunk) flush();
+  if (filled_ == kStageChunk) flush();
 }
 
 void Landing::flush() {
   if (filled_ == 0) return;
-  accelerator_->copy(stream_, to_, buffer_.for_device(buffer_.host() + now_ * kLandingChunk),
-                     filled_, CopyPath::Any);
+  accelerator_->copy(stream_, to_, buffer_.for_device(buffer_.host() + now_ * kStageChunk), filled_,
+                     CopyPath::Any);
   free_at_[now_] = copied_.enqueue(stream_);
   now_ = (now_ + 1) % kWindow;
   filled_ = 0;

@@ -15,13 +15,13 @@ using namespace nb::literals;
 namespace afd_comm {
 namespace {
 
-// `least`: 0: of a message that is staged.
-std::vector<std::tuple<uint32_t, uint64_t, uint64_t>> plan(uint64_t nbytes, uint32_t alive,
-                                                           uint32_t turn, uint64_t least) {
+// `plan`: plan_stripes or plan_staged.
+template <auto plan, typename... Rule>
+std::vector<std::tuple<uint32_t, uint64_t, uint64_t>> planned(uint64_t nbytes, uint32_t alive,
+                                                              uint32_t turn, Rule... rule) {
   if (alive == 0 || alive > all_stripes(kMaxStripes))
     throw nb::value_error("alive must name at least one of 16 queue pairs");
-  const StripePlan stripes =
-      least == 0 ? plan_staged(nbytes, alive, turn) : plan_stripes(nbytes, alive, turn, least);
+  const StripePlan stripes = plan(nbytes, alive, turn, rule...);
   std::vector<std::tuple<uint32_t, uint64_t, uint64_t>> out;
   for (uint32_t i = 0; i < stripes.count; ++i) {
     const Stripe& s = stripes.stripes[i];
@@ -59,7 +59,9 @@ void bind_verbs(nb::module_& m) {
           "gid_index"_a = -1, "traffic_class"_a = 0, "service_level"_a = 0, "timeout"_a = 14,
           "retry"_a = 6, "spin_us"_a = -1, "stripe_bytes"_a = 64 << 10,
           "library"_a = "libibverbs.so.1");
-  m.def("plan_stripes", &plan, "nbytes"_a, "alive"_a, "turn"_a, "least"_a);
+  m.def("plan_stripes", &planned<plan_stripes, uint64_t>, "nbytes"_a, "alive"_a, "turn"_a,
+        "least"_a);
+  m.def("plan_staged", &planned<plan_staged>, "nbytes"_a, "alive"_a, "turn"_a);
   m.def("stripe_length", &stripe_length, "nbytes"_a, "count"_a, "unit"_a);
 }
 

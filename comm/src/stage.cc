@@ -4,17 +4,10 @@
 #include <utility>
 
 namespace afd_comm {
-namespace {
-
-// Small enough that the first bytes leave early, large enough that a copy costs more than its call.
-constexpr uint64_t kStageChunk = 256 << 10;
-
-}  // namespace
-
 Stage::Stage(std::shared_ptr<Accelerator> accelerator)
     : accelerator_(std::move(accelerator)),
       stream_(accelerator_->make_copy_stream()),
-      copied_(accelerator_) {}
+      copied_(accelerator_, kWindow) {}
 
 Stage::~Stage() { accelerator_->destroy_stream(stream_); }
 

@@ -7,6 +7,10 @@
 
 namespace afd_comm {
 
+// Bytes of a copy between a device and the host, and of a stripe of a message that is copied. Small
+// enough that the first bytes leave early, large enough that a copy takes longer than its call.
+constexpr uint64_t kStageChunk = 256 << 10;
+
 // Host memory that a device's copy engine can reach.
 class StageBuffer {
  public:

@@ -128,7 +128,6 @@ void VerbsConnection::deliver(const Record& record) {
   } catch (const CommError&) {
     return complain();
   }
-  landing_any_.store(true, std::memory_order_release);
   first_poller().wake();
 }
 
@@ -153,7 +152,6 @@ bool VerbsConnection::ring_landed() {
     landing_->pop();
     any = true;
   }
-  landing_any_.store(landing_->any(), std::memory_order_release);
   return any;
 }
 

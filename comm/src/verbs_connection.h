@@ -95,7 +95,7 @@ class VerbsConnection final : private CompletionSink, private Polled {
   void on_completion(const ib::Wc& completion) override;
   void before(const ib::Wc* completions, int count) override;
   bool poll() override;
-  bool armed() const override { return landing_any_.load(std::memory_order_acquire); }
+  bool armed() const override { return landing_->any(); }
   void arrived(Immediate immediate);
   void read_record(Immediate immediate, uint32_t stripes);
   bool land(const Record& record, uint32_t stripes);
@@ -132,7 +132,6 @@ class VerbsConnection final : private CompletionSink, private Polled {
   uint32_t next_ = 1;
   std::vector<Arrived> window_;            // by order modulo its size
   std::unique_ptr<VerbsLanding> landing_;  // if the host is staged; the first NIC's poller looks
-  std::atomic<bool> landing_any_{false};
   std::atomic<bool> broken_{false};
   bool stopped_ = false;
 };

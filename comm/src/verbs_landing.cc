@@ -13,7 +13,7 @@ VerbsLanding::VerbsLanding(std::shared_ptr<Accelerator> accelerator, const Memor
       staged_(staged),
       first_slot_(slots.first),
       stream_(accelerator_->make_copy_stream()),
-      copied_(accelerator_),
+      copied_(accelerator_, kWindow),
       started_(slots.count),
       window_(kWindow) {}
 
@@ -42,7 +42,7 @@ bool VerbsLanding::start(const Record& record, uint32_t arrived) {
     parts[i] = {extent.offset, nullptr, extent.nbytes};
     total += extent.nbytes;
   }
-  const uint64_t length = stripe_length(total, record.stripes, kStagedStripe);
+  const uint64_t length = stripe_length(total, record.stripes, kStageChunk);
   uint8_t* const payload = memory_.payload(record.slot);
   const uint64_t base = g.payload_offset(record.slot);
   Piece pieces[kMaxPieces];
@@ -60,18 +60,19 @@ bool VerbsLanding::start(const Record& record, uint32_t arrived) {
 }
 
 void VerbsLanding::expect(const Record& record) {
-  window_[(first_ + count_) % kWindow] = {record, copied_.enqueue(stream_)};
-  ++count_;
+  const std::size_t count = count_.load(std::memory_order_relaxed);
+  window_[(first_ + count) % kWindow] = {record, copied_.enqueue(stream_)};
+  count_.store(count + 1, std::memory_order_release);
 }
 
 const Record* VerbsLanding::landed() {
-  if (count_ == 0 || !copied_.reached(window_[first_].count)) return nullptr;
+  if (!any() || !copied_.reached(window_[first_].count)) return nullptr;
   return &window_[first_].record;
 }
 
 void VerbsLanding::pop() {
   first_ = (first_ + 1) % kWindow;
-  --count_;
+  count_.fetch_sub(1, std::memory_order_release);
 }
 
 void VerbsLanding::finish() { copied_.wait(copied_.enqueued()); }

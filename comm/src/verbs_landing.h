@@ -2,6 +2,7 @@
 // stripe by stripe, while later stripes are still on the wire.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <memory>
 #include <vector>
@@ -34,14 +35,14 @@ class VerbsLanding {
   // The oldest expected message, if it has landed, else null.
   const Record* landed();
   void pop();
-  // Whether messages are expected.
-  bool any() const { return count_ != 0; }
-  bool full() const { return count_ == kWindow; }
+  // Whether messages are expected. Any thread.
+  bool any() const { return count_.load(std::memory_order_acquire) != 0; }
+  bool full() const { return count_.load(std::memory_order_relaxed) == kWindow; }
   // Waits until all expected messages have landed.
   void finish();
 
  private:
-  static constexpr std::size_t kWindow = CopyCounter::kMost;
+  static constexpr std::size_t kWindow = 64;
   // Of a slot's newest message.
   struct Started {
     uint32_t number = 0;
@@ -61,7 +62,7 @@ class VerbsLanding {
   std::vector<Started> started_;
   std::vector<Expected> window_;
   std::size_t first_ = 0;  // the oldest of window_
-  std::size_t count_ = 0;
+  std::atomic<std::size_t> count_{0};
 };
 
 }  // namespace afd_comm

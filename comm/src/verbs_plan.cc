@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "stage_buffer.h"
+
 namespace afd_comm {
 namespace {
 
@@ -41,8 +43,8 @@ StripePlan plan_stripes(uint64_t nbytes, uint32_t alive, uint32_t turn, uint64_t
 
 StripePlan plan_staged(uint64_t nbytes, uint32_t alive, uint32_t turn) {
   const uint64_t wanted =
-      std::clamp<uint64_t>((nbytes + kStagedStripe - 1) / kStagedStripe, 1, kMaxStripes);
-  return cut(nbytes, stripe_length(nbytes, static_cast<uint32_t>(wanted), kStagedStripe), alive,
+      std::clamp<uint64_t>((nbytes + kStageChunk - 1) / kStageChunk, 1, kMaxStripes);
+  return cut(nbytes, stripe_length(nbytes, static_cast<uint32_t>(wanted), kStageChunk), alive,
              turn);
 }
 

@@ -10,8 +10,6 @@ namespace afd_comm {
 
 constexpr uint32_t kMaxStripes = kMaxVerbsQps;
 constexpr uint64_t kLineBytes = 64;
-// Large enough that a copy takes longer than its call.
-constexpr uint64_t kStagedStripe = 256 << 10;
 // Work requests of one stripe: its pieces and the immediate.
 constexpr std::size_t kMaxPieces = 47;
 
@@ -37,7 +35,7 @@ uint64_t stripe_length(uint64_t nbytes, uint32_t count, uint64_t unit = kLineByt
 // messages over the QPs.
 StripePlan plan_stripes(uint64_t nbytes, uint32_t alive, uint32_t turn, uint64_t least);
 
-// The same for a message that is copied through host memory: stripes of kStagedStripe bytes, or
+// The same for a message that is copied through host memory: stripes of kStageChunk bytes, or
 // multiples of it if they would be too many, in turn over the QPs. A QP may get several: while one
 // stripe is on the wire, the next is copied from the device and the last to the device.
 StripePlan plan_staged(uint64_t nbytes, uint32_t alive, uint32_t turn);

@@ -20,13 +20,13 @@
 
 #include "../src/verbs_abi.h"
 #include "fake_copy.h"
+#include "fake_line.h"
 #include "fake_remote.h"
 
 namespace ib = afd_comm::ib;
 
 namespace {
 
-constexpr int kDevices = 2;
 constexpr uint32_t kMaxMessage = 1 << 20;
 constexpr uint32_t kMaxInline = 220;
 // Shorter writes are copied under `world`.
@@ -46,8 +46,6 @@ bool devices_refused = false;
 std::set<uint64_t> refused_device;  // addresses that were refused as a dma-buf
 int dmabufs = 0;
 int device_count = kDevices;
-
-using Clock = std::chrono::steady_clock;
 
 struct FakeDevice {
   std::string name;
@@ -142,21 +140,6 @@ struct FakeMr : ib::Mr {
 std::map<uint32_t, FakeQp*> qps;
 std::map<uint32_t, FakeMr*> regions;  // by rkey
 
-// Rate of a device's line, Gb/s (AFD_FAKE_NIC_GBPS). 0: no limit.
-double line_gbps() {
-  static const char* const text = std::getenv("AFD_FAKE_NIC_GBPS");
-  static const double gbps = text != nullptr ? std::atof(text) : 0;
-  return gbps;
-}
-
-// Whether payloads are copied from host memory to host memory (not with AFD_FAKE_NIC_BYTES=0). A
-// NIC does it by DMA at the rate of its line. Cores that copy what a GPU has just written are
-// slower.
-bool carries_bytes() {
-  static const char* const text = std::getenv("AFD_FAKE_NIC_BYTES");
-  return text == nullptr || std::strcmp(text, "0") != 0;
-}
-
 // Writes into memory of this process that is registered under `rkey`. `bytes`: null if they are
 // there already. `lock` of `world` is open while a device, or much, is copied. Returns a status.
 int write_here(uint32_t rkey, uint64_t at, const void* bytes, uint32_t length,
@@ -208,19 +191,6 @@ FakeQp* find_qp(uint32_t number) {
 void give(FakeQp& to, uint32_t imm) {
   to.complete(to.recv_queue(), to.receives.front(), ib::kWcSuccess, ib::kWcRecvWithImm, imm);
   to.receives.pop_front();
-}
-
-// When the device's line will have carried these bytes, which were posted now. Under `world`.
-Clock::time_point take_line(int index, uint64_t bytes) {
-  static Clock::time_point free_at[kDevices];
-  if (line_gbps() <= 0 || bytes == 0) return {};
-  const auto ns = static_cast<int64_t>(static_cast<double>(bytes) * 8 / line_gbps());
-  return free_at[index] = std::max(Clock::now(), free_at[index]) + std::chrono::nanoseconds(ns);
-}
-
-void wait_until(Clock::time_point done) {
-  while (Clock::now() < done)
-    if (done - Clock::now() > std::chrono::microseconds(200)) usleep(100);
 }
 
 // Serves one queue pair of another process.

@@ -112,20 +112,27 @@ def _step3(model: Path) -> dict[str, object]:
 ADAPTERS = ("first", "second")
 
 
-def _with_adapters(model: Path) -> dict[str, object]:
-    """What n-gram speculation and LoRA adapters of attention need."""
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+
+
+def adapter_arguments(model: Path) -> list[str]:
+    """Makes LoRA adapters of attention beside the model, once. Returns vLLM's arguments."""
     folder = model.parent / "adapters"
     if not folder.exists():
         folder.mkdir()
         for seed, name in enumerate(ADAPTERS):
             make_adapter(folder / name, model, seed, ATTENTION)
     lora = ["--enable-lora", f"--max-loras={len(ADAPTERS)}", "--max-lora-rank=8", "--lora-modules"]
-    lora += [f"{name}={folder / name}" for name in ADAPTERS]
+    return lora + [f"{name}={folder / name}" for name in ADAPTERS]
+
+
+def _with_adapters(model: Path) -> dict[str, object]:
+    """What n-gram speculation and LoRA adapters of attention need."""
     return {
         **SETTINGS,
         "max_num_batched_tokens": 128,
-        "speculation": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1},
-        "vllm_args": [BLOCK, *lora],
+        "speculation": NGRAM,
+        "vllm_args": [BLOCK, *adapter_arguments(model)],
     }
 
 

@@ -12,8 +12,15 @@ import signal
 from pathlib import Path
 
 import pytest
-from adapters import ATTENTION, make_adapter
-from deployments import ADAPTERS, BLOCK, NO_STANDBY, SETTINGS, Models
+from deployments import (
+    ADAPTERS,
+    BLOCK,
+    NGRAM,
+    NO_STANDBY,
+    SETTINGS,
+    Models,
+    adapter_arguments,
+)
 from helpers import Stream, all_begun, tokens_of
 from reference import References, same_tokens
 
@@ -37,7 +44,6 @@ ON_SECOND = {
         [str(Path(__file__).parent / "interpreter"), os.environ.get("PYTHONPATH", "")]
     ),
 }
-NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
 
 
 def config(model: Path, **attention: object) -> dict[str, object]:
@@ -86,10 +92,7 @@ def test_an_ffn_instance_that_dies_costs_no_request(tiny_models: Models, tmp_pat
 
 def test_each_request_gets_its_adapter(tiny_models: Models, tmp_path: Path) -> None:
     model = tiny_models("qwen3_moe")
-    lora = ["--enable-lora", f"--max-loras={len(ADAPTERS)}", "--max-lora-rank=8", "--lora-modules"]
-    for seed, name in enumerate(ADAPTERS):
-        make_adapter(tmp_path / name, model, seed, ATTENTION)
-        lora.append(f"{name}={tmp_path / name}")
+    lora = adapter_arguments(model)
     prompts = [tokens_of(f"adapter{i}", 5 + 9 * i) for i in range(4)]
     found = []
     for variables in ({SWITCH: FIRST}, ON_SECOND):

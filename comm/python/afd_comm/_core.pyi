@@ -216,8 +216,11 @@ def plan_stripes(nbytes: int, alive: int, turn: int, least: int) -> list[tuple[i
     """Return how verbs divides a payload: (connection, offset, length) of each stripe. Pure; for tests.
 
     ``alive``: bit set of the usable connections, at most 16. ``turn``: which of them leads. ``least``: smallest size
-    of a stripe, bytes; 0: of a message that is copied through host memory. Raises ValueError for an empty set.
+    of a stripe, bytes. Raises ValueError for an empty set.
     """
+
+def plan_staged(nbytes: int, alive: int, turn: int) -> list[tuple[int, int, int]]:
+    """``plan_stripes`` of a message that is copied through host memory. Pure; for tests."""
 
 def stripe_length(nbytes: int, count: int, unit: int) -> int:
     """Return the bytes of each stripe but the last, a multiple of ``unit``. Pure; for tests."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from afd_comm._core import plan_stripes, stripe_length
+from afd_comm._core import plan_staged, plan_stripes, stripe_length
 
 STAGED = 256 << 10
 MOST = 16
@@ -35,7 +35,7 @@ def test_stripes_cover_the_payload_once(nbytes: int, alive: int, turn: int, leas
 @given(nbytes=st.integers(0, 64 << 20), alive=st.integers(1, 0xFFFF), turn=st.integers(0, 1 << 31))
 def test_stripes_of_staged_messages(nbytes: int, alive: int, turn: int) -> None:
     """The receiver finds each stripe from their number. Each connection gets its share."""
-    stripes = plan_stripes(nbytes, alive, turn, 0)
+    stripes = plan_staged(nbytes, alive, turn)
     length = stripe_length(nbytes, len(stripes), STAGED)
     assert length % STAGED == 0 and len(stripes) <= MOST
     assert length == max(STAGED, -(-nbytes // MOST // STAGED) * STAGED) or nbytes == 0
