@@ -132,6 +132,7 @@ def colocated(
     ranks: int = 0,
     deadline_s: float = 240.0,
     log: Path | None = None,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Server]:
     """Runs plain vLLM with the settings of an attention instance, without our plugin.
 
@@ -143,6 +144,7 @@ def colocated(
             single API server can be slower than the GPUs.
         ranks: data-parallel ranks; must match ``vllm_args``.
         log: file of its output; None: a temporary file.
+        variables: of its environment, beside ours.
         cpus: cores to bind the whole server to, with one compute thread each; () binds nothing.
             vLLM itself binds threads only with its "mp" executor. This uses "uni", which needs one
             process less.
@@ -175,6 +177,7 @@ def colocated(
         "VLLM_USE_V2_MODEL_RUNNER": "0",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        **variables,
     }
     if not gpus:
         environment |= family.cpu_env

@@ -22,6 +22,12 @@ from afd.records import (
 from afd_bench.gpu.checkpoint import make
 from afd_bench.gpu.slices import Slice, find
 
+_ROUTING: Mapping[str, Mapping[str, str]] = {
+    "model": {},
+    # vllm/model_executor/layers/fused_moe/router/routing_simulator_router.py
+    "even": {"VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random"},
+}
+
 
 @dataclass(frozen=True)
 class Budget:
@@ -154,6 +160,25 @@ def add_model(options: argparse.ArgumentParser, default: str, *, several: bool =
         default=[],
         help="arguments for every vLLM, of attention instances and of peers",
     )
+
+
+def add_routing(options: argparse.ArgumentParser) -> None:
+    """Adds the option --routing."""
+    options.add_argument(
+        "--routing", default="model", choices=tuple(_ROUTING),
+        help="who chooses a row's experts: the model's router, or even: chance, on every server (by"
+        " vLLM's simulation). With random weights a router sends all rows to the same few",
+    )  # fmt: skip
+
+
+def routed_case(args: argparse.Namespace) -> str:
+    """Returns what a case says of --routing, after the model's name."""
+    return "" if args.routing == "model" else f" {args.routing} routing"
+
+
+def routing_variables(args: argparse.Namespace) -> Mapping[str, str]:
+    """Returns the environment variables of servers for --routing."""
+    return _ROUTING[args.routing]
 
 
 def add_peers(options: argparse.ArgumentParser) -> None:

@@ -20,11 +20,14 @@ from afd_bench.gpu.common import (
     Report,
     add_model,
     add_peers,
+    add_routing,
     case_of,
     count,
     model_of,
     parser,
     report,
+    routed_case,
+    routing_variables,
     usable_gpus,
 )
 from afd_bench.gpu.kv import default_gib, spread_kv_bytes
@@ -129,14 +132,16 @@ def main(argv: Sequence[str]) -> int:
     sizes = Sizes(max(plan.batches), length, args.kv_gib, plan.batches)
     flags = [*vllm_args(args.device, not args.computed, args.kv), *args.vllm_args]
     cache = "" if args.kv == "bfloat16" else f" {args.kv} cache"
+    name = case_of(args.model, model_slice) + cache + routed_case(args)
     out = report("gpu", args, "decode", argv)
-    with running(targets, path, sizes, args.device, flags, args.logs) as servers:
+    variables = routing_variables(args)
+    with running(targets, path, sizes, args.device, flags, args.logs, variables) as servers:
         print(f"{len(servers)} servers started in {args.seconds - budget.left:.0f} s", flush=True)
         cells = []
         for cell in measure(servers, plan, sizes, model, model_slice, args, budget):
             cells.append(cell)
             _print(cell, plan)
-            _record(cell, cells, case_of(args.model, model_slice) + cache, out)
+            _record(cell, cells, name, out)
     print(table(cells, plan))
     return 0 if cells else 1
 
@@ -144,6 +149,7 @@ def main(argv: Sequence[str]) -> int:
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     options = parser("decode", __doc__, 420.0)
     add_model(options, "qwen3-30b")
+    add_routing(options)
     options.add_argument(
         "--gpus", type=count, help="GPUs of every target; default: all of this host"
     )

@@ -23,11 +23,14 @@ from afd_bench.gpu.common import (
     Budget,
     Report,
     add_model,
+    add_routing,
     case_of,
     count,
     model_of,
     parser,
     report,
+    routed_case,
+    routing_variables,
 )
 from afd_bench.gpu.kv import kv_gib
 from afd_bench.gpu.load import Load, device_step_s, held, read
@@ -71,6 +74,7 @@ class Model:
 def main(argv: Sequence[str]) -> int:
     options = parser("efficiency", __doc__, 240.0)
     add_model(options, "qwen3-30b", several=True)
+    add_routing(options)
     options.add_argument(
         "--targets", nargs="+", default=["1A1F"], metavar="NAME", help="topologies"
     )
@@ -105,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
             for cell in _cells(model, servers, args, budget):
                 measured += 1
                 _print(model, cell)
-                _record(cell, case_of(model.name, model.model_slice), out)
+                _record(cell, case_of(model.name, model.model_slice) + routed_case(args), out)
                 _write_trace(model, cell, args)
     return 0 if measured else 1
 
@@ -130,10 +134,10 @@ def _all_running(
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(models)) as pool:
 
         def start(model: Model) -> Mapping[Target, Server]:
-            logs = args.logs / model.name
+            logs, path, sizes = args.logs / model.name, model.path, model.sizes
             try:
                 return stack.enter_context(
-                    running(targets, model.path, model.sizes, args.device, flags, logs)
+                    running(targets, path, sizes, args.device, flags, logs, routing_variables(args))
                 )
             except AfdError as err:
                 print(f"{model.name}: FAILED: {err}", flush=True)

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, TypedDict
 
 from afd.errors import AfdError, ConfigError
@@ -314,7 +315,13 @@ def compilation(target: Colocated) -> dict[str, object]:
 
 @contextlib.contextmanager
 def serve(
-    target: Target, model: Path, sizes: Sizes, device: str, args: Sequence[str], logs: Path
+    target: Target,
+    model: Path,
+    sizes: Sizes,
+    device: str,
+    args: Sequence[str],
+    logs: Path,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Server]:
     """Runs a server of the target on the first GPUs, with its log in ``logs``. Raises AfdError."""
     logs.mkdir(parents=True, exist_ok=True)
@@ -323,7 +330,8 @@ def serve(
     with contextlib.ExitStack() as stack:
         if isinstance(target, Afd):
             config = deployment(target, model, sizes, device, args)
-            yield stack.enter_context(disaggregated(config, deadline_s=START_S, log=log))
+            started = disaggregated(config, deadline_s=START_S, log=log, variables=variables)
+            yield stack.enter_context(started)
             return
         flags = [*args, *([] if device == "cpu" else graph_args(target, sizes))]
         parallel = []
@@ -345,6 +353,7 @@ def serve(
                 ranks=target.dp if target.dp > 1 else 0,
                 deadline_s=START_S,
                 log=log,
+                variables=variables,
                 **settings_of(target, sizes),
             )
         )
@@ -358,10 +367,12 @@ def running(
     device: str,
     args: Sequence[str],
     logs: Path,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Mapping[Target, Server]]:
     """Runs all targets, which start and stop together; yields those that started.
 
-    Prints the error of each target that failed. A duplicate target is started once.
+    Prints the error of each target that failed. A duplicate target is started once. variables: of
+    the servers' environment.
 
     Raises:
         AfdError: no target started.
@@ -372,7 +383,8 @@ def running(
         stack = contextlib.ExitStack()
         for last in (False, True):
             try:
-                return stack, stack.enter_context(serve(target, model, sizes, device, args, logs))
+                server = serve(target, model, sizes, device, args, logs, variables)
+                return stack, stack.enter_context(server)
             except AfdError as err:
                 # Retry once: ports are chosen before they are bound; another server may take one.
                 if last or "in use" not in str(err):

@@ -34,10 +34,12 @@ ALIKE = (("qwen3-30b-coarse-mqa", 0), ("deepseek-v3", 0), ("qwen3-235b", 16_384)
 cells choose the same experts (docs/results/gpu.md)."""
 
 _CASE = re.compile(
-    r"(?P<model>\S+) (?P<layers>\d+) layers (?P<kv>fp8 cache )?1A1F exact (?P<mqa>mqa )?"
-    r"(?P<ahead>lookahead )?depth (?P<depth>\d)(?P<streams>, a stream per micro-batch,)?"
-    r" batch (?P<batch>\d+)(?: context (?P<context>\d+))?"
+    r"(?P<model>\S+) (?P<layers>\d+) layers (?P<kv>fp8 cache )?(?P<even>even routing )?"
+    r"1A1F exact (?P<mqa>mqa )?(?P<ahead>lookahead )?depth (?P<depth>\d)"
+    r"(?P<streams>, a stream per micro-batch,)? batch (?P<batch>\d+)(?: context (?P<context>\d+))?"
 )
+_GPU = re.compile(r"2 x NVIDIA (H\d+)")
+"""In what a record says of its machine."""
 _HOST_CASE = re.compile(r"(?P<layers>\d+) (?P<batch>\d+) 2 x NVIDIA (?P<gpu>H\d+) .*HBM3e?")
 _HOST = ("qwen3-30b", 128, 2)
 """Model, mean tokens per request while it is timed, and depth of `afd bench gpu host`."""
@@ -46,7 +48,10 @@ _STAGES = ("attention_us", "to_ffn_us", "ffn_us", "to_attention_us")
 
 @dataclass(frozen=True)
 class Place:
-    """What ran: a model slice, its cache, requests and tokens per request; on which kind of GPU."""
+    """What ran: a model slice, its cache, requests and tokens per request; on which kind of GPU.
+
+    even: chance chose each row's experts (``--routing even``), not the router of random weights.
+    """
 
     model: str
     layers: int
@@ -54,15 +59,18 @@ class Place:
     requests: int
     context: int
     gpu: str = H200
+    even: bool = False
 
     @property
     def alike(self) -> bool:
         """Whether random weights made its rows choose the same experts."""
-        return any(self.model == name and self.context >= least for name, least in ALIKE)
+        found = (self.model == name and self.context >= least for name, least in ALIKE)
+        return not self.even and any(found)
 
     @property
     def text(self) -> str:
         cache = "" if self.kv == "bfloat16" else f", {self.kv} cache"
+        cache += ", even routing" if self.even else ""
         return (
             f"{self.model}, {self.layers} layers{cache}, {self.requests} requests of"
             f" {self.context} tokens" + ("" if self.gpu == H200 else f" on {self.gpu}")
@@ -119,7 +127,7 @@ def step_cells(records: Iterable[Record]) -> list[StepCell]:
         if match is None or record.bench != "gpu":
             continue
         if record.metric == "device_step_ms":
-            place, depth = _place(match), int(match["depth"])
+            place, depth = _place(match, record), int(match["depth"])
             found.append(StepCell(place, depth, record.value / 1e3))
             found.append(StepCell(place, depth, record.peer_value / 1e3, served=True))
         elif record.metric in _STAGES:
@@ -131,7 +139,7 @@ def step_cells(records: Iterable[Record]) -> list[StepCell]:
         attention, out, ffn, back = (by_name[name].value / 1e6 for name in _STAGES)
         found.append(
             StepCell(
-                _place(match),
+                _place(match, by_name["ffn_us"]),
                 int(match["depth"]),
                 by_name["ffn_us"].peer_value / 1e6,
                 (attention, out, ffn, back),
@@ -165,7 +173,7 @@ def ratio_cells(records: Iterable[Record]) -> list[RatioCell]:
         if match is None or record.metric != "tokens_per_s_per_gpu" or record.peer != PEER:
             continue
         if match["ahead"]:
-            rates.setdefault(_place(match), {})[int(match["depth"])] = record
+            rates.setdefault(_place(match, record), {})[int(match["depth"])] = record
     return [_ratio(place, by_depth) for place, by_depth in rates.items()]
 
 
@@ -179,13 +187,16 @@ def _ratio(place: Place, by_depth: Mapping[int, Record]) -> RatioCell:
     )
 
 
-def _place(match: re.Match[str]) -> Place:
+def _place(match: re.Match[str], record: Record) -> Place:
+    gpu = _GPU.search(record.machine)
     return Place(
         match["model"],
         int(match["layers"]),
         "fp8" if match["kv"] else "bfloat16",
         int(match["batch"]),
         int(match["context"] or DEFAULT_CONTEXT),
+        gpu[1].lower() if gpu else H200,
+        even=match["even"] is not None,
     )
 
 
@@ -198,6 +209,6 @@ def stage_tables(cells: Sequence[StepCell]) -> dict[tuple[object, ...], StepCell
 
 
 def stage_key(cell: StepCell) -> tuple[object, ...]:
-    """Returns GPU, model, cache, requests, context and depth of a cell."""
+    """Returns GPU, model, routing, cache, requests, context and depth of a cell."""
     place = cell.place
-    return place.gpu, place.model, place.kv, place.requests, place.context, cell.depth
+    return place.gpu, place.model, place.even, place.kv, place.requests, place.context, cell.depth

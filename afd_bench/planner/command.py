@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from afd.records import Record, command_line, machine, read_records, today, write_records
-from afd_bench.planner.cells import H200, host_cells, ratio_cells, stage_tables, step_cells
+from afd_bench.planner.cells import host_cells, ratio_cells, stage_tables, step_cells
 from afd_bench.planner.compare import (
     Error,
     colocated_errors,
@@ -81,11 +81,10 @@ def found_errors(results: Path) -> tuple[Errors, Errors]:
     all_steps = (*steps, *host_cells(read_records(results / "host.json")))
 
     def errors(efficiency: Callable[[str], Efficiency]) -> Errors:
-        of_h200 = efficiency(H200)
-        steps = (*step_errors(all_steps, tables, efficiency), *colocated_errors(ratios, of_h200))
+        steps = (*step_errors(all_steps, tables, efficiency), *colocated_errors(ratios, efficiency))
         return [
             *(("step_error", error) for error in steps),
-            *(("ratio_error", error) for error in ratio_errors(ratios, of_h200)),
+            *(("ratio_error", error) for error in ratio_errors(ratios, efficiency)),
         ]
 
     fitted = errors(cache(lambda gpu: calibrated((load_accelerator(gpu),))))

@@ -172,29 +172,36 @@ def step_errors(
     return found
 
 
-def colocated_errors(cells: Sequence[RatioCell], efficiency: Efficiency) -> list[Error]:
+def colocated_errors(
+    cells: Sequence[RatioCell], efficiency: Callable[[str], Efficiency]
+) -> list[Error]:
     """Returns the errors of the colocated steps, whose measured times include the host."""
     return [
         Error(
             f"{cell.place.text}, colocated vLLM",
             "modelled",
-            colocated_step_s(cell.place, efficiency),
+            colocated_step_s(cell.place, efficiency(cell.place.gpu)),
             cell.colocated_s,
             alike=cell.place.alike,
             colocated=True,
+            gpu=cell.place.gpu,
         )
         for cell in cells
     ]
 
 
-def ratio_errors(cells: Sequence[RatioCell], efficiency: Efficiency) -> list[Error]:
+def ratio_errors(
+    cells: Sequence[RatioCell], efficiency: Callable[[str], Efficiency]
+) -> list[Error]:
     """Returns the errors of the ratio of 1A1F at its best depth to colocated vLLM."""
     found = []
     for cell in cells:
-        steps = (
-            modelled_step(StepCell(cell.place, depth, 0.0, served=True), efficiency)
-            for depth in cell.depths
+        place, of_gpu = cell.place, efficiency(cell.place.gpu)
+        steps = [
+            modelled_step(StepCell(place, depth, 0.0, served=True), of_gpu) for depth in cell.depths
+        ]
+        ratio = colocated_step_s(place, of_gpu) / min(steps)
+        found.append(
+            Error(place.text, "modelled", ratio, cell.ratio, alike=place.alike, gpu=place.gpu)
         )
-        ratio = colocated_step_s(cell.place, efficiency) / min(steps)
-        found.append(Error(cell.place.text, "modelled", ratio, cell.ratio, alike=cell.place.alike))
     return found

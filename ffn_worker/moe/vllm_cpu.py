@@ -195,7 +195,10 @@ class VllmCpuBackend(MoeBackend):
         return out
 
     def linear(self, weight: torch.Tensor) -> Linear:
-        return _OneDnnLinear(weight)
+        try:
+            return _OneDnnLinear(weight)
+        except RuntimeError:  # as vLLM: oneDNN has no bfloat16 on processors without AVX-512
+            return partial(torch.nn.functional.linear, weight=weight)
 
 
 class _OneDnnLinear:

@@ -1,5 +1,7 @@
 """Planner requests, shared by several tests."""
 
+import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from afd_planner.cost.shape import calibrated
@@ -31,3 +33,23 @@ def scaled(asked: Request, field: str, factor: float) -> Request:
         attention=tuple(better(gpu) for gpu in asked.attention),
         ffn=tuple(better(gpu) for gpu in asked.ffn),
     )
+
+
+def is_quick(work: Callable[[], object]) -> bool:
+    """Returns whether ``work`` takes at most as long as Python takes to count to 60 million: 3 s on
+    a quick processor, 8 s on a slow one.
+
+    The best of three turns counts, because other load can only slow a turn.
+    """
+
+    def seconds(turn: Callable[[], object]) -> float:
+        began = time.process_time()
+        turn()
+        return time.process_time() - began
+
+    def count() -> None:
+        number = 0
+        while number < 2_000_000:
+            number += 1
+
+    return any(seconds(work) <= 30 * seconds(count) for _ in range(3))

@@ -171,5 +171,22 @@ def test_the_factor_at_the_end_of_a_grid_holds_beyond_it():
     assert grid.at(np.array([10.0]), np.array([2.0])) == pytest.approx([math.sqrt(2)])
 
 
+def test_one_factor_is_that_of_the_arrays():
+    random = np.random.default_rng(7)
+    for keys in (1, 2, 5):
+        points = [
+            (first, second, float(random.uniform(0.5, 3.0)))
+            for second in random.uniform(1, 500, keys)
+            for first in random.uniform(1, 5000, random.integers(1, 6))
+        ]
+        grid = Grid.of(points)
+        first, second = (np.exp(random.uniform(-1, 10, 200)) for _ in range(2))
+        # Also at the points themselves, where a curve bends.
+        first = np.concatenate([first, [a for a, _, _ in points]])
+        second = np.concatenate([second, [b for _, b, _ in points]])
+        asked = zip(first.tolist(), second.tolist(), strict=True)
+        assert [grid.one(*pair) for pair in asked] == pytest.approx(grid.at(first, second))
+
+
 def test_kernels_are_off_by_default():
     assert not Efficiency().kernels

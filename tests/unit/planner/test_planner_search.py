@@ -1,14 +1,13 @@
 """The search: arrays equal the cost model; more bandwidth, memory or time never lowers rates."""
 
 import math
-import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from planner_support import request, scaled
+from planner_support import is_quick, request, scaled
 
 from afd.errors import ConfigError
 from afd_planner.cost.colocated import colocated_step
@@ -356,9 +355,7 @@ def test_a_target_rate_sets_the_copies():
 
 def test_a_plan_is_quick():
     make_plan(request("qwen3-30b-a3b"))
-    began = time.process_time()
-    make_plan(request("deepseek-v3", gpus=320))
-    assert time.process_time() - began < 2.0
+    assert is_quick(lambda: make_plan(request("deepseek-v3", gpus=320)))
 
 
 # -- contexts and expert loads
