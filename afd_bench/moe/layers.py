@@ -103,10 +103,8 @@ def problem(
 
 def batch(shape: LayerShape, rows: int, device: torch.device) -> Batch:
     """Normally distributed rows. Experts of a row are drawn evenly from all experts."""
-    generator = torch.Generator().manual_seed(rows)
-    x = torch.randn(rows, shape.hidden, generator=generator).bfloat16().to(device)
-    chances = torch.rand(rows, shape.num_experts, generator=generator)
-    ids = chances.topk(shape.top_k).indices.int().to(device)
+    generator, x, ids = _draw(shape, rows)
+    x, ids = x.bfloat16().to(device), ids.int().to(device)
     weights = torch.rand(rows, shape.top_k, generator=generator).to(device)
     tags = {"fp8_block": native_fp8(), "mxfp4": Tag.E2M1}
     plain = EncodedRows.of(x)
@@ -114,10 +112,27 @@ def batch(shape: LayerShape, rows: int, device: torch.device) -> Batch:
     return Batch(plain, encoded, ids, weights)
 
 
+def pairs_and_used(shape: LayerShape, rows: int) -> tuple[int, int]:
+    """Returns the (row, expert) pairs that :func:`batch` draws here, and the experts they use."""
+    return _held(shape, _draw(shape, rows)[2])
+
+
+def _draw(shape: LayerShape, rows: int) -> tuple[torch.Generator, torch.Tensor, torch.Tensor]:
+    """Returns the generator after it has drawn the rows [rows, hidden] and the ids [rows, top_k]."""
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, shape.hidden, generator=generator)
+    ids = torch.rand(rows, shape.num_experts, generator=generator).topk(shape.top_k).indices
+    return generator, x, ids
+
+
+def _held(shape: LayerShape, ids: torch.Tensor) -> tuple[int, int]:
+    local = ids[ids < shape.experts]
+    return local.numel(), local.unique().numel()
+
+
 def cost_of(shape: LayerShape, given: Batch) -> Cost:
     """Bytes and FLOPs of one layer for a batch."""
-    local = given.ids[given.ids < shape.experts]
-    return layer_cost(shape, len(given.plain), local.numel(), local.unique().numel())
+    return layer_cost(shape, len(given.plain), *_held(shape, given.ids))
 
 
 def error_against(want: torch.Tensor, got: torch.Tensor) -> float:

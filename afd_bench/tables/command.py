@@ -23,6 +23,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -155,11 +156,13 @@ def main(argv: Sequence[str]) -> int:
 
 def _from_records(folder: Path, gpu: str, out: Path, command: str) -> int:
     """Adds recorded kernel times to the table of a GPU; measured cells of the table stay."""
+    from afd_bench.moe.layers import pairs_and_used
+
     table = Table(out, gpu, {"command": command})
     table.load()
     records = [record for name in RECORDED for record in read_records(folder / name)]
     added = 0
-    for kind, entries in entries_of(records, gpu).items():
+    for kind, entries in entries_of(records, gpu, cache(pairs_and_used)).items():
         kept = [entry for entry in table.entries.get(kind, ()) if "date" not in entry]
         table.entries[kind] = kept + entries
         added += len(entries)

@@ -1,25 +1,31 @@
 """Kernel times that other benches have measured already, as entries of the table. Pure.
 
-``afd bench moe`` draws experts evenly, so the (row, expert) pairs on a GPU and the experts that
-they use are the expected ones. ``afd bench gpu attention`` measures the attention of Step-3.
+``afd bench moe`` draws experts by the number of rows, so its draws can be repeated. ``afd bench gpu
+attention`` measures the attention of Step-3.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
 from afd.records import Record
-from afd_bench.moe.shapes import SHAPES
+from afd_bench.moe.shapes import SHAPES, LayerShape
 from afd_bench.tables.cells import STAGE, AttentionCell, Cell, ExpertCell
 
 _MOE = re.compile(r"(?P<shape>\S+) (?P<scheme>plain|fp8_block|mxfp4) (?P<rows>\d+) rows graph")
 _ATTENTION = re.compile(r"step-3 decode attention, FP8, (?P<rows>\d+)x(?P<context>\d+)")
 
 
-def entries_of(records: Iterable[Record], gpu: str) -> dict[str, list[dict[str, Any]]]:
+Drawn = Callable[[LayerShape, int], tuple[int, int]]
+"""From a layer and its rows to the (row, expert) pairs on the GPU and the experts that they use."""
+
+
+def entries_of(
+    records: Iterable[Record], gpu: str, drawn: Drawn
+) -> dict[str, list[dict[str, Any]]]:
     """Returns the entries by list of the table, of records on a machine with this GPU.
 
     Each entry names the ``commit`` and ``date`` of its record.
@@ -28,7 +34,7 @@ def entries_of(records: Iterable[Record], gpu: str) -> dict[str, list[dict[str, 
     for record in records:
         if not record.machine.endswith(f" x {gpu}"):
             continue
-        cells: list[tuple[Cell, dict[str, float]]] = [*_experts(record), *_attention(record)]
+        cells: list[tuple[Cell, dict[str, float]]] = [*_experts(record, drawn), *_attention(record)]
         for cell, more in cells:
             kind = STAGE[type(cell)]
             origin = {"commit": record.commit, "date": record.date}
@@ -37,7 +43,7 @@ def entries_of(records: Iterable[Record], gpu: str) -> dict[str, list[dict[str, 
     return {kind: list(entries.values()) for kind, entries in found.items() if entries}
 
 
-def _experts(record: Record) -> Iterator[tuple[ExpertCell, dict[str, float]]]:
+def _experts(record: Record, drawn: Drawn) -> Iterator[tuple[ExpertCell, dict[str, float]]]:
     match = _MOE.fullmatch(record.case) if record.bench == "moe" else None
     shape = SHAPES.get(match["shape"]) if match else None
     if match is None or shape is None or shape.shared or record.metric != "latency":
@@ -47,9 +53,8 @@ def _experts(record: Record) -> Iterator[tuple[ExpertCell, dict[str, float]]]:
         shape.hidden, shape.width, shape.experts, shape.num_experts, shape.top_k, match["scheme"],
         "fastest", rows,
     )  # fmt: skip
-    chance = shape.top_k / shape.num_experts
-    used = shape.experts * (1 - (1 - chance) ** rows)
-    yield cell, {"pairs": rows * chance * shape.experts, "used": round(used, 2)}
+    pairs, used = drawn(shape, rows)
+    yield cell, {"pairs": pairs, "used": used}
 
 
 def _attention(record: Record) -> Iterator[tuple[AttentionCell, dict[str, float]]]:
