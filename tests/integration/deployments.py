@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from adapters import ATTENTION, make_adapter
+from adapters import adapter_arguments
 from helpers import HEALTH_S, Running, environment, wait_until
 from leftovers import shared_memory
 
@@ -109,21 +109,7 @@ def _step3(model: Path) -> dict[str, object]:
     }
 
 
-ADAPTERS = ("first", "second")
-
-
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
-
-
-def adapter_arguments(model: Path) -> list[str]:
-    """Makes LoRA adapters of attention beside the model, once. Returns vLLM's arguments."""
-    folder = model.parent / "adapters"
-    if not folder.exists():
-        folder.mkdir()
-        for seed, name in enumerate(ADAPTERS):
-            make_adapter(folder / name, model, seed, ATTENTION)
-    lora = ["--enable-lora", f"--max-loras={len(ADAPTERS)}", "--max-lora-rank=8", "--lora-modules"]
-    return lora + [f"{name}={folder / name}" for name in ADAPTERS]
 
 
 def _with_adapters(model: Path) -> dict[str, object]:

@@ -12,14 +12,13 @@ import signal
 from pathlib import Path
 
 import pytest
+from adapters import ADAPTERS, adapter_arguments
 from deployments import (
-    ADAPTERS,
     BLOCK,
     NGRAM,
     NO_STANDBY,
     SETTINGS,
     Models,
-    adapter_arguments,
 )
 from helpers import Stream, all_begun, tokens_of
 from reference import References, same_tokens

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from adapters import ATTENTION, make_adapter, merged
-from deployments import ADAPTERS, Host, Models
+from adapters import ADAPTERS, ATTENTION, make_adapter, merged
+from deployments import Host, Models
 from helpers import Running, Stream, tokens_of
 from reference import References, same_tokens
 

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+from adapters import ADAPTERS, adapter_arguments
 from gpu_pair import KIND
 
 from afd.control import operator
@@ -136,3 +137,25 @@ def test_both_runners_give_the_same_tokens_also_when_the_ffn_instance_is_killed(
             if name == "graphs":
                 assert total(server, "afd_graph_steps_total") > replayed + TOKENS / 2
         assert SAID not in first.log.read_text(errors="replace")
+
+
+def test_both_runners_give_each_request_its_adapter(tiny_models, tmp_path):
+    """Steps are replayed as graphs. Both deployments share one GPU."""
+    model = tiny_models("qwen3_moe")
+    lora = adapter_arguments(model)
+
+    def answered(generation):
+        config, log = config_of(model, graphs=True), tmp_path / f"{generation}.log"
+        config["attention"]["vllm_args"] += lora
+        with disaggregated(config, log=log, variables={SWITCH: generation}) as server:
+            found = [run(server.url, name, REQUESTS, salt=name) for name in ("model", *ADAPTERS)]
+            assert total(server, "afd_graph_steps_total") > TOKENS
+        assert (SAID in log.read_text()) == (generation == SECOND)
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(answered, (FIRST, SECOND))
+    for name, mine, theirs in zip(("model", *ADAPTERS), second, first, strict=True):
+        assert different(mine, theirs) == [], name
+    plain, adapted = ([answer.tokens for answer in found] for found in first[:2])
+    assert plain != adapted, "the adapter changed nothing"

@@ -13,6 +13,8 @@ from afd.models.checkpoint import tensor_table
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 RANK, ALPHA = 4, 16
+ADAPTERS = ("first", "second")
+"""Names under which :func:`adapter_arguments` makes them."""
 
 
 def make_adapter(folder: Path, checkpoint: Path, seed: int, modules: Sequence[str]) -> Path:
@@ -55,3 +57,14 @@ def merged(folder: Path, checkpoint: Path, adapter: Path) -> Path:
                 tensors[f"{module}.weight"] += ALPHA / RANK * (up @ down)
     save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+def adapter_arguments(model: Path) -> list[str]:
+    """Makes LoRA adapters of attention beside the model, once. Returns vLLM's arguments."""
+    folder = model.parent / "adapters"
+    if not folder.exists():
+        folder.mkdir()
+        for seed, name in enumerate(ADAPTERS):
+            make_adapter(folder / name, model, seed, ATTENTION)
+    lora = ["--enable-lora", f"--max-loras={len(ADAPTERS)}", "--max-lora-rank=8", "--lora-modules"]
+    return lora + [f"{name}={folder / name}" for name in ADAPTERS]
