@@ -90,7 +90,10 @@ class AfdGpuModelRunner(GpuInstanceRunner, DisaggregatedRunner, GPUModelRunner):
         """Captures every shape at each depth that a step of that shape may have."""
         try:
             for depth in range(1, self._instance.max_depth + 1):
-                if depth > 1 and desc.num_tokens // depth < self._instance.min_rows:
+                # A step with an adapter is not split (runner.py: _uses_adapters).
+                if depth > 1 and (
+                    desc.num_active_loras or desc.num_tokens // depth < self._instance.min_rows
+                ):
                     break
                 self._capture_depth = depth
                 super()._warmup_and_capture(
