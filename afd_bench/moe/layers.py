@@ -118,7 +118,7 @@ def pairs_and_used(shape: LayerShape, rows: int) -> tuple[int, int]:
 
 
 def _draw(shape: LayerShape, rows: int) -> tuple[torch.Generator, torch.Tensor, torch.Tensor]:
-    """Draws the rows [rows, hidden] and their experts [rows, top_k], with the returned generator."""
+    """Draws rows [rows, hidden] and their experts [rows, top_k] with the returned generator."""
     generator = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, shape.hidden, generator=generator)
     ids = torch.rand(rows, shape.num_experts, generator=generator).topk(shape.top_k).indices

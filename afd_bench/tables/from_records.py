@@ -12,8 +12,9 @@ from dataclasses import asdict
 from typing import Any
 
 from afd.records import Record
-from afd_bench.moe.shapes import SHAPES, LayerShape
+from afd_bench.moe.shapes import SHAPES
 from afd_bench.tables.cells import STAGE, AttentionCell, Cell, ExpertCell
+from ffn_worker.moe.tiles import LayerShape
 
 _MOE = re.compile(r"(?P<shape>\S+) (?P<scheme>plain|fp8_block|mxfp4) (?P<rows>\d+) rows graph")
 _ATTENTION = re.compile(r"step-3 decode attention, FP8, (?P<rows>\d+)x(?P<context>\d+)")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.platforms import current_platform
+from vllm.platforms import CpuArchEnum, current_platform
 
 _LANES = 16
 """The kernels want rows of a multiple of so many elements, or of a divisor of it."""
@@ -21,7 +21,8 @@ def use_c_norms(model: nn.Module) -> None:
     """Replaces the forward of the norms in ``model``, whose weights are in.
 
     Norms in float32 stay: there the tokens of vLLM's own arithmetic are promised. In 16 bits the
-    kernels round once, and vLLM's operations twice.
+    kernels round once, and vLLM's operations twice. Norms in bfloat16 stay on x86 processors
+    without AVX512_BF16: there the kernels cut the last bits off (csrc/cpu/cpu_types_x86.hpp).
     """
     current_platform.import_kernels()
     for module in model.modules():
@@ -34,9 +35,16 @@ def has_c_norm(norm: nn.Module) -> bool:
     return "forward" in vars(norm)
 
 
+def kernels_round(dtype: torch.dtype) -> bool:
+    """Returns whether the kernels for this processor round to ``dtype``, instead of cutting."""
+    x86 = current_platform.get_cpu_architecture() == CpuArchEnum.X86
+    return dtype == torch.float16 or not x86 or torch.cpu._is_avx512_bf16_supported()
+
+
 def _fits(norm: RMSNorm) -> bool:
-    plain = norm.has_weight and norm.variance_size_override is None
-    return plain and norm.weight.dtype.itemsize == 2 and norm.weight.numel() % _LANES == 0
+    plain, dtype = norm.has_weight and norm.variance_size_override is None, norm.weight.dtype
+    sixteen = dtype.itemsize == 2 and kernels_round(dtype)
+    return plain and sixteen and norm.weight.numel() % _LANES == 0
 
 
 def _forward(norm: RMSNorm) -> Callable[..., _Normed]:

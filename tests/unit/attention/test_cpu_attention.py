@@ -31,7 +31,7 @@ from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from attention_worker.vllm_hooks import cpu_attention
-from attention_worker.vllm_hooks.cpu_norms import use_c_norms
+from attention_worker.vllm_hooks.cpu_norms import kernels_round, use_c_norms
 
 HIDDEN, HEADS, KV_HEADS, WIDTH, BLOCK = 128, 4, 2, 64, 32
 LENGTHS = (5, 1, 40, 33)
@@ -116,6 +116,8 @@ def inputs(config: VllmConfig, module: Qwen3MoeAttention, dtype: torch.dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @torch.inference_mode()
 def test_equals_vllms_module(config, dtype, bias):
+    if not kernels_round(dtype):
+        pytest.skip("vLLM's norms for this processor cut bfloat16, so attention stays vLLM's")
     torch.manual_seed(1)
     module = attention(dtype, bias=bias)
     assert cpu_attention.fits(module)

@@ -12,7 +12,9 @@ from vllm.platforms import current_platform  # noqa: E402
 if not current_platform.is_cpu():
     pytest.skip("vLLM is not the one for CPUs", allow_module_level=True)
 
-from attention_worker.vllm_hooks.cpu_norms import use_c_norms  # noqa: E402
+from attention_worker.vllm_hooks.cpu_norms import kernels_round, use_c_norms  # noqa: E402
+
+CUTS = "vLLM's kernels for this processor cut bfloat16 instead of rounding"
 
 
 def norm_of(size: int, dtype: torch.dtype, **more: object) -> RMSNorm:
@@ -35,6 +37,8 @@ def both(norm: RMSNorm, *tensors: torch.Tensor):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("rows", "size"), [(1, 16), (3, 64), (33, 512), (7, 1040)])
 def test_rows_and_heads(rows, size, dtype):
+    if not kernels_round(dtype):
+        pytest.skip(CUTS)
     torch.manual_seed(rows)
     norm = norm_of(size, dtype)
     x, residual = (3 * torch.randn(rows, size, dtype=dtype) for _ in range(2))
@@ -80,3 +84,15 @@ def test_another_dtype_than_the_weights_takes_vllms_operations():
     x = torch.randn(3, 64)
     with torch.inference_mode():
         assert torch.equal(norm(x), norm.forward_native(x))
+
+
+def test_norms_stay_where_the_kernels_cut():
+    """bfloat16 on x86 processors without AVX512_BF16."""
+    norm = norm_of(64, torch.bfloat16)
+    use_c_norms(norm)
+    assert ("forward" in vars(norm)) == kernels_round(torch.bfloat16)
+    if not kernels_round(torch.bfloat16):
+        x, residual = (3 * torch.randn(33, 64, dtype=torch.bfloat16) for _ in range(2))
+        exact = x.float() + residual.float()
+        torch.ops._C.fused_add_rms_norm(x, residual, norm.weight.data, 1e-6)
+        assert not torch.equal(residual, exact.bfloat16()), "they round: use them"
