@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import tempfile
+import traceback
 from collections.abc import Sequence
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import BaseContext, ForkServerContext, ForkServerProcess
@@ -38,6 +39,7 @@ class _Context(ForkServerContext):
 
 
 _kept: list[BaseContext] = []
+_spawn = util.spawnv_passfds
 
 
 def keep(folder: Path) -> None:
@@ -50,12 +52,12 @@ def keep(folder: Path) -> None:
         logger.info("the engine will import vLLM again: %s", why)
         return
     resource_tracker.ensure_running()  # a new process, unlike the next one
-    spawn, folder_before = util.spawnv_passfds, tempfile.tempdir
+    folder_before = tempfile.tempdir
     util.__dict__["spawnv_passfds"], tempfile.tempdir = _fork, str(folder)
     try:
         forkserver.ensure_running()
     finally:
-        util.__dict__["spawnv_passfds"], tempfile.tempdir = spawn, folder_before
+        util.__dict__["spawnv_passfds"], tempfile.tempdir = _spawn, folder_before
     _kept.append(_Context())
 
 
@@ -75,6 +77,8 @@ def _fork(_executable: bytes, arguments: Sequence[Any], descriptors: Sequence[in
     if pid := os.fork():
         return pid
     try:
+        # The engine may start new processes of its own, such as vLLM's workers.
+        util.__dict__["spawnv_passfds"] = _spawn
         pipe = os.fstat(descriptors[-1])
         for number in [int(name) for name in os.listdir("/proc/self/fd")]:
             with contextlib.suppress(OSError):  # the descriptor of the folder itself
@@ -83,5 +87,7 @@ def _fork(_executable: bytes, arguments: Sequence[Any], descriptors: Sequence[in
         exec(arguments[-1], {})
     except SystemExit:
         os._exit(0)
+    except BaseException:
+        traceback.print_exc()  # nothing above this function would
     finally:
         os._exit(1)

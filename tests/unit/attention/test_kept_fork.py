@@ -1,5 +1,6 @@
 """The fork that makes vLLM's engine on a GPU. Each case is a process without threads."""
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -24,6 +25,13 @@ def sleeper() -> None:
     time.sleep(60)
 
 
+def engine_with_workers(conn) -> None:
+    worker = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(0,))
+    worker.start()
+    worker.join(30)
+    conn.send(worker.exitcode)
+
+
 def made(folder: Path) -> None:
     """A process with threads has processes made from the fork of the one that it was."""
     sys.modules["marked"] = type(sys)("marked")
@@ -40,6 +48,10 @@ def made(folder: Path) -> None:
     assert ours.recv() == ("seen", 1, "imported before")
     process.join(10)
     assert process.exitcode == 7
+    engine = context.Process(target=engine_with_workers, args=(theirs,))
+    engine.start()
+    assert ours.recv() == 0  # a new process, which imports anew
+    engine.join(10)
     killed = context.Process(target=sleeper)
     killed.start()
     assert os.getpgid(killed.pid) == os.getpgid(0)  # the supervisor ends the group
