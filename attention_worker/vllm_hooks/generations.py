@@ -38,7 +38,6 @@ def why_not_by_itself(deployment: Deployment) -> str | None:
         {
             "attention.speculation": deployment.attention.speculation is not None,
             "attention.tp": deployment.attention.tp > 1,
-            "--enable-lora": "--enable-lora" in deployment.attention.vllm_args,
         }
     )
 

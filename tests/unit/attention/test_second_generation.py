@@ -203,7 +203,6 @@ def test_what_the_second_generation_lacks_keeps_the_first(
         ({"speculation": MTP, "graphs": False}, "attention.speculation"),
         ({"speculation": MTP, "device": "cpu"}, "attention.speculation"),
         ({"tp": 2}, "attention.tp"),
-        ({"vllm_args": ["--enable-lora"]}, "--enable-lora"),
     ],
 )
 def test_what_was_not_seen_on_a_gpu_waits_for_the_user(
