@@ -44,6 +44,11 @@ def test_ratios_are_above_one_where_ipc_is_slower() -> None:
     assert record.ratio == pytest.approx(1.013)
 
 
+def test_a_nic_that_copies_nothing_has_cases_of_its_own() -> None:
+    cell = Cell("staged", 3, 400, "step_us", 180.0, 187.0, 9, bytes_copied=False)
+    assert cell.case == "staged 3 400 no bytes"
+
+
 def test_without_a_checkout_there_is_no_stand_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

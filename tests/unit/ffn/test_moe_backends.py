@@ -9,6 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from afd.errors import ConfigError  # noqa: E402
+from ffn_worker.moe import vllm_cpu  # noqa: E402
 from ffn_worker.moe.pairs import local_pairs  # noqa: E402
 from ffn_worker.moe.quantise import Weight  # noqa: E402
 from ffn_worker.moe.registry import AUTO_ORDER, BACKENDS  # noqa: E402
@@ -154,6 +155,19 @@ def test_linear(name, dtype):
     assert linear(x).dtype == dtype
     assert_close(linear(x), x.double() @ weight.double().T)
     assert linear(x[:0]).shape == (0, 48)
+
+
+def test_linear_without_a_kernel_of_onednn_for_it(monkeypatch):
+    """bfloat16 on x86 processors without AVX-512."""
+
+    def refuse(weight):
+        raise RuntimeError("could not create a primitive descriptor for the matmul primitive")
+
+    usable("vllm_cpu", torch.bfloat16)
+    monkeypatch.setattr(vllm_cpu, "_OneDnnLinear", refuse)
+    weight, x = torch.randn(48, HIDDEN).bfloat16(), torch.randn(5, HIDDEN).bfloat16()
+    linear = BACKENDS["vllm_cpu"].load()((0, 1)).linear(weight)
+    assert torch.equal(linear(x), torch.nn.functional.linear(x, weight))
 
 
 def test_a_row_does_not_depend_on_the_other_rows():
