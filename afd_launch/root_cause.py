@@ -18,7 +18,9 @@ _CHAINED = (
 _EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(?::|$)")
 # How a parent process reports that its child has failed; the child printed the reason before.
 _SEE_ABOVE = re.compile(
-    r"root cause above|^(?:SystemExit|KeyboardInterrupt|asyncio\.\S*CancelledError)\b", re.I
+    r"root cause above|stack trace .*for (?:the )?root cause"
+    r"|^(?:SystemExit|KeyboardInterrupt|asyncio\.\S*CancelledError)\b",
+    re.I,
 )
 _LONGEST = 500
 

@@ -40,6 +40,22 @@ def test_vllm_reports_the_engines_exception():
     assert cause(VLLM) == "ValueError: No available memory for the cache blocks."
 
 
+@pytest.mark.parametrize(
+    "refers",
+    [
+        "Exception: WorkerProc initialization failed due to an exception in a background process."
+        " See stack trace for root cause.",
+        "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See stack"
+        " trace (above) for the root cause.",
+        "RuntimeError: Worker failed with error 'x', please check the stack trace above for the"
+        " root cause",
+    ],
+)
+def test_a_workers_exception_is_the_cause_of_its_engines(refers: str):
+    trace = 'Traceback (most recent call last):\n  File "a.py", line 1, in b\n'
+    assert cause(f"{trace}NameError: name 'fork'\n{trace}{refers}\n") == "NameError: name 'fork'"
+
+
 @pytest.mark.parametrize("link", ["The above exception was the direct cause of the following",
                                   "During handling of the above"])  # fmt: skip
 def test_a_chain_names_the_last_and_the_first_exception(link: str):
