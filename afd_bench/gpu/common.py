@@ -177,7 +177,15 @@ def routed_case(args: argparse.Namespace) -> str:
 
 
 def routing_variables(args: argparse.Namespace) -> Mapping[str, str]:
-    """Returns the environment variables of servers for --routing."""
+    """Returns the environment variables of servers for --routing.
+
+    Raises:
+        ConfigError: the device has only the model's router.
+    """
+    if args.routing != "model" and args.device == "cpu":
+        raise ConfigError(
+            "--routing even needs a GPU: on CPUs attention instances do not ask vLLM's router"
+        )
     return _ROUTING[args.routing]
 
 

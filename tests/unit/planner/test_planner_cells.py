@@ -4,6 +4,7 @@ import argparse
 
 import pytest
 
+from afd.errors import ConfigError
 from afd.records import Record
 from afd_bench.gpu.common import add_routing, routed_case, routing_variables
 from afd_bench.planner.cells import ratio_cells, step_cells
@@ -25,14 +26,19 @@ def record(name: str, metric: str, machine: str) -> Record:
     )
 
 
+def arguments(*argv: str, device: str = "cuda") -> argparse.Namespace:
+    options = argparse.ArgumentParser()
+    options.set_defaults(device=device)
+    add_routing(options)
+    return options.parse_args(argv)
+
+
 @pytest.mark.parametrize(
     ("routing", "even", "alike"), [("model", False, True), ("even", True, False)]
 )
 @pytest.mark.parametrize("gpu", ["H200", "H100 80GB HBM3"])
 def test_a_cell_knows_its_routing_and_its_gpu(routing, even, alike, gpu):
-    options = argparse.ArgumentParser()
-    add_routing(options)
-    args = options.parse_args(["--routing", routing])
+    args = arguments("--routing", routing)
     assert bool(routing_variables(args)) == even
     name = "qwen3-30b-coarse-mqa 24 layers fp8 cache" + routed_case(args)
     machine = f"32 cores Intel Xeon, 252 GiB, 2 x NVIDIA {gpu}"
@@ -43,3 +49,9 @@ def test_a_cell_knows_its_routing_and_its_gpu(routing, even, alike, gpu):
         place = cell.place
         assert (place.even, place.alike, place.kv) == (even, alike, "fp8")
         assert place.gpu == gpu.split()[0].lower()
+
+
+def test_even_routing_is_refused_on_cpus():
+    assert routing_variables(arguments(device="cpu")) == {}
+    with pytest.raises(ConfigError, match="--routing even needs a GPU"):
+        routing_variables(arguments("--routing", "even", device="cpu"))
