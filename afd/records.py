@@ -153,15 +153,19 @@ def write_records(path: Path, records: Sequence[Record]) -> None:
     partial.replace(path)
 
 
+_FOLDERS = ("--out", "--models", "--cache", "--log", "--logs", "--traces")
+
+
 def command_line(name: str, argv: Sequence[str]) -> str:
     """The command of a record: ``afd bench NAME`` with its arguments, but for folders of this host.
 
-    ``--out``, ``--models`` and ``--log`` say where files go and do not change what is measured.
+    ``--out``, ``--models``, ``--logs`` and their like say where files go and do not change what is
+    measured.
     """
     words, kept = iter(argv), [f"afd bench {name}"]
     for word in words:
         option, equals, _ = word.partition("=")
-        if option not in ("--out", "--models", "--cache", "--log"):
+        if option not in _FOLDERS:
             kept.append(word)
         elif not equals:
             next(words, None)

@@ -83,8 +83,11 @@ def test_every_ratio_of_the_assumed_routing_is_within_7_percent(errors):
 def test_the_composition_is_within_12_percent(errors):
     """But for two steps that wait for the host."""
     found = [error for _, error in errors[0] if error.method == "composed"]
-    composed = sorted(error.size for error in found if not error.retired)
-    assert (len(found), len(composed)) == (47, 40) and max(composed[:-2]) < 1.12
+    composed = [error for error in found if not error.retired]
+    waiting = "qwen3-30b, 12 layers, 256 requests of 1024 tokens"
+    late = [e for e in composed if e.cell.startswith(waiting) and e.cell.endswith("served")]
+    assert (len(found), len(composed), len(late)) == (47, 40, 2)
+    assert max(error.size for error in composed if error not in late) < 1.12
     assert COMPOSED_ERROR.high >= 1.12**2 * 0.99
 
 
