@@ -33,6 +33,7 @@ from afd_bench.gpu.common import (
 from afd_bench.gpu.kv import default_gib, spread_kv_bytes
 from afd_bench.gpu.load import Load, steady
 from afd_bench.gpu.predict import Prediction, predict
+from afd_bench.gpu.serving import Setup, running
 from afd_bench.gpu.slices import Slice
 from afd_bench.gpu.targets import (
     PEER,
@@ -42,7 +43,6 @@ from afd_bench.gpu.targets import (
     best_for,
     in_modes,
     parse,
-    running,
     vllm_args,
 )
 from afd_bench.servers import Server
@@ -135,7 +135,7 @@ def main(argv: Sequence[str]) -> int:
     name = case_of(args.model, model_slice) + cache + routed_case(args)
     out = report("gpu", args, "decode", argv)
     variables = routing_variables(args)
-    with running(targets, path, sizes, args.device, flags, args.logs, variables) as servers:
+    with running(targets, Setup(path, sizes, args.device, flags, args.logs, variables)) as servers:
         print(f"{len(servers)} servers started in {args.seconds - budget.left:.0f} s", flush=True)
         cells = []
         for cell in measure(servers, plan, sizes, model, model_slice, args, budget):

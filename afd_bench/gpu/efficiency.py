@@ -34,8 +34,9 @@ from afd_bench.gpu.common import (
 )
 from afd_bench.gpu.kv import kv_gib
 from afd_bench.gpu.load import Load, device_step_s, held, read
+from afd_bench.gpu.serving import Setup, running
 from afd_bench.gpu.slices import Slice
-from afd_bench.gpu.targets import Afd, Sizes, Target, parse, running, vllm_args
+from afd_bench.gpu.targets import Afd, Sizes, Target, parse, vllm_args
 from afd_bench.gpu.timeline import Step, Summary, chrome, fetch, join, summary
 from afd_bench.servers import Server
 from afd_planner.facts.model_hf import load_model
@@ -137,7 +138,10 @@ def _all_running(
             logs, path, sizes = args.logs / model.name, model.path, model.sizes
             try:
                 return stack.enter_context(
-                    running(targets, path, sizes, args.device, flags, logs, routing_variables(args))
+                    running(
+                        targets,
+                        Setup(path, sizes, args.device, flags, logs, routing_variables(args)),
+                    )
                 )
             except AfdError as err:
                 print(f"{model.name}: FAILED: {err}", flush=True)

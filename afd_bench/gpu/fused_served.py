@@ -29,7 +29,8 @@ from afd_bench.gpu.common import (
 )
 from afd_bench.gpu.kv import kv_gib
 from afd_bench.gpu.load import Load, device_step_s, held, read
-from afd_bench.gpu.targets import Afd, Sizes, Target, fitted, running, vllm_args
+from afd_bench.gpu.serving import Setup, running
+from afd_bench.gpu.targets import Afd, Sizes, Target, fitted, vllm_args
 from afd_bench.gpu.timeline import fetch, join
 from afd_bench.servers import Server
 from afd_planner.facts.model_hf import load_model
@@ -96,7 +97,7 @@ def _of_model(name: str, args: argparse.Namespace, budget: Budget, out: Report) 
     flags = [*vllm_args(args.device, True, args.kv), *args.vllm_args]
     model = case_of(name, model_slice) + ("" if args.kv == "bfloat16" else f" {args.kv} cache")
     found = 0
-    with running(both, path, sizes, args.device, flags, args.logs / name) as servers:
+    with running(both, Setup(path, sizes, args.device, flags, args.logs / name)) as servers:
         if len(servers) < len(both):
             print(f"{name}: FAILED: a deployment did not start; see the error above", flush=True)
             return 0

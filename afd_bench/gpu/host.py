@@ -33,7 +33,8 @@ from afd_bench.gpu.common import (
 )
 from afd_bench.gpu.kv import kv_gib
 from afd_bench.gpu.load import Load, Steady, held, rate, read
-from afd_bench.gpu.targets import Afd, Sizes, Target, fitted, running, vllm_args
+from afd_bench.gpu.serving import Setup, running
+from afd_bench.gpu.targets import Afd, Sizes, Target, fitted, vllm_args
 from afd_bench.servers import Server
 from afd_planner.facts.model_hf import load_model
 
@@ -89,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
     flags = [*vllm_args(args.device, True), *args.vllm_args]
     gpu = gpus_case(gpus)
     cells = 0
-    with running(targets, path, sizes, args.device, flags, args.logs) as servers:
+    with running(targets, Setup(path, sizes, args.device, flags, args.logs)) as servers:
         for requests, (target, server) in product(args.requests, servers.items()):
             what = f"{target.label} requests {requests}"
             if not budget.allows(what, _CELL_S):

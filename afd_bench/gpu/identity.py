@@ -33,6 +33,7 @@ from afd_bench.gpu.common import (
     report,
     usable_gpus,
 )
+from afd_bench.gpu.serving import Setup, running
 from afd_bench.gpu.targets import (
     DEFAULT_BACKEND,
     PEER,
@@ -42,7 +43,6 @@ from afd_bench.gpu.targets import (
     Target,
     fitted,
     parse,
-    running,
     vllm_args,
 )
 from afd_bench.measure import Scores, Workload, check_depth, forced, read_counters
@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
     sets = Workload(mixed(args.seed, vocab=MAX_LOGPROBS), followers(args.seed, vocab=MAX_LOGPROBS))
     out = report("gpu", args, "identity", argv)
     failed = False
-    with running(targets, path, sizes, args.device, flags, args.logs) as servers:
+    with running(targets, Setup(path, sizes, args.device, flags, args.logs)) as servers:
         failed = servers.keys() != set(targets)
         if REFERENCE not in servers:
             raise AfdError("colocated vLLM, the reference, did not start; see its error above")

@@ -42,7 +42,8 @@ from afd_bench.gpu.common import (
 )
 from afd_bench.gpu.kv import kv_bytes, kv_gib
 from afd_bench.gpu.load import Load, client, device_step_s, held, moments, read
-from afd_bench.gpu.targets import PEER, Afd, Sizes, Target, in_modes, parse, running, vllm_args
+from afd_bench.gpu.serving import Setup, running
+from afd_bench.gpu.targets import PEER, Afd, Sizes, Target, in_modes, parse, vllm_args
 from afd_bench.servers import Server
 from afd_planner.facts.model_hf import load_model
 
@@ -105,7 +106,7 @@ def main(argv: Sequence[str]) -> int:
     flags = [*vllm_args(args.device, True), *args.vllm_args]
     out = report("gpu", args, "jitter", argv)
     found: dict[Target, Jitter] = {}
-    with running(targets, path, sizes, args.device, flags, args.logs) as servers:
+    with running(targets, Setup(path, sizes, args.device, flags, args.logs)) as servers:
         for target, server in servers.items():
             if not budget.allows(target.label):
                 break

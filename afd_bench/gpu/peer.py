@@ -36,13 +36,13 @@ from afd_bench.gpu.common import (
     usable_gpus,
 )
 from afd_bench.gpu.load import Load, Steady, steady
+from afd_bench.gpu.serving import Setup, serve
 from afd_bench.gpu.targets import (
     NO_FUSED_ALLREDUCE,
     Afd,
     Colocated,
     Sizes,
     parse,
-    serve,
     share,
     vllm_args,
 )
@@ -153,7 +153,7 @@ def main(argv: Sequence[str]) -> int:
         # requests. The peer's FFN ranks wait for work in an NCCL kernel, so the peer is stopped
         # before our deployment is measured.
         mine = pool.submit(
-            stack.enter_context, serve(ours, path, sizes, args.device, flags, args.logs)
+            stack.enter_context, serve(ours, Setup(path, sizes, args.device, flags, args.logs))
         )
         for recipe in recipes:
             if not budget.allows(recipe.name, 60.0):

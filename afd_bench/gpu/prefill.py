@@ -32,7 +32,8 @@ from afd_bench.gpu.common import (
     usable_gpus,
 )
 from afd_bench.gpu.prefill_parts import print_parts
-from afd_bench.gpu.targets import PEER, Afd, Colocated, Sizes, fitted, running, vllm_args
+from afd_bench.gpu.serving import Setup, running
+from afd_bench.gpu.targets import PEER, Afd, Colocated, Sizes, fitted, vllm_args
 from afd_bench.prefill import OURS, TRAFFIC_TOKENS, measure, records, table
 
 _START_S = 100.0  # estimated time of a start and its measurements
@@ -54,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
         if not budget.allows(f"steps of {step} tokens", _START_S if done else 0.0):
             break
         sizes, flags = _sizes(args, length, step), _flags(args)
-        with running([ours, peer], path, sizes, args.device, flags, args.logs) as servers:
+        with running([ours, peer], Setup(path, sizes, args.device, flags, args.logs)) as servers:
             if len(servers) < 2:
                 raise AfdError("a comparison needs both servers; see the error above")
             both = {OURS: servers[ours], PEER: servers[peer]}
@@ -70,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
 def _parts(args: argparse.Namespace, ours: Afd, path: Path, length: int) -> int:
     step, longest = args.steps[0], max(args.lengths)
     sizes = _sizes(args, length, step)
-    with running([ours], path, sizes, args.device, _flags(args), args.logs) as servers:
+    with running([ours], Setup(path, sizes, args.device, _flags(args), args.logs)) as servers:
         rows = min(step, longest)
         asyncio.run(print_parts(servers[ours], args.depths, longest, rows, args.rounds))
     return 0

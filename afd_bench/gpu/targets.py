@@ -1,23 +1,15 @@
-"""The servers of `afd bench gpu`: xAyF deployments, and colocated vLLM on as many GPUs.
+"""What `afd bench gpu` compares: xAyF deployments, and colocated vLLM on as many GPUs. Pure."""
 
-All servers of a run are up at the same time and are measured in turns, so that a drift of the GPU
-clocks affects all of them equally. A server without requests does not use its GPUs.
-"""
-
-import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from types import MappingProxyType
 from typing import Literal, TypedDict
 
-from afd.errors import AfdError, ConfigError
+from afd.errors import ConfigError
 from afd_bench.cases import AUTO
-from afd_bench.servers import Server, colocated, disaggregated
 from afd_bench.stand_in_nic import PORTS
 
 START_S = 240.0
@@ -311,95 +303,3 @@ def compilation(target: Colocated) -> dict[str, object]:
     if target.mode == "graphs":
         return {"mode": 0, **config}
     return {**config, "pass_config": NO_FUSED_ALLREDUCE} if target.tp > 1 else config
-
-
-@contextlib.contextmanager
-def serve(
-    target: Target,
-    model: Path,
-    sizes: Sizes,
-    device: str,
-    args: Sequence[str],
-    logs: Path,
-    variables: Mapping[str, str] = MappingProxyType({}),
-) -> Iterator[Server]:
-    """Runs a server of the target on the first GPUs, with its log in ``logs``. Raises AfdError."""
-    logs.mkdir(parents=True, exist_ok=True)
-    timestamped = "-timestamped" if isinstance(target, Afd) and target.stage_every else ""
-    log = logs.absolute() / f"{target.label.replace(' ', '-')}{timestamped}.log"
-    with contextlib.ExitStack() as stack:
-        if isinstance(target, Afd):
-            config = deployment(target, model, sizes, device, args)
-            started = disaggregated(config, deadline_s=START_S, log=log, variables=variables)
-            yield stack.enter_context(started)
-            return
-        flags = [*args, *([] if device == "cpu" else graph_args(target, sizes))]
-        parallel = []
-        if device == "cpu" and target.gpus > 1:
-            raise ConfigError(f"{target.name} needs {target.gpus} GPUs; use TP1 on CPU")
-        if target.gpus > 1:
-            parallel = [f"--tensor-parallel-size={target.tp}"]
-        if target.dp > 1:
-            parallel += [f"--data-parallel-size={target.dp}", "--enable-expert-parallel"]
-        if target.mode in ("compiled", "graphs") and device != "cpu":
-            parallel.append(f"--compilation-config={json.dumps(compilation(target))}")
-        yield stack.enter_context(
-            colocated(
-                model.absolute(),
-                dtype="bfloat16",
-                vllm_args=[*parallel, *flags],
-                compiled=target.mode != "eager" and device != "cpu",
-                gpus=() if device == "cpu" else range(target.gpus),
-                ranks=target.dp if target.dp > 1 else 0,
-                deadline_s=START_S,
-                log=log,
-                variables=variables,
-                **settings_of(target, sizes),
-            )
-        )
-
-
-@contextlib.contextmanager
-def running(
-    targets: Sequence[Target],
-    model: Path,
-    sizes: Sizes,
-    device: str,
-    args: Sequence[str],
-    logs: Path,
-    variables: Mapping[str, str] = MappingProxyType({}),
-) -> Iterator[Mapping[Target, Server]]:
-    """Runs all targets, which start and stop together; yields those that started.
-
-    Prints the error of each target that failed. A duplicate target is started once. variables: of
-    the servers' environment.
-
-    Raises:
-        AfdError: no target started.
-    """
-    targets = list(dict.fromkeys(targets))
-
-    def start(target: Target) -> tuple[contextlib.ExitStack, Server] | str:
-        stack = contextlib.ExitStack()
-        for last in (False, True):
-            try:
-                server = serve(target, model, sizes, device, args, logs, variables)
-                return stack, stack.enter_context(server)
-            except AfdError as err:
-                # Retry once: ports are chosen before they are bound; another server may take one.
-                if last or "in use" not in str(err):
-                    return str(err)
-        raise AssertionError
-
-    with ThreadPoolExecutor(len(targets)) as pool:
-        started = dict(zip(targets, pool.map(start, targets), strict=True))
-        up = {target: found for target, found in started.items() if not isinstance(found, str)}
-        try:
-            for target, found in started.items():
-                if isinstance(found, str):
-                    print(f"{target.label}: FAILED: {found}", flush=True)
-            if not up:
-                raise AfdError("no server started; see the errors above")
-            yield {target: server for target, (_, server) in up.items()}
-        finally:
-            list(pool.map(lambda found: found[0].close(), up.values()))

@@ -16,7 +16,7 @@ from afd.records import read_records
 from afd_bench.gpu import (
     COMMANDS,
     main,
-    targets,
+    serving,
 )
 from afd_bench.gpu.checkpoint import listing, make
 from afd_bench.gpu.common import Budget, Report
@@ -220,7 +220,7 @@ def test_servers_start_together_and_one_that_does_not_is_named(monkeypatch, tmp_
     tries = []
 
     @contextlib.contextmanager
-    def serve(target, *rest):
+    def serve(target, _setup):
         tries.append(target)
         if target == Colocated(4):
             raise AfdError("the server exited with status 1")
@@ -228,14 +228,15 @@ def test_servers_start_together_and_one_that_does_not_is_named(monkeypatch, tmp_
             raise AfdError("port 1234 is in use")
         yield target.label
 
-    monkeypatch.setattr(targets, "serve", serve)
+    monkeypatch.setattr(serving, "serve", serve)
+    setup = serving.Setup(Path("m"), SIZES, "cuda", [], tmp_path)
     asked = [Afd(1, 1), Colocated(4), Colocated(2)]
-    with targets.running(asked, Path("m"), SIZES, "cuda", [], tmp_path) as up:
+    with serving.running(asked, setup) as up:
         assert up == {Afd(1, 1): "1A1F exact", Colocated(2): "TP2"}
     assert "TP4: FAILED: the server exited with status 1" in capsys.readouterr().out
     assert tries.count(Afd(1, 1)) == 2 and tries.count(Colocated(4)) == 1
     with (
         pytest.raises(AfdError, match="no server started"),
-        targets.running([Colocated(4)], Path("m"), SIZES, "cuda", [], tmp_path),
+        serving.running([Colocated(4)], setup),
     ):
         pass

@@ -17,8 +17,8 @@ def caches(bench: ModuleType, monkeypatch, tmp_path: Path, *argv: str) -> dict[s
     """GiB of KV cache per server in a run on the tiny model; starts no server."""
     given = {}
 
-    def running(asked, model, sizes, *rest):
-        given.update({t.label: float(settings_of(t, sizes)["kv_cache_gib"]) for t in asked})
+    def running(asked, setup):
+        given.update({t.label: float(settings_of(t, setup.sizes)["kv_cache_gib"]) for t in asked})
         raise AfdError("that is all")
 
     monkeypatch.setattr(bench, "running", running)

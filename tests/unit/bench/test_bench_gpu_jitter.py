@@ -31,7 +31,7 @@ def jitter_runs(monkeypatch, tmp_path, *argv, others=3, chunks=200):
     reads = [Totals(0, 3, 0.0, 10.0, 1.0), Totals(10**9, others, 8.0, 14.0, 1.02)]
 
     @contextlib.contextmanager
-    def running(asked, *rest):
+    def running(asked, _setup):
         yield {target: SimpleNamespace(model="m", set_depth=lambda depth: None) for target in asked}
 
     @contextlib.asynccontextmanager

@@ -169,6 +169,7 @@ def test_this_machine_is_described_by_its_hardware_and_not_by_its_host_name() ->
         (["--rounds", "2", "--out", "x.json"], "afd bench cpu --rounds 2"),
         (["--out=x.json", "--models=m", "--seed", "1"], "afd bench cpu --seed 1"),
         (["--models", "folder", "--out-of", "3"], "afd bench cpu --out-of 3"),
+        (["--logs", "/a", "--traces=/b", "--seed", "1"], "afd bench cpu --seed 1"),
     ],
 )
 def test_a_command_names_no_folder_of_its_host(argv, command):
