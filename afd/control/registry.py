@@ -17,6 +17,7 @@ import msgspec
 from afd.config.contract import Contract
 from afd.control import admission, seats
 from afd.control import messages as m
+from afd.control.contenders import Contenders
 from afd.control.depths import FIXED_DEPTH, DepthPolicy, DepthTuner
 from afd.control.entries import Entry, reference_of
 from afd.control.generations import MAX_GENERATION, Generations
@@ -28,7 +29,6 @@ from afd.control.seal import Seal, without_addresses
 from afd.depth import AUTO
 from afd.topology import member_id
 
-_MOST_CONTENDERS = 256
 _log = logging.getLogger(__name__)
 
 
@@ -82,10 +82,11 @@ class Registry:
         self._alive = alive
         self._entries: dict[str, Entry] = {}
         self._retired: dict[str, int] = {}  # id -> generation of its last dropped member
-        self._contenders: dict[tuple[str, bytes], float] = {}  # second process for an id -> since
+        self._contenders = Contenders(timing.timeout_s, clock)
         self._moves = Moves()
         self._generations = Generations(wall_clock)
-        self._started = self._ticked = clock()
+        self._first_joined: float | None = None
+        self._ticked = clock()
         self.incarnation = time.time_ns()
 
     # --- what arrives ---------------------------------------------------------------------------
@@ -133,8 +134,7 @@ class Registry:
             for entry in self._entries.values()
             if (reason := self._death(entry, now)) is not None
         ]
-        patience = 2 * self.timing.timeout_s
-        self._contenders = {k: t for k, t in self._contenders.items() if now - t < patience}
+        self._contenders.tick()
         return self._forget(gone)
 
     def closing(self, *, stop_members: bool) -> list[Outgoing]:
@@ -167,7 +167,7 @@ class Registry:
         elif death is not None:
             keep = False
         else:
-            return [Outgoing(peer, self._contend(entry, peer))]
+            return [Outgoing(peer, self._contenders.answer(entry, peer))]
         largest = max((member.generation for member in known.members), default=0)
         generation = held if keep else self._generations.next_after(largest)
         if generation > MAX_GENERATION:
@@ -183,32 +183,14 @@ class Registry:
         reference = reference_of(self._entries.values(), self.expected)
         return None if reference is None else reference[1]
 
-    def _contend(self, entry: Entry, peer: bytes) -> m.Wait | m.Refused:
-        """Replies to a second process for a registered id.
-
-        The refusal is final once the first process has sent a heartbeat after the second one came:
-        a killed process looks alive until its timeout.
-        """
-        holder = entry.member
-        reason = (
-            f"{holder.id} is already running as pid {holder.pid} on host {holder.host}; "
-            "stop it or use another --index"
-        )
-        key = (holder.id, peer)
-        if key not in self._contenders and len(self._contenders) >= _MOST_CONTENDERS:
-            return m.Wait(reason)
-        since = self._contenders.setdefault(key, self._clock())
-        if entry.peer is not None and entry.heard > since:
-            del self._contenders[key]
-            return m.Refused(reason)
-        return m.Wait(reason)
-
     def _admit(self, peer: bytes, hello: m.Hello, generation: int) -> list[Outgoing]:
         self._generations.saw(generation)
         member = admission.member(hello, generation)
         entry = Entry(member, peer, hello.contract, self._clock())
+        if self._first_joined is None:
+            self._first_joined = entry.heard
         self._entries[member.id] = entry
-        self._contenders.pop((member.id, peer), None)
+        self._contenders.accepted(member.id, peer)
         _log.info(
             "%s joined (generation %d, pid %d on %s)",
             member.id, generation, member.pid, member.host,
@@ -228,8 +210,13 @@ class Registry:
     # --- after a restart of the server ----------------------------------------------------------
 
     def _recovering(self) -> bool:
-        """True shortly after the start, while members of an earlier run may come back."""
-        return self._clock() - self._started <= self.timing.timeout_s
+        """True until one timeout after the first registration.
+
+        Not after the start: members that come back late, as on a host that is busy, must find their
+        deployment as they left it.
+        """
+        first = self._first_joined
+        return first is None or self._clock() - first <= self.timing.timeout_s
 
     def _recover(self, known: m.Members, name: str, role: str) -> None:
         """Takes over a snapshot of an earlier run of the server, brought by this member.
@@ -240,6 +227,8 @@ class Registry:
         for member in known.members:
             self._generations.saw(member.generation)
         if not self._recovering():
+            version = max(known.version, self.members.version)  # never falls for the member
+            self.members = msgspec.structs.replace(self.members, version=version)
             return
         partial = role not in m.CONTRACT_ROLES
         for member in known.members:

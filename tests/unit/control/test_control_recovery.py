@@ -60,10 +60,37 @@ def test_an_old_snapshot_does_not_restore_removed_members() -> None:
     before.join(b"f", "ffn", 0)
     known = before.registry.members
     after = Deployment()
-    after.pass_time(10)  # long after the restart
+    after.join(b"g", "gateway", 0)
+    after.pass_time(10, beating=[b"g"])
     late = after.join(b"a", "attention", 0, **returning(attention, known))
     assert late.generation > attention.generation
-    assert after.ids == ["attention-0"]
+    assert after.ids == ["attention-0", "gateway-0"]
+
+
+def test_members_that_return_late_find_their_deployment() -> None:
+    before = Deployment()
+    attention = before.join(b"a", "attention", 0)
+    before.join(b"f", "ffn", 0)
+    before.say(b"op", m.SetDepth(2))
+    after = Deployment()
+    after.pass_time(10)  # no member could connect before
+    back = after.join(b"a", "attention", 0, **returning(attention, before.registry.members))
+    assert back.generation == attention.generation
+    assert back.members.depth == 2
+    assert after.ids == ["attention-0", "ffn-0"]
+
+
+def test_the_version_never_falls_for_a_member() -> None:
+    before = Deployment()
+    attention = before.join(b"a", "attention", 0)
+    for depth in (1, 2, 3, 1, 2, 3):
+        before.say(b"op", m.SetDepth(depth))
+    known = before.registry.members
+    after = Deployment()
+    after.join(b"g", "gateway", 0)
+    after.pass_time(10, beating=[b"g"])
+    late = after.join(b"a", "attention", 0, **returning(attention, known))
+    assert late.members.version > known.version
 
 
 @pytest.mark.parametrize("wall", [0.0, NOW_2026, 2_270_000_000.0])
