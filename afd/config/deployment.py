@@ -96,7 +96,7 @@ class Deployment(Section):
         prefill, attention = self.prefill, self.attention
         if not prefill.instances:
             return self
-        if attention.speculation is not None and attention.speculation.method != "ngram":
+        if attention.speculation is not None and attention.speculation.has_draft_layers:
             raise ValueError(
                 "prefill does not move the KV cache of draft layers, but attention.speculation is"
                 f" {attention.speculation.method}; use ngram, or set prefill.instances to 0"

@@ -50,7 +50,7 @@ class Case:
     dtype: that it is served in. instances: FFN instances. split: serve it in split form, although
     its layers can be pipelined. scored: report next-token distributions too. drafts: tokens per
     step that are drafted; 0: it runs without speculation. method, head: see
-    :class:`afd.config.sections.Speculation`. prefix_caching: of attention instances.
+    :class:`afd.config.speculation.Speculation`. prefix_caching: of attention instances.
     """
 
     name: str

@@ -12,6 +12,7 @@ from pathlib import Path
 from afd.errors import AfdError
 from afd_bench.families.cases import Model
 from afd_bench.families.engines import Case, Result
+from afd_bench.python_path import python_path
 from afd_demo.published.eagle import make_eagle
 from afd_demo.published.make import make_published
 from afd_demo.sizes import Sizes
@@ -68,10 +69,12 @@ class Engines:
         cases, results = self._folder / f"{side}.json", self._folder / f"{side}-results.json"
         cases.write_text(json.dumps([asdict(case) for case in self._cases[side]]))
         argv = [sys.executable, "-m", "afd_bench.families.engines", side, str(cases), str(results)]
-        path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
         with (self._folder / f"{side}.log").open("wb") as log:
             self._running[side] = subprocess.Popen(
-                argv, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": path}
+                argv,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **python_path(_ROOT)},
             )
 
     def result(self, side: str, name: str) -> Result:

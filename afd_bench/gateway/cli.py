@@ -27,6 +27,7 @@ import afd_gateway
 from afd.errors import AfdError
 from afd.records import Record, command_line, machine, results_file, today, write_records
 from afd_bench.gateway.clients import Job, Seen
+from afd_bench.python_path import python_path
 from afd_gateway.counts import make_shared
 from afd_gateway.kept_answers import make_answers
 
@@ -170,13 +171,9 @@ def _child(
     argv: Sequence[str], checkout: Path | None = None, descriptors: tuple[int, ...] = ()
 ) -> Iterator[subprocess.Popen[str]]:
     """Runs a process inside the block. checkout: where Python looks for packages first."""
-    environment = dict(os.environ)
-    if checkout is not None:
-        path = os.pathsep.join(filter(None, (str(checkout), os.environ.get("PYTHONPATH"))))
-        environment["PYTHONPATH"] = path
     process = subprocess.Popen(
         argv,
-        env=environment,
+        env={**os.environ, **({} if checkout is None else python_path(checkout))},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -46,6 +46,7 @@ from afd_bench.gpu.targets import (
     share,
     vllm_args,
 )
+from afd_bench.python_path import python_path
 from afd_bench.servers import Server, await_health, server_process
 
 NAME = "afd-plugin"
@@ -361,10 +362,9 @@ def _environment(checkout: Path, folder: Path) -> dict[str, str]:
     (info / "entry_points.txt").write_text(
         f"[vllm.general_plugins]\n{_PLUGIN} = afd_plugin:register_afd\n"
     )
-    path = [str(folder / "site"), str(checkout), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(part for part in path if part),
+        **python_path(folder / "site", checkout),
         "VLLM_PLUGINS": _PLUGIN,
         "VLLM_USE_V2_MODEL_RUNNER": "0",
         "HF_HUB_OFFLINE": "1",

@@ -148,7 +148,7 @@ def speculative_config(deployment: Deployment) -> dict[str, object]:
     """
     speculation = deployment.attention.speculation
     assert speculation is not None
-    if speculation.method == "ngram":
+    if not speculation.has_draft_layers:
         return speculation.model_dump(exclude_none=True)
     # Eager: a draft layer sends its rows from the host.
     found: dict[str, object] = {

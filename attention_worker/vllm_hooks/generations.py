@@ -19,7 +19,7 @@ FIRST, SECOND = "0", "1"
 def why_first(deployment: Deployment) -> str | None:
     """Returns what works on the first-generation runner only; None: nothing that is asked for."""
     speculation = deployment.attention.speculation
-    drafts = speculation is not None and speculation.method != "ngram"
+    drafts = speculation is not None and speculation.has_draft_layers
     captured = device_named(deployment.attention.device).captures_graphs
     return _asked(
         {
