@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from afd.config.speculation import Speculation
 from afd.schedule import padded_depth
 from attention_worker.vllm_hooks.cuts import CutBuffers, cut_step
 from attention_worker.vllm_hooks.generations import FIRST, SECOND, SWITCH, model_runner
@@ -175,7 +176,7 @@ def test_vllms_own_rule_decides(environment: dict[str, str]) -> None:
     assert model_runner(deployment(), environment) == {}
 
 
-MTP, NGRAM = SimpleNamespace(method="mtp"), SimpleNamespace(method="ngram")
+MTP, NGRAM = Speculation(method="mtp"), Speculation(method="ngram")
 
 
 @pytest.mark.parametrize(
