@@ -36,16 +36,26 @@ def test_health_names_the_members(deployment: Running) -> None:
 
 
 def test_each_side_keeps_to_its_cores(deployment: Running) -> None:
-    """All threads of both sides are bound, including those started before a role knew its cores."""
+    """All threads of both sides are bound, including those started before a role knew its cores.
+
+    Compute threads that start while the other side lends its cores keep both: two per lent core.
+    They have work in such steps only, and the step before this test was of another kind.
+    """
+    Stream(deployment.url, tokens_of("cores", 5), 4).start().join(60)
     cores = available_cores()
     plan = cpu_plan(cores, attention=1, ffn=1)
-    for member, own in (("attention-0", plan.attention[0]), ("ffn-0", plan.ffn[0])):
+    sides = (
+        ("attention-0", plan.attention[0], plan.ffn[0]),
+        ("ffn-0", plan.ffn[0], plan.attention[0]),
+    )
+    for member, own, lent in sides:
         pid = deployment.member(member).pid
-        threads = [int(name) for name in os.listdir(f"/proc/{pid}/task")]
-        assert len(threads) > 1
-        assert {thread: os.sched_getaffinity(thread) for thread in threads} == {
-            thread: set(own) for thread in threads
-        }, member
+        bound = [os.sched_getaffinity(int(name)) for name in os.listdir(f"/proc/{pid}/task")]
+        assert len(bound) > 1
+        others = [found for found in bound if found != set(own)]
+        assert all(found == {*own, *lent} for found in others), (member, others)
+        assert len(others) <= 2 * len(lent), (member, others)
+        assert os.sched_getaffinity(pid) == set(own), member
 
 
 def test_vllm_metrics_keep_their_names(deployment: Running) -> None:
