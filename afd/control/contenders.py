@@ -1,4 +1,4 @@
-"""Second processes that ask for the id of a registered member. Pure, with an injected clock."""
+"""Second processes that ask for the id of a registered member. Without sockets."""
 
 from __future__ import annotations
 
