@@ -29,7 +29,6 @@ T = TypeVar("T")
 POLL_S = 0.1
 VOCAB = 2000  # every tiny model has at least these token ids
 HEALTH_S = 120.0  # limit for recovery from a killed instance, on a busy machine
-STREAMS_S = 180.0  # limit for streams, on slow cores that others use too
 
 
 def wait_until(check: Callable[[], T | None], deadline_s: float, what: str) -> T:
@@ -282,7 +281,7 @@ def all_begun(streams: Sequence[Stream], deadline_s: float = 60.0, tokens: int =
     )
 
 
-def tokens_when_whole(streams: Sequence[Stream], deadline_s: float = STREAMS_S) -> list[list[int]]:
+def tokens_when_whole(streams: Sequence[Stream], deadline_s: float) -> list[list[int]]:
     """Waits for every stream to end at its full length; returns the tokens of each."""
     for stream in streams:
         stream.join(deadline_s)

@@ -54,7 +54,7 @@ def test_tokens_are_those_of_colocated_vllm(deployment: Running, references: Ref
 def test_experts_move_while_requests_run(deployment: Running) -> None:
     """Experts move to other instances and slots, then to balanced places; the tokens stay equal."""
     control = deployment.server.control
-    wanted = tokens_when_whole(start_streams(deployment.url, 4, 250, name="moves"))
+    wanted = tokens_when_whole(start_streams(deployment.url, 4, 250, name="moves"), 60)
     streams = start_streams(deployment.url, 4, 250, name="moves")
     all_begun(streams)
     contract = operator.contract(control)
@@ -69,13 +69,13 @@ def test_experts_move_while_requests_run(deployment: Running) -> None:
     assert [move.experts for move in moved.moved] == [table] * layers and not moved.move_fault
     done = [len(stream.tokens) for stream in streams]
     assert rebalance(control, None, Rebalance("greedy")) == 0
-    assert tokens_when_whole(streams) == wanted
+    assert tokens_when_whole(streams, 60) == wanted
     assert min(done) < 250, "all requests had ended before the experts moved"
 
 
 def test_depth_is_chosen_while_requests_run(deployment: Running) -> None:
     """Both instances try every depth, and the tokens stay equal."""
-    wanted = tokens_when_whole(start_streams(deployment.url, 8, 100, name="auto"))
+    wanted = tokens_when_whole(start_streams(deployment.url, 8, 100, name="auto"), 60)
     before = deployment.metrics()
 
     def steps(page: Scrape, instance: int, depth: int) -> float:
@@ -83,7 +83,7 @@ def test_depth_is_chosen_while_requests_run(deployment: Running) -> None:
         return sum(page.values("afd_decode_steps_total", **labels))
 
     def tried_all() -> bool:
-        assert tokens_when_whole(start_streams(deployment.url, 8, 100, name="auto")) == wanted
+        assert tokens_when_whole(start_streams(deployment.url, 8, 100, name="auto"), 60) == wanted
         page = deployment.metrics()
         return all(
             steps(page, i, depth) - steps(before, i, depth) > 5
@@ -104,9 +104,9 @@ def test_an_idle_instance_is_not_waited_for(deployment: Running) -> None:
     """attention-1 has worked and is idle now. If steps waited for it, each step of attention-0
     would take step_wait_ms longer."""
     busy, idle = (deployment.member(f"attention-{i}").api_url for i in (0, 1))
-    tokens_when_whole([Stream(idle, tokens_of("idle", 9), 8).start()])
+    tokens_when_whole([Stream(idle, tokens_of("idle", 9), 8).start()], 60)
     stream = Stream(busy, tokens_of("busy", 9), 40).start()
-    tokens_when_whole([stream])
+    tokens_when_whole([stream], 60)
     gaps = [b - a for a, b in zip(stream.times, stream.times[1:], strict=False)]
     assert statistics.median(gaps) < STEP_WAIT_S / 2
 
@@ -118,7 +118,7 @@ def test_a_stopped_instance_delays_the_other_by_late_ms_and_comes_back(
     member = deployment.member("attention-1")
     group = os.getpgid(member.pid)
     url = deployment.member("attention-0").api_url
-    wanted = tokens_when_whole(start_streams(member.api_url, 2, 300, name="stopped"))
+    wanted = tokens_when_whole(start_streams(member.api_url, 2, 300, name="stopped"), 60)
     stopped = start_streams(member.api_url, 2, 300, name="stopped")
     free = start_streams(url, 2, 800, name="free")
     all_begun([*stopped, *free])
@@ -137,8 +137,8 @@ def test_a_stopped_instance_delays_the_other_by_late_ms_and_comes_back(
         assert seen == [len(stream.tokens) for stream in stopped]
     finally:
         os.killpg(group, signal.SIGCONT)
-    assert tokens_when_whole(stopped) == wanted
-    tokens_when_whole(free)
+    assert tokens_when_whole(stopped, 60) == wanted
+    tokens_when_whole(free, 60)
     log = deployment.server.log.read_text(errors="replace")
     assert "attention-1 had been dropped by the control plane and is back" in log
     # afd_late_peers_total is not checked: an instance that stops between two steps is not late
@@ -152,7 +152,7 @@ def test_a_killed_attention_instance_loses_nothing(
     requests = mixed(kinds(terse), 36, 80)
     undisturbed = ask_mixed(deployment.url, requests)
     assert not [reply.error for reply in undisturbed if reply.error]
-    wanted = tokens_when_whole(start_streams(deployment.url, 8, 120))
+    wanted = tokens_when_whole(start_streams(deployment.url, 8, 120), 60)
     before = deployment.member("attention-1")
     replays = deployment.metrics().total("afd_gateway_replays_total")
     streams = start_streams(deployment.url, 8, 120)
@@ -163,7 +163,7 @@ def test_a_killed_attention_instance_loses_nothing(
         time.sleep(0.5)
         # Kills the leader of the process group; the supervisor ends the other processes.
         os.kill(os.getpgid(before.pid), signal.SIGKILL)
-        assert tokens_when_whole(streams) == wanted
+        assert tokens_when_whole(streams, 60) == wanted
         found = mix.result(90)
     wrong = [
         words
@@ -177,13 +177,13 @@ def test_a_killed_attention_instance_loses_nothing(
     after = deployment.member("attention-1")
     assert after.generation > before.generation
     again = start_streams(deployment.url, 8, 120)
-    assert tokens_when_whole(again) == wanted
+    assert tokens_when_whole(again, 60) == wanted
     assert {stream.instance for stream in again} == {"attention-0", "attention-1"}
 
 
 def test_an_instance_is_added_drained_and_removed_under_load(deployment: Running) -> None:
     """No stream of those that run meanwhile fails or changes a token."""
-    wanted = tokens_when_whole(start_streams(deployment.url, 6, 80, name="elastic"))
+    wanted = tokens_when_whole(start_streams(deployment.url, 6, 80, name="elastic"), 60)
     instances = Operator(deployment.server.control, operator_keys(deployment.server.control), 120)
     served: list[Stream] = []
 
@@ -194,7 +194,7 @@ def test_an_instance_is_added_drained_and_removed_under_load(deployment: Running
         act()
         after = start_streams(deployment.url, 6, 80, name="elastic")
         for streams in (before, after):
-            assert tokens_when_whole(streams) == wanted
+            assert tokens_when_whole(streams, 60) == wanted
         served.extend(before)
         return {stream.instance for stream in after}
 
@@ -214,6 +214,6 @@ def test_sigterm_lets_requests_finish_and_leaves_nothing(deployment: Running) ->
     streams = start_streams(deployment.url, 6, 250)
     all_begun(streams)
     os.kill(deployment.server.pid, signal.SIGTERM)
-    tokens_when_whole(streams)
+    tokens_when_whole(streams, 60)
     assert deployment.await_exit(40) == 0
     deployment.await_nothing_left(ports, 5)

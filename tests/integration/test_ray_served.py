@@ -78,7 +78,7 @@ class Plain:
 @pytest.fixture(scope="module")
 def plain() -> Plain:
     with disaggregated(deployment()) as server:
-        return Plain(story(server.url), tokens_when_whole(load(server.url)))
+        return Plain(story(server.url), tokens_when_whole(load(server.url), 120))
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def on_ray(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[O
 def test_it_answers_as_plain_afd_serve(plain: Plain, on_ray: OnRay) -> None:
     assert {"attention-0", "ffn-0"} <= on_ray.generations().keys()
     assert story(on_ray.url) == plain.story
-    assert tokens_when_whole(load(on_ray.url)) == plain.tokens
+    assert tokens_when_whole(load(on_ray.url), 120) == plain.tokens
 
 
 def test_an_ffn_killed_under_load_costs_no_request(plain: Plain, on_ray: OnRay) -> None:
@@ -196,7 +196,7 @@ def test_an_ffn_killed_under_load_costs_no_request(plain: Plain, on_ray: OnRay) 
     streams = load(on_ray.url)
     all_begun(streams)
     os.kill(on_ray.pid("ffn-0"), signal.SIGKILL)
-    assert tokens_when_whole(streams) == plain.tokens
+    assert tokens_when_whole(streams, 120) == plain.tokens
     after = on_ray.generations()
     assert after["ffn-0"] > before["ffn-0"] and after["attention-0"] == before["attention-0"]
 
@@ -206,7 +206,7 @@ def test_an_operator_restarts_an_instance_under_load(plain: Plain, on_ray: OnRay
     streams = load(on_ray.url)
     all_begun(streams)
     operator.set_seat(on_ray.control, on_ray.keys.operator, member="ffn-0", wish="restart")
-    assert tokens_when_whole(streams) == plain.tokens
+    assert tokens_when_whole(streams, 120) == plain.tokens
     assert on_ray.generations()["ffn-0"] > before["ffn-0"]
     assert "ffn-0 has left" in on_ray.log.read_text()
 

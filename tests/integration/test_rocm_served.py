@@ -116,13 +116,13 @@ def test_replayed_steps_give_the_tokens_of_colocated_vllm(
 
 def test_an_ffn_instance_killed_in_replayed_steps_loses_no_request(deployment: Running) -> None:
     victim = ffn_instances(deployment)[-1]
-    wanted = tokens_when_whole(start_streams(deployment.url, 4, TOKENS))
+    wanted = tokens_when_whole(start_streams(deployment.url, 4, TOKENS), 60)
     before, steps = deployment.generation(victim), replayed(deployment)
     streams = start_streams(deployment.url, 4, TOKENS)
     all_begun(streams)
     os.kill(deployment.member(victim).pid, signal.SIGKILL)
     wait_until(lambda: deployment.generation(victim) != before, 10, f"{victim} has ended")
-    assert tokens_when_whole(streams) == wanted
+    assert tokens_when_whole(streams, 180) == wanted
     wait_until(deployment.is_whole, HEALTH_S, "the instance is back")
     assert replayed(deployment) - steps > TOKENS / 2  # steps after the kill are replayed too
 
@@ -131,7 +131,7 @@ def test_an_ffn_instance_killed_in_replayed_steps_loses_no_request(deployment: R
 @pytest.mark.parametrize("name", ["rocm_routed"], indirect=True)
 def test_experts_move_between_replayed_steps(deployment: Running) -> None:
     control = deployment.server.control
-    wanted = tokens_when_whole(start_streams(deployment.url, 4, TOKENS, name="moves"))
+    wanted = tokens_when_whole(start_streams(deployment.url, 4, TOKENS, name="moves"), 60)
     steps = replayed(deployment)
     streams = start_streams(deployment.url, 4, TOKENS, name="moves")
     all_begun(streams)
@@ -144,7 +144,7 @@ def test_experts_move_between_replayed_steps(deployment: Running) -> None:
     wait_until(lambda: not deployment.members().moves_left, 60, "the experts have moved")
     assert [move.experts for move in deployment.members().moved] == [table] * layers
     assert min(len(s.tokens) for s in streams) < TOKENS, "all requests had ended before"
-    assert tokens_when_whole(streams) == wanted
+    assert tokens_when_whole(streams, 60) == wanted
     assert replayed(deployment) - steps > TOKENS
 
 
@@ -154,7 +154,7 @@ def test_an_ffn_instance_comes_and_goes_between_replayed_steps(deployment: Runni
     """1A1F to 1A2F and back. Both graphs of a step are replayed with one FFN instance and two."""
     control = deployment.server.control
     instances = Operator(control, operator_keys(control), 180)
-    wanted = tokens_when_whole(start_streams(deployment.url, 4, TOKENS, name="grows"))
+    wanted = tokens_when_whole(start_streams(deployment.url, 4, TOKENS, name="grows"), 60)
 
     def same_under_load(change: Callable[[], object]) -> None:
         steps, streams = (
@@ -163,9 +163,9 @@ def test_an_ffn_instance_comes_and_goes_between_replayed_steps(deployment: Runni
         )
         all_begun(streams)
         change()
-        assert tokens_when_whole(streams) == wanted
+        assert tokens_when_whole(streams, 180) == wanted
         again = start_streams(deployment.url, 4, TOKENS, name="grows")
-        assert tokens_when_whole(again) == wanted
+        assert tokens_when_whole(again, 60) == wanted
         assert replayed(deployment) - steps > TOKENS
 
     def rows(member: str) -> float:

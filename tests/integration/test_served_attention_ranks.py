@@ -58,7 +58,7 @@ def test_four_ranks(host: Host, references: References) -> None:
 
 def killed(deployment: Running, member: str) -> None:
     """Kills a member under load: no request fails, and no token changes."""
-    wanted = tokens_when_whole(start_streams(deployment.url, 6, 120))
+    wanted = tokens_when_whole(start_streams(deployment.url, 6, 120), 60)
     before = deployment.generation("attention-0")
     streams = start_streams(deployment.url, 6, 120)
     all_begun(streams)
@@ -67,7 +67,7 @@ def killed(deployment: Running, member: str) -> None:
         wait_until(
             lambda: deployment.generation("attention-0") != before, 30, "attention-0 has ended too"
         )
-    assert tokens_when_whole(streams) == wanted
+    assert tokens_when_whole(streams, 180) == wanted
     wait_until(deployment.is_whole, HEALTH_S, f"{member} is back")
 
 

@@ -40,7 +40,7 @@ def hosts(tiny_models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iter
 @pytest.fixture(scope="module")
 def wanted(hosts: TwoHosts) -> list[list[int]]:
     """The tokens of :func:`streams` while nothing goes wrong."""
-    return tokens_when_whole(streams())
+    return tokens_when_whole(streams(), 60)
 
 
 def streams() -> list[Stream]:
@@ -65,7 +65,7 @@ def test_a_cut_cable_loses_no_token(hosts: TwoHosts, wanted: list[list[int]]) ->
     time.sleep(0.5)
     done = [len(stream.tokens) for stream in running]
     hosts.machines["b"].mend()
-    assert tokens_when_whole(running) == wanted
+    assert tokens_when_whole(running, 90) == wanted
     assert min(done) < TOKENS, "all requests had ended before the cable was cut"
     hosts.runs["a"].says("every host is there again", 20)
 

@@ -88,7 +88,7 @@ def test_streams_wait_for_a_short_outage_of_the_network(
         hosts.runs["a"].says("ready after", HEALTH_S)
         with hosts.machines["a"].inside():
             hosts.await_whole()
-            wanted = tokens_when_whole(start_streams(GATEWAY, 4, 150, name="short"))
+            wanted = tokens_when_whole(start_streams(GATEWAY, 4, 150, name="short"), 60)
             before = {m.id: m.generation for m in hosts.members().members}
             streams = start_streams(GATEWAY, 4, 150, name="short")
             for _ in range(3):
@@ -96,5 +96,5 @@ def test_streams_wait_for_a_short_outage_of_the_network(
                 time.sleep(0.4)
                 hosts.machines["b"].mend()
                 time.sleep(0.4)
-            assert tokens_when_whole(streams) == wanted
+            assert tokens_when_whole(streams, 60) == wanted
             assert {m.id: m.generation for m in hosts.members().members} == before

@@ -99,7 +99,7 @@ def test_restarted_server_gets_its_members_back(
             assert first_line(second) == address
             after = attention.wait_for(
                 lambda x: x.version > before.version and bool(x.of("ffn", state="ready")),
-                deadline_s=10,
+                deadline_s=5,
                 what="ffn-0 again",
             )
             assert [x.generation for x in (attention, ffn)] == generations
