@@ -1,11 +1,36 @@
-"""What a restarted control plane takes from snapshots of an earlier run. Pure."""
+"""What a restarted control plane takes from snapshots of an earlier run, and until when."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import msgspec
 
 from afd.control.messages import Hello, Members
 from afd.control.seal import Seal
+
+
+class RecoveryWindow:
+    """The time in which members of an earlier run find their deployment as they left it.
+
+    It ends one timeout after the first registration. Not after the start: members may come back
+    late, as on a host that is busy.
+    """
+
+    def __init__(self, timeout_s: float, clock: Callable[[], float]) -> None:
+        """clock: monotonic seconds."""
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._first: float | None = None
+
+    def registered(self) -> None:
+        """Notes that a member has registered."""
+        if self._first is None:
+            self._first = self._clock()
+
+    @property
+    def is_open(self) -> bool:
+        return self._first is None or self._clock() - self._first <= self._timeout_s
 
 
 def proven(hello: Hello, seal: Seal, incarnation: int) -> Members:

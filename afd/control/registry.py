@@ -24,7 +24,7 @@ from afd.control.generations import MAX_GENERATION, Generations
 from afd.control.host_table import NO_HOSTS, HostRules, HostTable
 from afd.control.hosts import pid_space, process_alive
 from afd.control.moves import Moves, objection
-from afd.control.recovery import generation_in, proven, resumed
+from afd.control.recovery import RecoveryWindow, generation_in, proven, resumed
 from afd.control.seal import Seal, without_addresses
 from afd.depth import AUTO
 from afd.topology import member_id
@@ -85,7 +85,7 @@ class Registry:
         self._contenders = Contenders(timing.timeout_s, clock)
         self._moves = Moves()
         self._generations = Generations(wall_clock)
-        self._first_joined: float | None = None
+        self._window = RecoveryWindow(timing.timeout_s, clock)
         self._ticked = clock()
         self.incarnation = time.time_ns()
 
@@ -161,7 +161,7 @@ class Registry:
         held = generation_in(known, name)  # by the member, from an earlier run of the server
         death = None if entry is None else self._death(entry, self._clock())
         if entry is None:
-            keep = self._recovering() and held > self._retired.get(name, 0)
+            keep = self._window.is_open and held > self._retired.get(name, 0)
         elif entry.peer is None and held >= entry.member.generation:
             keep = True
         elif death is not None:
@@ -187,8 +187,7 @@ class Registry:
         self._generations.saw(generation)
         member = admission.member(hello, generation)
         entry = Entry(member, peer, hello.contract, self._clock())
-        if self._first_joined is None:
-            self._first_joined = entry.heard
+        self._window.registered()
         self._entries[member.id] = entry
         self._contenders.accepted(member.id, peer)
         _log.info(
@@ -209,15 +208,6 @@ class Registry:
 
     # --- after a restart of the server ----------------------------------------------------------
 
-    def _recovering(self) -> bool:
-        """True until one timeout after the first registration.
-
-        Not after the start: members that come back late, as on a host that is busy, must find their
-        deployment as they left it.
-        """
-        first = self._first_joined
-        return first is None or self._clock() - first <= self.timing.timeout_s
-
     def _recover(self, known: m.Members, name: str, role: str) -> None:
         """Takes over a snapshot of an earlier run of the server, brought by this member.
 
@@ -226,7 +216,7 @@ class Registry:
         """
         for member in known.members:
             self._generations.saw(member.generation)
-        if not self._recovering():
+        if not self._window.is_open:
             version = max(known.version, self.members.version)  # never falls for the member
             self.members = msgspec.structs.replace(self.members, version=version)
             return

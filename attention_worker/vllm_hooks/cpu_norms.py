@@ -4,13 +4,14 @@ Without torch.compile vLLM computes a norm on CPUs in about ten torch operations
 kernels for norms on GPUs only (vllm/kernels/vllm_c.py), although its CPU library has them.
 """
 
-import platform
 from collections.abc import Callable
 
 import torch
 from torch import nn
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.platforms import current_platform
+
+from afd.host.processor import is_x86
 
 _LANES = 16
 """The kernels want rows of a multiple of so many elements, or of a divisor of it."""
@@ -38,8 +39,7 @@ def has_c_norm(norm: nn.Module) -> bool:
 
 def kernels_round(dtype: torch.dtype) -> bool:
     """Returns whether the kernels for this processor round to ``dtype``, instead of cutting."""
-    x86 = platform.machine() in ("x86_64", "AMD64")
-    return dtype == torch.float16 or not x86 or torch.cpu._is_avx512_bf16_supported()
+    return dtype == torch.float16 or not is_x86() or torch.cpu._is_avx512_bf16_supported()
 
 
 def _fits(norm: RMSNorm) -> bool:

@@ -9,6 +9,7 @@
 #include <filesystem>
 #include <fstream>
 #include <random>
+#include <string>
 #include <thread>
 
 #include "../src/poller.h"
@@ -85,8 +86,8 @@ void a_nic_has_a_thread_on_its_node() {
   sched_getaffinity(0, sizeof allowed, &allowed);
   int last = CPU_SETSIZE - 1;
   while (!CPU_ISSET(static_cast<std::size_t>(last), &allowed)) --last;
-  char name[] = "/tmp/stress_proxy_XXXXXX";
-  check(mkdtemp(name) != nullptr, "a folder");
+  std::string name = std::filesystem::temp_directory_path() / "stress_proxy_XXXXXX";
+  check(mkdtemp(name.data()) != nullptr, "a folder");
   const std::filesystem::path root(name), node = root / "devices/system/node/node1";
   std::filesystem::create_directories(node);
   std::ofstream(node / "cpulist") << last << ",1022-1023\n";

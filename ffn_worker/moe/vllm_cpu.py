@@ -22,11 +22,11 @@ from pathlib import Path
 import torch
 
 from afd.errors import ConfigError
+from afd.host.processor import is_x86
 from ffn_worker.moe.base import Linear, MoeBackend
 from ffn_worker.moe.pairs import local_pairs, sum_pairs
 from ffn_worker.moe.quantise import Weight
 
-_X86 = ("x86_64", "AMD64", "i386", "i686")
 _ARM = ("aarch64", "arm64")
 _UNQUANTISED = 0  # vLLM's CPUQuantMethod
 _PRIMITIVE_CACHE = 32  # oneDNN primitives kept per weight, vLLM's value
@@ -34,7 +34,7 @@ _PRIMITIVE_CACHE = 32  # oneDNN primitives kept per weight, vLLM's value
 
 def library_name() -> str:
     """File name of the extension that vLLM imports on this processor."""
-    if platform.machine() not in _X86:
+    if not is_x86():
         return "_C.abi3.so"
     if not torch.cpu._is_avx512_supported():
         return "_C_AVX2.abi3.so"
