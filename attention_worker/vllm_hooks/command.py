@@ -108,11 +108,14 @@ def attention_command(
         argv.append(f"--speculative-config={json.dumps(speculative_config(deployment))}")
     if attention.tp > 1:
         argv.append(f"--tensor-parallel-size={attention.tp}")
+    if attention.tp > 1 or on_gpu:
+        # A process of its own for the worker: the engine schedules the next step while the worker
+        # prepares this one (docs/results/host.md).
         argv.append("--distributed-executor-backend=mp")
         # An engine must outlive the return of an FFN instance.
         limit_s = max(300, int(4 * deployment.deadlines.ffn_s))
         extra["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] = str(limit_s)
-    elif not on_gpu:
+    else:
         argv.append("--distributed-executor-backend=uni")
     if not on_gpu:
         argv += family.cpu_args

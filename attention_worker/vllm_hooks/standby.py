@@ -36,8 +36,11 @@ def become_server(arguments: Sequence[str]) -> None:
     """Runs vLLM's API server as ``python -m`` does, in a process that has imported it."""
     module = layout().server_module
     role_file = Path(os.environ[ROLE_FILE_ENV])
-    if _on_gpu(load_role(role_file)):
-        kept_fork.keep(role_file.parent)
+    role = load_role(role_file)
+    if _on_gpu(role):
+        # Ranks choose their GPU by a variable, which a process reads at its first look at GPUs.
+        one_worker = role.deployment.attention.tp == 1
+        kept_fork.keep(role_file.parent, engine_keeps=one_worker)
     sys.argv[1:] = arguments
     del sys.modules[module]  # it is the main module now
     runpy.run_module(module, run_name="__main__", alter_sys=True)

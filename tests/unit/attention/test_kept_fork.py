@@ -1,4 +1,7 @@
-"""The fork that makes vLLM's engine on a GPU. Each case is a process without threads."""
+"""The fork that makes vLLM's engine on a GPU, and the engine's, which makes its worker.
+
+Each case is a process without threads.
+"""
 
 import multiprocessing
 import os
@@ -7,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
@@ -18,6 +22,7 @@ from attention_worker.vllm_hooks import kept_fork
 
 def child(conn) -> None:
     conn.send((os.environ["SET_LATE"], threading.active_count(), sys.modules["marked"].mark))
+    assert kept_fork.context() is not None
     sys.exit(7)
 
 
@@ -25,18 +30,37 @@ def sleeper() -> None:
     time.sleep(60)
 
 
-def engine_with_workers(conn) -> None:
-    worker = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(0,))
-    worker.start()
-    worker.join(30)
-    conn.send(worker.exitcode)
+def worker(conn, lock) -> None:
+    with lock:
+        conn.send((os.environ["SET_LATER"], threading.active_count(), kept_fork.context()))
+
+
+def engine(conn) -> None:
+    """An engine's worker is made from a fork of the engine without its threads, or is new."""
+    ended = threading.Event()
+    threading.Thread(target=ended.wait, daemon=True).start()
+    os.environ["SET_LATER"] = "by the engine"
+    context = kept_fork.context()
+    assert context is not None
+    ours, theirs = context.Pipe()
+    # As vLLM starts its worker (vllm/v1/executor/multiproc_executor.py).
+    lock = context.Lock()
+    process = context.Process(target=worker, args=(theirs, lock), daemon=True)
+    process.start()
+    found = ours.recv()
+    assert wait([process.sentinel], 10)
+    process.join(10)
+    new = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(0,))
+    new.start()
+    new.join(30)
+    conn.send((found, process.exitcode, new.exitcode))
 
 
 def made(folder: Path) -> None:
     """A process with threads has processes made from the fork of the one that it was."""
     sys.modules["marked"] = type(sys)("marked")
     sys.modules["marked"].mark = "imported before"
-    kept_fork.keep(folder)
+    kept_fork.keep(folder, engine_keeps=True)
     context = kept_fork.context()
     assert context is not None
     ended = threading.Event()
@@ -48,10 +72,10 @@ def made(folder: Path) -> None:
     assert ours.recv() == ("seen", 1, "imported before")
     process.join(10)
     assert process.exitcode == 7
-    engine = context.Process(target=engine_with_workers, args=(theirs,))
-    engine.start()
-    assert ours.recv() == 0  # a new process, which imports anew
-    engine.join(10)
+    process = context.Process(target=engine, args=(theirs,))
+    process.start()
+    assert ours.recv() == (("by the engine", 1, None), 0, 0)
+    process.join(10)
     killed = context.Process(target=sleeper)
     killed.start()
     assert os.getpgid(killed.pid) == os.getpgid(0)  # the supervisor ends the group
@@ -64,13 +88,13 @@ def made(folder: Path) -> None:
 def not_made(folder: Path) -> None:
     ended = threading.Event()
     threading.Thread(target=ended.wait, daemon=True).start()
-    kept_fork.keep(folder)
+    kept_fork.keep(folder, engine_keeps=True)
     assert kept_fork.context() is None
 
 
 def no_gpu(folder: Path) -> None:
     kept_fork.fork_can_use_gpu = lambda: False
-    kept_fork.keep(folder)
+    kept_fork.keep(folder, engine_keeps=True)
     assert kept_fork.context() is None
 
 
