@@ -26,7 +26,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import TYPE_CHECKING
 
 from afd.records import Record, command_line, machine, results_file, today, write_records
@@ -110,13 +110,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parts(settings: Settings) -> str:
-    """The medians of a round trip's parts, us."""
+    """Of a round trip and each of its parts: median and mean over all of them, us."""
     from afd_bench.wire_gpu_torch import Parts, measure_parts
 
     found = [astuple(parts) for parts in measure_parts(replace(settings, trace=True))]
-    names = [field.name for field in fields(Parts)]
-    medians = [median(times) for times in zip(*found, strict=True)]
-    return ", ".join(f"{n} {t:.1f} us" for n, t in zip(names, medians, strict=True))
+    named = {"whole": [sum(parts) for parts in found]}
+    for field, times in zip(fields(Parts), zip(*found, strict=True), strict=True):
+        named[field.name] = list(times)
+    return ", ".join(f"{n} {median(t):.1f} (mean {mean(t):.1f})" for n, t in named.items())
 
 
 def records(cells: Sequence[Cell], host: str, command: str, day: str) -> list[Record]:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle, pairwise
 
 import torch
 
@@ -35,12 +36,16 @@ class Settings:
     positions: int
     replays: int
     library: str
-    trace: bool = False  # messages carry times
+    trace: bool = False  # depth 1; each message carries times, and has a slot of its own
 
     @property
     def over(self) -> str:
         """The backend's name in afd_comm."""
         return "verbs" if self.backend == STAGED else self.backend
+
+    @property
+    def slots(self) -> int:
+        return self.positions if self.trace else self.depth
 
 
 class Side:
@@ -49,6 +54,7 @@ class Side:
     def __init__(self, rank: int, settings: Settings) -> None:
         self.rank = rank
         self._depth, self._positions = settings.depth, settings.positions
+        self._trace = settings.trace
         self._on_gpu = settings.device != "cpu"
         # A NIC of its own, as on a host of its own: with its line and its sending thread.
         self._options = (
@@ -59,7 +65,7 @@ class Side:
             else None
         )
         self.region = Region(
-            settings.depth,
+            settings.slots,
             (settings.down, settings.up)[rank],
             name=f"wire-{rank}",
             device=settings.device,
@@ -71,7 +77,8 @@ class Side:
         nbytes = (settings.up, settings.down)[rank]
         self._data = torch.zeros(settings.depth, nbytes, dtype=torch.uint8, device=settings.device)
         self._messages = [
-            Message(m, [(0, self._data[m].data_ptr(), nbytes)]) for m in range(settings.depth)
+            Message(slot, [(0, self._data[slot % settings.depth].data_ptr(), nbytes)])
+            for slot in range(settings.slots)
         ]
         self._work = _worker(settings)
         if self._on_gpu:
@@ -82,41 +89,48 @@ class Side:
         self.link = Link(
             other.region.addresses,
             backend=settings.over,
-            slots=(0, settings.depth),
+            slots=(0, settings.slots),
             trace=settings.trace,
             timeout_us=TIMEOUT_US,
             device=settings.device,
             verbs=self._options,
         )
 
-    def step(self) -> None:
-        """Enqueues the step; on a GPU within the stream that computes."""
-        for number in range(1, self._positions + 1):
+    def step(self, before: int) -> None:
+        """Enqueues the step; on a GPU within the stream that computes.
+
+        before: number of the last message of the step before. A slot's number has to change.
+        """
+        first, last = before + 1, before + self._positions
+        for number in range(first, last + 1):
             for m in range(self._depth):
                 if self.rank == 1:
                     self._wait(m, number)
-                elif number > 1:
+                elif number > first:
                     self._wait(m, number - 1)
                 self._work()
                 self._send(m, number)
         for m in range(self._depth if self.rank == 0 else 0):
-            self._wait(m, self._positions)
+            self._wait(m, last)
         if self._on_gpu:
             torch.cuda.current_stream().wait_stream(self._copy)
 
-    def graph(self) -> torch.cuda.CUDAGraph:
+    def graph(self, before: int) -> torch.cuda.CUDAGraph:
         captured = torch.cuda.CUDAGraph()
         with torch.cuda.graph(captured, stream=self._compute):
-            self.step()
+            self.step(before)
         return captured
 
     def launch(self, graph: torch.cuda.CUDAGraph) -> None:
         with torch.cuda.stream(self._compute):
             graph.replay()
 
+    def _slot(self, m: int, number: int) -> int:
+        return (number - 1) % self._positions if self._trace else m
+
     def _wait(self, m: int, number: int) -> None:
         stream = torch.cuda.current_stream().cuda_stream if self._on_gpu else 0
-        self.region.enqueue_wait(stream, [m], [make_flag(1, number)])
+        self.region.enqueue_wait(stream, [self._slot(m, number)], [make_flag(1, number)])
 
     def _send(self, m: int, number: int) -> None:
         assert self.link is not None
@@ -124,7 +138,8 @@ class Side:
         if self._on_gpu:
             self._copy.wait_stream(torch.cuda.current_stream())
             stream = self._copy.cuda_stream
-        status = self.link.enqueue(stream, self._messages[m], make_flag(1, number))
+        message = self._messages[self._slot(m, number)]
+        status = self.link.enqueue(stream, message, make_flag(1, number))
         if status != Status.OK:
             raise AfdError(f"enqueue failed with {status.name}; link: {self.link.notes}")
 
@@ -135,7 +150,7 @@ class Parts:
 
     up, down: from the ticket that the sending thread saw to the doorbell that it rang at the
     receiver, staged copies included. ffn: from the doorbell to the ticket of the answer. attention:
-    from the answer's doorbell to the next ticket; what is left of the round trip.
+    from the answer's doorbell to the next ticket.
     """
 
     up: float
@@ -151,15 +166,15 @@ def measure(settings: Settings) -> list[float]:
 
 
 def measure_parts(settings: Settings) -> list[Parts]:
-    """Of the last round trip of each replay. settings: depth 1, no work, trace, no ipc."""
+    """Of all round trips but the last one of each replay. settings: no work, trace, no ipc."""
     out = []
     with _opened(settings) as (sides, run):
-        for whole in _timed(settings, run):
-            answer, asked = (side.region.header(0) for side in sides)
-            up = 1e-3 * (asked.t_arrived - asked.t_posted)
-            ffn = 1e-3 * (answer.t_posted - asked.t_arrived)
-            down = 1e-3 * (answer.t_arrived - answer.t_posted)
-            out.append(Parts(up, ffn, down, whole - up - ffn - down))
+        for _ in _timed(settings, run):
+            trips = range(settings.positions)
+            answers, asked = ([side.region.header(n) for n in trips] for side in sides)
+            for to, back, after in zip(asked, answers, asked[1:], strict=False):
+                ticks = (to.t_posted, to.t_arrived, back.t_posted, back.t_arrived, after.t_posted)
+                out.append(Parts(*(1e-3 * (b - a) for a, b in pairwise(ticks))))
     return out
 
 
@@ -170,7 +185,8 @@ def _opened(settings: Settings) -> Iterator[tuple[Sequence[Side], Callable[[], N
         sides = [Side(rank, settings) for rank in range(2)]
         for side, other in zip(sides, reversed(sides), strict=True):
             side.connect(other, settings)
-    yield sides, _on_gpu(sides) if settings.device != "cpu" else _on_cpu(sides)
+    steps = cycle((0, settings.positions) if settings.trace else (0,))
+    yield sides, (_on_gpu if settings.device != "cpu" else _on_cpu)(sides, steps)
     for side in sides:
         assert side.link is not None
         if side.link.status != Status.OK:
@@ -200,23 +216,27 @@ def _nic(settings: Settings) -> Iterator[None]:
     nic.fake_refuse_devices(0)
 
 
-def _on_gpu(sides: list[Side]) -> Callable[[], None]:
+def _on_gpu(sides: list[Side], steps: Iterator[int]) -> Callable[[], None]:
     torch.cuda.synchronize()  # kernels are loaded, and memory is zero
-    graphs = [side.graph() for side in sides]
+    captured: dict[int, list[torch.cuda.CUDAGraph]] = {}
 
     def run() -> None:
-        for side, graph in zip(reversed(sides), reversed(graphs), strict=True):
+        before = next(steps)
+        if before not in captured:
+            captured[before] = [side.graph(before) for side in sides]
+        for side, graph in zip(reversed(sides), reversed(captured[before]), strict=True):
             side.launch(graph)
         torch.cuda.synchronize()
 
     return run
 
 
-def _on_cpu(sides: list[Side]) -> Callable[[], None]:
+def _on_cpu(sides: list[Side], steps: Iterator[int]) -> Callable[[], None]:
     def run() -> None:
-        ffn = threading.Thread(target=sides[1].step)
+        before = next(steps)
+        ffn = threading.Thread(target=sides[1].step, args=(before,))
         ffn.start()
-        sides[0].step()
+        sides[0].step(before)
         ffn.join()
 
     return run

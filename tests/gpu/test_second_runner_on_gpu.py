@@ -29,6 +29,9 @@ pytestmark = [
 ]
 TOKENS = 300
 SAID = "model runner: vLLM's second generation"
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+GPUS = torch.cuda.device_count()
+needs_two = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs, one for each attention rank")
 NEAR_TIE = 0.3  # nats; the runners batch the chunks of prompts differently, and bfloat16 rounds
 # Enough requests that each of 3 micro-batches has rows, and prompts of several chunks.
 REQUESTS = tuple(Request(tuple(range(30 + 7 * i, 60 + 29 * i)), TOKENS, 0.0) for i in range(8))
@@ -159,3 +162,32 @@ def test_both_runners_give_each_request_its_adapter(tiny_models, tmp_path):
         assert different(mine, theirs) == [], name
     plain, adapted = ([answer.tokens for answer in found] for found in first[:2])
     assert plain != adapted, "the adapter changed nothing"
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [
+        pytest.param({"speculation": NGRAM}, id="ngram"),
+        pytest.param({"tp": 2}, id="ranks", marks=[pytest.mark.multi_gpu, needs_two]),
+    ],
+)
+def test_both_runners_speculate_and_have_ranks(tiny_models, tmp_path, attention):
+    """The tokens are those of one rank without drafts. All deployments start at the same time."""
+    model = tiny_models("qwen3_moe")
+
+    def answered(name, generation, settings):
+        config, log = config_of(model, graphs=True), tmp_path / f"{name}.log"
+        config["gpus"] = settings.get("tp", 1)
+        config["attention"] |= settings
+        with disaggregated(config, log=log, variables={SWITCH: generation}) as server:
+            found = run(server.url, server.model, REQUESTS, salt=name)
+            accepted = total(server, "vllm:spec_decode_num_accepted_tokens_total")
+            assert bool(accepted) == ("speculation" in settings)
+        assert (SAID in log.read_text()) == (generation == SECOND)
+        return found
+
+    ways = (("plain", FIRST, {}), ("first", FIRST, attention), ("second", SECOND, attention))
+    with ThreadPoolExecutor(len(ways)) as pool:
+        plain, first, second = pool.map(answered, *zip(*ways, strict=True))
+    assert different(first, plain) == []
+    assert different(second, plain) == []
