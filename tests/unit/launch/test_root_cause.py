@@ -78,6 +78,21 @@ a.b.Broken: cannot load
     assert cause(text) == "a.b.Broken: cannot load (caused by KeyError: 'model.layers.0')"
 
 
+@pytest.mark.parametrize("field", ["", "depth\n"])
+def test_pydantic_names_the_fault_behind_its_exception(field: str):
+    text = f"""\
+Traceback (most recent call last):
+  File "a.py", line 1, in <module>
+pydantic_core.ValidationError: 1 validation error for VllmConfig
+{field}  Value error, no n-grams [type=value_error, input_value=ArgsKwargs(())]
+    For further information visit https://errors.pydantic.dev/
+"""
+    said = ": ".join(
+        ["1 validation error for VllmConfig", *field.split(), "Value error, no n-grams"]
+    )
+    assert cause(text) == f"pydantic_core.ValidationError: {said}"
+
+
 def test_the_last_failure_counts():
     one = "Traceback (most recent call last):\n  File\nOSError: harmless\nINFO going on\n"
     two = "\x1b[31mTraceback (most recent call last):\x1b[0m\n  File\nMemoryError\n"
