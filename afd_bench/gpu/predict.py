@@ -6,7 +6,7 @@ from afd_bench.gpu.targets import Afd, Colocated, Target
 from afd_planner.cost.colocated import colocated_step
 from afd_planner.cost.disaggregated import afd_stages, tokens_per_gpu_second
 from afd_planner.cost.shape import AfdShape, ColocatedShape, Efficiency, Pool
-from afd_planner.cost.stages import StageTime, layer_period, step_seconds
+from afd_planner.cost.stages import StageTime, layer_period, layers_seconds, step_seconds
 from afd_planner.facts.hardware import Accelerator
 from afd_planner.facts.model import ModelSpec
 from afd_planner.facts.precision import PRECISIONS, Precision
@@ -14,10 +14,11 @@ from afd_planner.facts.precision import PRECISIONS, Precision
 
 @dataclass(frozen=True)
 class Prediction:
-    """A prediction. tpot_s: time of a step. rest_s: its part outside the layers. words: breakdown
-    of the time as text."""
+    """A prediction. tpot_s: of a step. layers_s, rest_s: its time on the devices, in the layers and
+    outside of them. words: breakdown of the time as text."""
 
     tpot_s: float
+    layers_s: float
     rest_s: float
     tokens_per_s_per_gpu: float
     words: str
@@ -72,7 +73,8 @@ def _disaggregated(
         f"attention {_stage(remote.attention)}, ffn {_stage(remote.ffn)}, wire"
         f" {(remote.to_ffn + remote.to_attention) * 1e6:.0f} us, busiest side busy {busy:.2f}"
     )
-    return Prediction(step, stages.rest_s, tokens_per_gpu_second(shape, step), words)
+    layers = layers_seconds(stages, depth)
+    return Prediction(step, layers, stages.rest_s, tokens_per_gpu_second(shape, step), words)
 
 
 def _colocated(
@@ -97,7 +99,7 @@ def _colocated(
     last = step.layers[-1]
     words = f"layer {_stage(last.compute)}, exchange {last.exchange_s * 1e6:.0f} us"
     rate = requests / step.seconds / target.gpus
-    return Prediction(step.seconds, step.rest_s, rate, words)
+    return Prediction(step.seconds, step.layers_s, step.rest_s, rate, words)
 
 
 def _stage(stage: StageTime) -> str:

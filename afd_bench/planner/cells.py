@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from afd.records import Record
 from afd_bench.gpu.targets import PEER, Afd, Colocated
@@ -32,6 +32,11 @@ DEFAULT_CONTEXT = 1024
 ALIKE = (("qwen3-30b-coarse-mqa", 0), ("deepseek-v3", 0), ("qwen3-235b", 16_384))
 """Models, and the tokens per request from which on, whose random weights made the rows of their
 cells choose the same experts (docs/results/gpu.md)."""
+
+TWO_PROCESSES = "2026-11-28"
+"""Since that day vLLM's engine and its worker are two processes on GPUs."""
+WAITED = (("qwen3-30b", 12, 256, 1024),)
+"""Model, layers, requests and context of cells whose served steps waited for the one process."""
 
 _CASE = re.compile(
     r"(?P<model>\S+) (?P<layers>\d+) layers (?P<kv>fp8 cache )?(?P<even>even routing )?"
@@ -88,6 +93,8 @@ class StepCell:
         served: ``seconds`` is the time per token of a server with ``pipeline.lookahead``. It has
             the logits, the sampling and what the host does not hide, which a step on the devices
             has not.
+        retired: It is of an arrangement that nothing has today: streams per micro-batch at depth 2,
+            or one process for vLLM's engine and worker.
     """
 
     place: Place
@@ -97,6 +104,7 @@ class StepCell:
     position: bool = False
     streams: bool = False
     served: bool = False
+    retired: bool = False
 
     @property
     def text(self) -> str:
@@ -109,13 +117,15 @@ class StepCell:
 class RatioCell:
     """Tokens/s of the best depth of 1A1F over those of the best colocated vLLM, both served.
 
-    colocated_s: seconds of a step of the colocated server, its host included.
+    colocated_s: seconds of a step of the colocated server, its host included. retired: as of the
+    served step.
     """
 
     place: Place
     depths: tuple[int, ...]
     ratio: float
     colocated_s: float
+    retired: bool = False
 
 
 def step_cells(records: Iterable[Record]) -> list[StepCell]:
@@ -129,7 +139,8 @@ def step_cells(records: Iterable[Record]) -> list[StepCell]:
         if record.metric == "device_step_ms":
             place, depth = _place(match, record), int(match["depth"])
             found.append(StepCell(place, depth, record.value / 1e3))
-            found.append(StepCell(place, depth, record.peer_value / 1e3, served=True))
+            served = StepCell(place, depth, record.peer_value / 1e3, served=True)
+            found.append(replace(served, retired=_waited(place, record)))
         elif record.metric in _STAGES:
             stages.setdefault(record.case, {})[record.metric] = record
     for case, by_name in stages.items():
@@ -137,14 +148,16 @@ def step_cells(records: Iterable[Record]) -> list[StepCell]:
         if match is None or set(by_name) != set(_STAGES):
             continue
         attention, out, ffn, back = (by_name[name].value / 1e6 for name in _STAGES)
+        streams, depth = match["streams"] is not None, int(match["depth"])
         found.append(
             StepCell(
                 _place(match, by_name["ffn_us"]),
-                int(match["depth"]),
+                depth,
                 by_name["ffn_us"].peer_value / 1e6,
                 (attention, out, ffn, back),
                 position=True,
-                streams=match["streams"] is not None,
+                streams=streams,
+                retired=streams and depth == 2,
             )
         )
     return found
@@ -184,7 +197,14 @@ def _ratio(place: Place, by_depth: Mapping[int, Record]) -> RatioCell:
         tuple(sorted(by_depth)),
         best.value / best.peer_value,
         place.requests / best.peer_value / GPUS,
+        _waited(place, best),
     )
+
+
+def _waited(place: Place, record: Record) -> bool:
+    """Whether the server's steps waited for the process of engine and worker."""
+    key = place.model, place.layers, place.requests, place.context
+    return key in WAITED and record.date < TWO_PROCESSES
 
 
 def _place(match: re.Match[str], record: Record) -> Place:

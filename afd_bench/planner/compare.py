@@ -21,7 +21,7 @@ from afd_bench.planner.cells import (
 )
 from afd_planner.cost.disaggregated import afd_stages
 from afd_planner.cost.shape import AfdShape, Efficiency, Pool
-from afd_planner.cost.stages import AfdStages, Part, StageTime, step_seconds
+from afd_planner.cost.stages import AfdStages, Part, StageTime, layers_seconds, step_seconds
 from afd_planner.facts.hardware import load_accelerator
 from afd_planner.facts.model import ModelSpec
 from afd_planner.facts.model_hf import from_config
@@ -38,7 +38,7 @@ class Error:
     """A predicted and a measured value of one cell.
 
     alike: random weights made its rows choose the same experts. colocated: of colocated vLLM alone.
-    retired: of an arrangement of streams that nothing has today. gpu: what it was measured on.
+    retired: of an arrangement that nothing has today. gpu: what it was measured on.
     """
 
     cell: str
@@ -52,7 +52,7 @@ class Error:
 
     @property
     def text(self) -> str:
-        return self.cell + (" (*alike*)" if self.alike else "")
+        return self.cell + " (*alike*)" * self.alike + " (*retired*)" * self.retired
 
     @property
     def ratio(self) -> float:
@@ -81,7 +81,7 @@ def modelled_step(cell: StepCell, efficiency: Efficiency) -> float:
         AFD, cell.depth, place.requests, place.context, model, load_accelerator(place.gpu),
         efficiency, place.kv,
     )  # fmt: skip
-    seconds = said.tpot_s if cell.served else said.tpot_s - said.rest_s
+    seconds = said.tpot_s if cell.served else said.layers_s
     return seconds / (positions(model, cell.depth) if cell.position else 1)
 
 
@@ -108,8 +108,9 @@ def composed_step(cell: StepCell, source: StepCell, efficiency: Efficiency) -> f
         else replace(group, attention=_flat(own), ffn=_flat(ffn), to_ffn=out, to_attention=back)
         for group in stages.groups
     )
-    rest_s = stages.rest_s if cell.served else 0.0
-    seconds = step_seconds(AfdStages(groups, rest_s), cell.depth)
+    seconds = (step_seconds if cell.served else layers_seconds)(
+        replace(stages, groups=groups), cell.depth
+    )
     count = positions(model_of(cell.place.model, cell.place.layers), cell.depth)
     return seconds / (count if cell.position else 1)
 
@@ -161,7 +162,7 @@ def step_errors(
             seconds,
             cell.seconds,
             alike=cell.place.alike,
-            retired=cell.streams and cell.depth == 2,
+            retired=cell.retired,
             gpu=cell.place.gpu,
         )
         found.append(error)
@@ -202,6 +203,14 @@ def ratio_errors(
         ]
         ratio = colocated_step_s(place, of_gpu) / min(steps)
         found.append(
-            Error(place.text, "modelled", ratio, cell.ratio, alike=place.alike, gpu=place.gpu)
+            Error(
+                place.text,
+                "modelled",
+                ratio,
+                cell.ratio,
+                alike=place.alike,
+                retired=cell.retired,
+                gpu=place.gpu,
+            )
         )
     return found

@@ -30,19 +30,25 @@ class ColocatedStep:
     Attributes:
         layers: Times of one micro-batch of rows / micro_batches rows.
         rest_s: Seconds of the step outside the layers.
+        host_s: Seconds that the host needs for a step, at the same time.
         micro_batches: 2 with overlap, else 1.
         hidden_exchange: Share of the exchange hidden behind the other micro-batch's arithmetic.
     """
 
     layers: tuple[ColocatedLayer, ...]
     rest_s: float
+    host_s: float
     micro_batches: int
     hidden_exchange: float
 
     @property
     def seconds(self) -> float:
         """Step time, the TPOT without speculation. At least all arithmetic and all exchange."""
-        return self.rest_s + sum(len(layer.layers) * self._period(layer) for layer in self.layers)
+        return max(self.layers_s + self.rest_s, self.host_s)
+
+    @property
+    def layers_s(self) -> float:
+        return sum(len(layer.layers) * self._period(layer) for layer in self.layers)
 
     def _period(self, layer: ColocatedLayer) -> float:
         compute, exchange = layer.compute.seconds, layer.exchange_s
@@ -67,7 +73,8 @@ def colocated_step(
         shape.tp,
         efficiency,
     )
-    return ColocatedStep(layers, rest, micro_batches, efficiency.hidden_exchange)
+    host = efficiency.host_seconds(shape.rows / shape.dp)
+    return ColocatedStep(layers, rest, host, micro_batches, efficiency.hidden_exchange)
 
 
 def exchange_seconds(

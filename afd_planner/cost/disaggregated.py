@@ -167,7 +167,8 @@ def afd_stages(model: ModelSpec, shape: AfdShape, efficiency: Efficiency) -> Afd
         pool.tp,
         efficiency,
     )
-    return AfdStages(tuple(groups), rest)
+    host = efficiency.host_seconds(shape.batch / pool.groups)
+    return AfdStages(tuple(groups), rest, host)
 
 
 def tokens_per_gpu_second(shape: AfdShape, step_s: float, accepted: float = 1.0) -> float:

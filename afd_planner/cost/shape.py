@@ -3,11 +3,15 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from afd.errors import ConfigError
 from afd.topology import expert_ranges
+from afd_planner.cost.interpolate import Array
 from afd_planner.facts.hardware import Accelerator
 from afd_planner.facts.precision import Precision
+
+Rows = TypeVar("Rows", float, Array)
 
 FIXED_TIMES = (
     "attention_overhead_s",
@@ -18,6 +22,8 @@ FIXED_TIMES = (
     "wire_latency_s",
     "collective_latency_s",
     "step_overhead_s",
+    "host_s",
+    "host_row_s",
 )
 """Fields of Efficiency that are seconds."""
 
@@ -49,6 +55,8 @@ class Efficiency:
         wire_latency_s: Fixed seconds per message.
         collective_latency_s: Fixed seconds per collective.
         step_overhead_s: Fixed seconds per step (scheduling, sampling).
+        host_s, host_row_s: Seconds per step, and per sequence of one scheduler, that the host needs
+            beside the GPUs. It works ahead, so a step takes at least as long.
         kernels: Whether the kernel times measured on an accelerator (afd_planner/data/kernels)
             correct its rooflines.
     """
@@ -70,6 +78,8 @@ class Efficiency:
     wire_latency_s: float = 20e-6
     collective_latency_s: float = 10e-6
     step_overhead_s: float = 1e-3
+    host_s: float = 2.2e-3
+    host_row_s: float = 17e-6
     kernels: bool = False
 
     def __post_init__(self) -> None:
@@ -88,6 +98,10 @@ class Efficiency:
                 raise ConfigError(
                     f"efficiency {name} is {self.__dict__[name]}; give seconds between 0 and 1"
                 )
+
+    def host_seconds(self, rows: Rows) -> Rows:
+        """Returns the least seconds of a step of ``rows`` sequences of one scheduler."""
+        return self.host_s + self.host_row_s * rows
 
 
 def calibrated(accelerators: Sequence[Accelerator]) -> Efficiency:
@@ -117,6 +131,8 @@ IDEAL = Efficiency(
     wire_latency_s=0,
     collective_latency_s=0,
     step_overhead_s=0,
+    host_s=0,
+    host_row_s=0,
 )
 """Data-sheet rates without overhead: the assumption of Step-3 report section 4.2."""
 

@@ -89,11 +89,13 @@ class AfdStages:
     """All stages of one decode step of an xAyF deployment.
 
     ``groups`` partition the model's layers. ``rest_s`` is the time per step outside the layers:
-    embedding, LM head, sampling and scheduling.
+    embedding, LM head, sampling and scheduling. ``host_s`` is what the host needs for a step, at
+    the same time.
     """
 
     groups: tuple[LayerStages, ...]
     rest_s: float
+    host_s: float = 0.0
 
 
 def layer_period(stages: LayerStages, depth: int) -> float:
@@ -124,8 +126,13 @@ def step_seconds(stages: AfdStages, depth: int) -> float:
     """Returns the seconds of one decode step, the TPOT without speculation.
 
     The formula is exact for equal layers. ``afd_planner.simulate`` covers jitter, unequal layers
-    and imbalance.
+    and imbalance, but not the host.
     """
+    return max(layers_seconds(stages, depth) + stages.rest_s, stages.host_s)
+
+
+def layers_seconds(stages: AfdStages, depth: int) -> float:
+    """Returns the seconds of all layers of a step."""
     layers = sum(len(group.layers) * layer_period(group, depth) for group in stages.groups)
     fill = max((fill_seconds(group, depth) for group in stages.groups), default=0.0)
-    return layers + max(0.0, fill) + stages.rest_s
+    return layers + max(0.0, fill)

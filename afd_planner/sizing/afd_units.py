@@ -138,7 +138,8 @@ class AfdUnits:
             period = np.maximum(self.depth * busiest, trip)
             seconds = seconds + len(group.layers) * period
             fill = np.maximum(fill, trip + (self.depth - 1) * busiest - period)
-        return seconds + fill
+        host = self.request.efficiency.host_seconds(rows * self.depth)
+        return np.maximum(seconds + fill, host)
 
     def _rest(self, tokens: Array) -> Array:
         measured = self.request.measured

@@ -113,7 +113,7 @@ class ColocatedUnits:
                 self.micro_batches * np.maximum(exposed, exchange),
             )
             seconds = seconds + lines.layers * period
-        return seconds
+        return np.maximum(seconds, request.efficiency.host_seconds(rows * self.micro_batches))
 
     def _rest(self, tokens: Array) -> Array:
         measured = self.request.measured

@@ -27,6 +27,7 @@ class Constraint(Enum):
     NETWORK = "network"
     SERVER_LINKS = "server-internal links"
     FIXED_TIMES = "fixed times of stages"
+    HOST = "scheduler on the host"
     SLO_SLOT = "layer round trip"  # of one micro-batch; no resource is full
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from afd_planner.cost.colocated import colocated_step
 from afd_planner.cost.disaggregated import afd_stages
 from afd_planner.cost.shape import AfdShape, ColocatedShape, Pool, Routing
-from afd_planner.cost.stages import AfdStages, Part, StageTime, layer_period
+from afd_planner.cost.stages import AfdStages, Part, StageTime, layer_period, layers_seconds
 from afd_planner.facts.ffn import MoeFfn
 from afd_planner.facts.model import LayerGroup
 from afd_planner.facts.precision import wire_bytes
@@ -82,7 +82,7 @@ def _with_measured(
             group = replace(group, to_ffn=out, to_attention=back)
         groups.append(group)
     rest = measured.t_rest(own * shape.depth).seconds if "rest" in names else stages.rest_s
-    return AfdStages(tuple(groups), rest), names
+    return replace(stages, groups=tuple(groups), rest_s=rest), names
 
 
 def _messages(request: Request, shape: AfdShape, group: LayerGroup) -> tuple[float, float]:
@@ -101,6 +101,8 @@ def _flat(name: str, seconds: float) -> StageTime:
 
 def binding_afd(stages: AfdStages, depth: int) -> Constraint:
     """Returns the bottleneck of the layer group that takes most of the step."""
+    if stages.host_s > layers_seconds(stages, depth) + stages.rest_s:
+        return Constraint.HOST
     layer = max(stages.groups, key=lambda g: len(g.layers) * layer_period(g, depth))
     if layer.ffn is None:
         return _attention_bound(layer.attention)
@@ -145,6 +147,8 @@ def binding_colocated(request: Request, shape: ColocatedShape) -> Constraint:
     tokens = shape.rows * request.positions
     routing = routing_for(request, tokens / micro_batches, shape.ep, shape.routing.redundant)
     step = colocated_step(request.model, replace(shape, routing=routing), request.efficiency)
+    if step.host_s > step.layers_s + step.rest_s:
+        return Constraint.HOST
     layer, group = max(
         zip(step.layers, request.model.groups, strict=True),
         key=lambda pair: len(pair[0].layers) * pair[0].compute.seconds,
