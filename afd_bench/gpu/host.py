@@ -38,6 +38,7 @@ from afd_bench.gpu.targets import Afd, Sizes, Target, fitted, vllm_args
 from afd_bench.servers import Server
 from afd_planner.facts.model_hf import load_model
 
+_DEPTH, _CONTEXT = 2, 64
 _DEEP = 48
 """From so many layers on, AIM_DEEP is the aim."""
 AIM_DEEP = 1.03
@@ -59,11 +60,18 @@ class Cell:
     lookahead: bool
     tpot_s: float
     device_s: float
+    depth: int = _DEPTH
+    context: int = _CONTEXT
 
     @property
     def case(self) -> str:
         """``LAYERS REQUESTS GPU``, then what is not a default."""
-        return f"{self.layers} {self.requests} {self.gpu}" + " no lookahead" * (not self.lookahead)
+        further = " no lookahead" * (not self.lookahead)
+        if self.depth != _DEPTH:
+            further += f" depth {self.depth}"
+        if self.context != _CONTEXT:
+            further += f" context {self.context}"
+        return f"{self.layers} {self.requests} {self.gpu}{further}"
 
     @property
     def over(self) -> float:
@@ -106,7 +114,14 @@ def main(argv: Sequence[str]) -> int:
             cells += 1
             ahead = isinstance(target, Afd) and target.lookahead
             cell = Cell(
-                model_slice.sizes.layers, requests, gpu, ahead, found.tpot_s, found.device_s
+                model_slice.sizes.layers,
+                requests,
+                gpu,
+                ahead,
+                found.tpot_s,
+                found.device_s,
+                args.depth,
+                args.context,
             )
             _report(cell, out)
         for server in servers.values() if args.phases else ():
@@ -127,9 +142,11 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     options.add_argument(
         "--requests", type=count, nargs="+", default=[256], help="requests at a time"
     )
-    options.add_argument("--context", type=count, default=64, help="tokens of a prompt, filled")
     options.add_argument(
-        "--depth", type=int, default=2, choices=(1, 2, 3), help="micro-batches in flight"
+        "--context", type=count, default=_CONTEXT, help="tokens of a prompt, filled"
+    )
+    options.add_argument(
+        "--depth", type=int, default=_DEPTH, choices=(1, 2, 3), help="micro-batches in flight"
     )
     options.add_argument(
         "--lookahead", default="both", choices=("off", "on", "both"),

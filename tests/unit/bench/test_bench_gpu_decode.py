@@ -13,7 +13,7 @@ from afd_bench.gpu.targets import Afd, Colocated
 
 
 def cell(target, requests, tpot_s, depth=0, context=1024):
-    return Cell(target, depth, requests, context, tpot_s, Prediction(tpot_s, 0.0, 1.0, ""))
+    return Cell(target, depth, requests, context, tpot_s, Prediction(tpot_s, tpot_s, 0.0, 1.0, ""))
 
 
 PLAN = Plan((64,), (1024,), (3,), (0.05, 0.1), 1.0, stretch=4.0, kv_bytes=1e9)
@@ -29,7 +29,7 @@ def test_the_best_cell_keeps_to_the_time_per_token_of_the_whole_model():
     assert best(cells, 1024, 0.05, 4.0, ours=True) is cells[0]  # 4 * 20 ms is over 50 ms
     assert best(cells, 1024, 0.1, 4.0, ours=True) is cells[1]
     assert best(cells, 1024, 0.1, 4.0, ours=False) is cells[2]  # 4 * 26 ms is over 100 ms
-    with_rest = Cell(Afd(1, 1), 1, 1, 1, 0.01, Prediction(0.0, 0.004, 1, ""))
+    with_rest = Cell(Afd(1, 1), 1, 1, 1, 0.01, Prediction(0.0, 0.0, 0.004, 1, ""))
     assert with_rest.whole_s(3) == pytest.approx(0.022)
     hosted = replace(with_rest, device_s=0.007)  # 3 ms of the host, once per step
     assert hosted.whole_s(3) == pytest.approx(0.004 + 3 * 0.003 + 0.003)

@@ -186,6 +186,20 @@ def test_the_busiest_stage_binds(attention, ffn, wire, depth, expected):
     assert binding_afd(AfdStages((layers,), 0.0), depth) is expected
 
 
+def test_a_slow_scheduler_binds():
+    """It does 1 ms per request, so 50 of them in 50 ms, per data-parallel group of either side."""
+    asked = request("qwen3-235b-a22b", "h800")
+    slow = replace(asked, efficiency=replace(asked.efficiency, host_s=0.0, host_row_s=1e-3))
+    search = Search(slow)
+    ours, _ = afd_operating(search.best_afd(search.limits))
+    theirs = colocated_operating(search.best_colocated(search.limits))
+    for point, groups in ((ours, ours.shape.attention.groups), (theirs, theirs.shape.dp)):
+        rows = point.shape.batch if point is ours else point.shape.rows
+        assert point.binding is Constraint.HOST
+        assert point.step_s == pytest.approx(1e-3 * rows / groups)
+        assert 0.03 < point.step_s <= 0.05
+
+
 def test_a_full_cache_binds():
     search = Search(request("qwen3-235b-a22b", "h800", context=32768))
     assert afd_operating(search.best_afd(search.limits))[0].binding is Constraint.KV_CAPACITY
@@ -246,8 +260,13 @@ def test_a_longer_tpot_never_lowers_throughput(asked, tpot, factor):
 @few
 @given(asks(), st.sampled_from((1, 2, 4)), st.floats(1.1, 8))
 def test_longer_contexts_never_lower_x(asked, y, factor):
-    """With a fixed FFN pool and depth 3, the best number of attention instances never falls."""
+    """With a fixed FFN pool and depth 3, the best number of attention instances never falls.
+
+    That is without the host, which limits the rows of an instance at short contexts.
+    """
+    unlimited = replace(asked.efficiency, host_s=0.0, host_row_s=0.0)
     asked = replace(asked, gpus=None, depths=(3,), wires=("fp8",), spread=EVEN_SPREAD)
+    asked = replace(asked, efficiency=unlimited)
     counts = []
     for space in _two_contexts(asked, factor):
         units = space.afd[0]
