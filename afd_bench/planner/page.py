@@ -25,7 +25,8 @@ _ERRORS = """# The planner against what was measured
 
 `afd bench planner --parts errors`. Every step of [gpu.md](gpu.md) that was timed, every colocated
 vLLM beside them, and every ratio of the two, on 2 x H200 and 2 x H100; and the steps of
-[host.md](host.md). Nothing was fitted to H100. Two predictions:
+[host.md](host.md). Nothing is fitted to the cells of H100: it has the efficiencies of H200, the
+same chip with other memory. Two predictions:
 
 - **composed**: attention, experts and wire as measured at the same batch, put together by the
   planner's formula for the pipeline. What the stage times do not separate (dense layers, logits,
@@ -61,7 +62,7 @@ Why the others are off:
   deepseek-v3 then take 2.5 to 4.5 ms instead of 1.0 to 1.5, as predicted, and coarse experts lose
   by 0.62 and 0.60 instead of 0.80 and 0.77. With 12 layers they lose by 0.61 on H100, instead of
   0.88 on H200. Without the *alike* cells the largest error of a ratio is a factor of 1.07 on H200
-  and 1.10 on H100. The planner keeps the larger one, because the others are of one model family.
+  and 1.01 on H100. The planner keeps the larger one, because the others are of one model family.
 - **One process for vLLM's engine and worker** (*retired*; 12 layers, 256 requests at 1K, served).
   The device had too little to do to hide it: 6.9 ms, and 10.8 in the server. Since 2026-11-28 they
   are two processes ([host.md](host.md)), and the planner takes a step to last at least 2.2 ms and
@@ -70,8 +71,6 @@ Why the others are off:
 - **A stream per micro-batch at depth 2** (*retired*). Both micro-batches end together, and the FFN
   GPU waits for attention on both. The formula does not describe that, and such streams begin at
   depth 3 today.
-- **Colocated vLLM on H100**, 12 layers: 4.9 ms, predicted 6.5. The default efficiencies take its
-  fixed times for longer than they are.
 - **Micro-batches of 21 rows at 32K.** Attention of qwen3-30b takes 91 us more than its rooflines,
   without fixed times. 21 rows of 4 key/value heads are 84 tiles for 132 multiprocessors. With 32
   and 64 rows (qwen3-235b), the same kernel reads at the assumed rate.
