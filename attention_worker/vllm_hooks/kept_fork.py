@@ -14,12 +14,13 @@ import tempfile
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing import forkserver, resource_tracker, util
+from multiprocessing import forkserver, util
 from multiprocessing.context import BaseContext, ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 from attention_worker.forks import fork_can_use_gpu, unknown_threads
+from attention_worker.shared_names import start_tracker
 
 logger = logging.getLogger("afd.attention")
 
@@ -83,7 +84,7 @@ def keep(folder: Path, *, engine_keeps: bool) -> None:
 
 def _keep(kept: _Kept) -> None:
     """Forks this process."""
-    resource_tracker.ensure_running()  # a new process, unlike the next one
+    start_tracker()  # a new process, unlike the next one
     folder_before = tempfile.tempdir
     util.__dict__["spawnv_passfds"], tempfile.tempdir = _fork, str(kept.folder)
     try:

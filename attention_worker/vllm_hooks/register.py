@@ -13,6 +13,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from afd.config.roles import RoleSpec
 from afd.errors import ConfigError
 from afd.models import read_config, read_model
+from attention_worker.shared_names import start_tracker
 from attention_worker.vllm_hooks import engine_process, kept_fork
 from attention_worker.vllm_hooks.draft import drafting
 from attention_worker.vllm_hooks.loader import LOAD_FORMAT, AttentionWeightLoader
@@ -34,6 +35,8 @@ def register_model(role: RoleSpec) -> None:
     if model.architecture in family.text_prefix:
         base = text_only(base)
     install(_vocabulary(role))
+    if role.deployment.attention.tp > 1 or not current_platform.is_cpu():
+        start_tracker()  # vLLM has queues in shared memory between its engine and its workers
     if current_platform.is_cpu() or kept_fork.context() is not None:
         engine_process.install()
     register_remote_experts()
