@@ -79,8 +79,14 @@ class Running:
     def client(self) -> "OpenAI":
         return openai_client(self.url)
 
-    def metrics(self) -> "Scrape":
-        return Scrape(self.server.metrics())
+    def metrics(self, having: str = "") -> "Scrape":
+        """having: a metric to wait for. A busy API server may miss the gateway's deadline."""
+
+        def page() -> "Scrape | None":
+            found = Scrape(self.server.metrics())
+            return found if not having or found.values(having) else None
+
+        return wait_until(page, 10, f"{having} is on the metrics page")
 
     def members(self) -> Members:
         return operator.status(self.server.control)

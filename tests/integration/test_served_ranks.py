@@ -20,10 +20,11 @@ def deployment(host: Host) -> Running:
 
 def test_tokens_are_those_of_colocated_vllm(deployment: Running, references: References) -> None:
     same_tokens(deployment.server, references("qwen3_moe"), "ranks")
-    page = deployment.metrics()
+    accepted_tokens = "vllm:spec_decode_num_accepted_tokens_total"
+    page = deployment.metrics(having=accepted_tokens)
     steps = [page.total("afd_steps_total", instance=name) for name in ("ffn-0", "ffn-0.1")]
     assert steps[0] == steps[1] > 0
-    accepted = page.total("vllm:spec_decode_num_accepted_tokens_total")
+    accepted = page.total(accepted_tokens)
     assert accepted > 0, "no draft token was accepted"
     held = [page.total("afd_weights_held_bytes", instance=n) for n in ("ffn-0", "ffn-0.1")]
     assert held[0] == held[1] > 0
