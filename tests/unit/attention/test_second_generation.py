@@ -217,8 +217,9 @@ def test_older_versions_draft_by_n_gram_on_the_first(
     ],
 )
 def test_what_was_not_seen_on_a_gpu_waits_for_the_user(
-    changed: dict[str, Any], caplog: pytest.LogCaptureFixture
+    changed: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(generations, "layout", lambda: layout_of((0, 32)))
     for environment in ({}, {SWITCH: FIRST}):
         assert model_runner(deployment(**changed), environment) == {SWITCH: FIRST}
     assert not caplog.records

@@ -45,7 +45,7 @@ def test_the_error_is_that_of_what_was_measured():
     assert error_of(asked) is CALIBRATED_ERROR
     assert error_of(replace(asked, efficiency=Efficiency())) is MODEL_ERROR
     assert error_of(request("deepseek-v3", "h800")) is MODEL_ERROR
-    assert error_of(request("deepseek-v3", "h100")) is MODEL_ERROR
+    assert error_of(request("deepseek-v3", "h100")) is CALIBRATED_ERROR
     points = [{"rows": n, "us": 100 + n} for n in (1, 1000)]
     attention = [{**point, "context": 4096} for point in points]
     data = {"format": "afd-stage-times-1", "attention": attention, "ffn": points}
