@@ -50,8 +50,8 @@ Predicted over measured:
 _CAUSES = f"""
 The planner decides only where the predicted ratio leaves the largest error of a ratio: a factor of
 {CALIBRATED_ERROR.high:.2f} on H200 and H100, {MODEL_ERROR.high:.2f} elsewhere (of a cell that was
-measured again since), and {COMPOSED_ERROR.high:.2f} with measured attention and experts (each plan may be
-off by 12 %).
+measured again since), and {COMPOSED_ERROR.high:.2f} with measured attention and experts (each plan
+may be off by 12 %).
 
 Why the others are off:
 
