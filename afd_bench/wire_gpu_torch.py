@@ -13,6 +13,7 @@ from itertools import cycle, pairwise
 import torch
 
 from afd.errors import AfdError
+from afd.wire.streams_torch import make_streams
 from afd_bench import stand_in_nic
 from afd_comm import Link, Message, Region, Status, VerbsOptions, make_flag
 
@@ -55,7 +56,6 @@ class Side:
         self.rank = rank
         self._depth, self._positions = settings.depth, settings.positions
         self._trace = settings.trace
-        self._on_gpu = settings.device != "cpu"
         # A NIC of its own, as on a host of its own: with its line and its sending thread.
         self._options = (
             VerbsOptions(
@@ -72,7 +72,7 @@ class Side:
             tcp_host="127.0.0.1" if settings.backend == "tcp" else None,
             verbs=self._options,
         )
-        if not self._on_gpu:
+        if settings.device == "cpu":
             self.region.pin("cpu")
         nbytes = (settings.up, settings.down)[rank]
         self._data = torch.zeros(settings.depth, nbytes, dtype=torch.uint8, device=settings.device)
@@ -81,8 +81,7 @@ class Side:
             for slot in range(settings.slots)
         ]
         self._work = _worker(settings)
-        if self._on_gpu:
-            self._compute, self._copy = torch.cuda.Stream(), torch.cuda.Stream()
+        self.streams = make_streams(torch.device(settings.device))
         self.link: Link | None = None
 
     def connect(self, other: Side, settings: Settings) -> None:
@@ -102,6 +101,7 @@ class Side:
         before: number of the last message of the step before. A slot's number has to change.
         """
         first, last = before + 1, before + self._positions
+        self.streams.begin_step(self._depth)
         for number in range(first, last + 1):
             for m in range(self._depth):
                 if self.rank == 1:
@@ -112,34 +112,33 @@ class Side:
                 self._send(m, number)
         for m in range(self._depth if self.rank == 0 else 0):
             self._wait(m, last)
-        if self._on_gpu:
-            torch.cuda.current_stream().wait_stream(self._copy)
+        self.streams.join()
 
     def graph(self, before: int) -> torch.cuda.CUDAGraph:
         captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured, stream=self._compute):
+        with (
+            self.streams.capturable(),
+            torch.cuda.graph(captured, stream=torch.cuda.current_stream()),
+        ):
             self.step(before)
         return captured
 
     def launch(self, graph: torch.cuda.CUDAGraph) -> None:
-        with torch.cuda.stream(self._compute):
+        with self.streams.capturable():
             graph.replay()
 
     def _slot(self, m: int, number: int) -> int:
         return (number - 1) % self._positions if self._trace else m
 
     def _wait(self, m: int, number: int) -> None:
-        stream = torch.cuda.current_stream().cuda_stream if self._on_gpu else 0
-        self.region.enqueue_wait(stream, [self._slot(m, number)], [make_flag(1, number)])
+        slot = self._slot(m, number)
+        self.streams.wait_for(self.region, [slot], [make_flag(1, number)])
 
     def _send(self, m: int, number: int) -> None:
         assert self.link is not None
-        stream = 0
-        if self._on_gpu:
-            self._copy.wait_stream(torch.cuda.current_stream())
-            stream = self._copy.cuda_stream
+        self.streams.fork()
         message = self._messages[self._slot(m, number)]
-        status = self.link.enqueue(stream, message, make_flag(1, number))
+        status = self.link.enqueue(self.streams.copy, message, make_flag(1, number))
         if status != Status.OK:
             raise AfdError(f"enqueue failed with {status.name}; link: {self.link.notes}")
 

@@ -189,7 +189,7 @@ class StreamSteps:
         """Enqueues all expert calls of a step."""
         exchange, observer = self.exchange, self.reports.observer(self.exchange.streams)
         observer.begin()
-        exchange.begin_step()
+        exchange.begin_step(shape.depth)
         self._pipeline.run(exchange.calls(shape), exchange, observer)
         exchange.end_step()
         observer.end()

@@ -148,10 +148,10 @@ class StreamExchange:
 
     # The step.
 
-    def begin_step(self) -> None:
+    def begin_step(self, depth: int) -> None:
         self._in_flight = {}
         self.table.load()
-        self.streams.begin_step()
+        self.streams.begin_step(depth)
 
     def calls(self, shape: StepShape) -> Iterator[StreamCall]:
         """The expert calls of a step in the order of :func:`afd.schedule.walk`."""

@@ -71,7 +71,11 @@ def synchronize(device: torch.device) -> None:
 
 
 class Streams(Protocol):
-    """A compute stream and a copy stream, by the addresses that the transport takes."""
+    """A compute stream and a copy stream, by the addresses that the transport takes.
+
+    In a step of depth 1 they are one stream: the next work waits for the answer anyway, and each
+    wait of one stream for another takes time (docs/results/wire_gpu.md).
+    """
 
     @property
     def compute(self) -> int:
@@ -92,8 +96,9 @@ class Streams(Protocol):
     def copying(self) -> AbstractContextManager[object]:
         """Inside the context kernels run on ``copy``: work for a message delays nothing else."""
 
-    def begin_step(self) -> None:
-        """Order the work of all :meth:`apart` contexts after the work of ``compute`` so far."""
+    def begin_step(self, depth: int) -> None:
+        """Begin a step of ``depth`` micro-batches. The work of all :meth:`apart` contexts comes
+        after the work of ``compute`` so far."""
 
     def apart(self, micro_batch: int) -> AbstractContextManager[object]:
         """Inside the context ``compute`` is a stream of this micro-batch alone.
@@ -139,7 +144,7 @@ class HostStreams:
     def copying(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def begin_step(self) -> None: ...
+    def begin_step(self, depth: int) -> None: ...
 
     def apart(self, micro_batch: int) -> AbstractContextManager[object]:
         return nullcontext()
@@ -163,6 +168,7 @@ class CudaStreams:
         self._device = device
         # High priority: its small kernels run before large ones of the compute stream.
         self._copy = torch.cuda.Stream(device, priority=-1)
+        self._one = False  # whether ``copy`` is ``compute``
         # Made now: while a stream waits, CUDA may be unable to make one (comm/README.md).
         self._own = [torch.cuda.Stream(device) for _ in range(depth)]
         self._captured = torch.cuda.Stream(device)
@@ -171,30 +177,36 @@ class CudaStreams:
 
     @property
     def compute(self) -> int:
-        return torch.cuda.current_stream(self._device).cuda_stream
+        return self._current().cuda_stream
 
     @property
     def copy(self) -> int:
-        return self._copy.cuda_stream
+        return self._copying().cuda_stream
 
     def wait_for(self, region: Payloads, slots: list[int], flags: list[int]) -> None:
         region.enqueue_wait(self.compute, slots, flags)
 
     def fork(self) -> None:
-        self._copy.wait_stream(torch.cuda.current_stream(self._device))
+        if not self._one:
+            self._copy.wait_stream(self._current())
 
     def join(self) -> None:
-        torch.cuda.current_stream(self._device).wait_stream(self._copy)
+        if not self._one:
+            self._current().wait_stream(self._copy)
 
     def copying(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._copy)
+        return torch.cuda.stream(self._copying())
 
-    def begin_step(self) -> None:
-        begun = torch.cuda.current_stream(self._device).record_event()
+    def begin_step(self, depth: int) -> None:
+        self._one = depth == 1
+        begun = self._current().record_event()
         self._before = [begun] * len(self._own)
 
     @contextmanager
     def apart(self, micro_batch: int) -> Iterator[None]:
+        if self._one:
+            yield
+            return
         own = self._own[micro_batch]
         own.wait_event(self._before[micro_batch])
         with torch.cuda.stream(own):
@@ -209,12 +221,18 @@ class CudaStreams:
         # it changes nothing, and torch for ROCm refuses it.
         external = torch.version.hip is None
         event = torch.cuda.Event(enable_timing=True, external=external)
-        event.record(self._copy if copying else torch.cuda.current_stream(self._device))
+        event.record(self._copying() if copying else self._current())
         return event
 
     def elapsed_ns(self, first: object, then: object) -> int:
         assert isinstance(first, torch.cuda.Event) and isinstance(then, torch.cuda.Event)
         return int(first.elapsed_time(then) * 1e6)
+
+    def _current(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device)
+
+    def _copying(self) -> torch.cuda.Stream:
+        return self._current() if self._one else self._copy
 
 
 class Runtime(Protocol):

@@ -164,6 +164,7 @@ class AttentionSide(Side):
         self._inputs = torch.randn(shape, device=self.device).bfloat16()
 
     def warm_up(self) -> None:
+        self.streams.begin_step(self.load.depth)
         for mb in range(self.load.depth):
             views = [self.views[slot] for slot in self.slots(mb)]
             sum_of_parts(views, self.load.rows, torch.bfloat16)
@@ -177,6 +178,7 @@ class AttentionSide(Side):
     def step(self, timestamps: StageTimestamps) -> list[object]:
         depth = self.load.depth
         kept: list[object] = []
+        self.streams.begin_step(depth)
         for position in range(self.layers * depth):
             layer, mb = divmod(position, depth)
             parts = [self._inputs[mb]]
@@ -217,7 +219,7 @@ class FfnSide(Side):
     def step(self, timestamps: StageTimestamps) -> list[object]:
         rows, depth, last = self.load.rows, self.load.depth, self.layers * self.load.depth
         kept: list[object] = []
-        self.streams.begin_step()
+        self.streams.begin_step(depth)
         for position in range(last):
             layer, mb = divmod(position, depth)
             with self.streams.apart(mb):

@@ -103,6 +103,7 @@ class StreamExperts:
     def begin_step(self, depth: int) -> None:
         self._depth = depth
         self._position = 0
+        self.streams.begin_step(depth)
         if self._splitter is not None:
             self._splitter.begin_step()
         self._timestamps.begin()

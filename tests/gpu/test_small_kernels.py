@@ -230,7 +230,7 @@ def test_micro_batches_run_on_their_own_streams_in_a_graph():
     graph = torch.cuda.CUDAGraph()
     with streams.capturable(), torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         sent.zero_()
-        streams.begin_step()
+        streams.begin_step(3)
         for _layer in range(4):
             for micro_batch in range(3):
                 with streams.apart(micro_batch):

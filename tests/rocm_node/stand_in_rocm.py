@@ -95,6 +95,7 @@ class StandInStreams:
 
     def __init__(self, depth: int) -> None:
         self._copy = hip().stream()
+        self._one = False
         self._own = [hip().stream() for _ in range(depth)]
         self._captured = hip().stream()
         self._before: list[ctypes.c_void_p] = []
@@ -105,7 +106,10 @@ class StandInStreams:
 
     @property
     def copy(self) -> int:
-        return self._copy.value or 0
+        return self._copying().value or 0
+
+    def _copying(self) -> ctypes.c_void_p:
+        return current() if self._one else self._copy
 
     def _order(self, first: ctypes.c_void_p, then: ctypes.c_void_p) -> None:
         event = hip().event()
@@ -117,21 +121,27 @@ class StandInStreams:
         hip().hipStreamSynchronize(current())  # torch computes on the host at once
 
     def fork(self) -> None:
-        self._order(current(), self._copy)
+        if not self._one:
+            self._order(current(), self._copy)
 
     def join(self) -> None:
-        self._order(self._copy, current())
+        if not self._one:
+            self._order(self._copy, current())
 
     def copying(self) -> Any:
-        return on(self._copy)
+        return on(self._copying())
 
-    def begin_step(self) -> None:
+    def begin_step(self, depth: int) -> None:
+        self._one = depth == 1
         event = hip().event()
         hip().hipEventRecord(event, current())
         self._before = [event] * len(self._own)
 
     @contextmanager
     def apart(self, micro_batch: int) -> Iterator[None]:
+        if self._one:
+            yield
+            return
         own = self._own[micro_batch]
         hip().hipStreamWaitEvent(own, self._before[micro_batch], 0)
         with on(own):

@@ -111,3 +111,20 @@ def test_every_stream_of_a_step_is_forked_and_joined(tiny_models, monkeypatch, x
     finally:
         deployed.close()
     assert len(ended) == 6 * (1 + y)  # steps of attention and of each FFN instance
+
+
+def test_a_step_of_depth_1_uses_one_stream(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", current)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    streams = CudaStreams(torch.device("cpu"), 1)
+    for depth in (1, 2):
+        streams.begin_step(depth)
+        before = current()
+        with streams.apart(0):
+            assert (current() is before) == (depth == 1)
+            streams.fork()
+            with streams.copying():
+                assert (current() is before) == (depth == 1)
+        streams.join()
+        assert streams._copy.captured == (depth == 2)
