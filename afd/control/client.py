@@ -242,6 +242,7 @@ class ControlClient:
         thread.join(_CLOSE_S)
         if thread.is_alive():
             _log.warning("%s: the control thread did not end within %g s", self.id, _CLOSE_S)
+            return  # it owns the pipe: join() refuses until a later close() has ended it
         self._thread = None
 
     def __enter__(self) -> ControlClient:

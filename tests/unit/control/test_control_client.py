@@ -184,6 +184,24 @@ def test_joining_twice_is_an_error(make_client: MakeClient) -> None:
         client.join(deadline_s=2)
 
 
+def test_a_client_does_not_join_again_while_its_thread_is_stuck(
+    make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads would share one pipe, and the first to end would close it for both."""
+    monkeypatch.setattr("afd.control.client._CLOSE_S", 0.1)
+    client, go_on = make_client(), threading.Event()
+    client.on_change(lambda _: go_on.wait(10))
+    client.join(deadline_s=2)
+    client.close()
+    with pytest.raises(AfdError, match="has joined already"):
+        client.join(deadline_s=2)
+    go_on.set()
+    monkeypatch.undo()
+    client.close()
+    client.join(deadline_s=2)
+    assert client.connected
+
+
 def test_garbage_does_not_harm_the_server(server: ControlServer, make_client: MakeClient) -> None:
     host, port = server.address.removeprefix("tcp://").split(":")
     with socket.create_connection((host, int(port))) as raw:
