@@ -1,7 +1,7 @@
 """Times the matrix products around attention and experts, and the end of a step, on one device.
 
 Weights are in bfloat16, as `afd serve` holds those of attention. Several layers take turns, so that
-weights come from memory. Rotary embedding, the write to the cache and the choice of experts are not
+weights come from memory. Norms are vLLM's kernels: torch's own operations take several launches. Rotary embedding, the write to the cache and the choice of experts are not
 included: a few microseconds each.
 """
 
@@ -19,6 +19,7 @@ from afd_planner.facts.model import LayerGroup
 
 _L2_BYTES = 160 << 20
 _LAUNCHES = 16
+_EPSILON = 1e-6
 
 Launch = Callable[[int], object]
 Make = Callable[..., torch.Tensor]
@@ -42,7 +43,7 @@ def rest_us(cell: RestCell, device: str) -> float:
     x, norm, head = make(cell.rows, cell.hidden), make(cell.hidden), make(cell.vocab, cell.hidden)
 
     def launch(_: int) -> torch.Tensor:
-        logits = (rms_norm(x, (cell.hidden,), norm) @ head.mT).float()
+        logits = (_norm(x, norm) @ head.mT).float()
         noise = torch.empty_like(logits).exponential_()
         return torch.softmax(logits, -1).div_(noise).argmax(-1)
 
@@ -68,6 +69,26 @@ def _maker(device: str) -> Make:
     return make
 
 
+def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    if not x.is_cuda:
+        return rms_norm(x, weight.shape, weight)
+    from vllm import _custom_ops as ops
+
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    ops.rms_norm(out, x, weight, _EPSILON)
+    return out
+
+
+def _add_and_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Returns the norm of the sum. On a GPU both arguments are overwritten, as in vLLM's layers."""
+    if not x.is_cuda:
+        return rms_norm(x + residual, weight.shape, weight)
+    from vllm import _custom_ops as ops
+
+    ops.fused_add_rms_norm(x, residual, weight, _EPSILON)
+    return x
+
+
 def _layer(group: LayerGroup, cell: DenseCell, make: Make) -> tuple[Launch, int]:
     """Returns a layer and the bytes of its weights."""
     attention, hidden = group.attention, group.ffn.hidden
@@ -83,8 +104,8 @@ def _layer(group: LayerGroup, cell: DenseCell, make: Make) -> tuple[Launch, int]
         raise RuntimeError(f"{attention.kind} attention has no projections here")
 
     def launch(_: int) -> torch.Tensor:
-        out = core(rms_norm(x, (hidden,), before))
-        return rms_norm(out + residual, (hidden,), after) @ router.mT
+        out = core(_norm(x, before))
+        return _add_and_norm(out, residual, after) @ router.mT
 
     return launch, 2 * (weights + router.numel())
 
@@ -105,7 +126,7 @@ def _grouped(
         q = q[:, : attention.query_rank or wide]
         if up is not None:
             q = q @ up.mT
-        by_head = rms_norm(q.unflatten(-1, (heads, -1)), (attention.head_dim,), norm)
+        by_head = _norm(q.unflatten(-1, (heads, -1)), norm)
         return by_head.flatten(1) @ out.mT
 
     return core, qkv.numel() + out.numel() + (0 if up is None else up.numel())
@@ -126,8 +147,8 @@ def _latent(
     def core(x: torch.Tensor) -> torch.Tensor:
         low = x @ down.mT
         q_low, kv_low = low[:, : attention.query_rank], low[:, attention.query_rank :][:, :rank]
-        rms_norm(kv_low, (rank,), norms[1])
-        q = rms_norm(q_low, (attention.query_rank,), norms[0]) @ up.mT
+        _norm(kv_low, norms[1])
+        q = _norm(q_low, norms[0]) @ up.mT
         nope = q.unflatten(-1, (heads, -1))[..., : attention.nope_dim].transpose(0, 1)
         latent = torch.bmm(nope, absorb)  # [heads, rows, rank], what the attention kernel takes
         return torch.bmm(latent, values).transpose(0, 1).flatten(1) @ out.mT
