@@ -1,8 +1,9 @@
 """Times the matrix products around attention and experts, and the end of a step, on one device.
 
 Weights are in bfloat16, as `afd serve` holds those of attention. Several layers take turns, so that
-weights come from memory. Norms are vLLM's kernels: torch's own operations take several launches. Rotary embedding, the write to the cache and the choice of experts are not
-included: a few microseconds each.
+weights come from memory. Norms are vLLM's kernels: torch's own operations take several launches.
+Rotary embedding, the write to the cache and the choice of experts are not included: a few
+microseconds each.
 """
 
 from __future__ import annotations
