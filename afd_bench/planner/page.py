@@ -61,8 +61,8 @@ Why the others are off:
   `--routing even`, in which chance chooses each row's experts, on both servers: the experts of
   deepseek-v3 then take 2.5 to 4.5 ms instead of 1.0 to 1.5, as predicted, and coarse experts lose
   by 0.62 and 0.60 instead of 0.80 and 0.77. With 12 layers they lose by 0.61 on H100, instead of
-  0.88 on H200. Without the *alike* cells the largest error of a ratio is a factor of 1.07 on H200
-  and 1.01 on H100. The planner keeps the larger one, because the others are of one model family.
+  0.88 on H200. Without the *alike* cells the largest error of a ratio is a factor of 1.05 on H200
+  and 1.03 on H100. The planner keeps the larger one, because the others are of one model family.
 - **One process for vLLM's engine and worker** (*retired*; 12 layers, 256 requests at 1K, served).
   The device had too little to do to hide it: 6.9 ms, and 10.8 in the server. Since 2026-11-28 they
   are two processes ([host.md](host.md)), and the planner takes a step to last at least 2.2 ms and
@@ -81,9 +81,8 @@ Nothing between servers was measured: neither the NIC, nor expert parallelism ov
 _MAP = f"""# Where AFD wins, by the planner
 
 `afd bench planner --parts map`. All of it is **modelled**: no deployment of this size was measured.
-H200 has efficiencies and fixed times from 2 H200 ([errors](planner.md)), and its experts cost what
-was measured on one H200 or, if their size was not measured (Kimi K2, GLM-4.6, Step-3), behave as
-the nearest measured one. Only H200 has the time for handing over a micro-batch under AFD. H20,
+H200 has its kernels of all five models as measured on one H200, and efficiencies and fixed times
+from 2 H200 ([errors](planner.md)). Only H200 has the time between two micro-batches under AFD. H20,
 H800, MI300X and MI355X use the default efficiencies, which no measurement on AMD supports.
 
 - Experts and KV cache in FP8, attention weights in bfloat16, prefill elsewhere.

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from afd_planner.cost.disaggregated import attention_overhead_s, collective_s, rest_seconds
-from afd_planner.cost.kernels import kernel_attention, kernel_ffn
+from afd_planner.cost.disaggregated import collective_s, rest_seconds
+from afd_planner.cost.kernels import attention_fixed_s, kernel_attention, kernel_ffn
 from afd_planner.cost.shape import EVEN_ROUTING, ColocatedShape, Efficiency
 from afd_planner.cost.stages import StageTime
 from afd_planner.facts.ffn import MoeFfn
@@ -151,5 +151,5 @@ def _layer(
     reduces = 1 if exchange else 2
     nbytes = own * queries * group.ffn.hidden * dtype_bytes(precision.activations)
     link += 2 * reduces * collective_s(nbytes, shape.tp, accelerator, efficiency)
-    overhead = attention_overhead_s(group, efficiency) + fixed
-    return ColocatedLayer(group.layers, StageTime((*attention, mlp), link, overhead), exchange)
+    fixed += attention_fixed_s(group, accelerator, precision, efficiency, handed_over=False)
+    return ColocatedLayer(group.layers, StageTime((*attention, mlp), link, fixed), exchange)

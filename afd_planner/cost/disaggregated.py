@@ -5,21 +5,19 @@ formulas and names their sources. ``Efficiency`` holds the share of data-sheet r
 kernels reach.
 """
 
-from afd_planner.cost.kernels import kernel_attention, kernel_ffn, kernel_head
+from afd_planner.cost.kernels import (
+    attention_fixed_s,
+    kernel_attention,
+    kernel_ffn,
+    kernel_head,
+)
 from afd_planner.cost.roofline import ffn_part, memory_s
 from afd_planner.cost.shape import AfdShape, Efficiency, Pool
 from afd_planner.cost.stages import AfdStages, LayerStages, Part, StageTime
-from afd_planner.facts.attention import Latent
 from afd_planner.facts.ffn import Ffn, MoeFfn
 from afd_planner.facts.hardware import Accelerator
 from afd_planner.facts.model import LayerGroup, ModelSpec
 from afd_planner.facts.precision import Precision, dtype_bytes, wire_bytes
-
-
-def attention_overhead_s(group: LayerGroup, efficiency: Efficiency) -> float:
-    """Returns the fixed seconds of one attention layer."""
-    latent = efficiency.latent_overhead_s if isinstance(group.attention, Latent) else 0.0
-    return efficiency.attention_overhead_s + latent
 
 
 def collective_s(
@@ -90,8 +88,10 @@ def attention_stage(
         parts += (Part("reduce", 0.0, memory_s(moved, pool.accelerator, efficiency)),)
     # An all-reduce is a reduce-scatter and an all-gather.
     link = 2 * collectives * collective_s(nbytes, pool.tp, pool.accelerator, efficiency)
-    handover = 0.0 if local_ffn else efficiency.handover_s
-    return StageTime(parts, link, attention_overhead_s(group, efficiency) + handover)
+    fixed = attention_fixed_s(
+        group, pool.accelerator, precision, efficiency, handed_over=not local_ffn
+    )
+    return StageTime(parts, link, fixed)
 
 
 def ffn_stage(ffn: Ffn, shape: AfdShape, efficiency: Efficiency) -> StageTime:

@@ -347,6 +347,29 @@ def kernel_attention(
     return _times(projections, around), _times(core, inside)
 
 
+def attention_fixed_s(
+    group: LayerGroup,
+    accelerator: Accelerator,
+    precision: Precision,
+    efficiency: Efficiency,
+    *,
+    handed_over: bool,
+) -> float:
+    """Returns the fixed seconds of one attention layer.
+
+    There are none where the products around attention were measured: a measured time contains its
+    launches.
+
+    Args:
+        handed_over: the layer's experts are on other GPUs.
+    """
+    if efficiency.kernels and projection_factors(accelerator.name, group, precision).grids:
+        return 0.0
+    latent = efficiency.latent_overhead_s if isinstance(group.attention, Latent) else 0.0
+    handover = efficiency.handover_s if handed_over else 0.0
+    return efficiency.attention_overhead_s + latent + handover
+
+
 def kernel_ffn(
     ffn: Ffn,
     accelerator: Accelerator,

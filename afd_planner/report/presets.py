@@ -42,8 +42,8 @@ slots of the transport. Usage: [docs/planner.md].
 
 Cells show xAyF and its tokens per USD relative to the best colocated plan. An instance is one
 server, or one GPU if both pools fit into one server. **Bold**: disaggregation wins also with the
-model's error, a factor of {fitted:.2f} on H200 and {default:.2f} on others. The rest is within that
-error or below it, for users who disaggregate anyway.
+model's error, a factor of {fitted:.2f} on H200 and {default:.2f} on the others here. The rest is
+within that error or below it, for users who disaggregate anyway.
 
 [docs/planner.md]: ../../../docs/planner.md"""
 

@@ -20,7 +20,12 @@ from afd_planner.facts.ffn import MoeFfn
 from afd_planner.facts.hardware import Accelerator
 from afd_planner.facts.model import LayerGroup
 from afd_planner.sizing.afd_units import MOST_ROWS
-from afd_planner.sizing.factors import attention_factors, expert_factor, head_factor
+from afd_planner.sizing.factors import (
+    attention_factors,
+    expert_factor,
+    head_factor,
+    held_fixed_s,
+)
 from afd_planner.sizing.lines import (
     ExpertLines,
     Line,
@@ -328,6 +333,8 @@ def _layers(request: Request, shape: ColocatedShape) -> list[ColocatedLayers]:
             ],
             shares,
         )
+        held = held_fixed_s(request, shape.accelerator, group, handed_over=False)
+        attention = replace(attention, overhead_s=attention.overhead_s - held)
         experts = exchange = None
         if moe:
             stages = (layer[index].compute for layer in (one, two, uneven))

@@ -44,9 +44,9 @@ class ErrorBand:
 
 CELLS = "17 measured cells on 2 H200 or 2 H100, docs/results/planner.md"
 
-CALIBRATED_ERROR = ErrorBand(1 / 1.42, 1.42, f"largest error in {CELLS}")
+CALIBRATED_ERROR = ErrorBand(1 / 1.34, 1.34, f"largest error in {CELLS}")
 """Of the roofline on an accelerator whose efficiencies were fitted to measurements. In the cells
-whose routing is the assumed one it is 1.07, but these are of one model family."""
+whose routing is the assumed one it is 1.05, but these are of one model family."""
 
 MODEL_ERROR = ErrorBand(
     1 / 1.60, 1.60, "largest error so far on 2 H200 without fitted efficiencies"

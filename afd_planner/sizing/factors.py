@@ -8,6 +8,7 @@ import numpy as np
 
 from afd_planner.cost.interpolate import Array
 from afd_planner.cost.kernels import (
+    attention_fixed_s,
     core_factors,
     expert_factors,
     head_factors,
@@ -41,6 +42,19 @@ def attention_factors(
         "projections": around.at(tp, tokens, 1.0),
         "attention": core.at(tp, tokens, request.context.mean),
     }
+
+
+def held_fixed_s(
+    request: Request, accelerator: Accelerator, group: LayerGroup, *, handed_over: bool
+) -> float:
+    """Returns the fixed seconds of an attention layer that the measured kernels hold."""
+    without, with_kernels = (
+        attention_fixed_s(
+            group, accelerator, request.precision, efficiency, handed_over=handed_over
+        )
+        for efficiency in (request.roofline, request.efficiency)
+    )
+    return without - with_kernels
 
 
 def expert_factor(

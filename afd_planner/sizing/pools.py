@@ -18,6 +18,7 @@ from afd_planner.facts.ffn import MoeFfn
 from afd_planner.facts.hardware import Accelerator
 from afd_planner.facts.model import LayerGroup, ModelSpec
 from afd_planner.facts.precision import dtype_bytes
+from afd_planner.sizing.factors import held_fixed_s
 from afd_planner.sizing.lines import (
     ExpertLines,
     Line,
@@ -138,7 +139,9 @@ def attention_pools(
             StageLines.of(*(_without_reduce(stage(rows, length)) for rows in (1, 2)))
             for length in request.context.lengths
         ]
-        groups.append(StageLines.mean(at_length, request.context.shares))
+        lines = StageLines.mean(at_length, request.context.shares)
+        held = held_fixed_s(request, accelerator, group, handed_over=not own)
+        groups.append(replace(lines, overhead_s=lines.overhead_s - held))
         by_instances = [_reduce_s(stage(1, 1, y)) for y in (1, 2)]
         reduces.append(None if own else line_through(*by_instances))
     rest = RestLines.of(model, accelerator, request.precision, tp, efficiency)

@@ -177,8 +177,7 @@ def _fixed_times(request: Request, shape: AfdShape, stages: AfdStages) -> Reason
     """Compares fixed times of one round trip through a layer with the layer's share of the TPOT."""
     efficiency = request.efficiency
     around = (
-        efficiency.attention_overhead_s
-        + efficiency.handover_s
+        next(g.attention.overhead_s for g in stages.groups if g.ffn is not None)
         + efficiency.turn_s
         + efficiency.ffn_overhead_s
         + 2 * efficiency.wire_latency_s

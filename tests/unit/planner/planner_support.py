@@ -18,7 +18,7 @@ def request(model="step-3", accelerator="h800", ffn=None, context=4096, **change
     return Request(load_model(model), (first,), (second,), fixed(context), **changes)
 
 
-INSTANT = replace(calibrated((load_accelerator("h200"),)), handover_s=0, turn_s=0)
+INSTANT = replace(calibrated((load_accelerator("h200"),)), handover_s=0, turn_s=0, kernels=False)
 """H200 without the two costs of handing over under AFD. Then some plans win for certain."""
 
 

@@ -43,7 +43,7 @@ def measured():
     [
         (Efficiency(), (1.28, 1.43), (1.07, 1.13)),
         (FITTED, (0.96, 1.03), (1.00, 1.04)),
-        (KERNELS, (0.95, 1.02), (0.99, 1.02)),
+        (KERNELS, (0.93, 1.00), (0.96, 1.00)),
     ],
     ids=["defaults", "fitted", "kernels"],
 )
@@ -75,15 +75,15 @@ def test_the_stated_errors_cover_every_measured_ratio(errors):
     assert largest[0] > CALIBRATED_ERROR.high * 0.97  # no wider than that
 
 
-def test_every_ratio_of_the_assumed_routing_is_within_7_percent(errors):
+def test_every_ratio_of_the_assumed_routing_is_within_5_percent(errors):
     ratios = [
         error
         for metric, error in errors[0]
         if metric == "ratio_error" and not (error.alike or error.retired)
     ]
     sizes = {gpu: [e.size for e in ratios if e.gpu == gpu] for gpu in ("h200", "h100")}
-    assert len(sizes["h200"]) == 11 and max(sizes["h200"]) < 1.07
-    assert len(sizes["h100"]) == 1 and max(sizes["h100"]) < 1.02
+    assert len(sizes["h200"]) == 11 and max(sizes["h200"]) < 1.05
+    assert len(sizes["h100"]) == 1 and max(sizes["h100"]) < 1.03
 
 
 def test_h100_is_predicted_from_the_efficiencies_of_h200(errors):
@@ -91,7 +91,7 @@ def test_h100_is_predicted_from_the_efficiencies_of_h200(errors):
     fitted = [dict(load_accelerator(name).efficiency) for name in ("h100", "h200")]
     assert fitted[0] == fitted[1]
     steps = [e.size for name, e in errors[0] if name == "step_error" and e.gpu == "h100"]
-    assert (len(steps), sum(size < 1.05 for size in steps)) == (9, 6) and max(steps) < 1.16
+    assert (len(steps), sum(size < 1.05 for size in steps)) == (9, 7) and max(steps) < 1.09
 
 
 def test_the_composition_is_within_12_percent(errors):

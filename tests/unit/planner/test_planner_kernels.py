@@ -10,7 +10,13 @@ from planner_support import request
 
 from afd_planner.cost import kernels
 from afd_planner.cost.colocated import colocated_step
-from afd_planner.cost.kernels import Grid, kernel_attention, kernel_ffn, kernel_head
+from afd_planner.cost.kernels import (
+    Grid,
+    attention_fixed_s,
+    kernel_attention,
+    kernel_ffn,
+    kernel_head,
+)
 from afd_planner.cost.roofline import attention_parts, ffn_part
 from afd_planner.cost.shape import ColocatedShape, Efficiency, Pool, Routing, calibrated
 from afd_planner.cost.stages import step_seconds
@@ -190,3 +196,17 @@ def test_one_factor_is_that_of_the_arrays():
 
 def test_kernels_are_off_by_default():
     assert not Efficiency().kernels
+
+
+def test_attention_has_no_fixed_time_where_its_products_were_measured(table):
+    gpu, plain = load_accelerator("h200"), replace(table, kernels=False)
+
+    def fixed(model, efficiency, handed_over=True):
+        group = load_model(model).groups[-1]
+        return attention_fixed_s(group, gpu, FP8, efficiency, handed_over=handed_over)
+
+    assert fixed(MODEL, table) == 0.0
+    both = plain.attention_overhead_s + plain.handover_s
+    assert fixed(MODEL, plain) == fixed("qwen3-235b-a22b", table) == both
+    assert fixed(MODEL, plain, handed_over=False) == plain.attention_overhead_s
+    assert fixed("deepseek-v3", table) == both + plain.latent_overhead_s
