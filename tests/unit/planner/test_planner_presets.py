@@ -67,7 +67,7 @@ def test_presets_name_every_host_and_fill_it():
             taken = len(place.attention) + len(place.ffn) * deployment.ffn.tp
             assert taken == host.accelerators.count, f"{path}: {host.name}"
             assert host.accelerators.kind == path.stem.rpartition("-")[0]
-    assert several == 67
+    assert several == 68
 
 
 def test_check_says_that_weights_are_missing(capsys):
