@@ -88,6 +88,10 @@ class Running:
 
         return wait_until(page, 10, f"{having} is on the metrics page")
 
+    def total(self, metric: str, **labels: str) -> float:
+        """The metric's total, once the page has it."""
+        return self.metrics(having=metric).total(metric, **labels)
+
     def members(self) -> Members:
         return operator.status(self.server.control)
 

@@ -110,16 +110,16 @@ def test_tokens_are_those_of_colocated_vllm_with_chunked_prefill(
     deployment: Running, references: References
 ) -> None:
     reference = references("qwen3_moe")
-    steps = deployment.metrics().total("afd_steps_total", instance="attention-0", depth="3")
+    steps = deployment.total("afd_steps_total", instance="attention-0", depth="3")
     same_tokens(deployment.server, reference, "chunks")
-    after = deployment.metrics().total("afd_steps_total", instance="attention-0", depth="3")
+    after = deployment.total("afd_steps_total", instance="attention-0", depth="3")
     assert after - steps > 20, "too few steps ran at depth 3"
 
 
 def test_a_long_prompt_takes_several_steps(deployment: Running, client: "openai.OpenAI") -> None:
-    before = deployment.metrics().total("afd_steps_total", instance="attention-0")
+    before = deployment.total("afd_steps_total", instance="attention-0")
     client.completions.create(model="model", prompt=list(tokens_of("steps", 320)), max_tokens=1)
-    after = deployment.metrics().total("afd_steps_total", instance="attention-0")
+    after = deployment.total("afd_steps_total", instance="attention-0")
     assert after - before >= 5, "320 tokens do not fit into four steps of 64"
 
 

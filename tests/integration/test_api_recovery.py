@@ -35,14 +35,14 @@ def test_killed_ffn_instance_loses_nothing(deployment: Running) -> None:
     """FFN instances hold no request state: the restarted one gets the unanswered messages again."""
     wanted = tokens_when_whole(start_streams(deployment.url, 8, 150), 60)
     before = deployment.member("ffn-0")
-    retries = deployment.metrics().total("afd_ffn_retries_total")
+    retries = deployment.total("afd_ffn_retries_total")
     streams = start_streams(deployment.url, 8, 150)
     all_begun(streams)
     os.kill(before.pid, signal.SIGKILL)
     assert tokens_when_whole(streams, 90) == wanted
     after = deployment.member("ffn-0")
     assert after.pid != before.pid and after.generation > before.generation
-    assert deployment.metrics().total("afd_ffn_retries_total") > retries
+    assert deployment.total("afd_ffn_retries_total") > retries
     assert "ffn-0 was killed by SIGKILL; starting it again" in deployment.server.log.read_text()
 
 

@@ -166,10 +166,10 @@ def test_wait_for_names_what_is_awaited(make_client: MakeClient) -> None:
 
 
 def test_progress(server: ControlServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("afd.control.client._PROGRESS_S", 0.05)
     lines: list[str] = []
     client = control_client(server.address, "gateway", 0, progress=lines.append)
     client.join(deadline_s=2)
+    monkeypatch.setattr("afd.control.client._PROGRESS_S", 0.05)  # joining may take longer
     with pytest.raises(DeadlineExceeded):
         client.wait_for(lambda _: False, deadline_s=1.0, what="ffn-0, ffn-1")
     client.close()
