@@ -139,7 +139,8 @@ def test_more_gpus_never_serve_fewer_tokens_nor_many_fewer_per_gpu(model, gpu, c
         reached = 0.0
         for gpus, score in scores.items():
             # A budget that no plan divides loses at most what one more server would give.
-            assert score / gpus >= 0.84 * reached
+            share = 0.84 if gpus == 24 else 0.88  # 24: one server beside a unit of two
+            assert score / gpus >= share * reached
             reached = max(reached, score / gpus)
 
 
