@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -70,10 +71,10 @@ Errors = list[tuple[str, Error]]
 """(metric, error) of every cell; metrics are step_error and ratio_error."""
 
 
-def found_errors(results: Path) -> tuple[Errors, Errors]:
+def found_errors(results: Path, *, kernels: bool = True) -> tuple[Errors, Errors]:
     """Returns the errors with the efficiencies of each accelerator, and with the defaults.
 
-    results: the folder docs/results.
+    results: the folder docs/results. kernels: as measured, where they were; else rooflines.
     """
     records = read_records(results / "gpu.json")
     steps, ratios = step_cells(records), ratio_cells(records)
@@ -87,8 +88,12 @@ def found_errors(results: Path) -> tuple[Errors, Errors]:
             *(("ratio_error", error) for error in ratio_errors(ratios, efficiency)),
         ]
 
-    fitted = errors(cache(lambda gpu: calibrated((load_accelerator(gpu),))))
-    return fitted, errors(lambda gpu: Efficiency())
+    @cache
+    def fitted(gpu: str) -> Efficiency:
+        found = calibrated((load_accelerator(gpu),))
+        return found if kernels else replace(found, kernels=False)
+
+    return errors(fitted), errors(lambda gpu: Efficiency())
 
 
 def winner_records(errors: Errors, command: str) -> list[Record]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from afd_planner.cost.kernels import measured_kernels
 from afd_planner.cost.shape import Efficiency, calibrated
 from afd_planner.sizing.request import Request
 
@@ -45,8 +46,12 @@ class ErrorBand:
 CELLS = "17 measured cells on 2 H200 or 2 H100, docs/results/planner.md"
 
 CALIBRATED_ERROR = ErrorBand(1 / 1.34, 1.34, f"largest error in {CELLS}")
-"""Of the roofline on an accelerator whose efficiencies were fitted to measurements. In the cells
-whose routing is the assumed one it is 1.05, but these are of one model family."""
+"""Of measured kernels, on an accelerator whose efficiencies were fitted to measurements. In the
+cells whose routing is the assumed one it is 1.05, but these are of one model family."""
+
+FITTED_ERROR = ErrorBand(1 / 1.42, 1.42, f"largest error of rooflines in {CELLS}")
+"""Of the roofline on such an accelerator: for models whose products around attention were not
+measured there, and without kernels. In the cells of the assumed routing it is 1.07."""
 
 MODEL_ERROR = ErrorBand(
     1 / 1.60, 1.60, "largest error so far on 2 H200 without fitted efficiencies"
@@ -68,8 +73,12 @@ def error_of(request: Request) -> ErrorBand:
     measured = request.measured
     if measured is not None and measured.attention is not None and measured.ffn is not None:
         return COMPOSED_ERROR
-    # Measured kernels say nothing about the fixed times between them.
-    fitted = replace(calibrated((*request.attention, *request.ffn)), kernels=False)
-    if replace(request.efficiency, kernels=False) == fitted != Efficiency():
-        return CALIBRATED_ERROR
-    return MODEL_ERROR
+    accelerators = (*request.attention, *request.ffn)
+    fitted = replace(calibrated(accelerators), kernels=False)
+    if not request.roofline == fitted != Efficiency():
+        return MODEL_ERROR
+    measured_products = request.efficiency.kernels and all(
+        "projections" in measured_kernels(gpu.name, request.model, request.precision)
+        for gpu in accelerators
+    )
+    return CALIBRATED_ERROR if measured_products else FITTED_ERROR

@@ -17,6 +17,7 @@ from afd_planner.sizing.decide import make_plan
 from afd_planner.sizing.error import (
     CALIBRATED_ERROR,
     COMPOSED_ERROR,
+    FITTED_ERROR,
     MODEL_ERROR,
     Decision,
     error_of,
@@ -46,6 +47,8 @@ def test_the_error_is_that_of_what_was_measured():
     assert error_of(replace(asked, efficiency=Efficiency())) is MODEL_ERROR
     assert error_of(request("deepseek-v3", "h800")) is MODEL_ERROR
     assert error_of(request("deepseek-v3", "h100")) is CALIBRATED_ERROR
+    without = replace(asked, efficiency=asked.roofline)
+    assert error_of(without) is error_of(request("gpt-oss-120b", "h200")) is FITTED_ERROR
     points = [{"rows": n, "us": 100 + n} for n in (1, 1000)]
     attention = [{**point, "context": 4096} for point in points]
     data = {"format": "afd-stage-times-1", "attention": attention, "ffn": points}

@@ -16,7 +16,7 @@ from afd_bench.planner.page import errors_page
 from afd_planner.cost.shape import Efficiency, calibrated
 from afd_planner.facts.hardware import load_accelerator
 from afd_planner.facts.model_hf import from_config
-from afd_planner.sizing.error import CALIBRATED_ERROR, COMPOSED_ERROR, MODEL_ERROR
+from afd_planner.sizing.error import CALIBRATED_ERROR, COMPOSED_ERROR, FITTED_ERROR, MODEL_ERROR
 
 RESULTS = Path(__file__).parents[3] / "docs/results"
 CASE = re.compile(r"qwen3-30b 48 layers 1A1F exact lookahead depth (\d) batch (\d+) context (\d+)")
@@ -73,6 +73,12 @@ def test_the_stated_errors_cover_every_measured_ratio(errors):
         largest.append(max(error.size for error in ratios))
         assert largest[-1] <= band.high == 1 / band.low
     assert largest[0] > CALIBRATED_ERROR.high * 0.97  # no wider than that
+
+
+def test_the_error_of_rooflines_covers_every_measured_ratio():
+    fitted, _ = found_errors(RESULTS, kernels=False)
+    largest = max(error.size for metric, error in fitted if metric == "ratio_error")
+    assert FITTED_ERROR.high * 0.97 < largest <= FITTED_ERROR.high == 1 / FITTED_ERROR.low
 
 
 def test_every_ratio_of_the_assumed_routing_is_within_5_percent(errors):
