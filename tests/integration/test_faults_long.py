@@ -78,7 +78,7 @@ def test_nothing_is_lost(
         ]
         wait_until(deployment.is_whole, HEALTH_S, "the instance is back")
         back.append(round(time.monotonic() - began, 1))
-    replays = deployment.metrics().total("afd_gateway_replays_total")
+    replays = deployment.total("afd_gateway_replays_total")
     line = {
         "case": f"{name} {victim}", "seed": SEED, "requests": REPEATS * len(requests),
         "failed": failed, "wrong": len(wrong) - failed, "back_s": back, "last_answer_s": last,

@@ -154,7 +154,7 @@ def test_a_killed_attention_instance_loses_nothing(
     assert not [reply.error for reply in undisturbed if reply.error]
     wanted = tokens_when_whole(start_streams(deployment.url, 8, 120), 60)
     before = deployment.member("attention-1")
-    replays = deployment.metrics().total("afd_gateway_replays_total")
+    replays = deployment.total("afd_gateway_replays_total")
     streams = start_streams(deployment.url, 8, 120)
     all_begun(streams)
     assert {stream.instance for stream in streams} == {"attention-0", "attention-1"}
@@ -171,7 +171,7 @@ def test_a_killed_attention_instance_loses_nothing(
         for words in problems(kind, one, other)
     ]
     assert not wrong, "\n".join(wrong)
-    assert deployment.metrics().total("afd_gateway_replays_total") > replays
+    assert deployment.total("afd_gateway_replays_total") > replays
     assert answers(f"{deployment.url}/health")
     wait_until(deployment.is_whole, HEALTH_S, "attention-1 is back")
     after = deployment.member("attention-1")

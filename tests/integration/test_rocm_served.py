@@ -176,7 +176,7 @@ def test_an_ffn_instance_comes_and_goes_between_replayed_steps(deployment: Runni
     same_under_load(lambda: os.kill(deployment.member("ffn-1").pid, signal.SIGKILL))
     same_under_load(lambda: instances.remove("ffn-1"))
     assert deployment.members().find("ffn", 1) is None
-    assert not deployment.metrics().total("afd_ffn_graph_captures_total", when="after")
+    assert not deployment.total("afd_ffn_graph_captures_total", when="after")
 
 
 @pytest.mark.long
@@ -186,4 +186,4 @@ def test_speculation_gives_the_tokens_of_colocated_vllm(
 ) -> None:
     """As on every GPU, a step is replayed only if each of its requests has all of its drafts."""
     same_tokens(deployment.server, references("qwen3_moe"), "ngram")
-    assert deployment.metrics().total("vllm:spec_decode_num_accepted_tokens_total") > 0
+    assert deployment.total("vllm:spec_decode_num_accepted_tokens_total") > 0

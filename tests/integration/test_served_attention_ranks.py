@@ -38,7 +38,7 @@ def test_tokens_are_those_of_colocated_vllm(deployment: Running, references: Ref
     for depth in (3, 2, 1):
         deployment.server.set_depth(depth)
         same_tokens(deployment.server, references("qwen3_moe"), f"depth {depth}")
-    assert deployment.metrics().total("afd_late_peers_total") == 0
+    assert deployment.total("afd_late_peers_total") == 0
     shares = [sent_bytes(deployment, member) for member in ("attention-0", "attention-0.1")]
     assert 0.7 < shares[1] / shares[0] <= 1.05, shares
 
