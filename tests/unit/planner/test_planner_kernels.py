@@ -10,8 +10,8 @@ from planner_support import request
 
 from afd_planner.cost import kernels
 from afd_planner.cost.colocated import colocated_step
+from afd_planner.cost.grids import Grid
 from afd_planner.cost.kernels import (
-    Grid,
     attention_fixed_s,
     kernel_attention,
     kernel_ffn,
