@@ -1,7 +1,8 @@
 """`afd bench wire_gpu`: what a step pays for a wire that the CPU drives, beside backend ipc.
 
 One process holds both sides, each with its own region, link, streams and captured graph, because
-two processes take turns on one GPU. Each side has a NIC and a sending thread of its own, as on two
+two processes take turns on one GPU. With two devices each side has a GPU of its own: on one GPU,
+the streams delay each other's waits. Each side has a NIC and a sending thread of its own, as on two
 hosts. A step is a walk over positions: attention sends a micro-batch, the FFN answers it. verbs
 runs on a libibverbs without hardware (comm/tests/fake_ibverbs.cc), which copies between registered
 memory at the rate of ``--gbps``. staged is the same NIC where it cannot register GPU memory:
@@ -54,12 +55,14 @@ class Cell:
     p99: float
     rounds: int
     bytes_copied: bool = True
-    """False: by a NIC that copies nothing from host memory to host memory."""
+    """False: by a NIC that keeps its time and copies nothing."""
+    gpus: int = 1
 
     @property
     def case(self) -> str:
         how = "" if self.bytes_copied else " no bytes"
-        return f"{self.backend} {self.depth} {self.gbps}{how}"
+        where = "" if self.gpus == 1 else f" on {self.gpus} GPUs"
+        return f"{self.backend} {self.depth} {self.gbps}{how}{where}"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -76,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
             for depth in (0, *args.depths):  # 0: the round trip
                 settings = Settings(
                     backend=backend,
-                    device=args.device,
+                    devices=(args.device[0], args.device[-1]),
                     depth=max(depth, 1),
                     up=args.up,
                     down=args.down,
@@ -95,7 +98,8 @@ def main(argv: Sequence[str]) -> int:
                         times[len(times) // 2],
                         times[int(0.99 * (len(times) - 1))],
                         len(times),
-                        not (args.no_bytes and backend == "staged"),
+                        bytes_copied=not (args.no_bytes and backend in ON_THE_NIC),
+                        gpus=len(set(args.device)),
                     )
                 )
                 print(cells[-1], flush=True)
@@ -105,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
     if args.out is not None:
         write_records(args.out, found)
     for record in found:
-        print(f"{record.case:23} {record.metric:14} {record.value:9.2f} {record.ratio:6.3f} of ipc")
+        print(f"{record.case:32} {record.metric:14} {record.value:9.2f} {record.ratio:6.3f} of ipc")
     return 0
 
 
@@ -148,15 +152,20 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--device", default="cuda:0", help="cuda:0, or cpu to test the code")
+    parser.add_argument(
+        "--device",
+        nargs="+",
+        default=["cuda:0"],
+        help="of both sides, or of attention and of the FFN; cpu: to test the code",
+    )
     parser.add_argument("--backends", nargs="+", default=BACKENDS, choices=BACKENDS)
     parser.add_argument("--depths", nargs="+", type=int, default=[1, 3], help="of the steps")
     parser.add_argument("--gbps", type=int, default=400, help="rate of the emulated NIC, Gb/s")
     parser.add_argument(
         "--no-bytes",
         action="store_true",
-        help="the emulated NIC does not copy from host memory to host memory: a NIC does it by DMA,"
-        " and cores are slower",
+        help="the emulated NIC keeps the time of its line and copies nothing: a NIC copies by DMA,"
+        " cores and a GPU's driver are slower",
     )
     parser.add_argument("--work-us", type=float, default=150.0, help="per position and side")
     parser.add_argument("--up", type=int, default=UP, help="bytes of a message to the FFN")
@@ -166,4 +175,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--parts", action="store_true", help="where a round trip's time goes")
     parser.add_argument("--library", type=Path, help="compiled fake_ibverbs.cc")
     parser.add_argument("--out", type=results_file, help="file of the records")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if len(args.device) > 2:
+        parser.error("--device takes one device for both sides, or two")
+    return args

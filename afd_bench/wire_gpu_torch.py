@@ -26,10 +26,11 @@ STAGED = "staged"
 
 @dataclass(frozen=True)
 class Settings:
-    """up, down: bytes. positions: messages of a micro-batch in one replay. replays: timed ones."""
+    """devices: of attention and FFN. up, down: bytes. positions: messages of a micro-batch in one
+    replay. replays: timed ones."""
 
     backend: str
-    device: str
+    devices: tuple[str, str]
     depth: int
     up: int
     down: int
@@ -54,6 +55,7 @@ class Side:
 
     def __init__(self, rank: int, settings: Settings) -> None:
         self.rank = rank
+        self.device = device = settings.devices[rank]
         self._depth, self._positions = settings.depth, settings.positions
         self._trace = settings.trace
         # A NIC of its own, as on a host of its own: with its line and its sending thread.
@@ -68,20 +70,20 @@ class Side:
             settings.slots,
             (settings.down, settings.up)[rank],
             name=f"wire-{rank}",
-            device=settings.device,
+            device=device,
             tcp_host="127.0.0.1" if settings.backend == "tcp" else None,
             verbs=self._options,
         )
-        if settings.device == "cpu":
+        if device == "cpu":
             self.region.pin("cpu")
         nbytes = (settings.up, settings.down)[rank]
-        self._data = torch.zeros(settings.depth, nbytes, dtype=torch.uint8, device=settings.device)
+        self._data = torch.zeros(settings.depth, nbytes, dtype=torch.uint8, device=device)
         self._messages = [
             Message(slot, [(0, self._data[slot % settings.depth].data_ptr(), nbytes)])
             for slot in range(settings.slots)
         ]
-        self._work = _worker(settings)
-        self.streams = make_streams(torch.device(settings.device))
+        self._work = _worker(settings.work_us, device)
+        self.streams = make_streams(torch.device(device))
         self.link: Link | None = None
 
     def connect(self, other: Side, settings: Settings) -> None:
@@ -91,7 +93,7 @@ class Side:
             slots=(0, settings.slots),
             trace=settings.trace,
             timeout_us=TIMEOUT_US,
-            device=settings.device,
+            device=self.device,
             verbs=self._options,
         )
 
@@ -117,6 +119,7 @@ class Side:
     def graph(self, before: int) -> torch.cuda.CUDAGraph:
         captured = torch.cuda.CUDAGraph()
         with (
+            torch.cuda.device(self.device),
             self.streams.capturable(),
             torch.cuda.graph(captured, stream=torch.cuda.current_stream()),
         ):
@@ -185,7 +188,7 @@ def _opened(settings: Settings) -> Iterator[tuple[Sequence[Side], Callable[[], N
         for side, other in zip(sides, reversed(sides), strict=True):
             side.connect(other, settings)
     steps = cycle((0, settings.positions) if settings.trace else (0,))
-    yield sides, (_on_gpu if settings.device != "cpu" else _on_cpu)(sides, steps)
+    yield sides, (_on_gpu if settings.devices[0] != "cpu" else _on_cpu)(sides, steps)
     for side in sides:
         assert side.link is not None
         if side.link.status != Status.OK:
@@ -216,7 +219,9 @@ def _nic(settings: Settings) -> Iterator[None]:
 
 
 def _on_gpu(sides: list[Side], steps: Iterator[int]) -> Callable[[], None]:
-    torch.cuda.synchronize()  # kernels are loaded, and memory is zero
+    gpus = {side.device for side in sides}
+    for gpu in gpus:
+        torch.cuda.synchronize(gpu)  # kernels are loaded, and memory is zero
     captured: dict[int, list[torch.cuda.CUDAGraph]] = {}
 
     def run() -> None:
@@ -225,7 +230,8 @@ def _on_gpu(sides: list[Side], steps: Iterator[int]) -> Callable[[], None]:
             captured[before] = [side.graph(before) for side in sides]
         for side, graph in zip(reversed(sides), reversed(captured[before]), strict=True):
             side.launch(graph)
-        torch.cuda.synchronize()
+        for gpu in gpus:
+            torch.cuda.synchronize(gpu)
 
     return run
 
@@ -241,19 +247,20 @@ def _on_cpu(sides: list[Side], steps: Iterator[int]) -> Callable[[], None]:
     return run
 
 
-def _worker(settings: Settings) -> Callable[[], None]:
-    """Returns what takes ``work_us``: a sleeping kernel, or a busy CPU."""
-    if settings.work_us == 0:
+def _worker(us: float, device: str) -> Callable[[], None]:
+    """Returns what takes ``us``: a sleeping kernel, or a busy CPU."""
+    if us == 0:
         return lambda: None
-    if settings.device == "cpu":
-        return lambda: _spin(settings.work_us)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(SLEEP_CYCLES)
-    begin.record()
-    torch.cuda._sleep(SLEEP_CYCLES)
-    end.record()
-    torch.cuda.synchronize()
-    cycles = int(SLEEP_CYCLES * settings.work_us / (1e3 * begin.elapsed_time(end)))
+    if device == "cpu":
+        return lambda: _spin(us)
+    with torch.cuda.device(device):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(SLEEP_CYCLES)
+        begin.record()
+        torch.cuda._sleep(SLEEP_CYCLES)
+        end.record()
+        torch.cuda.synchronize()
+    cycles = int(SLEEP_CYCLES * us / (1e3 * begin.elapsed_time(end)))
     return lambda: torch.cuda._sleep(cycles)
 
 

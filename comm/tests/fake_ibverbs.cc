@@ -4,8 +4,8 @@
 // shared library and pass its path as VerbsOptions::library.
 //
 // AFD_FAKE_NIC_GBPS: how fast each device sends, Gb/s; not set: as fast as it can.
-// AFD_FAKE_NIC_BYTES=0: payloads from host memory to host memory take their time on the line, but
-// are not copied. To measure only.
+// AFD_FAKE_NIC_BYTES=0: payloads take their time on the line, but are not copied, except from
+// device memory to another process. To measure only.
 //
 // One thread per queue pair simulates the wire, so messages of different queue pairs can overtake
 // each other. The fake_* functions at the end inject faults.
@@ -18,7 +18,7 @@ namespace {
 int poll_cq(ib::Cq* cq, int entries, ib::Wc* out) {
   auto* const queue = static_cast<FakeCq*>(cq);
   if (queue->count.load(std::memory_order_acquire) == 0) return 0;
-  const std::lock_guard<std::mutex> lock(world);
+  const std::lock_guard<Lock> lock(world);
   auto& done = queue->done;
   if (receivers_stopped && !done.empty() && done.front().opcode == ib::kWcRecvWithImm) return 0;
   int n = 0;
@@ -31,13 +31,13 @@ int poll_cq(ib::Cq* cq, int entries, ib::Wc* out) {
 }
 
 int req_notify_cq(ib::Cq* cq, int) {
-  const std::lock_guard<std::mutex> lock(world);
+  const std::lock_guard<Lock> lock(world);
   static_cast<FakeCq*>(cq)->armed = true;
   return 0;
 }
 
 int post_send(ib::Qp* base, ib::SendWr* wr, ib::SendWr** bad) {
-  const std::lock_guard<std::mutex> lock(world);
+  const std::lock_guard<Lock> lock(world);
   auto* qp = static_cast<FakeQp*>(base);
   for (; wr != nullptr; wr = wr->next) {
     if (qp->sends.size() >= qp->send_limit) {
@@ -62,7 +62,7 @@ int post_send(ib::Qp* base, ib::SendWr* wr, ib::SendWr** bad) {
 }
 
 int post_recv(ib::Qp* base, ib::RecvWr* wr, ib::RecvWr** bad) {
-  const std::lock_guard<std::mutex> lock(world);
+  const std::lock_guard<Lock> lock(world);
   auto* qp = static_cast<FakeQp*>(base);
   if (qp->failed) return 0;  // as soft-RoCE does: the request is accepted and ignored
   if (qp->receives.size() >= qp->recv_limit) {
@@ -118,7 +118,7 @@ int ibv_query_device(ib::Context*, ib::DeviceAttr* attr) {
 }
 int ibv_query_port(ib::Context* context, uint8_t port, ib::PortAttr* attr) {
   if (port != 1) return EINVAL;
-  const std::lock_guard<std::mutex> lock(world);
+  const std::lock_guard<Lock> lock(world);
   *attr = {};
   attr->state =
       port_down[static_cast<FakeContext*>(context)->index] ? ib::kPortDown : ib::kPortActive;
@@ -145,7 +145,7 @@ int ibv_dealloc_pd(ib::Pd* pd) {
   return 0;
 }
 ib::Mr* ibv_reg_mr(ib::Pd* pd, void* addr, std::size_t length, int access) {
-  const std::lock_guard<std::mutex> lock(world);
+  const std::lock_guard<Lock> lock(world);
   if (register_errno != 0 || refused_device.count(reinterpret_cast<uint64_t>(addr)) != 0) {
     errno = register_errno != 0 ? register_errno : EFAULT;
     return nullptr;
@@ -166,7 +166,7 @@ ib::Mr* ibv_reg_dmabuf_mr(ib::Pd* pd, uint64_t, std::size_t length, uint64_t iov
     return nullptr;
   }
   if (devices_refused) {
-    const std::lock_guard<std::mutex> lock(world);
+    const std::lock_guard<Lock> lock(world);
     refused_device.insert(iova);
     errno = EOPNOTSUPP;
     return nullptr;
@@ -177,7 +177,7 @@ ib::Mr* ibv_reg_dmabuf_mr(ib::Pd* pd, uint64_t, std::size_t length, uint64_t iov
   return mr;
 }
 int ibv_dereg_mr(ib::Mr* mr) {
-  std::unique_lock<std::mutex> lock(world);
+  std::unique_lock<Lock> lock(world);
   regions.erase(mr->rkey);
   auto* const ours = static_cast<FakeMr*>(mr);
   while (ours->busy != 0) {
@@ -207,7 +207,7 @@ ib::Cq* ibv_create_cq(ib::Context* context, int entries, void*, ib::CompChannel*
   return cq;
 }
 int ibv_destroy_cq(ib::Cq* cq) {
-  const std::lock_guard<std::mutex> lock(world);
+  const std::lock_guard<Lock> lock(world);
   auto& events = static_cast<FakeChannel*>(cq->channel)->events;
   std::deque<ib::Cq*> others;
   for (ib::Cq* one : events)
@@ -217,7 +217,7 @@ int ibv_destroy_cq(ib::Cq* cq) {
   return 0;
 }
 int ibv_get_cq_event(ib::CompChannel* base, ib::Cq** cq, void** context) {
-  const std::lock_guard<std::mutex> lock(world);
+  const std::lock_guard<Lock> lock(world);
   auto* channel = static_cast<FakeChannel*>(base);
   uint64_t count = 0;
   static_cast<void>(!read(channel->fd, &count, sizeof count));
@@ -229,7 +229,7 @@ int ibv_get_cq_event(ib::CompChannel* base, ib::Cq** cq, void** context) {
 }
 void ibv_ack_cq_events(ib::Cq*, unsigned) {}
 ib::Qp* ibv_create_qp(ib::Pd* pd, ib::QpInitAttr* attr) {
-  const std::lock_guard<std::mutex> lock(world);
+  const std::lock_guard<Lock> lock(world);
   if (attr->cap.max_inline_data > kMaxInline) {
     errno = EINVAL;
     return nullptr;
@@ -248,7 +248,7 @@ ib::Qp* ibv_create_qp(ib::Pd* pd, ib::QpInitAttr* attr) {
   return qp;
 }
 int ibv_modify_qp(ib::Qp* base, ib::QpAttr* attr, int) {
-  std::unique_lock<std::mutex> lock(world);
+  std::unique_lock<Lock> lock(world);
   auto* qp = static_cast<FakeQp*>(base);
   if (attr->qp_state == ib::kQpRtr) {
     qp->peer = attr->dest_qp_num;
@@ -264,7 +264,7 @@ int ibv_modify_qp(ib::Qp* base, ib::QpAttr* attr, int) {
 int ibv_destroy_qp(ib::Qp* base) {
   auto* qp = static_cast<FakeQp*>(base);
   {
-    std::unique_lock<std::mutex> lock(world);
+    std::unique_lock<Lock> lock(world);
     qps.erase(qp->qp_num);
     qp->stop = true;
     settle(*qp, lock);
@@ -283,36 +283,36 @@ const char* ibv_wc_status_str(int status) {
 // -- fault injection
 
 void fake_port(const char* device, int up) {
-  const std::lock_guard<std::mutex> lock(world);
+  const std::lock_guard<Lock> lock(world);
   port_down[index_of(device)] = up == 0;
 }
 void fake_lose_acks(const char* device, int lose) {
-  const std::lock_guard<std::mutex> lock(world);
+  const std::lock_guard<Lock> lock(world);
   ack_lost[index_of(device)] = lose != 0;
 }
 // A NIC that neither acknowledges nor fails what it is given, until its queue pairs are failed.
 void fake_mute(const char* device, int on) {
-  const std::lock_guard<std::mutex> lock(world);
+  const std::lock_guard<Lock> lock(world);
   mute[index_of(device)] = on != 0;
 }
 void fake_delay_us(int us) {
-  const std::lock_guard<std::mutex> lock(world);
+  const std::lock_guard<Lock> lock(world);
   delay_us = us;
 }
 // Simulates stopped receiver processes: the NIC still writes data, but no completion is delivered.
 void fake_stop_receivers(int stop) {
-  const std::lock_guard<std::mutex> lock(world);
+  const std::lock_guard<Lock> lock(world);
   receivers_stopped = stop != 0;
 }
 // Puts `word` at byte `at` of the next write with an immediate, as a hostile sender could.
 void fake_damage_record(int at, uint32_t word) {
-  const std::lock_guard<std::mutex> lock(world);
+  const std::lock_guard<Lock> lock(world);
   damage_at = at;
   damage = word;
 }
 // Makes every later registration fail with this errno; 0: registrations succeed.
 void fake_refuse_memory(int error) {
-  const std::lock_guard<std::mutex> lock(world);
+  const std::lock_guard<Lock> lock(world);
   register_errno = error;
 }
 // Makes every later registration of device memory fail, with and without a dma-buf.
@@ -322,7 +322,7 @@ int fake_dmabufs() { return dmabufs; }
 void fake_devices(int count) { device_count = count; }
 // Number of existing queue pairs.
 int fake_queue_pairs() {
-  const std::lock_guard<std::mutex> lock(world);
+  const std::lock_guard<Lock> lock(world);
   return static_cast<int>(qps.size());
 }
 }
