@@ -43,8 +43,15 @@ COLOCATED = "best colocated plan"
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="afd bench planner", description=__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="parts to run")
-    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="folder")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("docs/results"),
+        help="folder of the measured records; what is found is written there too",
+    )
     args = parser.parse_args(argv)
+    if "errors" in args.parts and not (args.out / "gpu.json").exists():
+        parser.error(f"--out {args.out} has no gpu.json: give docs/results, or a copy of it")
     command = command_line("planner", argv)
     records: list[Record] = []
     if "errors" in args.parts:
