@@ -62,7 +62,8 @@ Why the others are off:
   deepseek-v3 then take 2.5 to 4.5 ms instead of 1.0 to 1.5, as predicted, and coarse experts lose
   by 0.62, 0.60 and 0.71 instead of 0.80, 0.77 and 0.81. With 12 layers they lose by 0.61 on H100,
   instead of 0.88 on H200. Without the *alike* cells the largest error of a ratio is a factor of
-  1.06 on H200 and 1.02 on H100. The planner keeps the larger one, because the others are of one model family.
+  1.06 on H200 and 1.02 on H100. The planner keeps the larger one, because the others are of one
+  model family.
 - **One process for vLLM's engine and worker** (*retired*; 12 layers, 256 requests at 1K, served).
   The device had too little to do to hide it: 6.9 ms, and 10.8 in the server. Since 2026-11-28 they
   are two processes ([host.md](host.md)), and the planner takes a step to last at least 2.2 ms and

@@ -49,6 +49,13 @@ def test_a_nic_that_copies_nothing_has_cases_of_its_own() -> None:
     assert cell.case == "staged 3 400 no bytes"
 
 
+def test_a_gpu_for_each_side_has_cases_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert Cell("verbs", 1, 400, "round_trip_us", 76.0, 77.0, 9, gpus=2).case.endswith("on 2 GPUs")
+    with pytest.raises(SystemExit):
+        main(["--device", "cuda:0", "cuda:1", "cuda:2"])
+    assert "one device for both sides, or two" in capsys.readouterr().err
+
+
 def test_without_a_checkout_there_is_no_stand_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
