@@ -21,6 +21,7 @@
 #include "../src/verbs_abi.h"
 #include "fake_copy.h"
 #include "fake_line.h"
+#include "fake_lock.h"
 #include "fake_remote.h"
 
 namespace ib = afd_comm::ib;
@@ -31,23 +32,6 @@ constexpr uint32_t kMaxMessage = 1 << 20;
 constexpr uint32_t kMaxInline = 220;
 // Shorter writes are copied under `world`.
 constexpr uint32_t kOwnCopy = 16 << 10;
-
-// A NIC's own threads hold it for less than a microsecond, and waking a thread takes several: where
-// there are cores to spare, a thread looks for a while before it sleeps.
-class Lock {
- public:
-  void lock() {
-    static const int looks = std::thread::hardware_concurrency() > 2 ? 2000 : 0;
-    for (int i = 0; i < looks; ++i)
-      if (mutex_.try_lock()) return;
-    mutex_.lock();
-  }
-  bool try_lock() { return mutex_.try_lock(); }
-  void unlock() { mutex_.unlock(); }
-
- private:
-  std::mutex mutex_;
-};
 
 Lock world;  // guards everything below and every queue
 uint32_t next_number = 100;

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "fake_gpu_memory.h"
+#include "fake_lock.h"
 
 namespace fake_remote {
 
@@ -56,8 +57,8 @@ inline sockaddr_un address_of(int pid, socklen_t& length) {
 // Returns false when the other end is gone. With a spare core it looks for a while before it
 // sleeps, so that an emulated NIC costs little more than its line.
 inline bool receive(int fd, void* out, std::size_t size) {
-  static const bool spare = std::thread::hardware_concurrency() > 2;
-  const auto until = std::chrono::steady_clock::now() + std::chrono::microseconds(spare ? 500 : 0);
+  const std::chrono::microseconds looks(spare_cores() ? 500 : 0);
+  const auto until = std::chrono::steady_clock::now() + looks;
   for (std::size_t have = 0; have < size;) {
     const bool look = std::chrono::steady_clock::now() < until;
     const ssize_t n =
