@@ -16,6 +16,7 @@ from pathlib import Path
 from afd.config.roles import ROLE_FILE_ENV, load_role
 from afd.devices import CUDA, ROCM
 from afd.errors import AfdError
+from afd.host.collector import collector_rests
 from afd.host.logs import print_our_logs
 from afd_launch.attention_role import run_attention
 from afd_launch.process import Child, die_with
@@ -98,7 +99,8 @@ def main(file: str, stage: str = "") -> int:
             words = [sys.executable, "-m", "afd_launch.attention_standby", file, IMPORT]
             os.execve(sys.executable, words, environment)
         started = dict(os.environ)
-        import_all(load_role(file))
+        with collector_rests():
+            import_all(load_role(file))
         order = await_order()
         if order is None:
             return 0

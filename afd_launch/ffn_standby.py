@@ -6,19 +6,22 @@ import os
 import sys
 from pathlib import Path
 
-import torch
-
-import ffn_worker.main  # noqa: F401  takes seconds
 from afd.config.roles import load_role
 from afd.errors import AfdError
+from afd.host.collector import collector_rests
 from afd_launch.role import end_at_once, run_role
 from afd_launch.standby_process import await_order, device_file
-from ffn_worker.moe.late_imports import import_all
 
 
 def main() -> int:
     """Waits for orders; each fork runs an FFN rank."""
-    import_all()
+    with collector_rests():
+        import torch  # takes seconds, as the next one
+
+        import ffn_worker.main  # noqa: F401
+        from ffn_worker.moe.late_imports import import_all
+
+        import_all()
     order = await_order()
     if order is None:
         return 0

@@ -15,6 +15,7 @@ from afd.config.roles import Role, RoleSpec
 from afd.config.sections import Attention, Ffn
 from afd.control.connect import NO_KEYS
 from afd.errors import ConfigError
+from afd.host.collector import collector_rests
 from afd.host.logs import LOG_FORMAT, say_phase
 from afd.topology import member_id, rank_number
 from afd_launch.host_view import control_address, home_of, seen_from, settings_of
@@ -101,7 +102,8 @@ def run_role(spec: RoleSpec, file: Path | None) -> int:
         run_prefill(spec)
     if spec.role == "ffn":
         say_phase(logging.getLogger("afd.ffn"), "importing torch")
-        from ffn_worker.main import run_ffn
+        with collector_rests():
+            from ffn_worker.main import run_ffn
 
         run_ffn(spec)
         return 0

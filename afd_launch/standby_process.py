@@ -11,7 +11,6 @@ the role then outlives the process that waits, and the supervisor gets its exit 
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
@@ -54,9 +53,6 @@ def await_order() -> Order | None:
     Returns:
         None in the process that waits: nobody will order anything any more.
     """
-    # Else the collector writes to the pages that the forks share. What is imported stays anyway.
-    gc.collect()
-    gc.freeze()
     supervisor = os.getppid()
     channel = socket.socket(fileno=os.dup(0))
     channel.send(READY)
