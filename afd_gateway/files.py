@@ -1,7 +1,6 @@
 """The files that the gateway reads at its start."""
 
 from afd.config.sections import Gateway
-from afd_gateway.api_keys import read_api_keys
 from afd_gateway.tls import server_context
 
 
@@ -11,6 +10,8 @@ def check_files(gateway: Gateway) -> None:
     Raises ConfigError.
     """
     if gateway.api_keys is not None:
+        from afd_gateway.api_keys import read_api_keys  # late: it takes 0.2 s
+
         read_api_keys(gateway.api_keys)
     if gateway.tls is not None:
         server_context(gateway.tls.certificate, gateway.tls.key)

@@ -33,7 +33,6 @@ LATE = {
     *ROCM.visible_variables,
 }
 """Variables that nothing reads while vLLM is imported: a GPU is looked for at its first use."""
-IMPORT = "import"
 
 logger = logging.getLogger("afd.attention")
 
@@ -86,21 +85,19 @@ def fork_server(
     raise _Serve(argv[3:])
 
 
-def main(file: str, stage: str = "") -> int:
+def main(file: str) -> int:
     """Waits for orders; each fork runs an attention instance.
 
-    file: the role file of an instance like them. stage: ``IMPORT`` once the process has the
-    variables of vLLM.
+    file: the role file of an instance like them.
     """
     try:
-        if stage != IMPORT:
-            _, environment = attention_command(load_role(file))
-            environment = {**environment, ROLE_FILE_ENV: str(Path(file).absolute())}
-            words = [sys.executable, "-m", "afd_launch.attention_standby", file, IMPORT]
-            os.execve(sys.executable, words, environment)
+        role = load_role(file)
+        # vLLM, torch and their libraries read these when they are imported.
+        os.environ |= attention_command(role)[1]
+        os.environ[ROLE_FILE_ENV] = str(Path(file).absolute())
         started = dict(os.environ)
         with collector_rests():
-            import_all(load_role(file))
+            import_all(role)
         order = await_order()
         if order is None:
             return 0

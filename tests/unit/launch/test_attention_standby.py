@@ -59,10 +59,6 @@ def import_all(role):
     os.environ["IMPORTED"] = "1"  # as vLLM does
 attention_standby.import_all = import_all
 standby.layout = lambda: SimpleNamespace(server_module="server")
-execve = os.execve
-def again(program, words, environment):
-    execve(program, [program, *{again!r}, *words[3:]], environment)
-os.execve = again
 sys.exit(attention_standby.main(*sys.argv[1:]))
 """
 
@@ -72,7 +68,7 @@ def standby(tmp_path, monkeypatch):
     (tmp_path / "server.py").write_text(SERVER)
     script = tmp_path / "waits.py"
     path = [str(tmp_path), *filter(None, sys.path)]
-    script.write_text(WAITS.format(path=path, again=[str(script)]))
+    script.write_text(WAITS.format(path=path))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
     for index in (0, 3, 5, 9):
         replace(SPEC, index=index).save(tmp_path / f"attention-{index}.json")

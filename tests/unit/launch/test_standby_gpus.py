@@ -32,7 +32,7 @@ def test_it_is_no_ffn_rank_where_it_has_seen_several_gpus(monkeypatch, file, gpu
         done.append((words[-4:], environment))
         raise SystemExit
 
-    monkeypatch.setattr(ffn_standby, "import_all", lambda: None)
+    monkeypatch.setattr("ffn_worker.moe.late_imports.import_all", lambda: None)
     monkeypatch.setattr(ffn_standby, "await_order", lambda: order)
     monkeypatch.setattr(ffn_standby, "device_file", lambda: file)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
