@@ -1,5 +1,6 @@
 """Shared fixtures: one tiny random checkpoint per model family, made once per test run."""
 
+import gc
 import os
 import sysconfig
 from collections.abc import Callable
@@ -12,6 +13,15 @@ from afd_demo.sizes import resolve
 
 # Puts cmake and ninja of the test extra on PATH, as activating the environment would.
 os.environ["PATH"] = f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}"
+
+
+def pytest_configure() -> None:
+    gc.disable()  # while the modules of the tests import torch and vLLM
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
