@@ -205,6 +205,7 @@ def _command(spec: RoleSpec, run_dir: Path) -> Command:
         env["OMP_WAIT_POLICY"] = "passive"
     argv = (sys.executable, "-m", "afd_launch.cli", spec.role, "--role-file", str(file))
     attention, ffn = spec.deployment.attention, spec.deployment.ffn
+    device = {"attention": attention.device, "ffn": ffn.device}.get(spec.role)
     started = {"attention": attention.instances, "ffn": ffn.instances}
     return Command(
         spec.id,
@@ -214,7 +215,7 @@ def _command(spec: RoleSpec, run_dir: Path) -> Command:
         stateless=spec.role == "ffn",
         standby=_standby(spec),
         # Only where forks were seen to work: a restart that fails is tried again, a start is not.
-        forked=spec.role == "attention" and attention.device == "cpu" and bool(_standby(spec)),
+        forked=device == "cpu" and bool(_standby(spec)),
         holds_requests=spec.role == "attention",
         spare=spec.index >= started.get(spec.role, spec.index + 1),
     )

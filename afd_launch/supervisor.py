@@ -202,7 +202,10 @@ class Supervisor:
             if not waits:
                 return
             now = time.monotonic()
-            phases = self._table.phases() | dict.fromkeys(self._due, "importing vLLM")
+            phases = self._table.phases() | {
+                name: f"importing {'torch' if command.stateless else 'vLLM'}"
+                for name, (_, command) in self._due.items()
+            }
             progress.follow(phases, now)
             text = waiting_for(waits, phases)
             if self._hosts is not None and (away := self._hosts.check_start()):
