@@ -103,8 +103,9 @@ def disaggregated(
         merged["gateway"] = {**_section(config, "gateway"), "port": port}
         merged["control"] = {**_section(config, "control"), "address": control}
         merged["attention"] = {**_section(config, "attention"), "port": 0}
-        # Importing vLLM once more would take the cores from what is measured.
-        merged["restart"] = {"standby": "ffn", **_section(config, "restart")}
+        if merged["attention"].get("device", "cpu") != "cpu":
+            # Importing vLLM once more would take the cores from what is measured.
+            merged["restart"] = {"standby": "ffn", **_section(config, "restart")}
         merged.setdefault("served_model_name", "model")
         path = Path(folder, "deployment.yaml")
         path.write_text(yaml.safe_dump(merged, sort_keys=False))

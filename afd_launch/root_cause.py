@@ -69,7 +69,7 @@ class RootCause:
             self._inside = False
             if _EXCEPTION.match(line):
                 self._exception(line[:_LONGEST])
-        elif self._faults:
+        elif self._faults and line:
             fault, behind, _ = line.strip().partition(" [type=")
             self._chain[-1] = f"{self._chain[-1]}: {fault}"[:_LONGEST]
             self._faults = 0 if behind else self._faults - 1

@@ -1,10 +1,12 @@
 """Command line and environment of a colocated prefill instance: vLLM with the whole model."""
 
 import os
+import sys
 from collections.abc import Mapping
 
 from afd.config.roles import RoleSpec
 from attention_worker.vllm_hooks.command import attention_command
+from attention_worker.vllm_hooks.versions import layout
 
 _OF_ATTENTION = (
     "--compilation-config=",
@@ -28,7 +30,8 @@ def prefill_command(
     """
     prefill = role.deployment.prefill
     argv, environment = attention_command(role, environment)
-    argv = [argument for argument in argv if not argument.startswith(_OF_ATTENTION)]
+    arguments = [argument for argument in argv[3:] if not argument.startswith(_OF_ATTENTION)]
+    argv = [sys.executable, "-m", layout().server_module, *arguments]
     # vLLM takes the last of two equal arguments.
     argv += [
         f"--host={prefill.host}",

@@ -49,7 +49,7 @@ def attention_command(
     argv = [
         sys.executable,
         "-m",
-        SERVE if on_gpu else vllm.server_module,
+        SERVE,
         f"--model={deployment.model}",
         f"--served-model-name={deployment.served_model_name}",
         f"--host={attention.host}",

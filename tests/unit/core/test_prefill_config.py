@@ -15,6 +15,7 @@ from afd_launch.serve import summary
 from attention_worker.vllm_hooks import transfer
 from attention_worker.vllm_hooks.colocated import prefill_command
 from attention_worker.vllm_hooks.command import attention_command
+from attention_worker.vllm_hooks.versions import layout
 
 
 def deployment(**sections: object) -> Deployment:
@@ -123,6 +124,15 @@ def test_a_colocated_instance_has_the_arguments_of_attention(model: Path) -> Non
     }
     assert environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "7001"
     assert environment["UCX_NET_DEVICES"] == "lo"
+
+
+@pytest.mark.usefixtures("nixl")
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_colocated_instance_is_no_role_of_ours(model: Path, device: str) -> None:
+    plan = deployment(model=str(model), attention={"device": device}, prefill={"instances": 1})
+    spec = RoleSpec("prefill", 0, plan, "x", api_port=8200, transfer_port=7001)
+    argv, _ = prefill_command(spec, {})
+    assert argv[1:3] == ["-m", layout().server_module]
 
 
 @pytest.mark.usefixtures("nixl")

@@ -78,7 +78,7 @@ a.b.Broken: cannot load
     assert cause(text) == "a.b.Broken: cannot load (caused by KeyError: 'model.layers.0')"
 
 
-@pytest.mark.parametrize("field", ["", "depth\n"])
+@pytest.mark.parametrize("field", ["", "depth\n", "\ndepth\n"])
 def test_pydantic_names_the_fault_behind_its_exception(field: str):
     text = f"""\
 Traceback (most recent call last):
