@@ -33,10 +33,10 @@ def deployment(host: Host) -> Running:
 
 def test_killed_ffn_instance_loses_nothing(deployment: Running) -> None:
     """FFN instances hold no request state: the restarted one gets the unanswered messages again."""
-    wanted = tokens_when_whole(start_streams(deployment.url, 8, 150), 60)
+    wanted = tokens_when_whole(start_streams(deployment.url, 8, 80), 60)
     before = deployment.member("ffn-0")
     retries = deployment.total("afd_ffn_retries_total")
-    streams = start_streams(deployment.url, 8, 150)
+    streams = start_streams(deployment.url, 8, 80)
     all_begun(streams)
     os.kill(before.pid, signal.SIGKILL)
     assert tokens_when_whole(streams, 90) == wanted
@@ -47,9 +47,9 @@ def test_killed_ffn_instance_loses_nothing(deployment: Running) -> None:
 
 
 def test_a_drain_refuses_new_requests_and_survives_an_ffn_crash(deployment: Running) -> None:
-    wanted = tokens_when_whole(start_streams(deployment.url, 4, 150), 60)
+    wanted = tokens_when_whole(start_streams(deployment.url, 4, 100), 60)
     before = deployment.member("ffn-0")
-    streams = start_streams(deployment.url, 4, 150)
+    streams = start_streams(deployment.url, 4, 100)
     all_begun(streams)
     models = f"{deployment.url}/v1/models"
     operator.drain(deployment.server.control)
@@ -87,7 +87,7 @@ def test_sigterm_to_vllm_itself_loses_nothing(deployment: Running) -> None:
 
 def test_ctrl_c_lets_requests_finish_and_leaves_nothing(deployment: Running) -> None:
     ports = deployment.ports()
-    streams = start_streams(deployment.url, 8, 250)
+    streams = start_streams(deployment.url, 8, 150)
     all_begun(streams)
     os.kill(deployment.server.pid, signal.SIGINT)
     wait_until(lambda: not answers(f"{deployment.url}/health"), 10, "the gateway's port is closed")

@@ -54,8 +54,8 @@ def test_tokens_are_those_of_colocated_vllm(deployment: Running, references: Ref
 def test_experts_move_while_requests_run(deployment: Running) -> None:
     """Experts move to other instances and slots, then to balanced places; the tokens stay equal."""
     control = deployment.server.control
-    wanted = tokens_when_whole(start_streams(deployment.url, 4, 250, name="moves"), 60)
-    streams = start_streams(deployment.url, 4, 250, name="moves")
+    wanted = tokens_when_whole(start_streams(deployment.url, 4, 160, name="moves"), 60)
+    streams = start_streams(deployment.url, 4, 160, name="moves")
     all_begun(streams)
     contract = operator.contract(control)
     assert contract is not None
@@ -70,7 +70,7 @@ def test_experts_move_while_requests_run(deployment: Running) -> None:
     done = [len(stream.tokens) for stream in streams]
     assert rebalance(control, None, Rebalance("greedy")) == 0
     assert tokens_when_whole(streams, 60) == wanted
-    assert min(done) < 250, "all requests had ended before the experts moved"
+    assert min(done) < 160, "all requests had ended before the experts moved"
 
 
 def test_depth_is_chosen_while_requests_run(deployment: Running) -> None:
@@ -149,13 +149,13 @@ def test_a_killed_attention_instance_loses_nothing(
     deployment: Running, terse: dict[str, float]
 ) -> None:
     """Its begun answers go on at the other instance, and the client sees no difference."""
-    requests = mixed(kinds(terse), 36, 80)
+    requests = mixed(kinds(terse), 18, 60)
     undisturbed = ask_mixed(deployment.url, requests)
     assert not [reply.error for reply in undisturbed if reply.error]
-    wanted = tokens_when_whole(start_streams(deployment.url, 8, 120), 60)
+    wanted = tokens_when_whole(start_streams(deployment.url, 8, 80), 60)
     before = deployment.member("attention-1")
     replays = deployment.total("afd_gateway_replays_total")
-    streams = start_streams(deployment.url, 8, 120)
+    streams = start_streams(deployment.url, 8, 80)
     all_begun(streams)
     assert {stream.instance for stream in streams} == {"attention-0", "attention-1"}
     with ThreadPoolExecutor(1) as pool:
@@ -176,23 +176,23 @@ def test_a_killed_attention_instance_loses_nothing(
     wait_until(deployment.is_whole, HEALTH_S, "attention-1 is back")
     after = deployment.member("attention-1")
     assert after.generation > before.generation
-    again = start_streams(deployment.url, 8, 120)
+    again = start_streams(deployment.url, 8, 80)
     assert tokens_when_whole(again, 60) == wanted
     assert {stream.instance for stream in again} == {"attention-0", "attention-1"}
 
 
 def test_an_instance_is_added_drained_and_removed_under_load(deployment: Running) -> None:
     """No stream of those that run meanwhile fails or changes a token."""
-    wanted = tokens_when_whole(start_streams(deployment.url, 6, 80, name="elastic"), 60)
+    wanted = tokens_when_whole(start_streams(deployment.url, 6, 50, name="elastic"), 60)
     instances = Operator(deployment.server.control, operator_keys(deployment.server.control), 120)
     served: list[Stream] = []
 
     def keep_serving(act: Callable[[], object]) -> set[str]:
         """Runs ``act`` beside streams; returns the instances of those that began afterwards."""
-        before = start_streams(deployment.url, 6, 80, name="elastic")
+        before = start_streams(deployment.url, 6, 50, name="elastic")
         all_begun(before)
         act()
-        after = start_streams(deployment.url, 6, 80, name="elastic")
+        after = start_streams(deployment.url, 6, 50, name="elastic")
         for streams in (before, after):
             assert tokens_when_whole(streams, 60) == wanted
         served.extend(before)
@@ -211,7 +211,7 @@ def test_an_instance_is_added_drained_and_removed_under_load(deployment: Running
 
 def test_sigterm_lets_requests_finish_and_leaves_nothing(deployment: Running) -> None:
     ports = deployment.ports()
-    streams = start_streams(deployment.url, 6, 250)
+    streams = start_streams(deployment.url, 6, 100)
     all_begun(streams)
     os.kill(deployment.server.pid, signal.SIGTERM)
     tokens_when_whole(streams, 60)

@@ -78,7 +78,11 @@ def wheel_of_setup() -> Path | None:
     sources = [
         path.stat().st_mtime
         for path in (ROOT / "comm").rglob("*")
-        if path.is_file() and not {"build", "__pycache__"} & set(path.parts)
+        if path.is_file()
+        and not any(
+            part in ("build", "__pycache__") or part.startswith(".")  # of tools, such as ruff
+            for part in path.relative_to(ROOT).parts
+        )
     ]
     return wheels[0] if wheels and wheels[0].stat().st_mtime > max(sources) else None
 
