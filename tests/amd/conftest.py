@@ -53,7 +53,7 @@ class Compiler:
             }
             command = [sys.executable, str(HERE / "compile_kernels.py"), target, str(out)]
             done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=240
+                command, env=environment, capture_output=True, text=True, timeout=600
             )
             assert done.returncode == 0, done.stderr[-4000:]
             index = json.loads((out / "index.json").read_text())
