@@ -102,8 +102,9 @@ def disaggregated(
         merged = dict(config)
         merged["gateway"] = {**_section(config, "gateway"), "port": port}
         merged["control"] = {**_section(config, "control"), "address": control}
-        merged["attention"] = {**_section(config, "attention"), "port": 0}
-        if merged["attention"].get("device", "cpu") != "cpu":
+        attention = _section(config, "attention")
+        merged["attention"] = {**attention, "port": 0}
+        if attention.get("device", "cpu") != "cpu":
             # Importing vLLM once more would take the cores from what is measured.
             merged["restart"] = {"standby": "ffn", **_section(config, "restart")}
         merged.setdefault("served_model_name", "model")

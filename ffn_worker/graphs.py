@@ -139,14 +139,14 @@ class StreamSteps:
         except BaseException:
             exchange.gate.cancel()
             raise
-        statuses = exchange.wait_for_step()
+        failed = exchange.wait_for_step()
         self._pipeline.reduce.check()
         self._metrics.steps[step.order.depth] += 1
-        if statuses.count(Status.OK) == len(statuses):  # those who do not take part are OK
+        if not failed:
             self.reports.report(observer, table.rows_of_step)
             return []
         peers = [sender.peer for sender in step.senders if sender is not None]
-        return [(p, statuses[p.index]) for p in peers if statuses[p.index] != Status.OK]
+        return [(peer, failed[peer.index]) for peer in peers if peer.index in failed]
 
     def forget_all_but(self, peers: Sequence[Peer]) -> None:
         """Frees the links of ended sessions."""

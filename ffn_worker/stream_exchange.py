@@ -200,8 +200,9 @@ class StreamExchange:
             firsts = np.where(self._counted[:, None], table.firsts, _ALL_ROWS).astype(np.int32)
         self.gate.begin(plan, table.depths, table.answers, late_us, firsts)
 
-    def wait_for_step(self) -> list[Status]:
-        """Waits until the step that was begun last has ended; one status per attention instance.
+    def wait_for_step(self) -> dict[int, Status]:
+        """Waits until the step that was begun last has ended. Returns the status of each attention
+        instance that did not keep up.
 
         Raises:
             CommError: the stream hangs.

@@ -76,7 +76,9 @@ class PyGate {
                 firsts ? firsts->data() : nullptr);
   }
 
-  nb::list wait(uint64_t stream) {
+  // Returns the status of each peer that did not keep up: making an object for each of dozens that
+  // did would take longer than the wait.
+  nb::dict wait(uint64_t stream) {
     const Interrupt on_signal = interrupt();
     bool interrupted = false;
     {
@@ -84,8 +86,10 @@ class PyGate {
       interrupted = gate_.wait(as_stream(stream), on_signal);
     }
     if (interrupted) throw nb::python_error();
-    nb::list out;
-    for (const Status status : gate_.statuses()) out.append(nb::cast(status));
+    nb::dict out;
+    const std::vector<Status>& statuses = gate_.statuses();
+    for (std::size_t i = 0; i < statuses.size(); ++i)
+      if (statuses[i] != Status::Ok) out[nb::int_(i)] = nb::cast(statuses[i]);
     return out;
   }
 

@@ -14,7 +14,7 @@ from afd_comm import Status
 from ffn_worker.pool.calls import Sender
 from ffn_worker.pool.doorbells import Mask
 from ffn_worker.pool.late_peers import LatePeers
-from ffn_worker.pool.order_format import Part, Parts
+from ffn_worker.pool.order_format import Part, Parts, shape_of
 from ffn_worker.pool.peers import Arrival, Peer, PeerTable
 from ffn_worker.slots import RankSlots
 
@@ -87,7 +87,7 @@ class Arrivals:
         if announced is None:
             return
         # Most members announce steps of the same shape.
-        for rows, depth in Parts.where(self._doorbells.parts, announced).shapes:
+        for rows, depth in map(shape_of, set(self._doorbells.shape_words[announced].tolist())):
             problem = self._slots.problem_of_step(rows, depth, self._max_depth)
             if problem is not None:
                 parts = self._doorbells.parts

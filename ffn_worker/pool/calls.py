@@ -64,7 +64,5 @@ def step_order(first: Position, parts: Parts, sizes: GraphSizes, settled: int) -
     The hosts run it if an attention instance uses another expert placement than ``settled``: a
     graph computes only the banks at home (ffn_worker/experts/banks.py).
     """
-    bucket = 0
-    if (parts.table["moves"] == settled).all():
-        bucket = sizes.bucket_of(parts.shapes)
+    bucket = sizes.bucket_of(parts.mix.shapes) if parts.mix.moves == {settled} else 0
     return Order(Kind.STEP, first, parts, bucket, settled)

@@ -9,7 +9,7 @@ from afd.topology import SlotMap
 from afd.wire.layout import Kind
 from afd.wire.message import HEADERS
 from afd_comm import Region, make_flag
-from ffn_worker.pool.order_format import PARTS, Parts
+from ffn_worker.pool.order_format import PARTS, Mix, Parts, word_at
 
 _NEVER = 2**64 - 8
 """A doorbell that nobody rings. Not 0, which an unused slot has."""
@@ -26,7 +26,7 @@ class Doorbells:
     requests: uint64 [ranks, micro-batches], the doorbell of the next request in each slot.
     joined: has a session. active: has taken part in a step and not left since.
     announced: has announced a step that has not begun; it runs on streams.
-    parts: :data:`PARTS` [ranks], the part of that step in an order.
+    parts: :data:`PARTS` [ranks], the part of that step in an order. shape_words: of the parts.
     """
 
     def __init__(self, slots: SlotMap) -> None:
@@ -43,8 +43,11 @@ class Doorbells:
         self._request_words = np.zeros((ranks * depth, self._words.shape[1]), np.uint64)
         # Views, made once.
         self._seen, self._kinds = self._headers["seen"], self._headers["kind"]
-        names = ("rows", "depth", "moves", "receivers", "step")
-        self._said = [(self.parts[name], self._headers[name]) for name in names]
+        self._said = [(self.parts[name], self._headers[name]) for name in ("rows", "depth")]
+        for field in ("moves", "step"):  # receivers are beside moves
+            self._said.append((word_at(self.parts, field), word_at(self._headers, field)))
+        self.shape_words = word_at(self.parts, "rows")
+        self._mix: Mix | None = None  # of the last step that began
 
     def begin(self, rank: int, session: int, generation: int) -> None:
         """A session with this rank begins."""
@@ -113,7 +116,8 @@ class Doorbells:
     def take_announced(self, rank: int | None = None) -> Parts:
         """Returns the parts of the announced steps, which begin; or only that of one rank."""
         if rank is None:
-            parts = Parts.where(self.parts, self.announced)
+            parts = Parts.where(self.parts, self.announced, self._mix)
+            self._mix = parts.mix
             self.active |= self.announced
             self.announced[:] = False
         else:

@@ -48,8 +48,8 @@ PARTS = np.dtype(
     ]
 )  # fmt: skip
 """A part as it is in an order's payload."""
-_SHAPE_OFFSET = 8  # of rows and depth
 _BYTES = np.dtype((np.void, PARTS.itemsize))
+_ALL_BUT_STEP = np.dtype((np.void, PARTS.itemsize - 8))
 
 
 def gets(receivers: int, instance: int) -> bool:
@@ -57,19 +57,76 @@ def gets(receivers: int, instance: int) -> bool:
     return not receivers or bool(receivers >> instance & 1)
 
 
+class Mix:
+    """Who takes part in an announced step, with what: all of its parts but the steps' numbers.
+
+    Most steps have the mix of the step before, and share its object.
+    """
+
+    def __init__(self, table: npt.NDArray[np.void]) -> None:
+        """table: of :data:`PARTS`."""
+        self._table = table
+
+    @functools.cached_property
+    def receivers(self) -> int:
+        """The FFN instances that get rows; 0: all do."""
+        return int(np.bitwise_or.reduce(self._table["receivers"]))
+
+    @functools.cached_property
+    def depth(self) -> int:
+        return int(self._table["depth"].max())
+
+    @functools.cached_property
+    def moves(self) -> frozenset[int]:
+        """The last expert moves in the placements that are used."""
+        return frozenset(self._table["moves"].tolist())
+
+    @functools.cached_property
+    def shapes(self) -> frozenset[tuple[int, int]]:
+        """The different (rows, depth)."""
+        return frozenset(map(shape_of, word_at(self._table, "rows").tolist()))
+
+    @functools.cached_property
+    def words(self) -> bytes:
+        """All that it consists of."""
+        return self._table.getfield(_ALL_BUT_STEP).tobytes()
+
+
+def word_at(table: npt.NDArray[np.void], field: str) -> npt.NDArray[np.uint64]:
+    """Returns a view of the 8 bytes of each row that begin with this field: numpy takes as long for
+    each field of a row as for all of them."""
+    fields = table.dtype.fields
+    assert fields is not None
+    words: npt.NDArray[np.uint64] = table.getfield("<u8", fields[field][1])
+    return words
+
+
+def shape_of(word: int) -> tuple[int, int]:
+    """Returns the (rows, depth) of a word at ``rows``."""
+    return word & 0xFFFF_FFFF, word >> 32
+
+
 class Parts(Sequence[Part]):
     """Parts in one array. With dozens of members, making their tuples takes longer than what the
     leader decides."""
 
-    def __init__(self, table: npt.NDArray[np.void]) -> None:
-        """table: of :data:`PARTS`."""
+    def __init__(self, table: npt.NDArray[np.void], last: Mix | None = None) -> None:
+        """table: of :data:`PARTS`. last: the mix of the step before, to share it if it is the
+        same."""
         self.table = table
+        mix = Mix(table)
+        self.mix = last if last is not None and last.words == mix.words else mix
 
     @classmethod
-    def where(cls, table: npt.NDArray[np.void], taken: npt.NDArray[np.bool_]) -> "Parts":
-        """The rows of the table that are taken."""
+    def where(
+        cls,
+        table: npt.NDArray[np.void],
+        taken: npt.NDArray[np.bool_],
+        last: Mix | None = None,
+    ) -> "Parts":
+        """The rows of the table that are taken. last: see ``__init__``."""
         # As plain bytes, because numpy copies a row of fields one by one.
-        return cls(table.view(_BYTES)[taken].view(PARTS))
+        return cls(table.view(_BYTES)[taken].view(PARTS), last)
 
     @classmethod
     def of(cls, parts: Sequence[Part]) -> "Parts":
@@ -79,13 +136,6 @@ class Parts(Sequence[Part]):
         """Returns the parts whose rows this FFN instance gets."""
         receivers = self.table["receivers"]
         return Parts.where(self.table, (receivers == 0) | (receivers >> instance & 1 == 1))
-
-    @property
-    def shapes(self) -> set[tuple[int, int]]:
-        """Returns the different (rows, depth)."""
-        # As one word of 64 bits each, because making dozens of pairs takes longer.
-        words = set(self.table.getfield("<u8", _SHAPE_OFFSET).tolist())
-        return {(word & 0xFFFF_FFFF, word >> 32) for word in words}
 
     def __len__(self) -> int:
         return len(self.table)
@@ -122,7 +172,7 @@ class Order:
     def receivers(self) -> int:
         """The FFN instances that get rows of this call or step; 0: all do."""
         if isinstance(self.parts, Parts):
-            return int(np.bitwise_or.reduce(self.parts.table["receivers"]))
+            return self.parts.mix.receivers
         if not self.parts[0].receivers:
             return 0
         return functools.reduce(operator.or_, [part.receivers for part in self.parts])
@@ -130,7 +180,7 @@ class Order:
     @functools.cached_property
     def depth(self) -> int:
         if isinstance(self.parts, Parts):
-            return int(self.parts.table["depth"].max())
+            return self.parts.mix.depth
         return max([part.depth for part in self.parts])
 
     def payload(self) -> bytes:

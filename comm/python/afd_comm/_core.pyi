@@ -472,10 +472,11 @@ class StepGate:
         an answer has no item beyond those that the request's header counts, so the requests must come by a backend that
         writes headers (not ipc). Raises CommError if a peer that takes part is not set.
         """
-    def wait(self, stream: int) -> list[Status]:
-        """Wait until the stream has finished and all answers are sent; one status per peer.
+    def wait(self, stream: int) -> dict[int, Status]:
+        """Wait until the stream has finished and all answers are sent. Return the status of each peer that did not keep
+        up, by its number.
 
-        OK. PEER_GONE: the peer ended. DEADLINE: it was late. CLOSED and others: its answer could not be sent. What
+        PEER_GONE: the peer ended. DEADLINE: it was late. CLOSED and others: its answer could not be sent. What
         such a peer got is not an answer. The GIL is released. Raises CommError if the stream is busy with one position
         for 10 s.
         """

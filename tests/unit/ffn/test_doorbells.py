@@ -166,7 +166,7 @@ def test_parts_in_an_array_are_those_of_a_list(seed: int) -> None:
     ]  # fmt: skip
     table = Parts.of(parts)
     assert list(table) == parts and table[0] == parts[0] and list(table[1:3]) == parts[1:3]
-    assert table.shapes == {(part.rows, part.depth) for part in parts}
+    assert table.mix.shapes == {(part.rows, part.depth) for part in parts}
     taken = [rng.random() < 0.5 for _ in parts]
     kept = Parts.where(table.table, np.array(taken))
     assert list(kept) == [part for part, take in zip(parts, taken, strict=True) if take]
