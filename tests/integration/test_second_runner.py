@@ -16,7 +16,6 @@ from adapters import ADAPTERS, adapter_arguments
 from deployments import (
     BLOCK,
     NGRAM,
-    NO_STANDBY,
     SETTINGS,
     Models,
 )
@@ -54,7 +53,6 @@ def config(model: Path, **attention: object) -> dict[str, object]:
         "ffn": {"late_ms": 20_000},
         "pipeline": {"depth": 3, "min_rows": 1},
         "deadlines": {"ffn_s": 120, "drain_s": 60},
-        "restart": NO_STANDBY,
     }
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from deployments import BLOCK, NO_STANDBY, SETTINGS
+from deployments import BLOCK, SETTINGS
 from helpers import HEALTH_S, answers, wait_until
 from machines import Machine, Run, running, two_machines
 from roles import AFD, write_config
@@ -79,7 +79,6 @@ def deployed(folder: Path, model: Path, **sections: object) -> Iterator[TwoHosts
         "pipeline": {"depth": 3, "min_rows": 1},
         "transport": {"backend": "tcp"},
         "control": {"keys": "control.keys", "heartbeat_s": 0.2, "timeout_s": 1.5},
-        "restart": NO_STANDBY,
         "deadlines": {"ffn_s": 150, "drain_s": 5},
         **sections,
     }
