@@ -16,7 +16,6 @@ from pathlib import Path
 from afd.config.roles import ROLE_FILE_ENV, load_role
 from afd.devices import CUDA, ROCM
 from afd.errors import AfdError
-from afd.host.collector import collector_rests
 from afd.host.logs import print_our_logs
 from afd_launch.attention_role import run_attention
 from afd_launch.process import Child, die_with
@@ -96,8 +95,7 @@ def main(file: str) -> int:
         os.environ |= attention_command(role)[1]
         os.environ[ROLE_FILE_ENV] = str(Path(file).absolute())
         started = dict(os.environ)
-        with collector_rests():
-            import_all(role)
+        import_all(role)
         order = await_order()
         if order is None:
             return 0

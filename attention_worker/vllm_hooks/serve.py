@@ -6,10 +6,8 @@ It imports everything before it is the server, so that the engine need not (kept
 import sys
 
 from afd.config.roles import load_role
-from afd.host.collector import collector_rests
 from attention_worker.vllm_hooks.standby import become_server, import_all
 
 if __name__ == "__main__":
-    with collector_rests():
-        import_all(load_role())
+    import_all(load_role())
     become_server(sys.argv[1:])

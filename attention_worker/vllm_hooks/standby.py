@@ -9,6 +9,7 @@ from pathlib import Path
 
 from afd.config.roles import ROLE_FILE_ENV, RoleSpec, load_role
 from afd.devices import device_named
+from afd.host.collector import collector_rests
 from afd.models import read_model
 from attention_worker.vllm_hooks import kept_fork
 from attention_worker.vllm_hooks.command import CPU_WORKER, GPU_WORKER
@@ -28,8 +29,9 @@ def import_all(role: RoleSpec) -> None:
         family.vllm_class[model.architecture].partition(":")[0],
     ]
     names.append((GPU_WORKER if _on_gpu(role) else CPU_WORKER)[0])
-    for name in names:
-        importlib.import_module(name)
+    with collector_rests():
+        for name in names:
+            importlib.import_module(name)
 
 
 def become_server(arguments: Sequence[str]) -> None:

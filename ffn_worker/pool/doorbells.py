@@ -26,7 +26,8 @@ class Doorbells:
     requests: uint64 [ranks, micro-batches], the doorbell of the next request in each slot.
     joined: has a session. active: has taken part in a step and not left since.
     announced: has announced a step that has not begun; it runs on streams.
-    parts: :data:`PARTS` [ranks], the part of that step in an order. shape_words: of the parts.
+    parts: :data:`PARTS` [ranks], the part of that step in an order.
+    shape_words: uint64 [ranks], a view of the rows and depths of ``parts``.
     """
 
     def __init__(self, slots: SlotMap) -> None:

@@ -62,7 +62,7 @@ def faults(host: Host) -> Iterator[Faults]:
 
 
 def test_killed_ffn_instances(faults: Faults) -> None:
-    for _ in range(2):
+    for _ in range(3):
         before = faults.generations("ffn")
         faults.inject("kill -9 FFN")
         assert faults.generations("ffn") != before

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+import torch
 
 from afd.topology import SlotMap
 from afd.wire.layout import Kind
@@ -14,6 +15,7 @@ from afd.wire.message import message
 from afd_comm import Link, Region, Status, make_flag
 from ffn_worker.pool.doorbells import Doorbells
 from ffn_worker.pool.order_format import PARTS, Part, Parts, gets
+from ffn_worker.row_table import RowTable
 
 RANKS, DEPTH, STEPS = 5, 2, 1500
 
@@ -173,3 +175,41 @@ def test_parts_in_an_array_are_those_of_a_list(seed: int) -> None:
     assert kept.table.dtype == PARTS
     for instance in (0, 1, 2, 31):
         assert list(table.to(instance)) == [p for p in parts if gets(p.receivers, instance)]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_steps_of_one_mix_share_it_and_their_rows(seed: int, tp: int) -> None:
+    """The table that skips a step like the last one, against one that is filled anew."""
+    rng = random.Random(seed)
+    sizes = {"instances": RANKS, "max_depth": DEPTH, "most_rows": 40}
+    place = {"device": torch.device("cpu"), "rank": tp - 1, "tp": tp}
+    kept, everyone = RowTable(**sizes, **place), tuple(object() for _ in range(RANKS))
+    doorbells = Doorbells(SlotMap(RANKS, 1, DEPTH))
+    for rank in range(RANKS):
+        doorbells.begin(rank, 1, 5)
+    doorbells.parts["rows"], doorbells.parts["depth"] = 8, 1
+    last, shared = None, 0
+    for step in range(200):
+        doorbells.parts["step"] = step
+        changed = rng.choice(("", "", "rows", "depth", "receivers", "moves", "generation"))
+        if changed:
+            most = {"rows": 40, "depth": DEPTH}.get(changed, 3)
+            doorbells.parts[changed][rng.randrange(RANKS)] = rng.randint(1, most)
+        here = [rng.random() < 0.9 for _ in range(RANKS)] if rng.random() < 0.3 else [True] * RANKS
+        doorbells.announced[:] = here
+        parts = doorbells.take_announced()
+        facts = [part._replace(step=0) for part in parts]
+        assert last is None or (parts.mix is last[0]) == (facts == last[1])
+        shared += last is not None and parts.mix is last[0]
+        last = parts.mix, facts
+        senders = everyone if all(here) and rng.random() < 0.8 else (None, *everyone)[: len(parts)]
+        fresh = RowTable(**sizes, **place)
+        kept.fill(parts, senders)
+        fresh.fill(Parts(parts.table), senders)
+        assert np.array_equal(kept.depths, fresh.depths)
+        assert np.array_equal(kept.answers, fresh.answers)
+        assert np.array_equal(kept.firsts, fresh.firsts)
+        assert kept.rows_of_step() == fresh.rows_of_step()
+        assert parts.mix.receivers == Parts(parts.table).mix.receivers
+    assert 20 < shared < 180
