@@ -127,11 +127,14 @@ class Run:
     def text(self) -> str:
         return self.log.read_text(errors="replace")
 
-    def says(self, words: str, deadline_s: float) -> None:
+    def says(self, words: str, deadline_s: float, since: int = 0) -> None:
+        """since: length of :meth:`text` from which on it must say them."""
+
         def said() -> bool:
             ended = self.process.poll() is not None
-            assert not ended or words in self.text(), f"it has ended:\n{self.text()[-3000:]}"
-            return words in self.text()
+            found = words in self.text()[since:]
+            assert not ended or found, f"it has ended:\n{self.text()[-3000:]}"
+            return found
 
         wait_until(said, deadline_s, f"it says {words!r}")
 
