@@ -32,7 +32,9 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
     def get(family: str) -> Path:
         if family not in made:
             made[family] = tmp_path_factory.mktemp(family)
-            make_model(family, made[family], resolve(family, "tiny"))
+            # Two layers with experts, so that one has a layer before it and one behind it.
+            layers = 2 if family == "qwen3_moe" else 3
+            make_model(family, made[family], resolve(family, "tiny", layers=layers))
         return made[family]
 
     return get

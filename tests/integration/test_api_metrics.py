@@ -14,7 +14,7 @@ from afd_launch.roles_of_host import available_cores
 
 pytestmark = pytest.mark.serve
 
-HIDDEN, TOP_K, MOE_LAYERS, FLOAT32 = 256, 2, 4, 4  # of the tiny Qwen3-MoE
+HIDDEN, TOP_K, MOE_LAYERS, FLOAT32 = 256, 2, 2, 4  # of the tiny Qwen3-MoE
 
 
 @pytest.fixture(scope="module")

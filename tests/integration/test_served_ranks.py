@@ -32,9 +32,9 @@ def test_tokens_are_those_of_colocated_vllm(deployment: Running, references: Ref
 
 def test_a_killed_rank_loses_no_request(deployment: Running) -> None:
     """Kills the leader; tests/unit/ffn/test_ranks.py kills followers."""
-    wanted = tokens_when_whole(start_streams(deployment.url, 6, 200), 180)
+    wanted = tokens_when_whole(start_streams(deployment.url, 6, 100), 180)
     before = deployment.member("ffn-0.1").generation
-    streams = start_streams(deployment.url, 6, 200)
+    streams = start_streams(deployment.url, 6, 100)
     all_begun(streams)
     os.kill(deployment.member("ffn-0").pid, signal.SIGKILL)
     wait_until(lambda: deployment.generation("ffn-0.1") != before, 10, "ffn-0.1 has ended too")

@@ -35,7 +35,9 @@ class Case:
 
 
 def build_stress(folder: Path) -> Path:
-    flags = ["-DAFD_PYTHON=OFF", "-DAFD_STRESS=ON", "-DCMAKE_BUILD_TYPE=RelWithDebInfo"]
+    # -O1 compiles in half the time of -O2, and most of a case is the guest's kernel.
+    flags = ["-DAFD_PYTHON=OFF", "-DAFD_STRESS=ON", "-DCMAKE_BUILD_TYPE=None"]
+    flags.append("-DCMAKE_CXX_FLAGS=-O1")
     configure = ["cmake", "-S", ROOT / "comm", "-B", folder, "-G", "Ninja", *flags]
     subprocess.run(configure, check=True, stdout=subprocess.DEVNULL, timeout=120)
     build = ["cmake", "--build", folder, "--parallel", "2", "--target", "verbs_stress"]

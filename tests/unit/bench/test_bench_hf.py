@@ -41,7 +41,7 @@ def test_step3_rounds_only_what_goes_to_the_experts(tiny_models: Callable[[str],
         return rows
 
     plain = Step3(path, to_ffn=keep).logits(tokens)
-    assert [rows.shape for rows in seen] == [(3, 256)] * 3  # three MoE layers of four
+    assert [rows.shape for rows in seen] == [(3, 256)] * 2  # two of the layers have experts
     assert torch.equal(plain, Step3(path).logits(tokens))
     rounded = Step3(path, to_ffn=to_ffn, from_ffn=from_ffn).logits(tokens)
     change = (rounded - plain).norm() / plain.norm()
@@ -69,7 +69,7 @@ def test_every_moe_block_of_transformers_is_found(
     tokens = torch.tensor([[20, 30, 40]])
     with torch.inference_mode():
         plain = model(tokens).logits
-        assert put_on_wire(model) == (4 if family == "qwen3_moe" else 3)
+        assert put_on_wire(model) == 2
         assert not torch.equal(model(tokens).logits, plain)
 
 
