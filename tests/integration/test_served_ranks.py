@@ -38,7 +38,9 @@ def test_a_killed_rank_loses_no_request(deployment: Running) -> None:
     all_begun(streams)
     os.kill(deployment.member("ffn-0").pid, signal.SIGKILL)
     wait_until(lambda: deployment.generation("ffn-0.1") != before, 10, "ffn-0.1 has ended too")
+    done = [len(stream.tokens) for stream in streams]
     assert tokens_when_whole(streams, 180) == wanted
+    assert min(done) < 100, "all requests had ended before the rank was killed"
     wait_until(deployment.is_whole, HEALTH_S, "the instance is back")
 
 
