@@ -53,7 +53,7 @@ class Side:
         self.watch = HostWatch(self.hosts, self.said.append)
 
     def until(self, done, what: str, follow: bool = False) -> None:
-        end = time.monotonic() + 8
+        end = time.monotonic() + 20
         while not done():
             assert time.monotonic() < end, what
             (self.watch.follow if follow else self.watch.check_start)()
@@ -73,8 +73,12 @@ def test_each_side_waits_for_the_other_and_says_for_what(address: str) -> None:
         b.until(lambda: b.watch.holds_restarts, "b notices that a has stopped", follow=True)
         assert b.said == ["waiting for host a (control plane, attention-0, ffn-0)"]
         again = Side("a", address, deployment)
-        again.until(lambda: again.hosts.waiting_for() is None, "a is back")
-        b.until(lambda: not b.watch.holds_restarts or again.watch.check_start(), "b goes on", True)
+
+        def both_go_on() -> bool:
+            b.watch.follow()  # reports too, else it is gone once the new process of a is let in
+            return again.hosts.waiting_for() is None and not b.watch.holds_restarts
+
+        again.until(both_go_on, "a is back, and b goes on")
         assert b.said[-1] == "every host is there again"
         again.hosts.close()
     b.hosts.close()
