@@ -53,7 +53,7 @@ class Side:
         self.watch = HostWatch(self.hosts, self.said.append)
 
     def until(self, done, what: str, follow: bool = False) -> None:
-        end = time.monotonic() + 20
+        end = time.monotonic() + 8
         while not done():
             assert time.monotonic() < end, what
             (self.watch.follow if follow else self.watch.check_start)()
