@@ -18,6 +18,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from afd.config.roles import load_role
 from afd.host.affinity import bind_process
+from afd.host.amx_torch import ask_for_amx
 from attention_worker.instance import reported
 from attention_worker.ranks import cores_of_rank
 from attention_worker.vllm_hooks.cpu_runner import CpuInstanceRunner
@@ -102,6 +103,9 @@ class AfdCpuWorker(CPUWorker):
         with reported():
             check_runner(self.vllm_config)
         self.distributed_init_method = file_store(self.rank, self.parallel_config.world_size)
+        # vLLM's attention kernel uses AMX and does not ask. oneDNN does, but not in a step of
+        # one row: a first prompt of one token ended the engine.
+        ask_for_amx()
         super().init_device()
         if self.use_v2_model_runner:
             # Late: its modules need Triton.

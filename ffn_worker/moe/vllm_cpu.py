@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from afd.errors import ConfigError
+from afd.host.amx_torch import ask_for_amx
 from afd.host.processor import is_x86
 from ffn_worker.moe.base import Linear, MoeBackend
 from ffn_worker.moe.pairs import local_pairs, sum_pairs
@@ -62,21 +63,12 @@ def load_operators() -> str | None:
     return None
 
 
-def has_amx() -> bool:
-    """Whether this process may use AMX tiles.
-
-    Linux grants them to a process that asks, and ends one that did not with SIGILL (arch_prctl(2),
-    ARCH_REQ_XCOMP_PERM). In vLLM, oneDNN asks at the first linear layer; nothing else here does.
-    """
-    return torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
-
-
 def kernel_isa(dtype: torch.dtype, hidden: int, intermediate: int) -> str | None:
     """The kernel variant that vLLM uses here for these sizes; None if it has none."""
     if (2 * intermediate) % 32 or hidden % 32:
         return None
     bf16 = dtype == torch.bfloat16
-    if has_amx():
+    if ask_for_amx():
         return "amx" if bf16 and intermediate % 32 == 0 else None
     if platform.machine() in _ARM:
         return "neon" if bf16 and intermediate % 4 == 0 else None

@@ -223,7 +223,7 @@ def test_products_in_bfloat16_are_as_near_as_those_in_float32(hidden, width, row
 
 def test_kernel_choice(monkeypatch):
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    monkeypatch.setattr("ffn_worker.moe.vllm_cpu.has_amx", lambda: False)
+    monkeypatch.setattr("ffn_worker.moe.vllm_cpu.ask_for_amx", lambda: False)
     assert kernel_isa(torch.float32, 128, 96) == "vec"
     assert kernel_isa(torch.float32, 100, 96) is None
     monkeypatch.setattr("ffn_worker.moe.vllm_cpu.fused_experts", lambda: print)
@@ -231,10 +231,10 @@ def test_kernel_choice(monkeypatch):
     assert kernel_isa(torch.bfloat16, 128, 80) == kernel_isa(torch.float32, 128, 96) == "vec"
     monkeypatch.setattr("ffn_worker.moe.vllm_cpu.fused_experts", lambda: None)
     assert kernel_isa(torch.bfloat16, 128, 96) == "vec"
-    monkeypatch.setattr("ffn_worker.moe.vllm_cpu.has_amx", lambda: True)
+    monkeypatch.setattr("ffn_worker.moe.vllm_cpu.ask_for_amx", lambda: True)
     assert kernel_isa(torch.bfloat16, 128, 96) == "amx"
     assert kernel_isa(torch.float32, 128, 96) is None
-    monkeypatch.setattr("ffn_worker.moe.vllm_cpu.has_amx", lambda: False)
+    monkeypatch.setattr("ffn_worker.moe.vllm_cpu.ask_for_amx", lambda: False)
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     assert kernel_isa(torch.bfloat16, 128, 96) == "neon"
     assert kernel_isa(torch.float32, 128, 96) is None
