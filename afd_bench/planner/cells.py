@@ -11,8 +11,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from afd.records import Record
+from afd_bench.gpu.routing import Choices
 from afd_bench.gpu.targets import PEER, Afd, Colocated
 
 GPUS = 2
@@ -28,10 +30,6 @@ COLOCATED = {
 }
 DEFAULT_CONTEXT = 1024
 """Of `afd bench gpu efficiency`; early records do not name it."""
-
-ALIKE = (("qwen3-30b-coarse-mqa", 0), ("deepseek-v3", 0), ("qwen3-235b", 16_384))
-"""Models, and the tokens per request from which on, whose random weights made the rows of their
-cells choose the same experts (docs/results/gpu.md)."""
 
 TWO_PROCESSES = "2026-11-28"
 """Since that day vLLM's engine and its worker are two processes on GPUs."""
@@ -56,6 +54,8 @@ class Place:
     """What ran: a model slice, its cache, requests and tokens per request; on which kind of GPU.
 
     even: chance chose each row's experts (``--routing even``), not the router of random weights.
+    loads: share of all choices per expert, by layer, as `afd bench gpu routing` counted them; () if
+    nobody counted. Chance is assumed then.
     """
 
     model: str
@@ -65,12 +65,12 @@ class Place:
     context: int
     gpu: str = H200
     even: bool = False
+    loads: tuple[tuple[float, ...], ...] = ()
 
     @property
-    def alike(self) -> bool:
-        """Whether random weights made its rows choose the same experts."""
-        found = (self.model == name and self.context >= least for name, least in ALIKE)
-        return not self.even and any(found)
+    def counted(self) -> bool:
+        """Whether it is known which experts its rows choose."""
+        return bool(self.loads)
 
     @property
     def text(self) -> str:
@@ -126,6 +126,9 @@ class RatioCell:
     ratio: float
     colocated_s: float
     retired: bool = False
+
+
+Cell = TypeVar("Cell", StepCell, RatioCell)
 
 
 def step_cells(records: Iterable[Record]) -> list[StepCell]:
@@ -218,6 +221,19 @@ def _place(match: re.Match[str], record: Record) -> Place:
         gpu[1].lower() if gpu else H200,
         even=match["even"] is not None,
     )
+
+
+def with_loads(cells: Iterable[Cell], choices: Iterable[Choices]) -> list[Cell]:
+    """Returns the cells with the loads that were counted for their model, cache, requests and
+    context; on any GPU, because the same weights and prompts choose the same experts."""
+    known = {(c.model, c.layers, c.kv, c.requests, c.context): tuple(c.loads) for c in choices}
+    found = []
+    for cell in cells:
+        place = cell.place
+        key = place.model, place.layers, place.kv, place.requests, place.context
+        loads = () if place.even else known.get(key, ())
+        found.append(replace(cell, place=replace(place, loads=loads)))
+    return found
 
 
 def stage_tables(cells: Sequence[StepCell]) -> dict[tuple[object, ...], StepCell]:

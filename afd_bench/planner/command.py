@@ -15,7 +15,14 @@ from functools import cache
 from pathlib import Path
 
 from afd.records import Record, command_line, machine, read_records, today, write_records
-from afd_bench.planner.cells import host_cells, ratio_cells, stage_tables, step_cells
+from afd_bench.gpu.routing import read
+from afd_bench.planner.cells import (
+    host_cells,
+    ratio_cells,
+    stage_tables,
+    step_cells,
+    with_loads,
+)
 from afd_bench.planner.compare import (
     Error,
     colocated_errors,
@@ -78,13 +85,18 @@ Errors = list[tuple[str, Error]]
 """(metric, error) of every cell; metrics are step_error and ratio_error."""
 
 
-def found_errors(results: Path, *, kernels: bool = True) -> tuple[Errors, Errors]:
+def found_errors(
+    results: Path, *, kernels: bool = True, counted: bool = True
+) -> tuple[Errors, Errors]:
     """Returns the errors with the efficiencies of each accelerator, and with the defaults.
 
     results: the folder docs/results. kernels: as measured, where they were; else rooflines.
+    counted: with the experts that rows choose, where they were counted; else chance chooses them.
     """
     records = read_records(results / "gpu.json")
-    steps, ratios = step_cells(records), ratio_cells(records)
+    choices = read(results / "gpu_routing.json") if counted else []
+    steps = with_loads(step_cells(records), choices)
+    ratios = with_loads(ratio_cells(records), choices)
     tables = stage_tables(steps)
     all_steps = (*steps, *host_cells(read_records(results / "host.json")))
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from statistics import fmean
 from typing import Literal
 
 from afd_bench.gpu.checkpoint import listing
-from afd_bench.gpu.predict import predict
+from afd_bench.gpu.predict import Prediction, predict
 from afd_bench.gpu.slices import find
+from afd_bench.gpu.targets import Target
 from afd_bench.planner.cells import (
     AFD,
     COLOCATED,
@@ -20,7 +22,7 @@ from afd_bench.planner.cells import (
     stage_key,
 )
 from afd_planner.cost.disaggregated import afd_stages
-from afd_planner.cost.shape import AfdShape, Efficiency, Pool
+from afd_planner.cost.shape import EVEN_ROUTING, AfdShape, Efficiency, Pool, Routing
 from afd_planner.cost.stages import AfdStages, Part, StageTime, layers_seconds, step_seconds
 from afd_planner.facts.hardware import load_accelerator
 from afd_planner.facts.model import ModelSpec
@@ -37,22 +39,23 @@ modelled."""
 class Error:
     """A predicted and a measured value of one cell.
 
-    alike: random weights made its rows choose the same experts. colocated: of colocated vLLM alone.
-    retired: of an arrangement that nothing has today. gpu: what it was measured on.
+    counted: predicted with the experts that its rows choose, which a run of its own counted.
+    colocated: of colocated vLLM alone. retired: of an arrangement that nothing has today. gpu: what
+    it was measured on.
     """
 
     cell: str
     method: Method
     predicted: float
     measured: float
-    alike: bool = False
+    counted: bool = False
     colocated: bool = False
     retired: bool = False
     gpu: str = H200
 
     @property
     def text(self) -> str:
-        return self.cell + " (*alike*)" * self.alike + " (*retired*)" * self.retired
+        return self.cell + " (*counted*)" * self.counted + " (*retired*)" * self.retired
 
     @property
     def ratio(self) -> float:
@@ -76,13 +79,24 @@ def modelled_step(cell: StepCell, efficiency: Efficiency) -> float:
 
     A step on the devices is its layers: vLLM computes logits and samples after the replayed graph.
     """
-    place, model = cell.place, model_of(cell.place.model, cell.place.layers)
-    said = predict(
-        AFD, cell.depth, place.requests, place.context, model, load_accelerator(place.gpu),
-        efficiency, place.kv,
-    )  # fmt: skip
-    seconds = said.tpot_s if cell.served else said.layers_s
+    said = _predictions(AFD, cell.depth, cell.place, efficiency)
+    seconds = fmean(each.tpot_s if cell.served else each.layers_s for each in said)
+    model = model_of(cell.place.model, cell.place.layers)
     return seconds / (positions(model, cell.depth) if cell.position else 1)
+
+
+def _predictions(
+    target: Target, depth: int, place: Place, efficiency: Efficiency
+) -> list[Prediction]:
+    """Returns a prediction with the routing of each layer, if it was counted; else one."""
+    model, gpu = model_of(place.model, place.layers), load_accelerator(place.gpu)
+    routings = [Routing(load) for load in place.loads] or [EVEN_ROUTING]
+    return [
+        predict(
+            target, depth, place.requests, place.context, model, gpu, efficiency, place.kv, routing
+        )
+        for routing in routings
+    ]
 
 
 def composed_step(cell: StepCell, source: StepCell, efficiency: Efficiency) -> float:
@@ -136,9 +150,8 @@ def positions(model: ModelSpec, depth: int) -> int:
 
 def colocated_step_s(place: Place, efficiency: Efficiency) -> float:
     """Returns the predicted seconds of a step of the best colocated vLLM that was measured."""
-    model, gpu = model_of(place.model, place.layers), load_accelerator(place.gpu)
     return min(
-        predict(target, 1, place.requests, place.context, model, gpu, efficiency, place.kv).tpot_s
+        fmean(said.tpot_s for said in _predictions(target, 1, place, efficiency))
         for target in COLOCATED[place.model, place.layers]
     )
 
@@ -161,7 +174,7 @@ def step_errors(
             "modelled",
             seconds,
             cell.seconds,
-            alike=cell.place.alike,
+            counted=cell.place.counted,
             retired=cell.retired,
             gpu=cell.place.gpu,
         )
@@ -183,7 +196,7 @@ def colocated_errors(
             "modelled",
             colocated_step_s(cell.place, efficiency(cell.place.gpu)),
             cell.colocated_s,
-            alike=cell.place.alike,
+            counted=cell.place.counted,
             colocated=True,
             gpu=cell.place.gpu,
         )
@@ -208,7 +221,7 @@ def ratio_errors(
                 "modelled",
                 ratio,
                 cell.ratio,
-                alike=place.alike,
+                counted=place.counted,
                 retired=cell.retired,
                 gpu=place.gpu,
             )

@@ -65,27 +65,45 @@ def errors():
     return found_errors(RESULTS)
 
 
-def test_the_stated_errors_cover_every_measured_ratio(errors):
-    largest = []
-    for found, band in zip(errors, (CALIBRATED_ERROR, MODEL_ERROR), strict=True):
-        ratios = [error for metric, error in found if metric == "ratio_error"]
-        assert (len(ratios), sum(error.alike for error in ratios)) == (18, 4)
-        largest.append(max(error.size for error in ratios))
-        assert largest[-1] <= band.high == 1 / band.low
-    assert largest[0] > CALIBRATED_ERROR.high * 0.97  # no wider than that
+def largest_ratio_error(errors):
+    return max(error.size for metric, error in errors if metric == "ratio_error")
+
+
+def test_the_stated_errors_cover_every_measured_ratio():
+    """Whatever the routing was: that of a plan is not known."""
+    fitted, defaults = found_errors(RESULTS, counted=False)
+    assert len([None for metric, _ in fitted if metric == "ratio_error"]) == 18
+    for found, band in ((fitted, CALIBRATED_ERROR), (defaults, MODEL_ERROR)):
+        assert largest_ratio_error(found) <= band.high == 1 / band.low
+    assert largest_ratio_error(fitted) > CALIBRATED_ERROR.high * 0.97  # no wider than that
 
 
 def test_the_error_of_rooflines_covers_every_measured_ratio():
-    fitted, _ = found_errors(RESULTS, kernels=False)
-    largest = max(error.size for metric, error in fitted if metric == "ratio_error")
+    fitted, _ = found_errors(RESULTS, kernels=False, counted=False)
+    largest = largest_ratio_error(fitted)
     assert FITTED_ERROR.high * 0.97 < largest <= FITTED_ERROR.high == 1 / FITTED_ERROR.low
+
+
+def test_with_the_routing_counted_ratios_are_within_22_percent(errors):
+    assert sum(e.counted for metric, e in errors[0] if metric == "ratio_error") == 4
+    assert 1.21 < largest_ratio_error(errors[0]) < 1.23
+
+
+def test_with_the_routing_counted_steps_of_random_weights_are_within_11_percent(errors):
+    steps = [
+        e.size
+        for metric, e in errors[0]
+        if metric == "step_error" and e.counted and e.method == "modelled" and not e.retired
+    ]
+    assert len(steps) == 28
+    assert sum(size < 1.11 for size in steps) == 26  # all but two of deepseek-v3 at 1K
 
 
 def test_every_ratio_of_the_assumed_routing_is_within_7_percent(errors):
     ratios = [
         error
         for metric, error in errors[0]
-        if metric == "ratio_error" and not (error.alike or error.retired)
+        if metric == "ratio_error" and not (error.counted or error.retired)
     ]
     sizes = {gpu: [e.size for e in ratios if e.gpu == gpu] for gpu in ("h200", "h100")}
     assert (len(sizes["h200"]), sum(size < 1.05 for size in sizes["h200"])) == (12, 11)
