@@ -10,12 +10,13 @@ On a CPU a reference in float32, which checks the path and nothing else.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 
 import torch
 
 from afd_bench.moe.timing import cpu_clock, graph_seconds
-from afd_bench.tables.cells import AttentionCell
+from afd_bench.tables.cells import AttentionCell, MixedCell
 from attention_worker.kernels.decode_attention import decode_attention, reference_decode_attention
 from attention_worker.kernels.decode_plan import plan_decode
 
@@ -23,13 +24,29 @@ PAGE = 64
 _L2_BYTES = 160 << 20
 _LAUNCHES = 8
 _OURS = 256  # head_dim of Step-3
+_DRAWS = 3
+_SPLITS = 32  # vLLM's flash_attn_max_num_splits_for_cuda_graph
 
 Launch = Callable[[int], object]
 
 
 def attention_us(cell: AttentionCell, device: str) -> float:
-    """Returns microseconds of one launch, replayed from a graph (on a CPU: of one call)."""
-    caches = _Caches(cell, device)
+    """Returns microseconds of one launch, replayed from a graph (on a CPU: of one call). Of mixed
+    lengths: the mean over several draws."""
+    draws = _DRAWS if isinstance(cell, MixedCell) else 1
+    return statistics.fmean(_launch_us(cell, device, seed) for seed in range(draws))
+
+
+def lengths_of(cell: AttentionCell, seed: int) -> torch.Tensor:
+    """Returns the tokens of each request, int32 [rows] on the CPU; their mean is the context."""
+    if not isinstance(cell, MixedCell):
+        return torch.full((cell.rows,), cell.context, dtype=torch.int32)
+    share = 0.5 + torch.rand(cell.rows, generator=torch.Generator().manual_seed(seed))
+    return (share / share.mean() * cell.context).int().clamp(min=1)
+
+
+def _launch_us(cell: AttentionCell, device: str, seed: int) -> float:
+    caches = _Caches(cell, device, lengths_of(cell, seed))
     if device == "cpu":
         return 1e6 * cpu_clock(caches.reference, 1)
     count = max(_LAUNCHES, len(caches.each))
@@ -43,9 +60,10 @@ class _Caches:
     (MLA: one row). Pages are in random order.
     """
 
-    def __init__(self, cell: AttentionCell, device: str) -> None:
+    def __init__(self, cell: AttentionCell, device: str, lengths: torch.Tensor) -> None:
         generator = torch.Generator(device).manual_seed(0)
-        per = -(-cell.context // PAGE)
+        self.lengths, self.longest = lengths.to(device), int(lengths.max())
+        per = -(-self.longest // PAGE)
         width = cell.head_dim if cell.kind == "mla" else 2 * cell.head_dim
         shape = (cell.rows * per, PAGE, cell.kv_heads, width)
         least = _L2_BYTES if device != "cpu" else 0
@@ -56,7 +74,6 @@ class _Caches:
         ]
         order = torch.randperm(cell.rows * per, generator=generator, device=device)
         self.table = order.int().view(cell.rows, per)
-        self.lengths = torch.full((cell.rows,), cell.context, dtype=torch.int32, device=device)
         draw = torch.randn(cell.rows, cell.heads, cell.head_dim, generator=generator, device=device)
         self.q = draw.to(torch.float8_e4m3fn if self.fp8 else torch.bfloat16)
         out = (cell.rows, cell.heads, cell.value_dim)
@@ -88,8 +105,10 @@ class _Caches:
 
     def reference(self) -> torch.Tensor:
         if self.cell.kind == "mla":
-            rows = self.turn(0)[self.table.long()].flatten(1, 2).float()[:, : self.cell.context, 0]
-            weights = torch.softmax(self.q.float() @ rows.mT * self.scale, -1)
+            rows = self.turn(0)[self.table.long()].flatten(1, 2).float()[:, : self.longest, 0]
+            scores = self.q.float() @ rows.mT * self.scale
+            beyond = torch.arange(self.longest, device=scores.device) >= self.lengths[:, None]
+            weights = torch.softmax(scores.masked_fill(beyond[:, None], -torch.inf), -1)
             return weights @ rows[..., : self.cell.value_dim]
         keys, values = self.pair(0)
         return reference_decode_attention(
@@ -121,20 +140,31 @@ def _ours(cell: AttentionCell, caches: _Caches) -> Launch:
 
 
 def _flash(caches: _Caches) -> Launch:
-    from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
+    """As vLLM calls it in a decode graph (vllm/v1/attention/backends/flash_attn.py: schedule)."""
+    from vllm.vllm_flash_attn.flash_attn_interface import (
+        flash_attn_varlen_func,
+        get_scheduler_metadata,
+    )
 
-    scales = {}
+    cell, scales = caches.cell, {}
     if caches.fp8:
-        ones = caches.one.expand(caches.cell.rows, caches.cell.kv_heads)
+        ones = caches.one.expand(cell.rows, cell.kv_heads)
         scales = {"q_descale": ones, "k_descale": ones, "v_descale": ones}
+    plan = get_scheduler_metadata(
+        batch_size=cell.rows, max_seqlen_q=1, max_seqlen_k=caches.longest, num_heads_q=cell.heads,
+        num_heads_kv=cell.kv_heads, headdim=cell.head_dim, cache_seqlens=caches.lengths,
+        qkv_dtype=caches.q.dtype, cu_seqlens_q=caches.starts, page_size=PAGE, causal=True,
+        num_splits=_SPLITS,
+    )  # fmt: skip
 
     def launch(number: int) -> None:
         keys, values = caches.pair(number)
         flash_attn_varlen_func(
             caches.q, keys, values,
-            max_seqlen_q=1, cu_seqlens_q=caches.starts, max_seqlen_k=caches.cell.context,
+            max_seqlen_q=1, cu_seqlens_q=caches.starts, max_seqlen_k=caches.longest,
             seqused_k=caches.lengths, block_table=caches.table, softmax_scale=caches.scale,
-            causal=True, out=caches.out, fa_version=3, **scales,
+            causal=True, out=caches.out, fa_version=3, scheduler_metadata=plan, num_splits=_SPLITS,
+            **scales,
         )  # fmt: skip
 
     return launch
@@ -150,7 +180,7 @@ def _flash_latent(caches: _Caches) -> Launch:
         rows = caches.turn(number)
         flash_attn_varlen_func(
             q=rope, k=rows[..., rank:], v=rows[..., :rank], q_v=latent,
-            max_seqlen_q=1, cu_seqlens_q=caches.starts, max_seqlen_k=caches.cell.context,
+            max_seqlen_q=1, cu_seqlens_q=caches.starts, max_seqlen_k=caches.longest,
             seqused_k=caches.lengths, block_table=caches.table, softmax_scale=caches.scale,
             causal=True, fa_version=3,
         )  # fmt: skip

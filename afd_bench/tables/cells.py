@@ -8,7 +8,7 @@ fields are the entry's keys.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from afd_bench.gpu.slices import find
 from afd_planner.cost.kernels import core_key
@@ -25,9 +25,9 @@ GPUS = (8, 16, 32, 64)
 TPS = (1, 2, 4, 8)
 REQUESTS = (16, 64, 256, 512)
 TILES = (80, 96, 128, 160, 192)
-"""Requests times key-value heads of further cells of grouped-query attention. A kernel divides the
-cache of such a tile among few multiprocessors, so around their number its time is a staircase: on
-an H200 (132) 80 tiles of 16K tokens take 1.55 times as long as 64."""
+"""Requests times key-value heads of further cells of grouped-query attention, of equal lengths. A
+kernel divides the cache of such a tile among few multiprocessors, so around their number its time
+is a staircase: on an H200 (132) 80 tiles of 16K tokens take 1.55 times as long as 64."""
 CONTEXTS = (1024, 4096, 16384, 65536)
 ROWS = (64, 256, 1024, 4096, 16384)
 MORE_ROWS = (128, 512, 2048, 8192)
@@ -60,6 +60,13 @@ class AttentionCell:
     def cache_bytes(self) -> float:
         width = self.head_dim if self.kind == "mla" else 2 * self.head_dim
         return self.rows * self.context * self.kv_heads * width * dtype_bytes(self.cache)
+
+
+@dataclass(frozen=True)
+class MixedCell(AttentionCell):
+    """The same for requests of different lengths, as in service: half to one and a half times
+    ``context``, evenly distributed. The kernel divides such a cache less evenly than an equal
+    one."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +113,7 @@ class RestCell:
 Cell = AttentionCell | DenseCell | ExpertCell | RestCell
 STAGE = {
     AttentionCell: "attention",
+    MixedCell: "mixed_attention",
     DenseCell: "dense",
     ExpertCell: "experts",
     RestCell: "rest",
@@ -212,7 +220,8 @@ def _at(shard: ExpertCell, backend: str, rows: Iterable[int]) -> Iterator[Expert
 def _attention(
     model: ModelSpec, tp: int, cache: str, tiles: Sequence[int] = ()
 ) -> Iterator[AttentionCell]:
-    """Yields the cells of REQUESTS, or those of ``tiles``, which latent attention has none of."""
+    """Yields the cells of REQUESTS, with equal and with mixed lengths; or those of ``tiles``, of
+    equal lengths, which latent attention has none of."""
     key = core_key(model.groups[-1].attention, tp)
     if key is None:
         return
@@ -223,8 +232,11 @@ def _attention(
     for context in CONTEXTS:
         for rows in requests:
             cell = replace(base, rows=rows, context=context)
-            if cell.cache_bytes <= MOST_CACHE_BYTES:
-                yield cell
+            if cell.cache_bytes > MOST_CACHE_BYTES:
+                continue
+            yield cell
+            if not tiles:
+                yield MixedCell(**asdict(cell))
 
 
 def _dense(name: str, tp: int) -> Iterator[DenseCell]:

@@ -2,7 +2,8 @@
 
     afd bench kernels --budget-s 400 --out afd_planner/data/kernels/h200.json
 
-Measures attention (MLA, GQA and MFA; FP8 and bfloat16 cache; 1K to 64K tokens; 16 to 512 requests),
+Measures attention (MLA, GQA and MFA; FP8 and bfloat16 cache; 1K to 64K tokens; 16 to 512 requests
+of equal and of mixed lengths),
 the products around it, the experts of the shards that 8 to 64 GPUs give for six models, and the end
 of a step. The most valuable cells come first. The file is written after every cell, and a second
 run with the same --out goes on where the first one stopped. It names the GPU: times of one kind of

@@ -77,4 +77,4 @@ def test_recorded_kernels_become_entries(tmp_path: Path) -> None:
 
 def test_a_dry_run_has_cells_of_every_stage() -> None:
     kinds = {type(shrunk(cell)) for cell in cells()}
-    assert len(kinds) == 4
+    assert len(kinds) == 5
