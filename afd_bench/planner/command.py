@@ -88,7 +88,8 @@ Errors = list[tuple[str, Error]]
 def found_errors(
     results: Path, *, kernels: bool = True, counted: bool = True
 ) -> tuple[Errors, Errors]:
-    """Returns the errors with the efficiencies of each accelerator, and with the defaults.
+    """Returns the errors with the efficiencies of each accelerator, and with the defaults. All
+    cells had requests of equal lengths.
 
     results: the folder docs/results. kernels: as measured, where they were; else rooflines.
     counted: with the experts that rows choose, where they were counted; else chance chooses them.
@@ -109,7 +110,7 @@ def found_errors(
 
     @cache
     def fitted(gpu: str) -> Efficiency:
-        found = calibrated((load_accelerator(gpu),))
+        found = replace(calibrated((load_accelerator(gpu),)), equal_lengths=True)
         return found if kernels else replace(found, kernels=False)
 
     return errors(fitted), errors(lambda gpu: Efficiency())

@@ -38,6 +38,8 @@ FOLDER = DATA / "kernels"
 FORMAT = "afd-kernel-times-1"
 TPS = (1, 2, 4, 8)
 """Tensor parallelisms that are looked for in a table."""
+MIXED = "mixed_attention"
+"""Key of the attention cells whose requests have different lengths."""
 _SCHEMES = {"bfloat16": "plain", "fp8": "fp8_block", "mxfp4": "mxfp4"}
 """Format of expert weights to the name that the table has for it."""
 
@@ -76,12 +78,23 @@ def _factors(grids: Mapping[int, list[tuple[float, float, float]]]) -> Factors:
     return Factors(tuple((tp, Grid.of(points)) for tp, points in sorted(grids.items()) if points))
 
 
+def _mixed(name: str, equal_lengths: bool) -> bool:
+    """Whether the attention kernel of requests of different lengths is asked for and known."""
+    return not equal_lengths and MIXED in (table_of(name) or {})
+
+
 @cache
-def core_factors(name: str, group: LayerGroup, precision: Precision) -> Factors:
-    """Returns the factors of an attention kernel over (rows, context)."""
+def core_factors(
+    name: str, group: LayerGroup, precision: Precision, equal_lengths: bool
+) -> Factors:
+    """Returns the factors of an attention kernel over (rows, context).
+
+    Without cells of mixed lengths, those of equal ones apply to both.
+    """
     table = table_of(name)
     if table is None:
         return NONE
+    cells = table.get(MIXED if _mixed(name, equal_lengths) else "attention", ())
     accelerator, efficiency = _basis(name)
     found: dict[int, list[tuple[float, float, float]]] = {}
     for tp in TPS:
@@ -95,7 +108,7 @@ def core_factors(name: str, group: LayerGroup, precision: Precision) -> Factors:
                     group, accelerator, cell["rows"], cell["context"], precision, tp, efficiency
                 )[1].seconds,
             )
-            for cell in table.get("attention", ())
+            for cell in cells
             if key == tuple(cell[k] for k in ("kind", "heads", "kv_heads", "head_dim", "value_dim"))
             and cell["cache"] == precision.kv
         ]  # fmt: skip
@@ -208,11 +221,14 @@ def head_factors(name: str, hidden: int, vocab: int, precision: Precision) -> Fa
     return _factors({1: points})
 
 
-def measured_kernels(name: str, model: ModelSpec, precision: Precision) -> tuple[str, ...]:
+def measured_kernels(
+    name: str, model: ModelSpec, precision: Precision, equal_lengths: bool = False
+) -> tuple[str, ...]:
     """Returns the parts of a step of which an accelerator has measured kernels."""
     group = next((g for g in model.groups if isinstance(g.ffn, MoeFfn)), model.groups[-1])
+    lengths = " (mixed lengths)" if _mixed(name, equal_lengths) else ""
     found = {
-        "attention kernel": core_factors(name, group, precision),
+        f"attention kernel{lengths}": core_factors(name, group, precision, equal_lengths),
         "projections": projection_factors(name, group, precision),
         "experts": expert_factors(name, group.ffn, precision),
         "LM head": head_factors(name, model.hidden, model.vocab, precision),
@@ -240,7 +256,8 @@ def kernel_attention(
         return projections, core
     name, tokens = accelerator.name, rows * queries
     around = projection_factors(name, group, precision).one(tp, tokens, 1.0)
-    inside = core_factors(name, group, precision).one(tp, tokens, context)
+    factors = core_factors(name, group, precision, efficiency.equal_lengths)
+    inside = factors.one(tp, tokens, context)
     return _times(projections, around), _times(core, inside)
 
 

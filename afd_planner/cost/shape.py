@@ -59,6 +59,9 @@ class Efficiency:
             beside the GPUs. It works ahead, so a step takes at least as long.
         kernels: Whether the kernel times measured on an accelerator (afd_planner/data/kernels)
             correct its rooflines.
+        equal_lengths: Whether all requests are equally long, as in most benchmarks. Attention
+            kernels divide the cache of such requests more evenly, and take up to 1.6 times as long
+            for others.
     """
 
     matmul: float = 0.75
@@ -81,6 +84,7 @@ class Efficiency:
     host_s: float = 2.2e-3
     host_row_s: float = 17e-6
     kernels: bool = False
+    equal_lengths: bool = False
 
     def __post_init__(self) -> None:
         # Every comparison with NaN is false, so NaN is refused too.

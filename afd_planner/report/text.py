@@ -163,7 +163,8 @@ def assumption_lines(plan: Plan) -> list[str]:
     lines.append(f"modelled: {', '.join(modelled)} (data sheets and fitted efficiencies)")
     p = request.precision
     for gpu in dict.fromkeys(a.name for a in (*request.attention, *request.ffn)):
-        kernels = measured_kernels(gpu, request.model, p) if request.efficiency.kernels else ()
+        e = request.efficiency
+        kernels = measured_kernels(gpu, request.model, p, e.equal_lengths) if e.kernels else ()
         if kernels:
             lines.append(f"of these, kernels measured on {gpu}: {', '.join(kernels)}")
     lines.append(

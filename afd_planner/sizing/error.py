@@ -74,8 +74,9 @@ def error_of(request: Request) -> ErrorBand:
     if measured is not None and measured.attention is not None and measured.ffn is not None:
         return COMPOSED_ERROR
     accelerators = (*request.attention, *request.ffn)
-    fitted = replace(calibrated(accelerators), kernels=False)
-    if not request.roofline == fitted != Efficiency():
+    lengths = request.efficiency.equal_lengths
+    fitted = replace(calibrated(accelerators), kernels=False, equal_lengths=lengths)
+    if not request.roofline == fitted != Efficiency(equal_lengths=lengths):
         return MODEL_ERROR
     measured_products = request.efficiency.kernels and all(
         "projections" in measured_kernels(gpu.name, request.model, request.precision)

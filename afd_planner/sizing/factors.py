@@ -37,7 +37,9 @@ def attention_factors(
         return {}
     tokens = rows * request.positions
     around = projection_factors(accelerator.name, group, request.precision)
-    core = core_factors(accelerator.name, group, request.precision)
+    core = core_factors(
+        accelerator.name, group, request.precision, request.efficiency.equal_lengths
+    )
     return {
         "projections": around.at(tp, tokens, 1.0),
         "attention": core.at(tp, tokens, request.context.mean),

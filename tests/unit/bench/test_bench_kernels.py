@@ -1,15 +1,18 @@
 """`afd bench kernels`: what it measures, and its file."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from afd.errors import ConfigError
+from afd_bench.tables.attention_torch import attention_us, lengths_of
 from afd_bench.tables.cells import (
     MOST_CACHE_BYTES,
     AttentionCell,
     ExpertCell,
+    MixedCell,
     cells,
     shrunk,
 )
@@ -78,3 +81,12 @@ def test_recorded_kernels_become_entries(tmp_path: Path) -> None:
 def test_a_dry_run_has_cells_of_every_stage() -> None:
     kinds = {type(shrunk(cell)) for cell in cells()}
     assert len(kinds) == 5
+
+
+@pytest.mark.parametrize("kind", ["gqa", "mla"])
+def test_mixed_lengths_have_the_mean_of_equal_ones(kind: str) -> None:
+    cell = next(cell for cell in cells() if type(cell) is MixedCell and cell.kind == kind)
+    lengths = lengths_of(replace(cell, rows=64, context=4096), seed=1)
+    assert abs(lengths.float().mean().item() - 4096) < 2
+    assert 0.3 * 4096 < lengths.min() < 0.6 * 4096 and 1.4 * 4096 < lengths.max() < 1.7 * 4096
+    assert attention_us(shrunk(cell), "cpu") > 0

@@ -20,7 +20,7 @@ from afd_planner.sizing.error import CALIBRATED_ERROR, COMPOSED_ERROR, FITTED_ER
 
 RESULTS = Path(__file__).parents[3] / "docs/results"
 CASE = re.compile(r"qwen3-30b 48 layers 1A1F exact lookahead depth (\d) batch (\d+) context (\d+)")
-KERNELS = calibrated((load_accelerator("h200"),))
+KERNELS = replace(calibrated((load_accelerator("h200"),)), equal_lengths=True)
 FITTED = replace(KERNELS, kernels=False)
 
 

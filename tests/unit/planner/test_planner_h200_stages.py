@@ -18,7 +18,7 @@ from afd_planner.facts.hardware import load_accelerator
 TRACES = Path(__file__).parents[3] / "docs/results/traces"
 LAYERS = {"qwen3-30b": 12, "qwen3-235b": 4, "step-3": 3, "deepseek-v3": 3}
 KERNELS = ("qwen3-30b", "qwen3-235b", "step-3")  # one kernel: FlashAttention 3
-MEASURED = calibrated((load_accelerator("h200"),))
+MEASURED = replace(calibrated((load_accelerator("h200"),)), equal_lengths=True)
 FITTED = replace(MEASURED, kernels=False)
 BARE = replace(FITTED, attention_overhead_s=0, handover_s=0, latent_overhead_s=0)
 

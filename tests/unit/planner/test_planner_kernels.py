@@ -54,6 +54,11 @@ def table(tmp_path, monkeypatch):
             for rows in (16, 256)
             for context in (1024, 16_384)
         ],
+        "mixed_attention": [
+            {**KEY, "rows": rows, "context": context, "us": 12 + rows * context / 20_000}
+            for rows in (16, 256)
+            for context in (1024, 16_384)
+        ],
         "dense": [
             {"model": MODEL, "tp": 1, "parameters": 19_136_512, "rows": rows, "us": 20 + rows / 9}
             for rows in (16, 512)
@@ -69,7 +74,7 @@ def table(tmp_path, monkeypatch):
     (tmp_path / "h200.json").write_text(json.dumps(entries))
     clear()
     monkeypatch.setattr(kernels, "FOLDER", tmp_path)
-    yield replace(calibrated((load_accelerator("h200"),)), kernels=True)
+    yield replace(calibrated((load_accelerator("h200"),)), kernels=True, equal_lengths=True)
     clear()
 
 
@@ -85,6 +90,27 @@ def test_a_measured_cell_costs_what_was_measured(table):
     # 64 rows choose all 16 experts of a shard, with the pairs of an even load.
     even, fixed = kernel_ffn(group.ffn, gpu, 64, FP8, 8, 1, table)
     assert even.seconds + fixed == pytest.approx(53.2e-6, rel=0.02)
+
+
+def test_requests_of_different_lengths_have_cells_of_their_own(table):
+    model, gpu = load_model(MODEL), load_accelerator("h200")
+    mixed = replace(table, equal_lengths=False)
+    _, core = kernel_attention(model.groups[-1], gpu, 256, 16_384, FP8, 1, mixed)
+    assert core.seconds == pytest.approx((12 + 256 * 16_384 / 20_000) * 1e-6)
+    assert kernels.measured_kernels("h200", model, FP8)[0] == "attention kernel (mixed lengths)"
+    assert kernels.measured_kernels("h200", model, FP8, True)[0] == "attention kernel"
+
+
+def test_without_cells_of_mixed_lengths_those_of_equal_ones_hold():
+    model, gpu = load_model(MODEL), load_accelerator("h100")
+    efficiency = replace(calibrated((gpu,)), kernels=True)
+    found = [
+        kernel_attention(
+            model.groups[-1], gpu, 64, 4096, FP8, 1, replace(efficiency, equal_lengths=equal)
+        )
+        for equal in (False, True)
+    ]
+    assert found[0] == found[1]
 
 
 def test_what_was_not_measured_follows_the_roofline(table):
