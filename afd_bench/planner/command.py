@@ -95,7 +95,7 @@ def found_errors(
     counted: with the experts that rows choose, where they were counted; else chance chooses them.
     """
     records = read_records(results / "gpu.json")
-    choices = read(results / "gpu_routing.json") if counted else []
+    choices = read(results / "experts/random_weights.json") if counted else []
     steps = with_loads(step_cells(records), choices)
     ratios = with_loads(ratio_cells(records), choices)
     tables = stage_tables(steps)

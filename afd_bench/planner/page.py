@@ -58,10 +58,10 @@ Why the others are off:
 - **Routing** (*counted*). These cells ran random weights on random caches, and their rows choose
   far fewer experts than chance would: 8 to 11 of 32 in a step of the coarse experts, 54 of 256 of
   deepseek-v3. `afd bench gpu routing` held the same loads on one H200 and counted
-  ([data](gpu_routing.json)); the predictions here have those counts. **If chance chose instead, as
-  `afd plan` assumes, these steps would be predicted up to 2.6 times too long, and the ratios 0.75
-  to 0.83 times as high.** That is where the stated error of {CALIBRATED_ERROR.high:.2f} comes from:
-  nobody knows the routing of a plan's traffic in advance.
+  ([data](experts/random_weights.json)); the predictions here have those counts. **If chance chose
+  instead, as `afd plan` assumes, these steps would be predicted up to 2.6 times too long, and the
+  ratios 0.74 to 0.83 times as high.** That is where the stated error of {CALIBRATED_ERROR.high:.2f}
+  comes from: nobody knows the routing of a plan's traffic in advance.
   Nine of these cells were also measured with `--routing even`, in which chance chooses each row's
   experts, on both servers. The experts of deepseek-v3 then take 2.5 to 4.5 ms instead of 1.0 to
   1.5, and coarse experts lose by 0.62, 0.60 and 0.71 instead of 0.80, 0.77 and 0.81.
@@ -75,10 +75,11 @@ Why the others are off:
 - **A stream per micro-batch at depth 2** (*retired*). Both micro-batches end together, and the FFN
   GPU waits for attention on both. The formula does not describe that, and such streams begin at
   depth 3 today.
-- **Few rows of long contexts.** A kernel gives the cache of a row and key/value head to few of the
-  132 multiprocessors, so its time is a staircase: 21 rows of 4 heads take as long as 24, and 1.55
+- **Equal lengths.** All requests of a cell were equally long. Attention's time is then a staircase
+  around the number of multiprocessors: 21 rows of 4 key/value heads take as long as 24, and 1.55
   times as long as 16. Until the table had these rows, the step of qwen3-30b at 32K was predicted 13
-  % too short. H100 does not have them.
+  % too short. H100 does not have them. `afd plan` takes a table of
+  [mixed lengths](../planner-model.md#measured-kernels), which no cell here tests.
 
 Nothing between servers was measured: neither the NIC, nor expert parallelism over more than 2 GPUs.
 """

@@ -59,7 +59,7 @@ def test_a_cell_takes_the_counts_of_its_own_load(tmp_path):
         record(f"qwen3-30b-coarse-mqa 24 layers fp8 cache{even}", "device_step_ms", machine)
         for even in ("", " even routing")
     ]
-    file = tmp_path / "gpu_routing.json"
+    file = tmp_path / "random_weights.json"
     rows = ((3, 1, 0, 0), (1, 1, 1, 1))
     cell = Choices("qwen3-30b-coarse-mqa", 24, "fp8", 128, 4096, rows)
     write(file, [cell, replace(cell, layers=12)], "afd bench gpu routing")
