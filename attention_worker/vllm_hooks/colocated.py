@@ -19,6 +19,10 @@ _OF_ATTENTION = (
 )
 """Beginnings of the arguments that make a vLLM server an attention instance."""
 
+PLUGIN = "afd_amx"
+"""The plugin (pyproject.toml) that asks Linux for AMX in each process of vLLM, which vLLM does not
+do before its attention kernel uses it. All other plugins stay out."""
+
 
 def prefill_command(
     role: RoleSpec, environment: Mapping[str, str] = os.environ
@@ -38,4 +42,4 @@ def prefill_command(
         f"--kv-cache-memory-bytes={int(prefill.kv_cache_gib * 2**30)}",
         *prefill.vllm_args,
     ]
-    return argv, {**environment, "VLLM_PLUGINS": ""}
+    return argv, {**environment, "VLLM_PLUGINS": PLUGIN}

@@ -1,6 +1,7 @@
 """The section prefill, and the command lines that follow from it."""
 
 import json
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -8,12 +9,13 @@ import pytest
 from afd.config.deployment import Deployment, load_config
 from afd.config.roles import RoleSpec, load_role
 from afd.errors import ConfigError
+from afd.host.amx_torch import ask_for_amx
 from afd_demo.make_model import make_model
 from afd_demo.sizes import resolve
 from afd_launch.roles_of_host import Ports, role_specs, stages
 from afd_launch.serve import summary
 from attention_worker.vllm_hooks import transfer
-from attention_worker.vllm_hooks.colocated import prefill_command
+from attention_worker.vllm_hooks.colocated import PLUGIN, prefill_command
 from attention_worker.vllm_hooks.command import attention_command
 from attention_worker.vllm_hooks.versions import layout
 
@@ -114,7 +116,9 @@ def test_a_colocated_instance_has_the_arguments_of_attention(model: Path) -> Non
     assert {"--block-size=32", "--dtype=float32", "--max-num-seqs=7", "--port=8200"} <= {*argv}
     assert argv[-2:] == [f"--kv-cache-memory-bytes={2**29}", "--seed=1"]
     assert not any("afd" in item.lower() or "middleware" in item for item in argv)
-    assert environment["VLLM_PLUGINS"] == "" and environment["PATH"] == "/bin"
+    assert environment["VLLM_PLUGINS"] == PLUGIN and environment["PATH"] == "/bin"
+    (plugin,) = entry_points(group="vllm.general_plugins", name=PLUGIN)
+    assert plugin.load() is ask_for_amx
     assert transfer_of(argv) == {
         "kv_connector": "NixlConnector",
         "kv_role": "kv_producer",
