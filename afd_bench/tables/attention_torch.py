@@ -140,34 +140,37 @@ def _ours(cell: AttentionCell, caches: _Caches) -> Launch:
 
 
 def _flash(caches: _Caches) -> Launch:
-    """As vLLM calls it in a decode graph (vllm/v1/attention/backends/flash_attn.py: schedule)."""
-    from vllm.vllm_flash_attn.flash_attn_interface import (
-        flash_attn_varlen_func,
-        get_scheduler_metadata,
-    )
+    from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
 
     cell, scales = caches.cell, {}
     if caches.fp8:
         ones = caches.one.expand(cell.rows, cell.kv_heads)
         scales = {"q_descale": ones, "k_descale": ones, "v_descale": ones}
-    plan = get_scheduler_metadata(
-        batch_size=cell.rows, max_seqlen_q=1, max_seqlen_k=caches.longest, num_heads_q=cell.heads,
-        num_heads_kv=cell.kv_heads, headdim=cell.head_dim, cache_seqlens=caches.lengths,
-        qkv_dtype=caches.q.dtype, cu_seqlens_q=caches.starts, page_size=PAGE, causal=True,
-        num_splits=_SPLITS,
-    )  # fmt: skip
+    arguments = _flash_arguments(caches, cell.head_dim, cell.head_dim)
 
     def launch(number: int) -> None:
         keys, values = caches.pair(number)
-        flash_attn_varlen_func(
-            caches.q, keys, values,
-            max_seqlen_q=1, cu_seqlens_q=caches.starts, max_seqlen_k=caches.longest,
-            seqused_k=caches.lengths, block_table=caches.table, softmax_scale=caches.scale,
-            causal=True, out=caches.out, fa_version=3, scheduler_metadata=plan, num_splits=_SPLITS,
-            **scales,
-        )  # fmt: skip
+        flash_attn_varlen_func(caches.q, keys, values, out=caches.out, **arguments, **scales)
 
     return launch
+
+
+def _flash_arguments(caches: _Caches, key_dim: int, value_dim: int) -> dict[str, object]:
+    """Returns what vLLM calls FlashAttention 3 with in a decode graph, whose work it divides before
+    (vllm/v1/attention/backends/flash_attn.py and mla/flashattn_mla.py: get_scheduler_metadata)."""
+    from vllm.vllm_flash_attn.flash_attn_interface import get_scheduler_metadata
+
+    plan = get_scheduler_metadata(
+        batch_size=caches.cell.rows, max_seqlen_q=1, max_seqlen_k=caches.longest,
+        num_heads_q=caches.cell.heads, num_heads_kv=caches.cell.kv_heads, headdim=key_dim,
+        headdim_v=value_dim, cache_seqlens=caches.lengths, qkv_dtype=caches.q.dtype,
+        cu_seqlens_q=caches.starts, page_size=PAGE, causal=True, num_splits=_SPLITS,
+    )  # fmt: skip
+    return {
+        "max_seqlen_q": 1, "cu_seqlens_q": caches.starts, "max_seqlen_k": caches.longest,
+        "seqused_k": caches.lengths, "block_table": caches.table, "softmax_scale": caches.scale,
+        "causal": True, "fa_version": 3, "scheduler_metadata": plan, "num_splits": _SPLITS,
+    }  # fmt: skip
 
 
 def _flash_latent(caches: _Caches) -> Launch:
@@ -175,15 +178,13 @@ def _flash_latent(caches: _Caches) -> Launch:
 
     rank = caches.cell.value_dim
     latent, rope = caches.q[..., :rank].contiguous(), caches.q[..., rank:].contiguous()
+    arguments = _flash_arguments(caches, rope.shape[-1], rank)
 
     def launch(number: int) -> None:
         rows = caches.turn(number)
         flash_attn_varlen_func(
-            q=rope, k=rows[..., rank:], v=rows[..., :rank], q_v=latent,
-            max_seqlen_q=1, cu_seqlens_q=caches.starts, max_seqlen_k=caches.longest,
-            seqused_k=caches.lengths, block_table=caches.table, softmax_scale=caches.scale,
-            causal=True, fa_version=3,
-        )  # fmt: skip
+            q=rope, k=rows[..., rank:], v=rows[..., :rank], q_v=latent, **arguments
+        )
 
     return launch
 
