@@ -51,6 +51,11 @@ class Choices:
     rows: tuple[tuple[int, ...], ...]
 
     @property
+    def key(self) -> tuple[str, int, str, int, int]:
+        """What decides the choices."""
+        return self.model, self.layers, self.kv, self.requests, self.context
+
+    @property
     def loads(self) -> list[tuple[float, ...]]:
         """Share of all choices per expert, by layer."""
         return [tuple(count / sum(layer) for count in layer) for layer in self.rows]
@@ -139,9 +144,9 @@ def write(file: Path, found: Sequence[Choices], command: str) -> None:
     origin = {
         "machine": machine(), "command": command, "commit": current_commit(), "date": today()
     }  # fmt: skip
-    new = {_key(cell): {**asdict(cell), **origin} for cell in found}
+    new = {cell.key: {**asdict(cell), **origin} for cell in found}
     old = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
-    kept = {_key(_cell(entry)): entry for entry in old}
+    kept = {_cell(entry).key: entry for entry in old}
     text = ",\n".join(json.dumps(entry) for entry in (kept | new).values())
     file.write_text(f"[\n{text}\n]\n", encoding="utf-8")
 
@@ -149,10 +154,6 @@ def write(file: Path, found: Sequence[Choices], command: str) -> None:
 def read(file: Path) -> list[Choices]:
     """Returns the cells of a file."""
     return [_cell(entry) for entry in json.loads(file.read_text(encoding="utf-8"))]
-
-
-def _key(cell: Choices) -> tuple[object, ...]:
-    return cell.model, cell.layers, cell.kv, cell.requests, cell.context
 
 
 def _cell(entry: Mapping[str, object]) -> Choices:

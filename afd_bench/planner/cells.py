@@ -226,7 +226,7 @@ def _place(match: re.Match[str], record: Record) -> Place:
 def with_loads(cells: Iterable[Cell], choices: Iterable[Choices]) -> list[Cell]:
     """Returns the cells with the loads that were counted for their model, cache, requests and
     context; on any GPU, because the same weights and prompts choose the same experts."""
-    known = {(c.model, c.layers, c.kv, c.requests, c.context): tuple(c.loads) for c in choices}
+    known = {cell.key: tuple(cell.loads) for cell in choices}
     found = []
     for cell in cells:
         place = cell.place
