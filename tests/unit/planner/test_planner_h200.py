@@ -89,15 +89,14 @@ def test_with_the_routing_counted_ratios_are_within_22_percent(errors):
     assert 1.21 < largest_ratio_error(errors[0]) < 1.23
 
 
-def test_with_the_routing_counted_steps_of_random_weights_are_within_11_percent(errors):
+def test_with_the_routing_counted_steps_of_random_weights_are_within_12_percent(errors):
     steps = [
         e.size
         for metric, e in errors[0]
         if metric == "step_error" and e.counted and e.method == "modelled" and not e.retired
     ]
     assert len(steps) == 28
-    # all but two of deepseek-v3 at 1K, and one of coarse experts (12 %)
-    assert (sum(size < 1.11 for size in steps), sum(size < 1.12 for size in steps)) == (25, 26)
+    assert sum(size < 1.12 for size in steps) == 26  # all but two of deepseek-v3 at 1K
 
 
 def test_every_ratio_of_the_assumed_routing_is_within_8_percent(errors):
