@@ -10,6 +10,7 @@
     jitter      time per token over thousands of steps, against colocated vLLM
     peer        throughput against vllm-project/afd-plugin, run from a checkout
     host        what the host adds to a decode step
+    lengths     decode steps of requests of different lengths, against equal ones
     routing     which experts the rows of a decode step choose
     prefill     time to first token and prompt tokens/s against colocated vLLM
     profile     checks that replayed steps have no host synchronization per layer
@@ -35,6 +36,7 @@ COMMANDS = {
     "jitter": "afd_bench.gpu.jitter",
     "peer": "afd_bench.gpu.peer",
     "host": "afd_bench.gpu.host",
+    "lengths": "afd_bench.gpu.lengths",
     "routing": "afd_bench.gpu.routing",
     "prefill": "afd_bench.gpu.prefill",
     "profile": "afd_bench.gpu.profile",

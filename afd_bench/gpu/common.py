@@ -114,6 +114,12 @@ def count(text: str) -> int:
     return int(text)
 
 
+def requests_and_context(text: str) -> tuple[int, int]:
+    """Parses an argument REQUESTSxCONTEXT."""
+    requests, _, context = text.partition("x")
+    return count(requests), count(context)
+
+
 def parser(what: str, doc: str | None, seconds: float) -> argparse.ArgumentParser:
     """Returns a parser with the options of every sub-command. seconds: default of --seconds."""
     options = argparse.ArgumentParser(

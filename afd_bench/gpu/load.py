@@ -25,7 +25,8 @@ class Load:
     """A decode load.
 
     requests: at a time. prompt: tokens per prompt. length: most tokens of a request on the server.
-    vocab: token ids are below it.
+    vocab: token ids are below it. mixed: prompts have half to one and a half times ``prompt``
+    tokens, evenly distributed.
     """
 
     requests: int
@@ -33,17 +34,24 @@ class Load:
     length: int
     vocab: int
     seed: int = 1
+    mixed: bool = False
+
+    def prompt_tokens(self, index: int) -> int:
+        """Returns the tokens of the prompt of request ``index``."""
+        if not self.mixed:
+            return self.prompt
+        return int(self.prompt * (0.5 + random.Random(f"{self.seed} {index} length").random()))
 
     def body(self, server: Server, index: int, tokens: int | None = None) -> dict[str, object]:
         """Returns the body of a /v1/completions request, with the same prompt for every server.
 
         tokens: of the answer; None: as many as ``length`` allows.
         """
-        draw = random.Random(f"{self.seed} {index}")
+        draw, prompt = random.Random(f"{self.seed} {index}"), self.prompt_tokens(index)
         return {
             "model": server.model,
-            "prompt": draw.choices(range(FIRST_TOKEN, self.vocab), k=self.prompt),
-            "max_tokens": tokens or self.length - self.prompt - 1,
+            "prompt": draw.choices(range(FIRST_TOKEN, self.vocab), k=prompt),
+            "max_tokens": tokens or self.length - prompt - 1,
             "temperature": 0,
             "ignore_eos": True,
             "cache_salt": f"{time.monotonic_ns()}",  # no prefix-cache hits from earlier requests

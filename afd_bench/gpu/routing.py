@@ -19,7 +19,15 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from afd.errors import AfdError, ConfigError
 from afd.records import command_line, current_commit, machine, today
-from afd_bench.gpu.common import Budget, add_model, count, model_of, parser, usable_gpus
+from afd_bench.gpu.common import (
+    Budget,
+    add_model,
+    count,
+    model_of,
+    parser,
+    requests_and_context,
+    usable_gpus,
+)
 from afd_bench.gpu.kv import spread_kv_bytes
 from afd_bench.gpu.load import Load, held
 from afd_bench.gpu.serving import Setup, running
@@ -162,17 +170,11 @@ def _cell(entry: Mapping[str, object]) -> Choices:
     return Choices(**named, rows=rows)  # type: ignore[arg-type]
 
 
-def _pair(text: str) -> tuple[int, int]:
-    """Parses REQUESTSxCONTEXT."""
-    requests, _, context = text.partition("x")
-    return count(requests), count(context)
-
-
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     options = parser("routing", __doc__, 240.0)
     add_model(options, "qwen3-30b-coarse-mqa")
     options.add_argument(
-        "--cells", type=_pair, nargs="+", required=True, metavar="REQUESTSxCONTEXT",
+        "--cells", type=requests_and_context, nargs="+", required=True, metavar="REQUESTSxCONTEXT",
         help="requests at a time and tokens of their prompts, such as 128x4096",
     )  # fmt: skip
     options.add_argument(

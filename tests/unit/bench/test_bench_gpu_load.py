@@ -116,3 +116,11 @@ def test_a_request_names_its_rank_where_vllm_would_deal_unevenly():
     asked.clear()
     asyncio.run(ask(0))
     assert asked == [{}] * 3
+
+
+def test_mixed_lengths_are_around_the_mean_and_the_same_for_every_server():
+    load = Load(400, 1000, 3000, 2000, mixed=True)
+    lengths = [load.prompt_tokens(index) for index in range(400)]
+    assert min(lengths) >= 500 and max(lengths) <= 1500 and abs(sum(lengths) / 400 - 1000) < 40
+    body = load.body(FakeServer(), 7)
+    assert len(body["prompt"]) == lengths[7] and body["max_tokens"] == 3000 - lengths[7] - 1
