@@ -79,7 +79,7 @@ Why the others are off:
   around the number of multiprocessors: 21 rows of 4 key/value heads take as long as 24, and 1.55
   times as long as 16. Until the table had these rows, the step of qwen3-30b at 32K was predicted 13
   % too short. H100 does not have them. `afd plan` takes a table of
-  [mixed lengths](../planner-model.md#measured-kernels), which no cell here tests.
+  [mixed lengths](../planner-model.md#mixed-lengths), which was tested with colocated vLLM alone.
 
 Nothing between servers was measured: neither the NIC, nor expert parallelism over more than 2 GPUs.
 """
