@@ -114,10 +114,37 @@ def count(text: str) -> int:
     return int(text)
 
 
-def requests_and_context(text: str) -> tuple[int, int]:
+def _requests_and_context(text: str) -> tuple[int, int]:
     """Parses an argument REQUESTSxCONTEXT."""
     requests, _, context = text.partition("x")
     return count(requests), count(context)
+
+
+def add_cells(options: argparse.ArgumentParser) -> None:
+    """Adds the option --cells: pairs of requests at a time and tokens of their prompts."""
+    options.add_argument(
+        "--cells", type=_requests_and_context, nargs="+", required=True,
+        metavar="REQUESTSxCONTEXT",
+        help="requests at a time and mean tokens of their prompts, such as 128x4096",
+    )  # fmt: skip
+
+
+def add_kv(options: argparse.ArgumentParser) -> None:
+    """Adds the option --kv."""
+    options.add_argument(
+        "--kv", default="bfloat16", choices=("bfloat16", "fp8"), help="dtype of every KV cache"
+    )
+
+
+def check_kv(args: argparse.Namespace) -> None:
+    """Raises ConfigError if the device has no such KV cache."""
+    if args.device == "cpu" and args.kv != "bfloat16":
+        raise ConfigError("--kv fp8 needs a GPU; leave it out for a dry run")
+
+
+def cached_case(args: argparse.Namespace) -> str:
+    """Returns what a case says of --kv, after the model's name."""
+    return "" if args.kv == "bfloat16" else f" {args.kv} cache"
 
 
 def parser(what: str, doc: str | None, seconds: float) -> argparse.ArgumentParser:

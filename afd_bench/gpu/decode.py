@@ -18,9 +18,11 @@ from afd.errors import AfdError, ConfigError
 from afd_bench.gpu.common import (
     Budget,
     Report,
+    add_kv,
     add_model,
     add_peers,
     add_routing,
+    cached_case,
     case_of,
     count,
     model_of,
@@ -131,8 +133,7 @@ def main(argv: Sequence[str]) -> int:
     )
     sizes = Sizes(max(plan.batches), length, args.kv_gib, plan.batches)
     flags = [*vllm_args(args.device, not args.computed, args.kv), *args.vllm_args]
-    cache = "" if args.kv == "bfloat16" else f" {args.kv} cache"
-    name = case_of(args.model, model_slice) + cache + routed_case(args)
+    name = case_of(args.model, model_slice) + cached_case(args) + routed_case(args)
     out = report("gpu", args, "decode", argv)
     variables = routing_variables(args)
     with running(targets, Setup(path, sizes, args.device, flags, args.logs, variables)) as servers:
@@ -185,9 +186,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--kv-gib", type=float,
         help="KV cache of a server, per GPU of the server; default: 8, on CPU 0.25",
     )  # fmt: skip
-    options.add_argument(
-        "--kv", default="bfloat16", choices=("bfloat16", "fp8"), help="dtype of every KV cache"
-    )
+    add_kv(options)
     options.add_argument(
         "--kernels", nargs="+", default=["vllm"], choices=("vllm", "mqa"),
         help="attention.kernel of our deployments; one deployment per value",

@@ -26,12 +26,14 @@ def spread_kv_bytes(
     return kv_bytes(target, requests, length, model, kv) * having / target.gpus
 
 
-def kv_gib(targets: Sequence[Target], requests: int, length: int, model: ModelSpec) -> float:
+def kv_gib(
+    targets: Sequence[Target], requests: int, length: int, model: ModelSpec, kv: str = "bfloat16"
+) -> float:
     """Returns the GiB per GPU that hold all requests at full length on any target.
 
     Counts all GPUs of a target, with or without a cache, as ``Sizes.kv_gib`` does.
     """
-    most = max(spread_kv_bytes(target, requests, length, model) for target in targets)
+    most = max(spread_kv_bytes(target, requests, length, model, kv) for target in targets)
     return 1.1 * most / 2**30 + 0.1
 
 

@@ -11,22 +11,25 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from afd.errors import AfdError, ConfigError
+from afd.errors import AfdError
 from afd_bench.gpu.common import (
     Budget,
     Report,
+    add_cells,
+    add_kv,
     add_model,
     add_routing,
+    cached_case,
     case_of,
+    check_kv,
     count,
     model_of,
     parser,
     report,
-    requests_and_context,
     routed_case,
     routing_variables,
 )
-from afd_bench.gpu.kv import spread_kv_bytes
+from afd_bench.gpu.kv import kv_gib
 from afd_bench.gpu.load import Load, steady
 from afd_bench.gpu.predict import predict
 from afd_bench.gpu.serving import Setup, running
@@ -42,8 +45,6 @@ _LONGEST = 1.5
 """Longest prompt over the mean."""
 _CELL_S = 25.0  # estimated time of a cell, with its ramp-ups
 _PROPAGATION_S = 0.3  # until the instances have received a new depth
-_SPARE = 1.1
-"""KV cache over what the drawn requests fill."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -53,16 +54,15 @@ def main(argv: Sequence[str]) -> int:
     model_slice, path = model_of(args, args.model, length)
     model = load_model(str(path))
     (target,) = in_modes([parse(args.target)], [True], "graphs")
-    needed = max(
-        spread_kv_bytes(target, requests, context + args.answer, model, args.kv)
+    cache = max(
+        kv_gib([target], requests, context + args.answer, model, args.kv)
         for requests, context in args.cells
     )
     batches = tuple(sorted({requests for requests, _ in args.cells}))
-    sizes = Sizes(max(batches), length, _SPARE * needed / 2**30 + 0.2, batches)
+    sizes = Sizes(max(batches), length, cache, batches)
     flags = [*vllm_args(args.device, True, args.kv), *args.vllm_args]
     setup = Setup(path, sizes, args.device, flags, args.logs, routing_variables(args))
-    cache = "" if args.kv == "bfloat16" else f" {args.kv} cache"
-    name = case_of(args.model, model_slice) + cache + routed_case(args)
+    name = case_of(args.model, model_slice) + cached_case(args) + routed_case(args)
     measured = 0
     with running([target], setup) as servers:
         server = servers[target]
@@ -132,17 +132,11 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--target", default="TP1", help="TP1, TP2 or an xAyF; colocated vLLM with graphs only"
     )
     options.add_argument("--depth", type=int, default=1, choices=(1, 2, 3), help="of an xAyF")
-    options.add_argument(
-        "--cells", type=requests_and_context, nargs="+", required=True, metavar="REQUESTSxCONTEXT",
-        help="requests at a time and mean tokens of their prompts, such as 64x16384",
-    )  # fmt: skip
-    options.add_argument(
-        "--kv", default="bfloat16", choices=("bfloat16", "fp8"), help="dtype of the KV cache"
-    )
+    add_cells(options)
+    add_kv(options)
     options.add_argument("--answer", type=count, default=600, help="most tokens of a short answer")
     options.add_argument("--window", type=float, default=1.5, help="seconds per measurement")
     options.add_argument("--rounds", type=count, default=2, help="measurements of each kind")
     args = options.parse_args(argv)
-    if args.device == "cpu" and args.kv != "bfloat16":
-        raise ConfigError("--kv fp8 needs a GPU; leave it out for a dry run")
+    check_kv(args)
     return args

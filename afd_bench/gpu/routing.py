@@ -17,18 +17,20 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from afd.errors import AfdError, ConfigError
+from afd.errors import AfdError
 from afd.records import command_line, current_commit, machine, today
 from afd_bench.gpu.common import (
     Budget,
+    add_cells,
+    add_kv,
     add_model,
+    check_kv,
     count,
     model_of,
     parser,
-    requests_and_context,
     usable_gpus,
 )
-from afd_bench.gpu.kv import spread_kv_bytes
+from afd_bench.gpu.kv import kv_gib
 from afd_bench.gpu.load import Load, held
 from afd_bench.gpu.serving import Setup, running
 from afd_bench.gpu.targets import Afd, Sizes, fitted, vllm_args
@@ -38,8 +40,6 @@ from afd_planner.facts.model_hf import load_model
 
 _CELL_S = 15.0  # estimated time of a cell, with its ramp-up
 _PROPAGATION_S = 0.3  # until the instances have received a new depth
-_SPARE = 1.05
-"""KV cache over what the longest requests fill."""
 _METRIC = "afd_expert_rows_total"
 
 
@@ -81,12 +81,12 @@ def main(argv: Sequence[str]) -> int:
     model_slice, path = model_of(args, args.model, length)
     model = load_model(str(path))
     target = fitted(Afd(1, 1, lookahead=True), 0 if args.device == "cpu" else usable_gpus())
-    needed = max(
-        spread_kv_bytes(target, requests, context + args.answer, model, args.kv)
+    cache = max(
+        kv_gib([target], requests, context + args.answer, model, args.kv)
         for requests, context in args.cells
     )
     batches = tuple(sorted({requests for requests, _ in args.cells}))
-    sizes = Sizes(max(batches), length, _SPARE * needed / 2**30 + 0.1, batches)
+    sizes = Sizes(max(batches), length, cache, batches)
     flags = [*vllm_args(args.device, True, args.kv), *args.vllm_args]
     ffn = next(group.ffn for group in model.groups if isinstance(group.ffn, MoeFfn))
     found = []
@@ -173,16 +173,10 @@ def _cell(entry: Mapping[str, object]) -> Choices:
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     options = parser("routing", __doc__, 240.0)
     add_model(options, "qwen3-30b-coarse-mqa")
-    options.add_argument(
-        "--cells", type=requests_and_context, nargs="+", required=True, metavar="REQUESTSxCONTEXT",
-        help="requests at a time and tokens of their prompts, such as 128x4096",
-    )  # fmt: skip
-    options.add_argument(
-        "--kv", default="bfloat16", choices=("bfloat16", "fp8"), help="dtype of the KV cache"
-    )
+    add_cells(options)
+    add_kv(options)
     options.add_argument("--answer", type=count, default=1_200, help="most tokens of an answer")
     options.add_argument("--window", type=float, default=1.5, help="seconds per cell")
     args = options.parse_args(argv)
-    if args.device == "cpu" and args.kv != "bfloat16":
-        raise ConfigError("--kv fp8 needs a GPU; leave it out for a dry run")
+    check_kv(args)
     return args
