@@ -57,12 +57,15 @@ class Cell:
     bytes_copied: bool = True
     """False: by a NIC that keeps its time and copies nothing."""
     gpus: int = 1
+    connections: int = 0
+    """Of backend tcp; 0: as many as the library takes."""
 
     @property
     def case(self) -> str:
         how = "" if self.bytes_copied else " no bytes"
         where = "" if self.gpus == 1 else f" on {self.gpus} GPUs"
-        return f"{self.backend} {self.depth} {self.gbps}{how}{where}"
+        over = f" over {self.connections} connections" if self.connections else ""
+        return f"{self.backend} {self.depth} {self.gbps}{how}{where}{over}"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -75,7 +78,12 @@ def main(argv: Sequence[str]) -> int:
         from afd_bench.wire_gpu_torch import Settings, measure
 
         cells = []
-        for backend in args.backends:
+        ways = [
+            (backend, connections)
+            for backend in args.backends
+            for connections in (args.connections if backend == "tcp" else [0])
+        ]
+        for backend, connections in ways:
             for depth in (0, *args.depths):  # 0: the round trip
                 settings = Settings(
                     backend=backend,
@@ -87,6 +95,7 @@ def main(argv: Sequence[str]) -> int:
                     positions=args.positions,
                     replays=args.replays,
                     library=str(library),
+                    connections=connections,
                 )
                 times = sorted(measure(settings))
                 cells.append(
@@ -100,6 +109,7 @@ def main(argv: Sequence[str]) -> int:
                         len(times),
                         bytes_copied=not (args.no_bytes and backend in ON_THE_NIC),
                         gpus=len(set(args.device)),
+                        connections=connections,
                     )
                 )
                 print(cells[-1], flush=True)
@@ -170,6 +180,10 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--work-us", type=float, default=150.0, help="per position and side")
     parser.add_argument("--up", type=int, default=UP, help="bytes of a message to the FFN")
     parser.add_argument("--down", type=int, default=DOWN, help="bytes of an answer")
+    parser.add_argument(
+        "--connections", nargs="+", type=int, default=[0], choices=range(9),
+        help="of tcp; 0: as many as the library takes",
+    )  # fmt: skip
     parser.add_argument("--positions", type=int, default=96, help="per micro-batch in a graph")
     parser.add_argument("--replays", type=int, default=100, help="timed replays per case")
     parser.add_argument("--parts", action="store_true", help="where a round trip's time goes")

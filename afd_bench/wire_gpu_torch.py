@@ -38,6 +38,7 @@ class Settings:
     positions: int
     replays: int
     library: str
+    connections: int = 0  # of backend tcp; 0: as many as the library takes
     trace: bool = False  # depth 1; each message carries times, and has a slot of its own
 
     @property
@@ -94,6 +95,7 @@ class Side:
             trace=settings.trace,
             timeout_us=TIMEOUT_US,
             device=self.device,
+            tcp_connections=settings.connections,
             verbs=self._options,
         )
 

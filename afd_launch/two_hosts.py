@@ -29,7 +29,7 @@ CLOCK_S = 2.0  # control.clock_s: a larger difference is refused at the start of
 _PINGS = 16
 _QUIET_S = 120.0  # a near side that asks for nothing for so long has ended
 _TCP_SHARE = 0.5  # of the interface's speed
-_TCP_MOST = 20.0  # Gb/s; one connection of backend tcp is one thread
+_TCP_MOST = 20.0  # Gb/s, which one connection reaches; hosts with few CPUs use one
 _RDMA_SHARE = 0.9  # docs/rdma.md: what ib_write_bw reaches of a port's rate
 
 

@@ -75,6 +75,16 @@ class Verbs(Section):
         return are_ports(value)
 
 
+class Tcp(Section):
+    """Backend tcp."""
+
+    # Connections per link, each with a sending and a receiving thread: messages of more than 128 KiB
+    # are spread over them. auto: one per 4 usable CPUs, at most 4
+    connections: Literal["auto"] | Annotated[int, Field(ge=1, le=8)] = Field(
+        default="auto", description="auto (one per 4 usable CPUs, at most 4) or 1 to 8"
+    )
+
+
 class Transport(Section):
     """How attention and FFN members exchange messages."""
 
@@ -83,12 +93,18 @@ class Transport(Section):
     backend: Annotated[str, AfterValidator(_backend)] = "auto"
     host: str = "127.0.0.1"  # address at which peers reach this host
     trace: bool = True  # messages carry timestamps, for afd_wire_seconds and `afd trace`
+    tcp: Tcp = Tcp()
     verbs: Verbs = Verbs()
 
     @property
     def tcp_host(self) -> str | None:
         """Address on which a role listens for backend tcp; None if tcp is not used."""
         return self.host if self.backend in ("auto", "tcp") else None
+
+    @property
+    def tcp_connections(self) -> int:
+        """The argument ``tcp_connections`` of ``afd_comm.Link``."""
+        return 0 if self.tcp.connections == "auto" else self.tcp.connections
 
     def verbs_keywords(self, role: Literal["attention", "ffn"]) -> VerbsKeywords | None:
         """Options of backend verbs for one role; None if verbs is not used."""

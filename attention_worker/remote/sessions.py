@@ -260,6 +260,7 @@ class FfnSessions:
             timeout_us=POST_TIMEOUT_US,
             device=self._device,
             trace=self._transport.trace,
+            tcp_connections=self._transport.tcp_connections,
             verbs=VerbsOptions(**verbs) if verbs else None,
         )
         if link.notes:

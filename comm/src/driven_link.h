@@ -1,12 +1,16 @@
 // What a link that the CPU drives (tcp, verbs) offers to its proxy (proxy_link.h).
 #pragma once
 
+#include <atomic>
 #include <memory>
 
 #include "afd_comm/link.h"
 #include "poller.h"
 
 namespace afd_comm {
+
+// How many bytes of a message's parts, laid end to end, may be read by now. It may grow.
+using Available = std::atomic<uint64_t>;
 
 struct Limits {
   uint32_t slots = 0;  // of the region
@@ -23,10 +27,10 @@ class DrivenLink : public Link {
     Begun,    // go_on() continues it
     Done,     // `outcome` is set
   };
-  // Like begin(), but waits for nothing, not even for another thread's post. `available`: null, or
-  // how many bytes of the parts, laid end to end, may be read. It may grow until the message is
-  // done, and must live until then. Parts are host memory, or registered.
-  virtual Start start(const Message& message, const uint64_t* available, Status& outcome) = 0;
+  // Like begin(), but waits for nothing, not even for another thread's post. `available`: null if
+  // all bytes may be read. It must live until the message is done. Parts are host memory, or
+  // registered.
+  virtual Start start(const Message& message, const Available* available, Status& outcome) = 0;
   // Continues a message that was begun. Returns its outcome, or nothing if it must be called again.
   virtual std::optional<Status> go_on(uint32_t slot) = 0;
   // Gives up a message that was begun. Returns the outcome.

@@ -74,17 +74,17 @@ bool ProxyLink::step() {
   Used& used = *current_.used;
   const Prepared& prepared = *tickets_->find(used.ticket);
   bool progress = false;
-  const uint64_t* available = nullptr;
+  const Available* available = nullptr;
   if (prepared.staged) {
     available = stage_->available();
-    const uint64_t before = *available;
+    const uint64_t before = available->load(std::memory_order_relaxed);
     try {
       stage_->advance();
     } catch (const CommError&) {
       if (current_.begun) link_->give_up(used.slot);
       return finish(used, Status::Closed);
     }
-    progress = *available != before;
+    progress = available->load(std::memory_order_relaxed) != before;
   }
   Status outcome = Status::Ok;
   if (!current_.begun) {

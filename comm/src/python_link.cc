@@ -76,7 +76,8 @@ std::vector<std::pair<std::size_t, Status>> post_each(const std::vector<Link*>& 
 std::unique_ptr<Link> connect(std::vector<std::string> addresses, std::string backend,
                               std::optional<std::pair<uint32_t, uint32_t>> slots,
                               int64_t timeout_us, std::string device, bool trace,
-                              int64_t zero_copy_from, std::optional<VerbsOptions> verbs) {
+                              int64_t zero_copy_from, uint32_t tcp_connections,
+                              std::optional<VerbsOptions> verbs) {
   LinkOptions options;
   options.backend = std::move(backend);
   if (slots) options.slots = SlotRange{slots->first, slots->second};
@@ -86,6 +87,9 @@ std::unique_ptr<Link> connect(std::vector<std::string> addresses, std::string ba
   options.device = parse_device(device);
   options.trace = trace;
   options.zero_copy_from = zero_copy_from;
+  if (tcp_connections > kMaxTcpConnections)
+    throw nb::value_error("tcp_connections must be 0 (by the number of CPUs) to 8");
+  options.tcp_connections = tcp_connections;
   options.verbs = std::move(verbs);
   // Not interrupt(): the link may later be used on the main thread.
   options.interrupt = signals_pending;
@@ -139,7 +143,7 @@ void bind_link(nb::module_& m) {
   nb::class_<Link>(m, "Link")
       .def(nb::new_(&connect), "addresses"_a, nb::kw_only(), "backend"_a = "auto",
            "slots"_a = nb::none(), "timeout_us"_a, "device"_a = "cpu", "trace"_a = false,
-           "zero_copy_from"_a = -1, "verbs"_a = nb::none())
+           "zero_copy_from"_a = -1, "tcp_connections"_a = 0, "verbs"_a = nb::none())
       .def_prop_rw("trace", &Link::traced, &Link::set_trace)
       .def_prop_ro("backend", &Link::backend)
       .def_prop_ro("notes", &Link::notes)

@@ -15,7 +15,8 @@ void Stage::begin(Message& message, const StageBuffer& buffer) {
   buffer_ = &buffer;
   part_count_ = message.part_count;
   part_ = 0;
-  in_part_ = issued_ = total_ = available_ = 0;
+  in_part_ = issued_ = total_ = 0;
+  available_.store(0, std::memory_order_relaxed);
   first_ = flying_ = 0;
   for (std::size_t i = 0; i < part_count_; ++i) {
     parts_[i] = message.parts[i];
@@ -41,7 +42,7 @@ void Stage::issue() {
 
 void Stage::advance() {
   while (flying_ != 0 && copied_.reached(ring_[first_].count)) {
-    available_ = ring_[first_].end;
+    available_.store(ring_[first_].end, std::memory_order_release);
     first_ = (first_ + 1) % kWindow;
     --flying_;
   }

@@ -7,6 +7,7 @@
 
 #include "afd_comm/types.h"
 #include "copy_counter.h"
+#include "driven_link.h"
 #include "stage_buffer.h"
 
 namespace afd_comm {
@@ -23,9 +24,9 @@ class Stage {
   void begin(Message& message, const StageBuffer& buffer);
   // Looks at the copies, and gives the device more of them. Throws CommError.
   void advance();
-  // Bytes that are on the host.
-  const uint64_t* available() const { return &available_; }
-  bool complete() const { return available_ == total_; }
+  // Bytes that are on the host. Other threads may look, too.
+  const Available* available() const { return &available_; }
+  bool complete() const { return available_.load(std::memory_order_relaxed) == total_; }
 
  private:
   static constexpr std::size_t kWindow = 8;  // chunks that the device has at a time
@@ -49,7 +50,7 @@ class Stage {
   const StageBuffer* buffer_ = nullptr;
   uint64_t issued_ = 0;
   uint64_t total_ = 0;
-  uint64_t available_ = 0;
+  Available available_{0};
 };
 
 }  // namespace afd_comm

@@ -7,32 +7,30 @@
 #include <cstring>
 
 #include "afd_comm/link.h"
-#include "packed_times.h"
-#include "trace_clock.h"
 
 namespace afd_comm {
-TcpConnection::TcpConnection(Fd fd, const Memory& memory, const Token& token, int claim_lock_fd,
-                             std::shared_ptr<Accelerator> accelerator)
+TcpConnection::TcpConnection(Fd fd, TcpPeers& peers, std::shared_ptr<Accelerator> accelerator)
     : fd_(std::move(fd)),
-      memory_(memory),
-      token_(token),
-      claim_lock_fd_(claim_lock_fd),
+      peers_(peers),
       accelerator_(std::move(accelerator)),
       accepted_ns_(now_ns()) {}
 
 TcpConnection::~TcpConnection() {
-  if (serial_ != 0) end_claim(memory_, slots_, serial_);
-}
-
-void TcpConnection::say_farewell(Status reason) const {
-  const uint8_t byte = static_cast<uint8_t>(reason);
-  static_cast<void>(send(fd_.get(), &byte, 1, MSG_NOSIGNAL | MSG_DONTWAIT));
+  if (peer_ == nullptr) return;
+  peer_->end(std::nullopt);
+  peer_->leave(fd_.get());
 }
 
 bool TcpConnection::on_readable() {
   drained_ = false;
   if (phase_ == Phase::Hello) {
-    const int filled = fill(&hello_, sizeof hello_);
+    const int filled = fill(&hello_, kHelloStart);
+    if (filled <= 0) return filled == 0;
+    if (hello_.magic != kHelloMagic || hello_.version != kTcpVersion) return accept_hello();
+    phase_ = Phase::Greeting;
+  }
+  if (phase_ == Phase::Greeting) {
+    const int filled = fill(&hello_.link, sizeof hello_ - kHelloStart);
     return filled > 0 ? accept_hello() : filled == 0;
   }
   if (phase_ == Phase::Head) {
@@ -40,7 +38,8 @@ bool TcpConnection::on_readable() {
     if (filled <= 0) return filled == 0;
     if (!accept_head()) return false;
   }
-  return read_body();
+  if (phase_ == Phase::Turn && !take_turn()) return false;
+  return phase_ == Phase::Turn || read_body();
 }
 
 int TcpConnection::fill(void* target, std::size_t size) {
@@ -57,25 +56,14 @@ int TcpConnection::fill(void* target, std::size_t size) {
 }
 
 bool TcpConnection::accept_hello() {
-  // Send no reply to a peer without the token.
-  if (hello_.magic != kHelloMagic || !same_token(hello_.token, token_.data())) return false;
-  Welcome welcome{kWelcomeMagic, kTcpVersion, static_cast<int32_t>(Status::Ok),
-                  memory_.geometry().slots, memory_.geometry().slot_bytes};
-  bool accepted = hello_.version == kTcpVersion;
-  if (accepted) {
-    const SlotRange range{hello_.first, hello_.count};
-    try {
-      serial_ = take_claim(memory_, range, 0, claim_lock_fd_, deadline_after_us(kClaimLockUs));
-      slots_ = range;
-    } catch (const CommError&) {
-      // The sender knows its own request and gets the geometry, so it composes the error message.
-      welcome.status = static_cast<int32_t>(Status::Capacity);
-      accepted = false;
-    }
-  }
-  const ssize_t n = send(fd_.get(), &welcome, sizeof welcome, MSG_NOSIGNAL | MSG_DONTWAIT);
+  Welcome welcome;
+  peer_ = peers_.greet(hello_, welcome);
+  if (welcome.magic == 0) return false;
+  // Greeted, even if refused: the sender gets an answer.
   phase_ = Phase::Head;
-  return accepted && n == static_cast<ssize_t>(sizeof welcome);
+  if (peer_ != nullptr) peer_->join(fd_.get());
+  const ssize_t n = send(fd_.get(), &welcome, sizeof welcome, MSG_NOSIGNAL | MSG_DONTWAIT);
+  return peer_ != nullptr && n == static_cast<ssize_t>(sizeof welcome);
 }
 
 bool TcpConnection::accept_head() {
@@ -89,19 +77,36 @@ bool TcpConnection::accept_head() {
     message.parts[i] = Part{head_.parts[i].offset, nullptr, head_.parts[i].nbytes};
     sum += head_.parts[i].nbytes;
   }
-  const Geometry& g = memory_.geometry();
+  const Memory& memory = peers_.memory();
+  const Geometry& g = memory.geometry();
   // Check the parts first: once each fits its slot, the sum cannot overflow.
-  if (check_message(message, g.slots, g.slot_bytes, slots_) != Status::Ok) return false;
-  if (head_.header.nbytes < 0 || static_cast<uint64_t>(head_.header.nbytes) != sum) return false;
-  if (serial_ != 0 && !holds_claim(memory_, head_.slot, serial_)) {
-    say_farewell(Status::Closed);
+  if (check_message(message, g.slots, g.slot_bytes, peer_->slots()) != Status::Ok) return false;
+  const auto whole = static_cast<uint64_t>(head_.header.nbytes);
+  if (head_.header.nbytes < 0 || (head_.stripes == 1 ? sum != whole : sum > whole)) return false;
+  if (!peer_->holds(head_.slot)) {
+    peer_->end(Status::Closed);
     return false;
   }
+  nbytes_ = sum;
   next_piece_ = piece_count_ = 0;
   for (std::size_t i = 0; i < message.part_count; ++i)
     if (message.parts[i].nbytes != 0)
-      pieces_[piece_count_++] = {memory_.payload(head_.slot) + message.parts[i].offset,
+      pieces_[piece_count_++] = {memory.payload(head_.slot) + message.parts[i].offset,
                                  message.parts[i].nbytes};
+  phase_ = Phase::Turn;
+  return true;
+}
+
+bool TcpConnection::take_turn() {
+  switch (peer_->turn(head_)) {
+    case TcpPeer::Turn::Never:
+      return false;
+    case TcpPeer::Turn::Later:
+      drained_ = true;
+      return true;
+    case TcpPeer::Turn::Now:
+      break;
+  }
   phase_ = Phase::Body;
   return true;
 }
@@ -158,21 +163,10 @@ bool TcpConnection::read_body() {
 }
 
 bool TcpConnection::deliver() {
-  // A newer writer may have claimed the slot since the head was read.
-  if (serial_ != 0 && !holds_claim(memory_, head_.slot, serial_)) {
-    say_farewell(Status::Closed);
-    return false;
-  }
-  SlotControl& control = memory_.control(head_.slot);
-  control.header = head_.header;
-  control.header.traced = head_.header.traced != kNotTraced ? kTimesInLine : kNotTraced;
-  if (head_.header.traced != kNotTraced) {
-    control.times = head_.times;
-    control.times.arrived = static_cast<int64_t>(trace_now_ns());
-  }
-  memory_.ring(head_.slot, head_.flag);
   phase_ = Phase::Head;
-  return true;
+  if (peer_->arrived(head_, nbytes_)) return true;
+  if (!peer_->holds(head_.slot)) peer_->end(Status::Closed);
+  return false;
 }
 
 }  // namespace afd_comm

@@ -1,5 +1,4 @@
-// Backend tcp, sender: one connection, frames gathered from the caller's memory.
-#include <sys/uio.h>
+// Backend tcp, sender: messages over one connection or several.
 #include <unistd.h>
 
 #include <algorithm>
@@ -11,21 +10,19 @@
 
 #include "backends.h"
 #include "driven_link.h"
+#include "helpers.h"
 #include "packed_times.h"
 #include "proxy_link.h"
 #include "socket.h"
+#include "tcp_outgoing.h"
 #include "tcp_receiver.h"
-#include "tcp_wire.h"
 #include "trace_clock.h"
-#include "zero_copy.h"
 
 namespace afd_comm {
 namespace {
 
-Welcome greet(const Fd& fd, const TcpAddress& a, SlotRange slots, uint64_t deadline,
+Welcome greet(const Fd& fd, const TcpAddress& a, const Hello& hello, uint64_t deadline,
               Interrupt interrupt) {
-  Hello hello{kHelloMagic, kTcpVersion, {}, slots.first, slots.count};
-  std::memcpy(hello.token, a.token.data(), a.token.size());
   // A new socket's buffer always has room for these few bytes.
   if (send(fd.get(), &hello, sizeof hello, MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof hello))
     throw CommError("cannot greet the region at " + place(a) + ": " + errno_text(errno) +
@@ -38,50 +35,63 @@ Welcome greet(const Fd& fd, const TcpAddress& a, SlotRange slots, uint64_t deadl
     throw CommError("the region at " + place(a) + " uses protocol version " +
                     std::to_string(welcome.version) + ", but this library uses " +
                     std::to_string(kTcpVersion) + "; install the same afd_comm on both sides");
+  if (welcome.status == static_cast<int32_t>(Status::Closed))
+    throw CommError("another link claimed the slots of the region at " + place(a) +
+                    " while this one connected; run each sender once");
   if (welcome.status != static_cast<int32_t>(Status::Ok))
-    throw CommError("the region at " + place(a) + " refused slots " + std::to_string(slots.first) +
-                    " to " + std::to_string(uint64_t{slots.first} + slots.count - 1) + " (it has " +
+    throw CommError("the region at " + place(a) + " refused slots " + std::to_string(hello.first) +
+                    " to " + std::to_string(uint64_t{hello.first} + hello.count - 1) + " (it has " +
                     std::to_string(welcome.slots) + "); both sides must use the same topology");
   return welcome;
 }
 
-// A send without a copy waits for the peer's acknowledgement and costs a notification; copying 64
-// KiB takes about 3 us.
-constexpr uint64_t kZeroCopyFrom = 64 * 1024;
+// CPUs per connection, and the most connections, where the user names no number.
+constexpr int kCpusPerConnection = 4;
+constexpr int kMaxDefault = 4;
+constexpr uint64_t kPauseNs = 5000;
+// How long a helper waits for room in a socket before it looks whether it must stop.
+constexpr int64_t kHelperSliceUs = 10000;
 
-bool ends_on_one_host(int fd) {
-  SocketAddress near, far;
-  near.length = far.length = sizeof near.storage;
-  return getsockname(fd, near.get(), &near.length) == 0 &&
-         getpeername(fd, far.get(), &far.length) == 0 && host_of(near) == host_of(far);
+uint32_t connections_of(const LinkOptions& options) {
+  if (options.tcp_connections != 0) return options.tcp_connections;
+  return static_cast<uint32_t>(std::clamp(usable_cpus() / kCpusPerConnection, 1, kMaxDefault));
 }
 
-class TcpLink final : public DrivenLink {
+// A message is cut into stripes. Every connection takes the next stripe when it has sent its last
+// one: the first connection on the thread that posts, the others on helpers' threads. So a message
+// waits for no helper, and a connection that is slow gets less.
+class TcpLink final : public DrivenLink, private Helped {
  public:
-  TcpLink(Fd fd, const Welcome& region, const LinkOptions& options)
+  TcpLink(std::vector<Fd> fds, const Welcome& region, const LinkOptions& options)
       : DrivenLink(options.trace),
-        fd_(std::move(fd)),
         slots_(region.slots),
         slot_bytes_(region.slot_bytes),
         options_(options),
-        creator_(getpid()),
-        same_host_(ends_on_one_host(fd_.get())),
-        zero_copy_(options.zero_copy_from < 0 ? kZeroCopyFrom
-                                              : static_cast<uint64_t>(options.zero_copy_from)),
-        marks_(region.slots, 0) {}
+        creator_(getpid()) {
+    for (Fd& fd : fds)
+      connections_.push_back(
+          std::make_unique<TcpOutgoing>(std::move(fd), slots_, options.zero_copy_from));
+    if (connections_.size() > 1) helpers_ = Helpers::shared(connections_.size() - 1);
+  }
 
-  ~TcpLink() override { close(); }
+  ~TcpLink() override {
+    close();
+    if (getpid() != creator_) {
+      // In a forked child the helpers' threads do not exist.
+      static_cast<void>(new std::shared_ptr<Helpers>(std::move(helpers_)));
+    } else if (helpers_ != nullptr) {
+      stop_helpers();
+    }
+  }
 
   const char* backend() const override { return "tcp"; }
   bool may_block() const override { return true; }
 
   Status post(const Message& m) override {
     std::optional<Status> status = begin(m);
-    if (status) return *status;
     const uint64_t deadline = deadline_after_us(options_.timeout_us);
     while (!status) {
-      if (poll_until(fd_.get(), POLLOUT, deadline, options_.interrupt) != Poll::Ready)
-        return abandon();
+      if (!wait(deadline)) return abandon();
       status = advance();
     }
     return *status;
@@ -92,15 +102,15 @@ class TcpLink final : public DrivenLink {
     if (refused != Status::Ok) return refused;
     const uint64_t posted = traced() ? trace_now_ns() : 0;
     if (!take_turn()) return Status::Deadline;
-    return begin_frame(m, posted, nullptr);
+    return begin_message(m, posted, nullptr);
   }
 
-  Start start(const Message& m, const uint64_t* available, Status& outcome) override {
+  Start start(const Message& m, const Available* available, Status& outcome) override {
     outcome = check(m);
     if (outcome != Status::Ok) return Start::Done;
     const uint64_t posted = traced() ? trace_now_ns() : 0;
     if (busy_.exchange(true, std::memory_order_acquire)) return Start::Refused;
-    const std::optional<Status> status = begin_frame(m, posted, available);
+    const std::optional<Status> status = begin_message(m, posted, available);
     if (!status) return Start::Begun;
     outcome = *status;
     return Start::Done;
@@ -115,92 +125,101 @@ class TcpLink final : public DrivenLink {
   }
 
   std::optional<Status> advance() override {
-    // Completed zero-copy sends also make the socket look ready.
-    zero_copy_.reap(fd_.get());
-    bool refused = false;  // the kernel has no room for another send without a copy
-    while (unsent_.msg_iovlen != 0) {
-      const bool in_place = !refused && in_place_[unsent_.msg_iov - pieces_];
-      msghdr run = unsent_;
-      run.msg_iovlen = 1;
-      while (run.msg_iovlen < unsent_.msg_iovlen &&
-             (refused || in_place_[run.msg_iov + run.msg_iovlen - pieces_] == in_place))
-        ++run.msg_iovlen;
-      const bool more = run.msg_iovlen < unsent_.msg_iovlen;
-      iovec ready[1 + kMaxParts];
-      if (available_ != nullptr && !cut_to_available(run, ready)) return std::nullopt;
-      const int flags =
-          MSG_NOSIGNAL | MSG_DONTWAIT | (in_place ? MSG_ZEROCOPY : 0) | (more ? MSG_MORE : 0);
-      const ssize_t n = sendmsg(fd_.get(), &run, flags);
-      if (n < 0) {
-        if (errno == EINTR) continue;
-        if (errno == EAGAIN) return std::nullopt;
-        if (errno == ENOBUFS && in_place) {
-          refused = true;
-          continue;
-        }
-        return finish(ended_ = closed_ ? Status::Closed : farewell(Status::PeerGone));
+    TcpOutgoing& first = *connections_[0];
+    while (!failed_.load(std::memory_order_relaxed)) {
+      if (!first.busy()) {
+        // The thread that copies from the device must go on with it: meanwhile the helpers send.
+        if (stripes_ > 1 && available_ != nullptr && available_->load() < total_)
+          return std::nullopt;
+        if (!take_stripe(first)) break;
       }
-      begun_ = begun_ || n > 0;
-      if (in_place) marks_[head_.slot] = zero_copy_.sent();
-      skip(static_cast<std::size_t>(n));
-      sent_ += static_cast<std::size_t>(n);
+      switch (first.advance(available_)) {
+        case TcpOutgoing::Progress::Done:
+          break;
+        case TcpOutgoing::Progress::Full:
+        case TcpOutgoing::Progress::Starved:
+          return std::nullopt;
+        case TcpOutgoing::Progress::Failed:
+          failed_.store(true, std::memory_order_relaxed);
+      }
     }
-    return finish(Status::Ok);
+    if (stripes_ > 1) {
+      helpers_->withdraw(*this);
+      // Where one connection failed, no helper must wait for another.
+      if (failed_.load(std::memory_order_relaxed)) hang_up();
+      if (helped()) {
+        std::this_thread::yield();
+        return std::nullopt;
+      }
+    }
+    if (!failed_.load(std::memory_order_acquire)) {
+      ++sequence_;
+      return finish(Status::Ok);
+    }
+    hang_up();
+    return finish(ended_ = closed_ ? Status::Closed : farewell(Status::PeerGone));
   }
 
   void register_memory(void* address, uint64_t nbytes, Device device) override {
-    // A socket cannot send from device memory. And to the same host the kernel always copies, so
-    // zero copy would only add bookkeeping.
-    if (!device.is_cpu() || (same_host_ && options_.zero_copy_from < 0)) return;
-    if (take_turn()) {
-      zero_copy_.allow(fd_.get(), address, nbytes);
-      finish(Status::Ok);
-    }
+    // A socket cannot send from device memory.
+    if (!device.is_cpu() || !take_turn()) return;
+    for (const auto& connection : connections_) connection->allow(address, nbytes);
+    finish(Status::Ok);
   }
 
   Status wait_sent(uint32_t slot, int64_t timeout_us) override {
     if (slot >= slots_) return Status::BadHeader;
     const uint64_t deadline = deadline_after_us(timeout_us);
-    while (true) {
+    for (std::size_t i = 0; i < connections_.size();) {
       if (!take_turn()) return Status::Deadline;
-      zero_copy_.reap(fd_.get());
-      const bool done = zero_copy_.done(marks_[slot]);
+      const bool left = connections_[i]->left(slot);
       finish(Status::Ok);
-      if (done) return Status::Ok;
       // Waits for the error queue only, which poll always reports.
-      if (poll_until(fd_.get(), 0, deadline, options_.interrupt) != Poll::Ready)
+      if (left)
+        ++i;
+      else if (poll_until(connections_[i]->fd(), 0, deadline, options_.interrupt) != Poll::Ready)
         return Status::Deadline;
     }
+    return Status::Ok;
   }
 
   Status abandon() override {
-    // A partly sent frame cannot be withdrawn: the receiver would read the next frame as its rest.
-    if (begun_) {
+    if (helpers_ != nullptr) stop_helpers();
+    // A partly sent message cannot be withdrawn: the receiver would wait for its rest.
+    if (std::any_of(connections_.begin(), connections_.end(),
+                    [](const auto& connection) { return connection->begun(); })) {
       ended_ = Status::Closed;
-      shutdown(fd_.get(), SHUT_RDWR);
+      hang_up();
     }
+    for (const auto& connection : connections_) connection->forget();
     return finish(Status::Deadline);
   }
 
-  int pollable() const override { return fd_.get(); }
+  int pollable() const override { return connections_[0]->fd(); }
 
   void close() override {
     if (closed_.exchange(true, std::memory_order_acq_rel)) return;
-    // The descriptor stays open until destruction, because another thread may be about to use it. A
-    // forked child's copy of this object must not end its parent's connection.
-    if (getpid() == creator_) shutdown(fd_.get(), SHUT_RDWR);
+    // The descriptors stay open until destruction, because another thread may be about to use one.
+    // A forked child's copy of this object must not end its parent's connections.
+    if (getpid() == creator_) hang_up();
   }
 
  private:
+  void hang_up() const {
+    for (const auto& connection : connections_) shutdown(connection->fd(), SHUT_RDWR);
+  }
+
   // Returns the receiver's reason if it hung up, else `otherwise`.
   Status farewell(Status otherwise, int flags = 0) const {
     uint8_t reason = 0;
-    const ssize_t n = recv(fd_.get(), &reason, 1, MSG_DONTWAIT | flags);
+    const ssize_t n = recv(connections_[0]->fd(), &reason, 1, MSG_DONTWAIT | flags);
     if (n == 1)
       return reason == static_cast<uint8_t>(Status::Closed) ? Status::Closed : Status::PeerGone;
     if (n < 0 && (errno == EAGAIN || errno == EINTR)) return otherwise;
     return Status::PeerGone;
   }
+
+  uint64_t stripe_bytes() const { return options_.tcp_stripe_bytes; }
 
   Status check(const Message& m) const {
     if (closed_.load(std::memory_order_acquire)) return Status::Closed;
@@ -208,68 +227,88 @@ class TcpLink final : public DrivenLink {
   }
 
   // Needs the turn. `posted`: 0 without tracing.
-  std::optional<Status> begin_frame(const Message& m, uint64_t posted, const uint64_t* available) {
+  std::optional<Status> begin_message(const Message& m, uint64_t posted,
+                                      const Available* available) {
     if (ended_ == Status::Ok) ended_ = farewell(Status::Ok);
     if (ended_ != Status::Ok) return finish(ended_);
-    load(m, posted != 0);
+    message_ = m;
     available_ = available;
-    if (posted != 0) {
-      head_.times = times_of(m, posted);
-      head_.times.sent = static_cast<int64_t>(trace_now_ns());
-    }
-    return advance();
-  }
-
-  // Limits the run to the bytes that may be read by now, in `ready`. Returns false if there are
-  // none.
-  bool cut_to_available(msghdr& run, iovec* ready) const {
-    uint64_t left = sizeof head_ + *available_ - sent_;
-    if (left == 0) return false;
-    std::size_t count = 0;
-    for (; count < run.msg_iovlen && left != 0; ++count) {
-      ready[count] = run.msg_iov[count];
-      ready[count].iov_len = std::min<uint64_t>(ready[count].iov_len, left);
-      left -= ready[count].iov_len;
-    }
-    run.msg_iov = ready;
-    run.msg_iovlen = count;
-    return true;
-  }
-
-  void load(const Message& m, bool trace) {
+    total_ = 0;
+    for (std::size_t i = 0; i < m.part_count; ++i) total_ += m.parts[i].nbytes;
+    const bool cut = connections_.size() > 1 && total_ > stripe_bytes();
+    stripes_ = cut ? static_cast<uint32_t>((total_ + stripe_bytes() - 1) / stripe_bytes()) : 1;
     head_ = FrameHead{};
     head_.magic = kFrameMagic;
     head_.slot = m.slot;
     head_.flag = m.flag;
-    head_.part_count = static_cast<uint32_t>(m.part_count);
+    head_.stripes = stripes_;
+    head_.sequence = sequence_;
     head_.header = m.header;
-    head_.header.traced = trace ? kTimesInLine : kNotTraced;
-    pieces_[0] = {&head_, sizeof head_};
-    in_place_[0] = false;
-    const bool zero_copy = options_.zero_copy_from >= 0 || !zero_copy_.copied();
-    for (std::size_t i = 0; i < m.part_count; ++i) {
-      head_.parts[i] = {m.parts[i].offset, m.parts[i].nbytes};
-      in_place_[1 + i] = zero_copy && zero_copy_.wants(m.parts[i].data, m.parts[i].nbytes);
-      pieces_[1 + i] = {const_cast<void*>(m.parts[i].data), m.parts[i].nbytes};
+    head_.header.traced = posted != 0 ? kTimesInLine : kNotTraced;
+    if (posted != 0) {
+      head_.times = times_of(m, posted);
+      head_.times.sent = static_cast<int64_t>(trace_now_ns());
     }
-    unsent_.msg_iov = pieces_;
-    unsent_.msg_iovlen = 1 + m.part_count;
-    begun_ = false;
-    sent_ = 0;
+    for (const auto& connection : connections_) connection->forget();
+    failed_.store(false, std::memory_order_relaxed);
+    next_stripe_.store(0, std::memory_order_relaxed);
+    next_connection_.store(1, std::memory_order_relaxed);
+    if (cut) helpers_->offer(*this);
+    return advance();
   }
 
-  void skip(std::size_t sent) {
-    while (unsent_.msg_iovlen != 0 && sent >= unsent_.msg_iov->iov_len) {
-      sent -= unsent_.msg_iov->iov_len;
-      ++unsent_.msg_iov;
-      --unsent_.msg_iovlen;
-    }
-    if (unsent_.msg_iovlen == 0) return;
-    unsent_.msg_iov->iov_base = static_cast<char*>(unsent_.msg_iov->iov_base) + sent;
-    unsent_.msg_iov->iov_len -= sent;
+  // Gives the connection the next stripe of the message. Returns false if there is none.
+  bool take_stripe(TcpOutgoing& connection) {
+    const uint32_t stripe = next_stripe_.fetch_add(1, std::memory_order_relaxed);
+    if (stripe >= stripes_) return false;
+    const uint64_t begin = stripes_ == 1 ? 0 : stripe * stripe_bytes();
+    const uint64_t end = stripe + 1 == stripes_ ? total_ : begin + stripe_bytes();
+    connection.load(head_, message_, begin, end);
+    return true;
   }
 
-  // Sends one frame at a time. Not a mutex, because waiting for another thread's frame has a
+  bool wants_help() const override {
+    return next_stripe_.load(std::memory_order_relaxed) < stripes_ &&
+           next_connection_.load(std::memory_order_relaxed) < connections_.size();
+  }
+
+  void help() override {
+    const uint32_t mine = next_connection_.fetch_add(1, std::memory_order_relaxed);
+    if (mine >= connections_.size()) return;
+    TcpOutgoing& connection = *connections_[mine];
+    while (!failed_.load(std::memory_order_relaxed)) {
+      if (!connection.busy() && !take_stripe(connection)) return;
+      switch (connection.advance(available_)) {
+        case TcpOutgoing::Progress::Done:
+          break;
+        case TcpOutgoing::Progress::Full:
+          poll_until(connection.fd(), POLLOUT, deadline_after_us(kHelperSliceUs), nullptr);
+          break;
+        case TcpOutgoing::Progress::Starved:
+          std::this_thread::yield();
+          break;
+        case TcpOutgoing::Progress::Failed:
+          failed_.store(true, std::memory_order_release);
+      }
+    }
+  }
+
+  // After it returns no helper uses a connection or the message's memory.
+  void stop_helpers() {
+    helpers_->withdraw(*this);
+    failed_.store(true, std::memory_order_relaxed);
+    while (helped()) std::this_thread::yield();
+  }
+
+  // Waits until advance() has something to do. Returns false at the deadline.
+  bool wait(uint64_t deadline) const {
+    if (connections_[0]->busy())
+      return poll_until(pollable(), POLLOUT, deadline, options_.interrupt) == Poll::Ready;
+    nap(kPauseNs);  // helpers send the last stripes
+    return now_ns() < deadline && (options_.interrupt == nullptr || !options_.interrupt());
+  }
+
+  // Sends one message at a time. Not a mutex, because waiting for another thread's message has a
   // deadline too.
   bool take_turn() {
     if (!busy_.exchange(true, std::memory_order_acquire)) return true;
@@ -286,32 +325,41 @@ class TcpLink final : public DrivenLink {
     return status;
   }
 
-  Fd fd_;
   uint32_t slots_;
   uint64_t slot_bytes_;
   LinkOptions options_;
   pid_t creator_;
+  std::shared_ptr<Helpers> helpers_;  // null for one connection
+  std::vector<std::unique_ptr<TcpOutgoing>> connections_;
   std::atomic<bool> closed_{false};
   std::atomic<bool> busy_{false};  // from begin() to its outcome; guards the members below
   Status ended_ = Status::Ok;
-  bool same_host_;
-  ZeroCopy zero_copy_;
-  std::vector<uint64_t> marks_;  // per slot: the last send from registered memory
+  uint64_t sequence_ = 1;
+  // The message that is sent. Helpers read it between offer() and the last one's leaving.
+  Message message_;
   FrameHead head_{};
-  bool in_place_[1 + kMaxParts] = {};  // which pieces are sent without a copy
-  iovec pieces_[1 + kMaxParts] = {};
-  msghdr unsent_{};                      // what the kernel has not taken yet
-  bool begun_ = false;                   // whether it has taken any
-  uint64_t sent_ = 0;                    // how many bytes it has taken
-  const uint64_t* available_ = nullptr;  // see start()
+  uint64_t total_ = 0;  // bytes of its parts
+  uint32_t stripes_ = 0;
+  const Available* available_ = nullptr;  // see start()
+  std::atomic<uint32_t> next_stripe_{0};
+  std::atomic<uint32_t> next_connection_{0};  // that no helper uses
+  std::atomic<bool> failed_{false};           // a connection failed, or nobody wants the outcome
 };
 
 std::unique_ptr<Link> open_link_tcp(const std::string& address, const LinkOptions& options) {
   const TcpAddress to = parse_tcp(address);
   const uint64_t deadline = deadline_after_us(options.timeout_us);
-  Fd fd = connect_until(to, deadline, options.interrupt);
-  const Welcome welcome = greet(fd, to, options.slots, deadline, options.interrupt);
-  return std::make_unique<ProxyLink>(std::make_unique<TcpLink>(std::move(fd), welcome, options),
+  Hello hello{kHelloMagic, kTcpVersion, {}, options.slots.first, options.slots.count, 0, 0, 0};
+  std::memcpy(hello.token, to.token.data(), to.token.size());
+  const Token random = random_token();
+  std::memcpy(&hello.link, random.data(), sizeof hello.link);
+  std::vector<Fd> fds;
+  Welcome welcome{};
+  for (; hello.number < connections_of(options); ++hello.number) {
+    fds.push_back(connect_until(to, deadline, options.interrupt));
+    welcome = greet(fds.back(), to, hello, deadline, options.interrupt);
+  }
+  return std::make_unique<ProxyLink>(std::make_unique<TcpLink>(std::move(fds), welcome, options),
                                      options);
 }
 

@@ -1,5 +1,5 @@
-// Backend tcp, receiver: one thread that accepts connections and reads frames straight into the
-// slots.
+// Backend tcp, receiver: a thread that accepts connections and reads frames straight into the
+// slots. The connections of a link behind its first have threads of their own (tcp_reader.h).
 #include "tcp_receiver.h"
 
 #include <fcntl.h>
@@ -12,17 +12,15 @@
 #include <cerrno>
 #include <mutex>
 #include <thread>
-#include <unordered_map>
 
+#include "poller.h"
 #include "socket.h"
-#include "tcp_connection.h"
+#include "tcp_reader.h"
 
 namespace afd_comm {
 namespace {
 
 constexpr int kEvents = 64;
-// How much is read from one connection before the others get their turn.
-constexpr int kReadsPerTurn = 64;
 // A waiter keeps polling for the rest of a message; sleeping between its segments would cost a
 // wake-up for each.
 constexpr uint64_t kPatienceNs = 50000;
@@ -32,6 +30,7 @@ class TcpReceiver final : public Receiver {
   TcpReceiver(const Memory& memory, const Token& token, const RegionOptions& options)
       : memory_(memory),
         token_(token),
+        spin_ns_(options.device.is_cpu() ? 0 : default_spin_ns()),
         accelerator_(options.device.is_cpu() ? nullptr : open_accelerator(options.device)),
         epoll_(epoll_create1(EPOLL_CLOEXEC)),
         peers_(epoll_create1(EPOLL_CLOEXEC)),
@@ -48,10 +47,11 @@ class TcpReceiver final : public Receiver {
     if (!epoll_ || !peers_ || !stop_ || !kick_ || !claim_lock_)
       throw CommError("cannot open the descriptors of a tcp receiver: " + errno_text(errno) +
                       "; raise the open-files limit");
+    peers_known_.emplace(memory_, token_, claim_lock_.get());
     watch(epoll_, listener_.get());
     watch(epoll_, stop_.get());
     watch(epoll_, peers_.get());
-    watch(peers_, kick_.get(), EPOLLIN | EPOLLET);
+    change(peers_, kick_.get(), EPOLLIN | EPOLLET, EPOLL_CTL_ADD);
     start();
   }
 
@@ -64,11 +64,11 @@ class TcpReceiver final : public Receiver {
   // a time slice.
   bool begin_serving() override {
     if (serving_.exchange(true, std::memory_order_acquire)) return false;
-    watch(epoll_, peers_.get(), 0, EPOLL_CTL_MOD);
+    change(epoll_, peers_.get(), 0, EPOLL_CTL_MOD);
     return true;
   }
   void end_serving() override {
-    watch(epoll_, peers_.get(), EPOLLIN, EPOLL_CTL_MOD);
+    change(epoll_, peers_.get(), EPOLLIN, EPOLL_CTL_MOD);
     serving_.store(false, std::memory_order_release);
   }
 
@@ -104,6 +104,7 @@ class TcpReceiver final : public Receiver {
     }
     thread_.join();
     const std::lock_guard<std::mutex> lock(mutex_);
+    readers_.clear();
     connections_.clear();
     listener_.reset();
   }
@@ -113,8 +114,7 @@ class TcpReceiver final : public Receiver {
     thread_ = start_thread("afd-tcp", [this] { run(); });
   }
 
-  static void watch(const Fd& epoll, int fd, uint32_t wanted = EPOLLIN,
-                    int operation = EPOLL_CTL_ADD) {
+  static void change(const Fd& epoll, int fd, uint32_t wanted, int operation) {
     epoll_event event{};
     event.events = wanted;
     event.data.fd = fd;
@@ -128,7 +128,7 @@ class TcpReceiver final : public Receiver {
     while (true) {
       const int n = epoll_wait(epoll_.get(), events, kEvents, timeout_ms);
       const std::lock_guard<std::mutex> lock(mutex_);
-      bool tell = false;
+      bool worked = false;
       for (int i = 0; i < n; ++i) {
         const int fd = events[i].data.fd;
         if (fd == stop_.get()) return;
@@ -136,15 +136,13 @@ class TcpReceiver final : public Receiver {
           accept_all();
           continue;
         }
-        tell = true;
+        worked = true;
         if (fd == peers_.get())
           serve_peers();
         else
           serve_connection(fd, 0);
       }
-      // A waiter that has started to serve may be asleep. Wake it, so that it sees the work done
-      // here or the kick consumed here.
-      if (tell && waiting_.load(std::memory_order_seq_cst)) kick();
+      if (worked) tell();
       if (ungreeted_ != 0) drop_ungreeted(now_ns());
       timeout_ms = ungreeted_ == 0 ? -1 : 250;
     }
@@ -161,81 +159,82 @@ class TcpReceiver final : public Receiver {
     while (Fd fd = accept_connection(listener_)) {
       if (connections_.size() >= kMaxConnections) continue;
       tune(fd.get());
-      const int number = fd.get();
-      connections_[number] = std::make_unique<TcpConnection>(std::move(fd), memory_, token_,
-                                                             claim_lock_.get(), accelerator_);
       ++ungreeted_;
-      watch(epoll_, number);
+      watch(epoll_,
+            connections_
+                .add(std::make_unique<TcpConnection>(std::move(fd), *peers_known_, accelerator_))
+                .fd());
       if (ungreeted_ > kMaxUngreeted) drop_ungreeted(0);
     }
   }
 
-  // `patience_ns`: how long to poll for the rest of a frame that has begun to arrive.
   void serve_connection(int fd, uint64_t patience_ns) {
-    const auto found = connections_.find(fd);
-    // The connection was dropped while an earlier event of this batch was handled.
-    if (found == connections_.end()) return;
-    TcpConnection& connection = *found->second;
-    const bool greeted = connection.greeted();
-    bool keep = connection.on_readable();
-    if (!greeted && connection.greeted()) {
+    TcpConnection* connection = connections_.find(fd);
+    if (connection == nullptr) return;
+    const bool greeted = connection->greeted();
+    // A stripe that must wait for its turn leaves the socket readable.
+    if (!connections_.serve(fd, patience_ns)) std::this_thread::yield();
+    if (greeted) return;
+    connection = connections_.find(fd);
+    if (connection == nullptr) {
       --ungreeted_;
-      if (keep) {
-        replace_older(connection);
-        watch(epoll_, fd, 0, EPOLL_CTL_DEL);
-        watch(peers_, fd);
-      }
+    } else if (connection->greeted()) {
+      --ungreeted_;
+      admit(*connection);
     }
-    uint64_t give_up = 0;
-    for (int reads = 1; keep && connection.greeted() && reads < kReadsPerTurn;) {
-      if (connection.may_have_more()) {
-        ++reads;
-        give_up = 0;
-      } else {
-        if (patience_ns == 0 || !connection.in_frame()) break;
-        const uint64_t now = now_ns();
-        if (give_up == 0) give_up = now + patience_ns;
-        if (now >= give_up) break;
-      }
-      keep = connection.on_readable();
-    }
-    if (!keep) drop(fd);
   }
 
-  void drop(int fd) {
-    const auto found = connections_.find(fd);
-    if (!found->second->greeted()) --ungreeted_;
-    connections_.erase(found);
+  // Gives a greeted connection to the thread that reads from it.
+  void admit(TcpConnection& newcomer) {
+    const int fd = newcomer.fd();
+    change(epoll_, fd, 0, EPOLL_CTL_DEL);
+    if (newcomer.number() == 0) {
+      replace_older(*newcomer.peer());
+      watch(peers_, fd);
+      return;
+    }
+    try {
+      while (readers_.size() < newcomer.number())
+        readers_.push_back(std::make_unique<TcpReader>(spin_ns_, [this] { tell(); }));
+    } catch (const CommError&) {
+      connections_.drop(fd);
+      return;
+    }
+    readers_[newcomer.number() - 1]->add(connections_.take(fd));
   }
 
-  // Ends the connections whose slots the new connection has claimed.
-  void replace_older(const TcpConnection& newcomer) {
-    std::vector<int> replaced;
-    for (const auto& [fd, other] : connections_)
-      if (other.get() != &newcomer && other->slots().overlaps(newcomer.slots()))
-        replaced.push_back(fd);
-    for (const int fd : replaced) {
-      connections_[fd]->say_farewell(Status::Closed);
-      drop(fd);
+  // Ends the links whose slots the new one has claimed: none of their bytes is written any more.
+  void replace_older(const TcpPeer& newcomer) {
+    for (const std::shared_ptr<TcpPeer>& peer : peers_known_->older(newcomer)) {
+      peer->end(Status::Closed);
+      connections_.drop_of(*peer);
+      for (const auto& reader : readers_) reader->drop_of(*peer);
     }
+  }
+
+  // A waiter that has started to serve may be asleep. Wake it, so that it sees the work done by
+  // other threads, or the kick that they consumed.
+  void tell() {
+    if (waiting_.load(std::memory_order_seq_cst)) kick();
   }
 
   // Drops connections without a greeting: those whose time is over or, with now == 0, the oldest.
   void drop_ungreeted(uint64_t now) {
     std::vector<std::pair<uint64_t, int>> waiting;
-    for (const auto& [fd, connection] : connections_)
-      if (!connection->greeted()) waiting.emplace_back(connection->accepted_ns(), fd);
-    if (now == 0) {
-      const auto oldest = std::min_element(waiting.begin(), waiting.end());
-      if (oldest != waiting.end()) drop(oldest->second);
-      return;
+    connections_.for_each([&waiting](const TcpConnection& c) {
+      if (!c.greeted()) waiting.emplace_back(c.accepted_ns(), c.fd());
+    });
+    if (now == 0) waiting = {*std::min_element(waiting.begin(), waiting.end())};
+    for (const auto& [since, fd] : waiting) {
+      if (now != 0 && now - since <= kGreetNs) continue;
+      connections_.drop(fd);
+      --ungreeted_;
     }
-    for (const auto& [since, fd] : waiting)
-      if (now - since > kGreetNs) drop(fd);
   }
 
   const Memory& memory_;
   Token token_;
+  uint64_t spin_ns_;                          // of the readers: 0 where a waiter may serve
   std::shared_ptr<Accelerator> accelerator_;  // of the slots' device
   Fd epoll_;  // of the thread: new connections, and peers_ while no waiter serves
   Fd peers_;  // an epoll of its own: connections that have been greeted
@@ -247,7 +246,9 @@ class TcpReceiver final : public Receiver {
   std::atomic<bool> serving_{false};  // a waiter serves the connections
   std::atomic<bool> waiting_{false};  // and may be asleep in epoll_wait
   std::mutex mutex_;  // guards the members below; held while reading, never while waiting
-  std::unordered_map<int, std::unique_ptr<TcpConnection>> connections_;
+  std::optional<TcpPeers> peers_known_;
+  TcpConnections connections_;
+  std::vector<std::unique_ptr<TcpReader>> readers_;  // of connections 1, 2, ... of every link
   std::size_t ungreeted_ = 0;
   std::thread thread_;
 };

@@ -6,7 +6,7 @@
 
 namespace afd_comm {
 
-DrivenLink::Start VerbsLink::start(const Message& m, const uint64_t* available, Status& status) {
+DrivenLink::Start VerbsLink::start(const Message& m, const Available* available, Status& status) {
   status = check(m);
   if (status == Status::Ok) status = outcome();
   if (status != Status::Ok) return Start::Done;
@@ -31,7 +31,7 @@ std::optional<Status> VerbsLink::go_on(uint32_t slot) {
   for (; out.next < out.plan.count; ++out.next) {
     const Stripe& stripe = out.plan.stripes[out.next];
     if (outcome() != Status::Ok) return outcome();
-    if (*out.available < stripe.end) return std::nullopt;
+    if (out.available->load(std::memory_order_relaxed) < stripe.end) return std::nullopt;
     if (alive_.load(std::memory_order_acquire) >> stripe.qp & 1)
       send_stripe(slot - first_, out.next, stripe.qp);
     else

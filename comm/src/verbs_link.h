@@ -54,7 +54,7 @@ class VerbsLink final : public DrivenLink, private CompletionSink {
   Status post(const Message& message) override;
   Status wait_sent(uint32_t slot, int64_t timeout_us) override;
   void register_memory(void* address, uint64_t nbytes, Device device) override;
-  Start start(const Message& message, const uint64_t* available, Status& outcome) override;
+  Start start(const Message& message, const Available* available, Status& outcome) override;
   std::optional<Status> go_on(uint32_t slot) override;
   Status give_up(uint32_t slot) override;
   bool sent(uint32_t slot) const override;
@@ -104,7 +104,7 @@ class VerbsLink final : public DrivenLink, private CompletionSink {
     const VerbsSource* sources[kMaxParts] = {};
     std::size_t part_count = 0;
     // A message whose bytes come by and by: see start().
-    const uint64_t* available = nullptr;
+    const Available* available = nullptr;
     uint32_t next = 0;  // stripe to send
   };
 

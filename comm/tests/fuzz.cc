@@ -47,10 +47,11 @@ void tcp(Target& target, bool greet, const uint8_t* data, std::size_t size) {
   require(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends) == 0, "socketpair succeeds");
   const Fd peer(ends[1]);
   {
-    TcpConnection connection(Fd(ends[0]), target.memory, target.token, target.lock.get(), nullptr);
+    TcpPeers peers(target.memory, target.token, target.lock.get());
+    TcpConnection connection(Fd(ends[0]), peers, nullptr);
     bool open = true;
     if (greet) {
-      Hello hello{kHelloMagic, kTcpVersion, {}, kClaimed, 1};
+      Hello hello{kHelloMagic, kTcpVersion, {}, kClaimed, 1, 7, 0, 0};
       std::memcpy(hello.token, target.token.data(), target.token.size());
       require(write(peer.get(), &hello, sizeof hello) == sizeof hello,
               "the greeting fits into the socket");
@@ -68,7 +69,7 @@ void tcp(Target& target, bool greet, const uint8_t* data, std::size_t size) {
         open = connection.on_readable();
     }
     // Without the token nothing is claimed; with it, only the claimed slot is written.
-    require(connection.greeted() || connection.slots().count == 0, "no claim without a greeting");
+    require(connection.greeted() || connection.peer() == nullptr, "no claim without a greeting");
   }
   for (uint32_t slot = 0; slot < kSlots; ++slot) {
     const SlotControl& control = target.memory.control(slot);

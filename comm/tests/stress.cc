@@ -22,7 +22,7 @@ namespace {
 
 // Each slot has its own sender and receiver. The receiver checks every byte, then requests the next
 // message.
-void integrity(const char* backend, uint32_t rounds) {
+void integrity(const char* backend, uint32_t connections, uint32_t rounds) {
   constexpr uint32_t slots = 3;
   Region region(slots, kSlotBytes, {"integrity", "127.0.0.1", 0});
   const auto trace = std::make_shared<PeerTrace>();
@@ -31,7 +31,7 @@ void integrity(const char* backend, uint32_t rounds) {
   std::vector<std::thread> threads;
   for (uint32_t slot = 0; slot < slots; ++slot) {
     threads.emplace_back([&, slot] {
-      const auto link = connect(region, backend, SlotRange{slot, 1});
+      const auto link = connect(region, backend, SlotRange{slot, 1}, connections);
       std::mt19937 random(slot);
       for (uint32_t seq = 1; seq <= rounds; ++seq) {
         while (wanted[slot].load(std::memory_order_acquire) < seq) std::this_thread::yield();
@@ -66,7 +66,7 @@ void groups(uint32_t rounds) {
   for (uint32_t i = 0; i < peers; ++i) {
     regions.push_back(
         std::make_unique<Region>(1, kSlotBytes, RegionOptions{"group", "127.0.0.1", 0}));
-    links.push_back(connect(*regions.back(), i % 2 ? "tcp" : "shm", SlotRange{0, 1}));
+    links.push_back(connect(*regions.back(), i % 2 ? "tcp" : "shm", SlotRange{0, 1}, 3));
     pointers.push_back(links.back().get());
   }
   Group group(pointers, kTimeoutUs, nullptr);
@@ -101,14 +101,20 @@ void groups(uint32_t rounds) {
 // Links of both backends take the same slots from each other while other threads call await(),
 // wake() and gone().
 void churn(uint64_t milliseconds) {
-  Region region(2, 64, {"churn", "127.0.0.1", 0});
+  constexpr uint64_t nbytes = 20000;
+  Region region(2, nbytes, {"churn", "127.0.0.1", 0});
   const uint64_t end = now_ns() + milliseconds * 1000000;
   std::vector<std::thread> threads;
   for (int i = 0; i < 4; ++i)
     threads.emplace_back([&, i] {
-      const std::vector<uint8_t> data(64, 1);
+      const std::vector<uint8_t> data(nbytes, 1);
       for (uint32_t seq = 1; now_ns() < end; ++seq) {
-        const auto link = connect(region, i % 2 ? "tcp" : "shm", SlotRange{0, 2});
+        std::unique_ptr<Link> link;
+        try {
+          link = connect(region, i % 2 ? "tcp" : "shm", SlotRange{0, 2}, i / 2 * 2 + 1);
+        } catch (const CommError&) {
+          continue;  // another link came before all connections were made
+        }
         const Status status =
             post(*link, seq % 2, make_flag(static_cast<uint32_t>(i) + 1, seq), data);
         check(status == Status::Ok || status == Status::Closed || status == Status::PeerGone,
@@ -139,13 +145,15 @@ void hostile(int connections) {
   for (int i = 0; i < connections; ++i) {
     Fd fd(socket(AF_INET, SOCK_STREAM, 0));
     check(::connect(fd.get(), address.get(), address.length) == 0, "connect");
-    Hello hello{kHelloMagic, kTcpVersion, {}, 1, 1};
+    Hello hello{kHelloMagic, kTcpVersion, {}, 1, 1, random(), 0, 0};
     std::memcpy(hello.token, to.token.data(), to.token.size());
     FrameHead head{};
     head.magic = kFrameMagic;
     head.slot = 1;
     head.flag = 1;
     head.part_count = 2;
+    head.stripes = 1;
+    head.sequence = 1;
     head.header.nbytes = 200;
     head.parts[0] = {0, 100};
     head.parts[1] = {100, 100};
@@ -154,8 +162,10 @@ void hostile(int connections) {
     for (uint64_t n = random() % 4; n > 0; --n)
       frame[random() % sizeof head] = static_cast<uint8_t>(random());
     static_cast<void>(send(fd.get(), &hello, sizeof hello, MSG_NOSIGNAL));
-    for (int copies = 0; copies < 3; ++copies)
+    for (uint64_t copies = 0; copies < 3; ++copies) {
+      frame[offsetof(FrameHead, sequence)] += copies != 0;
       static_cast<void>(send(fd.get(), frame, sizeof frame, MSG_NOSIGNAL));
+    }
   }
   for (uint32_t slot = 0; slot < 3; slot += 2)
     for (uint64_t i = 0; i < 256; ++i)
@@ -169,12 +179,13 @@ void hostile(int connections) {
 // The region is closed while other threads wait on it and write to it.
 void close_in_use(int rounds) {
   for (int i = 0; i < rounds; ++i) {
-    Region region(2, 4096, {"closing", "127.0.0.1", 0});
+    constexpr uint64_t nbytes = 20000;
+    Region region(2, nbytes, {"closing", "127.0.0.1", 0});
     std::vector<std::thread> threads;
     for (uint32_t slot = 0; slot < 2; ++slot) {
       threads.emplace_back([&region, slot] {
-        const auto link = connect(region, slot ? "tcp" : "shm", SlotRange{slot, 1});
-        const std::vector<uint8_t> data(4096, 1);
+        const auto link = connect(region, slot ? "tcp" : "shm", SlotRange{slot, 1}, 3);
+        const std::vector<uint8_t> data(nbytes, 1);
         while (post(*link, slot, 1, data) == Status::Ok) {
         }
       });
@@ -253,10 +264,10 @@ int main(int argc, char** argv) {
   buckets();
   packing(100000);
   printf("copy, buckets and packed times ok\n");
-  for (const char* backend : {"shm", "tcp"}) {
-    integrity(backend, 150);
-    printf("integrity %s ok\n", backend);
-  }
+  integrity("shm", 1, 150);
+  integrity("tcp", 1, 150);
+  integrity("tcp", 4, 150);
+  printf("integrity ok\n");
   groups(200);
   printf("groups ok\n");
   churn(2000);

@@ -22,8 +22,12 @@ inline void check(bool ok, const char* what) {
   _exit(1);
 }
 
-inline std::unique_ptr<Link> connect(const Region& region, const char* backend, SlotRange slots) {
+// `connections`: of backend tcp; with several, messages are cut into small stripes.
+inline std::unique_ptr<Link> connect(const Region& region, const char* backend, SlotRange slots,
+                                     uint32_t connections = 1) {
   LinkOptions options;
+  options.tcp_connections = connections;
+  options.tcp_stripe_bytes = 4096;
   options.backend = backend;
   options.slots = slots;
   options.timeout_us = kTimeoutUs;

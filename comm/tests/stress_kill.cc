@@ -51,7 +51,7 @@ void killed_sender(const char* backend, int rounds) {
     check(pipe(ready) == 0, "pipe");
     const pid_t child = fork();
     if (child == 0) {
-      const auto link = connect(region, backend, SlotRange{0, 1});
+      const auto link = connect(region, backend, SlotRange{0, 1}, 3);
       Sender sender(*link);
       check(write(ready[1], "", 1) == 1, "pipe");
       for (uint32_t seq = 1;; ++seq) sender.post(make_flag(generation, seq), seq);
@@ -74,7 +74,7 @@ void killed_sender(const char* backend, int rounds) {
     const uint8_t* payload = region.payload(0);
     if (std::count(payload, payload + kBytes, payload[0]) != kBytes) ++torn;
     // The next writer can use the slot normally.
-    const auto link = connect(region, backend, SlotRange{0, 1});
+    const auto link = connect(region, backend, SlotRange{0, 1}, 3);
     const uint64_t flag = make_flag(generation, 0x80000000);
     check(Sender(*link).post(flag, 7) == Status::Ok, "post after a writer died");
     check(await(region, 0, flag, kTimeoutUs) == Status::Ok, "arrival after a writer died");

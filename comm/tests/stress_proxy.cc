@@ -163,6 +163,8 @@ Function fault(void* fake, const char* name) {
 
 std::unique_ptr<Link> open(const Region& region, const char* backend, const std::string& library) {
   LinkOptions link;
+  link.tcp_connections = 3;
+  link.tcp_stripe_bytes = 4096;
   link.backend = backend;
   link.slots = SlotRange{0, kSlots};
   link.timeout_us = kTimeoutUs;

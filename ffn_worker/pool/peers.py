@@ -140,6 +140,7 @@ class PeerTable:
                 timeout_us=_POST_TIMEOUT_US,
                 device=self._device,
                 trace=transport.trace,
+                tcp_connections=transport.tcp_connections,
                 verbs=VerbsOptions(**verbs) if verbs else None,
             )
         except CommError as error:

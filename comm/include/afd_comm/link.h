@@ -14,14 +14,21 @@
 
 namespace afd_comm {
 
+constexpr uint32_t kMaxTcpConnections = 8;
+
 struct LinkOptions {
   std::string backend = "auto";  // or one of backend_names()
   SlotRange slots;               // the claimed slots
   int64_t timeout_us = 0;        // limit for connecting, and for every post that has to wait
   Interrupt interrupt = nullptr;
   int64_t zero_copy_from =
-      -1;         // tcp: parts of at least this many bytes are sent without a copy; -1: if it pays
-  Device device;  // where the caller's parts and streams are
+      -1;  // tcp: parts of at least this many bytes are sent without a copy; -1: if it pays
+  // tcp: connections to the peer, at most kMaxTcpConnections; 0: by the number of CPUs.
+  uint32_t tcp_connections = 0;
+  // tcp over several connections: bytes of a stripe. Small enough that the connections end at about
+  // the same time, large enough that a stripe takes longer than its system calls.
+  uint64_t tcp_stripe_bytes = 128 * 1024;
+  Device device;                      // where the caller's parts and streams are
   bool trace = false;                 // whether messages carry Times
   std::optional<VerbsOptions> verbs;  // backend verbs needs them
 };

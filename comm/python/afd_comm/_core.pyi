@@ -496,6 +496,7 @@ class Link:
         trace: bool = False,
         device: str = "cpu",
         zero_copy_from: int = -1,
+        tcp_connections: int = 0,
         verbs: VerbsOptions | None = None,
     ) -> None:
         """Connect to the region with these ``addresses``.
@@ -509,7 +510,9 @@ class Link:
         and the receiver gets PEER_GONE if this process dies. Without a claim the link may write every slot, and the
         receiver does not notice its death. ``timeout_us`` limits connecting and, on tcp, each post. ``trace``: see the
         property. ``zero_copy_from`` (tcp): parts of registered memory of at least this many bytes are sent without a
-        copy into the kernel; -1: from 64 KiB, but not to this host, where the kernel copies anyway. Raises CommError.
+        copy into the kernel; -1: from 64 KiB, but not to this host, where the kernel copies anyway.
+        ``tcp_connections``: 1 to 8, over which messages of more than 128 KiB are spread; 0: one per 4 usable CPUs, at
+        most 4. Raises CommError.
         """
     @property
     def trace(self) -> bool:

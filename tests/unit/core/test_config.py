@@ -226,6 +226,14 @@ def test_mistakes_about_rdma(write, verbs, message):
     assert message in str(refused.value)
 
 
+@pytest.mark.parametrize("given,argument", [("auto", 0), ("1", 1), ("8", 8)])
+def test_connections_of_tcp(write, given, argument):
+    text = f"model: m\ntransport: {{tcp: {{connections: {given}}}}}\n"
+    assert load_config(write(text)).transport.tcp_connections == argument
+    with pytest.raises(ConfigError, match="auto \\(one per 4 usable CPUs, at most 4\\) or 1 to 8"):
+        load_config(write(text), ["transport.tcp.connections=9"])
+
+
 def test_rdma_ports_of_each_role(write):
     verbs = "{ports: [a0], ffn_ports: ['f0:1', f1], gid_index: 3}"
     text = f"model: m\ntransport: {{host: 10.0.0.1, verbs: {verbs}}}\n"

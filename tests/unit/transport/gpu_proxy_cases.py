@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import os
 import sys
 import time
@@ -35,8 +36,11 @@ class Way:
     device "cpu" on either side makes a mixed pair.
     """
 
-    def __init__(self, gpu: Gpu, backend: str, sender: str, receiver: str) -> None:
-        self.gpu = gpu
+    def __init__(
+        self, gpu: Gpu, backend: str, sender: str, receiver: str, connections: int = 0
+    ) -> None:
+        """connections: of backend tcp."""
+        self.gpu, self._connections = gpu, connections
         self.region = Region(
             SLOTS,
             SLOT_BYTES,
@@ -61,6 +65,7 @@ class Way:
             slots=(0, SLOTS),
             timeout_us=TIMEOUT_US,
             device=self._sender,
+            tcp_connections=self._connections,
             verbs=verbs() if self._backend == "verbs" else None,
         )
 
@@ -113,8 +118,9 @@ def exchange(way: Way, rounds: int = 12) -> None:
 
 
 def staged_tcp(gpu: Gpu) -> None:
-    for sender, receiver in ((gpu.peer, gpu.device), (gpu.peer, "cpu"), ("cpu", gpu.device)):
-        way = Way(gpu, "tcp", sender, receiver)
+    ways = ((gpu.peer, gpu.device), (gpu.peer, "cpu"), ("cpu", gpu.device))
+    for (sender, receiver), connections in itertools.product(ways, (1, 4)):
+        way = Way(gpu, "tcp", sender, receiver, connections)
         assert way.link.backend == "tcp"
         exchange(way)
         wanted = "" if sender == "cpu" else f"tcp copies messages of {sender} through host memory"

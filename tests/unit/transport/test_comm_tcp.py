@@ -79,7 +79,7 @@ def test_the_receiver_thread_sleeps_while_a_waiter_polls(region: Region) -> None
             time.sleep(0.1)
             before = switches("afd-tcp")
             for seq in range(2, 101):
-                s.sendall(frame(flag=make_flag(1, seq)) + b"abcdefgh")
+                s.sendall(frame(flag=make_flag(1, seq), sequence=seq) + b"abcdefgh")
                 time.sleep(0.001)
             assert waiting.result() == [Status.OK]
         assert switches("afd-tcp") - before < 10
@@ -107,6 +107,10 @@ BAD_FRAMES = {
     "negative sum": frame(nbytes=-8),
     "too many parts": frame(part_count=9),
     "very many parts": frame(part_count=2**32 - 1),
+    "stripe longer than its message": frame(nbytes=7, stripes=2),
+    "no stripes": frame(stripes=0),
+    "very many stripes": frame(stripes=2**32 - 1),
+    "sequence before the first": frame(sequence=0),
 }
 
 

@@ -137,7 +137,8 @@ def ask_and_answer(
     answered = time.monotonic_ns() + offset
     # Time beyond way_ns counts as holding time, also where the sleep took longer than requested.
     times = struct.pack("<6qQq", answered, answered, 0, 0, asked, arrived, 12345, 0)
-    s.sendall(frame(flag=make_flag(1, seq), traced=1, times=times) + b"abcdefgh")
+    flag = make_flag(1, seq)
+    s.sendall(frame(flag=flag, traced=1, times=times, sequence=seq) + b"abcdefgh")
     arrival(region, make_flag(1, seq), slot=1)
 
 
@@ -168,7 +169,8 @@ def test_false_times_are_harmless() -> None:
         for seq in range(1, 301):
             extremes = (0, 1, -1, 2**63 - 1, -(2**63), rng.randrange(2**63))
             times = struct.pack("<8q", *(rng.choice(extremes) for _ in range(8)))
-            s.sendall(frame(flag=make_flag(1, seq), traced=rng.choice((1, -5)), times=times))
+            traced = rng.choice((1, -5))
+            s.sendall(frame(flag=make_flag(1, seq), traced=traced, times=times, sequence=seq))
             s.sendall(b"abcdefgh")
             arrival(region, make_flag(1, seq), slot=1)
     assert trace.waiting.count == 300
