@@ -78,7 +78,7 @@ class Verbs(Section):
 class Tcp(Section):
     """Backend tcp."""
 
-    # Connections per link, each with a sending and a receiving thread: messages of more than 128 KiB
+    # Connections per link, each with a sending and a receiving thread: messages of more than 256 KiB
     # are spread over them. auto: one per 4 usable CPUs, at most 4
     connections: Literal["auto"] | Annotated[int, Field(ge=1, le=8)] = Field(
         default="auto", description="auto (one per 4 usable CPUs, at most 4) or 1 to 8"

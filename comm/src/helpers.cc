@@ -41,7 +41,9 @@ Helpers::~Helpers() {
 
 void Helpers::grow(std::size_t threads) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  while (threads_.size() < threads) threads_.push_back(start_thread("afd-help", [this] { run(); }));
+  const auto half = static_cast<std::size_t>(usable_cpus()) / 2;
+  const std::size_t wanted = std::min(threads_.size() + threads, std::max(threads, half));
+  while (threads_.size() < wanted) threads_.push_back(start_thread("afd-help", [this] { run(); }));
 }
 
 void Helpers::offer(Helped& job) {

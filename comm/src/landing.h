@@ -28,6 +28,10 @@ class Landing {
   void arrived(void* to, uint64_t n);
   // Gives the device what it does not have yet. Throws CommError.
   void flush();
+  // Of what the device was given so far: compare with landed().
+  uint64_t flushed() const { return copied_.enqueued(); }
+  // Whether that much is on the device. Throws CommError.
+  bool landed(uint64_t flushed) { return copied_.reached(flushed); }
   // Waits until everything is on the device. Throws CommError if the device does not copy it in
   // 10 s.
   void finish();

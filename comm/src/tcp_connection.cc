@@ -23,6 +23,7 @@ TcpConnection::~TcpConnection() {
 
 bool TcpConnection::on_readable() {
   drained_ = false;
+  if (lands() && !tell_landed(false)) return false;
   if (phase_ == Phase::Hello) {
     const int filled = fill(&hello_, kHelloStart);
     if (filled <= 0) return filled == 0;
@@ -133,12 +134,33 @@ bool TcpConnection::read_into_device() {
       landing_->flush();
       if (++next_piece_ != piece_count_) return true;
     }
-    landing_->finish();
+    if (landing_stripes_ == ring_.size() && !tell_landed(true)) return false;
+    ring_[(first_landing_ + landing_stripes_++) % ring_.size()] = {head_, nbytes_,
+                                                                   landing_->flushed()};
   } catch (const CommError&) {
     return false;
   }
-  return deliver();
+  phase_ = Phase::Head;
+  return true;
 }
+
+// Tells of the stripes that have landed; with `wait` of all.
+bool TcpConnection::tell_landed(bool wait) {
+  try {
+    if (wait) landing_->finish();
+    while (lands() && landing_->landed(ring_[first_landing_].flushed)) {
+      const Landed& landed = ring_[first_landing_];
+      if (!deliver(landed.stripe, landed.nbytes)) return false;
+      first_landing_ = (first_landing_ + 1) % ring_.size();
+      --landing_stripes_;
+    }
+  } catch (const CommError&) {
+    return false;
+  }
+  return true;
+}
+
+bool TcpConnection::settle() { return !lands() || tell_landed(true); }
 
 bool TcpConnection::read_body() {
   if (accelerator_ != nullptr) return read_into_device();
@@ -159,13 +181,13 @@ bool TcpConnection::read_body() {
       return true;
     }
   }
-  return deliver();
+  phase_ = Phase::Head;
+  return deliver(head_, nbytes_);
 }
 
-bool TcpConnection::deliver() {
-  phase_ = Phase::Head;
-  if (peer_->arrived(head_, nbytes_)) return true;
-  if (!peer_->holds(head_.slot)) peer_->end(Status::Closed);
+bool TcpConnection::deliver(const FrameHead& stripe, uint64_t nbytes) {
+  if (peer_->arrived(stripe, nbytes)) return true;
+  if (!peer_->holds(stripe.slot)) peer_->end(Status::Closed);
   return false;
 }
 

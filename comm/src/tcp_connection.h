@@ -3,6 +3,8 @@
 
 #include <sys/uio.h>
 
+#include <array>
+
 #include "landing.h"
 #include "tcp_peer.h"
 
@@ -22,6 +24,11 @@ class TcpConnection {
   bool may_have_more() const { return !drained_; }
   // Whether the next stripe must wait for another one of its link.
   bool stalled() const { return phase_ == Phase::Turn; }
+  // Whether a stripe that was read is still being copied to the slots' device. on_readable() tells
+  // of those that are there.
+  bool lands() const { return landing_stripes_ != 0; }
+  // Waits for them. Returns false if the connection must be dropped.
+  bool settle();
   // Whether a frame has begun to arrive, so that its rest is on the way.
   bool in_frame() const { return phase_ == Phase::Body || (phase_ == Phase::Head && have_ != 0); }
 
@@ -43,12 +50,22 @@ class TcpConnection {
   bool take_turn();
   bool read_body();
   bool read_into_device();
-  bool deliver();
+  bool deliver(const FrameHead& stripe, uint64_t nbytes);
+  bool tell_landed(bool wait);
 
   Fd fd_;
   TcpPeers& peers_;
   std::shared_ptr<Accelerator> accelerator_;
   std::unique_ptr<Landing> landing_;  // made with the first frame
+  struct Landed {
+    FrameHead stripe;
+    uint64_t nbytes = 0;
+    uint64_t flushed = 0;  // see Landing::flushed
+  };
+  // A ring: stripes on their way to the device.
+  std::array<Landed, 8> ring_;
+  std::size_t first_landing_ = 0;
+  std::size_t landing_stripes_ = 0;
   uint64_t accepted_ns_;
   Phase phase_ = Phase::Hello;
   std::shared_ptr<TcpPeer> peer_;

@@ -44,7 +44,7 @@ bool TcpConnections::serve(int fd, uint64_t patience_ns) {
     if (connection->may_have_more()) {
       ++reads;
       give_up = 0;
-    } else {
+    } else if (!connection->lands()) {
       if (patience_ns == 0 || !connection->in_frame()) break;
       const uint64_t now = now_ns();
       if (give_up == 0) give_up = now + patience_ns;
@@ -52,7 +52,7 @@ bool TcpConnections::serve(int fd, uint64_t patience_ns) {
     }
     keep = connection->on_readable();
   }
-  if (keep) return !connection->stalled();
+  if (keep && connection->settle()) return !connection->stalled();
   drop(fd);
   return true;
 }

@@ -38,7 +38,8 @@ void TcpPeer::end(std::optional<Status> reason) {
 }
 
 TcpPeer::Turn TcpPeer::turn(const FrameHead& s) {
-  if (s.stripes == 0 || s.stripes > kMaxTcpStripes) return Turn::Never;
+  // Of a link that has ended, the stripe that this one waits for may never come.
+  if (ended() || s.stripes == 0 || s.stripes > kMaxTcpStripes) return Turn::Never;
   const std::lock_guard<std::mutex> lock(mutex_);
   if (s.sequence < next_) return Turn::Never;
   if (s.sequence - next_ >= kWindow) return Turn::Later;

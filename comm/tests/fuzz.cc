@@ -65,8 +65,11 @@ void tcp(Target& target, bool greet, const uint8_t* data, std::size_t size) {
       size -= static_cast<std::size_t>(n);
       // Reads until the socket is empty, as the receiver's epoll loop does.
       uint8_t byte;
-      while (open && recv(connection.fd(), &byte, 1, MSG_PEEK | MSG_DONTWAIT) > 0)
+      // A stripe may have to wait for one that never comes.
+      while (open && !connection.stalled() &&
+             recv(connection.fd(), &byte, 1, MSG_PEEK | MSG_DONTWAIT) > 0)
         open = connection.on_readable();
+      if (connection.stalled()) break;
     }
     // Without the token nothing is claimed; with it, only the claimed slot is written.
     require(connection.greeted() || connection.peer() == nullptr, "no claim without a greeting");

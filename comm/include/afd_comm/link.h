@@ -27,7 +27,7 @@ struct LinkOptions {
   uint32_t tcp_connections = 0;
   // tcp over several connections: bytes of a stripe. Small enough that the connections end at about
   // the same time, large enough that a stripe takes longer than its system calls.
-  uint64_t tcp_stripe_bytes = 128 * 1024;
+  uint64_t tcp_stripe_bytes = 256 * 1024;
   Device device;                      // where the caller's parts and streams are
   bool trace = false;                 // whether messages carry Times
   std::optional<VerbsOptions> verbs;  // backend verbs needs them

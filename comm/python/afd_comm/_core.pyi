@@ -511,7 +511,7 @@ class Link:
         receiver does not notice its death. ``timeout_us`` limits connecting and, on tcp, each post. ``trace``: see the
         property. ``zero_copy_from`` (tcp): parts of registered memory of at least this many bytes are sent without a
         copy into the kernel; -1: from 64 KiB, but not to this host, where the kernel copies anyway.
-        ``tcp_connections``: 1 to 8, over which messages of more than 128 KiB are spread; 0: one per 4 usable CPUs, at
+        ``tcp_connections``: 1 to 8, over which messages of more than 256 KiB are spread; 0: one per 4 usable CPUs, at
         most 4. Raises CommError.
         """
     @property

@@ -121,6 +121,15 @@ def test_a_later_message_of_the_slot_is_not_written_yet(region: Region) -> None:
         assert bytes(region.buffer(1)[:8]) == bytes([32] * 4 + [33] * 4)
 
 
+def test_a_stripe_that_waits_ends_with_its_link(region: Region) -> None:
+    with two_connections(region) as (first, second):
+        first.sendall(stripe(0))
+        second.sendall(stripe(0, 2, seq=2))
+        time.sleep(0.05)
+        first.close()
+        assert region.wait_all([1], [FLAG], TIMEOUT_US) == [Status.PEER_GONE]
+
+
 WRONG = {
     "other slot": stripe(1, slot=2),
     "other flag": stripe(1, seq=2),
