@@ -14,12 +14,7 @@ constexpr int64_t kStuckUs = 10000000;
 }  // namespace
 
 CopyCounter::CopyCounter(std::shared_ptr<Accelerator> accelerator, std::size_t window)
-    : accelerator_(std::move(accelerator)) {
-  if (accelerator_->device().kind == DeviceKind::Cuda) {
-    word_ = std::make_unique<StageBuffer>(accelerator_, sizeof(uint64_t));
-    return;
-  }
-  events_.resize(window);
+    : accelerator_(std::move(accelerator)), events_(window) {
   for (Event& event : events_) event = accelerator_->make_event(false);
 }
 
@@ -28,21 +23,12 @@ CopyCounter::~CopyCounter() {
 }
 
 uint64_t CopyCounter::enqueue(Stream stream) {
-  if (word_ != nullptr) {
-    const StreamOp op{StreamOp::Kind::Write, word_->for_device(word_->host()), enqueued_ + 1};
-    accelerator_->run(stream, &op, 1);
-  } else {
-    accelerator_->record(events_[(enqueued_ + 1) % events_.size()], stream);
-  }
+  accelerator_->record(events_[(enqueued_ + 1) % events_.size()], stream);
   return ++enqueued_;
 }
 
 bool CopyCounter::reached(uint64_t count) {
-  if (count <= reached_) return true;
-  if (word_ != nullptr)
-    reached_ = __atomic_load_n(reinterpret_cast<const uint64_t*>(word_->host()), __ATOMIC_ACQUIRE);
-  else if (accelerator_->done(events_[count % events_.size()]))
-    reached_ = count;
+  if (count > reached_ && accelerator_->done(events_[count % events_.size()])) reached_ = count;
   return count <= reached_;
 }
 

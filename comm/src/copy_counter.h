@@ -1,13 +1,11 @@
-// CopyCounter: how far the copies of a stream have come. On CUDA the stream writes the count into
-// host memory behind each copy: threads that ask the driver wait for each other. On ROCm that write
-// would be a kernel, so the driver is asked for events.
+// CopyCounter: how far the copies of a stream have come, by events. On ROCm a write by the stream,
+// which the CPU could read without a call, would be a kernel.
 #pragma once
 
 #include <memory>
 #include <vector>
 
 #include "afd_comm/accelerator.h"
-#include "stage_buffer.h"
 
 namespace afd_comm {
 
@@ -31,8 +29,7 @@ class CopyCounter {
 
  private:
   std::shared_ptr<Accelerator> accelerator_;
-  std::unique_ptr<StageBuffer> word_;  // CUDA: begins with the count
-  std::vector<Event> events_;          // others
+  std::vector<Event> events_;
   uint64_t enqueued_ = 0;
   uint64_t reached_ = 0;
 };
