@@ -49,8 +49,8 @@ Welcome greet(const Fd& fd, const TcpAddress& a, const Hello& hello, uint64_t de
 constexpr int kCpusPerConnection = 4;
 constexpr int kMaxDefault = 4;
 constexpr uint64_t kPauseNs = 5000;
-// How long a message that is left to the helpers waits for the first of them.
-constexpr uint64_t kHelpSoonNs = 200000;
+// A helper's pause between two looks at the copies from a device, about a microsecond.
+constexpr int kRelaxesPerLook = 16;
 // How long a helper waits for room in a socket before it looks whether it must stop.
 constexpr int64_t kHelperSliceUs = 10000;
 
@@ -61,8 +61,7 @@ uint32_t connections_of(const LinkOptions& options) {
 
 // A message is cut into stripes. Every connection takes the next stripe when it has sent its last
 // one: the first connection on the thread that posts, the others on helpers' threads. So a message
-// waits for no helper, and a connection that is slow gets less. A thread that copies messages from
-// a device leaves all connections to the helpers, if there are any: it has other messages to copy.
+// waits for no helper, and a connection that is slow gets less.
 class TcpLink final : public DrivenLink, private Helped {
  public:
   TcpLink(std::vector<Fd> fds, const Welcome& region, const LinkOptions& options)
@@ -74,8 +73,7 @@ class TcpLink final : public DrivenLink, private Helped {
     for (Fd& fd : fds)
       connections_.push_back(
           std::make_unique<TcpOutgoing>(std::move(fd), slots_, options.zero_copy_from));
-    if (connections_.size() > 1)
-      helpers_ = Helpers::shared(connections_.size() - (options.device.is_cpu() ? 1 : 0));
+    if (connections_.size() > 1) helpers_ = Helpers::shared(connections_.size() - 1);
   }
 
   ~TcpLink() override {
@@ -129,12 +127,30 @@ class TcpLink final : public DrivenLink, private Helped {
   }
 
   std::optional<Status> advance() override {
-    if (!send_own()) return std::nullopt;
+    TcpOutgoing& first = *connections_[0];
+    while (!failed_.load(std::memory_order_relaxed)) {
+      if (!first.busy()) {
+        // The thread that copies from the device must go on with it: meanwhile the helpers send.
+        if (stripes_ > 1 && available_ != nullptr && available_->load() < total_)
+          return std::nullopt;
+        if (!take_stripe(first)) break;
+      }
+      switch (first.advance(available_)) {
+        case TcpOutgoing::Progress::Done:
+          break;
+        case TcpOutgoing::Progress::Full:
+        case TcpOutgoing::Progress::Starved:
+          return std::nullopt;
+        case TcpOutgoing::Progress::Failed:
+          failed_.store(true, std::memory_order_relaxed);
+      }
+    }
     if (stripes_ > 1) {
-      // What is left is on its way. Where one connection failed, no helper must wait for another.
       helpers_->withdraw(*this);
+      // Where one connection failed, no helper must wait for another.
       if (failed_.load(std::memory_order_relaxed)) hang_up();
       if (helped()) {
+        // Who copies from a device has other messages to look after.
         if (available_ == nullptr) std::this_thread::yield();
         return std::nullopt;
       }
@@ -239,38 +255,9 @@ class TcpLink final : public DrivenLink, private Helped {
     for (const auto& connection : connections_) connection->forget();
     failed_.store(false, std::memory_order_relaxed);
     next_stripe_.store(0, std::memory_order_relaxed);
-    const bool leaves = cut && available != nullptr;
-    own_ = leaves ? nullptr : connections_[0].get();
-    join_at_ = leaves ? now_ns() + kHelpSoonNs : 0;
-    next_connection_.store(leaves ? 0 : 1, std::memory_order_relaxed);
+    next_connection_.store(1, std::memory_order_relaxed);
     if (cut) helpers_->offer(*this);
     return advance();
-  }
-
-  // Sends this thread's share. Returns false if it must be called again.
-  bool send_own() {
-    while (!failed_.load(std::memory_order_relaxed)) {
-      if (own_ == nullptr && !join()) return next_stripe_.load() >= stripes_;
-      if (!own_->busy() && !take_stripe(*own_)) return true;
-      switch (own_->advance(available_)) {
-        case TcpOutgoing::Progress::Done:
-          break;
-        case TcpOutgoing::Progress::Full:
-        case TcpOutgoing::Progress::Starved:
-          return false;
-        case TcpOutgoing::Progress::Failed:
-          failed_.store(true, std::memory_order_relaxed);
-      }
-    }
-    return true;
-  }
-
-  // Takes the first connection of a message that is left to the helpers, if none has come.
-  bool join() {
-    uint32_t none = 0;
-    if (now_ns() < join_at_ || !next_connection_.compare_exchange_strong(none, 1)) return false;
-    own_ = connections_[0].get();
-    return true;
   }
 
   // Gives the connection the next stripe of the message. Returns false if there is none.
@@ -301,7 +288,7 @@ class TcpLink final : public DrivenLink, private Helped {
           poll_until(connection.fd(), POLLOUT, deadline_after_us(kHelperSliceUs), nullptr);
           break;
         case TcpOutgoing::Progress::Starved:
-          std::this_thread::yield();
+          for (int i = 0; i < kRelaxesPerLook; ++i) relax();
           break;
         case TcpOutgoing::Progress::Failed:
           failed_.store(true, std::memory_order_release);
@@ -357,8 +344,6 @@ class TcpLink final : public DrivenLink, private Helped {
   uint64_t total_ = 0;  // bytes of its parts
   uint32_t stripes_ = 0;
   const Available* available_ = nullptr;  // see start()
-  TcpOutgoing* own_ = nullptr;            // the connection of the thread that posts, null: none
-  uint64_t join_at_ = 0;                  // when it takes one although helpers should have come
   std::atomic<uint32_t> next_stripe_{0};
   std::atomic<uint32_t> next_connection_{0};  // that no helper uses
   std::atomic<bool> failed_{false};           // a connection failed, or nobody wants the outcome
