@@ -65,8 +65,9 @@ Why the others are off:
   Nine of these cells were also measured with `--routing even`, in which chance chooses each row's
   experts, on both servers. The experts of deepseek-v3 then take 2.5 to 4.5 ms instead of 1.0 to
   1.5, and coarse experts lose by 0.62, 0.60 and 0.71 instead of 0.80, 0.77 and 0.81.
-- **deepseek-v3 at 1K, counted.** Its experts took 1.5 ms, and 1.3 at 32K. The later run counted 54
-  experts at both lengths.
+- **deepseek-v3 at 1K, counted.** In the run of 2026-11-22 its experts took 1.54 ms at depth 1, and
+  1.27 at 32K. On 2026-11-29 they took 1.17 and 1.16 ms (one H200 for both sides, where depth 1 has
+  no overlap), with 54 experts at both lengths. Two GPUs were not available to time the steps again.
 - **One process for vLLM's engine and worker** (*retired*; 12 layers, 256 requests at 1K, served).
   The device had too little to do to hide it: 6.9 ms, and 10.8 in the server. Since 2026-11-28 they
   are two processes ([host.md](host.md)), and the planner takes a step to last at least 2.2 ms and

@@ -13,7 +13,7 @@
 namespace afd_comm {
 namespace {
 
-constexpr uint64_t kHelperSleepNs = 100000000;
+constexpr uint64_t kHelperSleepNs = 1000000000;
 // Between two looks, about a microsecond.
 constexpr int kRelaxes = 16;
 

@@ -77,7 +77,7 @@ def deployed(folder: Path, model: Path, **sections: object) -> Iterator[TwoHosts
         "attention": attention,
         "ffn": {"instances": 2},
         "pipeline": {"depth": 3, "min_rows": 1},
-        "transport": {"backend": "tcp"},
+        "transport": {"backend": "tcp", "tcp": {"connections": 3}},
         "control": {"keys": "control.keys", "heartbeat_s": 0.2, "timeout_s": 1.5},
         "deadlines": {"ffn_s": 150, "drain_s": 5},
         **sections,
