@@ -168,9 +168,7 @@ def test_a_link_ends_with_any_of_its_connections(region: Region, which: int) -> 
 
 
 @pytest.mark.parametrize("greeting", [{"link": 8, "number": 1}, {"link": LINK, "number": 8}])
-def test_a_connection_without_its_link_is_refused(
-    region: Region, greeting: dict[str, int]
-) -> None:
+def test_a_connection_without_its_link_is_refused(region: Region, greeting: dict[str, int]) -> None:
     with two_connections(region) as (first, _):
         with raw(region, hello(region, 1, 2, **greeting)) as other:
             answer = b""
