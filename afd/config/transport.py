@@ -78,8 +78,8 @@ class Verbs(Section):
 class Tcp(Section):
     """Backend tcp."""
 
-    # Connections per link, over which messages of more than 256 KiB are spread: one is one thread on
-    # either side. auto: one per 4 usable CPUs, at most 4
+    # Connections per link: messages of more than 256 KiB are spread over them. Each has a thread
+    # on either side. auto: one per 4 usable CPUs, at most 4
     connections: Literal["auto"] | Annotated[int, Field(ge=1, le=8)] = Field(
         default="auto", description="auto (one per 4 usable CPUs, at most 4) or 1 to 8"
     )
