@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -100,8 +99,9 @@ class AttentionServer:
         self._argv = list(argv)
         self._environment = dict(environment)
         self._own_session = own_session
-        self._told = threading.Event()
-        self._hurry = threading.Event()
+        # A list and no Event: an Event's set() waits for a lock that its wait(), which the signal
+        # interrupts, may hold.
+        self._signals: list[int] = []
         self._drained = False
         self._terminated = False
 
@@ -121,9 +121,11 @@ class AttentionServer:
             child = self._start()
         on_start(child.pid)
         while (status := child.poll()) is None:
-            if self._told.wait(POLL_S):
+            if self._signals:
                 self._end(child)
-        if self._terminated or (self._told.is_set() and status in (0, ENGINE_DIED)):
+            else:
+                time.sleep(POLL_S)
+        if self._terminated or (self._signals and status in (0, ENGINE_DIED)):
             if status not in (0, ENGINE_DIED, -signal.SIGTERM, -signal.SIGKILL):
                 logger.warning("vLLM ended with status %d after SIGTERM", status)
             return 0
@@ -143,10 +145,7 @@ class AttentionServer:
         )
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        # Only Ctrl-C is repeated to hurry; an orchestrator may repeat SIGTERM.
-        if self._told.is_set() and number == signal.SIGINT:
-            self._hurry.set()
-        self._told.set()
+        self._signals.append(number)
 
     def _end(self, child: Started) -> None:
         """Drains vLLM and ends it. Returns when it has ended."""
@@ -171,7 +170,11 @@ class AttentionServer:
         end = time.monotonic() + max(limit_s, SETTLE_S)
         idle_since = time.monotonic()
         logger.info("%s leaves once its requests have finished", self._spec.id)
-        while child.poll() is None and time.monotonic() < end and not self._hurry.wait(POLL_S):
+        while child.poll() is None and time.monotonic() < end:
+            # Only Ctrl-C is repeated to hurry; an orchestrator may repeat SIGTERM.
+            if signal.SIGINT in self._signals[1:]:
+                return
+            time.sleep(POLL_S)
             load = self._load()
             if load is None:
                 return
@@ -179,12 +182,11 @@ class AttentionServer:
                 idle_since = time.monotonic()
             elif time.monotonic() - idle_since >= SETTLE_S:
                 return
-        if not self._hurry.is_set():
-            logger.warning(
-                "%s still has requests after %g s (deadlines.drain_s); ending it",
-                self._spec.id,
-                limit_s,
-            )
+        logger.warning(
+            "%s still has requests after %g s (deadlines.drain_s); ending it",
+            self._spec.id,
+            limit_s,
+        )
 
     def _ask_for_no_requests(self) -> None:
         if self._spec.keys_file is None:

@@ -55,6 +55,28 @@ sys.exit(AttentionServer(load_role(sys.argv[1]), json.loads(sys.argv[2]), {}, ow
 """
 
 
+# Tells servers to end, each at another moment of its waiting.
+TOLD = """
+import random, signal, sys
+from afd.config.roles import load_role
+from afd_launch import attention_role
+from afd_launch.attention_role import AttentionServer
+attention_role.POLL_S = 0.00001
+class Child:
+    pid, status = 0, None
+    def poll(self): return self.status
+    def wait(self, timeout=None): return self.status
+    def terminate(self): self.status = -signal.SIGTERM
+spec = load_role(sys.argv[1])
+def begin(_):
+    signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGTERM))
+    signal.setitimer(signal.ITIMER_REAL, random.uniform(0.00002, 0.0002))
+for _ in range(5000):
+    server = AttentionServer(spec, [], {}, own_session=False)
+    assert server.run(begin, Child()) == 0
+"""
+
+
 class Instance:
     """The process of `afd attention`, with the stand-in below it."""
 
@@ -133,6 +155,14 @@ def test_requests_that_do_not_finish_end_at_the_deadline(start):
         instance.set_requests(1)
         instance.process.send_signal(signal.SIGTERM)
         assert instance.process.wait(10) == 0 and instance.got_term
+
+
+def test_sigterm_at_any_moment_is_heard(tmp_path):
+    deployment = Deployment.from_plain({"model": "m"})
+    spec = RoleSpec("attention", 0, deployment, "tcp://127.0.0.1:9", None, api_port=9)
+    spec.save(tmp_path / "role.json")
+    argv = [sys.executable, "-c", TOLD, str(tmp_path / "role.json")]
+    subprocess.run(argv, check=True, timeout=60)
 
 
 def test_a_second_ctrl_c_hurries(start):
