@@ -1,34 +1,22 @@
 #include "helpers.h"
 
-#include <sched.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <utility>
 
 #include "afd_comm/process.h"
 #include "afd_comm/types.h"
+#include "per_process.h"
 #include "poller.h"
 
 namespace afd_comm {
 namespace {
 
 constexpr uint64_t kHelperSleepNs = 1000000000;
-// Between two looks, about a microsecond.
-constexpr int kRelaxes = 16;
 
 }  // namespace
 
 std::shared_ptr<Helpers> Helpers::shared(std::size_t threads) {
-  static std::mutex& opening = *new std::mutex;
-  static auto& known = *new std::pair<pid_t, std::weak_ptr<Helpers>>;
-  const std::lock_guard<std::mutex> lock(opening);
-  // A forked child has its parent's object but not its threads.
-  std::shared_ptr<Helpers> helpers = known.first == getpid() ? known.second.lock() : nullptr;
-  if (helpers == nullptr) {
-    helpers = std::make_shared<Helpers>(default_spin_ns());
-    known = {getpid(), helpers};
-  }
+  const auto make = [] { return std::make_shared<Helpers>(default_spin_ns()); };
+  std::shared_ptr<Helpers> helpers = of_this_process<Helpers>(make);
   helpers->grow(threads);
   return helpers;
 }
@@ -94,7 +82,7 @@ void Helpers::run() {
     const uint64_t now = now_ns();
     if (idle_since == 0) idle_since = now;
     if (now - idle_since < spin_ns_) {
-      for (int i = 0; i < kRelaxes; ++i) relax();
+      relax_us();
       continue;
     }
     const EventCount::Waiter waiter(offers_);

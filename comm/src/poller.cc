@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "afd_comm/process.h"
+#include "per_process.h"
 
 namespace afd_comm {
 namespace {
@@ -56,16 +57,8 @@ Poller::~Poller() {
 }
 
 std::shared_ptr<Poller> Poller::shared() {
-  static std::mutex& opening = *new std::mutex;
-  static auto& known = *new std::pair<pid_t, std::weak_ptr<Poller>>;
-  const std::lock_guard<std::mutex> lock(opening);
-  // A forked child has its parent's object but not its thread.
-  std::shared_ptr<Poller> poller = known.first == getpid() ? known.second.lock() : nullptr;
-  if (poller == nullptr) {
-    poller = std::make_shared<Poller>("poller", std::vector<int>(), default_spin_ns());
-    known = {getpid(), poller};
-  }
-  return poller;
+  return of_this_process<Poller>(
+      [] { return std::make_shared<Poller>("poller", std::vector<int>(), default_spin_ns()); });
 }
 
 void Poller::add(Polled& item) {

@@ -49,8 +49,6 @@ Welcome greet(const Fd& fd, const TcpAddress& a, const Hello& hello, uint64_t de
 constexpr int kCpusPerConnection = 4;
 constexpr int kMaxDefault = 4;
 constexpr uint64_t kPauseNs = 5000;
-// A helper's pause between two looks at the copies from a device, about a microsecond.
-constexpr int kRelaxesPerLook = 16;
 // How long a helper waits for room in a socket before it looks whether it must stop.
 constexpr int64_t kHelperSliceUs = 10000;
 
@@ -288,7 +286,7 @@ class TcpLink final : public DrivenLink, private Helped {
           poll_until(connection.fd(), POLLOUT, deadline_after_us(kHelperSliceUs), nullptr);
           break;
         case TcpOutgoing::Progress::Starved:
-          for (int i = 0; i < kRelaxesPerLook; ++i) relax();
+          relax_us();
           break;
         case TcpOutgoing::Progress::Failed:
           failed_.store(true, std::memory_order_release);
@@ -358,7 +356,7 @@ std::unique_ptr<Link> open_link_tcp(const std::string& address, const LinkOption
   std::memcpy(&hello.link, random.data(), sizeof hello.link);
   std::vector<Fd> fds;
   Welcome welcome{};
-  for (; hello.number < connections_of(options); ++hello.number) {
+  for (const uint32_t count = connections_of(options); hello.number < count; ++hello.number) {
     fds.push_back(connect_until(to, deadline, options.interrupt));
     welcome = greet(fds.back(), to, hello, deadline, options.interrupt);
   }

@@ -46,42 +46,34 @@ TcpPeer::Turn TcpPeer::turn(const FrameHead& s) {
   for (uint64_t earlier = next_; earlier < s.sequence; ++earlier) {
     const Message& m = at(earlier);
     // Nothing is known of a message before its first stripe.
-    if (m.sequence == 0 || (m.slot == s.slot && m.arrived != m.stripes)) return Turn::Later;
+    if (m.first.sequence == 0 || (m.first.slot == s.slot && !m.whole())) return Turn::Later;
   }
   Message& m = at(s.sequence);
-  if (m.sequence == 0) {
-    m.sequence = s.sequence;
-    m.slot = s.slot;
-    m.stripes = s.stripes;
-    m.flag = s.flag;
-    m.nbytes = s.header.nbytes;
-    m.arrived = 0;
-    m.bytes = 0;
-    m.header = s.header;
-    m.times = s.times;
+  if (m.first.sequence == 0) {
+    m = {s, 0, 0};
     return Turn::Now;
   }
-  const bool same = m.slot == s.slot && m.stripes == s.stripes && m.flag == s.flag &&
-                    m.nbytes == s.header.nbytes && m.arrived != m.stripes;
-  return same ? Turn::Now : Turn::Never;
+  const bool same = m.first.slot == s.slot && m.first.stripes == s.stripes &&
+                    m.first.flag == s.flag && m.first.header.nbytes == s.header.nbytes;
+  return same && !m.whole() ? Turn::Now : Turn::Never;
 }
 
 bool TcpPeer::arrived(const FrameHead& s, uint64_t nbytes) {
   const std::lock_guard<std::mutex> lock(mutex_);
   Message& m = at(s.sequence);
-  if (m.sequence != s.sequence || m.arrived == m.stripes) return false;
+  if (m.first.sequence != s.sequence || m.whole()) return false;
   ++m.arrived;
   m.bytes += nbytes;
-  if (m.arrived == m.stripes && m.bytes != static_cast<uint64_t>(m.nbytes)) return false;
-  while (at(next_).sequence == next_ && at(next_).arrived == at(next_).stripes) {
-    if (!ring(at(next_))) return false;
-    at(next_).sequence = 0;
+  if (m.whole() && m.bytes != static_cast<uint64_t>(m.first.header.nbytes)) return false;
+  while (at(next_).first.sequence == next_ && at(next_).whole()) {
+    if (!ring(at(next_).first)) return false;
+    at(next_).first.sequence = 0;
     ++next_;
   }
   return true;
 }
 
-bool TcpPeer::ring(const Message& m) const {
+bool TcpPeer::ring(const FrameHead& m) const {
   // A newer writer may have claimed the slot since the head was read.
   if (!holds(m.slot)) return false;
   SlotControl& control = memory_.control(m.slot);

@@ -46,18 +46,13 @@ class TcpPeer {
   // Messages that have begun to arrive.
   static constexpr std::size_t kWindow = 64;
   struct Message {
-    uint64_t sequence = 0;  // 0: none
-    uint32_t slot = 0;
-    uint32_t stripes = 0;
-    uint64_t flag = 0;
-    int64_t nbytes = 0;
+    FrameHead first{};     // of the stripe that came first; sequence 0: none
     uint32_t arrived = 0;  // stripes
     uint64_t bytes = 0;    // of them
-    Header header{};
-    Times times{};
+    bool whole() const { return arrived == first.stripes; }
   };
   Message& at(uint64_t sequence) { return messages_[sequence % kWindow]; }
-  bool ring(const Message& message) const;
+  bool ring(const FrameHead& message) const;
 
   const Memory& memory_;
   const SlotRange slots_;

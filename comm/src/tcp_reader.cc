@@ -1,6 +1,5 @@
 #include "tcp_reader.h"
 
-#include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -17,11 +16,11 @@ constexpr uint64_t kStallNs = 20000;
 
 }  // namespace
 
-void watch(const Fd& epoll, int fd) {
+void watch(const Fd& epoll, int fd, uint32_t wanted, int operation) {
   epoll_event event{};
-  event.events = EPOLLIN;
+  event.events = wanted;
   event.data.fd = fd;
-  epoll_ctl(epoll.get(), EPOLL_CTL_ADD, fd, &event);
+  epoll_ctl(epoll.get(), operation, fd, &event);
 }
 
 TcpReader::TcpReader(uint64_t spin_ns, std::function<void()> tell)

@@ -1,6 +1,8 @@
 // Backend tcp, receiver: a thread that reads from connections, beside the receiver's own.
 #pragma once
 
+#include <sys/epoll.h>
+
 #include <functional>
 #include <mutex>
 #include <thread>
@@ -34,7 +36,7 @@ class TcpReader {
   std::thread thread_;
 };
 
-// Makes the epoll report what can be read from `fd`.
-void watch(const Fd& epoll, int fd);
+// Tells the epoll what to report of `fd`.
+void watch(const Fd& epoll, int fd, uint32_t wanted = EPOLLIN, int operation = EPOLL_CTL_ADD);
 
 }  // namespace afd_comm

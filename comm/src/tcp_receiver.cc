@@ -3,7 +3,6 @@
 #include "tcp_receiver.h"
 
 #include <fcntl.h>
-#include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -51,7 +50,7 @@ class TcpReceiver final : public Receiver {
     watch(epoll_, listener_.get());
     watch(epoll_, stop_.get());
     watch(epoll_, peers_.get());
-    change(peers_, kick_.get(), EPOLLIN | EPOLLET, EPOLL_CTL_ADD);
+    watch(peers_, kick_.get(), EPOLLIN | EPOLLET);
     start();
   }
 
@@ -64,11 +63,11 @@ class TcpReceiver final : public Receiver {
   // a time slice.
   bool begin_serving() override {
     if (serving_.exchange(true, std::memory_order_acquire)) return false;
-    change(epoll_, peers_.get(), 0, EPOLL_CTL_MOD);
+    watch(epoll_, peers_.get(), 0, EPOLL_CTL_MOD);
     return true;
   }
   void end_serving() override {
-    change(epoll_, peers_.get(), EPOLLIN, EPOLL_CTL_MOD);
+    watch(epoll_, peers_.get(), EPOLLIN, EPOLL_CTL_MOD);
     serving_.store(false, std::memory_order_release);
   }
 
@@ -112,13 +111,6 @@ class TcpReceiver final : public Receiver {
  private:
   void start() {
     thread_ = start_thread("afd-tcp", [this] { run(); });
-  }
-
-  static void change(const Fd& epoll, int fd, uint32_t wanted, int operation) {
-    epoll_event event{};
-    event.events = wanted;
-    event.data.fd = fd;
-    epoll_ctl(epoll.get(), operation, fd, &event);
   }
 
   // The receiver's thread: always serves new connections, and peers while no waiter serves them.
@@ -187,7 +179,7 @@ class TcpReceiver final : public Receiver {
   // Gives a greeted connection to the thread that reads from it.
   void admit(TcpConnection& newcomer) {
     const int fd = newcomer.fd();
-    change(epoll_, fd, 0, EPOLL_CTL_DEL);
+    watch(epoll_, fd, 0, EPOLL_CTL_DEL);
     if (newcomer.number() == 0) {
       replace_older(*newcomer.peer());
       watch(peers_, fd);

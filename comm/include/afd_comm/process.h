@@ -33,6 +33,10 @@ inline void relax() {
   asm volatile("yield");
 #endif
 }
+// About a microsecond of it.
+inline void relax_us() {
+  for (int i = 0; i < 16; ++i) relax();
+}
 
 class Fd {
  public:
