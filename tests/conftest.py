@@ -6,6 +6,7 @@ import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from afd_demo.make_model import make_model
@@ -13,6 +14,10 @@ from afd_demo.sizes import resolve
 
 # Puts cmake and ninja of the test extra on PATH, as activating the environment would.
 os.environ["PATH"] = f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}"
+
+# A busy machine can keep a test from its core for longer than any example takes.
+hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.load_profile("no deadline")
 
 
 def pytest_configure() -> None:

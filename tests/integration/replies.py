@@ -142,6 +142,11 @@ class Reply:
                 for name in ("name", "arguments"):
                     key = f"{name} {at}"
                     known[key] = known.get(key, "") + (call["function"].get(name) or "")
+            for key in known:
+                # vLLM's hermes parser ends a call that is cut before its arguments with "{}" if the
+                # name came with the last tokens, else with nothing.
+                if key.startswith("arguments") and known["finish"] == "length":
+                    known[key] = "" if known[key] == "{}" else known[key]
 
 
 async def ask(session: aiohttp.ClientSession, url: str, path: str, body: object) -> Reply:

@@ -39,7 +39,7 @@ def in_bank(slots, bounds, bank):
     return torch.where(ids < 0, ids, ids + bank * bounds[-1])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(routings(), st.sampled_from(["exact", "fp8", "mxfp4"]), st.integers(0, 2**31))
 def test_messages_are_those_of_the_host_form(routing, wire, seed):
     bounds, slots, bank = routing
@@ -79,7 +79,7 @@ def test_messages_are_those_of_the_host_form(routing, wire, seed):
         begin += count
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     routings(), st.sampled_from(["exact", "fp8", "mxfp4"]), st.integers(1, 3), st.integers(0, 2**31)
 )

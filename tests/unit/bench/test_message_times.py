@@ -60,7 +60,7 @@ def event(posted: float, wire: float, about: tuple[int, int, int, int]):
     return tuple(map(round, (posted, posted, arrived, arrived))) + about
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 1000), st.integers(1, 2), st.integers(1, 2), st.integers(1, 3))
 def test_the_simulators_timeline_gives_its_stage_times_back(seed, x, y, depth):
     pages, attention, ffn = made_up(seed, x, y, depth)

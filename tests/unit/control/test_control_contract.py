@@ -37,7 +37,7 @@ contracts = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(contracts, contracts)
 def test_compare_names_exactly_the_fields_that_differ(ours: Contract, theirs: Contract) -> None:
     found = {x.field: (x.ours, x.theirs) for x in compare(ours, theirs)}
@@ -50,7 +50,7 @@ def test_compare_names_exactly_the_fields_that_differ(ours: Contract, theirs: Co
             assert found[name] == (left, right)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(contracts)
 def test_a_contract_survives_encoding(contract: Contract) -> None:
     hello = m.Hello("ffn", 0, contract, addresses=("shm:1", "tcp:h:2"))

@@ -122,7 +122,7 @@ events = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(events, max_size=40))
 def test_invariants_hold_for_any_sequence(steps: list[tuple[str, object, object]]) -> None:
     deployment = Deployment()

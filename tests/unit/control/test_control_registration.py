@@ -165,7 +165,7 @@ def test_refusal_is_final() -> None:
     assert registration.due() is None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(

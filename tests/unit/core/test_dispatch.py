@@ -28,7 +28,7 @@ from ffn_worker.experts.shard import DTYPES
 from ffn_worker.moe.vllm_cpu import VllmCpuBackend
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
 def test_instances_per_row_equals_counting(held, data):
     top_k = data.draw(st.integers(1, min(4, sum(held))))
@@ -84,7 +84,7 @@ def test_routed_bytes_to_24_instances():
         link.close()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data())
 def test_splitter_equals_its_reference(data):
     sizes = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=5))

@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from afd.graph_sizes import MOST_ROWS, GraphSizes, captured_rows
@@ -11,7 +11,6 @@ from ffn_worker.pool.order_format import Part
 from ffn_worker.row_table import RowTable
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_every_step_that_can_be_announced_has_a_graph(data):
     max_requests, min_rows = data.draw(st.integers(1, 700)), data.draw(st.integers(1, 40))
@@ -48,7 +47,6 @@ def test_the_bucket_has_room_for_everyone_in_the_step():
     assert GraphSizes.of((), 3, 4).bucket_of([(1, 1)]) == 0
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_the_table_of_a_step(data):
     instances, tp = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 4))

@@ -38,7 +38,7 @@ def pools(draw):
 loads = st.floats(0, 1e6, allow_nan=False)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(pools(), st.data())
 def test_tables_fill_every_slot_and_hold_every_expert(pool, data):
     experts, _, bounds = pool
@@ -49,7 +49,7 @@ def test_tables_fill_every_slot_and_hold_every_expert(pool, data):
         assert sum(instance_loads(table, bounds, load)) == pytest.approx(sum(load))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(pools(), st.data())
 def test_a_layer_moves_only_if_that_relieves_its_busiest_instance(pool, data):
     experts, _, bounds = pool
@@ -118,7 +118,7 @@ def test_wrong_files_are_errors_that_name_the_mistake(tmp_path):
 
 
 @given(st.data())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_experts_spread_over_the_instances_that_run(data):
     experts = data.draw(st.integers(2, 40))
     instances = data.draw(st.integers(1, min(6, experts)))

@@ -34,7 +34,7 @@ def filled(layout, seed):
     return view
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     st.sampled_from(["exact", "fp8", "mxfp4"]),
     st.lists(st.integers(0, 6), min_size=1, max_size=4),
@@ -58,7 +58,7 @@ def test_rows_of_messages_are_concatenated_in_order(wire, counts, masked):
     assert torch.equal(taken.weights, torch.cat(weights))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.sampled_from(["exact", "fp8", "mxfp4"]),
     st.lists(st.integers(0, 6), min_size=1, max_size=4),

@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from remote_support import DEPTH, deploying, random_rows, reference_model, run_step
 
@@ -133,7 +133,6 @@ def test_no_expert_computes_padding_rows(deploy, tiny_models, y, redundant):
             assert sum(by_layer[layer]) == computed
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_padding_follows_the_real_rows(data):
     rows = data.draw(st.integers(1, 40))

@@ -67,7 +67,7 @@ def test_recorded_loads_become_a_placement_file(tmp_path, tiny_models, capsys):
     assert again.placement == found and again.contract.expert_map == found.tables
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.data())
 def test_greedy_is_within_its_bound_of_vllms_balancer(data):
     pytest.importorskip("vllm.distributed.eplb.policy.default", reason="vLLM's balancer")

@@ -95,7 +95,7 @@ def plain_schedule(given: Requests, load: Workload) -> tuple[list[tuple[int, int
     return steps, finished
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(
         st.tuples(st.integers(0, 30), st.integers(1, 25), st.integers(1, 12)),

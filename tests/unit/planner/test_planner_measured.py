@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from afd.errors import ConfigError
@@ -113,7 +113,6 @@ _POINTS = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(_POINTS, st.integers(0, 60), st.integers(0, 7))
 def test_a_surface_passes_through_its_points_and_is_never_negative(raw, x, z):
     surface = Surface.of({(a, b): (a, b, y) for a, b, y in raw}.values())
@@ -123,7 +122,6 @@ def test_a_surface_passes_through_its_points_and_is_never_negative(raw, x, z):
     assert float(surface.at(np.float64(x), np.float64(z))) >= 0
 
 
-@settings(deadline=None)
 @given(_POINTS, st.lists(st.floats(0, 80), min_size=2, max_size=6))
 def test_monotone_points_give_a_monotone_curve(raw, queries):
     xs = sorted({a for a, _, _ in raw})
@@ -133,7 +131,6 @@ def test_monotone_points_give_a_monotone_curve(raw, queries):
     assert (np.diff(values) >= -1e-9).all()
 
 
-@settings(deadline=None)
 @given(_POINTS, st.integers(1, 60), st.integers(1, 7))
 def test_many_queries_equal_single_ones(raw, x, z):
     surface = Surface.of(raw)

@@ -28,7 +28,6 @@ ALL_FP8 = PRECISIONS["all-fp8"]
 MODELS = ("step-3", "deepseek-v3", "qwen3-30b-a3b", "qwen3-32b", "minimax-m1")
 few = settings(
     max_examples=10,
-    deadline=None,
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
     suppress_health_check=[HealthCheck.too_slow],
 )

@@ -65,7 +65,7 @@ def serving(**changes: object) -> Spec:
 # -- closed form
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.integers(1, 20),
     st.integers(1, 3),
@@ -133,7 +133,7 @@ JITTERS = {
 }
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(st.integers(0, 2**31))
 def test_same_seed_same_result(seed):
     for given_spec in (spec(jitter=JITTERS), serving(jitter=JITTERS)):
@@ -145,7 +145,7 @@ def test_another_seed_another_result():
     assert simulate(spec(jitter=JITTERS), seed=1) != simulate(spec(jitter=JITTERS), seed=2)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.floats(1, 400), st.floats(1, 8), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
 def test_more_bandwidth_never_costs_tokens(gbit, factor, x, y, depth):
     def rate(bandwidth: float) -> float:
@@ -156,7 +156,7 @@ def test_more_bandwidth_never_costs_tokens(gbit, factor, x, y, depth):
     assert rate(gbit * factor) >= rate(gbit) * (1 - 1e-12)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(st.sampled_from(["attention", "ffn", "wire", "rest"]), st.floats(0.05, 0.5), st.booleans())
 def test_jitter_never_raises_throughput_on_average(stage, variation, lognormal):
     kind = "lognormal" if lognormal else "uniform"
@@ -176,7 +176,7 @@ def test_jitter_never_raises_throughput_on_average(stage, variation, lognormal):
     assert np.mean(rates) <= calm.tokens_per_s * (1 + 0.05 * variation)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     st.integers(0, 2**31),
     st.sampled_from(["together", "steady", "poisson", "bursty"]),
@@ -262,7 +262,6 @@ def _balanced() -> dict[str, object]:
     return {"attention": {"fixed_us": 100}, "ffn": {"fixed_us": 100}}
 
 
-@settings(deadline=None)
 @given(st.integers(1, 300), st.integers(1, 3), st.integers(1, 16))
 def test_micro_batches_equal_those_of_the_schedule(rows, depth, min_rows):
     sizes = micro_batch_rows(np.array([rows]), depth, min_rows)[:, 0]

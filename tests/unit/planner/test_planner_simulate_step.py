@@ -46,13 +46,13 @@ def steps(draw: st.DrawFn) -> StepInput:
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(steps())
 def test_fast_path_equals_event_queue(step: StepInput):
     np.testing.assert_allclose(run_step(step).end, run_step_events(step), rtol=1e-12, atol=1e-12)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(1, 8), st.integers(1, 8), st.integers(0, 2**32), st.booleans())
 def test_receiving_links_equal_messages_processed_one_by_one(n, m, seed, coarse):
     rng = np.random.default_rng(seed)
