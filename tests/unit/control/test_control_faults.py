@@ -92,9 +92,11 @@ def test_restarted_server_gets_its_members_back(
             first.send_signal(signal.SIGKILL)
             first.wait()
         ffn.set_state("ready")  # while there is no server
-        eventually(lambda: not attention.connected, 5)
+        silent = "attention-0: the control plane is silent"
+        eventually(lambda: silent in caplog.text, 5)
+        assert not attention.connected
         assert attention.members == before  # the data plane continues with the last snapshot
-        assert caplog.text.count("attention-0: the control plane is silent") == 1
+        assert caplog.text.count(silent) == 1
         with process(server_script(timing), address) as second:
             assert first_line(second) == address
             after = attention.wait_for(
