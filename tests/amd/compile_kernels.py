@@ -4,6 +4,7 @@ Use one process per target: Triton keeps state of the first target (Triton 3.6 c
 gfx942 after gfx950). Writes FOLDER/NAME.s or .ptx, FOLDER/NAME.bin and FOLDER/index.json.
 """
 
+import gc
 import json
 import re
 import subprocess
@@ -52,6 +53,7 @@ def facts(build: Build, target: str, folder: Path) -> dict[str, object]:
 def main() -> None:
     target, folder = sys.argv[1], Path(sys.argv[2])
     folder.mkdir(parents=True, exist_ok=True)
+    gc.disable()  # a sixth of the time
     index = {b.name: facts(b, target, folder) for b in builds(target)}
     (folder / "index.json").write_text(json.dumps(index, indent=1))
 

@@ -61,8 +61,9 @@ def faults(host: Host) -> Iterator[Faults]:
         yield Faults(Subject(server), traffic, random.Random(SEED))
 
 
-def test_killed_ffn_instances(faults: Faults) -> None:
-    for _ in range(3):
+@pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.long)])
+def test_killed_ffn_instances(faults: Faults, kills: int) -> None:
+    for _ in range(kills):
         before = faults.generations("ffn")
         faults.inject("kill -9 FFN")
         assert faults.generations("ffn") != before

@@ -42,7 +42,7 @@ refused_memory() {
 lossy_soak() {
   local side rc
   for side in a0 a1 f0 f1; do tc qdisc add dev $side root netem loss 1% delay 50us; done
-  "$STRESS" soak $RX $TX 8
+  "$STRESS" soak $RX $TX 5
   rc=$?
   for side in a0 a1 f0 f1; do tc -s qdisc show dev $side; done
   for side in a0 a1 f0 f1; do tc qdisc del dev $side root; done
@@ -68,9 +68,9 @@ run_case late "$STRESS" late $RX $TX
 run_case offset "$STRESS" offset $RX $TX
 run_case short "$STRESS" short $RX $TX
 run_case no_device "$STRESS" soak mlx5_0:1 $TX 1
-run_case sender_port_down soak_with_port_down a0 4
+run_case sender_port_down soak_with_port_down a0 3
 ip link set a0 up
-run_case receiver_port_down soak_with_port_down f1 4
+run_case receiver_port_down soak_with_port_down f1 3
 run_case restart_on_one_port "$STRESS" soak $RX $TX 2
 ip link set f1 up
 run_case memlock refused_memory
