@@ -68,9 +68,9 @@ run_case late "$STRESS" late $RX $TX
 run_case offset "$STRESS" offset $RX $TX
 run_case short "$STRESS" short $RX $TX
 run_case no_device "$STRESS" soak mlx5_0:1 $TX 1
-run_case sender_port_down soak_with_port_down a0 3
+run_case sender_port_down soak_with_port_down a0 4
 ip link set a0 up
-run_case receiver_port_down soak_with_port_down f1 3
+run_case receiver_port_down soak_with_port_down f1 4
 run_case restart_on_one_port "$STRESS" soak $RX $TX 2
 ip link set f1 up
 run_case memlock refused_memory

@@ -112,7 +112,9 @@ def test_a_later_message_waits_for_an_earlier_one(region: Region) -> None:
 def test_a_later_message_of_the_slot_is_not_written_yet(region: Region) -> None:
     with two_connections(region) as (first, second):
         first.sendall(stripe(0))
-        time.sleep(0.05)
+        end = time.monotonic() + 5
+        while not region.buffer(1)[0] and time.monotonic() < end:
+            time.sleep(0.001)
         second.sendall(stripe(0, 2, seq=2) + stripe(1, 2, seq=2))
         time.sleep(0.05)
         assert bytes(region.buffer(1)[:8]) == bytes([16] * 4 + [0] * 4)
