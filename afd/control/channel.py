@@ -17,6 +17,7 @@ from zmq.utils.monitor import recv_monitor_message
 from afd.control import messages as m
 from afd.control.address import to_connect
 from afd.control.keys import ClientKeys
+from afd.control.probes import probe_peer
 from afd.errors import ConfigError
 
 _RECONNECT_MS = 100
@@ -105,8 +106,7 @@ class Channel:
         dealer.setsockopt(zmq.IPV6, int("[" in self._endpoint))
         dealer.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         dealer.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
-        dealer.setsockopt(zmq.HEARTBEAT_IVL, 1000)
-        dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3000)
+        probe_peer(dealer)
         dealer.setsockopt(zmq.SNDHWM, _SEND_HWM)
         dealer.setsockopt(zmq.RCVHWM, _RECEIVE_HWM)
         dealer.setsockopt(zmq.MAXMSGSIZE, m.MAX_MESSAGE_BYTES)

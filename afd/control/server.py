@@ -27,6 +27,7 @@ from afd.control.authority import denial, known_keys
 from afd.control.depths import FIXED_DEPTH, DepthPolicy
 from afd.control.host_table import NO_HOSTS, HostRules
 from afd.control.keys import CurveKeys
+from afd.control.probes import probe_peer
 from afd.control.refusals import Refusals
 from afd.control.registry import Outgoing, Registry
 from afd.errors import ConfigError
@@ -229,9 +230,7 @@ def _bind(
     router.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
     # A client that reconnects keeps its (secret, random) routing id; its new connection takes over.
     router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-    # Detects half-open TCP connections (a host that vanished).
-    router.setsockopt(zmq.HEARTBEAT_IVL, 1000)
-    router.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3000)
+    probe_peer(router)
     router.curve_server = True
     router.curve_publickey = keys.server_public.encode("ascii")
     router.curve_secretkey = keys.server_secret.encode("ascii")

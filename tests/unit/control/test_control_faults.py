@@ -38,6 +38,32 @@ if sys.argv[3] == "stay":
     time.sleep(60)
 """
 
+BUSY = """
+import sys, time
+import zmq
+from afd.control.client import ControlClient
+from afd.control.keys import CurveKeys
+from afd.control.server import ControlServer
+keys = CurveKeys.from_json(sys.argv[1], source="test")
+server = ControlServer("tcp://127.0.0.1:0", keys, members=("attention-0", "gateway-0"))
+member = keys.member("attention-0")
+with zmq.Context() as context, context.socket(zmq.DEALER) as one:
+    one.setsockopt(zmq.LINGER, 0)
+    one.curve_serverkey = member.server_public.encode()
+    one.curve_publickey = member.client_public.encode()
+    one.curve_secretkey = member.client_secret.encode()
+    one.connect(server.address)
+    for _ in range(100):
+        one.send(bytes(50_000))
+    time.sleep(0.5)
+time.sleep(2.5)
+with server:
+    gateway = ControlClient(server.address, keys.member("gateway-0"), role="gateway", index=0)
+    with gateway:
+        gateway.join(deadline_s=5)
+        print("joined", flush=True)
+"""
+
 
 @contextmanager
 def process(script: str, *args: str) -> Iterator[subprocess.Popen[str]]:
@@ -198,3 +224,9 @@ def test_close_does_nothing_in_a_forked_child() -> None:
         assert done == child and os.waitstatus_to_exitcode(status) == 0
         assert member.connected and len(server.members.members) == 1
         member.close()
+
+
+def test_a_member_that_dies_with_messages_unread_does_not_end_a_busy_server() -> None:
+    """libzmq ended the process while heartbeats were on. It reads nothing for 3 s here."""
+    with process(BUSY, KEYS.to_json()) as child:
+        assert first_line(child) == "joined"

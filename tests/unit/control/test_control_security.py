@@ -365,14 +365,14 @@ def test_a_member_that_floods_is_bounded(server: ControlServer) -> None:
             one.setsockopt(zmq.SNDHWM, 1)
         end = time.monotonic() + 2.0
         sent = 0
-        while time.monotonic() < end:
+        while time.monotonic() < end or sent <= 100:
             for one in flooders:
                 with contextlib.suppress(zmq.Again):
                     one.send(payload, zmq.NOBLOCK)
                     sent += 1
         # Both ends are in this process. 8 messages of 0.5 MB may wait per connection.
-        assert sent > 100 and rss() - before < 200 * MEBI
-        eventually(lambda: server.refusals.count > 50, 5)
+        assert rss() - before < 200 * MEBI
+        eventually(lambda: server.refusals.count > 50, 30)
         assert watcher.connected
 
 
