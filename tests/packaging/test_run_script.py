@@ -218,7 +218,7 @@ def test_another_vllm_has_an_environment_of_its_own(checkout: Checkout) -> None:
     core = checkout.calls()[-1].split()
     assert done.returncode == 0 and core[:3] == ["-m", "pytest", "tests/unit/attention"]
     paths = [word for word in core[2:] if word != "--ignore"]
-    assert len(paths) == 6 and all(Path(__file__).parents[2].joinpath(p).exists() for p in paths)
+    assert len(paths) == 5 and all(Path(__file__).parents[2].joinpath(p).exists() for p in paths)
     done = checkout.run("test-vllm", "0.98.0")
     assert done.returncode == 2
     assert "test-vllm needs a version: 0.99.0 (" in done.stderr
