@@ -3,16 +3,18 @@ registry with fake clocks, processes and peers."""
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
+import zmq
 
 from afd.config.contract import Contract
 from afd.control import messages as m
 from afd.control.client import ControlClient
 from afd.control.depths import FIXED_DEPTH, DepthPolicy
-from afd.control.keys import CurveKeys
+from afd.control.keys import ClientKeys, CurveKeys
 from afd.control.messages import Timing
 from afd.control.registry import Outgoing, Registry
 from afd.control.server import ControlServer
@@ -64,6 +66,23 @@ def control_client(
     own = keys.member(member_id(role, index))
     options = {"contract": None if role == "gateway" else CONTRACT, "timing": FAST, **options}
     return ControlClient(address, own, role=role, index=index, **options)
+
+
+@contextlib.contextmanager
+def dealer(
+    address: str, keys: ClientKeys | None, identity: bytes | None = None
+) -> Iterator[zmq.Socket[bytes]]:
+    """Connects as a foreign ZeroMQ program. keys: None for a connection without CURVE."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as one:
+        one.setsockopt(zmq.LINGER, 0)
+        if identity is not None:
+            one.setsockopt(zmq.ROUTING_ID, identity)
+        if keys is not None:
+            one.curve_serverkey = keys.server_public.encode()
+            one.curve_publickey = keys.client_public.encode()
+            one.curve_secretkey = keys.client_secret.encode()
+        one.connect(address)
+        yield one
 
 
 def contract_with(**changes: object) -> Contract:
