@@ -40,14 +40,14 @@ void VerbsConnection::on_completion(const ib::Wc& wc) {
     if (wc.wr_id & kMarker) half.drained.store(true, std::memory_order_release);
     return;
   }
-  half.qp->post_recv(wc.wr_id);
   const Immediate immediate = decode(ntohl(wc.imm_data));
-  if (immediate.stripe == kProbeStripe) return;
-  if (immediate.slot >= incoming_.size() || immediate.stripe >= kMaxStripes) return complain();
-  arrived(immediate);
+  if (immediate.stripe != kProbeStripe) arrived(immediate);
+  // After the doorbell, which a stream waits for: the NIC has receives to spare.
+  half.qp->post_recv(wc.wr_id);
 }
 
 void VerbsConnection::arrived(Immediate immediate) {
+  if (immediate.slot >= incoming_.size() || immediate.stripe >= kMaxStripes) return complain();
   std::atomic<uint64_t>& state = incoming_[immediate.slot].arrivals;
   uint64_t before = state.load(std::memory_order_acquire);
   uint64_t after = 0;
