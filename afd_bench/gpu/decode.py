@@ -308,7 +308,7 @@ def _print(cell: Cell, plan: Plan) -> None:
 
 
 def _record(cell: Cell, cells: Sequence[Cell], model: str, out: Report) -> None:
-    """Records our cells of the same batch and context against their peers measured so far.
+    """Records our cells of the same batch and context; their rates, against the peers so far.
 
     The peers are the best colocated cell and, for an attention kernel of ours, the same deployment
     with vLLM's kernel. Called after each cell, so that records are updated by better peers.
@@ -329,7 +329,7 @@ def _record(cell: Cell, cells: Sequence[Cell], model: str, out: Report) -> None:
             if peer:
                 rates = ours.per_gpu, "tokens/s/GPU", name, peer.per_gpu
                 out.add(case, "tokens_per_s_per_gpu", *rates)
-        if any(peers.values()) and ours.device_s:
+        if ours.device_s:
             out.add(
                 case, "device_step_ms", 1e3 * ours.device_s, "ms", "time per token",
                 1e3 * ours.tpot_s, more_is_better=False,
