@@ -66,11 +66,13 @@ def main(argv: Sequence[str]) -> int:
     measured = 0
     with running([target], setup) as servers:
         server = servers[target]
+        label = target.label
         if isinstance(target, Afd):
+            label += f" depth {args.depth}"
             server.set_depth(args.depth)
             time.sleep(_PROPAGATION_S)
         for requests, context in args.cells:
-            what = f"{name} {target.label} batch {requests} context {context}"
+            what = f"{name} {label} batch {requests} context {context}"
             if not budget.allows(what, _CELL_S):
                 break
             load = Load(requests, context, length, model_slice.sizes.vocab, args.seed)

@@ -1,9 +1,10 @@
 """The cells of docs/results that the planner can be compared with. Pure.
 
-Three kinds:
+Four kinds:
 - a step of 1A1F, timed on the devices, with or without times of its stages (gpu.json, host.json);
 - the best colocated vLLM on the same two GPUs, by its tokens/s;
-- the ratio of the two, by their tokens/s at the best depth.
+- the ratio of the two, by their tokens/s at the best depth;
+- a served step with mixed and one with equal lengths (`afd bench gpu lengths`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TypeVar
 
 from afd.records import Record
 from afd_bench.gpu.routing import Choices
-from afd_bench.gpu.targets import PEER, Afd, Colocated
+from afd_bench.gpu.targets import PEER, Afd, Colocated, Target
 
 GPUS = 2
 H200 = "h200"
@@ -40,6 +41,11 @@ _CASE = re.compile(
     r"(?P<model>\S+) (?P<layers>\d+) layers (?P<kv>fp8 cache )?(?P<even>even routing )?"
     r"1A1F exact (?P<mqa>mqa )?(?P<ahead>lookahead )?depth (?P<depth>\d)"
     r"(?P<streams>, a stream per micro-batch,)? batch (?P<batch>\d+)(?: context (?P<context>\d+))?"
+)
+_LENGTHS_CASE = re.compile(
+    r"(?P<model>\S+) (?P<layers>\d+) layers (?P<kv>fp8 cache )?(?P<even>even routing )?"
+    r"(?:TP1 graphs|1A1F exact lookahead depth (?P<depth>\d))"
+    r" batch (?P<batch>\d+) context (?P<context>\d+) mixed lengths"
 )
 _GPU = re.compile(r"2 x NVIDIA (H\d+)")
 """In what a record says of its machine."""
@@ -128,6 +134,29 @@ class RatioCell:
     retired: bool = False
 
 
+@dataclass(frozen=True)
+class LengthsCell:
+    """Served steps of as many requests in decode: all equally long, and of half to one and a half
+    times that.
+
+    depth: 0 for colocated vLLM, on one GPU. equal_s, mixed_s: seconds of a step.
+    """
+
+    place: Place
+    depth: int
+    equal_s: float
+    mixed_s: float
+
+    @property
+    def target(self) -> Target:
+        return AFD if self.depth else Colocated(1)
+
+    @property
+    def text(self) -> str:
+        server = f"1A1F depth {self.depth}, served" if self.depth else "colocated vLLM on one GPU"
+        return f"{self.place.text}, {server}"
+
+
 Cell = TypeVar("Cell", StepCell, RatioCell)
 
 
@@ -178,6 +207,19 @@ def host_cells(records: Iterable[Record]) -> list[StepCell]:
         place = Place(model, int(match["layers"]), "bfloat16", batch, context, gpu)
         found.append(StepCell(place, depth, record.peer_value / 1e3))
         found.append(StepCell(place, depth, record.value / 1e3, served=True))
+    return found
+
+
+def lengths_cells(records: Iterable[Record]) -> list[LengthsCell]:
+    """Returns every cell of `afd bench gpu lengths`."""
+    found = []
+    for record in records:
+        match = _LENGTHS_CASE.fullmatch(record.case)
+        if match is None or record.metric != "step_ms":
+            continue
+        depth = int(match["depth"] or 0)
+        equal_s, mixed_s = record.peer_value / 1e3, record.value / 1e3
+        found.append(LengthsCell(_place(match, record), depth, equal_s, mixed_s))
     return found
 
 

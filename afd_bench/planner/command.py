@@ -18,6 +18,7 @@ from afd.records import Record, command_line, machine, read_records, today, writ
 from afd_bench.gpu.routing import read
 from afd_bench.planner.cells import (
     host_cells,
+    lengths_cells,
     ratio_cells,
     stage_tables,
     step_cells,
@@ -26,6 +27,7 @@ from afd_bench.planner.cells import (
 from afd_bench.planner.compare import (
     Error,
     colocated_errors,
+    lengths_errors,
     ratio_errors,
     step_errors,
 )
@@ -42,7 +44,11 @@ from afd_bench.planner.simulated import Simulated, simulated
 from afd_planner.cost.shape import Efficiency, calibrated
 from afd_planner.facts.hardware import load_accelerator
 
-PARTS = ("errors", "map")
+METRICS = {
+    "errors": ("step_error", "ratio_error", "winner_right"),
+    "map": ("modelled_gain", "simulated_step"),
+}
+PARTS = tuple(METRICS)
 MEASURED = "measured (docs/results)"
 COLOCATED = "best colocated plan"
 
@@ -74,10 +80,13 @@ def main(argv: Sequence[str]) -> int:
         runs = list(simulated(cells))
         (args.out / "planner_map.md").write_text(map_page(cells, runs), encoding="utf-8")
         records += [*_map_records(cells, command), *_simulated_records(runs, command)]
-    if set(args.parts) == set(PARTS):  # plans of other efficiencies are no longer the largest
-        (args.out / "planner.json").unlink(missing_ok=True)
-    write_records(args.out / "planner.json", records)
-    print(f"{len(records)} records written to {args.out / 'planner.json'}")
+    file = args.out / "planner.json"
+    renewed = {metric for part in args.parts for metric in METRICS[part]}
+    # Cells that are no longer compared, and plans that are no longer the largest, go.
+    kept = [record for record in read_records(file) if record.metric not in renewed]
+    file.unlink(missing_ok=True)
+    write_records(file, [*records, *kept])
+    print(f"{len(records)} records written to {file}")
     return 0
 
 
@@ -89,7 +98,7 @@ def found_errors(
     results: Path, *, kernels: bool = True, counted: bool = True
 ) -> tuple[Errors, Errors]:
     """Returns the errors with the efficiencies of each accelerator, and with the defaults. All
-    cells had requests of equal lengths.
+    requests of a cell were equally long, but for the cells of mixed lengths.
 
     results: the folder docs/results. kernels: as measured, where they were; else rooflines.
     counted: with the experts that rows choose, where they were counted; else chance chooses them.
@@ -99,10 +108,15 @@ def found_errors(
     steps = with_loads(step_cells(records), choices)
     ratios = with_loads(ratio_cells(records), choices)
     tables = stage_tables(steps)
+    lengths = lengths_cells(records)
     all_steps = (*steps, *host_cells(read_records(results / "host.json")))
 
     def errors(efficiency: Callable[[str], Efficiency]) -> Errors:
-        steps = (*step_errors(all_steps, tables, efficiency), *colocated_errors(ratios, efficiency))
+        steps = (
+            *step_errors(all_steps, tables, efficiency),
+            *colocated_errors(ratios, efficiency),
+            *lengths_errors(lengths, efficiency),
+        )
         return [
             *(("step_error", error) for error in steps),
             *(("ratio_error", error) for error in ratio_errors(ratios, efficiency)),

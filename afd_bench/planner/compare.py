@@ -16,6 +16,7 @@ from afd_bench.planner.cells import (
     AFD,
     COLOCATED,
     H200,
+    LengthsCell,
     Place,
     RatioCell,
     StepCell,
@@ -40,8 +41,8 @@ class Error:
     """A predicted and a measured value of one cell.
 
     counted: predicted with the experts that its rows choose, which a run of its own counted.
-    colocated: of colocated vLLM alone. retired: of an arrangement that nothing has today. gpu: what
-    it was measured on.
+    colocated: of colocated vLLM alone. retired: of an arrangement that nothing has today. lengths:
+    of a cell that compares mixed with equal lengths. gpu: what it was measured on.
     """
 
     cell: str
@@ -51,6 +52,7 @@ class Error:
     counted: bool = False
     colocated: bool = False
     retired: bool = False
+    lengths: bool = False
     gpu: str = H200
 
     @property
@@ -202,6 +204,23 @@ def colocated_errors(
         )
         for cell in cells
     ]
+
+
+def lengths_errors(
+    cells: Sequence[LengthsCell], efficiency: Callable[[str], Efficiency]
+) -> list[Error]:
+    """Returns the errors of the steps with mixed and with equal lengths."""
+    found = []
+    for cell in cells:
+        for word, equal, measured in (
+            ("mixed", False, cell.mixed_s),
+            ("equal", True, cell.equal_s),
+        ):
+            chosen = replace(efficiency(cell.place.gpu), equal_lengths=equal)
+            (said,) = _predictions(cell.target, cell.depth, cell.place, chosen)
+            text = f"{cell.text}, {word} lengths"
+            found.append(Error(text, "modelled", said.tpot_s, measured, lengths=True))
+    return found
 
 
 def ratio_errors(

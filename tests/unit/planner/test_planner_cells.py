@@ -9,7 +9,7 @@ from afd.errors import ConfigError
 from afd.records import Record
 from afd_bench.gpu.common import add_routing, routed_case, routing_variables
 from afd_bench.gpu.routing import Choices, read, write
-from afd_bench.planner.cells import ratio_cells, step_cells, with_loads
+from afd_bench.planner.cells import lengths_cells, ratio_cells, step_cells, with_loads
 from afd_planner.facts.ffn import MoeFfn
 
 
@@ -80,3 +80,16 @@ def test_even_routing_is_refused_on_cpus():
     assert routing_variables(arguments(device="cpu")) == {}
     with pytest.raises(ConfigError, match="--routing even needs a GPU"):
         routing_variables(arguments("--routing", "even", device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("server", "depth", "gpus"),
+    [("TP1 graphs", 0, 1), ("1A1F exact lookahead depth 2", 2, 2)],
+)
+def test_a_cell_of_lengths_knows_its_server(server, depth, gpus):
+    case = f"qwen3-30b 12 layers fp8 cache even routing {server} batch 64 context 16384"
+    one = replace(record("", "step_ms", "2 x NVIDIA H200"), case=f"{case} mixed lengths")
+    (cell,) = lengths_cells([one, replace(one, metric="tpot_ms"), replace(one, case=case)])
+    assert (cell.depth, cell.target.gpus) == (depth, gpus)
+    assert (cell.mixed_s, cell.equal_s) == (0.010, 0.020)
+    assert (cell.place.kv, cell.place.even, cell.place.requests) == ("fp8", True, 64)

@@ -84,9 +84,9 @@ def test_the_error_of_rooflines_covers_every_measured_ratio():
     assert FITTED_ERROR.high * 0.97 < largest <= FITTED_ERROR.high == 1 / FITTED_ERROR.low
 
 
-def test_with_the_routing_counted_ratios_are_within_22_percent(errors):
+def test_with_the_routing_counted_ratios_are_within_18_percent(errors):
     assert sum(e.counted for metric, e in errors[0] if metric == "ratio_error") == 4
-    assert 1.21 < largest_ratio_error(errors[0]) < 1.23
+    assert 1.16 < largest_ratio_error(errors[0]) < 1.18
 
 
 def test_with_the_routing_counted_steps_of_random_weights_are_within_12_percent(errors):
@@ -95,19 +95,18 @@ def test_with_the_routing_counted_steps_of_random_weights_are_within_12_percent(
         for metric, e in errors[0]
         if metric == "step_error" and e.counted and e.method == "modelled" and not e.retired
     ]
-    assert len(steps) == 28
-    assert sum(size < 1.12 for size in steps) == 26  # all but two of deepseek-v3 at 1K
+    assert len(steps) == 30 and max(steps) < 1.12
 
 
-def test_every_ratio_of_the_assumed_routing_is_within_8_percent(errors):
+def test_ratios_of_the_assumed_routing_are_within_8_percent_but_for_one_with_a_slow_host(errors):
     ratios = [
         error
         for metric, error in errors[0]
         if metric == "ratio_error" and not (error.counted or error.retired)
     ]
     sizes = {gpu: [e.size for e in ratios if e.gpu == gpu] for gpu in ("h200", "h100")}
-    assert (len(sizes["h200"]), sum(size < 1.05 for size in sizes["h200"])) == (12, 11)
-    assert max(sizes["h200"]) < 1.08
+    assert (len(sizes["h200"]), sum(size < 1.05 for size in sizes["h200"])) == (13, 11)
+    assert sum(size < 1.08 for size in sizes["h200"]) == 12 and max(sizes["h200"]) < 1.14
     assert len(sizes["h100"]) == 1 and max(sizes["h100"]) < 1.03
 
 
@@ -119,12 +118,18 @@ def test_h100_is_predicted_from_the_efficiencies_of_h200(errors):
     assert (len(steps), sum(size < 1.05 for size in steps)) == (9, 8) and max(steps) < 1.07
 
 
-def test_the_composition_is_within_12_percent(errors):
+def test_the_composition_is_within_8_percent_but_for_one_with_a_slow_host(errors):
     found = [error for _, error in errors[0] if error.method == "composed"]
-    composed = [error.size for error in found if not error.retired]
-    assert (len(found), len(composed)) == (47, 38)
-    assert max(composed) < 1.12
-    assert COMPOSED_ERROR.high >= 1.12**2 * 0.99
+    composed = sorted(error.size for error in found if not error.retired)
+    assert (len(found), len(composed)) == (47, 42)
+    assert composed[-2] < 1.08 and composed[-1] < 1.16
+    assert COMPOSED_ERROR.high >= composed[-1] * composed[-2]
+
+
+def test_steps_of_mixed_and_of_equal_lengths_are_within_9_percent(errors):
+    """Of both servers; each prediction with the attention table of its own lengths."""
+    sizes = [error.size for _, error in errors[0] if error.lengths]
+    assert len(sizes) == 24 and max(sizes) < 1.09
 
 
 def test_the_whole_model_is_within_5_percent_on_the_devices_and_in_the_server(errors):
