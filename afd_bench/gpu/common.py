@@ -52,6 +52,10 @@ class Budget:
         return False
 
 
+TOKENS = "tokens_per_request"
+"""A metric: see :meth:`Report.add_tokens`."""
+
+
 @dataclass
 class Report:
     """Records of a run, written immediately, because a run may be interrupted."""
@@ -91,6 +95,10 @@ class Report:
         if self.out is not None:
             with self._writing:
                 write_records(self.out, [record])
+
+    def add_tokens(self, case: str, tokens: float, prompt: int) -> None:
+        """Records the mean tokens of a request, prompt and answer, while a case was measured."""
+        self.add(case, TOKENS, tokens, "tokens", "prompt", prompt)
 
 
 def usable_gpus(environ: Mapping[str, str] = os.environ) -> int:

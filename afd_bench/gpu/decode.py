@@ -62,8 +62,9 @@ _GIB = 2**30
 class Cell:
     """One measurement.
 
-    depth: 0 for colocated vLLM. tpot_s: time per token of the slice. device_s: device time of a
-    step of ours; the rest of tpot_s is host time between steps.
+    depth: 0 for colocated vLLM. context: tokens of a prompt. tpot_s: time per token of the slice.
+    device_s: device time of a step of ours; the rest of tpot_s is host time between steps. tokens:
+    of a request while it was measured, prompt and answer.
     """
 
     target: Target
@@ -73,6 +74,7 @@ class Cell:
     tpot_s: float
     predicted: Prediction
     device_s: float = 0.0
+    tokens: float = 0.0
 
     @property
     def per_gpu(self) -> float:
@@ -269,11 +271,19 @@ def _of_server(
         except AfdError as err:
             print(f"{target.label} batch {load.requests}: FAILED: {err}", flush=True)
             continue
+        tokens = load.prompt + found.answered
         predicted = predict(
-            target, depth or 1, load.requests, load.prompt, model, accelerator, kv=plan.kv
+            target, depth or 1, load.requests, tokens, model, accelerator, kv=plan.kv
         )
         yield Cell(
-            target, depth, load.requests, load.prompt, found.tpot_s, predicted, found.device_s
+            target,
+            depth,
+            load.requests,
+            load.prompt,
+            found.tpot_s,
+            predicted,
+            found.device_s,
+            tokens,
         )
 
 
@@ -334,6 +344,8 @@ def _record(cell: Cell, cells: Sequence[Cell], model: str, out: Report) -> None:
                 case, "device_step_ms", 1e3 * ours.device_s, "ms", "time per token",
                 1e3 * ours.tpot_s, more_is_better=False,
             )  # fmt: skip
+        if ours.tokens:
+            out.add_tokens(case, ours.tokens, ours.context)
 
 
 def table(cells: Sequence[Cell], plan: Plan) -> str:

@@ -33,7 +33,7 @@ from afd_bench.gpu.common import (
     routing_variables,
 )
 from afd_bench.gpu.kv import kv_gib
-from afd_bench.gpu.load import Load, device_step_s, held, read
+from afd_bench.gpu.load import Load, answered, device_step_s, held, read
 from afd_bench.gpu.serving import Setup, running
 from afd_bench.gpu.slices import Slice
 from afd_bench.gpu.targets import Afd, Sizes, Target, parse, vllm_args
@@ -51,7 +51,8 @@ class Cell:
     """One measurement.
 
     found: means over the steps. one: the last step. device_s: mean time of a step on the device,
-    (with stage timestamps, without); 0 if no step was replayed as a graph.
+    (with stage timestamps, without); 0 if no step was replayed as a graph. answered: tokens of a
+    request's answer meanwhile.
     """
 
     target: Afd
@@ -60,6 +61,7 @@ class Cell:
     found: Summary
     one: Step
     device_s: tuple[float, float]
+    answered: float
 
 
 @dataclass(frozen=True)
@@ -173,8 +175,8 @@ def _cells(
         load = Load(batch, context, model.sizes.length, model.model_slice.sizes.vocab, args.seed)
         plain = servers.get(replace(target, stage_every=0))
         try:
-            steps, device_s = asyncio.run(_watch(servers[target], load, depth))
-            without = asyncio.run(_watch(plain, load, depth))[1] if plain else 0.0
+            steps, answer, device_s = asyncio.run(_watch(servers[target], load, depth))
+            without = asyncio.run(_watch(plain, load, depth))[2] if plain else 0.0
             if not steps:
                 raise AfdError(
                     "no recorded step at this depth includes all roles; see the servers' logs"
@@ -182,18 +184,20 @@ def _cells(
         except AfdError as err:
             print(f"{what}: FAILED: {err}", flush=True)
             continue
-        yield Cell(target, depth, load, summary(steps), steps[-1], (device_s, without))
+        yield Cell(target, depth, load, summary(steps), steps[-1], (device_s, without), answer)
 
 
-async def _watch(server: Server, load: Load, depth: int) -> tuple[list[Step], float]:
-    """Returns the last steps of a second of decode, and the mean device time of a step in s."""
+async def _watch(server: Server, load: Load, depth: int) -> tuple[list[Step], float, float]:
+    """Returns the last steps of a second of decode, the mean tokens of an answer meanwhile, and the
+    mean device time of a step in s."""
     server.set_depth(depth)
-    async with held(server, load):
-        before = await read(server, depth)
+    async with held(server, load) as before:
+        first = await read(server, depth)
         await asyncio.sleep(_WAIT_S)
         kept = await asyncio.to_thread(fetch, server)
-        after = await read(server, depth)
-    return join(kept, _ATTENTION, depth), device_step_s(before, after)
+        last = await read(server, depth)
+    answer = answered(before, first, last, load.requests)
+    return join(kept, _ATTENTION, depth), answer, device_step_s(first, last)
 
 
 def _print(model: Model, cell: Cell) -> None:
@@ -223,6 +227,7 @@ def _record(cell: Cell, model: str, out: Report) -> None:
     case = f"{model} {cell.target.label} depth {cell.depth} batch {load.requests}"
     case += f" context {load.prompt}"
     f = cell.found
+    out.add_tokens(case, load.prompt + cell.answered, load.prompt)
     out.add(case, "efficiency", f.efficiency, "fraction of the step", "aim", AIM)
     out.add(case, "efficiency_in_layers", f.in_layers, "fraction of its layers", "aim", AIM)
     for metric, value in (

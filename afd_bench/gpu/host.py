@@ -163,14 +163,14 @@ async def measured(server: Server, load: Load, steps: int) -> Steady:
     Raises:
         AfdError: as :func:`afd_bench.gpu.load.rate`.
     """
-    async with held(server, load):
+    async with held(server, load) as before:
         first = last = await read(server)
         while last.generated - first.generated < steps * load.requests:
             await asyncio.sleep(_POLL_S)
             last = await read(server)
             if last.running < load.requests:
                 break
-    return rate(first, last, load.requests)
+    return rate(before, first, last, load.requests)
 
 
 def phases(log: str) -> list[str]:

@@ -63,12 +63,14 @@ class Steady:
     """One measured window.
 
     tokens_per_s: of all requests. tpot_s: seconds per token of a request. seconds: length of the
-    window. device_s: device time of a step of ours, if it replays graphs, else 0.
+    window. answered: tokens of a request's answer in the middle of the window, on average.
+    device_s: device time of a step of ours, if it replays graphs, else 0.
     """
 
     tokens_per_s: float
     tpot_s: float
     seconds: float
+    answered: float
     device_s: float = 0.0
 
 
@@ -82,15 +84,18 @@ def steady(server: Server, load: Load, window_s: float) -> Steady:
 
 
 async def _steady(server: Server, load: Load, window_s: float) -> Steady:
-    async with held(server, load):
+    async with held(server, load) as before:
         first = await read(server)
         await asyncio.sleep(window_s)
         last = await read(server)
-    return rate(first, last, load.requests)
+    return rate(before, first, last, load.requests)
 
 
-def rate(first: Totals, last: Totals, requests: int) -> Steady:
-    """Returns the rates between two readings. Raises AfdError unless all requests still run."""
+def rate(before: Totals, first: Totals, last: Totals, requests: int) -> Steady:
+    """Returns the rates between two readings. Raises AfdError unless all requests still run.
+
+    before: a reading before the first request.
+    """
     if last.running != requests:
         raise AfdError(
             f"only {last.running:.0f} of {requests} requests ran until the end of the window; raise"
@@ -100,8 +105,21 @@ def rate(first: Totals, last: Totals, requests: int) -> Steady:
     tokens = last.generated - first.generated
     if tokens <= 0:
         raise AfdError("no token was generated in the window; raise --window")
-    device_s = device_step_s(first, last)
-    return Steady(tokens / seconds, requests * seconds / tokens, seconds, device_s)
+    return Steady(
+        tokens / seconds,
+        requests * seconds / tokens,
+        seconds,
+        answered(before, first, last, requests),
+        device_step_s(first, last),
+    )
+
+
+def answered(before: Totals, first: Totals, last: Totals, requests: int) -> float:
+    """Returns the mean tokens of a request's answer midway between the last two readings.
+
+    A step's attention reads them too, so a prediction takes prompt and answer.
+    """
+    return ((first.generated + last.generated) / 2 - before.generated) / requests
 
 
 def device_step_s(first: Totals, last: Totals) -> float:
@@ -111,27 +129,32 @@ def device_step_s(first: Totals, last: Totals) -> float:
 
 
 @contextlib.asynccontextmanager
-async def held(server: Server, load: Load) -> AsyncIterator[None]:
-    """Holds all requests in decode inside the block and cancels them at its end."""
+async def held(server: Server, load: Load) -> AsyncIterator[Totals]:
+    """Holds all requests in decode inside the block and cancels them at its end.
+
+    Yields a reading from before the first request.
+    """
     await quiet(server)
+    before = await read(server)
     async with client() as session:
         tasks = [
             asyncio.create_task(complete(session, server, load.body(server, index), index))
             for index in range(load.requests)
         ]
         async with kept_running(tasks):
-            await _await_decode(server, load, tasks)
-            yield
+            await _await_decode(server, load, tasks, before)
+            yield before
     await quiet(server)
 
 
-async def _await_decode(server: Server, load: Load, tasks: list[asyncio.Task[None]]) -> None:
-    idle = await read(server)
+async def _await_decode(
+    server: Server, load: Load, tasks: list[asyncio.Task[None]], before: Totals
+) -> None:
     end = time.monotonic() + _READY_S
     while True:
         now = await read(server)
         if now.running == load.requests and (
-            now.generated - idle.generated >= _EACH_FIRST * load.requests
+            now.generated - before.generated >= _EACH_FIRST * load.requests
         ):
             return
         for task in tasks:

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from afd.records import Record
+from afd_bench.gpu.common import TOKENS
 from afd_bench.gpu.routing import Choices
 from afd_bench.gpu.targets import PEER, Afd, Colocated, Target
 
@@ -59,9 +60,11 @@ _STAGES = ("attention_us", "to_ffn_us", "ffn_us", "to_attention_us")
 class Place:
     """What ran: a model slice, its cache, requests and tokens per request; on which kind of GPU.
 
-    even: chance chose each row's experts (``--routing even``), not the router of random weights.
+    context: tokens of a prompt. even: chance chose each row's experts (``--routing even``), not the
+    router of random weights.
     loads: share of all choices per expert, by layer, as `afd bench gpu routing` counted them; () if
-    nobody counted. Chance is assumed then.
+    nobody counted. Chance is assumed then. measured_tokens: mean tokens of a request while it was
+    measured, its answer included; 0 if nobody recorded them.
     """
 
     model: str
@@ -72,6 +75,12 @@ class Place:
     gpu: str = H200
     even: bool = False
     loads: tuple[tuple[float, ...], ...] = ()
+    measured_tokens: float = field(default=0.0, compare=False)
+
+    @property
+    def tokens(self) -> float:
+        """Tokens per request that a step reads."""
+        return self.measured_tokens or self.context
 
     @property
     def counted(self) -> bool:
@@ -164,12 +173,14 @@ def step_cells(records: Iterable[Record]) -> list[StepCell]:
     """Returns every step that was timed on the devices, and in the server at the same time."""
     stages: dict[str, dict[str, Record]] = {}
     found = []
+    records = list(records)
+    tokens = {record.case: record.value for record in records if record.metric == TOKENS}
     for record in records:
         match = _CASE.fullmatch(record.case)
         if match is None or record.bench != "gpu":
             continue
         if record.metric == "device_step_ms":
-            place, depth = _place(match, record), int(match["depth"])
+            place, depth = _place(match, record, tokens), int(match["depth"])
             found.append(StepCell(place, depth, record.value / 1e3))
             served = StepCell(place, depth, record.peer_value / 1e3, served=True)
             found.append(replace(served, retired=_waited(place, record)))
@@ -183,7 +194,7 @@ def step_cells(records: Iterable[Record]) -> list[StepCell]:
         streams, depth = match["streams"] is not None, int(match["depth"])
         found.append(
             StepCell(
-                _place(match, by_name["ffn_us"]),
+                _place(match, by_name["ffn_us"], tokens),
                 depth,
                 by_name["ffn_us"].peer_value / 1e6,
                 (attention, out, ffn, back),
@@ -219,19 +230,21 @@ def lengths_cells(records: Iterable[Record]) -> list[LengthsCell]:
             continue
         depth = int(match["depth"] or 0)
         equal_s, mixed_s = record.peer_value / 1e3, record.value / 1e3
-        found.append(LengthsCell(_place(match, record), depth, equal_s, mixed_s))
+        found.append(LengthsCell(_place(match, record, {}), depth, equal_s, mixed_s))
     return found
 
 
 def ratio_cells(records: Iterable[Record]) -> list[RatioCell]:
     """Returns every cell with both servers, with ``pipeline.lookahead`` where it was measured."""
     rates: dict[Place, dict[int, Record]] = {}
+    records = list(records)
+    tokens = {record.case: record.value for record in records if record.metric == TOKENS}
     for record in records:
         match = _CASE.fullmatch(record.case)
         if match is None or record.metric != "tokens_per_s_per_gpu" or record.peer != PEER:
             continue
         if match["ahead"]:
-            rates.setdefault(_place(match, record), {})[int(match["depth"])] = record
+            rates.setdefault(_place(match, record, tokens), {})[int(match["depth"])] = record
     return [_ratio(place, by_depth) for place, by_depth in rates.items()]
 
 
@@ -252,7 +265,7 @@ def _waited(place: Place, record: Record) -> bool:
     return key in WAITED and record.date < TWO_PROCESSES
 
 
-def _place(match: re.Match[str], record: Record) -> Place:
+def _place(match: re.Match[str], record: Record, tokens: Mapping[str, float]) -> Place:
     gpu = _GPU.search(record.machine)
     return Place(
         match["model"],
@@ -262,6 +275,7 @@ def _place(match: re.Match[str], record: Record) -> Place:
         int(match["context"] or DEFAULT_CONTEXT),
         gpu[1].lower() if gpu else H200,
         even=match["even"] is not None,
+        measured_tokens=tokens.get(record.case, 0.0),
     )
 
 

@@ -95,7 +95,7 @@ def _predictions(
     routings = [Routing(load) for load in place.loads] or [EVEN_ROUTING]
     return [
         predict(
-            target, depth, place.requests, place.context, model, gpu, efficiency, place.kv, routing
+            target, depth, place.requests, place.tokens, model, gpu, efficiency, place.kv, routing
         )
         for routing in routings
     ]
@@ -137,7 +137,7 @@ def modelled_stages(cell: StepCell, efficiency: Efficiency) -> AfdStages:
     pool = Pool(load_accelerator(place.gpu), 1, 1)
     precision = replace(PRECISIONS["bf16"], kv=place.kv)
     rows = place.requests / cell.depth
-    shape = AfdShape(pool, pool, cell.depth, rows, place.context, precision)
+    shape = AfdShape(pool, pool, cell.depth, rows, place.tokens, precision)
     return afd_stages(model_of(place.model, place.layers), shape, efficiency)
 
 

@@ -79,6 +79,7 @@ Why the others are off:
   `afd bench gpu host` measures a host; `--efficiency host_s=... --efficiency host_row_s=...` tells
   `afd plan`. At depth 1 the steps on the devices are 7 to 11 % longer than predicted, because an
   answer grows while it is measured: with 1,224 instead of 1,024 tokens the prediction is 6.7 ms.
+  The benches record the tokens of a request now, and the predictions here will take them.
 - **A stream per micro-batch at depth 2** (*retired*). Both micro-batches end together, and the FFN
   GPU waits for attention on both. The formula does not describe that, and such streams begin at
   depth 3 today.

@@ -21,9 +21,11 @@ def totals(moment_s, running, generated):
 
 
 def test_a_window_counts_only_where_all_requests_ran():
-    assert rate(totals(1.0, 4, 100), totals(3.0, 4, 300), 4) == Steady(100.0, 0.04, 2.0)
+    before = totals(0.0, 0, 40)
+    found = rate(before, totals(1.0, 4, 100), totals(3.0, 4, 300), 4)
+    assert found == Steady(100.0, 0.04, 2.0, answered=(200 - 40) / 4)
     first, last = Totals(0, 4, 0.0, 10.0, 1.0), Totals(10**9, 4, 8.0, 14.0, 1.2)
-    assert rate(first, last, 4).device_s == pytest.approx(0.05)
+    assert rate(before, first, last, 4).device_s == pytest.approx(0.05)
     lines = [
         f'afd_graph_step{what}_total{{depth="{depth}"}} {value}'
         for depth, count, seconds in ((1, 8, 2.0), (3, 4, 0.2))
@@ -35,9 +37,9 @@ def test_a_window_counts_only_where_all_requests_ran():
         (4, 12, 2.2), (4, 4, 0.2), (4, 0, 0)
     ]  # fmt: skip
     with pytest.raises(AfdError, match="3 of 4 requests ran until the end"):
-        rate(totals(1.0, 4, 100), totals(3.0, 3, 300), 4)
+        rate(before, totals(1.0, 4, 100), totals(3.0, 3, 300), 4)
     with pytest.raises(AfdError, match="no token"):
-        rate(totals(1.0, 4, 100), totals(3.0, 4, 100), 4)
+        rate(before, totals(1.0, 4, 100), totals(3.0, 4, 100), 4)
 
 
 class FakeServer:

@@ -52,7 +52,7 @@ def test_step_times_are_medians_of_turns(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def steady(server, load, window_s):
         asked.append(load.mixed)
-        return Steady(1.0, next(times), window_s)
+        return Steady(1.0, next(times), window_s, 0.0)
 
     monkeypatch.setattr(lengths, "steady", steady)
     assert lengths.step_times(None, LOAD, 3, 1.0) == (0.2, 0.4)

@@ -7,7 +7,7 @@ import pytest
 
 from afd.errors import ConfigError
 from afd.records import Record
-from afd_bench.gpu.common import add_routing, routed_case, routing_variables
+from afd_bench.gpu.common import TOKENS, add_routing, routed_case, routing_variables
 from afd_bench.gpu.routing import Choices, read, write
 from afd_bench.planner.cells import lengths_cells, ratio_cells, step_cells, with_loads
 from afd_planner.facts.ffn import MoeFfn
@@ -80,6 +80,19 @@ def test_even_routing_is_refused_on_cpus():
     assert routing_variables(arguments(device="cpu")) == {}
     with pytest.raises(ConfigError, match="--routing even needs a GPU"):
         routing_variables(arguments("--routing", "even", device="cpu"))
+
+
+def test_a_cell_has_the_tokens_that_its_requests_had_while_it_was_measured():
+    machine = "2 x NVIDIA H200"
+    step = record("qwen3-30b 12 layers", "device_step_ms", machine)
+    rate = replace(step, metric="tokens_per_s_per_gpu")
+    tokens = replace(step, metric=TOKENS, value=4300.0, peer="prompt")
+    for records, expected in (([step, rate], 4096), ([step, rate, tokens], 4300)):
+        cells = (*step_cells(records), *ratio_cells(records))
+        assert len(cells) == 3
+        for cell in cells:
+            assert (cell.place.context, cell.place.tokens) == (4096, expected)
+            assert cell.place == step_cells([step])[0].place
 
 
 @pytest.mark.parametrize(
