@@ -50,9 +50,15 @@ _LENGTHS_CASE = re.compile(
 )
 _GPU = re.compile(r"2 x NVIDIA (H\d+)")
 """In what a record says of its machine."""
-_HOST_CASE = re.compile(r"(?P<layers>\d+) (?P<batch>\d+) 2 x NVIDIA (?P<gpu>H\d+) .*HBM3e?")
-_HOST = ("qwen3-30b", 128, 2)
-"""Model, mean tokens per request while it is timed, and depth of `afd bench gpu host`."""
+_HOST_CASE = re.compile(
+    r"(?P<layers>\d+) (?P<batch>\d+) 2 x NVIDIA"
+    r" (?:H100 80GB HBM3|H200(?P<one> depth 1)? context (?P<context>\d+))"
+)
+"""Of `afd bench gpu host`. Not those of H100 with a context: other deployments used its GPUs."""
+_HOST_MODEL = "qwen3-30b"
+_HOST_CONTEXT, _HOST_STEPS = 64, 250
+"""Defaults of that bench: tokens of a prompt, and measured steps, each a token of an answer."""
+_STEPS = re.compile(r"--steps (\d+)")
 _STAGES = ("attention_us", "to_ffn_us", "ffn_us", "to_attention_us")
 
 
@@ -209,13 +215,22 @@ def step_cells(records: Iterable[Record]) -> list[StepCell]:
 def host_cells(records: Iterable[Record]) -> list[StepCell]:
     """Returns every step of `afd bench gpu host`, on the devices and served."""
     found = []
-    model, context, depth = _HOST
     for record in records:
         match = _HOST_CASE.fullmatch(record.case)
         if match is None or record.metric != "step_ms":
             continue
-        batch, gpu = int(match["batch"]), match["gpu"].lower()
-        place = Place(model, int(match["layers"]), "bfloat16", batch, context, gpu)
+        told = _STEPS.search(record.command)
+        answered = int(told[1] if told else _HOST_STEPS) / 2
+        context, depth = int(match["context"] or _HOST_CONTEXT), 1 if match["one"] else 2
+        place = Place(
+            _HOST_MODEL,
+            int(match["layers"]),
+            "bfloat16",
+            int(match["batch"]),
+            context,
+            H200 if match["context"] else "h100",
+            measured_tokens=context + answered,
+        )
         found.append(StepCell(place, depth, record.peer_value / 1e3))
         found.append(StepCell(place, depth, record.value / 1e3, served=True))
     return found

@@ -51,7 +51,7 @@ _CAUSES = f"""
 The planner decides only where the predicted ratio leaves the largest error that a ratio had with
 the planner's routing: a factor of {CALIBRATED_ERROR.high:.2f} on H200 and H100,
 {MODEL_ERROR.high:.2f} elsewhere (of a cell that was measured again since), and
-{COMPOSED_ERROR.high:.2f} with measured attention and experts (one plan off by 15 %, one by 8).
+{COMPOSED_ERROR.high:.2f} with measured attention and experts (a plan off by 15 %, one by 11).
 
 Why the others are off:
 
@@ -71,15 +71,15 @@ Why the others are off:
 
   | run | 1A1F depth 1 | 1A1F depth 2 | colocated, TP2 | colocated, DP2 with EP |
   |---|---|---|---|---|
-  | [host.md](host.md), two machines | 7.9 (7.2), 9.1 (7.4) | 8.2 (7.6) | | |
+  | [host.md](host.md), two machines; the first is here | 7.9 (7.2), 9.1 (7.4) | 8.2 (7.6) | | |
   | `decode`, where two servers start in 82 s | 8.2 (6.9) | 8.8 (7.5) | 5.9 | |
-  | `decode`, where three start in 189 s: the cells here | 8.6 (7.1) | 10.4 (7.6) | 7.7 | 6.4 |
+  | `decode`, where three start in 189 s; here | 8.6 (7.1) | 10.4 (7.6) | 7.7 | 6.4 |
   | predicted | 7.6 (6.4) | 8.6 (7.4) | 6.6 | 5.0 |
 
   `afd bench gpu host` measures a host; `--efficiency host_s=... --efficiency host_row_s=...` tells
-  `afd plan`. At depth 1 the steps on the devices are 7 to 11 % longer than predicted, because an
+  `afd plan`. At depth 1 the steps on the devices are 7 to 11 % longer than that, because an
   answer grows while it is measured: with 1,224 instead of 1,024 tokens the prediction is 6.7 ms.
-  The benches record the tokens of a request now, and the predictions here will take them.
+  The benches record the tokens of a request now; the cells of `host` have them by their steps.
 - **A stream per micro-batch at depth 2** (*retired*). Both micro-batches end together, and the FFN
   GPU waits for attention on both. The formula does not describe that, and such streams begin at
   depth 3 today.

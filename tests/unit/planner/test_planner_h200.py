@@ -118,11 +118,11 @@ def test_h100_is_predicted_from_the_efficiencies_of_h200(errors):
     assert (len(steps), sum(size < 1.05 for size in steps)) == (9, 8) and max(steps) < 1.07
 
 
-def test_the_composition_is_within_8_percent_but_for_one_with_a_slow_host(errors):
+def test_the_composition_is_within_11_percent_but_for_one_with_a_slow_host(errors):
     found = [error for _, error in errors[0] if error.method == "composed"]
     composed = sorted(error.size for error in found if not error.retired)
-    assert (len(found), len(composed)) == (47, 42)
-    assert composed[-2] < 1.08 and composed[-1] < 1.16
+    assert (len(found), len(composed)) == (51, 46)
+    assert composed[-3] < 1.08 and composed[-2] < 1.11 and composed[-1] < 1.16
     assert COMPOSED_ERROR.high >= composed[-1] * composed[-2]
 
 
