@@ -59,12 +59,12 @@ Why the others are off:
   far fewer experts than chance would: 8 to 11 of 32 in a step of the coarse experts, 54 of 256 of
   deepseek-v3. `afd bench gpu routing` held the same loads on one H200 and counted
   ([data](experts/random_weights.json)); the predictions here have those counts. **If chance chose
-  instead, as `afd plan` assumes, these steps would be predicted up to 2.6 times too long, and the
-  ratios 0.74 to 0.83 times as high.** That is where the stated error of {CALIBRATED_ERROR.high:.2f}
+  instead, as `afd plan` assumes, these steps would be predicted up to 3.0 times too long, and the
+  ratios 0.74 to 0.81 times as high.** That is where the stated error of {CALIBRATED_ERROR.high:.2f}
   comes from: nobody knows the routing of a plan's traffic in advance.
   Nine of these cells were also measured with `--routing even`, in which chance chooses each row's
-  experts, on both servers. The experts of deepseek-v3 then take 2.5 to 4.5 ms instead of 1.0 to
-  1.5, and coarse experts lose by 0.62, 0.60 and 0.71 instead of 0.80, 0.77 and 0.81.
+  experts, on both servers. The experts of deepseek-v3 then take 2.5 to 4.5 ms instead of 0.9 to
+  1.2, and coarse experts lose by 0.62, 0.60 and 0.71 instead of 0.80, 0.77 and 0.81.
 - **A slow host** (12 layers, 256 requests at 1K). The devices have little to do, so the host
   decides. The planner takes a step to last at least 2.2 ms and 17 us per request of a scheduler,
   for both servers. Runs on 2 x H200, ms served (on the devices):
@@ -77,9 +77,11 @@ Why the others are off:
   | predicted | 7.6 (6.4) | 8.6 (7.4) | 6.6 | 5.0 |
 
   `afd bench gpu host` measures a host; `--efficiency host_s=... --efficiency host_row_s=...` tells
-  `afd plan`. At depth 1 the steps on the devices are 7 to 11 % longer than that, because an
-  answer grows while it is measured: with 1,224 instead of 1,024 tokens the prediction is 6.7 ms.
-  The benches record the tokens of a request now; the cells of `host` have them by their steps.
+  `afd plan`.
+- **Answers grow** while they are measured, and attention reads them too. With 1,224 tokens instead
+  of the prompt's 1,024, the 6.4 ms of the devices in this table would be 6.7. The benches record
+  the tokens since 2026-11-29. No cell has such a record yet; those of `host` have them by their
+  steps.
 - **A stream per micro-batch at depth 2** (*retired*). Both micro-batches end together, and the FFN
   GPU waits for attention on both. The formula does not describe that, and such streams begin at
   depth 3 today.
