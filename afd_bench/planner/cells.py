@@ -33,11 +33,6 @@ COLOCATED = {
 DEFAULT_CONTEXT = 1024
 """Of `afd bench gpu efficiency`; early records do not name it."""
 
-TWO_PROCESSES = "2026-11-28"
-"""Since that day vLLM's engine and its worker are two processes on GPUs."""
-WAITED = (("qwen3-30b", 12, 256, 1024),)
-"""Model, layers, requests and context of cells whose served steps waited for the one process."""
-
 _CASE = re.compile(
     r"(?P<model>\S+) (?P<layers>\d+) layers (?P<kv>fp8 cache )?(?P<even>even routing )?"
     r"1A1F exact (?P<mqa>mqa )?(?P<ahead>lookahead )?depth (?P<depth>\d)"
@@ -114,8 +109,7 @@ class StepCell:
         served: ``seconds`` is the time per token of a server with ``pipeline.lookahead``. It has
             the logits, the sampling and what the host does not hide, which a step on the devices
             has not.
-        retired: It is of an arrangement that nothing has today: streams per micro-batch at depth 2,
-            or one process for vLLM's engine and worker.
+        retired: It is of an arrangement that nothing has today: streams per micro-batch at depth 2.
     """
 
     place: Place
@@ -138,15 +132,13 @@ class StepCell:
 class RatioCell:
     """Tokens/s of the best depth of 1A1F over those of the best colocated vLLM, both served.
 
-    colocated_s: seconds of a step of the colocated server, its host included. retired: as of the
-    served step.
+    colocated_s: seconds of a step of the colocated server, its host included.
     """
 
     place: Place
     depths: tuple[int, ...]
     ratio: float
     colocated_s: float
-    retired: bool = False
 
 
 @dataclass(frozen=True)
@@ -175,12 +167,11 @@ class LengthsCell:
 Cell = TypeVar("Cell", StepCell, RatioCell)
 
 
-def step_cells(records: Iterable[Record]) -> list[StepCell]:
+def step_cells(records: Sequence[Record]) -> list[StepCell]:
     """Returns every step that was timed on the devices, and in the server at the same time."""
     stages: dict[str, dict[str, Record]] = {}
     found = []
-    records = list(records)
-    tokens = {record.case: record.value for record in records if record.metric == TOKENS}
+    tokens = _tokens(records)
     for record in records:
         match = _CASE.fullmatch(record.case)
         if match is None or record.bench != "gpu":
@@ -188,8 +179,7 @@ def step_cells(records: Iterable[Record]) -> list[StepCell]:
         if record.metric == "device_step_ms":
             place, depth = _place(match, record, tokens), int(match["depth"])
             found.append(StepCell(place, depth, record.value / 1e3))
-            served = StepCell(place, depth, record.peer_value / 1e3, served=True)
-            found.append(replace(served, retired=_waited(place, record)))
+            found.append(StepCell(place, depth, record.peer_value / 1e3, served=True))
         elif record.metric in _STAGES:
             stages.setdefault(record.case, {})[record.metric] = record
     for case, by_name in stages.items():
@@ -249,11 +239,10 @@ def lengths_cells(records: Iterable[Record]) -> list[LengthsCell]:
     return found
 
 
-def ratio_cells(records: Iterable[Record]) -> list[RatioCell]:
+def ratio_cells(records: Sequence[Record]) -> list[RatioCell]:
     """Returns every cell with both servers, with ``pipeline.lookahead`` where it was measured."""
     rates: dict[Place, dict[int, Record]] = {}
-    records = list(records)
-    tokens = {record.case: record.value for record in records if record.metric == TOKENS}
+    tokens = _tokens(records)
     for record in records:
         match = _CASE.fullmatch(record.case)
         if match is None or record.metric != "tokens_per_s_per_gpu" or record.peer != PEER:
@@ -270,14 +259,12 @@ def _ratio(place: Place, by_depth: Mapping[int, Record]) -> RatioCell:
         tuple(sorted(by_depth)),
         best.value / best.peer_value,
         place.requests / best.peer_value / GPUS,
-        _waited(place, best),
     )
 
 
-def _waited(place: Place, record: Record) -> bool:
-    """Whether the server's steps waited for the process of engine and worker."""
-    key = place.model, place.layers, place.requests, place.context
-    return key in WAITED and record.date < TWO_PROCESSES
+def _tokens(records: Sequence[Record]) -> dict[str, float]:
+    """Returns the tokens of a request by case, where they were recorded."""
+    return {record.case: record.value for record in records if record.metric == TOKENS}
 
 
 def _place(match: re.Match[str], record: Record, tokens: Mapping[str, float]) -> Place:

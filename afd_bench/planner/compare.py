@@ -241,7 +241,6 @@ def ratio_errors(
                 ratio,
                 cell.ratio,
                 counted=place.counted,
-                retired=cell.retired,
                 gpu=place.gpu,
             )
         )

@@ -144,9 +144,8 @@ _SUMMARY: tuple[tuple[str, str, str, Callable[[Error], bool]], ...] = (
     ),
     ("the same, *retired*", "step_error", "modelled", lambda e: e.retired),
     ("steps of colocated vLLM, modelled", "step_error", "modelled", lambda e: e.colocated),
-    ("ratios, modelled", "ratio_error", "modelled", lambda e: not (e.counted or e.retired)),
+    ("ratios, modelled", "ratio_error", "modelled", lambda e: not e.counted),
     ("the same, *counted*", "ratio_error", "modelled", lambda e: e.counted),
-    ("the same, *retired*", "ratio_error", "modelled", lambda e: e.retired),
 )
 """Rows of the summary: label, metric, method, and which errors."""
 
@@ -159,8 +158,6 @@ def errors_page(fitted: Sequence[tuple[str, Error]], defaults: Sequence[tuple[st
             [e for name, e in errors if (name, e.method) == (metric, method) and wanted(e)]
             for errors in (fitted, defaults)
         )
-        if not ours:  # none is retired, say
-            continue
         lines.append(
             f"| {label} | {len(ours)} | {_close(ours)} | {_largest(ours)} |"
             f" {_close(others)}, {_largest(others)} |"
