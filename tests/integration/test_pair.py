@@ -54,8 +54,10 @@ def test_tokens_are_those_of_colocated_vllm(deployment: Running, references: Ref
 def test_experts_move_while_requests_run(deployment: Running) -> None:
     """Experts move to other instances and slots, then to balanced places; the tokens stay equal."""
     control = deployment.server.control
-    wanted = tokens_when_whole(start_streams(deployment.url, 4, 160, name="moves"), 60)
-    streams = start_streams(deployment.url, 4, 160, name="moves")
+    # Moved experts are summed in another order. No two best tokens of these texts are within 9e-4
+    # nats of each other.
+    wanted = tokens_when_whole(start_streams(deployment.url, 4, 160, name="moved"), 60)
+    streams = start_streams(deployment.url, 4, 160, name="moved")
     all_begun(streams)
     contract = operator.contract(control)
     assert contract is not None
