@@ -143,9 +143,17 @@ def results_file(text: str) -> Path:
 def write_records(path: Path, records: Sequence[Record]) -> None:
     """Merges ``records`` into a file; a new record replaces the old one with the same key.
 
+    The file is replaced as by :func:`replace_records`.
+    """
+    replace_records(path, [*read_records(path), *records])
+
+
+def replace_records(path: Path, records: Sequence[Record]) -> None:
+    """Makes ``records`` the whole of a file; of several with the same key, the last.
+
     The file is replaced atomically, so that an interrupted benchmark leaves the old one intact.
     """
-    merged = {record.key: record for record in (*read_records(path), *records)}
+    merged = {record.key: record for record in records}
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     text = json.dumps([asdict(record) for record in merged.values()], indent=1)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from afd.records import Record, command_line, machine, read_records, today, write_records
+from afd.records import Record, command_line, machine, read_records, replace_records, today
 from afd_bench.gpu.routing import read
 from afd_bench.planner.cells import (
     host_cells,
@@ -84,8 +84,7 @@ def main(argv: Sequence[str]) -> int:
     renewed = {metric for part in args.parts for metric in METRICS[part]}
     # Cells that are no longer compared, and plans that are no longer the largest, go.
     kept = [record for record in read_records(file) if record.metric not in renewed]
-    file.unlink(missing_ok=True)
-    write_records(file, [*records, *kept])
+    replace_records(file, [*records, *kept])
     print(f"{len(records)} records written to {file}")
     return 0
 

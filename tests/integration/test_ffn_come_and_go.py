@@ -136,6 +136,7 @@ def test_killed_while_it_joins(
         return later and deployment.is_whole()
 
     wait_until(is_back, HEALTH_S, "it is back")
+    assert deployment.member(f"ffn-{index}").generation > before.generation
     load.whole_rounds()
     assert computed(deployment, f"ffn-{index}") > 0
     instances.remove(f"ffn-{index}")
