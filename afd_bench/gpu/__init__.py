@@ -11,7 +11,6 @@
     peer        throughput against vllm-project/afd-plugin, run from a checkout
     host        what the host adds to a decode step
     lengths     decode steps of requests of different lengths, against equal ones
-    routing     which experts the rows of a decode step choose
     prefill     time to first token and prompt tokens/s against colocated vLLM
     profile     checks that replayed steps have no host synchronization per layer
 
@@ -37,7 +36,6 @@ COMMANDS = {
     "peer": "afd_bench.gpu.peer",
     "host": "afd_bench.gpu.host",
     "lengths": "afd_bench.gpu.lengths",
-    "routing": "afd_bench.gpu.routing",
     "prefill": "afd_bench.gpu.prefill",
     "profile": "afd_bench.gpu.profile",
 }

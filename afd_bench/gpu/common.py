@@ -122,21 +122,6 @@ def count(text: str) -> int:
     return int(text)
 
 
-def _requests_and_context(text: str) -> tuple[int, int]:
-    """Parses an argument REQUESTSxCONTEXT."""
-    requests, _, context = text.partition("x")
-    return count(requests), count(context)
-
-
-def add_cells(options: argparse.ArgumentParser) -> None:
-    """Adds the option --cells: pairs of requests at a time and tokens of their prompts."""
-    options.add_argument(
-        "--cells", type=_requests_and_context, nargs="+", required=True,
-        metavar="REQUESTSxCONTEXT",
-        help="requests at a time and mean tokens of their prompts, such as 128x4096",
-    )  # fmt: skip
-
-
 def add_kv(options: argparse.ArgumentParser) -> None:
     """Adds the option --kv."""
     options.add_argument(

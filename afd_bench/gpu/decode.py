@@ -24,6 +24,7 @@ from afd_bench.gpu.common import (
     add_routing,
     cached_case,
     case_of,
+    check_kv,
     count,
     model_of,
     parser,
@@ -197,6 +198,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--computed", action="store_true", help="compute prompts instead of filling the cache"
     )
     args = options.parse_args(argv)
+    check_kv(args)
     if args.kv_gib is None:
         args.kv_gib = default_gib(args.device)
     return args

@@ -15,7 +15,6 @@ from afd.errors import AfdError
 from afd_bench.gpu.common import (
     Budget,
     Report,
-    add_cells,
     add_kv,
     add_model,
     add_routing,
@@ -134,7 +133,11 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--target", default="TP1", help="TP1, TP2 or an xAyF; colocated vLLM with graphs only"
     )
     options.add_argument("--depth", type=int, default=1, choices=(1, 2, 3), help="of an xAyF")
-    add_cells(options)
+    options.add_argument(
+        "--cells", type=_requests_and_context, nargs="+", required=True,
+        metavar="REQUESTSxCONTEXT",
+        help="requests at a time and mean tokens of their prompts, such as 128x4096",
+    )  # fmt: skip
     add_kv(options)
     options.add_argument("--answer", type=count, default=600, help="most tokens of a short answer")
     options.add_argument("--window", type=float, default=1.5, help="seconds per measurement")
@@ -142,3 +145,9 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     args = options.parse_args(argv)
     check_kv(args)
     return args
+
+
+def _requests_and_context(text: str) -> tuple[int, int]:
+    """Parses an argument REQUESTSxCONTEXT."""
+    requests, _, context = text.partition("x")
+    return count(requests), count(context)

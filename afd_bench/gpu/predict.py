@@ -5,14 +5,7 @@ from dataclasses import dataclass, replace
 from afd_bench.gpu.targets import Afd, Colocated, Target
 from afd_planner.cost.colocated import colocated_step
 from afd_planner.cost.disaggregated import afd_stages, tokens_per_gpu_second
-from afd_planner.cost.shape import (
-    EVEN_ROUTING,
-    AfdShape,
-    ColocatedShape,
-    Efficiency,
-    Pool,
-    Routing,
-)
+from afd_planner.cost.shape import AfdShape, ColocatedShape, Efficiency, Pool
 from afd_planner.cost.stages import StageTime, layer_period, layers_seconds, step_seconds
 from afd_planner.facts.hardware import Accelerator
 from afd_planner.facts.model import ModelSpec
@@ -40,19 +33,16 @@ def predict(
     accelerator: Accelerator,
     efficiency: Efficiency | None = None,
     kv: str = "bfloat16",
-    routing: Routing = EVEN_ROUTING,
 ) -> Prediction:
     """Predicts one decode step in bfloat16.
 
     depth: ignored for colocated vLLM. requests: over all schedulers. context: mean tokens per
-    request. kv: dtype of the KV cache. routing: of every layer.
+    request. kv: dtype of the KV cache. Rows choose experts by chance.
     """
     chosen, precision = efficiency or Efficiency(), replace(PRECISIONS["bf16"], kv=kv)
     if isinstance(target, Colocated):
-        return _colocated(target, requests, context, model, accelerator, chosen, precision, routing)
-    return _disaggregated(
-        target, depth, requests, context, model, accelerator, chosen, precision, routing
-    )
+        return _colocated(target, requests, context, model, accelerator, chosen, precision)
+    return _disaggregated(target, depth, requests, context, model, accelerator, chosen, precision)
 
 
 def _disaggregated(
@@ -64,7 +54,6 @@ def _disaggregated(
     accelerator: Accelerator,
     efficiency: Efficiency,
     precision: Precision,
-    routing: Routing,
 ) -> Prediction:
     shape = AfdShape(
         Pool(accelerator, target.attention, 1),
@@ -73,7 +62,6 @@ def _disaggregated(
         requests / depth,
         context,
         replace(precision, wire=target.wire),
-        routing,
     )
     stages = afd_stages(model, shape, efficiency)
     step = step_seconds(stages, depth)
@@ -97,7 +85,6 @@ def _colocated(
     accelerator: Accelerator,
     efficiency: Efficiency,
     precision: Precision,
-    routing: Routing,
 ) -> Prediction:
     shape = ColocatedShape(
         accelerator,
@@ -107,7 +94,6 @@ def _colocated(
         requests,
         context,
         precision,
-        routing,
     )
     step = colocated_step(model, shape, efficiency)
     last = step.layers[-1]

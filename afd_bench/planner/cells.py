@@ -12,11 +12,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 from afd.records import Record
 from afd_bench.gpu.common import TOKENS
-from afd_bench.gpu.routing import Choices
 from afd_bench.gpu.targets import PEER, Afd, Colocated, Target
 
 GPUS = 2
@@ -30,13 +28,11 @@ COLOCATED = {
     ("qwen3-30b-coarse-mqa", 12): (Colocated(1, 2),),
     ("qwen3-30b-coarse-mqa", 24): (Colocated(2), Colocated(1, 2)),
 }
-DEFAULT_CONTEXT = 1024
-"""Of `afd bench gpu efficiency`; early records do not name it."""
 
 _CASE = re.compile(
     r"(?P<model>\S+) (?P<layers>\d+) layers (?P<kv>fp8 cache )?(?P<even>even routing )?"
     r"1A1F exact (?P<mqa>mqa )?(?P<ahead>lookahead )?depth (?P<depth>\d)"
-    r"(?P<streams>, a stream per micro-batch,)? batch (?P<batch>\d+)(?: context (?P<context>\d+))?"
+    r" batch (?P<batch>\d+) context (?P<context>\d+)"
 )
 _LENGTHS_CASE = re.compile(
     r"(?P<model>\S+) (?P<layers>\d+) layers (?P<kv>fp8 cache )?(?P<even>even routing )?"
@@ -62,10 +58,8 @@ class Place:
     """What ran: a model slice, its cache, requests and tokens per request; on which kind of GPU.
 
     context: tokens of a prompt. even: chance chose each row's experts (``--routing even``), not the
-    router of random weights.
-    loads: share of all choices per expert, by layer, as `afd bench gpu routing` counted them; () if
-    nobody counted. Chance is assumed then. measured_tokens: mean tokens of a request while it was
-    measured, its answer included; 0 if nobody recorded them.
+    router of random weights. measured_tokens: mean tokens of a request while it was measured, its
+    answer included; 0 if nobody recorded them.
     """
 
     model: str
@@ -75,18 +69,12 @@ class Place:
     context: int
     gpu: str = H200
     even: bool = False
-    loads: tuple[tuple[float, ...], ...] = ()
     measured_tokens: float = field(default=0.0, compare=False)
 
     @property
     def tokens(self) -> float:
         """Tokens per request that a step reads."""
         return self.measured_tokens or self.context
-
-    @property
-    def counted(self) -> bool:
-        """Whether it is known which experts its rows choose."""
-        return bool(self.loads)
 
     @property
     def text(self) -> str:
@@ -109,7 +97,6 @@ class StepCell:
         served: ``seconds`` is the time per token of a server with ``pipeline.lookahead``. It has
             the logits, the sampling and what the host does not hide, which a step on the devices
             has not.
-        retired: It is of an arrangement that nothing has today: streams per micro-batch at depth 2.
     """
 
     place: Place
@@ -117,15 +104,12 @@ class StepCell:
     seconds: float
     stages: tuple[float, float, float, float] | None = None
     position: bool = False
-    streams: bool = False
     served: bool = False
-    retired: bool = False
 
     @property
     def text(self) -> str:
-        streams = ", a stream per micro-batch" if self.streams else ""
         served = ", served" if self.served else ""
-        return f"{self.place.text}, 1A1F depth {self.depth}{streams}{served}"
+        return f"{self.place.text}, 1A1F depth {self.depth}{served}"
 
 
 @dataclass(frozen=True)
@@ -164,9 +148,6 @@ class LengthsCell:
         return f"{self.place.text}, {server}"
 
 
-Cell = TypeVar("Cell", StepCell, RatioCell)
-
-
 def step_cells(records: Sequence[Record]) -> list[StepCell]:
     """Returns every step that was timed on the devices, and in the server at the same time."""
     stages: dict[str, dict[str, Record]] = {}
@@ -187,16 +168,13 @@ def step_cells(records: Sequence[Record]) -> list[StepCell]:
         if match is None or set(by_name) != set(_STAGES):
             continue
         attention, out, ffn, back = (by_name[name].value / 1e6 for name in _STAGES)
-        streams, depth = match["streams"] is not None, int(match["depth"])
         found.append(
             StepCell(
                 _place(match, by_name["ffn_us"], tokens),
-                depth,
+                int(match["depth"]),
                 by_name["ffn_us"].peer_value / 1e6,
                 (attention, out, ffn, back),
                 position=True,
-                streams=streams,
-                retired=streams and depth == 2,
             )
         )
     return found
@@ -274,24 +252,22 @@ def _place(match: re.Match[str], record: Record, tokens: Mapping[str, float]) ->
         int(match["layers"]),
         "fp8" if match["kv"] else "bfloat16",
         int(match["batch"]),
-        int(match["context"] or DEFAULT_CONTEXT),
+        int(match["context"]),
         gpu[1].lower() if gpu else H200,
         even=match["even"] is not None,
         measured_tokens=tokens.get(record.case, 0.0),
     )
 
 
-def with_loads(cells: Iterable[Cell], choices: Iterable[Choices]) -> list[Cell]:
-    """Returns the cells with the loads that were counted for their model, cache, requests and
-    context; on any GPU, because the same weights and prompts choose the same experts."""
-    known = {cell.key: tuple(cell.loads) for cell in choices}
-    found = []
-    for cell in cells:
-        place = cell.place
-        key = place.model, place.layers, place.kv, place.requests, place.context
-        loads = () if place.even else known.get(key, ())
-        found.append(replace(cell, place=replace(place, loads=loads)))
-    return found
+def alike_places(cells: Iterable[StepCell | RatioCell]) -> frozenset[Place]:
+    """Returns the places that were measured with even routing too.
+
+    Random weights send all rows of theirs to the same few experts, which no plan assumes.
+    """
+    places = {cell.place for cell in cells}
+    return frozenset(
+        place for place in places if not place.even and replace(place, even=True) in places
+    )
 
 
 def stage_tables(cells: Sequence[StepCell]) -> dict[tuple[object, ...], StepCell]:

@@ -1,7 +1,8 @@
 """`afd bench planner`: the planner against what was measured end to end, and where AFD wins.
 
 Two parts, both arithmetic over data in the repository:
-- ``errors``: predicts every step and ratio of docs/results/gpu.json;
+- ``errors``: predicts every step and ratio of docs/results/gpu.json and gpu_h100.json, and the
+  steps of host.json;
 - ``map``: AFD over the best colocated plan for five models, five kinds of GPUs, 8 to 256 GPUs,
   contexts of 1K to 128K and TPOT limits of 20, 50 and 100 ms.
 """
@@ -15,14 +16,13 @@ from functools import cache
 from pathlib import Path
 
 from afd.records import Record, command_line, machine, read_records, replace_records, today
-from afd_bench.gpu.routing import read
 from afd_bench.planner.cells import (
+    alike_places,
     host_cells,
     lengths_cells,
     ratio_cells,
     stage_tables,
     step_cells,
-    with_loads,
 )
 from afd_bench.planner.compare import (
     Error,
@@ -49,6 +49,9 @@ METRICS = {
     "map": ("modelled_gain", "simulated_step"),
 }
 PARTS = tuple(METRICS)
+RESULTS = ("gpu.json", "gpu_h100.json")
+"""Files of `afd bench gpu` with steps and ratios; one per kind of GPU, because cases do not name
+it."""
 MEASURED = "measured (docs/results)"
 COLOCATED = "best colocated plan"
 
@@ -63,8 +66,8 @@ def main(argv: Sequence[str]) -> int:
         help="folder of the measured records; what is found is written there too",
     )
     args = parser.parse_args(argv)
-    if "errors" in args.parts and not (args.out / "gpu.json").exists():
-        parser.error(f"--out {args.out} has no gpu.json: give docs/results, or a copy of it")
+    if "errors" in args.parts and not (args.out / RESULTS[0]).exists():
+        parser.error(f"--out {args.out} has no {RESULTS[0]}: give docs/results, or a copy of it")
     command = command_line("planner", argv)
     records: list[Record] = []
     if "errors" in args.parts:
@@ -93,32 +96,28 @@ Errors = list[tuple[str, Error]]
 """(metric, error) of every cell; metrics are step_error and ratio_error."""
 
 
-def found_errors(
-    results: Path, *, kernels: bool = True, counted: bool = True
-) -> tuple[Errors, Errors]:
+def found_errors(results: Path, *, kernels: bool = True) -> tuple[Errors, Errors]:
     """Returns the errors with the efficiencies of each accelerator, and with the defaults. All
     requests of a cell were equally long, but for the cells of mixed lengths.
 
     results: the folder docs/results. kernels: as measured, where they were; else rooflines.
-    counted: with the experts that rows choose, where they were counted; else chance chooses them.
     """
-    records = read_records(results / "gpu.json")
-    choices = read(results / "experts/random_weights.json") if counted else []
-    steps = with_loads(step_cells(records), choices)
-    ratios = with_loads(ratio_cells(records), choices)
-    tables = stage_tables(steps)
-    lengths = lengths_cells(records)
+    files = [read_records(results / name) for name in RESULTS]
+    steps = [cell for records in files for cell in step_cells(records)]
+    ratios = [cell for records in files for cell in ratio_cells(records)]
+    lengths = [cell for records in files for cell in lengths_cells(records)]
+    tables, alike = stage_tables(steps), alike_places([*steps, *ratios])
     all_steps = (*steps, *host_cells(read_records(results / "host.json")))
 
     def errors(efficiency: Callable[[str], Efficiency]) -> Errors:
         steps = (
-            *step_errors(all_steps, tables, efficiency),
-            *colocated_errors(ratios, efficiency),
+            *step_errors(all_steps, tables, alike, efficiency),
+            *colocated_errors(ratios, alike, efficiency),
             *lengths_errors(lengths, efficiency),
         )
         return [
             *(("step_error", error) for error in steps),
-            *(("ratio_error", error) for error in ratio_errors(ratios, efficiency)),
+            *(("ratio_error", error) for error in ratio_errors(ratios, alike, efficiency)),
         ]
 
     @cache

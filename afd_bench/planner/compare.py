@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from statistics import fmean
 from typing import Literal
 
 from afd_bench.gpu.checkpoint import listing
@@ -23,7 +22,7 @@ from afd_bench.planner.cells import (
     stage_key,
 )
 from afd_planner.cost.disaggregated import afd_stages
-from afd_planner.cost.shape import EVEN_ROUTING, AfdShape, Efficiency, Pool, Routing
+from afd_planner.cost.shape import AfdShape, Efficiency, Pool
 from afd_planner.cost.stages import AfdStages, Part, StageTime, layers_seconds, step_seconds
 from afd_planner.facts.hardware import load_accelerator
 from afd_planner.facts.model import ModelSpec
@@ -40,24 +39,19 @@ modelled."""
 class Error:
     """A predicted and a measured value of one cell.
 
-    counted: predicted with the experts that its rows choose, which a run of its own counted.
-    colocated: of colocated vLLM alone. retired: of an arrangement that nothing has today. lengths:
-    of a cell that compares mixed with equal lengths. gpu: what it was measured on.
+    alike: random weights sent its rows to few experts, where the prediction has even routing.
+    colocated: of colocated vLLM alone. lengths: of a cell that compares mixed with equal lengths.
+    gpu: what it was measured on.
     """
 
     cell: str
     method: Method
     predicted: float
     measured: float
-    counted: bool = False
+    alike: bool = False
     colocated: bool = False
-    retired: bool = False
     lengths: bool = False
     gpu: str = H200
-
-    @property
-    def text(self) -> str:
-        return self.cell + " (*counted*)" * self.counted + " (*retired*)" * self.retired
 
     @property
     def ratio(self) -> float:
@@ -81,24 +75,15 @@ def modelled_step(cell: StepCell, efficiency: Efficiency) -> float:
 
     A step on the devices is its layers: vLLM computes logits and samples after the replayed graph.
     """
-    said = _predictions(AFD, cell.depth, cell.place, efficiency)
-    seconds = fmean(each.tpot_s if cell.served else each.layers_s for each in said)
+    said = _prediction(AFD, cell.depth, cell.place, efficiency)
+    seconds = said.tpot_s if cell.served else said.layers_s
     model = model_of(cell.place.model, cell.place.layers)
     return seconds / (positions(model, cell.depth) if cell.position else 1)
 
 
-def _predictions(
-    target: Target, depth: int, place: Place, efficiency: Efficiency
-) -> list[Prediction]:
-    """Returns a prediction with the routing of each layer, if it was counted; else one."""
+def _prediction(target: Target, depth: int, place: Place, efficiency: Efficiency) -> Prediction:
     model, gpu = model_of(place.model, place.layers), load_accelerator(place.gpu)
-    routings = [Routing(load) for load in place.loads] or [EVEN_ROUTING]
-    return [
-        predict(
-            target, depth, place.requests, place.tokens, model, gpu, efficiency, place.kv, routing
-        )
-        for routing in routings
-    ]
+    return predict(target, depth, place.requests, place.tokens, model, gpu, efficiency, place.kv)
 
 
 def composed_step(cell: StepCell, source: StepCell, efficiency: Efficiency) -> float:
@@ -153,7 +138,7 @@ def positions(model: ModelSpec, depth: int) -> int:
 def colocated_step_s(place: Place, efficiency: Efficiency) -> float:
     """Returns the predicted seconds of a step of the best colocated vLLM that was measured."""
     return min(
-        fmean(said.tpot_s for said in _predictions(target, 1, place, efficiency))
+        _prediction(target, 1, place, efficiency).tpot_s
         for target in COLOCATED[place.model, place.layers]
     )
 
@@ -161,6 +146,7 @@ def colocated_step_s(place: Place, efficiency: Efficiency) -> float:
 def step_errors(
     cells: Sequence[StepCell],
     tables: Mapping[tuple[object, ...], StepCell],
+    alike: Collection[Place],
     efficiency: Callable[[str], Efficiency],
 ) -> list[Error]:
     """Returns the errors of every step, modelled, and composed where stages were measured.
@@ -176,8 +162,7 @@ def step_errors(
             "modelled",
             seconds,
             cell.seconds,
-            counted=cell.place.counted,
-            retired=cell.retired,
+            alike=cell.place in alike,
             gpu=cell.place.gpu,
         )
         found.append(error)
@@ -189,7 +174,7 @@ def step_errors(
 
 
 def colocated_errors(
-    cells: Sequence[RatioCell], efficiency: Callable[[str], Efficiency]
+    cells: Sequence[RatioCell], alike: Collection[Place], efficiency: Callable[[str], Efficiency]
 ) -> list[Error]:
     """Returns the errors of the colocated steps, whose measured times include the host."""
     return [
@@ -198,7 +183,7 @@ def colocated_errors(
             "modelled",
             colocated_step_s(cell.place, efficiency(cell.place.gpu)),
             cell.colocated_s,
-            counted=cell.place.counted,
+            alike=cell.place in alike,
             colocated=True,
             gpu=cell.place.gpu,
         )
@@ -217,14 +202,14 @@ def lengths_errors(
             ("equal", True, cell.equal_s),
         ):
             chosen = replace(efficiency(cell.place.gpu), equal_lengths=equal)
-            (said,) = _predictions(cell.target, cell.depth, cell.place, chosen)
+            said = _prediction(cell.target, cell.depth, cell.place, chosen)
             text = f"{cell.text}, {word} lengths"
             found.append(Error(text, "modelled", said.tpot_s, measured, lengths=True))
     return found
 
 
 def ratio_errors(
-    cells: Sequence[RatioCell], efficiency: Callable[[str], Efficiency]
+    cells: Sequence[RatioCell], alike: Collection[Place], efficiency: Callable[[str], Efficiency]
 ) -> list[Error]:
     """Returns the errors of the ratio of 1A1F at its best depth to colocated vLLM."""
     found = []
@@ -240,7 +225,7 @@ def ratio_errors(
                 "modelled",
                 ratio,
                 cell.ratio,
-                counted=place.counted,
+                alike=place in alike,
                 gpu=place.gpu,
             )
         )

@@ -24,9 +24,9 @@ CLOSE = 1.10
 _ERRORS = """# The planner against what was measured
 
 `afd bench planner --parts errors`. Every step of [gpu.md](gpu.md) that was timed, every colocated
-vLLM beside them, and every ratio of the two, on 2 x H200 and 2 x H100; and the steps of
-[host.md](host.md). Nothing is fitted to the cells of H100: it has the efficiencies of H200, the
-same chip with other memory. Two predictions:
+vLLM beside them, and every ratio of the two, on 2 x H200 and 2 x H100; and the steps of 12 and 48
+layers of [host.md](host.md). Nothing is fitted to the cells of H100: it has the efficiencies of
+H200, the same chip with other memory. Two predictions:
 
 - **composed**: attention, experts and wire as measured at the same batch, put together by the
   planner's formula for the pipeline. What the stage times do not separate (dense layers, logits,
@@ -39,7 +39,8 @@ same chip with other memory. Two predictions:
 
 A step of 1A1F was timed on the devices, which is its layers alone: vLLM computes logits and samples
 after the replayed graph. The same step *served* is the server's time per token. Colocated steps are
-served.
+served. A prediction has the tokens that a request had while it was measured, where they were
+recorded (since 2026-11-29), else those of its prompt.
 
 Predicted over measured:
 
@@ -48,48 +49,31 @@ Predicted over measured:
 """
 
 _CAUSES = f"""
-The planner decides only where the predicted ratio leaves the largest error that a ratio had with
-the planner's routing: a factor of {CALIBRATED_ERROR.high:.2f} on H200 and H100,
-{MODEL_ERROR.high:.2f} elsewhere (of a cell that was measured again since), and
-{COMPOSED_ERROR.high:.2f} with measured attention and experts (a plan off by 15 %, one by 11).
+What decides the errors:
 
-Why the others are off:
-
-- **Routing** (*counted*). These cells ran random weights on random caches, and their rows choose
-  far fewer experts than chance would: 8 to 11 of 32 in a step of the coarse experts, 54 of 256 of
-  deepseek-v3. `afd bench gpu routing` held the same loads on one H200 and counted
-  ([data](experts/random_weights.json)); the predictions here have those counts. **If chance chose
-  instead, as `afd plan` assumes, these steps would be predicted up to 3.0 times too long, and the
-  ratios 0.74 to 0.81 times as high.** That is where the stated error of {CALIBRATED_ERROR.high:.2f}
-  comes from: nobody knows the routing of a plan's traffic in advance.
-  Nine of these cells were also measured with `--routing even`, in which chance chooses each row's
-  experts, on both servers. The experts of deepseek-v3 then take 2.5 to 4.5 ms instead of 0.9 to
-  1.2, and coarse experts lose by 0.62, 0.60 and 0.71 instead of 0.80, 0.77 and 0.81.
-- **A slow host** (12 layers, 256 requests at 1K). The devices have little to do, so the host
-  decides. The planner takes a step to last at least 2.2 ms and 17 us per request of a scheduler,
-  for both servers. Runs on 2 x H200, ms served (on the devices):
-
-  | run | 1A1F depth 1 | 1A1F depth 2 | colocated, TP2 | colocated, DP2 with EP |
-  |---|---|---|---|---|
-  | [host.md](host.md), two machines; the first is here | 7.9 (7.2), 9.1 (7.4) | 8.2 (7.6) | | |
-  | `decode`, where two servers start in 82 s | 8.2 (6.9) | 8.8 (7.5) | 5.9 | |
-  | `decode`, where three start in 189 s; here | 8.6 (7.1) | 10.4 (7.6) | 7.7 | 6.4 |
-  | predicted | 7.6 (6.4) | 8.6 (7.4) | 6.6 | 5.0 |
-
-  `afd bench gpu host` measures a host; `--efficiency host_s=... --efficiency host_row_s=...` tells
-  `afd plan`.
-- **Answers grow** while they are measured, and attention reads them too. With 1,224 tokens instead
-  of the prompt's 1,024, the 6.4 ms of the devices in this table would be 6.7. The benches record
-  the tokens since 2026-11-29. No cell has such a record yet; those of `host` have them by their
-  steps.
-- **A stream per micro-batch at depth 2** (*retired*). Both micro-batches end together, and the FFN
-  GPU waits for attention on both. The formula does not describe that, and such streams begin at
-  depth 3 today.
+- **Routing.** The planner takes rows to choose experts by chance. Random weights of some models
+  send all rows to the same few, so that a step takes as little as a third of the time. These cells
+  are [at the end](#routing-of-random-weights). Each was also measured with `--routing even`, in
+  which chance chooses each row's experts on every server; that cell is in the other tables. How
+  alike the rows are changes from run to run: the ratio of the coarse experts with 256 requests of
+  16K was 0.81 on 2026-11-22 and 0.99 on 2026-11-29. With even routing it was 0.71 twice.
+- **The host** of the one step of colocated vLLM that is off: two schedulers of 128 requests, with
+  12 layers. The planner takes a step to last at least 2.2 ms and 17 us per request of a scheduler;
+  here two schedulers in step need 4.7 ms [with one layer](host.md#one-layer). That is nothing
+  beside the step of a whole model.
+- **Stage timestamps** lengthen a step by 1 to 4 %, most at depth 1. The one step of 1A1F that is
+  off has them.
 - **Lengths.** If all requests of a cell are equally long, attention's time is a staircase around
   the number of multiprocessors: 21 rows of 4 key/value heads take as long as 24, and 1.55 times as
   long as 16. `afd plan` takes a table of [mixed lengths](../planner-model.md#mixed-lengths). Both
   were served, by 1A1F and by colocated vLLM, and each is predicted with its own table. H100 has no
   table of mixed lengths.
+
+The planner decides only where the predicted ratio leaves the largest error that a ratio had,
+whatever its routing, because nobody knows the routing of a plan's traffic in advance: a factor of
+{CALIBRATED_ERROR.high:.2f} on H200 and H100, and {MODEL_ERROR.high:.2f} elsewhere. With measured
+attention and experts, and so with their routing, it is {COMPOSED_ERROR.high:.2f}: both plans off by
+9 %, in opposite directions.
 
 Nothing between servers was measured: neither the NIC, nor expert parallelism over more than 2 GPUs.
 """
@@ -114,15 +98,18 @@ For a buyer: [when to use AFD](../when-to-use-afd.md).
 
 """
 
+_UNITS = "Milliseconds; cells with stage times: per micro-batch and layer.\n"
+_ALIKE = """Predicted for even routing, as a plan would be. Each cell was also measured with even
+routing; see above.
+"""
 
 _SUMMARY: tuple[tuple[str, str, str, Callable[[Error], bool]], ...] = (
-    ("steps, composed", "step_error", "composed", lambda e: not e.retired),
-    ("the same, *retired*", "step_error", "composed", lambda e: e.retired),
+    ("steps, composed", "step_error", "composed", lambda e: True),
     (
         "steps of 1A1F, modelled",
         "step_error",
         "modelled",
-        lambda e: not (e.colocated or e.counted or e.retired or e.lengths) and e.gpu == H200,
+        lambda e: not (e.colocated or e.alike or e.lengths) and e.gpu == H200,
     ),
     (
         "served steps of mixed and of equal lengths, modelled",
@@ -131,21 +118,25 @@ _SUMMARY: tuple[tuple[str, str, str, Callable[[Error], bool]], ...] = (
         lambda e: e.lengths,
     ),
     (
-        "the same on 2 x H100",
+        "steps of 1A1F on 2 x H100, modelled",
         "step_error",
         "modelled",
         lambda e: not e.colocated and e.gpu == "h100",
     ),
     (
-        "the same, *counted*: routing of random weights",
+        "steps of colocated vLLM, modelled",
         "step_error",
         "modelled",
-        lambda e: e.counted and not (e.colocated or e.retired),
+        lambda e: e.colocated and not e.alike,
     ),
-    ("the same, *retired*", "step_error", "modelled", lambda e: e.retired),
-    ("steps of colocated vLLM, modelled", "step_error", "modelled", lambda e: e.colocated),
-    ("ratios, modelled", "ratio_error", "modelled", lambda e: not e.counted),
-    ("the same, *counted*", "ratio_error", "modelled", lambda e: e.counted),
+    ("ratios, modelled", "ratio_error", "modelled", lambda e: not e.alike),
+    (
+        "steps of rows that random weights send to few experts, modelled",
+        "step_error",
+        "modelled",
+        lambda e: e.alike,
+    ),
+    ("ratios of such steps", "ratio_error", "modelled", lambda e: e.alike),
 )
 """Rows of the summary: label, metric, method, and which errors."""
 
@@ -169,22 +160,31 @@ def errors_page(fitted: Sequence[tuple[str, Error]], defaults: Sequence[tuple[st
         " so this says little."
     )
     lines += [_CAUSES.rstrip("\n"), "\n## Ratios, worst first\n"]
-    lines += ["| cell | predicted | measured | predicted / measured |", "|---|---|---|---|"]
-    for error in sorted(ratios, key=lambda error: -error.size):
-        lines.append(
-            f"| {error.text} | {error.predicted:.2f} | {error.measured:.2f} | {error.ratio:.2f} |"
-        )
+    lines += _table([error for error in ratios if not error.alike], 1, 2)
+    steps = [error for name, error in fitted if name == "step_error"]
     for method, title in (("composed", "Steps, composed"), ("modelled", "Steps, modelled")):
-        lines += [f"\n## {title}, worst first\n"]
-        lines += ["Milliseconds; cells with stage times: per micro-batch and layer.\n"]
-        lines += ["| cell | predicted | measured | predicted / measured |", "|---|---|---|---|"]
-        steps = [e for name, e in fitted if name == "step_error" and e.method == method]
-        for error in sorted(steps, key=lambda error: -error.size):
-            lines.append(
-                f"| {error.text} | {error.predicted * 1e3:.3f} | {error.measured * 1e3:.3f} |"
-                f" {error.ratio:.2f} |"
-            )
+        lines += [f"\n## {title}, worst first\n", _UNITS]
+        chosen = [e for e in steps if e.method == method]
+        lines += _table([e for e in chosen if method == "composed" or not e.alike], 1e3, 3)
+    lines += ["\n## Routing of random weights\n", _ALIKE]
+    lines += _table([error for error in ratios if error.alike], 1, 2)
+    lines += ["", _UNITS]
+    lines += _table([e for e in steps if e.method == "modelled" and e.alike], 1e3, 3)
     return "\n".join(lines) + "\n"
+
+
+def _table(errors: Sequence[Error], scale: float, digits: int) -> list[str]:
+    """Returns a Markdown table of ``scale`` times the values, worst first."""
+    rows = sorted(errors, key=lambda error: -error.size)
+    return [
+        "| cell | predicted | measured | predicted / measured |",
+        "|---|---|---|---|",
+        *(
+            f"| {error.cell} | {error.predicted * scale:.{digits}f} |"
+            f" {error.measured * scale:.{digits}f} | {error.ratio:.2f} |"
+            for error in rows
+        ),
+    ]
 
 
 def _close(errors: Sequence[Error]) -> str:

@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 
 from afd.errors import AfdError
-from afd_bench.gpu import decode, efficiency, identity, jitter, lengths, routing
+from afd_bench.gpu import decode, efficiency, identity, jitter, lengths
 from afd_bench.gpu.targets import settings_of
 
 MOST_GIB = 2.0  # of one server
@@ -36,7 +36,6 @@ def caches(bench: ModuleType, monkeypatch, tmp_path: Path, *argv: str) -> dict[s
         (identity, []),
         (jitter, ["--targets", "1A1F", "TP1"]),
         (lengths, ["--cells", "8x256", "16x64"]),
-        (routing, ["--cells", "8x256", "16x64"]),
     ],
 )
 def test_no_server_takes_the_cache_of_a_gpu(bench, argv, monkeypatch, tmp_path):

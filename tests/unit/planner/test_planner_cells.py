@@ -8,9 +8,7 @@ import pytest
 from afd.errors import ConfigError
 from afd.records import Record
 from afd_bench.gpu.common import TOKENS, add_routing, routed_case, routing_variables
-from afd_bench.gpu.routing import Choices, read, write
-from afd_bench.planner.cells import lengths_cells, ratio_cells, step_cells, with_loads
-from afd_planner.facts.ffn import MoeFfn
+from afd_bench.planner.cells import alike_places, lengths_cells, ratio_cells, step_cells
 
 
 def record(name: str, metric: str, machine: str) -> Record:
@@ -48,32 +46,25 @@ def test_a_cell_knows_its_routing_and_its_gpu(routing, even, gpu):
     assert (step.served, served.served) == (False, True)
     for cell in (ratio, step, served):
         place = cell.place
-        assert (place.even, place.counted, place.kv) == (even, False, "fp8")
+        assert (place.even, place.kv) == (even, "fp8")
         assert place.gpu == gpu.split()[0].lower()
 
 
-def test_a_cell_takes_the_counts_of_its_own_load(tmp_path):
-    """One with even routing takes none."""
-    machine = "2 x NVIDIA H200"
-    records = [
-        record(f"qwen3-30b-coarse-mqa 24 layers fp8 cache{even}", "device_step_ms", machine)
-        for even in ("", " even routing")
+def test_rows_are_alike_where_the_same_cell_was_measured_with_even_routing():
+    """On the same kind of GPU."""
+    cells = [
+        cell
+        for name, gpu in (
+            ("qwen3-30b 12 layers", "H200"),
+            ("step-3 3 layers", "H200"),
+            ("step-3 3 layers even routing", "H200"),
+            ("deepseek-v3 3 layers", "H200"),
+            ("deepseek-v3 3 layers even routing", "H100"),
+        )
+        for cell in step_cells([record(name, "device_step_ms", f"2 x NVIDIA {gpu}")])
     ]
-    file = tmp_path / "random_weights.json"
-    rows = ((3, 1, 0, 0), (1, 1, 1, 1))
-    cell = Choices("qwen3-30b-coarse-mqa", 24, "fp8", 128, 4096, rows)
-    write(file, [cell, replace(cell, layers=12)], "afd bench gpu routing")
-    write(file, [replace(cell, requests=256)], "afd bench gpu routing")
-    assert len(read(file)) == 3
-    model, _, even, _ = with_loads(step_cells(records), read(file))
-    assert model.place.loads == ((0.75, 0.25, 0.0, 0.0), (0.25, 0.25, 0.25, 0.25))
-    assert (model.place.counted, even.place.counted) == (True, False)
-
-
-def test_experts_of_a_step_are_averaged_over_its_layers():
-    """A row chooses two experts; in the first layer always the same two."""
-    cell = Choices("a", 2, "fp8", 3, 16, ((5, 5, 0, 0), (1, 1, 1, 1)))
-    assert cell.used(MoeFfn(8, 8, 4, 2)) == pytest.approx((2 + 4 * (1 - 0.5**3)) / 2)
+    (alike,) = alike_places(cells)
+    assert (alike.model, alike.even) == ("step-3", False)
 
 
 def test_even_routing_is_refused_on_cpus():

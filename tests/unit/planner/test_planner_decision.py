@@ -17,7 +17,6 @@ from afd_planner.sizing.decide import make_plan
 from afd_planner.sizing.error import (
     CALIBRATED_ERROR,
     COMPOSED_ERROR,
-    FITTED_ERROR,
     MODEL_ERROR,
     Decision,
     error_of,
@@ -48,7 +47,7 @@ def test_the_error_is_that_of_what_was_measured():
     assert error_of(request("deepseek-v3", "h800")) is MODEL_ERROR
     assert error_of(request("deepseek-v3", "h100")) is CALIBRATED_ERROR
     without = replace(asked, efficiency=asked.roofline)
-    assert error_of(without) is error_of(request("gpt-oss-120b", "h200")) is FITTED_ERROR
+    assert error_of(without) is error_of(request("gpt-oss-120b", "h200")) is MODEL_ERROR
     points = [{"rows": n, "us": 100 + n} for n in (1, 1000)]
     attention = [{**point, "context": 4096} for point in points]
     data = {"format": "afd-stage-times-1", "attention": attention, "ffn": points}

@@ -31,7 +31,7 @@ def kinds(plan):
 
 
 def test_a_winning_plan_has_no_reasons_against_it():
-    asked = request("qwen3-235b-a22b", "h200", tpot_s=0.02, gpus=256, precision=ALL_FP8)
+    asked = request("qwen3-235b-a22b", "h200", tpot_s=0.018, gpus=256, precision=ALL_FP8)
     plan = make_plan(replace(asked, efficiency=INSTANT))
     assert plan.verdict.disaggregate and plan.verdict.ratio >= plan.verdict.error.high
     assert plan.verdict.reasons == () and plan.chosen is plan.afd
@@ -52,7 +52,7 @@ def test_a_dense_model_is_never_split():
 
 
 def test_too_few_gpus_names_the_number_that_is_enough():
-    asked = request("qwen3-235b-a22b", "h200", tpot_s=0.02, gpus=24, precision=ALL_FP8)
+    asked = request("qwen3-235b-a22b", "h200", tpot_s=0.018, gpus=24, precision=ALL_FP8)
     asked = replace(asked, efficiency=INSTANT)
     plan = make_plan(asked)
     assert not plan.verdict.disaggregate
