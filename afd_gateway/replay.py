@@ -259,7 +259,9 @@ def _cut(choice: _Json, left: ChoiceSent) -> bool:
             cut = True
         if cut and "tool_calls" in delta:
             _drop_sent_calls(delta)
-        if cut:
+        # With log-probabilities left, an empty text says that they are of a token without text; an
+        # empty delta would say that a parser keeps the token back (client_view).
+        if cut and not _count_logprobs(choice):
             for key in _TEXTS:
                 if delta.get(key) == "":
                     del delta[key]
