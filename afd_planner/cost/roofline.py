@@ -98,7 +98,7 @@ def ffn_part(
         shared = ffn.shared_parameters / gpus
         flops = 2.0 * (pairs * ffn.expert_parameters / tp + rows * shared)
         held = (math.ceil(ffn.experts / shards) + routing.redundant) / ffn.experts
-        experts = ffn.expected_experts(rows, routing.load) * held
+        experts = ffn.expected_experts(rows) * held
         weights = experts * ffn.expert_parameters / tp + shared * min(1.0, rows)
     return _experts(flops, weights * unit, pairs * ffn.hidden, accelerator, precision, efficiency)
 

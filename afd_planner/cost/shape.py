@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from afd.errors import ConfigError
-from afd.topology import expert_ranges
 from afd_planner.cost.interpolate import Array
 from afd_planner.facts.hardware import Accelerator
 from afd_planner.facts.precision import Precision
@@ -146,13 +145,11 @@ class Routing:
     """How rows are distributed over experts.
 
     Attributes:
-        load: Share of all choices per routed expert, summing to 1; None for an even load.
         imbalance: Rows of the busiest expert shard over the mean, at least 1. It multiplies the
             rows that an FFN GPU computes.
         redundant: Copies of experts per shard and layer, beside its own (ffn.redundant_experts).
     """
 
-    load: tuple[float, ...] | None = None
     imbalance: float = 1.0
     redundant: int = 0
 
@@ -161,20 +158,9 @@ class Routing:
             raise ConfigError(f"expert imbalance is {self.imbalance}; it must be at least 1")
         if self.redundant < 0:
             raise ConfigError(f"{self.redundant} redundant experts are invalid; give 0 or more")
-        if self.load is not None and abs(sum(self.load) - 1) > 0.01:
-            raise ConfigError(f"the routing load sums to {sum(self.load):.3f}; it must sum to 1")
 
 
 EVEN_ROUTING = Routing()
-
-
-def busiest_shard(load: Sequence[float], shards: int) -> float:
-    """Returns the load of the busiest of ``shards`` expert ranges over the mean load.
-
-    The ranges are those of ``afd.topology.expert_ranges``.
-    """
-    sums = [sum(load[start:end]) for start, end in expert_ranges(len(load), shards)]
-    return max(sums) * shards / sum(load)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,6 @@
 """Cost of one FFN layer, dense or mixture of experts. All FFNs are gated (gate, up, down)."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from afd.errors import ConfigError
 
@@ -41,7 +38,7 @@ class DenseFfn:
     def flops_per_token(self) -> float:
         return 2.0 * self.parameters
 
-    def touched_parameters(self, rows: float, load: Sequence[float] | None = None) -> float:
+    def touched_parameters(self, rows: float) -> float:
         """Returns the parameters read for ``rows`` rows, which may be a fraction of 1."""
         return self.parameters * min(1.0, rows)
 
@@ -102,33 +99,17 @@ class MoeFfn:
     def flops_per_token(self) -> float:
         return 2.0 * self.activated_parameters
 
-    def expected_experts(self, rows: float, load: Sequence[float] | None = None) -> float:
+    def expected_experts(self, rows: float) -> float:
         """Returns the expected number of distinct routed experts that ``rows`` rows use.
 
-        Rows choose independently.
-
-        Args:
-            rows: Number of rows.
-            load: Share of all choices per expert, summing to 1; None for an even load. A row
-                chooses an expert with share p with probability min(1, top_k * p).
-
-        Raises:
-            ConfigError: ``load`` has a different number of experts.
+        Rows choose independently, and each expert as often as any other.
         """
-        if load is None:
-            chance = self.top_k / self.experts
-            return float(self.experts * (1.0 - (1.0 - chance) ** rows))
-        if len(load) != self.experts:
-            raise ConfigError(
-                f"the routing load has {len(load)} experts, but the model has {self.experts}; "
-                "use a load measured with this model"
-            )
-        chances = np.minimum(1.0, self.top_k * np.asarray(load, dtype=np.float64))
-        return float(np.sum(1.0 - (1.0 - chances) ** rows))
+        chance = self.top_k / self.experts
+        return float(self.experts * (1.0 - (1.0 - chance) ** rows))
 
-    def touched_parameters(self, rows: float, load: Sequence[float] | None = None) -> float:
+    def touched_parameters(self, rows: float) -> float:
         """Returns the parameters read for ``rows`` rows: distinct experts and shared experts."""
-        routed = self.expected_experts(rows, load) * self.expert_parameters
+        routed = self.expected_experts(rows) * self.expert_parameters
         return routed + self.shared_parameters * min(1.0, rows)
 
 

@@ -30,7 +30,6 @@ from afd_planner.cost.shape import (
     Efficiency,
     Pool,
     Routing,
-    busiest_shard,
 )
 from afd_planner.cost.stages import (
     AfdStages,
@@ -301,7 +300,7 @@ def test_imbalance_never_helps(rows, imbalance):
     moe = STEP3.groups[1].ffn
     even = ffn_part(moe, H800, rows, Precision(), 8, 1, IDEAL, EVEN_ROUTING).seconds
     assert not_more(
-        even, ffn_part(moe, H800, rows, Precision(), 8, 1, IDEAL, Routing(None, imbalance)).seconds
+        even, ffn_part(moe, H800, rows, Precision(), 8, 1, IDEAL, Routing(imbalance)).seconds
     )
 
 
@@ -347,7 +346,6 @@ def test_rest_of_a_step():
         (lambda: Efficiency(hidden_exchange=1.5), r"hidden_exchange is 1.5; give \[0, 1\]"),
         (lambda: Efficiency(query_tile=0), "query_tile is 0"),
         (lambda: Routing(imbalance=0.5), "expert imbalance is 0.5"),
-        (lambda: Routing((0.5, 0.2)), "load sums to 0.700"),
         (lambda: Precision(kv="int3"), "number format 'int3' is unknown; use one of float32"),
         (lambda: Precision(wire="zip"), "wire format 'zip' is unknown; use one of exact, fp8"),
         (lambda: wire_bytes(Precision(wire="mxfp4"), 100, 2), "divisible by 128, not 100"),
@@ -360,10 +358,3 @@ def test_rest_of_a_step():
 def test_refusals(make, words):
     with pytest.raises(ConfigError, match=words):
         make()
-
-
-@given(load=st.lists(st.floats(0.01, 1), min_size=4, max_size=64), shards=st.integers(1, 4))
-def test_busiest_shard(load, shards):
-    worst = busiest_shard(load, shards)
-    assert 1 - 1e-9 <= worst <= shards + 1e-9 or len(load) % shards
-    assert busiest_shard([1.0] * 8, 4) == pytest.approx(1)

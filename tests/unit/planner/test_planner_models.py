@@ -302,15 +302,9 @@ def test_unknown_model_names_the_known_ones(tmp_path):
 @given(rows=st.integers(0, 400), experts=st.integers(2, 64), data=st.data())
 def test_expected_experts_is_bounded_and_monotone(rows, experts, data):
     moe = MoeFfn(64, 32, experts, data.draw(st.integers(1, experts)))
-    load = data.draw(st.lists(st.floats(0.01, 1), min_size=experts, max_size=experts))
-    shares = [value / sum(load) for value in load]
-    for given_load in (None, shares):
-        few, more = (moe.expected_experts(n, given_load) for n in (rows, rows + 1))
-        assert 0 <= few <= more <= experts + 1e-9
+    few, more = (moe.expected_experts(n) for n in (rows, rows + 1))
+    assert 0 <= few <= more <= experts + 1e-9
     assert moe.expected_experts(1) == pytest.approx(moe.top_k)
-    assert moe.expected_experts(rows, [1 / experts] * experts) == pytest.approx(
-        moe.expected_experts(rows)
-    )
 
 
 def test_expected_experts_equals_a_random_simulation():
@@ -329,5 +323,3 @@ def test_touched_parameters():
     assert moe.touched_parameters(1) == moe.activated_parameters
     assert moe.touched_parameters(1e6) == pytest.approx(moe.parameters)
     assert dense.touched_parameters(5) == dense.parameters == 3 * 64 * 32
-    with pytest.raises(ConfigError, match="the routing load has 2 experts, but the model has 8"):
-        moe.expected_experts(3, [0.5, 0.5])
