@@ -76,7 +76,8 @@ class Replay:
         if self.ids_wanted:
             return events
         events = _TOKEN_IDS.sub(b'"token_ids":null', events)
-        # Without token ids, vLLM sends no event for a token that a parser keeps back.
+        # Without token ids, vLLM sends no event for a token without text, unless it has a
+        # log-probability (vllm/entrypoints/openai/chat_completion/serving.py).
         if self.path == CHAT and b'"delta":{}' in events:
             kept = [e for e in _split(events) if not _is_empty(e)]
             events = b"".join(event + b"\n\n" for event in kept)
@@ -259,9 +260,7 @@ def _cut(choice: _Json, left: ChoiceSent) -> bool:
             cut = True
         if cut and "tool_calls" in delta:
             _drop_sent_calls(delta)
-        # With log-probabilities left, an empty text says that they are of a token without text; an
-        # empty delta would say that a parser keeps the token back (client_view).
-        if cut and not _count_logprobs(choice):
+        if cut:
             for key in _TEXTS:
                 if delta.get(key) == "":
                     del delta[key]
@@ -323,7 +322,8 @@ def _head(body: _Json) -> tuple[bytes, bytes]:
 
 
 def _is_empty(event: bytes) -> bool:
-    return b'"delta":{}' in event and b'"finish_reason":null' in event
+    told = b'"finish_reason":null' not in event or b'"logprobs":{' in event
+    return b'"delta":{}' in event and not told
 
 
 def _split(events: bytes) -> list[bytes]:

@@ -154,6 +154,12 @@ def test_a_killed_attention_instance_loses_nothing(
     requests = mixed(kinds(terse), 18, 60)
     undisturbed = ask_mixed(deployment.url, requests)
     assert not [reply.error for reply in undisturbed if reply.error]
+    (told,) = (
+        reply.choices[0]["logprobs"]
+        for (kind, _), reply in zip(requests, undisturbed, strict=True)
+        if kind.name == "chat logprobs"
+    )
+    assert len(told) == 60, "a token without text, such as half a letter, has one too"
     wanted = tokens_when_whole(start_streams(deployment.url, 8, 80), 60)
     before = deployment.member("attention-1")
     replays = deployment.total("afd_gateway_replays_total")

@@ -130,19 +130,21 @@ def test_logprobs_are_cut_by_their_number() -> None:
     assert choice["logprobs"] == {"tokens": ["3", "4"], "token_logprobs": [-0.5, -0.5]}
 
 
-def test_the_logprobs_of_a_token_without_text_reach_the_client() -> None:
-    """Such as of the first byte of a letter. The repeated answer has it in one event with others."""
+@pytest.mark.parametrize("known", [[], [1]])
+def test_the_logprobs_of_a_token_without_text_reach_the_client(known: list[int]) -> None:
+    """Such as of the first byte of a letter, alone or in one event with others."""
 
-    def made(tokens: list[int], text: str) -> bytes:
+    def made(tokens: list[int], **text: str) -> bytes:
         logprobs = {"content": [{"token": str(t), "logprob": -float(t)} for t in tokens]}
-        return event({**delta(tokens, content=text), "logprobs": logprobs})
+        return event({**delta(tokens, **text), "logprobs": logprobs})
 
     request = {"stream": True, "logprobs": True, "messages": []}
     replay = replay_of("POST", CHAT, {}, json.dumps(request).encode())
     assert replay is not None
-    (rest,) = continued([made([1], "a")], [made([1, 2], "a")])
+    repeated = made([1, 2], content="a") if known else made([2])
+    (rest,) = continued([made([t], content="a") for t in known], [repeated])
     (choice,) = json.loads(replay.client_view(rest).removeprefix(b"data: "))["choices"]
-    assert choice["delta"] == {"content": ""}
+    assert choice["delta"] == {} and choice["token_ids"] is None
     assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == [-2.0]
 
 
