@@ -38,16 +38,19 @@ class Departed(Exception):
 class Replay:
     """A request whose streamed answer can go on elsewhere.
 
-    body: as the client sent it. ids_wanted: the client asked for token ids itself.
+    body: as the client sent it. ids_wanted: the client asked for token ids itself. echoes: the
+    answer begins with the prompt. vLLM leaves its text out where token ids are asked for
+    (vllm/entrypoints/openai/completion/serving.py), so the gateway does not ask.
     """
 
     path: str
     body: bytes
     ids_wanted: bool
+    echoes: bool = False
 
     def first_body(self) -> bytes:
         """Returns the body that asks for token ids too."""
-        if self.ids_wanted:
+        if self.ids_wanted or self.echoes:
             return self.body
         # Inserted, not written anew. A later null or false of the client would win.
         if b'"return_token_ids"' not in self.body:
@@ -60,7 +63,8 @@ class Replay:
         fields = json.loads(self.body)
         if not sent.choices:  # not even a role was sent
             return self.first_body()
-        fields["return_token_ids"] = True
+        if not self.echoes:
+            fields["return_token_ids"] = True
         if not all(choice.exact for choice in sent.choices.values()):
             return _dump(fields) if is_deterministic(fields) else None
         stepwise = self.path == CHAT and (bool(fields.get("tools")) or sent.parsed)
@@ -104,7 +108,8 @@ def replay_of(method: str, path: str, headers: Mapping[str, str], body: bytes) -
         return None
     if fields.get("use_beam_search") or not isinstance(fields.get("vllm_xargs", {}), dict | None):
         return None
-    return Replay(path, body, fields.get("return_token_ids") is True)
+    echoes = path == TEXT and bool(fields.get("echo"))
+    return Replay(path, body, fields.get("return_token_ids") is True, echoes)
 
 
 def is_deterministic(fields: Mapping[str, Any]) -> bool:

@@ -213,6 +213,22 @@ def test_which_requests_can_be_replayed(path: str, body: bytes, wanted: bool | N
     assert replay_of("GET", path, {}, body) is None
 
 
+def test_token_ids_are_not_asked_for_where_they_cost_the_echo() -> None:
+    body = b'{"stream": true, "echo": true, "temperature": 0}'
+    replay = replay_of("POST", TEXT, {}, body)
+    assert replay is not None and replay.first_body() == body
+
+    def made(text: str) -> bytes:
+        return event({"text": text, "finish_reason": None, "token_ids": None})
+
+    sent, whole = [made("prompt a")], [made("prompt a"), made("b"), DONE]
+    again = replay.next_body(Sent.of(each.rstrip() for each in sent))
+    assert again is not None and json.loads(again) == json.loads(body)
+    assert continued(sent, whole) == whole[1:]
+    told = replay_of("POST", TEXT, {}, b'{"stream": true, "echo": true, "return_token_ids": true}')
+    assert told is not None and told.ids_wanted
+
+
 def test_the_client_sees_no_token_ids_that_it_did_not_ask_for() -> None:
     choice = {"text": 'x "token_ids":[1] y', "finish_reason": None}
     asked = event({**choice, "prompt_token_ids": [1, 2], "token_ids": [3]})
