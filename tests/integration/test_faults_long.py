@@ -13,8 +13,10 @@ from typing import Any, TypeAlias
 
 import pytest
 from deployments import Host
-from helpers import HEALTH_S, Running, wait_until
+from helpers import HEALTH_S, wait_until
 from replies import Kind, Reply, ask_mixed, kinds, mixed, problems
+
+from afd.control.messages import Member
 
 pytest.importorskip("openai", reason="comes with vLLM; ./run test installs it")
 pytestmark = [pytest.mark.serve, pytest.mark.long]
@@ -24,10 +26,9 @@ REPEATS = int(os.environ.get("AFD_FAULTS", "3"))
 SEED = os.environ.get("AFD_TEST_SEED", str(time.time_ns()))
 
 
-def end(deployment: Running, victim: str) -> None:
-    """Ends one part of the last attention instance."""
-    place = max(m.id for m in deployment.members().members if m.role == "attention")
-    engine = deployment.member(place).pid
+def end(member: Member, victim: str) -> None:
+    """Ends one part of an attention instance."""
+    engine = member.pid
     server = os.getpgid(engine)  # the process that afd serve started
     pid, number = {
         "engine": (engine, signal.SIGKILL),
@@ -62,11 +63,18 @@ def test_nothing_is_lost(
     draw = random.Random(f"{SEED} {name} {victim}")
     requests, replies = undisturbed
     failed, wrong, back, last = 0, [], [], []
+    place = max(m.id for m in deployment.members().members if m.role == "attention")
     for _ in range(REPEATS):
+        before = deployment.member(place)
+
+        def is_back(generation: int = before.generation) -> bool:
+            # Until the end of the instance is seen, all are whole.
+            return (deployment.generation(place) or 0) > generation and deployment.is_whole()
+
         with ThreadPoolExecutor(1) as pool:
             asking = pool.submit(ask_mixed, deployment.url, requests)
             time.sleep(draw.uniform(0.1, 4.0))
-            end(deployment, victim)
+            end(before, victim)
             began = time.monotonic()
             found = asking.result(240)
             last.append(round(time.monotonic() - began, 1))
@@ -76,7 +84,7 @@ def test_nothing_is_lost(
             for (kind, _), one, other in zip(requests, replies, found, strict=True)
             for words in problems(kind, one, other)
         ]
-        wait_until(deployment.is_whole, HEALTH_S, "the instance is back")
+        wait_until(is_back, HEALTH_S, "the instance is back")
         back.append(round(time.monotonic() - began, 1))
     replays = deployment.total("afd_gateway_replays_total")
     line = {
