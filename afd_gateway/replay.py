@@ -327,8 +327,9 @@ def _head(body: _Json) -> tuple[bytes, bytes]:
 
 
 def _is_empty(event: bytes) -> bool:
-    told = b'"finish_reason":null' not in event or b'"logprobs":{' in event
-    return b'"delta":{}' in event and not told
+    return (
+        b'"delta":{}' in event and b'"finish_reason":null' in event and b'"logprobs":{' not in event
+    )
 
 
 def _split(events: bytes) -> list[bytes]:

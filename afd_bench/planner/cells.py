@@ -262,7 +262,7 @@ def _place(match: re.Match[str], record: Record, tokens: Mapping[str, float]) ->
 def alike_places(cells: Iterable[StepCell | RatioCell]) -> frozenset[Place]:
     """Returns the places that were measured with even routing too.
 
-    Random weights send all rows of theirs to the same few experts, which no plan assumes.
+    Random weights may send all rows of theirs to the same few experts, which no plan assumes.
     """
     places = {cell.place for cell in cells}
     return frozenset(

@@ -122,6 +122,13 @@ class Running:
             for member in members
         )
 
+    def is_back(self, before: Member) -> bool:
+        """Whether a killed member has come back, and all are whole.
+
+        Until its end is seen, all are whole too, with the member of before.
+        """
+        return (self.generation(before.id) or 0) > before.generation and self.is_whole()
+
     def await_exit(self, deadline_s: float) -> int:
         """Returns the exit status of ``afd serve``, as its parent sees it."""
         return int(psutil.Process(self.server.pid).wait(deadline_s))

@@ -9,6 +9,7 @@ import random
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeAlias
 
 import pytest
@@ -66,11 +67,6 @@ def test_nothing_is_lost(
     place = max(m.id for m in deployment.members().members if m.role == "attention")
     for _ in range(REPEATS):
         before = deployment.member(place)
-
-        def is_back(generation: int = before.generation) -> bool:
-            # Until the end of the instance is seen, all are whole.
-            return (deployment.generation(place) or 0) > generation and deployment.is_whole()
-
         with ThreadPoolExecutor(1) as pool:
             asking = pool.submit(ask_mixed, deployment.url, requests)
             time.sleep(draw.uniform(0.1, 4.0))
@@ -84,7 +80,7 @@ def test_nothing_is_lost(
             for (kind, _), one, other in zip(requests, replies, found, strict=True)
             for words in problems(kind, one, other)
         ]
-        wait_until(is_back, HEALTH_S, "the instance is back")
+        wait_until(partial(deployment.is_back, before), HEALTH_S, "the instance is back")
         back.append(round(time.monotonic() - began, 1))
     replays = deployment.total("afd_gateway_replays_total")
     line = {

@@ -128,14 +128,7 @@ def test_killed_while_it_joins(
         before = deployment.member(f"ffn-{index}")
         os.kill(before.pid, signal.SIGKILL)
         assert adding.result(200) == f"ffn-{index}"
-
-    def is_back() -> bool:
-        # It may have joined before it was killed. Until its end is seen, all are whole.
-        member = deployment.members().find("ffn", index)
-        later = member is not None and member.generation > before.generation
-        return later and deployment.is_whole()
-
-    wait_until(is_back, HEALTH_S, "it is back")
+    wait_until(lambda: deployment.is_back(before), HEALTH_S, "it is back")
     assert deployment.member(f"ffn-{index}").generation > before.generation
     load.whole_rounds()
     assert computed(deployment, f"ffn-{index}") > 0

@@ -194,7 +194,7 @@ def test_a_killed_attention_instance_loses_nothing(
     assert not wrong, "\n".join(wrong)
     assert deployment.total("afd_gateway_replays_total") > replays
     assert answers(f"{deployment.url}/health")
-    wait_until(deployment.is_whole, HEALTH_S, "attention-1 is back")
+    wait_until(lambda: deployment.is_back(before), HEALTH_S, "attention-1 is back")
     after = deployment.member("attention-1")
     assert after.generation > before.generation
     again = start_streams(deployment.url, 8, 80)
